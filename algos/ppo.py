@@ -1,0 +1,42 @@
+"""PPO with critic, reference and reward models (HybridFlow, section 4.2 and Fig. 6; Ouyang et al. 2022).
+
+Departures from the papers:
+1. the KL to the reference is part of the reward (advantage.kl_coef), none is in the policy loss;
+2. advantages are normalised over the global batch, once, before the mini-batches are cut;
+3. the critic starts from the actor with a zero value head unless critic.model names another model.
+
+    torchrun --nproc-per-node 4 -m spmdflow.run algos/ppo.py
+"""
+
+from spmdflow import (
+    ActorWorker,
+    CriticWorker,
+    Flow,
+    PPOConfig,
+    PromptStream,
+    ReferenceWorker,
+    RewardWorker,
+    compute_advantages,
+)
+
+
+def main(flow: Flow, cfg: PPOConfig) -> None:
+    """The algorithm; runs once, on the controller."""
+    actor, critic = flow.spawn(ActorWorker, cfg.actor), flow.spawn(CriticWorker, cfg.critic)
+    reference = flow.spawn(ReferenceWorker, cfg.reference)
+    reward = flow.spawn(RewardWorker, cfg.reward)
+    prompts = flow.keep(prompts=PromptStream(cfg.data))
+
+    for step in flow.steps(cfg.total_steps):
+        # Stage 1: generation
+        batch = actor.generate_sequences(next(prompts))
+        # Stage 2: preparation
+        batch |= actor.compute_log_prob(batch)
+        batch |= critic.compute_values(batch)
+        batch |= reference.compute_ref_log_prob(batch)
+        batch |= reward.compute_reward(batch)
+        batch |= batch.map(compute_advantages, estimator="gae", cfg=cfg.advantage)
+        # Stage 3: learning
+        step.log(critic.update_critic(batch), actor.update_actor(batch))
+        flow.evaluate(every=cfg.eval_every)
+        flow.save(every=cfg.save_every)

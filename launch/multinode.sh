@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Several machines without a scheduler: start the same line on every machine.
+# Usage: NODES=2 FIRST_NODE=host0 launch/multinode.sh SCRIPT [CONFIG.yaml] [key=value ...]
+set -euo pipefail
+
+# Machines that take part; torchrun waits for all of them.
+NODES=${NODES:-2}
+# Processes on each machine: one per GPU, or as many CPU ranks as you like.
+RANKS=${RANKS:-4}
+# Machine that every other one can reach by this name or address.
+FIRST_NODE=${FIRST_NODE:-127.0.0.1}
+# Free port on that machine.
+PORT=${PORT:-29400}
+# Any name, the same on all machines; two jobs on one port need different ones.
+JOB=${JOB:-spmdflow}
+# Name or address under which the others reach this machine; needed if its host name is unknown to them.
+ADDRESS=${ADDRESS:-$(hostname)}
+# Threads of one rank; more than cores / ranks slows every rank down.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+RENDEZVOUS=(--rdzv-backend c10d --rdzv-endpoint "$FIRST_NODE:$PORT" --rdzv-id "$JOB" --local-addr "$ADDRESS")
+torchrun --nnodes "$NODES" --nproc-per-node "$RANKS" "${RENDEZVOUS[@]}" -m spmdflow.run "$@"

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# PPO on 4 CPU ranks with the bundled tiny model: installs, trains, ends with the curve and the run directory.
+# Usage: scripts/quickstart.sh [key=value ...]      e.g. total_steps=20, run.seed=1, run.dir=runs/mine
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+run_dir=runs/quickstart-$(date +%Y%m%d-%H%M%S)
+for setting in "$@"; do
+    case $setting in run.dir=*) run_dir=${setting#run.dir=} ;; esac
+done
+
+scripts/setup.sh
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+.venv/bin/torchrun --standalone --nproc-per-node 4 -m spmdflow.run algos/ppo.py algos/ppo.yaml "$@" "run.dir=$run_dir"
+.venv/bin/python -m spmdflow.report "$run_dir"

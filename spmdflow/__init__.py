@@ -1,0 +1,41 @@
+"""spmdflow trains language models with reinforcement learning: one script, one `torchrun` command.
+
+A *controller* (a thread of rank 0) runs the algorithm's script once. The script calls *worker
+groups*: a model spread over the ranks of a *resource pool*. A *transfer protocol* says which rows
+each rank gets and who answers. HybridFlow (arXiv 2409.19256) on plain `torch.distributed`.
+
+Start reading at `algos/ppo.py`; start running at `python -m spmdflow.run --help`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+_HOMES = {
+    "PPOConfig": "spmdflow.config.schema",
+    "setting": "spmdflow.config.schema",
+    "part": "spmdflow.config.schema",
+    "ActorWorker": "spmdflow.models.actor",
+    "CriticWorker": "spmdflow.models.critic",
+    "ReferenceWorker": "spmdflow.models.reference",
+    "RewardWorker": "spmdflow.models.reward",
+    "Flow": "spmdflow.controller.flow",
+    "PromptStream": "spmdflow.controller.prompts",
+    "launch": "spmdflow.controller.launch",
+    "compute_advantages": "spmdflow.objectives.advantage",
+    "row_maths": "spmdflow.transfer.row_maths",
+    "register": "spmdflow.transfer.register",
+    "Worker": "spmdflow.transfer.worker",
+    "SpmdflowError": "spmdflow.errors",
+    "ConfigError": "spmdflow.errors",
+}
+"""Public name -> the module it lives in; loaded at first use, so that refusals need no torch."""
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> object:
+    """The public object `name`, imported from its home at first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"spmdflow has no public name {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_HOMES[name]), name)

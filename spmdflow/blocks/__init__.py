@@ -1,0 +1,17 @@
+"""Blocks: boxes of an index space held by ranks, and plans that bring them where they are needed.
+
+One idea, three loads: batch rows (1-D blocks of single rows), weight shards (boxes of a full
+tensor) and checkpoint files (boxes again). `redistribute(have, need)` is a pure function on
+integers; its plan sends each missing element exactly once, nothing that is already there, from
+the nearest and least loaded holder. `verify` proves a plan from the definitions alone. Every rank
+derives the same plan. Knows no tensors, columns, processes or bytes.
+
+| file | what |
+|---|---|
+| `box` | `Box` and its algebra: intersect, subtract, cut, merge, flat ranges |
+| `plan` | `redistribute` for boxes of any number of dimensions |
+| `rows` | `redistribute_rows`, the same for row ids, vectorised |
+| `source` | which holder sends: the same node first, then the least loaded |
+| `proof` | `verify`, `verify_rows` |
+| `hash` | additive hash of a tensor's elements and places |
+"""

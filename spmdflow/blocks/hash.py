@@ -1,0 +1,54 @@
+"""An additive hash of a tensor's bits and their places. Knows no ranks and no names.
+
+The hash of a tensor is the sum over its elements of mix(bits, flat index) modulo 2**64. Because
+it adds up, ranks hash the pieces they hold and sum: the result does not depend on how the tensor
+is cut, and a moved, lost, repeated or altered element changes it (with probability 1 - 2**-64
+for a single element). The mixer is the finaliser of splitmix64 (Steele, Lea, Flood 2014).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MODULUS = 2**64
+_CHUNK = 1 << 20
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def positional_hash(values: Tensor, offset: int) -> int:
+    """Hash in [0, 2**64) of a piece whose first element has flat index offset in the whole.
+
+    values: any shape and dtype, contiguous in the whole tensor's flat (row-major) order.
+    hash(whole) = sum of hash(piece) modulo 2**64.
+    """
+    flat = values.detach().contiguous().view(-1)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for start in range(0, len(flat), _CHUNK):
+        total += _hash_chunk(flat[start : start + _CHUNK], offset + start)
+    return int(total) % MODULUS
+
+
+def to_signed(value: int) -> int:
+    """The int64 with the same bits, so that hashes can be summed in a tensor."""
+    return value - MODULUS if value >= MODULUS // 2 else value
+
+
+def _hash_chunk(flat: Tensor, offset: int) -> Tensor:
+    """Sum of mixed elements; int64 arithmetic wraps, which is arithmetic modulo 2**64."""
+    bits = flat.view(_BITS[flat.element_size()]).to(torch.int64)
+    index = torch.arange(offset + 1, offset + 1 + len(flat), device=flat.device)
+    # both words are mixed before they meet: (bits, index) pairs cannot trade places
+    return _mix(_mix(index * to_signed(_GOLDEN)) ^ bits).sum()
+
+
+def _mix(word: Tensor) -> Tensor:
+    word = (word ^ _shift_right(word, 30)) * to_signed(_FIRST)
+    word = (word ^ _shift_right(word, 27)) * to_signed(_SECOND)
+    return word ^ _shift_right(word, 31)
+
+
+def _shift_right(word: Tensor, places: int) -> Tensor:
+    """Logical shift: torch shifts int64 arithmetically, so the sign's copies are masked out."""
+    return (word >> places) & ((1 << (64 - places)) - 1)

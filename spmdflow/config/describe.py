@@ -1,0 +1,81 @@
+"""Settings as text: YAML, and the first lines of a run (who lives where, the batch algebra)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import yaml
+
+from spmdflow.config.algebra import Algebra, batch_algebra_of
+from spmdflow.config.placement import resolve_placement, roles_of
+
+
+def to_yaml(cfg: Any) -> str:
+    """A settings object as YAML; `load` with this file gives an equal object."""
+    return yaml.safe_dump(asdict(cfg), sort_keys=False, default_flow_style=False)
+
+
+def batch_algebra(cfg: Any, world_size: int) -> str:
+    """Pools and batch algebra as a few lines of text; for settings that passed `check`."""
+    pools = resolve_placement(cfg.placement, roles_of(cfg), world_size)
+    lines = [
+        f"pool   {name}: ranks {_ranks(pool.ranks)}: {', '.join(pool.roles)}"
+        for name, pool in pools.items()
+    ]
+    idle = set(range(world_size)) - {rank for pool in pools.values() for rank in pool.ranks}
+    if idle:
+        lines.append(f"pool   none: ranks {_ranks(sorted(idle))} have no work")
+    lines += _batch(cfg)
+    for pool in pools.values():
+        for role in pool.roles:
+            lines += _updates(cfg, role, len(pool.ranks))
+    return "\n".join(lines)
+
+
+def _batch(cfg: Any) -> Iterator[str]:
+    prompts, group = cfg.data.prompts_per_step, cfg.data.samples_per_prompt
+    yield f"batch  {_count(prompts, 'prompt')} x {_count(group, 'sample')} = {prompts * group} rows"
+
+
+def _updates(cfg: Any, role: str, num_ranks: int) -> Iterator[str]:
+    part = getattr(cfg, role)
+    if not hasattr(part, "update"):
+        return
+    algebra = batch_algebra_of(role, cfg.data, part.update, part.engine, num_ranks=num_ranks)
+    steps = algebra.optimizer_steps
+    yield (
+        f"{role:6} {algebra.samples} rows = {_count(algebra.mini_batches, 'mini-batch')} of "
+        f"{algebra.mini_batch_size}, x {_count(algebra.num_epochs, 'epoch')} = "
+        f"{_count(steps, 'optimizer step')} ({steps * cfg.total_steps} in the run)"
+    )
+    yield f"       {_micro_batches(algebra, num_ranks, part.engine)}"
+
+
+def _micro_batches(algebra: Algebra, num_ranks: int, engine: Any) -> str:
+    fewest, most = algebra.rows_per_rank
+    rows = f"{most}" if fewest == most else f"{fewest} or {most}"
+    cut = f"{_count(algebra.micro_batches, 'micro-batch')} of at most "
+    cut += f"{engine.micro_batch_size_per_rank} rows"
+    if engine.max_micro_batch_tokens is not None:
+        cut = f"micro-batches of at most {engine.max_micro_batch_tokens} tokens"
+    return (
+        f"{algebra.mini_batch_size} rows over {_count(num_ranks, 'rank')} = {rows} per rank = {cut}"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("batch") else "s")
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Ascending ranks as ranges: [0, 1, 2, 5] -> "0-2, 5"."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    return ", ".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else f"{s[0]}" for s in spans)

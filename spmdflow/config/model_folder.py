@@ -1,0 +1,173 @@
+"""What config.json and tokenizer.json say about a model folder. Reads JSON only, no transformers.
+
+A fact that a file does not state is None and is not checked.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmdflow.errors import ConfigError
+
+CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
+"""Endings of architectures that generate."""
+SCORER = ("ForSequenceClassification",)
+"""Endings of architectures that score a sequence."""
+
+_LEAST_VLLM_HEAD_DIM = 32  # vLLM's attention kernels refuse 8 and 16
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes of one model; `key` is the setting that names the folder, for messages."""
+
+    key: str
+    path: Path
+    architectures: tuple[str, ...]
+    hidden_size: int | None
+    num_heads: int | None
+    num_kv_heads: int | None
+    head_dim: int | None
+    """Only if config.json states it."""
+    max_positions: int | None
+    vocab_size: int | None
+    num_labels: int
+
+
+def read_model_folder(key: str, path: str) -> ModelFacts:
+    """Facts of the Hugging Face folder named by the setting `key`; ConfigError if it is none."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{key}: no folder {path} in {Path.cwd()}, expected a Hugging Face folder; "
+            f"download the model and give its folder"
+        )
+    config = _read_json(key, folder / "config.json")
+    config = {**config, **config.get("text_config", {})}
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"{key}: no *.safetensors in {path}, expected weights beside config.json; "
+            f"save the model with safetensors"
+        )
+    return ModelFacts(
+        key=key,
+        path=folder,
+        architectures=tuple(config.get("architectures") or ()),
+        hidden_size=_first(config, "hidden_size", "n_embd"),
+        num_heads=_first(config, "num_attention_heads", "n_head"),
+        num_kv_heads=_first(config, "num_key_value_heads"),
+        head_dim=_first(config, "head_dim"),
+        max_positions=_first(config, "max_position_embeddings", "n_positions"),
+        vocab_size=_first(config, "vocab_size"),
+        num_labels=_first(config, "num_labels") or len(config.get("id2label", "01")),
+    )
+
+
+def read_vocabulary(key: str, folder: Path) -> dict[str, int] | None:
+    """Token -> id of a folder's tokenizer.json; None if it has none or another form."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    tokenizer = _read_json(key, file)
+    tokens = tokenizer.get("model", {}).get("vocab")
+    if isinstance(tokens, list):  # unigram: [[token, score], ...] in the order of ids
+        tokens = {token: number for number, (token, _) in enumerate(tokens)}
+    if not isinstance(tokens, dict) or not tokens:
+        return None
+    added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
+    return {**tokens, **added}
+
+
+def check_kind(facts: ModelFacts, endings: tuple[str, ...]) -> None:
+    """The architecture ends in one of `endings`; a scorer has exactly one label."""
+    names = facts.architectures
+    if names and not any(name.endswith(endings) for name in names):
+        raise ConfigError(
+            f"{facts.key}: got {', '.join(names)}, expected an architecture ...{endings[0]}; "
+            f"give another folder than {facts.path}"
+        )
+    if names and names[0].endswith(SCORER) and facts.num_labels != 1:
+        raise ConfigError(
+            f"{facts.key}: got {facts.num_labels} labels, expected 1 (a score); "
+            f"give a model with num_labels 1"
+        )
+
+
+def check_heads(facts: ModelFacts, *, for_vllm: bool) -> None:
+    """Heads divide the hidden size, key-value heads divide the heads, vLLM has the kernel."""
+    hidden, heads, kv_heads = facts.hidden_size, facts.num_heads, facts.num_kv_heads
+    if hidden is None or heads is None:
+        return
+    file = facts.path / "config.json"
+    if facts.head_dim is None and hidden % heads:
+        raise ConfigError(
+            f"{facts.key}: got {heads} attention heads for hidden_size {hidden}, expected a "
+            f"divisor or a head_dim; correct {file}"
+        )
+    if kv_heads and heads % kv_heads:
+        raise ConfigError(
+            f"{facts.key}: got {kv_heads} key-value heads for {heads} attention heads, expected a "
+            f"divisor; correct {file}"
+        )
+    head_dim = facts.head_dim or hidden // heads
+    if for_vllm and head_dim < _LEAST_VLLM_HEAD_DIM:
+        raise ConfigError(
+            f"{facts.key}: got head_dim {head_dim}, expected at least {_LEAST_VLLM_HEAD_DIM} for "
+            f"vllm; set actor.rollout.engine=builtin or use another model"
+        )
+
+
+def check_positions(facts: ModelFacts, prompt_tokens: int, response_tokens: int) -> None:
+    """The longest prompt and the longest response fit into the model's context."""
+    needed = prompt_tokens + response_tokens
+    if facts.max_positions is not None and needed > facts.max_positions:
+        raise ConfigError(
+            f"{facts.key}: got max_prompt_tokens {prompt_tokens} + max_new_tokens "
+            f"{response_tokens} = {needed}, expected at most the model's {facts.max_positions} "
+            f"positions; lower data.max_prompt_tokens or actor.rollout.max_new_tokens"
+        )
+
+
+def check_vocabulary(facts: ModelFacts, tokenizer: Path, vocabulary: dict[str, int]) -> None:
+    """The model reads the ids of the run's tokenizer: embeddings for all, the same tokens."""
+    last = max(vocabulary.values())
+    if facts.vocab_size is not None and last >= facts.vocab_size:
+        raise ConfigError(
+            f"{facts.key}: got a vocabulary of {facts.vocab_size}, expected at least {last + 1}, "
+            f"the ids of the tokenizer {tokenizer}; give a model with that tokenizer"
+        )
+    ours, theirs = tokenizer / "tokenizer.json", facts.path / "tokenizer.json"
+    if not theirs.is_file() or theirs.read_bytes() == ours.read_bytes():
+        return
+    other = read_vocabulary(facts.key, facts.path)
+    if other is None or other == vocabulary:
+        return
+    token = min(dict(other.items() ^ vocabulary.items()))
+    raise ConfigError(
+        f"{facts.key}: got another tokenizer ({token!r} is {other.get(token)}, in {tokenizer} "
+        f"{vocabulary.get(token)}), expected the same ids, as every model reads the actor's "
+        f"tokens; give a model with that tokenizer"
+    )
+
+
+def _read_json(key: str, file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ConfigError(
+            f"{key}: no {file.name} in {file.parent}, expected a Hugging Face folder; "
+            f"give the folder that holds it"
+        )
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as err:
+        raise ConfigError(f"{key}: got {err} in {file}, expected JSON; mend the file") from err
+    if not isinstance(content, dict):
+        raise ConfigError(f"{key}: got a JSON list in {file}, expected an object; mend the file")
+    return content
+
+
+def _first(config: dict[str, Any], *names: str) -> int | None:
+    """The first of the names that the file states as an integer."""
+    return next((config[name] for name in names if isinstance(config.get(name), int)), None)

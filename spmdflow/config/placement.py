@@ -1,0 +1,168 @@
+"""Placement: which role lives on which ranks. Integers and names only (paper section 4.1).
+
+A placement is `colocate` (every role on all ranks), `split` (actor and reference on the first half,
+the rest on the second), `standalone` (a pool per role, ranks shared out evenly) or a map
+`pool -> {roles: [...], ranks: [...]}`. Roles of one pool take turns; pools are disjoint and
+overlap by themselves.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from spmdflow.errors import ConfigError
+
+_POLICY_ROLES = ("actor", "reference")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A set of ranks and the roles that live there."""
+
+    roles: tuple[str, ...]
+    ranks: tuple[int, ...]
+    """Global ranks, ascending."""
+
+
+def roles_of(cfg: Any) -> tuple[str, ...]:
+    """Names of the models a settings object describes: its parts that have an engine."""
+    parts = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
+    return tuple(name for name, part in parts.items() if is_dataclass(part) and _has_engine(part))
+
+
+def resolve_placement(placement: Any, roles: Sequence[str], world_size: int) -> dict[str, Pool]:
+    """Pool name -> Pool; every role is in exactly one pool. ConfigError for what cannot work."""
+    roles = tuple(roles)
+    if isinstance(placement, Mapping):
+        pools = {str(name): _read_pool(str(name), pool) for name, pool in placement.items()}
+        _check_ranks(pools, world_size)
+        _check_roles(pools, roles)
+        return pools
+    if placement not in _PRESETS:
+        raise ConfigError(
+            f"placement: got {placement!r}, expected {', '.join(_PRESETS)} or a map "
+            f"pool -> {{roles: [...], ranks: [...]}}{_suggest(str(placement), list(_PRESETS))}"
+        )
+    return _PRESETS[placement](roles, world_size)
+
+
+def _has_engine(part: Any) -> bool:
+    return any(field.name == "engine" for field in fields(part))
+
+
+def _colocate(roles: tuple[str, ...], world_size: int) -> dict[str, Pool]:
+    return {"all": Pool(roles, tuple(range(world_size)))}
+
+
+def _split(roles: tuple[str, ...], world_size: int) -> dict[str, Pool]:
+    first = tuple(role for role in roles if role in _POLICY_ROLES)
+    second = tuple(role for role in roles if role not in _POLICY_ROLES)
+    if not first or not second:
+        raise ConfigError(
+            f"placement: split got only the roles {', '.join(roles)}, expected roles on both "
+            f"sides ({', '.join(_POLICY_ROLES)} | the rest); set placement=colocate"
+        )
+    return _share_out([first, second], world_size, "split")
+
+
+def _standalone(roles: tuple[str, ...], world_size: int) -> dict[str, Pool]:
+    return _share_out([(role,) for role in roles], world_size, "standalone")
+
+
+_PRESETS: dict[str, Callable[[tuple[str, ...], int], dict[str, Pool]]] = {
+    "colocate": _colocate,
+    "split": _split,
+    "standalone": _standalone,
+}
+
+
+def _share_out(role_sets: list[tuple[str, ...]], world_size: int, preset: str) -> dict[str, Pool]:
+    """One pool per role set on neighbouring ranks; sizes differ by at most one, larger first."""
+    count = len(role_sets)
+    if world_size < count:
+        raise ConfigError(
+            f"placement: {preset} got {world_size} rank{'s' * (world_size > 1)}, expected at least "
+            f"{count} (a pool each for {' | '.join(', '.join(roles) for roles in role_sets)}); "
+            f"start more processes (--nproc-per-node {count}) or set placement=colocate"
+        )
+    size, extra = divmod(world_size, count)
+    starts = [index * size + min(index, extra) for index in range(count + 1)]
+    return {
+        "+".join(roles): Pool(roles, tuple(range(start, stop)))
+        for roles, start, stop in zip(role_sets, starts, starts[1:])
+    }
+
+
+def _read_pool(name: str, pool: Any) -> Pool:
+    keys = sorted(map(str, pool)) if isinstance(pool, Mapping) else pool
+    if not isinstance(pool, Mapping) or set(pool) != {"roles", "ranks"}:
+        raise ConfigError(
+            f"placement.{name}: got {keys}, expected the two keys roles and ranks; "
+            f"write {name}: {{roles: [actor], ranks: [0, 1]}}"
+        )
+    roles, ranks = pool["roles"], pool["ranks"]
+    if not (isinstance(roles, list) and roles and all(isinstance(role, str) for role in roles)):
+        raise ConfigError(
+            f"placement.{name}.roles: got {roles!r}, expected a list of role names; "
+            f"write roles: [actor]"
+        )
+    if not (isinstance(ranks, list) and ranks and all(type(rank) is int for rank in ranks)):
+        raise ConfigError(
+            f"placement.{name}.ranks: got {ranks!r}, expected a list of integers; "
+            f"write ranks: [0, 1]"
+        )
+    return Pool(tuple(roles), tuple(ranks))
+
+
+def _check_ranks(pools: Mapping[str, Pool], world_size: int) -> None:
+    owner: dict[int, str] = {}
+    for name, pool in pools.items():
+        if list(pool.ranks) != sorted(set(pool.ranks)):
+            raise ConfigError(
+                f"placement.{name}.ranks: got {list(pool.ranks)}, expected ascending ranks without "
+                f"repeats; write {sorted(set(pool.ranks))}"
+            )
+        outside = [rank for rank in pool.ranks if not 0 <= rank < world_size]
+        if outside:
+            raise ConfigError(
+                f"placement.{name}.ranks: got {outside[0]}, expected ranks of the world "
+                f"0-{world_size - 1}; start {max(pool.ranks) + 1} processes or use other ranks"
+            )
+        for rank in pool.ranks:
+            if rank in owner:
+                raise ConfigError(
+                    f"placement: rank {rank} is in pools {owner[rank]} and {name}, expected "
+                    f"disjoint pools; put roles that share ranks into one pool"
+                )
+            owner[rank] = name
+
+
+def _check_roles(pools: Mapping[str, Pool], roles: tuple[str, ...]) -> None:
+    owner: dict[str, str] = {}
+    for name, pool in pools.items():
+        for role in pool.roles:
+            if role not in roles:
+                raise ConfigError(
+                    f"placement.{name}.roles: got {role}, expected roles of this script "
+                    f"({', '.join(roles)}){_suggest(role, roles)}"
+                )
+            if role in owner:
+                raise ConfigError(
+                    f"placement: role {role} is in pools {owner[role]} and {name}, expected each "
+                    f"role once; remove it from one"
+                )
+            owner[role] = name
+    missing = [role for role in roles if role not in owner]
+    if missing:
+        raise ConfigError(
+            f"placement: got no pool for {', '.join(missing)}, expected each role of "
+            f"{', '.join(roles)} once; add it to a pool's roles"
+        )
+
+
+def _suggest(word: str, choices: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, choices, 1)
+    return f"; did you mean {near[0]}?" if near else f"; choose one, such as {choices[0]}"

@@ -1,0 +1,310 @@
+"""The settings of a run, as typed dataclasses: a default that works, a sentence, bounds.
+
+A field without a default is required. A script may define its own `Config` (a subclass of
+`PPOConfig` or any dataclass built from these parts); its YAML lies beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+REQUIRED: Any = "???"  # omegaconf's mark for "no default", written out: only load.py imports it
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Values a setting may take; for a list, each of its items."""
+
+    one_of: tuple[str, ...] = ()
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+
+def setting(
+    doc: str,
+    default: Any = REQUIRED,
+    *,
+    one_of: tuple[str, ...] = (),
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field with its sentence and bounds; lists and dicts are copied.
+
+    The result is a `dataclasses.Field`; Any, as the field takes its declared type.
+    """
+    bounds = Bounds(one_of, at_least, above, at_most, below)
+    metadata = {"doc": doc, "bounds": bounds}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def part(cls: type) -> Any:
+    """A dataclass field that is itself a group of settings with defaults."""
+    return field(default_factory=cls)
+
+
+@dataclass
+class RunConfig:
+    """Where a run lives, its seed, its limits and what it shows."""
+
+    name: str = setting("Name of the run; RUN_DIR is runs/<name> unless dir is set.", "ppo")
+    dir: str | None = setting("RUN_DIR itself; overrides name.", None)
+    seed: int = setting("Seed from which every random stream is derived.", 0, at_least=0)
+    resume: str = setting(
+        "auto: continue from the latest checkpoint; never: refuse a used RUN_DIR.",
+        "auto",
+        one_of=("auto", "never"),
+    )
+    start_seconds: float = setting(
+        "Limit for all ranks to meet and models to be built.", 600.0, above=0
+    )
+    call_seconds: float = setting("Limit for one worker method.", 3600.0, above=0)
+    transfer_seconds: float = setting("Limit for one released transfer.", 60.0, above=0)
+    heartbeat_seconds: float = setting(
+        "Silence of a rank after which it counts as stopped.", 120.0, above=0
+    )
+    keep_checkpoints: int = setting(
+        "Newest checkpoints kept; older ones are removed.", 2, at_least=1
+    )
+    trackers: list[str] = setting(
+        "Besides metrics.jsonl: tensorboard, wandb.", [], one_of=("tensorboard", "wandb")
+    )
+    sample_every: int = setting("Steps between sample tables (0: none).", 10, at_least=0)
+
+
+@dataclass
+class DataConfig:
+    """Prompts: files, columns, lengths and how many make a step."""
+
+    train_path: str = setting("JSONL or Parquet file of training prompts.")
+    eval_path: str | None = setting("File of held-out prompts; none: no evaluation.", None)
+    prompt_column: str = setting("Column that holds the prompt (text, or chat messages).", "prompt")
+    chat_template: bool = setting(
+        "Render the prompt column with the tokenizer's chat template.", False
+    )
+    tokenizer_path: str = setting("Folder of the tokenizer.", "${actor.model.path}")
+    max_prompt_tokens: int = setting("Longer prompts are left out and counted.", 512, at_least=1)
+    prompts_per_step: int = setting("Prompts drawn for one step.", 64, at_least=1)
+    samples_per_prompt: int = setting("Responses generated for each prompt.", 1, at_least=1)
+    shuffle: bool = setting("Reorder the prompts each epoch, derived from run.seed.", True)
+    max_bad_rows: int = setting(
+        "Unreadable rows tolerated before the run is refused.", 0, at_least=0
+    )
+    eval_prompts: int = setting("Held-out prompts used for an evaluation (0: all).", 0, at_least=0)
+
+
+@dataclass
+class ModelConfig:
+    """Which weights, in which precision."""
+
+    path: str = setting("Hugging Face folder (config.json, *.safetensors).")
+    dtype: str = setting(
+        "Compute precision; gradients and optimizer stay float32.",
+        "float32",
+        one_of=("float32", "bfloat16"),
+    )
+
+
+@dataclass
+class EngineConfig:
+    """How a model is distributed and cut into micro-batches."""
+
+    kind: str = setting("Engine that runs the model.", "fsdp", one_of=("fsdp",))
+    reshard_after_forward: bool = setting(
+        "Free gathered parameters between forward and backward.", True
+    )
+    recompute: bool = setting(
+        "Recompute activations in backward (activation checkpointing).", False
+    )
+    residency: str = setting(
+        "keep: stay on the device; offload: live on the host between calls.",
+        "keep",
+        one_of=("keep", "offload"),
+    )
+    micro_batch_size_per_rank: int = setting("Rows of one forward on one rank.", 16, at_least=1)
+    max_micro_batch_tokens: int | None = setting(
+        "Token budget of one forward; replaces the row count.", None, at_least=1
+    )
+
+
+@dataclass
+class FrozenEngineConfig(EngineConfig):
+    """The same for a model that is never trained: nothing to say about its backward."""
+
+    # No settings here: an engine reads the same names from every role.
+    reshard_after_forward: ClassVar[bool] = True  # type: ignore[misc]
+    recompute: ClassVar[bool] = False  # type: ignore[misc]
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW with warm-up, schedule and clipping."""
+
+    lr: float = setting("Peak learning rate.", 1e-5, above=0)
+    betas: list[float] = setting("AdamW's two moment decays.", [0.9, 0.95], at_least=0, below=1)
+    weight_decay: float = setting("Decoupled weight decay.", 0.0, at_least=0)
+    clip_norm: float = setting("Global gradient norm is clipped to this.", 1.0, above=0)
+    schedule: str = setting(
+        "Learning rate after warm-up; linear and cosine end at zero.",
+        "constant",
+        one_of=("constant", "linear", "cosine"),
+    )
+    warmup_steps: int = setting("Optimizer steps of linear warm-up.", 0, at_least=0)
+
+
+@dataclass
+class UpdateConfig:
+    """How one batch becomes optimizer steps."""
+
+    mini_batch_size: int = setting("Samples of one optimizer step, over all ranks.", 64, at_least=1)
+    num_epochs: int = setting("Passes over the batch.", 1, at_least=1)
+    shuffle: bool = setting(
+        "Permute samples before cutting mini-batches, derived from run.seed.", True
+    )
+    balance_tokens: bool = setting("Share each mini-batch out by tokens instead of rows.", False)
+
+
+@dataclass
+class RolloutConfig:
+    """Generation: which engine, how to sample, how the weights are checked."""
+
+    engine: str = setting(
+        "builtin: Hugging Face model with KV cache; vllm: vLLM in process.",
+        "builtin",
+        one_of=("builtin", "vllm"),
+    )
+    dtype: str = setting(
+        "Precision of the generator's weights.", "float32", one_of=("float32", "bfloat16")
+    )
+    max_new_tokens: int = setting("Longest response.", 64, at_least=1)
+    temperature: float = setting(
+        "Sampling temperature; also divides the trainer's logits.", 1.0, above=0
+    )
+    top_p: float = setting("Nucleus sampling; 1 keeps every token.", 1.0, above=0, at_most=1)
+    top_k: int = setting("Sample among the k likeliest tokens; 0 keeps every token.", 0, at_least=0)
+    max_batch_size: int = setting("Rows decoded together on one rank.", 128, at_least=1)
+    kv_cache_bytes: int = setting("KV cache of one vLLM engine.", 67108864, above=0)
+    verify_every: int = setting(
+        "Weight syncs between checksum comparisons (0: never).", 1, at_least=0
+    )
+    max_drift: float | None = setting(
+        "Mean |log-prob| gap, rollout against trainer, that ends the run.", None, above=0
+    )
+
+
+@dataclass
+class PolicyLossConfig:
+    """Clipped surrogate, entropy bonus and KL penalty of the actor."""
+
+    clip_ratio: float = setting("PPO's epsilon.", 0.2, above=0, below=1)
+    entropy_coef: float = setting("Weight of the entropy bonus.", 0.0, at_least=0)
+    kl_coef: float = setting(
+        "Weight of the KL penalty in the loss (needs ref_log_probs).", 0.0, at_least=0
+    )
+    kl_estimator: str = setting("Estimator of that KL.", "k3", one_of=("k1", "k2", "k3", "abs"))
+    aggregation: str = setting(
+        "How token losses become one number.",
+        "token-mean",
+        one_of=("token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"),
+    )
+
+
+@dataclass
+class ValueLossConfig:
+    """Clipped squared error of the critic."""
+
+    clip_range: float | None = setting(
+        "Values may move this far from the old ones; none: no clipping.", 0.2, above=0
+    )
+
+
+@dataclass
+class ActorConfig:
+    """The policy: trains and generates."""
+
+    model: ModelConfig = part(ModelConfig)
+    engine: EngineConfig = part(EngineConfig)
+    optimizer: OptimizerConfig = part(OptimizerConfig)
+    update: UpdateConfig = part(UpdateConfig)
+    rollout: RolloutConfig = part(RolloutConfig)
+    loss: PolicyLossConfig = part(PolicyLossConfig)
+
+
+def _model_at(path: str) -> Any:
+    return field(default_factory=lambda: ModelConfig(path=path))
+
+
+@dataclass
+class CriticConfig:
+    """The value model; starts from the reward model if there is one, else from the actor."""
+
+    model: ModelConfig = _model_at("${first_of:reward.model.path,actor.model.path}")
+    engine: EngineConfig = part(EngineConfig)
+    optimizer: OptimizerConfig = part(OptimizerConfig)
+    update: UpdateConfig = part(UpdateConfig)
+    loss: ValueLossConfig = part(ValueLossConfig)
+
+
+@dataclass
+class ReferenceConfig:
+    """The frozen policy that the KL is measured against; the actor's start."""
+
+    model: ModelConfig = _model_at("${actor.model.path}")
+    engine: FrozenEngineConfig = part(FrozenEngineConfig)
+
+
+@dataclass
+class RewardConfig:
+    """Scores: a model, or a user's function in worker processes."""
+
+    model: ModelConfig | None = setting(
+        "A sequence-classification model with one label; or use function.", None
+    )
+    engine: FrozenEngineConfig = part(FrozenEngineConfig)
+    function: str | None = setting(
+        "file.py:name or module:name of fn(prompt, response, row).", None
+    )
+    num_processes: int = setting("Worker processes for the function, on each rank.", 1, at_least=1)
+    sample_seconds: float = setting("Limit for one sample.", 10.0, above=0)
+    on_error: str = setting(
+        "raise: end the run; zero: score 0, count and log the sample.",
+        "raise",
+        one_of=("raise", "zero"),
+    )
+
+
+@dataclass
+class AdvantageConfig:
+    """Advantages and the KL in the reward."""
+
+    gamma: float = setting("Discount.", 1.0, at_least=0, at_most=1)
+    lam: float = setting("GAE's lambda.", 0.95, at_least=0, at_most=1)
+    whiten: bool = setting("Normalise advantages over the global batch.", True)
+    kl_coef: float = setting("Weight of the KL to the reference in the reward.", 0.0, at_least=0)
+    kl_estimator: str = setting("Estimator of that KL.", "k1", one_of=("k1", "k2", "k3", "abs"))
+
+
+@dataclass
+class PPOConfig:
+    """Everything `algos/ppo.py` reads."""
+
+    run: RunConfig = part(RunConfig)
+    data: DataConfig = part(DataConfig)
+    actor: ActorConfig = part(ActorConfig)
+    critic: CriticConfig = part(CriticConfig)
+    reference: ReferenceConfig = part(ReferenceConfig)
+    reward: RewardConfig = part(RewardConfig)
+    advantage: AdvantageConfig = part(AdvantageConfig)
+    # Any: a preset's name or a map; config/placement.py reads it
+    placement: Any = setting(
+        "colocate, split, standalone, or a map pool -> {roles: [...], ranks: [...]}.", "colocate"
+    )
+    total_steps: int = setting("Steps of the run.", 100, at_least=1)
+    eval_every: int = setting("Steps between evaluations (0: never).", 10, at_least=0)
+    save_every: int = setting("Steps between checkpoints (0: only on SIGTERM).", 0, at_least=0)

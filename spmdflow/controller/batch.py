@@ -1,0 +1,158 @@
+"""`Batch`: what the script holds. Row ids, column names and where each column lives; no values.
+
+A batch is lazy: it exists as soon as the call that makes it has been sent. Two batches join by
+row id (`a | b`). Looking at values (`fetch`, `lengths`) waits for the producer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from spmdflow.controller.frame import Frame, Ids, SourceFrame
+from spmdflow.errors import ColumnError, RowError
+
+if TYPE_CHECKING:
+    from spmdflow.controller.caller import Caller
+
+
+@dataclass(frozen=True)
+class ColumnRef:
+    """A column of a batch: the frame that holds it and, per row of the batch, the frame's id."""
+
+    frame: Frame | SourceFrame
+    ids: Ids
+
+
+class Batch:
+    """Rows and columns by reference. Immutable; `|`, slices and `repeat` make new ones."""
+
+    def __init__(
+        self, caller: Caller, ids: Ids, parents: Ids, columns: Mapping[str, ColumnRef]
+    ) -> None:
+        self._caller, self.ids, self.parents = caller, ids, parents
+        self._columns = dict(columns)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        return f"Batch({len(self)} rows: {', '.join(sorted(self._columns))})"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns."""
+        return tuple(self._columns)
+
+    def column(self, name: str) -> ColumnRef:
+        """Where a column lives; a missing one is an error naming what is there."""
+        if name not in self._columns:
+            raise ColumnError(
+                f"column {name!r}: not in this batch, which has {sorted(self._columns)}; "
+                f"call the method that writes it first"
+            )
+        return self._columns[name]
+
+    def __or__(self, other: Batch) -> Batch:
+        """Columns of both; rows are matched by id and keep the order of self."""
+        place = _places(self.ids, other.ids)
+        columns = dict(self._columns)
+        for name, ref in other._columns.items():
+            moved = ColumnRef(ref.frame, ref.ids[place])
+            mine = columns.get(name)
+            if mine is not None and not _same(mine, moved):
+                raise ColumnError(
+                    f"column {name!r}: in both batches (from {_source(mine)} and "
+                    f"{_source(moved)}), expected in one; drop it from one of them"
+                )
+            columns[name] = moved
+        return Batch(self._caller, self.ids, self.parents, columns)
+
+    def __getitem__(self, rows: slice) -> Batch:
+        """A slice of the rows; ids stay."""
+        return self.select(np.arange(len(self))[rows])
+
+    def select(self, positions: Sequence[int] | np.ndarray) -> Batch:
+        """The rows at `positions`, in that order; ids stay."""
+        places = np.asarray(positions, dtype=np.int64)
+        columns = {
+            name: ColumnRef(ref.frame, ref.ids[places]) for name, ref in self._columns.items()
+        }
+        return Batch(self._caller, self.ids[places], self.parents[places], columns)
+
+    def filter(self, name: str, keep: Callable[[Any], bool]) -> Batch:
+        """Rows whose value of a dense or text column passes; waits for the values."""
+        values = self.fetch_for("filter", name)[name]
+        items = values.tolist() if isinstance(values, Tensor) else values
+        return self.select([i for i, value in enumerate(items) if keep(value)])
+
+    def repeat(self, n: int) -> Batch:
+        """Each row n times, neighbours, with new ids; parents are the ids repeated."""
+        columns = {
+            name: ColumnRef(ref.frame, np.repeat(ref.ids, n)) for name, ref in self._columns.items()
+        }
+        ids = self._caller.new_ids(n * len(self))
+        return Batch(self._caller, ids, np.repeat(self.ids, n), columns)
+
+    def drop(self, *names: str) -> Batch:
+        """Without the columns `names`."""
+        for name in names:
+            self.column(name)
+        columns = {name: ref for name, ref in self._columns.items() if name not in names}
+        return Batch(self._caller, self.ids, self.parents, columns)
+
+    def map(self, function: Callable[..., Any], **settings: Any) -> Batch:
+        """Run row maths where the rows live; the answer has the columns that it writes."""
+        return self._caller.map(self, function, settings)
+
+    def fetch(self, *names: str) -> dict[str, Tensor | list[str]]:
+        """Values of columns on the controller, in row order; counted as tensor bytes."""
+        return self.fetch_for("script", *(names or self.columns))
+
+    def fetch_for(self, purpose: str, *names: str) -> dict[str, Tensor | list[str]]:
+        """As `fetch`, with the bytes counted under another purpose (samples, filter)."""
+        return self._caller.fetch(self, names, purpose=purpose)
+
+    def lengths(self, name: str) -> np.ndarray:
+        """(B,) int64: items of each row of a ragged column; waits for the producer."""
+        return self._caller.lengths(self.column(name), name)
+
+
+def concatenate(batches: Iterable[Batch]) -> Batch:
+    """Rows of several batches that share their frames (slices of one batch)."""
+    first, *rest = batches
+    columns = {}
+    for name in first.columns:
+        refs = [batch.column(name) for batch in (first, *rest)]
+        if any(ref.frame is not refs[0].frame for ref in refs):
+            raise ColumnError(
+                f"column {name!r}: parts come from different calls, expected one call; "
+                f"join slices of one batch only"
+            )
+        columns[name] = ColumnRef(refs[0].frame, np.concatenate([ref.ids for ref in refs]))
+    ids = np.concatenate([batch.ids for batch in (first, *rest)])
+    parents = np.concatenate([batch.parents for batch in (first, *rest)])
+    return Batch(first._caller, ids, parents, columns)
+
+
+def _places(ids: Ids, others: Ids) -> np.ndarray:
+    order = np.argsort(others, kind="stable")
+    if len(ids) != len(others) or not np.array_equal(np.sort(ids), others[order]):
+        common = len(np.intersect1d(ids, others))
+        raise RowError(
+            f"batches of {len(ids)} and {len(others)} rows share {common} row ids, expected the "
+            f"same ids; join batches that come from one batch of prompts"
+        )
+    return order[np.searchsorted(others, ids, sorter=order)]
+
+
+def _same(one: ColumnRef, other: ColumnRef) -> bool:
+    return one.frame is other.frame and np.array_equal(one.ids, other.ids)
+
+
+def _source(ref: ColumnRef) -> str:
+    return ref.frame.label if isinstance(ref.frame, Frame) else ref.frame.source

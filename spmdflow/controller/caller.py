@@ -1,0 +1,355 @@
+"""Turns a method call of the script into numbered commands, and its answer into a lazy batch.
+
+Script thread only. A call is checked here, completely, before anything is sent: these are the
+only errors a script may catch. Then each rank gets its command, missing rows are planned, and
+the answer is returned at once (DESIGN: the life of a call).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from spmdflow.controller.assignment import Assignment, assign, assign_mini_batches
+from spmdflow.controller.batch import Batch, ColumnRef
+from spmdflow.controller.fetch import fetch_column
+from spmdflow.controller.frame import Frame, Ids, SourceFrame, facts_of
+from spmdflow.controller.inputs import (
+    by_frame,
+    home_frame,
+    inputs_of,
+    positions_held,
+    source_lengths,
+    widest_frame,
+)
+from spmdflow.controller.order import Order, Pending, Transport
+from spmdflow.controller.result import CallRecord, Result
+from spmdflow.controller.schedule import CutSettings, MicroLimit
+from spmdflow.controller.transfers import Transfers
+from spmdflow.errors import ColumnError, ProtocolError
+from spmdflow.parallel.layout import Layout
+from spmdflow.transfer.protocol import protocol
+from spmdflow.transfer.register import MethodSpec, method_spec
+from spmdflow.transfer.row_maths import row_maths_spec
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the caller knows of a worker group."""
+
+    name: str
+    worker_class: type
+    layout: Layout
+    limit: MicroLimit
+    cut: CutSettings | None
+
+
+@dataclass(frozen=True)
+class CallSettings:
+    """Limits and the seed that calls need."""
+
+    seed: int
+    call_seconds: float
+    ranks: tuple[int, ...]
+    """Every rank of the run, the controller's first."""
+
+
+class Caller:
+    """Numbers calls, keeps the rows' accounts, collects what calls report."""
+
+    def __init__(self, transport: Transport, transfers: Transfers, settings: CallSettings) -> None:
+        self.transport, self.transfers, self._settings = transport, transfers, settings
+        self.ranks = settings.ranks
+        self.step = 0
+        self.phase = "train"
+        self.scored: Batch | None = None
+        """The last rows with a prompt, a response and a score as text; sample tables show them."""
+        self.records: list[CallRecord] = []
+        self.fetched_bytes: dict[str, int] = {}
+        self._last_number = 0
+        self._next_id = 0
+        self._freed: deque[int] = deque()
+        self._unsent: dict[int, list[int]] = {}
+
+    # Numbers
+
+    @property
+    def next_id(self) -> int:
+        """The first row id not yet used; part of a checkpoint."""
+        return self._next_id
+
+    @next_id.setter
+    def next_id(self, value: int) -> None:
+        self._next_id = value
+
+    def new_ids(self, count: int) -> Ids:
+        """Row ids never used before in this run."""
+        self._next_id += count
+        return np.arange(self._next_id - count, self._next_id, dtype=np.int64)
+
+    def next_number(self) -> int:
+        """The number of the next call or frame."""
+        self._last_number += 1
+        return self._last_number
+
+    def free(self, frame: int) -> None:
+        """A frame lost its last reference; ranks hear of it with the next command."""
+        self._freed.append(frame)
+
+    # Calls
+
+    def submit(
+        self,
+        label: str,
+        commands: Mapping[int, dict[str, Any]],
+        on_done: Callable[[dict[int, dict[str, Any]]], None] | None = None,
+        *,
+        seconds: float | None = None,
+    ) -> Pending:
+        """Send one numbered command to each rank of `commands`."""
+        return self._submit(self.next_number(), label, commands, (), on_done, seconds)
+
+    def invoke(
+        self, target: Target, method: str, batch: Batch | None, arguments: Mapping[str, Any]
+    ) -> Batch | Result:
+        """Call a registered method of a worker group (paper section 4.1)."""
+        spec = method_spec(target.worker_class, method)
+        label = f"{target.name}.{method}"
+        _check_arguments(target.worker_class, method, batch, arguments)
+        head = {
+            "operation": "call",
+            "group": target.name,
+            "method": method,
+            "step": self.step,
+            "arguments": dict(arguments),
+        }
+        if batch is None:
+            ranks = tuple(protocol(spec.transfer_mode).collect(target.layout).ranks)
+            commands = {rank: dict(head) for rank in target.layout.ranks}
+            pending = self._submit(self.next_number(), label, commands, ranks)
+            return Result(label, pending, ranks)
+        names = self._columns_read(spec, batch, label)
+        assignment = self._assign(target, spec, batch, names)
+        return self._run_on_rows(label, head, batch, names, assignment, spec)
+
+    def _run_on_rows(
+        self,
+        label: str,
+        head: Mapping[str, Any],
+        batch: Batch,
+        names: Sequence[str],
+        assignment: Assignment,
+        spec: MethodSpec,
+    ) -> Batch | Result:
+        number = self.next_number()
+        commands = {
+            rank: {
+                **head,
+                "ids": batch.ids[positions],
+                "inputs": inputs_of(batch, names, positions),
+                "holds": bool(spec.writes) and rank in assignment.holds,
+                "micro": assignment.num_micro_batches,
+                "mini": (assignment.mini_batches or {}).get(rank, []),
+            }
+            for rank, positions in assignment.given.items()
+        }
+        frame = self._frame(number, label, batch, assignment, spec.writes) if spec.writes else None
+        on_done = _keep_until_done(batch, frame, self.transfers)
+        pending = self._submit(number, label, commands, assignment.answering, on_done)
+        self._need(batch, names, assignment.given)
+        if frame is None:
+            return Result(label, pending, assignment.answering)
+        columns = {name: ColumnRef(frame, batch.ids) for name in spec.writes}
+        if spec.extends:
+            columns = {name: batch.column(name) for name in batch.columns} | columns
+        made = Batch(self, batch.ids, batch.parents, columns)
+        if "response_text" in spec.writes and "prompt_text" in batch.columns:
+            self.scored = made | batch
+        return made
+
+    def map(self, batch: Batch, function: Callable[..., Any], settings: Mapping[str, Any]) -> Batch:
+        """Row maths on the ranks that hold most of the columns that it reads."""
+        spec = row_maths_spec(function)
+        marked = MethodSpec("rows", spec.reads, spec.optional, spec.writes, False, False)
+        label = f"map.{function.__name__}"
+        names = self._columns_read(marked, batch, label)
+        given = positions_held(batch, home_frame(batch, names, label))
+        head = {
+            "operation": "map",
+            "function": f"{function.__module__}:{function.__qualname__}",
+            "step": self.step,
+            "arguments": dict(settings),
+            "ranks": list(given),
+        }
+        assignment = Assignment(given, given, tuple(given))
+        made = self._run_on_rows(label, head, batch, names, assignment, marked)
+        assert isinstance(made, Batch)
+        return made
+
+    def fetch(
+        self, batch: Batch, names: Sequence[str], *, purpose: str
+    ) -> dict[str, Tensor | list[str]]:
+        """Values of columns on the controller; the bytes are counted under `purpose`."""
+        values = {}
+        for name in names:
+            values[name], size = fetch_column(self, batch.column(name), name)
+            self.fetched_bytes[purpose] = self.fetched_bytes.get(purpose, 0) + size
+        return values
+
+    def lengths(self, ref: ColumnRef, name: str) -> np.ndarray:
+        """(B,) items of each row; waits for the producer."""
+        if isinstance(ref.frame, SourceFrame):
+            return source_lengths(ref.frame, ref.ids, name)
+        self.wait_for(ref.frame)
+        return ref.frame.facts[name].lengths_of(ref.ids)
+
+    # Rows
+
+    def source_batch(
+        self,
+        source: str,
+        columns: Sequence[str],
+        rows: np.ndarray,
+        repeat: int,
+        lengths: np.ndarray,
+    ) -> Batch:
+        """A batch of data rows, each `repeat` times; nothing is read yet."""
+        groups = self.new_ids(len(rows))
+        ids = self.new_ids(len(rows) * repeat)
+        frame = SourceFrame(
+            self.next_number(),
+            source,
+            tuple(columns),
+            ids,
+            np.repeat(rows, repeat),
+            self.free,
+            np.repeat(lengths, repeat),
+        )
+        refs = {name: ColumnRef(frame, ids) for name in columns}
+        return Batch(self, ids, np.repeat(groups, repeat), refs)
+
+    def _columns_read(self, spec: MethodSpec, batch: Batch, label: str) -> list[str]:
+        missing = [name for name in spec.reads if name not in batch.columns]
+        if missing:
+            raise ColumnError(
+                f"{label}: the batch has {sorted(batch.columns)}, expected {missing} too; "
+                f"call the method that writes {missing[0]!r} first"
+            )
+        return [*spec.reads, *(name for name in spec.optional if name in batch.columns)]
+
+    def _assign(
+        self, target: Target, spec: MethodSpec, batch: Batch, names: Sequence[str]
+    ) -> Assignment:
+        rules = protocol(spec.transfer_mode)
+        lengths = self._token_lengths(batch, target, spec)
+        if not spec.minibatches:
+            return assign(rules, target.layout, len(batch), limit=target.limit, lengths=lengths)
+        if target.cut is None:
+            raise ProtocolError(
+                f"{target.name}: its method takes mini-batches, but its config has no `update`; "
+                f"add an UpdateConfig"
+            )
+        frame = widest_frame(batch, names, target.layout.ranks)
+        held = {} if frame is None else positions_held(batch, frame)
+        return assign_mini_batches(
+            rules,
+            target.layout,
+            batch.parents,
+            held,
+            cut=target.cut,
+            limit=target.limit,
+            lengths=lengths,
+            seed=self._settings.seed,
+            step=self.step,
+        )
+
+    def _token_lengths(self, batch: Batch, target: Target, spec: MethodSpec) -> np.ndarray | None:
+        """Prompt + response tokens, if this call is cut by tokens (waits for the lengths)."""
+        balanced = spec.minibatches and target.cut is not None and target.cut.balance_tokens
+        if target.limit.max_tokens is None and not balanced:
+            return None
+        known = [name for name in ("prompts", "responses") if name in batch.columns]
+        if "responses" not in known:
+            return None
+        return np.sum([self.lengths(batch.column(name), name) for name in known], axis=0)
+
+    def _need(self, batch: Batch, names: Sequence[str], given: Mapping[int, np.ndarray]) -> None:
+        for frame, columns, ids in by_frame(batch, names):
+            if isinstance(frame, Frame):
+                need = {rank: np.unique(ids[positions]) for rank, positions in given.items()}
+                self.transfers.need(frame, columns, need)
+
+    def _frame(
+        self, number: int, label: str, batch: Batch, assignment: Assignment, names: Sequence[str]
+    ) -> Frame:
+        held = {rank: batch.ids[rows] for rank, rows in assignment.holds.items()}
+        answer = {rank: held[rank] for rank in assignment.answering}
+        by_column = {name: dict(held) for name in names}
+        ranks = tuple(sorted(assignment.given))
+        return Frame(number, label, ranks, tuple(names), answer, by_column, self.free)
+
+    def wait_for(self, frame: Frame) -> None:
+        """Block until the call that makes the frame has replied."""
+        for record in self.records:
+            if record.number == frame.number:
+                record.pending.result()
+
+    # Sending
+
+    def _submit(
+        self,
+        number: int,
+        label: str,
+        commands: Mapping[int, dict[str, Any]],
+        answering: tuple[int, ...],
+        on_done: Callable[[dict[int, dict[str, Any]]], None] | None = None,
+        seconds: float | None = None,
+    ) -> Pending:
+        freed = [self._freed.popleft() for _ in range(len(self._freed))]
+        if freed:
+            self._send_freed(freed, commands)
+        limit = self._settings.call_seconds if seconds is None else seconds
+        pending = self.transport.submit(Order(number, "compute", label, commands, limit, on_done))
+        self.records.append(CallRecord(number, label, self.phase, pending, answering))
+        return pending
+
+    def _send_freed(self, freed: list[int], commands: Mapping[int, dict[str, Any]]) -> None:
+        """Frees ride on this command; ranks that it does not reach keep their list for later."""
+        for rank in self.ranks:
+            self._unsent.setdefault(rank, []).extend(freed)
+        for rank, command in commands.items():
+            command["free"] = self._unsent.pop(rank, [])
+
+
+def _keep_until_done(
+    batch: Batch, frame: Frame | None, transfers: Transfers
+) -> Callable[[dict[int, dict[str, Any]]], None]:
+    """What the io thread does when the call is done; until then it keeps the input frames."""
+
+    def done(replies: dict[int, dict[str, Any]], _kept: Batch = batch) -> None:
+        if frame is not None:
+            frame.facts = facts_of(replies, frame.answer)
+            transfers.producer_done(frame)
+
+    return done
+
+
+def _check_arguments(
+    worker_class: type, method: str, batch: Batch | None, arguments: Mapping[str, Any]
+) -> None:
+    """Refuse arguments that the method does not take, before anything is sent."""
+    signature = inspect.signature(getattr(worker_class, method))
+    rows = () if batch is None else (batch,)
+    try:
+        signature.bind(None, *rows, **arguments)
+    except TypeError as err:
+        raise ProtocolError(
+            f"{worker_class.__name__}.{method}: {err}; got {sorted(arguments)}, expected "
+            f"{method}{signature}; pass the batch first and the rest by name"
+        ) from err

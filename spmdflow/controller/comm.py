@@ -1,0 +1,234 @@
+"""The comm thread of a rank: the one that always answers, whatever the lanes are doing.
+
+Hands commands to the lanes while they are busy (controller/link.py), gives signs of life, and
+watches everything that must not go unnoticed: the limit of the running commands, the controller,
+the parent process (torchrun killed with -9 leaves orphans), SIGTERM. When the run fails it ends
+the process itself: the lanes may sit in a collective that hears nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from spmdflow.controller.executor import COMPUTE, LANES, TRANSFER, Command, Lane, failure_of
+from spmdflow.controller.failure import Failure, as_record, write_failure
+from spmdflow.controller.link import Link
+from spmdflow.controller.process import Process, dump_stacks, leave
+from spmdflow.controller.settings import SessionSettings
+from spmdflow.controller.signals import Signals
+from spmdflow.controller.wire import Endpoint, Envelopes, Kind
+from spmdflow.errors import MessageError
+
+logger = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.25
+_ABORT_SECONDS = 4.0
+"""After reporting a failure a rank waits this long for ABORT, then ends by itself."""
+_GONE_SECONDS = 0.3
+"""After losing the controller: time for an ABORT that is already here to be read."""
+
+_Put = Callable[[Command | None], None]
+_Get = Callable[[], Command | None]
+
+
+class Comm:
+    """One rank's connection to the controller; what the lanes report to."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        envelopes: Envelopes,
+        *,
+        rank: int,
+        controller: Process,
+        settings: SessionSettings,
+        signals: Signals,
+    ) -> None:
+        self._link, self._envelopes = Link(endpoint, self._take), envelopes
+        self._rank, self._settings, self._signals = rank, settings, signals
+        self._controller = controller
+        self._is_controller = rank == settings.controller_rank
+        self.thread = threading.Thread(target=self._run, name="comm", daemon=True)
+        self._transfers: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._lines: dict[str, tuple[_Put, _Get]] = {
+            COMPUTE: (self._link.put, self._link.next_command),
+            TRANSFER: (self._transfers.put, self._transfers.get),
+        }
+        self.lanes: Mapping[str, Lane] = {
+            name: Lane(name, rank, reporter=self, next_command=get)
+            for name, (_, get) in self._lines.items()
+        }
+        self._ended_lanes: list[str] = []
+        self._parent = os.getppid()
+        self._neighbours: dict[int, Process] = {}
+        self._heard = time.monotonic()
+        self._welcome = self._controller_lost = False
+        self._failures: list[Failure] = []
+        self._give_up_at = float("inf")
+        self._next_tick = self._next_beat = 0.0
+
+    # ---- called by the lanes and the session
+
+    def start(self) -> None:
+        """Start the thread; it says HELLO."""
+        self._send(Kind.HELLO)
+        self.thread.start()
+
+    def reply(self, ticket: int, payload: dict[str, Any]) -> None:
+        """Answer a command. MessageError if payload is not plain data."""
+        self._send(Kind.REPLY, [ticket, payload])
+
+    def fail(self, failure: Failure) -> None:
+        """End the run: tell the controller, then obey it or leave (any thread)."""
+        logger.error("failure: %s", failure.sentence())
+        self._failures.append(failure)
+        self._give_up_at = min(self._give_up_at, time.monotonic() + _ABORT_SECONDS)
+        self._send(Kind.FAILURE, failure)
+
+    def lane_ended(self, name: str) -> None:
+        """A lane has run everything before CLOSE."""
+        self._ended_lanes.append(name)
+        self._link.waiter.wake()
+
+    def _send(self, kind: Kind, body: Any = None) -> None:
+        self._link.send(self._envelopes.seal(kind, body))
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            self._link.waiter.watch(self._signals.descriptor)
+            while len(self._ended_lanes) < len(LANES):
+                self._step()
+            self._send(Kind.BYE)
+            self._link.close()
+        except BaseException as err:
+            logger.exception("the comm thread failed")
+            self._failures.append(failure_of(err, self._rank))
+            self._leave_alone()
+
+    def _step(self) -> None:
+        """One turn: limits and messages; then wait for more."""
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + _TICK_SECONDS
+            self._tick(now)
+        self._link.receive()
+        ready = self._link.waiter.wait(max(0.0, self._next_tick - time.monotonic()))
+        if self._signals.descriptor in ready:
+            self._next_tick = 0.0
+        if self._link.lost_connection(ready):
+            self._lost_controller("its connection is lost")
+
+    def _take(self, data: bytes) -> None:
+        """React to one message (comm thread or compute lane)."""
+        try:
+            envelope = self._envelopes.open(data, sender="the controller's address")
+        except MessageError as err:
+            self.fail(failure_of(err, self._rank))
+            return
+        if envelope is None:
+            return
+        self._heard = time.monotonic()
+        kind, body = envelope
+        if kind is Kind.COMMAND:
+            self._lines[body[2]][0](Command(*body))
+        elif kind is Kind.WELCOME:
+            self._welcome, self._neighbours = True, body
+        elif kind is Kind.CLOSE:
+            for put, _ in self._lines.values():
+                put(None)
+        elif kind is Kind.ABORT:
+            self._obey(body)
+
+    # ---- watching
+
+    def _tick(self, now: float) -> None:
+        if now >= self._next_beat:
+            self._next_beat = now + self._settings.beat_seconds
+            self._send(Kind.BEAT)
+        self._check_signals()
+        if now >= self._give_up_at:
+            self._leave_alone()
+        if not self._failures:
+            self._check_lanes(now)
+            self._check_parent()
+        self._check_controller(now)
+
+    def _check_signals(self) -> None:
+        for number in self._signals.take():
+            if number == signal.SIGTERM:
+                self._send(Kind.TERM)
+            elif not self._failures:
+                self.fail(self._about("interrupt", self._rank, "SIGINT (Ctrl-C)"))
+
+    def _check_lanes(self, now: float) -> None:
+        for lane in self.lanes.values():
+            if now > lane.deadline() and (running := lane.running):
+                command = running[0]
+                cause = f"still running after its limit of {command.seconds:g} s"
+                self.fail(
+                    Failure("deadline", self._rank, cause, command.label, command.number, lane.name)
+                )
+
+    def _check_parent(self) -> None:
+        if os.getppid() != self._parent:
+            cause = f"the launcher (parent process {self._parent}) ended without ending its ranks"
+            self.fail(self._about("launcher", self._rank, cause))
+
+    def _check_controller(self, now: float) -> None:
+        if self._is_controller or self._controller_lost:
+            return
+        if self._controller.has_ended():
+            self._lost_controller(self._controller.end_cause_or_none() or "ended")
+        elif self._welcome and now - self._heard > self._settings.call_seconds:
+            self._lost_controller(f"has been silent for {now - self._heard:.0f} s", kind="stopped")
+
+    def _lost_controller(self, how: str, *, kind: str = "death") -> None:
+        """The controller cannot end the run any more, so every rank does."""
+        if self._is_controller or self._controller_lost:
+            return
+        self._controller_lost = True
+        cause = f"the controller's process {self._controller.pid}: {how}"
+        known = self._controller.end_cause_or_none()
+        if known and known not in how:
+            cause += f" ({known})"
+        self._failures.insert(0, Failure(kind, self._settings.controller_rank, cause))
+        self._give_up_at = min(self._give_up_at, time.monotonic() + _GONE_SECONDS)
+
+    # ---- the end of a failed run
+
+    def _obey(self, to_kill: list[int]) -> None:
+        """ABORT: write down where every thread is, end stopped neighbours, leave."""
+        for rank in to_kill:
+            if rank != self._rank and rank in self._neighbours:
+                self._neighbours[rank].kill()
+        dump_stacks(self._settings.run_dir / f"stacks-rank{self._rank}.txt")
+        leave(1)
+
+    def _leave_alone(self) -> None:
+        """No ABORT came: name the cause in a file of our own and leave."""
+        controller = self._settings.controller_rank
+        if not self._is_controller and self._controller.is_stopped():
+            cause = f"the controller's process {self._controller.pid} is stopped"
+            self._failures.insert(0, Failure("stopped", controller, cause))
+        cause_first = self._failures[0]
+        record = as_record(cause_first, self._failures)
+        write_failure(self._settings.run_dir / f"failure-rank{self._rank}.json", record)
+        logger.error("run failed: %s", cause_first.sentence())
+        self._obey([] if self._is_controller else [controller])
+
+    def _about(self, kind: str, rank: int, cause: str) -> Failure:
+        """A failure with what this rank is running."""
+        for lane in self.lanes.values():
+            if running := lane.running:
+                command = running[0]
+                return Failure(kind, rank, cause, command.label, command.number, lane.name)
+        return Failure(kind, rank, cause)

@@ -1,0 +1,113 @@
+"""What went wrong, who did it first, and how the run's folder and the user are told.
+
+Failures arrive in any order: when a rank dies its peers fail too, often sooner. For a second
+they are gathered; then a death counts as the cause before a stopped process, and that before
+what a rank said itself; within a kind the first to arrive counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+GATHER_SECONDS = 1.0
+"""How long failures are gathered before the first cause is named."""
+
+_ORDER = {"death": 0, "stopped": 1}
+"""Kinds that explain the others; all other kinds come after them."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One thing that went wrong on one rank."""
+
+    kind: str
+    """death, stopped, deadline, exception, script, controller, launcher, interrupt or start."""
+    rank: int
+    cause: str
+    """One sentence."""
+    label: str = ""
+    """What the rank was running: "role.method", or empty."""
+    number: int | None = None
+    """Number of that call or transfer."""
+    lane: str | None = None
+    """compute, transfer, or None outside the lanes."""
+    traceback: str = ""
+    time: float = field(default_factory=time.time)
+    """Seconds since 1970 on the machine that noticed it."""
+
+    def sentence(self) -> str:
+        """Rank, what it was running and the cause."""
+        return f"rank {self.rank}, {self._place()}: {self.cause}"
+
+    def _place(self) -> str:
+        if not self.label:
+            return "idle" if self.lane is None else f"{self.lane} lane"
+        return f"{self.label} (call {self.number}, {self.lane} lane)"
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure:
+    """The failure that explains the others; failures in order of arrival, at least one."""
+
+    def weight(index: int) -> tuple[int, int]:
+        failure = failures[index]
+        spoke = any(
+            earlier.rank == failure.rank and earlier.kind not in _ORDER
+            for earlier in failures[:index]
+        )
+        # a rank that reported a failure and then left did not die of something else
+        return (2 if spoke else _ORDER.get(failure.kind, 2), index)
+
+    return failures[min(range(len(failures)), key=weight)]
+
+
+def as_record(cause: Failure, others: Iterable[Failure]) -> dict[str, Any]:
+    """The content of failure.json."""
+    return _facts(cause) | {"others": [_facts(other) for other in others if other is not cause]}
+
+
+def write_failure(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record as JSON; a full or missing disk is logged, never raised."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    except OSError as err:
+        logger.error("cannot write %s: %s", path, err)
+
+
+def report(cause: Failure, others: Sequence[Failure], path: Path) -> None:
+    """Tell the user on stderr, as one block."""
+    rest = [other for other in others if other is not cause]
+    lines = ["", "=" * 88, f"RUN FAILED: {cause.sentence()}"]
+    lines += cause.traceback.rstrip().splitlines()
+    lines += [f"also: {other.sentence()}" for other in rest[:5]]
+    lines += [f"also: {len(rest) - 5} more"] if len(rest) > 5 else []
+    lines += [f"details: {path}; stacks: {path.parent / 'stacks-rank*.txt'}", "=" * 88, ""]
+    with contextlib.suppress(OSError, ValueError):  # the launcher may have taken stderr along
+        sys.stderr.write("\n".join(lines))
+        sys.stderr.flush()
+
+
+def remove_old_reports(run_dir: Path) -> None:
+    """Failure reports of an earlier start of this run must not look like new ones."""
+    for pattern in ("failure.json", "failure-rank*.json", "stacks-rank*.txt"):
+        for path in run_dir.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def _facts(failure: Failure) -> dict[str, Any]:
+    """A failure as plain data, role and method apart, time readable."""
+    facts = asdict(failure)
+    role, _, method = facts.pop("label").rpartition(".")
+    facts["call"] = facts.pop("number")
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(facts.pop("time")))
+    return {"rank": facts["rank"], "role": role, "method": method} | facts | {"time": stamp}

@@ -1,0 +1,280 @@
+"""`Flow`: what a script is given. It spawns models, counts steps, evaluates and saves.
+
+Lives in the controller thread (single controller, paper section 4). Knows names, rows and
+metrics; no tensors, no devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from spmdflow.config.placement import Pool
+from spmdflow.config.schema import DataConfig
+from spmdflow.controller.caller import Caller
+from spmdflow.controller.group import END_OF_GROUPS, ResourcePool, WorkerGroup, spawn_group
+from spmdflow.controller.saving import Saving
+from spmdflow.controller.show import Show
+from spmdflow.controller.step import Step, reported, stage_seconds
+from spmdflow.datasets.scan import ScanReport
+from spmdflow.errors import ConfigError, ProtocolError
+from spmdflow.transfer.worker import Worker
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FlowSettings:
+    """What a flow needs to know besides the caller."""
+
+    config: Any
+    world: tuple[int, ...]
+    pools: Mapping[str, Pool]
+    run_dir: Path
+    backend: str
+    """Backend of compute-lane groups."""
+    start_seconds: float
+    publish: Callable[[str], None] | None = None
+    """Tells ranks outside the run which groups are made."""
+
+
+class Stopped(Exception):
+    """The run was asked to stop; the step that was running is checkpointed."""
+
+
+class Flow:
+    """The script's view of the run."""
+
+    def __init__(self, caller: Caller, settings: FlowSettings, saving: Saving, show: Show) -> None:
+        self.caller, self._settings, self._saving, self._show = caller, settings, saving, show
+        self.groups: dict[str, WorkerGroup] = {}
+        self.kept: dict[str, Any] = {}
+        self.step: Step | None = None
+        self.stopped = False
+        self._evaluated_at = -1
+        self._before = Counters()
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return self._settings.config.run.seed
+
+    # Models and things
+
+    def pool(self, name: str) -> ResourcePool:
+        """A pool of the placement, by name."""
+        pools = self._settings.pools
+        if name not in pools:
+            raise ConfigError(
+                f"pool {name!r}: not in the placement, which has {sorted(pools)}; name one of them"
+            )
+        return ResourcePool(name, tuple(pools[name].ranks), self)
+
+    def spawn(
+        self,
+        worker_class: type[Worker],
+        cfg: Any,
+        *,
+        pool: ResourcePool | None = None,
+        name: str | None = None,
+    ) -> WorkerGroup:
+        """Build a model on its pool (by role, from the placement) and return its handle."""
+        if self.step is not None:
+            raise ProtocolError(
+                f"spawn {worker_class.__name__}: called during step {self.step.number}, expected "
+                f"before the first step; spawn every model at the top of main"
+            )
+        name = name or worker_class.role
+        group = spawn_group(
+            self.caller,
+            worker_class,
+            cfg,
+            pool=pool or self._pool_of(worker_class),
+            name=name,
+            world=self._settings.world,
+            total_steps=self._settings.config.total_steps,
+            backend=self._settings.backend,
+            seconds=self._settings.start_seconds,
+            publish=self._settings.publish,
+        )
+        self.groups[name] = group
+        return group
+
+    def keep(self, **things: T) -> T:
+        """Register a thing with state_dict and load_state_dict, so that it resumes; returns it."""
+        (name, thing), *rest = things.items()
+        if rest:
+            raise ProtocolError(
+                f"keep: got {sorted(things)}, expected one thing; call it once for each"
+            )
+        if hasattr(thing, "bind"):
+            thing.bind(self, name)
+        self.kept[name] = thing
+        return thing
+
+    def scan(self, name: str, cfg: DataConfig, path: str) -> ScanReport:
+        """Have the controller's rank read a data file once; waits for what it found."""
+        rank = self._settings.world[0]
+        command = {"operation": "scan", "data": cfg, "path": path}
+        replies = self.caller.submit(f"{name}.scan", {rank: command}).result()
+        report: ScanReport = replies[rank]["report"]
+        return report
+
+    def open_source(self, name: str, settings: Mapping[str, Any]) -> None:
+        """Make a data file known to every rank."""
+        command = {"operation": "source", "name": name, "settings": dict(settings)}
+        ranks = self._settings.world
+        self.caller.submit(f"{name}.open", {rank: dict(command) for rank in ranks})
+
+    # Steps
+
+    def steps(self, total: int) -> Iterator[Step]:
+        """Steps 1 to total, resumable: a restarted run continues after its last checkpoint."""
+        if self._settings.publish is not None:
+            self._settings.publish(END_OF_GROUPS)
+        last = self._resume()
+        if last is None:
+            self._before_first_step()
+            last = 0
+        for number in range(last + 1, total + 1):
+            self.step = Step(number)
+            self.caller.step = number
+            yield self.step
+            self._finish(self.step)
+            if self.caller.transport.stop_requested:
+                self._stop(number)
+
+    def evaluate(self, *, every: int = 1) -> None:
+        """Generate greedily for the held-out prompts and score them, every so many steps.
+
+        Uses the kept prompts and the groups "actor" and "reward". Before step 1 this happens by
+        itself if `eval_every` is set.
+        """
+        number = self.step.number if self.step else 0
+        if not every or number % every or self._evaluated_at == number:
+            return
+        kept = [thing for thing in self.kept.values() if hasattr(thing, "eval_batch")]
+        held_out = kept[0].eval_batch() if kept else None
+        if held_out is None:
+            raise ConfigError(
+                "evaluate: no held-out prompts are kept, expected data.eval_path; "
+                "set it, or eval_every to 0"
+            )
+        self._evaluated_at = number
+        self.caller.phase = "eval"
+        batch = self.groups["actor"].generate_sequences(held_out, greedy=True)
+        self.groups["reward"].compute_reward(batch)
+        self.caller.phase = "train"
+
+    def save(self, *, every: int = 1) -> None:
+        """Write a checkpoint at the end of this step, every so many steps."""
+        if every and self.step is not None and self.step.number % every == 0:
+            self._saving.due = True
+
+    # Inside a step
+
+    def _before_first_step(self) -> None:
+        if getattr(self._settings.config, "eval_every", 0):
+            self.step = Step(0)
+            self.evaluate()
+            self._finish(self.step)
+
+    def _finish(self, step: Step) -> None:
+        """Wait for every call of the step, then write what it measured."""
+        records = self.caller.records
+        for record in records:
+            record.pending.result()
+        transfers = self.caller.transfers.take_outstanding()
+        for record in transfers:
+            record.pending.result()
+        self._show.step(step.number, self._metrics(step, records))
+        self._show.spans([*records, *transfers])
+        self._show.samples(step.number, self.caller.scored)
+        self.caller.scored = None
+        self.caller.records = []
+        if self._saving.due:
+            self._save(step.number)
+
+    def _metrics(self, step: Step, records: list[Any]) -> dict[str, float]:
+        train, evaluation = reported(records, "train"), reported(records, "eval")
+        metrics = train | step.logged() | stage_seconds(records, "train")
+        for name, value in evaluation.items():
+            if name.startswith("reward/"):
+                metrics["eval/" + name.removeprefix("reward/")] = value
+        eval_seconds = sum(stage_seconds(records, "eval").values())
+        if eval_seconds:
+            metrics["time/evaluate_seconds"] = eval_seconds
+        seconds = step.seconds()
+        metrics["time/step_seconds"] = seconds
+        tokens = train.get("rollout/prompt_tokens", 0) + train.get("rollout/response_tokens", 0)
+        if tokens:
+            metrics["perf/tokens_per_second"] = tokens / seconds
+        now = Counters.read(self.caller)
+        metrics |= now.since(self._before)
+        self._before = now
+        return metrics
+
+    # Checkpoints
+
+    def _resume(self) -> int | None:
+        state = self._saving.resume(self.caller, self.groups)
+        if state is None:
+            return None
+        self.caller.next_id = state["next_id"]
+        for name, saved in state["kept"].items():
+            self.kept[name].load_state_dict(saved)
+        return int(state["step"])
+
+    def _save(self, number: int) -> None:
+        kept = {
+            name: thing.state_dict()
+            for name, thing in self.kept.items()
+            if hasattr(thing, "state_dict")
+        }
+        state = {"step": number, "next_id": self.caller.next_id, "kept": kept}
+        self._saving.save(number, self.caller, self.groups, state)
+
+    def _stop(self, number: int) -> None:
+        self._saving.due = True
+        self._save(number)
+        self.stopped = True
+        raise Stopped(f"stopped after step {number}, which is checkpointed")
+
+    def _pool_of(self, worker_class: type[Worker]) -> ResourcePool:
+        for name, pool in self._settings.pools.items():
+            if worker_class.role in pool.roles:
+                return self.pool(name)
+        roles = sorted(role for pool in self._settings.pools.values() for role in pool.roles)
+        raise ConfigError(
+            f"role {worker_class.role!r} of {worker_class.__name__}: not in the placement, which "
+            f"has {roles}; add it to a pool, or spawn on a pool: flow.pool(...).spawn(...)"
+        )
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Byte counters at one moment."""
+
+    bytes: int = 0
+    planned_bytes: int = 0
+    tensor_bytes: int = 0
+    fetched_bytes: int = 0
+
+    @classmethod
+    def read(cls, caller: Caller) -> Counters:
+        """The counters now."""
+        edges, fetched = caller.transfers.bytes, caller.fetched_bytes
+        script = fetched.get("script", 0)
+        shown = sum(fetched.values()) - script
+        return cls(edges.total("moved"), edges.total("planned"), script, shown)
+
+    def since(self, before: Counters) -> dict[str, float]:
+        """What was added, as metrics."""
+        prefix = {"bytes": "transfer", "planned_bytes": "transfer"}
+        old = asdict(before)
+        return {
+            f"{prefix.get(name, 'controller')}/{name}": float(value - old[name])
+            for name, value in asdict(self).items()
+        }

@@ -1,0 +1,113 @@
+"""Frames: what the controller knows of the rows that one call made. No values, only integers.
+
+`held` is the script thread's account of which rank has, or is about to have, which rows; it is
+exact because protocols are pure functions and calls are numbered. `facts` (dtype, row shape,
+lengths) are known once the producer has replied; only the io thread writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from spmdflow.data.column import ColumnSpec
+
+Ids = np.ndarray
+"""Row ids, int64, in order."""
+
+
+@dataclass(frozen=True)
+class ColumnFacts:
+    """Dtype, row shape and lengths of one column, over all its rows."""
+
+    spec: ColumnSpec
+    ids: Ids
+    """Ascending."""
+    lengths: np.ndarray | None
+    """Items of each row (ragged, text), aligned with ids."""
+
+    def lengths_of(self, ids: Ids) -> np.ndarray:
+        """Items of the rows `ids`; dense rows count one item each."""
+        if self.lengths is None:
+            return np.ones(len(ids), dtype=np.int64)
+        return self.lengths[np.searchsorted(self.ids, ids)]
+
+    def num_bytes(self, ids: Ids) -> int:
+        """Bytes of the rows `ids`."""
+        return int(self.lengths_of(ids).sum()) * self.spec.item_bytes
+
+
+@dataclass(eq=False)
+class Frame:
+    """Rows made by call `number`, and who holds them."""
+
+    number: int
+    label: str
+    """Who made it, such as "actor.generate_sequences"."""
+    ranks: tuple[int, ...]
+    """Every rank that ran the call, with or without rows."""
+    columns: tuple[str, ...]
+    answer: Mapping[int, Ids]
+    """Rows by answering rank: one holder of each row, in order."""
+    held: dict[str, dict[int, Ids]]
+    """Rows by column and rank, transfers under way included."""
+    on_free: Callable[[int], None]
+    facts: dict[str, ColumnFacts] = field(default_factory=dict)
+    done: bool = False
+    waiting: list[Any] = field(default_factory=list)
+    """Transfers that wait for the producer (io thread)."""
+
+    def __del__(self) -> None:
+        self.on_free(self.number)
+
+
+@dataclass(eq=False)
+class SourceFrame:
+    """Rows of a data file: every rank can read them, so they never travel."""
+
+    number: int
+    source: str
+    columns: tuple[str, ...]
+    ids: Ids
+    rows: np.ndarray
+    """Row number in the file of each id, aligned."""
+    on_free: Callable[[int], None]
+    token_lengths: np.ndarray | None = None
+    """Prompt tokens of each id, aligned; none: not known."""
+
+    def __del__(self) -> None:
+        self.on_free(self.number)
+
+    def rows_of(self, ids: Ids) -> np.ndarray:
+        """Row numbers of `ids`."""
+        order = np.argsort(self.ids, kind="stable")
+        return self.rows[order[np.searchsorted(self.ids, ids, sorter=order)]]
+
+
+def facts_of(
+    replies: Mapping[int, Mapping[str, Any]], answer: Mapping[int, Ids]
+) -> dict[str, ColumnFacts]:
+    """Join what the answering ranks said of their columns."""
+    said = {rank: replies[rank]["columns"] for rank, ids in answer.items() if len(ids)}
+    if not said:
+        said = {rank: replies[rank]["columns"] for rank in list(answer)[:1]}
+    names = next(iter(said.values())).keys()
+    return {name: _facts_of(name, said, answer) for name in names}
+
+
+def _facts_of(
+    name: str, said: Mapping[int, Mapping[str, Any]], answer: Mapping[int, Ids]
+) -> ColumnFacts:
+    specs = {rank: ColumnSpec.from_plain(columns[name][0]) for rank, columns in said.items()}
+    first_rank, first = next(iter(specs.items()))
+    for rank, spec in specs.items():
+        assert spec == first, f"column {name}: rank {rank} made {spec}, rank {first_rank} {first}"
+    ids = np.concatenate([answer[rank] for rank in said])
+    order = np.argsort(ids, kind="stable")
+    if first.kind == "dense":
+        return ColumnFacts(first, ids[order], None)
+    lengths = np.concatenate([said[rank][name][1] for rank in said])
+    return ColumnFacts(first, ids[order], lengths[order])

@@ -1,0 +1,122 @@
+"""Resource pools and worker groups: where a model runs, and how the script calls it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from spmdflow.controller.batch import Batch
+from spmdflow.controller.caller import Caller, Target
+from spmdflow.controller.importing import name_of
+from spmdflow.controller.result import Result
+from spmdflow.controller.schedule import CutSettings, MicroLimit
+from spmdflow.errors import ProtocolError
+from spmdflow.transfer.register import method_spec
+from spmdflow.transfer.worker import Worker
+
+if TYPE_CHECKING:
+    from spmdflow.controller.flow import Flow
+
+_NO_LIMIT = 1 << 30
+END_OF_GROUPS = "end"
+"""Tells ranks outside the run that no further process group will be made."""
+
+
+@dataclass(frozen=True)
+class ResourcePool:
+    """A set of ranks. Models on one pool take turns; models on different pools overlap."""
+
+    name: str
+    ranks: tuple[int, ...]
+    _flow: Flow = field(repr=False, compare=False)
+
+    def spawn(
+        self, worker_class: type[Worker], cfg: Any, *, name: str | None = None
+    ) -> WorkerGroup:
+        """Build the model on every rank of the pool (paper: `ActorWorker(config, pool)`)."""
+        return self._flow.spawn(worker_class, cfg, pool=self, name=name)
+
+
+class WorkerGroup:
+    """The script's handle of a model: registered methods are called as if it were local.
+
+    A method that writes columns returns a lazy `Batch`, any other a lazy `Result`.
+    """
+
+    def __init__(self, caller: Caller, target: Target) -> None:
+        self._caller, self.target = caller, target
+
+    @property
+    def name(self) -> str:
+        """Name of the group, such as "actor"."""
+        return self.target.name
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        method_spec(self.target.worker_class, method)
+
+        def call(batch: Batch | None = None, **arguments: Any) -> Batch | Result:
+            if batch is not None and not isinstance(batch, Batch):
+                raise ProtocolError(
+                    f"{self.name}.{method}: got {type(batch).__name__} first, expected a Batch; "
+                    f"pass plain values by name"
+                )
+            return self._caller.invoke(self.target, method, batch, arguments)
+
+        return call
+
+    def __repr__(self) -> str:
+        layout = self.target.layout
+        return f"WorkerGroup({self.name} on ranks {layout.ranks})"
+
+
+def spawn_group(
+    caller: Caller,
+    worker_class: type[Worker],
+    cfg: Any,
+    *,
+    pool: ResourcePool,
+    name: str,
+    world: tuple[int, ...],
+    total_steps: int,
+    backend: str,
+    seconds: float,
+    publish: Callable[[str], None] | None,
+) -> WorkerGroup:
+    """Make the process groups on every rank of the world, then the workers on the pool."""
+    layout = worker_class.layout_of(cfg, pool.ranks)
+    specs = [[list(ranks), "compute", backend] for ranks in worker_class.needed_groups(cfg, layout)]
+    if publish is not None:
+        publish(json.dumps(specs))
+    command = {"operation": "groups", "specs": specs}
+    caller.submit(f"{name}.groups", {rank: dict(command) for rank in world}, seconds=seconds)
+    plain = {
+        "operation": "spawn",
+        "name": name,
+        "class": name_of(worker_class),
+        "config": cfg,
+        "layout": asdict(layout),
+        "total_steps": total_steps,
+    }
+    caller.submit(f"{name}.spawn", {rank: dict(plain) for rank in pool.ranks}, seconds=seconds)
+    target = Target(name, worker_class, layout, _micro_limit(cfg), _cut(cfg))
+    return WorkerGroup(caller, target)
+
+
+def _micro_limit(cfg: Any) -> MicroLimit:
+    engine = getattr(cfg, "engine", None)
+    if engine is None:
+        return MicroLimit(_NO_LIMIT, None)
+    return MicroLimit(engine.micro_batch_size_per_rank, engine.max_micro_batch_tokens)
+
+
+def _cut(cfg: Any) -> CutSettings | None:
+    update = getattr(cfg, "update", None)
+    if update is None:
+        return None
+    return CutSettings(
+        update.mini_batch_size, update.num_epochs, update.shuffle, update.balance_tokens
+    )

@@ -1,0 +1,69 @@
+"""The transport of `--inproc`: one process, no threads, no sockets; every order runs at once.
+
+An exception in an operation reaches the script as it is, and `breakpoint()` works anywhere.
+Orders submitted by an `on_done` run when that one returns, in the order of their submission,
+as they do with sockets.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from spmdflow.controller.executor import Operation, find_operation
+from spmdflow.controller.order import Order, Pending
+from spmdflow.errors import ProtocolError
+
+
+class InprocTransport:
+    """Runs the commands of rank 0 in the caller."""
+
+    world_size = 1
+
+    def __init__(self, operations: Mapping[str, Operation]) -> None:
+        self._operations = operations
+        self._queue: deque[Callable[[], None]] = deque()
+        self._is_running = False
+        self.stop_requested = False
+        """Set by whoever catches SIGTERM; the script reads it between steps."""
+
+    def submit(self, order: Order) -> Pending:
+        """Run an order; what it raises is raised here."""
+        pending = Pending(order.label, _never_done)
+        self.post(partial(self._run_order, order, pending))
+        return pending
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Run function after everything submitted before."""
+        self._queue.append(function)
+        if self._is_running:
+            return
+        self._is_running = True
+        try:
+            while self._queue:
+                self._queue.popleft()()
+        finally:
+            self._is_running = False
+            self._queue.clear()
+
+    def close(self) -> None:
+        """Nothing is left to end."""
+
+    def _run_order(self, order: Order, pending: Pending) -> None:
+        replies = {}
+        for rank, payload in order.commands.items():
+            assert rank == 0, (order.label, rank)
+            operation = find_operation(self._operations, order.label, payload.get("operation"))
+            replies[rank] = operation(payload, order.number)
+        if order.on_done:
+            order.on_done(replies)
+        pending.resolve(replies)
+
+
+def _never_done(pending: Pending) -> None:
+    """Waiting cannot help where everything runs at once."""
+    raise ProtocolError(
+        f"{pending.label}: its result was asked for before it ran; expected that only outside of "
+        f"on_done and posted functions; read the replies that on_done is given"
+    )

@@ -1,0 +1,324 @@
+"""The controller's transport: the ROUTER, and the io thread that is always there for it.
+
+Sends orders in the order they were submitted (per rank one FIFO stream for both lanes), collects
+the replies, runs `on_done` when an order is complete, and keeps watch (controller/watch.py) while
+the script computes. One lock makes all of that one thing after the other. A script that waits
+takes the io thread's place: it sends and receives for itself, so a call costs no thread switch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from spmdflow.controller.executor import failure_of
+from spmdflow.controller.failure import Failure
+from spmdflow.controller.ledger import Entry, Ledger
+from spmdflow.controller.order import Order, Pending, Replies, Transport
+from spmdflow.controller.peers import Peers
+from spmdflow.controller.settings import SessionSettings
+from spmdflow.controller.verdict import Verdict
+from spmdflow.controller.waiter import Waiter
+from spmdflow.controller.watch import Watch
+from spmdflow.controller.wire import Envelopes, Hub, Kind
+from spmdflow.errors import RunFailed
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Io", "Order", "Pending", "Replies", "Transport"]
+
+_TICK_SECONDS = 0.25
+
+
+@dataclass(slots=True)
+class _Open:
+    order: Order
+    pending: Pending
+    replies: Replies
+
+
+class Io:
+    """The controller's transport and its thread."""
+
+    def __init__(
+        self, hub: Hub, envelopes: Envelopes, *, peers: Peers, settings: SessionSettings
+    ) -> None:
+        self._hub, self._envelopes, self._peers = hub, envelopes, peers
+        self._settings, self._members = settings, frozenset(settings.ranks)
+        self.thread = threading.Thread(target=self._run, name="io", daemon=True)
+        self._lock = threading.RLock()
+        self._is_working = False
+        self._helper_waiter: Waiter | None = None
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._tickets = itertools.count(1)
+        self._open: dict[int, _Open] = {}
+        self._ledger = Ledger()
+        self._verdict = Verdict(peers, self._ledger, settings=settings)
+        start_by = time.monotonic() + settings.start_seconds
+        self._watch = Watch(
+            peers, self._ledger, self._verdict, settings=settings, start_by=start_by
+        )
+        self.met = Pending("start", self._await)
+        """Done when every rank is connected."""
+        self._closed = Pending("end", self._await)
+        self._next_tick = self._next_beat = 0.0
+        self._close_wanted = self._close_sent = self._finished = False
+        self._handlers: dict[Kind, Callable[[int, Any], None]] = {
+            Kind.HELLO: self._on_hello,
+            Kind.REPLY: self._on_reply,
+            Kind.FAILURE: lambda rank, failure: self._verdict.add(failure),
+            Kind.BEAT: lambda rank, body: None,
+            Kind.TERM: lambda rank, body: self._watch.term_arrived(rank, time.monotonic()),
+            Kind.BYE: self._on_bye,
+        }
+
+    # ---- called by the script
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self._settings.ranks)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the run was asked to save and end."""
+        return self._watch.stop_requested
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a failure is known."""
+        return bool(self._verdict.failures)
+
+    def submit(self, order: Order) -> Pending:
+        """Send an order (any thread; from the io thread it follows what was submitted before)."""
+        ticket = next(self._tickets)
+        bodies = self._bodies(order, ticket)
+        pending = Pending(order.label, self._await)
+        self.post(partial(self._send_order, order, ticket, bodies, pending))
+        return pending
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Run function in the io thread, after everything submitted before."""
+        self._inbox.append(function)
+        if not self._lock.acquire(blocking=False):
+            self._hub.waiter.wake()
+            return
+        try:
+            if not self._is_working and not self._finished:
+                self._work_quietly()
+        finally:
+            self._lock.release()
+
+    def fail(self, failure: Failure) -> None:
+        """End the run (any thread)."""
+        self.post(lambda: self._verdict.add(failure))
+
+    def close(self) -> None:
+        """Wait for all orders, then end every rank's lanes. RunFailed if something fails."""
+        self.post(self._begin_close)
+        self._closed.result()
+
+    def _bodies(self, order: Order, ticket: int) -> list[tuple[int, bytes]]:
+        """Envelope for each rank; equal objects are encoded once."""
+        unknown = [rank for rank in order.commands if rank not in self._members]
+        assert order.commands and not unknown, (order.label, unknown, self._settings.ranks)
+        head = [ticket, order.number, order.lane, order.label, order.seconds]
+        encoded: dict[int, bytes] = {}
+        bodies = []
+        # the controller's own rank last: its lane takes the interpreter lock from the sender
+        for rank, payload in sorted(order.commands.items(), key=_rank, reverse=True):
+            body = encoded.get(id(payload))
+            if body is None:
+                body = self._envelopes.seal(Kind.COMMAND, [*head, payload])
+                encoded[id(payload)] = body
+            bodies.append((rank, body))
+        return bodies
+
+    # ---- the io thread, and who takes its place
+
+    def _run(self) -> None:
+        with self._lock:
+            self._peers.watch(self._hub.waiter)
+        while not self._finished or self._helper_waiter:
+            now = time.monotonic()
+            if now >= self._next_tick:
+                self._next_tick = now + _TICK_SECONDS
+                self._tick(now)
+            self._work()
+            if self._helper_waiter:
+                self._helper_waiter.wake()
+            if not self._finished:
+                ready = self._hub.waiter.wait(max(0.0, self._next_tick - time.monotonic()))
+                self._notice(ready)
+        with self._lock:
+            self._peers.unwatch(self._hub.waiter)
+            self._hub.close()
+
+    def _notice(self, ready: list[int]) -> None:
+        """A lost connection or an ended process is looked at now, not at the next tick."""
+        lost = self._hub.lost.descriptor in ready and self._hub.lost.any_new()
+        if self._peers.unwatch(self._hub.waiter, ready) or lost:
+            self._next_tick = 0.0
+
+    def _await(self, pending: Pending) -> None:
+        """Do the io thread's work until pending is done; RunFailed if the session is over."""
+        while not pending.done:
+            if not self.thread.is_alive():
+                raise RunFailed(
+                    f"{pending.label}: the session is over; expected all ranks to answer"
+                )
+            if threading.current_thread() is self.thread or not self._help(pending):
+                pending.sleep(1.0)
+
+    def _help(self, pending: Pending) -> bool:
+        """Receive in this thread until pending is done; False if another thread does."""
+        waiter = Waiter()
+        with self._lock:
+            if self._helper_waiter or self._finished:
+                return False
+            self._helper_waiter = waiter
+            self._hub.move_input(self._hub.waiter, waiter)
+        try:
+            self._work()
+            while not pending.done and self.thread.is_alive():
+                waiter.wait(1.0)
+                self._work()
+        finally:
+            with self._lock:
+                self._helper_waiter = None
+                self._hub.move_input(waiter, self._hub.waiter)
+                self._hub.waiter.wake() if self._finished else None
+            waiter.close()
+        return True
+
+    def _work_quietly(self) -> None:
+        """Work without letting the io thread wake up for what this thread is about to read."""
+        if self._helper_waiter:
+            self._work()
+            return
+        self._hub.move_input(self._hub.waiter, None)
+        self._work()
+        self._hub.move_input(None, self._hub.waiter)
+
+    def _work(self) -> None:
+        """Handle all orders and messages that are there."""
+        with self._lock:
+            self._work_through_inbox()
+            while (message := self._hub.receive()) is not None:
+                self._guarded(partial(self._handle, *message))
+                self._work_through_inbox()
+
+    def _work_through_inbox(self) -> None:
+        while self._inbox:
+            self._guarded(self._inbox.popleft())
+
+    def _guarded(self, function: Callable[[], None]) -> None:
+        """Run function; what it raises ends the run instead of the thread."""
+        self._is_working = True
+        try:
+            function()
+        except Exception as err:
+            rank = self._settings.controller_rank
+            self._verdict.add(failure_of(err, rank, kind="controller"))
+        finally:
+            self._is_working = False
+
+    # ---- messages
+
+    def _handle(self, rank: int, data: bytes) -> None:
+        envelope = self._envelopes.open(data, sender=f"rank {rank}")
+        if envelope is not None and rank in self._members:
+            self._peers.heard(rank, time.monotonic())
+            kind, body = envelope
+            self._handlers[kind](rank, body)
+
+    def _send_order(
+        self, order: Order, ticket: int, bodies: list[tuple[int, bytes]], pending: Pending
+    ) -> None:
+        self._open[ticket] = _Open(order, pending, {})
+        now = time.monotonic()
+        for rank, body in bodies:
+            self._ledger.sent(
+                rank, Entry(ticket, order.number, order.lane, order.label, order.seconds, now)
+            )
+            if not self._hub.send(rank, body):
+                self._verdict.add_death(rank, "its connection is lost")
+
+    def _on_hello(self, rank: int, _: Any) -> None:
+        self._peers.arrived(rank)
+        if not self._peers.missing() and not self.met.done:
+            self._welcome()
+            self._watch.all_met()
+            self.met.resolve({})
+
+    def _welcome(self) -> None:
+        """Tell every rank that all are here, and who shares its machine."""
+        bodies: dict[str, bytes] = {}
+        for rank in self._settings.ranks:
+            node = self._peers.node(rank)
+            if node not in bodies:
+                bodies[node] = self._envelopes.seal(Kind.WELCOME, self._peers.on_node(node))
+            self._hub.send(rank, bodies[node])
+
+    def _on_reply(self, rank: int, body: Any) -> None:
+        ticket, payload = body
+        opened = self._open[ticket]
+        order = opened.order
+        in_order = self._ledger.answered(rank, order.lane, ticket, now=time.monotonic())
+        assert in_order, (rank, order.lane, order.number, order.label)
+        opened.replies[rank] = payload
+        if len(opened.replies) == len(order.commands):
+            del self._open[ticket]
+            if order.on_done:
+                order.on_done(opened.replies)
+            opened.pending.resolve(opened.replies)
+            self._close_if_idle()
+
+    # ---- the end
+
+    def _begin_close(self) -> None:
+        self._close_wanted = True
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if not self._close_wanted or self._close_sent or self._open or self._inbox:
+            return
+        self._close_sent = True
+        self._watch.closing(time.monotonic())
+        for rank in self._settings.ranks:
+            self._hub.send(rank, self._envelopes.seal(Kind.CLOSE))
+
+    def _on_bye(self, rank: int, _: Any) -> None:
+        self._peers.leaves(rank)
+        if not self._peers.staying():
+            self._finished = True
+            self._closed.resolve({})
+
+    # ---- clocks
+
+    def _tick(self, now: float) -> None:
+        with self._lock:
+            if now >= self._next_beat:
+                self._next_beat = now + self._settings.beat_seconds
+                beat = self._envelopes.seal(Kind.BEAT)
+                for rank in self._peers.staying():
+                    self._hub.send(rank, beat)
+            self._guarded(partial(self._watch.look, now, probe=self._probe))
+            if self._verdict.is_due(now):
+                pending = [opened.pending for opened in self._open.values()]
+                pending += [self.met, self._closed]
+                self._verdict.execute(self._hub, self._envelopes, pending)
+
+    def _probe(self, rank: int) -> bool:
+        return self._hub.send(rank, self._envelopes.seal(Kind.BEAT))
+
+
+def _rank(command: tuple[int, dict[str, Any]]) -> int:
+    return command[0]

@@ -1,0 +1,163 @@
+"""Commands and replies as bytes: msgpack of plain data. Knows no sockets and no tensors.
+
+Plain data: None, bool, int (64 bit), float, str, bytes, list, tuple (comes back as list), dict
+with str or int keys, `Path` (comes back as str), numpy arrays of bool, int or float, NamedTuples
+and dataclasses. The last two travel as their import name and fields and are rebuilt only from
+modules that are already imported, so a message can neither load nor run foreign code: nothing
+is unpickled. Tuples *inside* them stay tuples: a dataclass comes back equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from functools import cache
+from pathlib import PurePath
+from typing import Any, cast
+
+import msgpack
+import numpy as np
+
+from spmdflow.errors import MessageError
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+"""Larger messages are refused: data of that size belongs into the transfer lane."""
+
+_ARRAY, _RECORD, _TUPLE = 1, 2, 3
+_ARRAY_KINDS = "biuf"
+_PLAIN: tuple[Any, ...] = (str, int, float, dict, list)
+
+
+def encode(obj: Any) -> bytes:
+    """obj as bytes. MessageError for anything but plain data and beyond MAX_MESSAGE_BYTES."""
+    try:
+        data = _pack(obj, _extension)
+    except (TypeError, ValueError, OverflowError) as err:
+        raise MessageError(
+            f"message: {err}; expected plain data (None, bool, int, float, str, bytes, list, "
+            f"dict, numpy arrays, dataclasses); keep tensors in the batch and send names"
+        ) from err
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MessageError(
+            f"message: {len(data)} bytes; expected at most {MAX_MESSAGE_BYTES}; "
+            f"let rows travel as columns of a batch, or cut the value into smaller ones"
+        )
+    return data
+
+
+def decode(data: bytes | memoryview) -> Any:
+    """The object that `encode` made data of. MessageError for anything else."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MessageError(
+            f"message: {len(data)} bytes arrived; expected at most {MAX_MESSAGE_BYTES}; "
+            f"run the same version of spmdflow on every rank"
+        )
+    try:
+        return _unpack(data)
+    except MessageError:
+        raise
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as err:
+        raise MessageError(
+            f"message: {len(data)} bytes that do not decode ({type(err).__name__}: {err}); "
+            f"expected msgpack of plain data; run the same version of spmdflow on every rank"
+        ) from err
+
+
+def _pack(obj: Any, extension: Any) -> bytes:
+    return cast(bytes, msgpack.packb(obj, default=extension, strict_types=True))
+
+
+def _unpack(data: bytes | memoryview) -> Any:
+    return msgpack.unpackb(data, ext_hook=_restored, strict_map_key=False)
+
+
+def _extension(obj: Any) -> Any:
+    """What msgpack shall pack instead of obj."""
+    if type(obj) is tuple:
+        return list(obj)
+    return _extension_with_tuples(obj)
+
+
+def _extension_with_tuples(obj: Any) -> Any:
+    """As `_extension`, for the fields of dataclasses, where a tuple must stay a tuple."""
+    if type(obj) is tuple:
+        return msgpack.ExtType(_TUPLE, _pack(list(obj), _extension_with_tuples))
+    if isinstance(obj, np.ndarray):
+        return msgpack.ExtType(_ARRAY, _array_bytes(obj))
+    if _is_record(type(obj)):
+        return msgpack.ExtType(_RECORD, _record_bytes(obj))
+    if isinstance(obj, PurePath):
+        return str(obj)
+    if isinstance(obj, np.bool_ | np.integer | np.floating):
+        return obj.item()
+    for plain in _PLAIN:
+        if isinstance(obj, plain):  # subclasses, such as enum members and defaultdict
+            return plain(obj)
+    raise TypeError(f"got {type(obj).__module__}.{type(obj).__qualname__}")
+
+
+def _array_bytes(array: np.ndarray) -> bytes:
+    if array.dtype.kind not in _ARRAY_KINDS:
+        raise TypeError(f"got a numpy array of dtype {array.dtype}")
+    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    return _pack([little.dtype.str, list(array.shape), little.tobytes()], None)
+
+
+def _is_record(cls: type) -> bool:
+    """Whether cls is a dataclass or a NamedTuple."""
+    return dataclasses.is_dataclass(cls) or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
+
+
+def _record_bytes(obj: Any) -> bytes:
+    cls = type(obj)
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    if _find_class(name) is not cls:
+        raise TypeError(f"got a {name}, which is not a module-level class")
+    values = [getattr(obj, field) for field in _field_names(cast(Any, cls))]
+    return _pack([name, values], _extension_with_tuples)
+
+
+@cache
+def _field_names(cls: Any) -> tuple[str, ...]:
+    """Arguments of cls, in order."""
+    if dataclasses.is_dataclass(cls):
+        return tuple(field.name for field in dataclasses.fields(cls) if field.init)
+    return cast(tuple[str, ...], cls._fields)
+
+
+def _find_class(name: str) -> type | None:
+    """The class called "module:Class" if its module is imported; never imports."""
+    module, _, qualname = name.partition(":")
+    found = vars(sys.modules[module]).get(qualname) if module in sys.modules else None
+    return found if isinstance(found, type) else None
+
+
+def _restored(code: int, data: bytes) -> Any:
+    if code == _ARRAY:
+        dtype, shape, raw = msgpack.unpackb(data)
+        kind = np.dtype(dtype)
+        if kind.kind not in _ARRAY_KINDS:
+            raise ValueError(f"numpy array of dtype {kind}")
+        return np.frombuffer(raw, dtype=kind).reshape(shape).copy()
+    if code == _TUPLE:
+        return tuple(_unpack(data))
+    if code == _RECORD:
+        name, values = _unpack(data)
+        return _record(name, values)
+    raise ValueError(f"extension type {code}")
+
+
+def _record(name: str, values: list[Any]) -> Any:
+    cls = _find_class(name)
+    if cls is None or not _is_record(cls):
+        raise MessageError(
+            f"message: an object of {name!r}; expected a dataclass of a module that this process "
+            f"has imported; import it in the script, so that every rank knows it"
+        )
+    fields = _field_names(cast(Any, cls))
+    if len(fields) != len(values):
+        raise MessageError(
+            f"message: {name} with {len(values)} fields; expected {len(fields)} "
+            f"({', '.join(fields)}); run the same code on every rank"
+        )
+    return cls(**dict(zip(fields, values, strict=True)))

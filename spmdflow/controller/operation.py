@@ -1,0 +1,242 @@
+"""What a rank does with each kind of command: make groups, spawn, call, map, fetch, save, load.
+
+One `RankState` per rank; the executor's lanes call its operations with the command's data and
+send back what they return. A method sees a TensorDict; its result stays here, in the store.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from spmdflow.controller.fetch import to_message
+from spmdflow.controller.importing import find
+from spmdflow.data.column import Column, column_of
+from spmdflow.data.store import RowStore
+from spmdflow.datasets.scan import scan
+from spmdflow.datasets.source import PromptSource
+from spmdflow.datasets.tokenizer import load_tokenizer
+from spmdflow.errors import ColumnError, SpmdflowError
+from spmdflow.parallel.group import GroupSpec, GroupTable
+from spmdflow.parallel.layout import Layout
+from spmdflow.transfer.lane import CountedTransport, Release, run_release
+from spmdflow.transfer.register import method_spec
+from spmdflow.transfer.row_maths import row_maths_spec
+from spmdflow.transfer.worker import CallInfo, Metric, MiniBatch, Worker, WorkerContext
+
+Plain = Mapping[str, Any]
+Operation = Callable[[Plain, int], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """What every operation of a rank needs to know."""
+
+    rank: int
+    device: torch.device
+    seed: int
+    call_seconds: float
+    run_dir: Path
+    config: Any
+    """The whole configuration of the run."""
+
+
+class RankState:
+    """Groups, workers and rows of one rank. The two lanes share only the store."""
+
+    def __init__(
+        self, settings: RankSettings, groups: GroupTable, transport: CountedTransport
+    ) -> None:
+        self._settings, self._groups, self._transport = settings, groups, transport
+        self.store = RowStore()
+        self._workers: dict[str, Worker] = {}
+        self._sources: dict[str, PromptSource] = {}
+
+    def operations(self) -> dict[str, Operation]:
+        """Operations by the name that commands use."""
+        named: dict[str, Operation] = {
+            "groups": self._make_groups,
+            "spawn": self._spawn,
+            "scan": self._scan,
+            "source": self._open_source,
+            "call": self._call,
+            "map": self._map,
+            "fetch": self._fetch,
+            "transfer": self._transfer,
+            "save": self._save,
+            "load": self._load,
+            "close": self._close,
+        }
+        return {name: self._timed(operation) for name, operation in named.items()}
+
+    def _timed(self, operation: Operation) -> Operation:
+        """Free what the command says, run it, and say when it began and ended."""
+
+        def run(plain: Plain, number: int) -> dict[str, Any]:
+            started = time.time()
+            self.store.free(plain.get("free", []))
+            reply = operation(plain, number)
+            return reply | {"span": (started, time.time())}
+
+        return run
+
+    # Building
+
+    def _make_groups(self, plain: Plain, number: int) -> dict[str, Any]:
+        specs = [GroupSpec(tuple(ranks), lane, backend) for ranks, lane, backend in plain["specs"]]
+        self._groups.make(specs)
+        return {}
+
+    def _spawn(self, plain: Plain, number: int) -> dict[str, Any]:
+        settings = self._settings
+        context = WorkerContext(
+            name=plain["name"],
+            layout=Layout(**plain["layout"] | {"ranks": tuple(plain["layout"]["ranks"])}),
+            rank=settings.rank,
+            groups=self._groups,
+            device=settings.device,
+            seed=settings.seed,
+            total_steps=plain["total_steps"],
+            run_dir=settings.run_dir,
+            config=settings.config,
+        )
+        self._workers[plain["name"]] = find(plain["class"])(plain["config"], context)
+        return {}
+
+    def _scan(self, plain: Plain, number: int) -> dict[str, Any]:
+        """Read a data file once; here and not on the controller, which loads no tokenizer."""
+        data = plain["data"]
+        return {"report": scan(data, plain["path"], load_tokenizer(data.tokenizer_path))}
+
+    def _open_source(self, plain: Plain, number: int) -> dict[str, Any]:
+        self._sources[plain["name"]] = PromptSource(**plain["settings"])
+        return {}
+
+    # Rows
+
+    def _call(self, plain: Plain, number: int) -> dict[str, Any]:
+        worker = self._workers[plain["group"]]
+        method = getattr(worker, plain["method"])
+        if plain.get("ids") is None:
+            value = method(**plain["arguments"])
+            return {"value": value, "metrics": worker.take_metrics()}
+        batch = self._batch(plain)
+        worker.call = _call_info(plain, number)
+        returned = method(batch, **plain["arguments"])
+        reply: dict[str, Any] = {"metrics": worker.take_metrics()}
+        writes = method_spec(type(worker), plain["method"]).writes
+        if not writes:
+            return reply | {"value": returned}
+        if not plain["holds"]:
+            return reply | {"columns": {}}
+        return reply | self._keep(plain, number, returned, writes)
+
+    def _map(self, plain: Plain, number: int) -> dict[str, Any]:
+        function = find(plain["function"])
+        metrics: dict[str, Metric] = {}
+        made = function(
+            self._batch(plain),
+            reduce=self._groups.reducer(tuple(plain["ranks"])),
+            report=metrics.update,
+            **plain["arguments"],
+        )
+        writes = row_maths_spec(function).writes
+        return {"metrics": metrics} | self._keep(plain, number, made, writes)
+
+    def _batch(self, plain: Plain) -> TensorDict:
+        """The rows of a command as a TensorDict on the device; waits for transfers."""
+        ids = plain["ids"]
+        batch = TensorDict({}, batch_size=[len(ids)])
+        for part in plain["inputs"]:
+            for name, column in self._input(part).items():
+                value = column.to_value(self._settings.device)
+                if isinstance(value, list):
+                    batch.set_non_tensor(name, value)
+                else:
+                    batch[name] = value
+        return batch
+
+    def _input(self, part: Plain) -> dict[str, Column]:
+        frame, names, ids = part["frame"], part["columns"], part["ids"]
+        if "source" in part:
+            self._read_source(part)
+        self.store.wait(frame, names, ids, seconds=self._settings.call_seconds)
+        return self.store.take(frame, names, ids)
+
+    def _read_source(self, part: Plain) -> None:
+        frame, ids = part["frame"], part["ids"]
+        lacking = np.isin(ids, self.store.missing(frame, "prompts", ids))
+        if not lacking.any() and self.store.has(frame):
+            return
+        rows = self._sources[part["source"]].read_rows(part["rows"][lacking].tolist())
+        columns = {name: column_of(name, rows[name], int(lacking.sum())) for name in rows.keys()}
+        self.store.put(frame, ids[lacking], columns)
+
+    def _keep(self, plain: Plain, number: int, made: Any, writes: Sequence[str]) -> dict[str, Any]:
+        label = plain.get("method") or plain["function"]
+        if made is None or set(made.keys()) != set(writes):
+            got = "None" if made is None else sorted(made.keys())
+            raise ColumnError(
+                f"{label}: returned columns {got}, expected {sorted(writes)}; "
+                f"return exactly what `writes` declares"
+            )
+        ids = plain["ids"]
+        columns = {name: column_of(name, made[name], len(ids)) for name in writes}
+        self.store.put(number, ids, columns)
+        return {"columns": {name: _facts(column) for name, column in columns.items()}}
+
+    def _fetch(self, plain: Plain, number: int) -> dict[str, Any]:
+        (column,) = self._input(plain["input"]).values()
+        return {"column": to_message(column)}
+
+    def _transfer(self, plain: Plain, number: int) -> dict[str, Any]:
+        counter = self._transport.counter
+        counter.sent, counter.received = {}, {}
+        run_release(Release.from_plain(number, plain), self.store, self._transport)
+        return {"sent": dict(counter.sent), "received": dict(counter.received)}
+
+    # Checkpoints and the end
+
+    def _save(self, plain: Plain, number: int) -> dict[str, Any]:
+        folder = Path(plain["folder"])
+        folder.mkdir(parents=True, exist_ok=True)
+        self._workers[plain["group"]].save_state(folder)
+        return {}
+
+    def _load(self, plain: Plain, number: int) -> dict[str, Any]:
+        self._workers[plain["group"]].load_state(Path(plain["folder"]))
+        return {}
+
+    def _close(self, plain: Plain, number: int) -> dict[str, Any]:
+        self.close()
+        return {}
+
+    def close(self) -> None:
+        """Close every worker; the first error is raised after all were tried."""
+        errors = []
+        while self._workers:
+            _, worker = self._workers.popitem()
+            try:
+                worker.close()
+            except (SpmdflowError, OSError, RuntimeError) as err:
+                errors.append(err)
+        if errors:
+            raise errors[0]
+
+
+def _facts(column: Column) -> list[Any]:
+    lengths = None if column.lengths is None else column.lengths.numpy()
+    return [column.spec.to_plain(), lengths]
+
+
+def _call_info(plain: Plain, number: int) -> CallInfo:
+    minis = tuple(MiniBatch(torch.from_numpy(index), micro) for index, micro in plain["mini"])
+    ids = torch.from_numpy(plain["ids"])
+    return CallInfo(number, plain["step"], ids, plain["micro"], minis)

@@ -1,0 +1,102 @@
+"""What the script's side hands to a transport: orders, and what it gets back: pending replies.
+
+An order is a set of commands that belong together, one per rank. `Io` carries orders over
+sockets, `InprocTransport` runs them on the spot; both promise the same order of events.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from spmdflow.errors import RunFailed
+
+Replies = dict[int, dict[str, Any]]
+"""Reply payload by rank."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """Commands for some ranks, which belong together."""
+
+    number: int
+    """Call number (compute lane) or release number (transfer lane)."""
+    lane: str
+    """compute or transfer."""
+    label: str
+    """What a user calls it, such as "actor.generate_sequences"."""
+    commands: Mapping[int, dict[str, Any]]
+    """Payload by rank; the same object for several ranks is encoded once."""
+    seconds: float
+    """Limit on each rank, from the moment it starts there."""
+    on_done: Callable[[Replies], None] | None = None
+    """Runs in the io thread once all ranks have replied, before `Pending` is done."""
+
+
+class Pending:
+    """The replies of an order, when they are there."""
+
+    def __init__(self, label: str, wait: Callable[[Pending], None]) -> None:
+        """wait(pending) returns when pending is done, or raises RunFailed."""
+        self.label, self._wait = label, wait
+        self._replies: Replies = {}
+        self._failure: RunFailed | None = None
+        self._latch = threading.Lock()
+        self._latch.acquire()
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` returns (or raises) at once."""
+        return not self._latch.locked()
+
+    def result(self) -> Replies:
+        """Wait for the replies; RunFailed if the run fails. The order's limits bound the wait."""
+        if self._latch.locked():
+            self._wait(self)
+        if self._failure is not None:
+            raise self._failure
+        return self._replies
+
+    def sleep(self, seconds: float) -> None:
+        """Wait until done, at most seconds, while another thread receives."""
+        if self._latch.acquire(timeout=seconds):
+            self._latch.release()
+
+    def resolve(self, replies: Replies) -> None:
+        """Hand over the replies (io thread, once)."""
+        self._replies = replies
+        self._latch.release()
+
+    def fail(self, failure: RunFailed) -> None:
+        """Let `result` raise, if it would have to wait (io thread)."""
+        if self._latch.locked():
+            self._failure = failure
+            self._latch.release()
+
+
+class Transport(Protocol):
+    """What carries orders to ranks: sockets (`Io`) or nothing at all (`InprocTransport`).
+
+    Posted functions and `on_done` run "in the io thread": one at a time, in order. A script that
+    waits in `result` or submits does that work itself, under the io thread's lock, so that no
+    call pays two thread switches.
+    """
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the run was asked to save and end (SIGTERM); read it between steps."""
+
+    def submit(self, order: Order) -> Pending:
+        """Send an order; MessageError, before anything is sent, if it is not plain data."""
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Run function in the io thread, after everything submitted before."""
+
+    def close(self) -> None:
+        """Wait for all orders, then end every rank's lanes."""

@@ -1,0 +1,146 @@
+"""Processes as Linux shows them: identity, life, end. Knows no ranks and no messages.
+
+A pid alone can be reused, so a process is a pid with its start time; a `pidfd` becomes readable
+the moment the process ends, whoever its parent is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of one machine."""
+
+    pid: int
+    start_ticks: int
+    """Start in clock ticks since boot: tells a reused pid from the process that was meant."""
+    node: str
+    """Boot id and pid namespace: equal where pids mean the same processes."""
+
+    @classmethod
+    def current(cls) -> Process:
+        """The calling process."""
+        return cls(os.getpid(), _start_ticks(os.getpid()) or 0, node_identity())
+
+    def is_local(self) -> bool:
+        """Whether this process can be watched and killed from here."""
+        return self.node == node_identity()
+
+    def state(self) -> str | None:
+        """R, S, D (alive), T or t (stopped), Z (zombie); None if gone or elsewhere."""
+        if not self.is_local() or _start_ticks(self.pid) != self.start_ticks:
+            return None
+        fields = _stat_fields(self.pid)
+        return fields[0] if fields else None
+
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger holds it."""
+        return self.state() in ("T", "t")
+
+    def has_ended(self) -> bool:
+        """Whether it is known to be gone (a zombie is gone); False for other machines."""
+        return self.is_local() and self.state() in (None, "Z", "X")
+
+    def end_cause_or_none(self) -> str | None:
+        """How it ended, such as "killed by SIGKILL"; only known until its parent asks."""
+        fields = _stat_fields(self.pid) if self.state() == "Z" else None
+        return describe_status(int(fields[-1])) if fields else None
+
+    def pidfd_or_none(self) -> int | None:
+        """A descriptor that is readable once the process ended; close it. None if ended."""
+        if self.has_ended() or not self.is_local():
+            return None
+        try:
+            return os.pidfd_open(self.pid)
+        except OSError:
+            return None
+
+    def kill(self) -> bool:
+        """SIGKILL; False if it had ended or lives on another machine."""
+        if not self.is_local() or self.has_ended():
+            return False
+        try:
+            os.kill(self.pid, signal.SIGKILL)
+        except OSError:
+            return False
+        return True
+
+
+def describe_status(status: int) -> str:
+    """A wait status in words."""
+    if os.WIFSIGNALED(status):
+        return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"exited with status {os.waitstatus_to_exitcode(status)}"
+
+
+@cache
+def node_identity() -> str:
+    """Names the machine boot and pid namespace of this process."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def descendants(pid: int) -> list[int]:
+    """Pids of all processes below pid, nearest first."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := _stat_fields(int(entry.name))):
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found = list(children.get(pid, []))
+    for child in found:
+        found.extend(children.get(child, []))
+    return found
+
+
+def dump_stacks(path: Path) -> None:
+    """Write the Python stack of every thread to path; never raises for a bad disk."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+
+
+def leave(status: int) -> None:
+    """End this process and everything it started, now, whatever its threads are doing."""
+    for child in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            os.kill(child, signal.SIGKILL)
+    flusher = threading.Thread(target=_flush, daemon=True)  # a full pipe must not hold us
+    flusher.start()
+    flusher.join(_FLUSH_SECONDS)
+    os._exit(status)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _start_ticks(pid: int) -> int | None:
+    fields = _stat_fields(pid)
+    return int(fields[19]) if fields else None
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    """Fields of /proc/<pid>/stat from the third (state) on; None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()

@@ -1,0 +1,81 @@
+"""`PromptStream`: batches of prompts for the script. Only row numbers pass the controller."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spmdflow.config.schema import DataConfig
+from spmdflow.controller.batch import Batch
+from spmdflow.datasets.scan import ScanReport
+from spmdflow.datasets.source import source_settings
+from spmdflow.datasets.stream import PromptStream as PromptOrder
+from spmdflow.datasets.stream import eval_rows
+from spmdflow.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from spmdflow.controller.flow import Flow
+
+logger = logging.getLogger(__name__)
+
+_COLUMNS = ("prompts", "prompt_text", "row")
+
+
+class PromptStream(Iterator[Batch]):
+    """`next(stream)` is a batch of prompts_per_step prompts, each samples_per_prompt times.
+
+    Rank 0 scans the file once; every rank reads the rows that it needs by itself. Register it
+    with `flow.keep(prompts=PromptStream(cfg.data))`, which also makes it part of checkpoints.
+    """
+
+    def __init__(self, cfg: DataConfig) -> None:
+        self._cfg = cfg
+        self._flow: Flow | None = None
+
+    def bind(self, flow: Flow, name: str) -> None:
+        """Scan the files and make them known to every rank; `flow.keep` calls this."""
+        self._flow, self._name = flow, name
+        self.train_scan = self._open(flow, f"{name}.train", self._cfg.train_path)
+        self._order = PromptOrder.from_config(self._cfg, self.train_scan, seed=flow.seed)
+        self.eval_scan: ScanReport | None = None
+        if self._cfg.eval_path is not None:
+            self.eval_scan = self._open(flow, f"{name}.eval", self._cfg.eval_path)
+
+    def __next__(self) -> Batch:
+        rows = self._order.next_rows()
+        return self._batch("train", self.train_scan, rows, self._cfg.samples_per_prompt)
+
+    def eval_batch(self) -> Batch | None:
+        """Every held-out prompt once (the first eval_prompts of them); None without a file."""
+        if self.eval_scan is None:
+            return None
+        rows = eval_rows(self.eval_scan, self._cfg.eval_prompts)
+        return self._batch("eval", self.eval_scan, rows, 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor."""
+        return self._order.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        self._order.load_state_dict(state)
+
+    def _open(self, flow: Flow, name: str, path: str) -> ScanReport:
+        report = flow.scan(name, self._cfg, path)
+        logger.info("%s", report.describe())
+        flow.open_source(name, source_settings(self._cfg, report))
+        return report
+
+    def _batch(self, part: str, report: ScanReport, rows: list[int], repeat: int) -> Batch:
+        if self._flow is None:
+            raise ProtocolError(
+                "PromptStream: used before it is registered, expected "
+                "flow.keep(prompts=PromptStream(cfg.data)); register it first"
+            )
+        numbers = np.asarray(rows, dtype=np.int64)
+        return self._flow.caller.source_batch(
+            f"{self._name}.{part}", _COLUMNS, numbers, repeat, report.tokens_of(rows)
+        )

@@ -1,0 +1,155 @@
+"""How the ranks of a session find its controller: through the store they already share.
+
+Every rank writes down its process and how it is reached; the controller binds the interfaces
+that reach the others, each on a port that the system chooses, and publishes the addresses with
+the run's random id. Keys carry job, attempt and launch number, so that a restarted job and a
+second launch in one process never read an old address. The job's network is trusted: whoever
+reaches the store can read these keys. SPMDFLOW_SECRET is for networks that are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, Store
+
+from spmdflow.controller.message import decode, encode
+from spmdflow.controller.process import Process
+from spmdflow.controller.settings import SessionSettings
+from spmdflow.controller.wire import LOCAL_ADDRESS, RUN_ID_BYTES, Hub
+from spmdflow.errors import DeadlineError
+
+logger = logging.getLogger(__name__)
+
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a rank publishes about itself."""
+
+    process: Process
+    host_ip: str | None
+    """The address from which it reaches the store; None if that is a loopback address."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What a rank knows after the rendezvous."""
+
+    run_id: bytes
+    address: str
+    """Where this rank connects to the controller."""
+    controller: Process
+    hub: Hub | None = None
+    """The controller's socket, on the controller's rank."""
+    processes: Mapping[int, Process] | None = None
+    """Process of every rank, on the controller's rank."""
+
+
+def meet(store: Store, rank: int, settings: SessionSettings) -> Meeting:
+    """Exchange addresses; called by every rank of the session. DeadlineError names who misses."""
+    prefix = _prefix(store, rank, settings)
+    store_host = _store_host(store)
+    card = Card(Process.current(), _source_ip(store_host) if store_host else None)
+    if rank != settings.controller_rank:
+        _publish(store, f"{prefix}/card/{rank}", card)
+        return _find_controller(store, prefix, card, settings)
+    return _open_hub(store, prefix, card, settings, store_host)
+
+
+def _prefix(store: Store, rank: int, settings: SessionSettings) -> str:
+    """Key prefix of this launch: every rank counts its own launches over the same ranks."""
+    members = hashlib.blake2b(repr(settings.ranks).encode(), digest_size=6).hexdigest()
+    base = f"spmdflow/{settings.job}/{settings.attempt}/{members}"
+    return f"{base}/{store.add(f'{base}/launches/{rank}', 1)}"
+
+
+def _find_controller(store: Store, prefix: str, card: Card, settings: SessionSettings) -> Meeting:
+    """The controller's address, as seen from the node of card."""
+    key = f"{prefix}/controller"
+    _wait(store, {settings.controller_rank: key}, settings.start_seconds)
+    run_id, controller, addresses = _read(store, key)
+    return Meeting(run_id, addresses[card.process.node], controller)
+
+
+def _open_hub(
+    store: Store, prefix: str, card: Card, settings: SessionSettings, store_host: str | None
+) -> Meeting:
+    """Bind where the others can reach it and publish the addresses."""
+    keys = {rank: f"{prefix}/card/{rank}" for rank in settings.ranks[1:]}
+    _wait(store, keys, settings.start_seconds)
+    cards: dict[int, Card] = {rank: _read(store, key) for rank, key in keys.items()}
+    run_id = os.urandom(RUN_ID_BYTES)
+    hub = Hub(run_id, secret=settings.secret)
+    hosts = {card.process.node: _LOOPBACK}
+    for other in cards.values():
+        if other.process.node not in hosts:
+            peer = other.host_ip or store_host or socket.gethostname()
+            hosts[other.process.node] = _source_ip(peer) or _own_ip()
+    bound = {host: hub.bind(host) for host in sorted(set(hosts.values()))}
+    addresses = {node: bound[host] for node, host in hosts.items()}
+    _publish(store, f"{prefix}/controller", [run_id, card.process, addresses])
+    logger.info("controller listens on %s", ", ".join(bound.values()))
+    processes = {settings.controller_rank: card.process}
+    processes |= {rank: other.process for rank, other in cards.items()}
+    return Meeting(run_id, LOCAL_ADDRESS, card.process, hub, processes)
+
+
+def _publish(store: Store, key: str, value: Any) -> None:
+    store.set(key, encode(value).hex())
+
+
+def _read(store: Store, key: str) -> Any:
+    return decode(bytes.fromhex(store.get(key).decode("ascii")))
+
+
+def _wait(store: Store, keys: Mapping[int, str], seconds: float) -> None:
+    """Wait for all keys (by rank)."""
+    if not keys:
+        return
+    start = time.monotonic()
+    try:
+        store.wait(list(keys.values()), timedelta(seconds=seconds))
+    except DistError as err:
+        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        raise DeadlineError(
+            f"start: ranks {missing} did not come within {time.monotonic() - start:.0f} s; "
+            f"expected every rank to start the session; see their logs, or raise "
+            f"run.start_seconds (now {seconds:g})"
+        ) from err
+
+
+def _store_host(store: Store) -> str | None:
+    """Host name of the machine behind a store; None for stores without one."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return getattr(store, "host", None)
+
+
+def _source_ip(host: str) -> str | None:
+    """Own address on the way to host (nothing is sent); None if it is only a loopback."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
+                probe.connect(target)
+                own = str(probe.getsockname()[0])
+                if not own.startswith("127.") and own != "::1":
+                    return own
+    return None
+
+
+def _own_ip() -> str:
+    """The address that this machine's name stands for; all interfaces as the last resort."""
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
+    return "0.0.0.0"

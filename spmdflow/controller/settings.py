@@ -1,0 +1,52 @@
+"""What a session is told: its ranks, its folder, its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """Facts that every rank of a session is given alike."""
+
+    run_dir: Path
+    """Receives failure.json, failure-rank<k>.json and stacks-rank<k>.txt."""
+    ranks: tuple[int, ...]
+    """Global ranks that take part, ascending; the controller lives on the first."""
+    start_seconds: float = 600.0
+    """Limit for all ranks to connect."""
+    call_seconds: float = 3600.0
+    """Silence of the controller after which a rank gives up (it limits every call too)."""
+    transfer_seconds: float = 60.0
+    """Limit of one released transfer, for the operations that move bytes."""
+    heartbeat_seconds: float = 120.0
+    """Silence of a rank after which a warning is logged."""
+    secret: str | None = None
+    """Turns on CURVE; the same on every rank (SPMDFLOW_SECRET)."""
+    job: str = ""
+    """Names the job in the store (TORCHELASTIC_RUN_ID)."""
+    attempt: int = 0
+    """Restart of the job (TORCHELASTIC_RESTART_COUNT)."""
+    on_sigterm: Callable[[], None] | None = None
+    """Runs once in the controller's io thread when the run is asked to end; must not wait."""
+
+    @property
+    def controller_rank(self) -> int:
+        """The rank on which the script runs."""
+        return self.ranks[0]
+
+    @property
+    def beat_seconds(self) -> float:
+        """Time between two signs of life."""
+        return min(5.0, max(0.2, self.heartbeat_seconds / 10))
+
+
+@dataclass(frozen=True)
+class Member:
+    """What the operations of a rank may know about the session they run in."""
+
+    rank: int
+    """Global rank."""
+    settings: SessionSettings

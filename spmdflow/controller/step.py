@@ -1,0 +1,57 @@
+"""One step of the script: what was logged, and how a step's replies become its metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from spmdflow.controller.result import CallRecord, Result
+from spmdflow.tracking.metric import merge
+from spmdflow.transfer.worker import Metric
+
+
+class Step:
+    """The step that is running; `flow.steps` yields it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.started = time.monotonic()
+        self._logged: list[Result | Mapping[str, Metric]] = []
+
+    def seconds(self) -> float:
+        """Seconds since the step began."""
+        return time.monotonic() - self.started
+
+    def log(self, *results: Result | Mapping[str, Metric], **metrics: float) -> None:
+        """Metrics of this step: results of calls (still lazy), mappings, or name=value."""
+        self._logged.extend(results)
+        if metrics:
+            self._logged.append(metrics)
+
+    def logged(self) -> dict[str, float]:
+        """The logged metrics, waited for and merged."""
+        return merge([dict(result) for result in self._logged])
+
+
+def reported(records: Iterable[CallRecord], phase: str) -> dict[str, float]:
+    """Metrics that workers reported during calls of a phase, merged over answering ranks."""
+    metrics = []
+    for record in records:
+        if record.phase == phase:
+            replies = record.pending.result()
+            metrics += [replies[rank].get("metrics", {}) for rank in record.answering]
+    return merge(metrics)
+
+
+def stage_seconds(records: Iterable[CallRecord], phase: str) -> dict[str, float]:
+    """time/<method>_seconds: from the first rank's start to the last one's end, per method."""
+    seconds: dict[str, float] = {}
+    for record in records:
+        replies: Mapping[int, Mapping[str, Any]] = record.pending.result()
+        spans = [reply["span"] for reply in replies.values() if "span" in reply]
+        if record.phase == phase and spans:
+            key = f"time/{record.label.rpartition('.')[2]}_seconds"
+            length = max(end for _, end in spans) - min(start for start, _ in spans)
+            seconds[key] = seconds.get(key, 0.0) + length
+    return seconds

@@ -1,0 +1,164 @@
+"""Plans what rows travel, releases each transfer when its producer has replied, counts bytes.
+
+`need` runs in the script thread and keeps the account of who holds what; releasing runs in the
+io thread, which alone knows dtypes and lengths. The two never touch the same fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from spmdflow.blocks.rows import RowEdge, redistribute_rows
+from spmdflow.controller.frame import Frame, Ids
+from spmdflow.controller.order import Order, Transport
+from spmdflow.controller.result import CallRecord
+from spmdflow.errors import TransferError
+
+Edge = tuple[int, int]
+
+
+@dataclass
+class EdgeBytes:
+    """Planned and moved row bytes by (source, destination), since the run began."""
+
+    planned: dict[Edge, int] = field(default_factory=dict)
+    moved: dict[Edge, int] = field(default_factory=dict)
+
+    def total(self, which: str) -> int:
+        """Sum over edges of "planned" or "moved"."""
+        return sum(getattr(self, which).values())
+
+
+@dataclass(frozen=True)
+class _PlannedEdge:
+    source: int
+    destination: int
+    columns: tuple[str, ...]
+    ids: Ids
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    frame: Frame
+    edges: tuple[_PlannedEdge, ...]
+
+
+class Transfers:
+    """All row transfers of a run."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        seconds: float,
+        node_of: Callable[[int], int] | None = None,
+    ) -> None:
+        self._transport, self._seconds, self._node_of = transport, seconds, node_of
+        self.bytes = EdgeBytes()
+        self._num_released = 0
+        self._outstanding: list[CallRecord] = []
+
+    def need(self, frame: Frame, names: Sequence[str], need: Mapping[int, Ids]) -> None:
+        """Make the rows `need[rank]` of the columns `names` arrive at every rank (script thread)."""
+        edges: dict[tuple[int, int, bytes], tuple[list[str], RowEdge]] = {}
+        for name in names:
+            held = frame.held[name]
+            lacking = {rank: ids for rank, ids in need.items() if _lacks(held.get(rank), ids)}
+            for edge in redistribute_rows(held, lacking, node_of=self._node_of):
+                key = (edge.source, edge.destination, edge.ids.tobytes())
+                edges.setdefault(key, ([], edge))[0].append(name)
+            frame.held[name] = {**held, **{r: _union(held.get(r), i) for r, i in lacking.items()}}
+        if edges:
+            planned = tuple(
+                _PlannedEdge(edge.source, edge.destination, tuple(columns), edge.ids)
+                for columns, edge in edges.values()
+            )
+            transfer = _Transfer(frame, planned)
+            self._transport.post(lambda: self._offer(transfer))
+
+    def take_outstanding(self) -> list[CallRecord]:
+        """Transfers released and not yet waited for; the end of a step waits for them."""
+        taken, self._outstanding = self._outstanding, []
+        return taken
+
+    def producer_done(self, frame: Frame) -> None:
+        """Release what waited for this frame (io thread; facts are set)."""
+        frame.done = True
+        waiting, frame.waiting = frame.waiting, []
+        for transfer in waiting:
+            self._release(transfer)
+
+    def _offer(self, transfer: _Transfer) -> None:
+        if transfer.frame.done:
+            self._release(transfer)
+        else:
+            transfer.frame.waiting.append(transfer)
+
+    def _release(self, transfer: _Transfer) -> None:
+        self._num_released += 1
+        frame = transfer.frame
+        planned: dict[Edge, int] = {}
+        commands: dict[int, dict[str, Any]] = {}
+        for edge in transfer.edges:
+            size = sum(frame.facts[name].num_bytes(edge.ids) for name in edge.columns)
+            key = (edge.source, edge.destination)
+            planned[key] = planned.get(key, 0) + size
+            self.bytes.planned[key] = self.bytes.planned.get(key, 0) + size
+            source = _command(commands, edge.source, frame.number)
+            source["sends"].append([edge.destination, list(edge.columns), edge.ids])
+            destination = _command(commands, edge.destination, frame.number)
+            destination["receives"].append(_receive(edge, frame))
+        label = f"transfer {self._num_released} of {frame.label}"
+        order = Order(
+            number=self._num_released,
+            lane="transfer",
+            label=label,
+            commands=commands,
+            seconds=self._seconds,
+            on_done=lambda replies: self._count(label, planned, replies),
+        )
+        pending = self._transport.submit(order)
+        record = CallRecord(self._num_released, label, "transfer", pending, lane="transfer")
+        self._outstanding.append(record)
+
+    def _count(
+        self, label: str, planned: Mapping[Edge, int], replies: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        sent = {(r, to): n for r, reply in replies.items() for to, n in reply["sent"].items()}
+        got = {(at, r): n for r, reply in replies.items() for at, n in reply["received"].items()}
+        expected = {edge: size for edge, size in planned.items() if size}
+        if not sent == got == expected:
+            raise TransferError(
+                f"{label}: sent {sent}, received {got}, expected {expected} bytes by edge; "
+                f"the ranks and the plan disagree: report this with RUN_DIR/trace.json"
+            )
+        for edge, size in sent.items():
+            self.bytes.moved[edge] = self.bytes.moved.get(edge, 0) + size
+
+
+def _command(commands: dict[int, dict[str, Any]], rank: int, frame: int) -> dict[str, Any]:
+    empty = {"operation": "transfer", "frame": frame, "sends": [], "receives": []}
+    return commands.setdefault(rank, empty)
+
+
+def _receive(edge: _PlannedEdge, frame: Frame) -> list[Any]:
+    facts = {name: frame.facts[name] for name in edge.columns}
+    specs = {name: fact.spec.to_plain() for name, fact in facts.items()}
+    lengths = {
+        name: fact.lengths_of(edge.ids) for name, fact in facts.items() if fact.lengths is not None
+    }
+    return [edge.source, list(edge.columns), edge.ids, specs, lengths]
+
+
+def _lacks(held: Ids | None, ids: Ids) -> bool:
+    if not len(ids):
+        return False
+    return held is None or not np.isin(ids, held).all()
+
+
+def _union(held: Ids | None, ids: Ids) -> Ids:
+    return ids if held is None else np.union1d(held, ids)

@@ -1,0 +1,125 @@
+"""How the controller ends a failed run: gather, name the first cause, tell everybody, leave.
+
+Runs in the io thread. Nothing here waits for the script or for a lane: a thread inside a
+collective hears nothing, but a process that exits frees its peers at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+
+from spmdflow.controller.failure import (
+    GATHER_SECONDS,
+    Failure,
+    as_record,
+    first_cause,
+    report,
+    write_failure,
+)
+from spmdflow.controller.ledger import Entry, Ledger
+from spmdflow.controller.order import Pending
+from spmdflow.controller.peers import Peers
+from spmdflow.controller.process import dump_stacks, leave
+from spmdflow.controller.settings import SessionSettings
+from spmdflow.controller.wire import Envelopes, Hub, Kind
+from spmdflow.errors import RunFailed
+
+logger = logging.getLogger(__name__)
+
+_EXIT_SECONDS = 3.0
+"""After ABORT, processes of this machine that have not ended by then are killed."""
+_SEND_SECONDS = 0.5
+"""Time for ABORT to leave for other machines before this process ends."""
+
+
+class Verdict:
+    """Failures of a run, and the end they lead to."""
+
+    def __init__(self, peers: Peers, ledger: Ledger, *, settings: SessionSettings) -> None:
+        self._peers, self._ledger, self._settings = peers, ledger, settings
+        self.failures: list[Failure] = []
+        self._due = float("inf")
+
+    def add(self, failure: Failure) -> None:
+        """Note a failure; the first one starts the clock."""
+        if not self.failures:
+            self._due = time.monotonic() + GATHER_SECONDS
+            logger.error("failure: %s", failure.sentence())
+        self.failures.append(failure)
+
+    def add_death(self, rank: int, cause: str) -> None:
+        """Note, once, that rank is gone, and what it was running."""
+        if not self._is_known("death", rank):
+            self.add(self._about("death", rank, cause))
+
+    def add_overdue(self, rank: int, entry: Entry, now: float) -> None:
+        """Note, once, that rank does not answer, as stopped or merely late."""
+        if self._is_known("deadline", rank) or self._is_known("stopped", rank):
+            return
+        late = f"did not answer {entry.label} within its limit of {entry.seconds:g} s"
+        stopped = self._stopped(rank, now, silence_counts=True)
+        if stopped:
+            self.add(self._about("stopped", rank, f"{late}: {stopped}"))
+        else:
+            self.add(self._about("deadline", rank, late))
+
+    def is_due(self, now: float) -> bool:
+        """Whether there was a failure and the time to gather others is over."""
+        return now >= self._due
+
+    def execute(self, hub: Hub, envelopes: Envelopes, pending: Iterable[Pending]) -> None:
+        """End the run on every rank; the last thing this process does."""
+        self._add_stopped_ranks(time.monotonic())
+        cause = first_cause(self.failures)
+        path = self._settings.run_dir / "failure.json"
+        write_failure(path, as_record(cause, self.failures))
+        report(cause, self.failures, path)
+        stopped = [failure.rank for failure in self.failures if failure.kind == "stopped"]
+        abort = envelopes.seal(Kind.ABORT, stopped)
+        for rank in self._settings.ranks:
+            if rank != self._settings.controller_rank:
+                hub.send(rank, abort)
+        for rank in stopped:
+            self._peers.kill(rank)
+        dump_stacks(self._settings.run_dir / f"stacks-rank{self._settings.controller_rank}.txt")
+        for waiting in pending:
+            waiting.fail(RunFailed(cause.sentence()))
+        self._await_exits()
+        leave(1)
+
+    def _add_stopped_ranks(self, now: float) -> None:
+        """Whoever owes an answer and is stopped explains why others are late."""
+        late = first_cause(self.failures).kind == "deadline"
+        for rank in sorted(self._ledger.owing()):
+            stopped = self._stopped(rank, now, silence_counts=late)
+            if stopped and not self._is_known("stopped", rank):
+                self.add(self._about("stopped", rank, f"does not answer: {stopped}"))
+
+    def _stopped(self, rank: int, now: float, *, silence_counts: bool) -> str | None:
+        silent = 3 * self._settings.beat_seconds if silence_counts else float("inf")
+        return self._peers.stopped(rank, now, silent_seconds=silent)
+
+    def _about(self, kind: str, rank: int, cause: str) -> Failure:
+        """A failure of rank as seen from here, with what it was running."""
+        running = self._ledger.running(rank)
+        if not running:
+            return Failure(kind, rank, cause)
+        entry, *more = running
+        also = f"; also running {more[0].label} in the {more[0].lane} lane" if more else ""
+        return Failure(kind, rank, cause + also, entry.label, entry.number, entry.lane)
+
+    def _is_known(self, kind: str, rank: int) -> bool:
+        return any(failure.kind == kind and failure.rank == rank for failure in self.failures)
+
+    def _await_exits(self) -> None:
+        """Give everybody time to go; SIGKILL those of this machine who do not."""
+        start = time.monotonic()
+        while time.monotonic() - start < _EXIT_SECONDS:
+            sent = not self._peers.has_remote() or time.monotonic() - start > _SEND_SECONDS
+            if sent and not self._peers.local_survivors():
+                return
+            time.sleep(0.02)
+        for rank in self._peers.local_survivors():
+            self._peers.kill(rank)

@@ -1,0 +1,253 @@
+"""Envelopes and the two sockets: a ROUTER at the controller, a DEALER on every rank.
+
+The only file that imports zmq. Every envelope starts with the run's random id; what carries
+another one is dropped with a warning. Connections are never repaired: losing one means that the
+peer is gone (TCP keep-alive finds dead machines; a stopped process stays connected). Each socket
+is used by one thread only. With a secret the connection is CURVE: both key pairs derive from
+the secret and the run's id, the public ones are never published, so nobody else can connect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hashlib
+import hmac
+import logging
+import struct
+from typing import Any, cast
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from spmdflow.controller.message import MAX_MESSAGE_BYTES, decode, encode
+from spmdflow.controller.waiter import Waiter
+
+logger = logging.getLogger(__name__)
+
+RUN_ID_BYTES = 16
+LOCAL_ADDRESS = "inproc://spmdflow-controller"
+"""Where rank 0 reaches its own ROUTER, without TCP."""
+
+_IDENTITY = struct.Struct(">cI")
+_CLOSE_MILLISECONDS = 2000
+_LOST = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_MAX_WARNINGS = 10
+_NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+
+
+class Kind(enum.IntEnum):
+    """What an envelope is; the arrow says who sends it (c: controller, r: rank)."""
+
+    HELLO = 1  # r -> c: connected
+    WELCOME = 2  # c -> r: everybody is connected; the peers on your node
+    COMMAND = 3  # c -> r: [ticket, number, lane, label, seconds, payload]
+    REPLY = 4  # r -> c: [ticket, payload]
+    FAILURE = 5  # r -> c: a Failure
+    BEAT = 6  # both: alive
+    TERM = 7  # r -> c: SIGTERM arrived here
+    ABORT = 8  # c -> r: [ranks to kill]; dump stacks and exit
+    CLOSE = 9  # c -> r: finish what you have, then BYE
+    BYE = 10  # r -> c: both lanes have ended
+
+
+class Envelopes:
+    """Seals and opens the envelopes of one run."""
+
+    def __init__(self, run_id: bytes) -> None:
+        self._run_id = run_id
+        self._prefix = {kind: run_id + bytes([kind]) for kind in Kind}
+        self._num_foreign = 0
+
+    def seal(self, kind: Kind, body: Any = None) -> bytes:
+        """Bytes of one envelope."""
+        return self._prefix[kind] + encode(body)
+
+    def open(self, data: bytes, *, sender: str) -> tuple[Kind, Any] | None:
+        """Kind and body; None if it is not of this run. MessageError if it does not decode."""
+        if data[:RUN_ID_BYTES] != self._run_id:
+            self._warn(len(data), sender)
+            return None
+        return Kind(data[RUN_ID_BYTES]), decode(memoryview(data)[RUN_ID_BYTES + 1 :])
+
+    def _warn(self, num_bytes: int, sender: str) -> None:
+        self._num_foreign += 1
+        if self._num_foreign <= _MAX_WARNINGS:
+            logger.warning("dropped %d bytes of another run from %s", num_bytes, sender)
+
+
+class Hub:
+    """The controller's end: a ROUTER that knows its peers by rank."""
+
+    def __init__(self, run_id: bytes, *, secret: str | None = None) -> None:
+        self.context = zmq.Context()
+        self.waiter = Waiter()
+        self._socket = self.context.socket(zmq.ROUTER)
+        _set_options(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.BACKLOG, 4096)
+        if secret:
+            self._socket.curve_publickey, self._socket.curve_secretkey = _keys(secret, run_id, 0)
+            self._socket.curve_server = True
+        self._socket.bind(LOCAL_ADDRESS)
+        self.lost = LostConnections(self._socket)
+        self.waiter.watch(self.lost.descriptor)
+        self._descriptor = _descriptor(self._socket)
+        self.waiter.watch(self._descriptor)
+
+    def bind(self, host: str) -> str:
+        """Listen on a free port of an interface; returns the address to connect to."""
+        name = f"[{host}]" if ":" in host else host
+        self._socket.setsockopt(zmq.IPV6, int(":" in host))
+        self._socket.bind(f"tcp://{name}:0")
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def send(self, rank: int, data: bytes) -> bool:
+        """Queue data for rank; False if rank is not connected (any more)."""
+        try:
+            self._socket.send(_identity(rank), _MORE)
+            self._socket.send(data, _NOW)
+        except zmq.ZMQError as err:
+            if err.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+    def receive(self) -> tuple[int, bytes] | None:
+        """The next message and its rank (-1: no rank of ours); None if there is none."""
+        if not self.has_input():
+            return None
+        identity, data = self._socket.recv(_NOW), self._socket.recv(_NOW)
+        while self._socket.getsockopt(zmq.RCVMORE):  # not sent by an Endpoint
+            identity, data = b"", self._socket.recv(_NOW)
+        return _rank(identity), data
+
+    def has_input(self) -> bool:
+        """Whether `receive` would give a message."""
+        return _has_input(self._socket)
+
+    def move_input(self, old: Waiter | None, new: Waiter | None) -> None:
+        """Let new wake up for messages instead of old; `receive` what is there afterwards."""
+        if old:
+            old.forget(self._descriptor)
+        if new:
+            new.watch(self._descriptor)
+
+    def close(self) -> None:
+        """Send what is queued (at most 2 s) and give everything back."""
+        self.lost.close()
+        self._socket.close(_CLOSE_MILLISECONDS)
+        self.waiter.close()
+
+    def terminate(self) -> None:
+        """End libzmq's threads; after the `close` of this hub and of its local endpoint."""
+        self.context.term()
+
+
+class Endpoint:
+    """A rank's end: a DEALER connected to the controller. Calls must not overlap."""
+
+    def __init__(
+        self, address: str, rank: int, *, run_id: bytes, secret: str | None, hub: Hub | None = None
+    ) -> None:
+        """hub: the one in this process, if the controller lives here."""
+        self._own_context = None if hub else zmq.Context()
+        context = hub.context if hub else self._own_context
+        assert context is not None
+        self._socket = context.socket(zmq.DEALER)
+        _set_options(self._socket)
+        self._socket.setsockopt(zmq.ROUTING_ID, _identity(rank))
+        if secret:
+            self._socket.curve_publickey, self._socket.curve_secretkey = _keys(secret, run_id, 1)
+            self._socket.curve_serverkey = _keys(secret, run_id, 0)[0]
+        self.lost = LostConnections(self._socket)
+        self._socket.setsockopt(zmq.IPV6, int("[" in address))
+        self._socket.connect(address)
+        self.descriptor = _descriptor(self._socket)
+        """Readable when there may be input; only to be trusted after `receive` gave None."""
+
+    def send(self, data: bytes) -> bool:
+        """Queue data for the controller. True: input may have arrived unnoticed meanwhile."""
+        self._socket.send(data, _NOW)
+        return _has_input(self._socket)
+
+    def receive(self) -> bytes | None:
+        """The next message; None if there is none."""
+        return self._socket.recv(_NOW) if _has_input(self._socket) else None
+
+    def close(self) -> None:
+        """Send what is queued (at most 2 s) and give everything back."""
+        self.lost.close()
+        self._socket.close(_CLOSE_MILLISECONDS)
+        if self._own_context:
+            self._own_context.term()
+
+
+class LostConnections:
+    """Hears from libzmq's own thread when a connection of a socket ends."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._monitor = socket.get_monitor_socket(_LOST)
+        self.descriptor = _descriptor(self._monitor)
+        """Readable when there may be news."""
+
+    def any_new(self) -> bool:
+        """Whether connections ended since the last call."""
+        found = False
+        with contextlib.suppress(zmq.Again):
+            while True:
+                recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                found = True
+        return found
+
+    def close(self) -> None:
+        """Stop listening; before the socket itself is closed."""
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+
+
+def _set_options(socket: zmq.Socket[bytes]) -> None:
+    """No queue limits, no reconnecting, dead machines noticed within about a minute."""
+    for option, value in (
+        (zmq.SNDHWM, 0),
+        (zmq.RCVHWM, 0),
+        (zmq.LINGER, _CLOSE_MILLISECONDS),
+        (zmq.RECONNECT_IVL, -1),
+        (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + 2**10),
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, 20),
+        (zmq.TCP_KEEPALIVE_INTVL, 5),
+        (zmq.TCP_KEEPALIVE_CNT, 6),
+        (zmq.TCP_MAXRT, 60_000),
+    ):
+        socket.setsockopt(option, value)
+
+
+def _has_input(socket: zmq.Socket[bytes]) -> bool:
+    return bool(cast(int, socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def _descriptor(socket: zmq.Socket[bytes]) -> int:
+    return cast(int, socket.getsockopt(zmq.FD))
+
+
+def _identity(rank: int) -> bytes:
+    return _IDENTITY.pack(b"r", rank)
+
+
+def _rank(identity: bytes) -> int:
+    return _IDENTITY.unpack(identity)[1] if len(identity) == _IDENTITY.size else -1
+
+
+def _keys(secret: str, run_id: bytes, side: int) -> tuple[bytes, bytes]:
+    """CURVE key pair (public, secret) of a side: 0 controller, 1 ranks."""
+    seed = hmac.digest(secret.encode(), run_id + bytes([side]), hashlib.sha256)
+    private = z85.encode(seed)
+    return zmq.curve_public(private), private

@@ -1,0 +1,24 @@
+"""Rows and columns of a batch, as a rank holds them.
+
+A batch is a set of rows with ids unique in a run and a set of named columns. A column is dense
+(fixed row shape), ragged (values and lengths) or text (utf-8 bytes and lengths). The controller
+knows ids, shapes and lengths; the values live in each rank's `RowStore` until the controller's
+last reference to them is gone.
+
+| column | kind | what |
+|---|---|---|
+| prompts | ragged int64 | token ids of the prompt |
+| prompt_text, row | text | the prompt, and the other fields of the data row as JSON |
+| responses | ragged int64 | generated token ids, end-of-sequence token included |
+| response_mask | ragged bool | True where the policy chose the token |
+| rollout_log_probs | ragged float32 | recorded while generating |
+| old_log_probs, ref_log_probs | ragged float32 | recomputed by the trainer; by the reference |
+| values | ragged float32 | the critic's estimate before each response token |
+| token_level_rewards | ragged float32 | the score at the last token, 0 elsewhere |
+| advantages, returns | ragged float32 | what the policy and the critic learn from |
+| scores | dense float32 (B,) | one score per response |
+| response_text | text | the decoded response |
+
+`input_ids`, `attention_mask` and `position_ids` exist only inside an engine, padded, for one
+micro-batch (prompt and response joined).
+"""

@@ -1,0 +1,140 @@
+"""One stored column: dense, ragged or text, cut and joined by rows.
+
+Knows no names and no ranks. On the wire and in the store a column is its values and, unless
+dense, its lengths; text is utf-8 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmdflow.data.ragged import is_ragged, lengths_of, ragged, take_rows
+from spmdflow.errors import ColumnError
+
+
+@dataclass(frozen=True)
+class ColumnSpec:
+    """What the controller knows of a column: kind, dtype and the shape of one row or item."""
+
+    kind: str
+    """dense, ragged or text."""
+    dtype: str
+    """Name of the torch dtype, such as "float32"."""
+    row_shape: tuple[int, ...]
+    """Shape of a row (dense) or of an item of a row (ragged, text)."""
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one row (dense) or one item (ragged, text)."""
+        size = getattr(torch, self.dtype).itemsize
+        for extent in self.row_shape:
+            size *= extent
+        return size
+
+    def to_plain(self) -> list[Any]:
+        """The spec as message data."""
+        return [self.kind, self.dtype, list(self.row_shape)]
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any]) -> ColumnSpec:
+        """The inverse of `to_plain`."""
+        return cls(plain[0], plain[1], tuple(plain[2]))
+
+
+@dataclass(frozen=True)
+class Column:
+    """Values of some rows. Dense: (B, ...). Ragged and text: (sum of lengths, ...)."""
+
+    kind: str
+    values: Tensor
+    lengths: Tensor | None = None
+    """(B,) int64 for ragged and text."""
+
+    def __len__(self) -> int:
+        return len(self.values if self.lengths is None else self.lengths)
+
+    @property
+    def spec(self) -> ColumnSpec:
+        """Kind, dtype and row shape."""
+        dtype = str(self.values.dtype).removeprefix("torch.")
+        return ColumnSpec(self.kind, dtype, tuple(self.values.shape[1:]))
+
+    def take(self, index: Tensor) -> Column:
+        """The rows `index` (int64, any order); a view if they are consecutive."""
+        start = int(index[0]) if len(index) else 0
+        if len(index) and torch.equal(index, torch.arange(start, start + len(index))):
+            return self._slice(start, start + len(index))
+        if self.lengths is None:
+            return Column(self.kind, self.values[index])
+        return Column(self.kind, *take_rows(self.values, self.lengths, index))
+
+    def _slice(self, start: int, stop: int) -> Column:
+        if self.lengths is None:
+            return Column(self.kind, self.values[start:stop])
+        first = int(self.lengths[:start].sum())
+        lengths = self.lengths[start:stop]
+        return Column(self.kind, self.values[first : first + int(lengths.sum())], lengths)
+
+    def to_value(self, device: torch.device | None = None) -> Tensor | list[str]:
+        """What a worker sees: a tensor, a jagged tensor or a list of str."""
+        if self.kind == "text":
+            return _decode(self.values, self.lengths)
+        values = self.values if device is None else self.values.to(device)
+        return values if self.lengths is None else ragged(values, self.lengths)
+
+
+def column_of(name: str, value: Any, num_rows: int) -> Column:
+    """The stored form of what a worker returned; checks the row count."""
+    column = _column_of(name, value)
+    if len(column) != num_rows:
+        raise ColumnError(
+            f"column {name!r}: got {len(column)} rows, expected {num_rows}; "
+            f"return one row for each row received, in the same order"
+        )
+    return column
+
+
+def _column_of(name: str, value: Any) -> Column:
+    if is_ragged(value):
+        return Column("ragged", value.values().detach().cpu(), lengths_of(value).cpu())
+    if isinstance(value, Tensor):
+        return Column("dense", value.detach().cpu())
+    texts = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
+        return _encode(texts)
+    raise ColumnError(
+        f"column {name!r}: got {type(value).__name__}, expected a tensor, a jagged tensor or a "
+        f"list of str; convert it before returning"
+    )
+
+
+def _encode(texts: Sequence[str]) -> Column:
+    parts = [text.encode() for text in texts]
+    joined = bytearray(b"".join(parts))
+    values = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.zeros(0).byte()
+    return Column("text", values, torch.tensor([len(part) for part in parts], dtype=torch.int64))
+
+
+def _decode(values: Tensor, lengths: Tensor | None) -> list[str]:
+    assert lengths is not None
+    raw, texts, start = values.numpy().tobytes(), [], 0
+    for length in lengths.tolist():
+        texts.append(raw[start : start + length].decode())
+        start += length
+    return texts
+
+
+def join(columns: Sequence[Column]) -> Column:
+    """The rows of several columns of one kind, one after the other."""
+    if len(columns) == 1:
+        return columns[0]
+    first = columns[0]
+    lengths = None
+    if first.lengths is not None:
+        lengths = torch.cat([column.lengths for column in columns if column.lengths is not None])
+    return Column(first.kind, torch.cat([column.values for column in columns]), lengths)

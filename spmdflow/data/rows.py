@@ -1,0 +1,54 @@
+"""Cuts and joins the rows of a TensorDict that may hold ragged and text columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from spmdflow.data.column import column_of
+from spmdflow.data.ragged import is_ragged, lengths_of, ragged, take_rows
+
+
+def select_rows(batch: TensorDict, index: Tensor) -> TensorDict:
+    """The rows `index` (int64, any order) of every column."""
+    chosen = TensorDict({}, batch_size=[len(index)])
+    for name in batch.keys():
+        set_column(chosen, name, _select(name, batch[name], index, batch.batch_size[0]))
+    return chosen
+
+
+def set_column(batch: TensorDict, name: str, value: Tensor | Sequence[str]) -> None:
+    """Store a tensor, a jagged tensor or a list of str under a name."""
+    if isinstance(value, Tensor):
+        batch[name] = value
+    else:
+        batch.set_non_tensor(name, list(value))
+
+
+def _select(name: str, value: object, index: Tensor, num_rows: int) -> Tensor | list[str]:
+    if is_ragged(value):
+        assert isinstance(value, Tensor)
+        on_device = index.to(value.device)
+        return ragged(*take_rows(value.values(), lengths_of(value), on_device))
+    if isinstance(value, Tensor):
+        return value[index.to(value.device)]
+    taken = column_of(name, value, num_rows).take(index).to_value()
+    assert isinstance(taken, list)
+    return taken
+
+
+def total_length(jagged: Tensor) -> int:
+    """Items of all rows of a jagged tensor."""
+    return int(jagged.offsets()[-1]) if len(jagged.offsets()) else 0
+
+
+def token_lengths(batch: TensorDict) -> list[int]:
+    """Prompt + response tokens of each row."""
+    lengths = torch.zeros(batch.batch_size[0], dtype=torch.int64)
+    for name in ("prompts", "responses"):
+        if name in batch.keys():
+            lengths += lengths_of(batch[name]).cpu()
+    return lengths.tolist()

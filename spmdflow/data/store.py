@@ -1,0 +1,124 @@
+"""The rows a rank holds, by frame (the call that made them), column and row id.
+
+Two lanes use it: the compute lane puts results and takes inputs, the transfer lane takes rows
+to send and puts rows received. Waiting for rows has a limit. Rows are kept in host memory;
+a worker's inputs go to its device when the method starts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from spmdflow.data.column import Column, join
+from spmdflow.errors import DeadlineError, RowError
+
+
+class _Rows:
+    """The rows of one column of one frame; parts are joined when more than one is needed."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[np.ndarray, Column]] = []
+        self._order: np.ndarray | None = None
+
+    def add(self, ids: np.ndarray, column: Column) -> None:
+        self._parts.append((ids, column))
+        self._order = None
+
+    def _joined(self) -> tuple[np.ndarray, Column, np.ndarray]:
+        if len(self._parts) > 1:
+            ids = np.concatenate([ids for ids, _ in self._parts])
+            self._parts = [(ids, join([column for _, column in self._parts]))]
+        ids, column = self._parts[0]
+        if self._order is None:
+            self._order = np.argsort(ids, kind="stable")
+        return ids, column, self._order
+
+    def missing(self, ids: np.ndarray) -> np.ndarray:
+        if not self._parts:
+            return ids
+        held, _, _ = self._joined()
+        return ids[~np.isin(ids, held)]
+
+    def take(self, ids: np.ndarray) -> Column:
+        held, column, order = self._joined()
+        if np.array_equal(held, ids):
+            return column
+        places = order[np.searchsorted(held, ids, sorter=order)]
+        return column.take(torch.from_numpy(places))
+
+
+class RowStore:
+    """Rows of this rank. Shared by the two lanes."""
+
+    def __init__(self) -> None:
+        self._frames: dict[int, dict[str, _Rows]] = {}
+        self._changed = threading.Condition()
+
+    def put(self, frame: int, ids: np.ndarray, columns: Mapping[str, Column]) -> None:
+        """Add rows of a frame and wake whoever waits for them."""
+        with self._changed:
+            kept = self._frames.setdefault(frame, {})
+            for name, column in columns.items():
+                assert len(column) == len(ids), (name, len(column), len(ids))
+                kept.setdefault(name, _Rows()).add(ids, column)
+            self._changed.notify_all()
+
+    def has(self, frame: int) -> bool:
+        """Whether any row of the frame was put here."""
+        with self._changed:
+            return frame in self._frames
+
+    def missing(self, frame: int, name: str, ids: np.ndarray) -> np.ndarray:
+        """The ids among `ids` that are not here."""
+        with self._changed:
+            rows = self._frames.get(frame, {}).get(name)
+            return ids if rows is None else rows.missing(ids)
+
+    def take(self, frame: int, names: Iterable[str], ids: np.ndarray) -> dict[str, Column]:
+        """The rows `ids`, in that order, of the columns `names`."""
+        with self._changed:
+            return {name: self._column(frame, name, ids) for name in names}
+
+    def _column(self, frame: int, name: str, ids: np.ndarray) -> Column:
+        rows = self._frames.get(frame, {}).get(name)
+        missing = ids if rows is None else rows.missing(ids)
+        if rows is None or len(missing):
+            raise RowError(
+                f"column {name!r} of call {frame}: {len(missing)} of {len(ids)} rows are not "
+                f"here (first id {missing[:1].tolist()}); was the batch freed or never produced?"
+            )
+        return rows.take(ids)
+
+    def wait(self, frame: int, names: Sequence[str], ids: np.ndarray, *, seconds: float) -> None:
+        """Block until the rows are here; DeadlineError after `seconds`."""
+        limit = time.monotonic() + seconds
+        with self._changed:
+            while lacking := self._lacking(frame, names, ids):
+                if not self._changed.wait(max(0.0, limit - time.monotonic())):
+                    raise DeadlineError(
+                        f"columns {lacking} of call {frame}: rows not here after {seconds:g} s; "
+                        f"the producer is slow or its transfer was not released; "
+                        f"raise run.call_seconds if the producer needs longer"
+                    )
+
+    def _lacking(self, frame: int, names: Sequence[str], ids: np.ndarray) -> list[str]:
+        if not len(ids):
+            return []
+        kept = self._frames.get(frame, {})
+        return [name for name in names if name not in kept or len(kept[name].missing(ids))]
+
+    def free(self, frames: Iterable[int]) -> None:
+        """Forget frames; unknown numbers are fine (a rank need not hold every frame)."""
+        with self._changed:
+            for frame in frames:
+                self._frames.pop(frame, None)
+
+    def num_frames(self) -> int:
+        """Frames held, for leak checks."""
+        with self._changed:
+            return len(self._frames)

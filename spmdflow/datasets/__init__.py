@@ -1,0 +1,23 @@
+"""Prompts: files of them, read and tokenised where they are needed, in an order of plain numbers.
+
+| extension | a row is |
+|---|---|
+| .jsonl, .jsonl.gz | a line: one JSON object; blank lines are none |
+| .parquet | a row; dates and decimals become text (needs the extra `parquet`) |
+
+The column `data.prompt_column` is text or, with `data.chat_template`, text or a list of messages
+{"role", "content"}. All other fields travel as the column `row`, a JSON object. The number of a
+row is its line (or Parquet row) counted from 0; messages count from 1.
+
+Rank 0 scans a file once (`scan`): the numbers of the good rows are fixed before step 1. The
+controller draws numbers (`PromptStream`); ranks turn numbers into columns (`PromptSource`).
+
+| file | does |
+|---|---|
+| line_file, parquet | any of the formats as lines that can be read by number |
+| tokenizer | the seam to transformers: a tokenizer from a folder, its end and padding ids |
+| encode | a prompt's value -> text -> token ids, or what is wrong with it |
+| scan | file -> `ScanReport`: good rows, over-long ones, bad ones with their line |
+| source | numbers -> `prompts`, `prompt_text`, `row` |
+| stream | shuffled epochs with a cursor; resumable |
+"""

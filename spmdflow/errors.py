@@ -1,0 +1,70 @@
+"""Every error a user can meet, as one tree. Each message says got, expected, do.
+
+SpmdflowError
+|-- ConfigError       a setting, size or placement that cannot work
+|-- DataError         an input file or row that cannot be read
+|-- ColumnError       a batch lacks, repeats or misshapes a column
+|-- RowError          row ids or row counts that do not fit together
+|-- ProtocolError     a worker method or transfer protocol is used wrongly
+|-- TransferError     bytes that did not arrive as planned
+|-- MessageError      a command or reply that is too large or no plain data
+|-- RewardError       a reward function raised, hung or returned nonsense
+|-- WeightSyncError   rollout weights differ from the trainer's
+|-- CheckpointError   a checkpoint that is missing, damaged or foreign
+|-- DeadlineError     a wait that reached its limit
+`-- RunFailed         a rank failed; carries the first cause
+"""
+
+from __future__ import annotations
+
+
+class SpmdflowError(Exception):
+    """Root of the tree: `except SpmdflowError` catches every error made here."""
+
+
+class ConfigError(SpmdflowError):
+    """A setting, size or placement that cannot work."""
+
+
+class DataError(SpmdflowError):
+    """An input file or row that cannot be read; names file and line."""
+
+
+class ColumnError(SpmdflowError):
+    """A batch lacks, repeats or misshapes a column."""
+
+
+class RowError(SpmdflowError):
+    """Row ids or row counts that do not fit together; names both numbers."""
+
+
+class ProtocolError(SpmdflowError):
+    """A worker method or a transfer protocol is used wrongly."""
+
+
+class TransferError(SpmdflowError):
+    """Bytes that did not arrive as planned; names the edge and both numbers."""
+
+
+class MessageError(SpmdflowError):
+    """A command or reply that is too large, or not plain data."""
+
+
+class RewardError(SpmdflowError):
+    """A reward function raised, hung or returned nonsense; names the sample."""
+
+
+class WeightSyncError(SpmdflowError):
+    """Rollout weights differ from the trainer's; names the tensor."""
+
+
+class CheckpointError(SpmdflowError):
+    """A checkpoint that is missing, damaged or made by another layout."""
+
+
+class DeadlineError(SpmdflowError):
+    """A wait that reached its limit; names what was waited for and the knob."""
+
+
+class RunFailed(SpmdflowError):
+    """A rank failed and the run ends; carries rank, role, method and cause."""

@@ -1,0 +1,30 @@
+"""Logging of a rank: `[rank 3] HH:MM:SS level text`, one line per event, on stderr."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+class _OneLine(logging.Formatter):
+    """Joins the lines of a record (a traceback, a wrapped message) with " | "."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return " | ".join(line for line in super().format(record).splitlines() if line.strip())
+
+
+def set_up_logging(rank: int, *, level: int = logging.INFO) -> logging.Handler:
+    """Send the records of every spmdflow logger to stderr; returns the handler, for removal.
+
+    Calling it again replaces the handler (a second run in the same process).
+    """
+    logger = logging.getLogger("spmdflow")
+    for old in [handler for handler in logger.handlers if isinstance(handler.formatter, _OneLine)]:
+        logger.removeHandler(old)
+    handler = logging.StreamHandler(sys.stderr)
+    text = f"[rank {rank}] %(asctime)s %(levelname)s %(message)s"
+    handler.setFormatter(_OneLine(text, datefmt="%H:%M:%S"))
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = False
+    return handler

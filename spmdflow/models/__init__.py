@@ -1,0 +1,10 @@
+"""Roles: what a model does in the dataflow, written once over the engine surface.
+
+| role | primitives (paper Table 4) | transfer mode |
+|---|---|---|
+| `ActorWorker` | generate_sequences | 3D_ALL_MICRO_DP |
+| | compute_log_prob, compute_loss, update_actor | 3D_PROTO |
+| `CriticWorker` | compute_values, update_critic | 3D_PROTO |
+| `ReferenceWorker` | compute_ref_log_prob | 3D_PROTO |
+| `RewardWorker` | compute_reward | 3D_PROTO |
+"""

@@ -1,0 +1,84 @@
+"""What roles with a train engine share: building it, scoring rows, stepping, state on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from spmdflow.checkpoint import read_tensors, write_tensors
+from spmdflow.data.rows import select_rows
+from spmdflow.objectives.loss import Loss
+from spmdflow.tracking.metric import merge
+from spmdflow.transfer.worker import Worker, WorkerContext
+from spmdflow.workers.factory import engine_of
+from spmdflow.workers.micro_batch import MicroBatch
+
+Score = Callable[[Tensor, MicroBatch], dict[str, Tensor]]
+
+
+class EngineWorker(Worker):
+    """A worker with one train engine."""
+
+    def __init__(self, cfg: Any, context: WorkerContext, *, head: str) -> None:
+        super().__init__(cfg, context)
+        self.engine = engine_of(cfg, context, head=head)
+        self._offload = cfg.engine.residency == "offload"
+        if self._offload:
+            self._move("host", ("parameters", "optimizer"))
+
+    def score(self, batch: TensorDict, fn: Score) -> TensorDict:
+        """Forward without gradient over this call's micro-batches."""
+        with self.resident("parameters"):
+            return self.engine.forward(batch, fn, num_micro_batches=self.call.num_micro_batches)
+
+    def train(self, batch: TensorDict, loss: Loss, *, prefix: str) -> dict[str, float]:
+        """One optimizer step for each mini-batch of the call; metrics averaged over steps."""
+        steps = []
+        with self.resident("parameters", "gradients", "optimizer"):
+            for mini in self.call.mini_batches:
+                rows = select_rows(batch, mini.index)
+                metrics = self.engine.train_step(
+                    rows, loss, num_micro_batches=mini.num_micro_batches
+                )
+                steps.append({_prefixed(name, prefix): value for name, value in metrics.items()})
+        return merge(steps) | {f"{prefix}/optimizer_steps": float(len(steps))}
+
+    @contextmanager
+    def resident(self, *parts: str) -> Iterator[None]:
+        """Have parts of the engine on the device; back to the host afterwards if offloaded."""
+        if not self._offload:
+            yield
+            return
+        self._move("device", parts)
+        try:
+            yield
+        finally:
+            self._move("host", parts)
+
+    def save_state(self, folder: Path) -> None:
+        """This rank's parameters, moments and schedule, bit for bit."""
+        with self.resident("parameters", "optimizer"):
+            write_tensors(folder / self._file, self.engine.state_blocks(), {})
+
+    def load_state(self, folder: Path) -> None:
+        """Restore what `save_state` wrote on the same layout."""
+        with self.resident("parameters", "optimizer"):
+            tensors, _ = read_tensors(folder / self._file)
+            self.engine.load_blocks(tensors)
+
+    @property
+    def _file(self) -> str:
+        return f"rank-{self.context.layout.group_rank(self.context.rank)}.safetensors"
+
+    def _move(self, where: str, parts: tuple[str, ...]) -> None:
+        for part in parts:
+            self.engine.residency(where, part)
+
+
+def _prefixed(name: str, prefix: str) -> str:
+    return name if "/" in name else f"{prefix}/{name}"

@@ -1,0 +1,47 @@
+"""The critic: estimates the return before each response token, and learns it (paper Table 4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from spmdflow.config.schema import CriticConfig
+from spmdflow.models.base import EngineWorker
+from spmdflow.objectives.value import ValueLoss
+from spmdflow.transfer.register import register
+from spmdflow.transfer.worker import WorkerContext
+from spmdflow.workers.micro_batch import MicroBatch
+
+
+class CriticWorker(EngineWorker):
+    """A scalar head on a language model. From a reward model, or an actor with a zero head."""
+
+    role = "critic"
+
+    def __init__(self, cfg: CriticConfig, context: WorkerContext) -> None:
+        super().__init__(cfg, context, head="critic")
+        self.loss = ValueLoss(cfg.loss)
+
+    @register(
+        transfer_mode="3D_PROTO",
+        reads=("prompts", "responses", "response_mask"),
+        writes=("values",),
+    )
+    def compute_values(self, batch: TensorDict) -> TensorDict:
+        """values: the critic's output at the position before each response token."""
+        return self.score(batch, _values)
+
+    @register(
+        transfer_mode="3D_PROTO",
+        reads=("prompts", "responses", "response_mask", "values", "returns"),
+        minibatches=True,
+    )
+    def update_critic(self, batch: TensorDict) -> dict[str, Any]:
+        """One optimizer step for each mini-batch; metrics are means over the steps."""
+        return self.train(batch, self.loss, prefix="critic")
+
+
+def _values(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
+    return {"values": micro.gather(output)}

@@ -1,0 +1,120 @@
+"""Process groups by (ranks, lane, backend), made once by a command that every rank runs.
+
+The only place that calls `new_group`. All ranks of the default world must call `make` with the
+same specs in the same order, members or not: a `new_group` that some ranks leave out poisons
+the ones after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmdflow.errors import ProtocolError
+
+LANES = ("compute", "transfer")
+BACKENDS = ("gloo", "nccl")
+
+
+@dataclass(frozen=True, order=True)
+class GroupSpec:
+    """Key of a process group. Models on the same ranks share it."""
+
+    ranks: tuple[int, ...]
+    """Global ranks, ascending."""
+    lane: str
+    """compute or transfer: the thread that uses the group."""
+    backend: str
+    """gloo or nccl."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", tuple(self.ranks))
+        if not self.ranks or list(self.ranks) != sorted(set(self.ranks)):
+            raise ProtocolError(
+                f"group: got ranks {self.ranks}, expected at least one rank, ascending, each "
+                f"once; list them as {tuple(sorted(set(self.ranks)))}"
+            )
+        if self.lane not in LANES or self.backend not in BACKENDS:
+            raise ProtocolError(
+                f"group {self.ranks}: got lane {self.lane!r} and backend {self.backend!r}, "
+                f"expected one of {LANES} and one of {BACKENDS}; choose one of each"
+            )
+
+
+class GroupTable:
+    """The process groups of one rank."""
+
+    def __init__(self, rank: int, timeout_seconds: float) -> None:
+        self._rank, self._timeout = rank, timedelta(seconds=timeout_seconds)
+        self._known: dict[GroupSpec, dist.ProcessGroup | None] = {}
+
+    def make(self, specs: Iterable[GroupSpec]) -> None:
+        """Make the groups that are not there yet (collective over the default world)."""
+        for spec in specs:
+            if spec in self._known:
+                continue
+            group = dist.new_group(list(spec.ranks), timeout=self._timeout, backend=spec.backend)
+            self._known[spec] = group if self._rank in spec.ranks else None
+
+    def specs(self) -> list[GroupSpec]:
+        """Every group made in the world, in order; this rank need not be a member."""
+        return list(self._known)
+
+    def get(
+        self, ranks: Iterable[int], lane: str = "compute", backend: str | None = None
+    ) -> dist.ProcessGroup:
+        """The group over ranks; ProtocolError if it was not made or this rank is outside it.
+
+        backend may be left out where only one was made for these ranks and lane.
+        """
+        ranks = tuple(ranks)
+        if self._rank not in ranks:
+            raise ProtocolError(
+                f"group: got ranks {ranks} on rank {self._rank}, expected a group that rank "
+                f"{self._rank} is in; ask for its own group, e.g. layout.axis_group(rank, 'dp')"
+            )
+        found = [
+            group
+            for spec, group in self._known.items()
+            if spec.ranks == ranks and spec.lane == lane and backend in (None, spec.backend)
+        ]
+        if len(found) != 1 or found[0] is None:
+            raise ProtocolError(self._problem(ranks, lane, backend, len(found)))
+        return found[0]
+
+    def reducer(self, ranks: Iterable[int]) -> Callable[[Tensor], Tensor]:
+        """Function that sums a tensor over the compute-lane group of ranks, in float64.
+
+        Every rank of the group must call the function equally often; each gets the same bits.
+        The argument is left as it is. One rank needs no group: its sum is its own tensor.
+        """
+        ranks = tuple(ranks)
+        if len(ranks) == 1:
+            return lambda tensor: tensor.detach().to(torch.float64)
+        group = self.get(ranks)
+
+        def reduce(tensor: Tensor) -> Tensor:
+            total = tensor.detach().to(torch.float64, copy=True)
+            dist.all_reduce(total, group=group)
+            return total
+
+        return reduce
+
+    def _problem(
+        self, ranks: tuple[int, ...], lane: str, backend: str | None, num_found: int
+    ) -> str:
+        if num_found > 1:
+            return (
+                f"group {ranks}, lane {lane}: got no backend, expected one of {BACKENDS} as "
+                f"both were made; pass backend="
+            )
+        made = sorted(spec.ranks for spec in self._known if spec.lane == lane)
+        return (
+            f"group {ranks}, lane {lane}, backend {backend or 'any'}: not made; expected one of "
+            f"{made}; add {ranks} to the worker's needed_groups"
+        )

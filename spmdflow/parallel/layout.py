@@ -1,0 +1,206 @@
+"""`Layout`: which rank of a pool is where in a model's grid. Integers only, no processes.
+
+All groups are slices of one grid of ranks; there is no other rank arithmetic. Paper section 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdflow.errors import ConfigError
+
+_AXES = {
+    "dp": (0, 1),
+    "replicate": (0,),
+    "shard": (1,),
+    "pp": (2, 3),
+    "tp": (4, 5),
+    "replica": (2, 3, 4, 5),
+    "gen_pp": (2,),
+    "gen_tp": (4,),
+    "micro_dp": (3, 5),
+    "gen_replica": (2, 4),
+}
+"""Axis -> dimensions of the grid (replicate, shard, gen_pp, micro pp, gen_tp, micro tp)."""
+
+
+class Coordinate(NamedTuple):
+    """Place of a rank in the training grid."""
+
+    pp: int
+    dp: int
+    tp: int
+
+
+class GenerationCoordinate(NamedTuple):
+    """Place of a rank in its training replica's generation grid."""
+
+    pp: int
+    micro_dp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Grid of a model's ranks: p*d*t of them, tp fastest, then pp, then dp.
+
+    ConfigError if the sizes do not multiply to the number of ranks, a rank repeats or is out of
+    order, a shard does not divide dp, or a generation size does not divide its training size.
+    """
+
+    ranks: tuple[int, ...]
+    """Global ranks, ascending."""
+    pp_size: int = 1
+    dp_size: int = 1
+    tp_size: int = 1
+    shard_size: int = 1
+    """Neighbouring dp ranks that share one copy of the parameters (FSDP, ZeRO)."""
+    gen_tp_size: int = 0
+    """Tensor-parallel size while generating; 0 becomes tp_size."""
+    gen_pp_size: int = 0
+    """Pipeline size while generating; 0 becomes pp_size."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", tuple(self.ranks))
+        object.__setattr__(self, "gen_tp_size", self.gen_tp_size or self.tp_size)
+        object.__setattr__(self, "gen_pp_size", self.gen_pp_size or self.pp_size)
+        _check_ranks(self.ranks)
+        _check_product(self)
+        _check_divides("shard_size", self.shard_size, "dp_size", self.dp_size)
+        _check_divides("gen_tp_size", self.gen_tp_size, "tp_size", self.tp_size)
+        _check_divides("gen_pp_size", self.gen_pp_size, "pp_size", self.pp_size)
+
+    @classmethod
+    def data_parallel(cls, ranks: tuple[int, ...], *, shard_size: int = 1) -> Layout:
+        """Every rank one dp rank; with shard_size, parameters sharded over neighbours."""
+        return cls(tuple(ranks), dp_size=len(ranks), shard_size=shard_size)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def num_generation_replicas(self) -> int:
+        """d_g: generation replicas inside one training replica."""
+        return self.pp_size * self.tp_size // (self.gen_pp_size * self.gen_tp_size)
+
+    def group_rank(self, rank: int) -> int:
+        """Position of a global rank in the pool; ConfigError if it is not in it."""
+        place = self._places.get(rank)
+        if place is None:
+            raise ConfigError(
+                f"layout: got rank {rank}, expected one of {_shown(self.ranks)}; "
+                f"ask only about ranks of the pool"
+            )
+        return place
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Training coordinate of a global rank."""
+        above, tp = divmod(self.group_rank(rank), self.tp_size)
+        dp, pp = divmod(above, self.pp_size)
+        return Coordinate(pp, dp, tp)
+
+    def generation_coordinate(self, rank: int) -> GenerationCoordinate:
+        """Generation coordinate of a global rank (the formulas of the room's docstring)."""
+        pp, _, tp = self.coordinate(rank)
+        tp_ratio = self.tp_size // self.gen_tp_size
+        pp_ratio = self.pp_size // self.gen_pp_size
+        micro_dp = (pp % pp_ratio) * tp_ratio + tp % tp_ratio
+        return GenerationCoordinate(pp // pp_ratio, micro_dp, tp // tp_ratio)
+
+    def micro_dp(self, rank: int) -> int:
+        """Which generation replica of its training replica a global rank belongs to."""
+        return self.generation_coordinate(rank).micro_dp
+
+    def axis_groups(self, axis: str) -> list[tuple[int, ...]]:
+        """The groups of an axis: they partition the ranks, each ascending.
+
+        Axes: tp, pp, dp; replica (tp and pp together); shard and replicate (inside dp);
+        gen_tp, gen_pp, gen_replica (both together) and micro_dp (inside a replica).
+        Groups are ordered by the other axes, dp slowest: gen_replica's by dp * d_g + micro_dp.
+        """
+        dims = _AXES.get(axis)
+        if dims is None:
+            raise ConfigError(
+                f"layout: got axis {axis!r}, expected one of {', '.join(sorted(_AXES))}; "
+                f"choose one of these"
+            )
+        others = [dim for dim in range(self._grid.ndim) if dim not in dims]
+        size = prod(self._grid.shape[dim] for dim in dims)
+        rows = self._grid.transpose(*others, *dims).reshape(-1, size)
+        return [tuple(row) for row in rows.tolist()]
+
+    def axis_group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The group of an axis that a global rank is in."""
+        self.group_rank(rank)
+        return next(group for group in self.axis_groups(axis) if rank in group)
+
+    @cached_property
+    def _grid(self) -> np.ndarray:
+        """(replicate, shard, gen_pp, micro pp, gen_tp, micro tp) int64: global ranks."""
+        return np.array(self.ranks, dtype=np.int64).reshape(
+            self.dp_size // self.shard_size,
+            self.shard_size,
+            self.gen_pp_size,
+            self.pp_size // self.gen_pp_size,
+            self.gen_tp_size,
+            self.tp_size // self.gen_tp_size,
+        )
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+    def __str__(self) -> str:
+        """Short name, such as t2p1d4; with t_g or p_g where generation differs."""
+        name = f"t{self.tp_size}p{self.pp_size}d{self.dp_size}"
+        if self.num_generation_replicas > 1:
+            name += f"-g(t{self.gen_tp_size}p{self.gen_pp_size}x{self.num_generation_replicas})"
+        return name
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors of a positive number, ascending."""
+    return [small for small in range(1, number + 1) if number % small == 0]
+
+
+def _check_ranks(ranks: tuple[int, ...]) -> None:
+    usable = tuple(sorted({rank for rank in ranks if rank >= 0}))
+    if not ranks or ranks != usable:
+        raise ConfigError(
+            f"layout: got ranks {_shown(ranks)}, expected at least one, none negative, "
+            f"ascending, each once; list them as {_shown(usable or (0,))}"
+        )
+
+
+def _check_product(layout: Layout) -> None:
+    pp_size, dp_size, tp_size = layout.pp_size, layout.dp_size, layout.tp_size
+    smallest = min(pp_size, dp_size, tp_size)
+    if smallest < 1 or pp_size * dp_size * tp_size != layout.size:
+        raise ConfigError(
+            f"layout: got pp_size {pp_size} * dp_size {dp_size} * tp_size {tp_size} = "
+            f"{pp_size * dp_size * tp_size}, expected {layout.size}, the number of ranks "
+            f"{_shown(layout.ranks)}; change a size or the pool, each size at least 1"
+        )
+
+
+def _check_divides(name: str, size: int, of_name: str, of_size: int) -> None:
+    if size < 1 or of_size % size:
+        raise ConfigError(
+            f"layout: got {name} {size}, expected a divisor of {of_name} {of_size}; "
+            f"choose one of {divisors(of_size)}"
+        )
+
+
+def _shown(ranks: tuple[int, ...]) -> str:
+    """Ranks as text, the middle left out when there are many."""
+    if len(ranks) <= 8:
+        return str(tuple(ranks))
+    head, tail = ranks[:3], ranks[-1]
+    return f"({', '.join(map(str, head))}, ... {tail}; {len(ranks)} ranks)"

@@ -1,0 +1,159 @@
+"""`python -m spmdflow.report RUN_DIR`: what a run reached, as text, and curve.png.
+
+Reads metrics.jsonl only, so it works while the run is running and after a kill. Prints the
+curve of each chosen metric, a table of first, best and last values, and seconds by stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spmdflow.errors import DataError
+from spmdflow.tracking.line import read_lines
+from spmdflow.tracking.plot import Point, text_curve
+from spmdflow.tracking.progress import stage_seconds
+
+DEFAULT_KEYS = ("eval/accuracy", "reward/mean")
+_TABLE_KEYS = (
+    *DEFAULT_KEYS,
+    "eval/mean",
+    "actor/approx_kl",
+    "actor/reference_kl_per_response",
+    "actor/clip_fraction",
+    "actor/entropy",
+    "critic/explained_variance",
+    "rollout/drift",
+    "rollout/response_length",
+    "perf/tokens_per_second",
+    "time/step_seconds",
+)
+Records = Sequence[Mapping[str, Any]]  # Any: JSON values; null where a metric was not finite
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report of a run and write its curve; exit code 2 if there is nothing to read."""
+    parser = argparse.ArgumentParser(prog="python -m spmdflow.report", description=__doc__)
+    parser.add_argument("run_dir", type=Path, help="folder with metrics.jsonl")
+    parser.add_argument(
+        "--keys", help=f"metrics to draw, with commas (default: {','.join(DEFAULT_KEYS)})"
+    )
+    parser.add_argument("--png", type=Path, help="the picture (default: RUN_DIR/curve.png)")
+    options = parser.parse_args(arguments)
+    try:
+        records = read_metrics(options.run_dir)
+        keys = drawn_keys(records, options.keys.split(",") if options.keys else None)
+    except DataError as err:
+        sys.stderr.write(f"{err}\n")
+        return 2
+    sys.stdout.write(report_text(options.run_dir, records, keys))
+    png_path = options.png or options.run_dir / "curve.png"
+    if keys:
+        sys.stdout.write(f"\ncurve: {write_png(records, keys, png_path)}\n")
+    return 0
+
+
+def read_metrics(run_dir: Path) -> Records:
+    """The records of a run's metrics.jsonl; DataError if there are none."""
+    path = run_dir / "metrics.jsonl"
+    records = read_lines(path)
+    if not records:
+        state = "is empty" if path.exists() else "is not there"
+        raise DataError(
+            f"report: {path} {state}, expected one line per finished step; "
+            f"give the folder that a run printed at its start"
+        )
+    return records
+
+
+def drawn_keys(records: Records, wanted: Sequence[str] | None) -> list[str]:
+    """The keys to draw: those wanted (DataError for one no step has), or the defaults in use."""
+    present = {name for record in records for name in record if name != "step"}
+    if wanted is None:
+        return [key for key in DEFAULT_KEYS if key in present]
+    unknown = [key for key in wanted if key not in present]
+    if unknown:
+        raise DataError(
+            f"report: no step has {', '.join(unknown)}, expected some of "
+            f"{', '.join(sorted(present))}; name these in --keys"
+        )
+    return list(wanted)
+
+
+def points_of(records: Records, key: str) -> list[Point]:
+    """(step, value) of every step that has a finite value."""
+    return [(record["step"], record[key]) for record in records if record.get(key) is not None]
+
+
+def report_text(run_dir: Path, records: Records, keys: Sequence[str]) -> str:
+    """The whole report as text, 80 columns wide."""
+    steps = [record["step"] for record in records]
+    lines = [f"{run_dir}: steps {min(steps)} to {max(steps)}", ""]
+    for key in keys:
+        lines += [*text_curve(key, points_of(records, key)), ""]
+    shown = [key for key in dict.fromkeys([*keys, *_TABLE_KEYS]) if points_of(records, key)]
+    lines += _value_table(records, shown)
+    lines += _stage_table(records)
+    return "\n".join(lines) + "\n"
+
+
+def write_png(records: Records, keys: Sequence[str], path: Path) -> str:
+    """Draw the keys below one another into a PNG; its path, or why there is none."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no picture without matplotlib; pip install 'spmdflow[plot]'"
+    figure = Figure(figsize=(8, 2.8 * len(keys)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(keys), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, key in zip(axes, keys, strict=True):
+        points = points_of(records, key)
+        steps, values = [x for x, _ in points], [y for _, y in points]
+        axis.plot(steps, values, marker="o" if len(points) <= 60 else "", markersize=3)
+        axis.set_ylabel(key)
+        axis.grid(alpha=0.3)
+    axes[-1].set_xlabel("step")
+    axes[0].set_title(path.absolute().parent.name)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as err:
+        return f"no picture: cannot write {path} ({err.strerror}); name a writable one with --png"
+    return str(path)
+
+
+def _value_table(records: Records, keys: Sequence[str]) -> list[str]:
+    lines = [f"{'metric':<34} {'first':>10} {'lowest':>10} {'highest':>10} {'last':>10}"]
+    for key in keys:
+        values = [value for _, value in points_of(records, key)]
+        numbers = (values[0], min(values), max(values), values[-1])
+        lines.append(f"{key:<34} " + " ".join(f"{number:>10.4g}" for number in numbers))
+    return lines
+
+
+def _stage_table(records: Records) -> list[str]:
+    """Total seconds of each stage and its share of all steps' seconds."""
+    totals: dict[str, float] = {}
+    for record in records:
+        for stage, seconds in stage_seconds(_numbers(record)).items():
+            totals[stage] = totals.get(stage, 0.0) + seconds
+    whole = sum(seconds for _, seconds in points_of(records, "time/step_seconds"))
+    if not totals or not whole:
+        return []
+    longest_first = sorted(totals.items(), key=lambda item: -item[1])
+    rows = [
+        f"{stage:<34} {seconds:>10.1f} {100 * seconds / whole:>9.1f}%"
+        for stage, seconds in longest_first
+    ]
+    return ["", f"{'stage':<34} {'seconds':>10} {'of steps':>10}", *rows]
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in record.items() if isinstance(value, int | float)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

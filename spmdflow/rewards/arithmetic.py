@@ -1,0 +1,36 @@
+"""Rewards of the bundled arithmetic task, and the control that teaches nothing.
+
+Score range of both: 0 to 1. `row["answer"]` is the exact answer as text.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+
+def exact_match(prompt: str, response: str, row: dict[str, Any]) -> dict[str, float]:
+    """score = (exact + share of right digits) / 2, so 1 is exact; accuracy is exact as 0 or 1.
+
+    Digits are compared from the left; a digit too many or too few counts as a wrong one.
+    """
+    answer, given = str(row["answer"]), response.strip()
+    exact = float(given == answer)
+    return {"score": (exact + _right_digits(given, answer)) / 2, "accuracy": exact}
+
+
+def shuffled(prompt: str, response: str, row: dict[str, Any]) -> dict[str, float]:
+    """The control: a score that says nothing about the response; accuracy is the true one.
+
+    The score is a pseudo-random number in [0, 1) fixed by prompt and response, so that every
+    response is worth the same on average. Judging against another problem's answer would not do:
+    some digits are commoner than others, the policy learns them and unlearns addition.
+    """
+    key = f"{prompt}\n{response.strip()}".encode(errors="surrogatepass")
+    draw = int.from_bytes(blake2b(key, digest_size=8).digest(), "little") / 2**64
+    return {"score": draw, "accuracy": exact_match(prompt, response, row)["accuracy"]}
+
+
+def _right_digits(given: str, answer: str) -> float:
+    right = sum(a == b for a, b in zip(given, answer))
+    return right / max(len(given), len(answer), 1)

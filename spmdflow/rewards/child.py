@@ -1,0 +1,133 @@
+"""The worker process's end: read chunks of samples, call the function, answer each sample.
+
+Messages are lines of JSON. In: {"function": name}, then chunks [[prompt, response, row], ...].
+Out: {"ready": true}, {"refused": text} or {"broken": text}; then per sample {"scores": {...}} or
+{"failed": text}. Imports the user's module and little else: no torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from spmdflow.errors import ConfigError
+from spmdflow.rewards.answer import BadAnswer, scores_of
+from spmdflow.rewards.load import RewardFunction, load_function
+
+_TRACEBACK_LETTERS = 4000
+_OUR_MODULES = (__name__, "spmdflow.rewards.load", "importlib")
+
+
+def main(socket_fd: int, lifeline_fd: int) -> None:
+    """Serve until the pool's end of the socket is closed."""
+    _set_up_signals()
+    _die_with(lifeline_fd)
+    os.set_inheritable(socket_fd, False)
+    channel = socket.socket(fileno=socket_fd)
+    lines = channel.makefile("rb")
+    function = _load(json.loads(lines.readline())["function"], channel)
+    if function is None:
+        return
+    for line in lines:
+        for sample in json.loads(line):
+            _send(channel, _answer(function, sample))
+
+
+def _set_up_signals() -> None:
+    """A rank blocks SIGTERM in all threads, and the mask is inherited: start from none.
+
+    A batch system may signal every process of a job and let the ranks save a checkpoint; this
+    process must go on serving meanwhile. The handler is not inherited through exec, and steps
+    aside in a fork, so that the function's own children can be terminated.
+    """
+    own_pid = os.getpid()
+
+    def go_on(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != own_pid:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, go_on)
+    signal.signal(signal.SIGINT, go_on)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _die_with(lifeline_fd: int) -> None:
+    """End this process group when the pool's process is gone and its pipe end with it.
+
+    The kernel sends SIGKILL itself (fcntl(2), F_SETSIG): a function that never gives up the GIL
+    would starve a thread. The thread is for file systems and kernels without O_ASYNC on pipes.
+    """
+    os.set_inheritable(lifeline_fd, False)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpid())  # negative: the whole group
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
+    flags = fcntl.fcntl(lifeline_fd, fcntl.F_GETFL)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
+
+    def watch() -> None:
+        os.read(lifeline_fd, 1)  # nothing is ever written: returns at the end of the pipe
+        os.killpg(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def _load(name: str, channel: socket.socket) -> RewardFunction | None:
+    source = name.rpartition(":")[0]
+    if source.endswith(".py"):
+        sys.path.insert(0, str(Path(source).resolve().parent))  # as if the file were a script
+    function, error = _attempt(load_function, name)
+    if isinstance(error, ConfigError):
+        _send(channel, {"refused": str(error)})
+    elif error is not None:
+        _send(channel, {"broken": _describe(error)})
+    else:
+        _send(channel, {"ready": True})
+    return function
+
+
+def _answer(function: RewardFunction, sample: tuple[str, str, dict[str, Any]]) -> dict[str, Any]:
+    value, error = _attempt(function, *sample)
+    if error is not None:
+        return {"failed": "raised " + _describe(error)}
+    try:
+        return {"scores": scores_of(value)}
+    except BadAnswer as err:
+        return {"failed": str(err)}
+
+
+def _attempt(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseException | None]:
+    """What the user's code returned, or what it raised (sys.exit too): either is the answer."""
+    try:
+        return call(*arguments), None
+    except BaseException as err:
+        return None, err
+
+
+def _describe(err: BaseException) -> str:
+    """The error in one line, then its traceback from the user's first frame on."""
+    frame = err.__traceback__
+    while frame is not None and _is_ours(frame):
+        frame = frame.tb_next
+    text = "".join(traceback.format_exception(type(err), err, frame))
+    first, *_ = str(err).splitlines() or [""]
+    line = f"{type(err).__name__}: {first}" if first else type(err).__name__
+    return f"{line}\n{text[-_TRACEBACK_LETTERS:]}"
+
+
+def _is_ours(frame: TracebackType) -> bool:
+    module = frame.tb_frame.f_globals.get("__name__", "")
+    return module in _OUR_MODULES or module.startswith("importlib.")
+
+
+def _send(channel: socket.socket, message: dict[str, Any]) -> None:
+    channel.sendall(json.dumps(message).encode() + b"\n")

@@ -1,0 +1,102 @@
+"""Finds a reward function by "path/file.py:name" or "module:name".
+
+Loading runs the user's module; a worker process does it, a rank need not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from spmdflow.errors import ConfigError
+
+RewardFunction = Callable[[str, str, dict[str, Any]], Any]
+_FORM = '"path/file.py:name" or "module:name"'
+
+
+def load_function(name: str) -> RewardFunction:
+    """The function of that name; ConfigError if it is missing or cannot be called with three.
+
+    What the user's module itself raises while it is imported passes through.
+    """
+    source, colon, attribute = name.rpartition(":")
+    if not (source and colon and attribute):
+        raise ConfigError(
+            f"reward.function: got {name!r}, expected {_FORM}; "
+            f"name the file or module and, after a colon, the function"
+        )
+    module = _from_file(name, Path(source)) if source.endswith(".py") else _module(name, source)
+    function = _attribute(name, module, attribute)
+    _check_call(name, function)
+    return function
+
+
+def _from_file(name: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(
+            f"reward.function: got {name!r}, but there is no file {path} in {Path.cwd()}; "
+            f"expected {_FORM}; correct the path"
+        )
+    module_name = f"spmdflow_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path.resolve())
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look the module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(name: str, source: str) -> ModuleType:
+    try:
+        return importlib.import_module(source)
+    except ModuleNotFoundError as err:
+        if err.name is None or not (source + ".").startswith(err.name + "."):
+            raise  # the module is there, but lacks something of its own
+        raise ConfigError(
+            f"reward.function: got {name!r}, but there is no module {err.name!r}; "
+            f"expected {_FORM}; correct the name, or name the file instead"
+        ) from err
+
+
+def _attribute(name: str, module: ModuleType, attribute: str) -> Any:
+    function: Any = module
+    for part in attribute.split("."):
+        function = getattr(function, part, None)
+    if callable(function):
+        return function
+    found = sorted(
+        key
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    )
+    got = "nothing of that name" if function is None else type(function).__name__
+    raise ConfigError(
+        f"reward.function: got {name!r}, but {attribute!r} is {got}; expected a function; "
+        f"choose one of the module's: {', '.join(found) or 'it has none'}"
+    )
+
+
+def _check_call(name: str, function: Callable[..., Any]) -> None:
+    expected = "expected fn(prompt, response, row) -> float | dict"
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"reward.function: got {name!r}, an async function; {expected}; "
+            f"make it an ordinary one (asyncio.run inside it, if it must)"
+        )
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin without a signature: its first call will tell
+        return
+    try:
+        signature.bind("", "", {})
+    except TypeError as err:
+        raise ConfigError(
+            f"reward.function: got {name!r} with the parameters {signature}; {expected}; "
+            f"give it these three ({err})"
+        ) from err

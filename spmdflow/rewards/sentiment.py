@@ -1,0 +1,51 @@
+"""How cheerful a text is, from a lexicon of word valences (after Hutto and Gilbert 2014, VADER).
+
+A plain function, for evaluations and as a part of a user's own reward. Score range: -1 to 1.
+Simpler than the published rules: no capitals, idioms, emoticons or "but".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from math import sqrt
+from pathlib import Path
+
+_WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
+_NEGATIONS = frozenset("no not never none nobody nothing nor neither cannot without".split())
+_STRONGER = frozenset("very really so extremely totally absolutely incredibly".split())
+_WEAKER = frozenset("slightly somewhat barely hardly almost kinda partly".split())
+_NEGATED = -0.74
+_BOOST = 0.293
+_EXCLAMATION = 0.292
+_HALFWAY = 15.0  # squared sum of valences at which the score is 1 / sqrt(2)
+
+
+def load_lexicon(path: Path) -> dict[str, float]:
+    """Word -> valence (-4 to 4) of a tab-separated file; columns after the second are ignored."""
+    fields = (line.split("\t") for line in path.read_text(encoding="utf-8").splitlines())
+    return {field[0]: float(field[1]) for field in fields if len(field) > 1}
+
+
+def lexicon_score(text: str, lexicon: Mapping[str, float]) -> float:
+    """sum / sqrt(sum^2 + 15) over the valences of the words, in [-1, 1]; 0 if none is known."""
+    words = _WORD.findall(text.lower())
+    total = sum(_valence(words, place, lexicon) for place in range(len(words)))
+    if total:
+        total += (1 if total > 0 else -1) * _EXCLAMATION * min(text.count("!"), 4)
+    return total / sqrt(total * total + _HALFWAY)
+
+
+def _valence(words: list[str], place: int, lexicon: Mapping[str, float]) -> float:
+    """Valence of one word, moved by the word before and turned by a negation up to 3 before."""
+    valence = lexicon.get(words[place], 0.0)
+    if not valence:
+        return 0.0
+    sign = 1 if valence > 0 else -1
+    before = words[max(0, place - 3) : place]
+    if before and before[-1] in _STRONGER:
+        valence += sign * _BOOST
+    if before and before[-1] in _WEAKER:
+        valence -= sign * _BOOST
+    negated = any(word in _NEGATIONS or word.endswith("n't") for word in before)
+    return valence * _NEGATED if negated else valence

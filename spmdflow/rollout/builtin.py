@@ -1,0 +1,147 @@
+"""The built-in generator: batched decoding with a KV cache, on a copy of the full weights.
+
+Rows are sorted by prompt length and decoded `max_batch_size` at a time; a batch is left-padded,
+finished rows leave it, and results return in the order of the prompts. Needs no engine beside
+torch; the model's arithmetic is rollout.llama's where that covers the family, transformers'
+otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from spmdflow.blocks.hash import positional_hash
+from spmdflow.config.schema import RolloutConfig
+from spmdflow.data.ragged import lengths_of, mask_of, rows_of
+from spmdflow.rollout import llama
+from spmdflow.rollout.generator import NEVER, Arrivals, check_prompts, response_columns
+from spmdflow.rollout.hugging_face import HuggingFaceForward, causal_lm, end_tokens
+from spmdflow.rollout.sampling import Sampling, draw
+
+_LEAVE_BELOW = 0.75
+"""Share of unfinished rows below which the others leave: copying the cache costs steps too."""
+
+
+class CachedForward(Protocol):
+    """A causal LM with a KV cache (rollout.llama, rollout.hugging_face)."""
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """Every tensor the forward reads, by Hugging Face name."""
+
+    @property
+    def max_positions(self) -> int:
+        """Longest prompt and response together, in tokens."""
+
+    def start(self, ids: Tensor, lengths: Tensor, *, num_slots: int) -> Tensor:
+        """Logits (B, V) after left-padded prompts."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits (B, V) after one more token of each row."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all but these rows."""
+
+    def release(self) -> None:
+        """Free the KV cache."""
+
+
+class BuiltinGenerator:
+    """Generator over a cached forward; see rollout.generator.Generator for the promises."""
+
+    def __init__(self, cfg: RolloutConfig, model_path: str, device: torch.device) -> None:
+        self.weights_version = NEVER
+        self.dtype = getattr(torch, cfg.dtype)
+        self._max_batch_size = cfg.max_batch_size
+        module = causal_lm(model_path, dtype=self.dtype, device=device)
+        forward: CachedForward = (
+            llama.LlamaForward(module) if llama.covers(module) else HuggingFaceForward(module)
+        )
+        self._forward = forward
+        self._device = device
+        self._end_tokens = torch.tensor(end_tokens(model_path), dtype=torch.int64, device=device)
+
+    def generate(self, prompts: Tensor, sampling: Sampling, seeds: Sequence[int]) -> TensorDict:
+        """Responses to B prompts; see Generator.generate."""
+        check_prompts(prompts, sampling, seeds=seeds, max_positions=self._forward.max_positions)
+        rows, lengths = rows_of(prompts), lengths_of(prompts)
+        tokens = torch.zeros(
+            len(rows), sampling.max_new_tokens, dtype=torch.int64, device=self._device
+        )
+        log_probs = torch.zeros(tokens.shape, device=self._device)
+        counts = torch.zeros(len(rows), dtype=torch.int64, device=self._device)
+        order = lengths.argsort(descending=True, stable=True).tolist()
+        for start in range(0, len(order), self._max_batch_size):
+            batch = order[start : start + self._max_batch_size]
+            streams = torch.tensor([seeds[row] for row in batch], device=self._device)
+            answer = self._decode([rows[row] for row in batch], sampling, streams)
+            tokens[batch], log_probs[batch], counts[batch] = answer
+        written = mask_of(counts, sampling.max_new_tokens)
+        return response_columns(tokens[written], log_probs[written], counts)
+
+    @torch.inference_mode()
+    def _decode(
+        self, prompts: list[Tensor], sampling: Sampling, seeds: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens (b, N), log-probs (b, N) and response lengths (b,) of one batch."""
+        size, width = len(prompts), sampling.max_new_tokens
+        tokens = torch.zeros(width, size, dtype=torch.int64, device=self._device)
+        log_probs, counts = torch.zeros(width, size, device=self._device), torch.zeros_like(seeds)
+        live = torch.arange(size, device=self._device)  # rows of the batch still in the forward
+        unfinished = torch.ones_like(live, dtype=torch.bool)  # those of them without an end token
+        logits = self._start(prompts, width)
+        for position in range(width):
+            chosen, chosen_log_probs = draw(
+                logits, sampling, seeds, torch.full_like(seeds, position)
+            )
+            tokens[position].index_copy_(0, live, chosen)
+            log_probs[position].index_copy_(0, live, chosen_log_probs)
+            counts.index_add_(0, live, unfinished.long())
+            unfinished &= torch.isin(chosen, self._end_tokens, invert=True)
+            num_unfinished = int(unfinished.sum())
+            if num_unfinished == 0 or position + 1 == width:
+                break
+            if num_unfinished < _LEAVE_BELOW * len(live):
+                self._forward.keep(unfinished.nonzero().squeeze(1))
+                live, seeds, chosen = live[unfinished], seeds[unfinished], chosen[unfinished]
+                unfinished = unfinished[unfinished]
+            logits = self._forward.step(chosen)
+        return tokens.T, log_probs.T, counts
+
+    def _start(self, prompts: list[Tensor], max_new_tokens: int) -> Tensor:
+        """Logits (b, V) after the prompts, left-padded to the longest."""
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)
+        width = int(lengths.max())
+        ids = torch.zeros(len(prompts), width, dtype=torch.int64, device=self._device)
+        ids[mask_of(lengths, width).flip(1)] = torch.cat(prompts).to(self._device)
+        return self._forward.start(ids, lengths, num_slots=width + max_new_tokens)
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> int:
+        """Overwrite the weights; see Generator.load."""
+        weights = self._forward.weights
+        arrivals = Arrivals({name: tensor.shape for name, tensor in weights.items()})
+        for name, tensor in arrivals.fitting(tensors):
+            weights[name].copy_(tensor)
+        arrivals.check(version)
+        self.weights_version = version
+        return arrivals.num_bytes
+
+    def hashes(self) -> dict[str, int]:
+        """Hashes of the tensors that the forward reads."""
+        return {name: positional_hash(tensor, 0) for name, tensor in self._forward.weights.items()}
+
+    def sleep(self) -> None:
+        """Free the KV cache."""
+        self._forward.release()
+
+    def wake(self) -> None:
+        """Nothing to do: the next batch allocates its cache."""
+
+    def close(self) -> None:
+        """Free the KV cache; the weights go with the object."""
+        self._forward.release()

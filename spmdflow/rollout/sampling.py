@@ -1,0 +1,137 @@
+"""Drawing tokens: settings, noise and the draw, as pure functions of (seed, position, logits).
+
+The token of a row is the argmax of  logits / temperature (truncated by top-k, top-p) + g  with
+Gumbel noise g, which draws from softmax(logits / temperature) exactly (Gumbel 1954; Maddison
+et al. 2014). The noise of (seed, position, token) is computed by a hash, not taken from a
+stream: it does not depend on the batch, its order, the device or the engine.
+
+Knows no models and no generators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from spmdflow.config.schema import RolloutConfig
+from spmdflow.errors import ConfigError
+
+# SplitMix64 (Steele, Lea, Flood 2014), as signed 64-bit integers; torch's int64 products wrap.
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+_UNIFORM_BITS = 40
+_UNIFORM_SCALE = (1 - 2.0**-23) / (1 << _UNIFORM_BITS)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn; the same for every row of a call."""
+
+    max_new_tokens: int
+    """Longest response, the end-of-sequence token included."""
+    temperature: float = 1.0
+    """Divides the logits; also in the recorded log-probabilities, and when greedy."""
+    top_p: float = 1.0
+    """Draw among the likeliest tokens that together reach this probability; 1: all."""
+    top_k: int = 0
+    """Draw among the k likeliest tokens; 0: all."""
+    greedy: bool = False
+    """Take the likeliest token; no noise, top_p and top_k have no effect."""
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("max_new_tokens", self.max_new_tokens >= 1, "an integer of at least 1"),
+            ("temperature", 0 < self.temperature < float("inf"), "a number above 0"),
+            ("top_p", 0 < self.top_p <= 1, "a number above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "0 or a positive integer"),
+        )
+        for name, good, expected in checks:
+            if not good:
+                raise ConfigError(
+                    f"rollout.{name}: got {getattr(self, name)}, expected {expected}; change it"
+                    + (" (greedy decoding is Sampling.to_greedy, not 0)" * (name == "temperature"))
+                )
+
+    @classmethod
+    def from_config(cls, cfg: RolloutConfig) -> Sampling:
+        """The sampling settings of a rollout section."""
+        return cls(cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.top_k)
+
+    def to_greedy(self) -> Sampling:
+        """The same lengths and temperature without chance, for evaluation."""
+        return replace(self, greedy=True)
+
+
+def draw(
+    logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Chosen tokens (B,) int64 and their log-probabilities (B,) float32.
+
+    logits (B, V) any float dtype; seeds (B,) int64, one per row; positions (B,) int64, the
+    token's place in its response. The log-probability is log softmax(logits / temperature)
+    over the whole vocabulary, whatever top-k, top-p or greedy chose among.
+    """
+    scaled = scale(logits, sampling)
+    tokens = perturb(scaled, sampling, seeds, positions).argmax(-1)
+    chosen = scaled.gather(-1, tokens[:, None]).squeeze(-1)
+    return tokens, chosen - scaled.logsumexp(-1)
+
+
+def scale(logits: Tensor, sampling: Sampling) -> Tensor:
+    """(B, V) float32: logits / temperature."""
+    return logits.float() if sampling.temperature == 1 else logits.float() / sampling.temperature
+
+
+def perturb(scaled: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor) -> Tensor:
+    """(B, V) float32 scores whose argmax is the draw; the margin is top score minus second."""
+    if sampling.greedy:
+        return scaled
+    kept = truncate(scaled, top_k=sampling.top_k, top_p=sampling.top_p)
+    return kept + gumbel(seeds, positions, scaled.shape[-1])
+
+
+def truncate(scaled: Tensor, *, top_k: int, top_p: float) -> Tensor:
+    """(B, V): -inf outside the k likeliest and then outside the nucleus (Holtzman et al. 2020).
+
+    The nucleus is the shortest run of likeliest tokens that reaches top_p of the probability
+    that top-k left; the likeliest token always stays.
+    """
+    limited = 0 < top_k < scaled.shape[-1]
+    if not limited and top_p == 1:
+        return scaled
+    values, index = scaled.topk(top_k, -1) if limited else scaled.sort(-1, descending=True)
+    if top_p < 1:
+        probs = values.softmax(-1)
+        outside = probs.cumsum(-1) - probs >= top_p
+        outside[:, 0] = False
+        values = values.masked_fill(outside, float("-inf"))
+    return torch.full_like(scaled, float("-inf")).scatter_(-1, index, values)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """(B, V) float32 standard Gumbel noise, a function of (seed, position, token) alone.
+
+    SplitMix64 run from a state hashed from seed and position gives token v's 64 bits; 40 of
+    them make u in (0, 1), and g = -log(-log(1 - u)). Few u near 0 decide a draw, and there
+    float32 keeps them apart down to 2**-41, so probabilities down to about 1e-12 are right.
+    """
+    keys = _mix(_mix(seeds.clone()).add_((positions + 1) * _GAMMA))
+    counters = torch.arange(1, vocab_size + 1, device=seeds.device) * _GAMMA
+    bits = _mix(keys[:, None] + counters)
+    bits = bits.bitwise_right_shift_(64 - _UNIFORM_BITS).bitwise_and_((1 << _UNIFORM_BITS) - 1)
+    uniform = bits.float().add_(0.5).mul_(_UNIFORM_SCALE)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """SplitMix64's finaliser in place on int64; every input bit moves every output bit."""
+    scratch = torch.empty_like(bits)
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
+        torch.bitwise_right_shift(bits, shift, out=scratch)
+        bits ^= scratch.bitwise_and_((1 << (64 - shift)) - 1)  # >> repeats the sign bit
+        if factor != 1:
+            bits *= factor
+    return bits

@@ -1,0 +1,215 @@
+"""One rank of a run: `torchrun ... -m spmdflow.run SCRIPT [CONFIG.yaml] [key=value ...]`.
+
+torchrun starts N equal processes. Each of them imports the script, loads and checks the settings
+and joins the process group. Then every rank serves as an *executor*: a loop that runs the methods
+of the workers living there. On rank 0 one more thread, the *controller*, runs the script's
+`main(flow, cfg)` once; what the script calls is sent to the executors. With `--inproc` one process
+without torchrun does everything, call by call, so that `breakpoint()` works anywhere.
+
+Exit codes of a rank (torchrun itself exits with 0 or 1):
+
+    0  the script finished
+    1  the run failed: RUN_DIR/failure.json names rank, role, method and cause
+    2  refused: settings or script cannot work; nothing was started
+    3  stopped by SIGTERM, after a checkpoint
+
+When a rank dies, the others learn it within seconds (from the controller, or by missing it), write
+what they know and exit; torchrun stops what is left. No rank waits for a dead one.
+
+A refusal is printed once per node. The ranks that stay silent wait a moment before they exit,
+because torchrun stops every rank as soon as one has failed, the speaking one too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from spmdflow.config.check import check
+from spmdflow.config.describe import batch_algebra
+from spmdflow.config.help import schema_help
+from spmdflow.config.load import Loaded, load, load_script, schema_of
+from spmdflow.config.schema import PPOConfig
+from spmdflow.errors import ConfigError, SpmdflowError
+
+FINISHED, FAILED, REFUSED = 0, 1, 2
+
+_USAGE = """\
+usage: torchrun [...] -m spmdflow.run SCRIPT [CONFIG.yaml] [key=value ...]
+       python -m spmdflow.run --inproc SCRIPT [CONFIG.yaml] [key=value ...]
+       python -m spmdflow.run SCRIPT --help
+
+SCRIPT         Python file with main(flow, cfg), such as algos/ppo.py
+CONFIG.yaml    settings; without it, the script's name with .yaml if that is there
+key=value      one setting, such as actor.optimizer.lr=3e-4; wins over the file
+--inproc       one process, no torchrun, every call runs at once
+--help         this text and every setting of SCRIPT (of PPO without one)
+
+exit codes of a rank: 0 finished, 1 failed, 2 refused, 3 stopped by SIGTERM after a checkpoint
+
+settings (key, type, default):
+"""
+_FLAGS = {"--help": "help", "-h": "help", "--inproc": "inproc"}
+_SILENT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The command line, taken apart."""
+
+    script: str | None
+    config: str | None
+    overrides: tuple[str, ...]
+    flags: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where torchrun put this process; one process of one without torchrun."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def from_environment(cls) -> Place:
+        """Read torchrun's variables."""
+        return cls(
+            rank=int(os.environ.get("RANK", 0)),
+            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+            world_size=int(os.environ.get("WORLD_SIZE", 1)),
+        )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run this rank to its end; `words` are the command line's. Returns the exit code."""
+    place = Place.from_environment()
+    try:
+        arguments = parse_arguments(sys.argv[1:] if words is None else words)
+        if "help" in arguments.flags:
+            _say(place, _help(arguments.script))
+            return FINISHED
+        loaded = _prepare(arguments, place)
+    except ConfigError as err:
+        return _refuse(err, place)
+    return _launch(loaded, place, inproc="inproc" in arguments.flags)
+
+
+def parse_arguments(words: Sequence[str]) -> Arguments:
+    """Sort the words of a command line into SCRIPT, CONFIG.yaml, overrides and flags."""
+    flags = frozenset(_flag(word) for word in words if word.startswith("-"))
+    plain = [word for word in words if not word.startswith("-")]
+    names = [word for word in plain if "=" not in word]
+    configs = [name for name in names[1:] if name.endswith((".yaml", ".yml"))]
+    surplus = [name for name in names[1:] if name not in configs] + configs[1:]
+    if surplus:
+        raise ConfigError(
+            f"command line: got {surplus[0]!r}, expected SCRIPT [CONFIG.yaml] [key=value ...]; "
+            f"write settings as key=value"
+        )
+    overrides = tuple(word for word in plain if "=" in word)
+    script, config = next(iter(names), None), next(iter(configs), None)
+    return Arguments(script, config, overrides, flags)
+
+
+def _flag(word: str) -> str:
+    if word not in _FLAGS:
+        near = difflib.get_close_matches(word, _FLAGS, 1)
+        hint = f"did you mean {near[0]}?" if near else "torchrun's own flags go before -m"
+        raise ConfigError(f"command line: got {word}, expected {', '.join(_FLAGS)}; {hint}")
+    return _FLAGS[word]
+
+
+def _help(script: str | None) -> str:
+    schema = PPOConfig if script is None else schema_of(load_script(script))
+    return _USAGE + schema_help(schema)
+
+
+def _prepare(arguments: Arguments, place: Place) -> Loaded:
+    """Load and check everything; ConfigError for what cannot work."""
+    if arguments.script is None:
+        raise ConfigError(
+            "command line: got no SCRIPT, expected one such as algos/ppo.py; --help shows the usage"
+        )
+    if "inproc" in arguments.flags and place.world_size > 1:
+        raise ConfigError(
+            f"command line: got --inproc on {place.world_size} ranks, expected one process; "
+            f"start it without torchrun"
+        )
+    if place.world_size == 1 and "RANK" not in os.environ and "inproc" not in arguments.flags:
+        raise ConfigError(
+            "command line: got no torchrun around this process, expected torchrun or --inproc; "
+            "write torchrun --standalone --nproc-per-node 4 -m spmdflow.run ... or add --inproc"
+        )
+    loaded = load(arguments.script, arguments.config, arguments.overrides)
+    check(loaded.cfg, place.world_size)
+    _say(place, batch_algebra(loaded.cfg, place.world_size))
+    return loaded
+
+
+def _say(place: Place, text: str) -> None:
+    if place.rank == 0:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+def _refuse(err: ConfigError, place: Place) -> int:
+    """Tell the user once per node; a node may lack a file that the others have."""
+    if place.local_rank == 0:
+        where = f" rank {place.rank}:" if place.rank else ""
+        sys.stderr.write(f"spmdflow:{where} {err}\n")
+        sys.stderr.flush()
+        _tell_torchrun(str(err))
+    else:
+        time.sleep(_SILENT_SECONDS)
+    return REFUSED
+
+
+def _tell_torchrun(message: str) -> None:
+    """Put the cause into torchrun's own summary, which comes last on the screen."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        text = json.dumps({"message": message, "timestamp": str(int(time.time()))})
+        Path(file).write_text(text, encoding="utf-8")
+
+
+def _launch(loaded: Loaded, place: Place, *, inproc: bool) -> int:
+    """Join the other ranks and run; imports late, as a refusal needs no torch."""
+    import torch
+    import torch.distributed as dist
+
+    from spmdflow.controller.launch import Surroundings, launch
+    from spmdflow.log import set_up_logging
+
+    set_up_logging(place.rank)
+    try:
+        if inproc:
+            return launch(loaded.script, loaded.cfg, inproc=True)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+        limit = timedelta(seconds=loaded.cfg.run.start_seconds)
+        dist.init_process_group("gloo", timeout=limit)
+        surroundings = Surroundings(
+            job=os.environ.get("TORCHELASTIC_RUN_ID", ""),
+            attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            secret=os.environ.get("SPMDFLOW_SECRET"),
+        )
+        status = launch(loaded.script, loaded.cfg, surroundings=surroundings)
+        dist.destroy_process_group()
+        return status
+    except SpmdflowError as err:
+        message = f"rank {place.rank}: {type(err).__name__}: {err}"
+        sys.stderr.write(f"spmdflow: {message}\n")
+        _tell_torchrun(message)
+        return REFUSED if isinstance(err, ConfigError) else FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

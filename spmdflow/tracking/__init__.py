@@ -1,0 +1,11 @@
+"""What a run writes about itself, and what it shows while it runs.
+
+Files in RUN_DIR, each readable at any moment, also after a kill:
+
+    metrics.jsonl   one object per step: `step` first, then names in order; null: not finite
+    samples.jsonl   one object per shown sample: step, prompt, response, score
+    trace.json      Chrome trace format (open in ui.perfetto.dev): process = rank, thread = lane
+
+Metric prefixes: reward/ eval/ actor/ critic/ rollout/ time/ (seconds) perf/ transfer/ (bytes)
+controller/ (bytes). `merge` turns the Mean, Sum and Max of many ranks and calls into numbers.
+"""

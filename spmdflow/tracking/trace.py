@@ -1,0 +1,125 @@
+"""`TraceWriter`: what every lane of every rank did when, in Chrome's trace format.
+
+One JSON array, one event per line. Each write replaces the closing bracket and puts a new one
+behind the events, in one system call: the file is valid JSON also if the run dies.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from spmdflow.errors import SpmdflowError
+
+logger = logging.getLogger(__name__)
+
+_EMPTY, _END = b"[\n]\n", b"\n]\n"
+
+
+class Span(NamedTuple):
+    """One stretch of work; seconds of one clock for all ranks of a node (time.time())."""
+
+    rank: int
+    lane: str
+    label: str
+    start: float
+    end: float
+
+
+class TraceWriter:
+    """Appends spans to RUN_DIR/trace.json until it holds max_bytes; a resumed run continues it."""
+
+    def __init__(self, path: Path, *, max_bytes: int = 64 * 2**20) -> None:
+        self._path, self._max_bytes = path, max_bytes
+        self._threads: dict[tuple[int, str], int] = {}
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._size = self._continued()
+        self._is_full = False
+
+    def write(self, spans: Iterable[Span]) -> None:
+        """Append spans; after max_bytes they are dropped, with one warning."""
+        if self._is_full:
+            return
+        events = [event for span in spans for event in self._events(Span(*span))]
+        lines = [json.dumps(event, separators=(",", ":")).encode() for event in events]
+        if not lines:
+            return
+        if self._size + sum(map(len, lines)) + 2 * len(lines) + len(_END) > self._max_bytes:
+            self._is_full = True
+            logger.warning("%s: full at %d bytes; later spans are left out", self._path, self._size)
+            return
+        self._append(b",\n".join(lines))
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _events(self, span: Span) -> list[dict[str, Any]]:
+        """The span's event; before a lane's first one, the names of its process and thread."""
+        key = (span.rank, span.lane)
+        names = [] if key in self._threads else self._names(*key)
+        span_event = {
+            "name": span.label,
+            "ph": "X",
+            "ts": round(span.start * 1e6),
+            "dur": max(0, round((span.end - span.start) * 1e6)),
+            "pid": span.rank,
+            "tid": self._threads[key],
+        }
+        return [*names, span_event]
+
+    def _names(self, rank: int, lane: str) -> list[dict[str, Any]]:
+        thread = sum(1 for other, _ in self._threads if other == rank)
+        self._threads[rank, lane] = thread
+        of_rank = {"ph": "M", "pid": rank, "tid": thread}
+        return [
+            {"name": "process_name", **of_rank, "args": {"name": f"rank {rank}"}},
+            {"name": "thread_name", **of_rank, "args": {"name": lane}},
+        ]
+
+    def _append(self, data: bytes) -> None:
+        """Put data in the place of the closing bracket, and a new one behind it."""
+        is_empty = self._size == len(_EMPTY)
+        at = self._size - len(_END)
+        data = (b"\n" if is_empty else b",\n") + data + _END
+        try:
+            self._write_at(data, at)
+        except OSError as err:
+            os.pwrite(self._file, _END, at)  # as it was before
+            os.ftruncate(self._file, self._size)
+            raise SpmdflowError(
+                f"tracking: cannot write {self._path}: {err.strerror}; expected space for "
+                f"{len(data)} bytes; free some or set run.dir"
+            ) from err
+        self._size = at + len(data)
+
+    def _write_at(self, data: bytes, at: int) -> None:
+        view = memoryview(data)
+        while view:  # one turn, unless the disk is almost full
+            written = os.pwrite(self._file, view, at)
+            view, at = view[written:], at + written
+
+    def _continued(self) -> int:
+        """Size of the file, made empty or mended so that it ends in a closing bracket."""
+        size = os.fstat(self._file).st_size
+        if size >= len(_EMPTY) and os.pread(self._file, len(_END), size - len(_END)) == _END:
+            return size
+        lines = os.pread(self._file, size, 0).split(b"\n")[1:]
+        good = [line.rstrip(b",") for line in lines if _is_event(line.rstrip(b","))]
+        data = b"[\n" + b",\n".join(good) + _END if good else _EMPTY
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, data, 0)
+        return len(data)
+
+
+def _is_event(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False

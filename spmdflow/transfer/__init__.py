@@ -1,0 +1,21 @@
+"""What travels between ranks: the mark on worker methods, the protocols, the lane that moves rows.
+
+A protocol's `distribute` promises which rows each rank is given: they are there when the method
+starts. Its `collect` promises which ranks answer, in which order; `holds` which ranks keep rows
+of the result (the others return None). All are pure functions on a layout and a number of rows;
+the controller and the planner call them, no rank asks another.
+
+| name | rank (pp, tp, dp) is given | answers |
+|---|---|---|
+| ONE_TO_ALL | everything | all ranks, as a list |
+| 3D_PROTO | chunk dp of d | pp = last, tp = 0, by dp, joined (every tp of the last stage holds) |
+| 3D_ALL_MICRO_DP | chunk dp*d_g + micro_dp of d*d_g | first rank of each generation replica, joined (all its ranks hold) |
+| 3D_PP_ONLY | everything | tp = 0, dp = 0, by pp, as a list |
+| DP_PROTO | chunk of its rank | all ranks in order, joined |
+| ALL_TO_ALL | the i-th of a given list | all ranks, as a list |
+| 3D_PP_AS_DP | chunk dp*p + pp of p*d | tp = 0, by (dp, pp), joined |
+| DP_METRIC | chunk of its rank | all ranks, as a list |
+
+Files: `register` the mark; `protocol` and `chunk` who gets what; `worker` what a worker is told;
+`row_maths` the mark of functions that run where rows live; `lane` moves the bytes of a plan.
+"""  # noqa: E501 a table row is one line

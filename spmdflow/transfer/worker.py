@@ -1,0 +1,121 @@
+"""What a worker is told: its place in the world, and the call it is running.
+
+A worker is one rank's part of a model. It is built once by `spawn` and then runs registered
+methods in call order. Knows nothing of sockets or other models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from spmdflow.parallel.group import GroupTable
+from spmdflow.parallel.layout import Layout
+
+
+class Mean(NamedTuple):
+    """A metric that is total / weight, summed over ranks and calls before dividing."""
+
+    total: float
+    weight: float
+
+
+class Sum(NamedTuple):
+    """A metric that adds up over ranks and calls."""
+
+    total: float
+
+
+class Max(NamedTuple):
+    """A metric of which the largest counts."""
+
+    value: float
+
+
+Metric = float | Mean | Sum | Max
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """One optimizer step's share of this rank."""
+
+    index: Tensor
+    """(rows,) int64: positions in the batch that the method receives; may be empty."""
+    num_micro_batches: int
+    """Forward passes of every rank of the dp group (the largest need among them)."""
+
+
+@dataclass(frozen=True)
+class CallInfo:
+    """Facts of the call that is running."""
+
+    number: int
+    step: int
+    row_ids: Tensor
+    """(B,) int64: ids of the rows received, unique in a run; seeds derive from them."""
+    num_micro_batches: int = 1
+    """Forward passes that every rank of the dp group makes."""
+    mini_batches: tuple[MiniBatch, ...] = ()
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """Where a worker lives."""
+
+    name: str
+    """Name of the worker group, such as "actor"."""
+    layout: Layout
+    rank: int
+    """Global rank."""
+    groups: GroupTable
+    device: torch.device
+    seed: int
+    total_steps: int = 0
+    config: Any = None
+    """The whole configuration of the run."""
+    run_dir: Path | None = None
+
+
+class Worker:
+    """Base of every role: `self.cfg`, `self.context`, and during a call `self.call`."""
+
+    role = ""
+    """Name under which placements know this class, such as "actor"."""
+
+    def __init__(self, cfg: Any, context: WorkerContext) -> None:
+        self.cfg, self.context = cfg, context
+        self.call = CallInfo(0, 0, torch.zeros(0, dtype=torch.int64))
+        self._metrics: dict[str, Metric] = {}
+
+    @classmethod
+    def layout_of(cls, cfg: Any, ranks: tuple[int, ...]) -> Layout:
+        """The layout of this worker on a pool; plain data parallelism unless overridden."""
+        return Layout.data_parallel(ranks)
+
+    @classmethod
+    def needed_groups(cls, cfg: Any, layout: Layout) -> list[tuple[int, ...]]:
+        """Rank tuples of the compute-lane process groups this worker uses."""
+        return [layout.ranks]
+
+    def report(self, metrics: Mapping[str, Metric]) -> None:
+        """Send metrics along with the answer of the running call."""
+        self._metrics.update(metrics)
+
+    def take_metrics(self) -> dict[str, Metric]:
+        """Metrics reported since the last call; empties them (used by the executor)."""
+        taken, self._metrics = self._metrics, {}
+        return taken
+
+    def save_state(self, folder: Path) -> None:
+        """Write this rank's state into folder; stateless workers write nothing."""
+
+    def load_state(self, folder: Path) -> None:
+        """Restore what `save_state` wrote, bit for bit."""
+
+    def close(self) -> None:
+        """Free engines and processes; called once at the end of a run."""

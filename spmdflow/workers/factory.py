@@ -1,0 +1,48 @@
+"""Builds the train engine that a role's settings name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spmdflow.errors import ConfigError
+from spmdflow.transfer.worker import WorkerContext
+from spmdflow.workers.engine import TrainEngine
+from spmdflow.workers.fsdp import FSDPEngine
+from spmdflow.workers.hugging_face import load_causal_lm, load_critic_model, load_scalar_model
+
+_ENGINES = {"fsdp": FSDPEngine}
+_HEADS = {
+    "causal_lm": load_causal_lm,
+    "scalar": load_scalar_model,
+    "critic": load_critic_model,
+}
+
+
+def engine_of(cfg: Any, context: WorkerContext, *, head: str) -> TrainEngine:
+    """The engine `cfg.engine.kind` with the weights of cfg.model.
+
+    head: causal_lm (logits), scalar (a trained one-label head) or critic (a zero head if the
+    folder has none). With `cfg.optimizer` it can train. Collective over the pool.
+    """
+    kind = cfg.engine.kind
+    if kind not in _ENGINES:
+        raise ConfigError(
+            f"{context.name}.engine.kind: got {kind!r}, expected one of {sorted(_ENGINES)}; "
+            f"choose one of them"
+        )
+    return _ENGINES[kind](
+        _HEADS[head](cfg.model),
+        cfg.engine,
+        context,
+        optimizer=getattr(cfg, "optimizer", None),
+        total_optimizer_steps=_total_optimizer_steps(cfg, context),
+    )
+
+
+def _total_optimizer_steps(cfg: Any, context: WorkerContext) -> int:
+    """Optimizer steps of the whole run, for schedules that end with it."""
+    update, data = getattr(cfg, "update", None), getattr(context.config, "data", None)
+    if update is None or data is None:
+        return context.total_steps
+    samples = data.prompts_per_step * data.samples_per_prompt
+    return context.total_steps * update.num_epochs * -(-samples // update.mini_batch_size)

@@ -1,0 +1,215 @@
+"""The seam to transformers: folders in, modules out, folders written. Knows no ranks.
+
+Only this file of the room imports transformers, when a model is loaded. A causal LM gives logits
+(b, T, V); a scalar model (reward, cost, critic) gives values (b, T) from a bias-free linear head
+`score` on the last hidden state, with the tensor names of `...ForSequenceClassification`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from spmdflow.config.schema import ModelConfig
+from spmdflow.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_MAX_FILE_BYTES = 4 << 30
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A module in float32 on the host, and what an engine must know to shard and run it."""
+
+    module: nn.Module
+    layers: tuple[nn.Module, ...]
+    """Decoder layers, the units that are sharded and recomputed."""
+    output: Callable[[nn.Module, Tensor], Tensor]
+    """(module, input_ids (b, T)) -> logits (b, T, V) or values (b, T)."""
+    float32_modules: tuple[nn.Module, ...]
+    """Parts that compute in float32 whatever dtype is: 8 bits of mantissa ruin a value."""
+    dtype: torch.dtype
+    """Compute precision of all other parts."""
+    config: Mapping[str, Any]
+    """config.json of an export."""
+    source: Path
+    """The folder it came from; its tokenizer files go along with an export."""
+
+
+class ScalarModel(nn.Module):
+    """A decoder and a scalar head; attributes are named as in the Hugging Face class."""
+
+    def __init__(self, decoder_name: str, decoder: nn.Module, score: nn.Module) -> None:
+        super().__init__()
+        self._decoder_name = decoder_name
+        self.add_module(decoder_name, decoder)
+        self.add_module("score", score)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """(b, T) int64 -> (b, T, 1) float32."""
+        decoder, score = self.get_submodule(self._decoder_name), self.get_submodule("score")
+        hidden = decoder(input_ids=input_ids, use_cache=False).last_hidden_state  # (b, T, H)
+        return score(hidden.float())
+
+
+def load_causal_lm(cfg: ModelConfig) -> LoadedModel:
+    """A causal LM from a folder; ConfigError if the folder or a tensor of it is missing."""
+    import transformers
+
+    model, missing = _load(transformers.AutoModelForCausalLM, cfg)
+    _require_complete(cfg, missing)
+    return _loaded(model, model, _logits, (), cfg)
+
+
+def load_scalar_model(cfg: ModelConfig) -> LoadedModel:
+    """A model with a trained one-label head; ConfigError if the folder has no such head."""
+    return _load_scalar(cfg, new_head=False)
+
+
+def load_critic_model(cfg: ModelConfig) -> LoadedModel:
+    """A scalar model, from a reward model's folder or, with a zero head, from a causal LM's."""
+    return _load_scalar(cfg, new_head=True)
+
+
+def export_folder(folder: Path, model: LoadedModel, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write config, weights (files of at most 4 GiB) and the source's other files to folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in model.source.iterdir():
+        if path.is_file() and path.name != "config.json" and not path.name.endswith(_NOT_COPIED):
+            shutil.copyfile(path, folder / path.name)
+    (folder / "config.json").write_text(json.dumps(model.config, indent=2, sort_keys=True) + "\n")
+    parts: list[dict[str, Tensor]] = [{}]
+    files: list[list[str]] = []
+    size = total = 0
+    for name, tensor in tensors:
+        if parts[-1] and size + tensor.nbytes > _MAX_FILE_BYTES:
+            files.append(_write_part(folder, len(files), parts.pop()))
+            parts.append({})
+            size = 0
+        parts[-1][name] = tensor.cpu().contiguous()
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    files.append(_write_part(folder, len(files), parts.pop()))
+    _name_parts(folder, files, total)
+
+
+def _write_part(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:
+    save_file(tensors, folder / f"part-{number}.safetensors", metadata={"format": "pt"})
+    return list(tensors)
+
+
+def _name_parts(folder: Path, files: list[list[str]], total_bytes: int) -> None:
+    """Give the parts the names from_pretrained looks for; the count is known only now."""
+    if len(files) == 1:
+        (folder / "part-0.safetensors").rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(files):
+        name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        (folder / f"part-{number}.safetensors").rename(folder / name)
+        weight_map |= dict.fromkeys(names, name)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _load_scalar(cfg: ModelConfig, *, new_head: bool) -> LoadedModel:
+    import transformers
+
+    labels = transformers.AutoConfig.from_pretrained(_folder(cfg)).num_labels
+    has_head = _architecture(cfg).endswith("ForSequenceClassification")
+    if has_head and labels != 1:
+        raise ConfigError(
+            f"model.path {cfg.path}: got a head with {labels} labels; expected one, whose output "
+            f"is the score or value; choose a model trained with num_labels=1"
+        )
+    model, missing = _load(transformers.AutoModelForSequenceClassification, cfg, num_labels=1)
+    if not hasattr(model, "score"):
+        raise ConfigError(
+            f"model.path {cfg.path}: {type(model).__name__} has no head named score; expected a "
+            f"decoder with a scalar head; choose a causal architecture such as Llama or Qwen2"
+        )
+    if new_head and "score.weight" in missing:
+        nn.init.zeros_(model.score.weight)
+        missing.remove("score.weight")
+    _require_complete(cfg, missing)
+    name = model.base_model_prefix
+    scalar = ScalarModel(name, getattr(model, name), model.score)
+    return _loaded(scalar, model, _values, (scalar.get_submodule("score"),), cfg)
+
+
+def _load(auto: Any, cfg: ModelConfig, **settings: Any) -> tuple[Any, set[str]]:
+    """The Hugging Face model in float32 on the host, and the tensors its folder lacks."""
+    import transformers
+
+    # its report of missing tensors repeats on every rank; they are judged here instead
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    model, info = auto.from_pretrained(
+        _folder(cfg), dtype=torch.float32, output_loading_info=True, **settings
+    )
+    # eval for good: no dropout, and old and new log-probs come from the same function
+    return model.eval(), set(info["missing_keys"])
+
+
+def _loaded(
+    module: nn.Module,
+    model: Any,
+    output: Callable[[nn.Module, Tensor], Tensor],
+    float32_modules: tuple[nn.Module, ...],
+    cfg: ModelConfig,
+) -> LoadedModel:
+    if cfg.dtype not in DTYPES:
+        raise ConfigError(
+            f"model.dtype: got {cfg.dtype!r}; expected one of {sorted(DTYPES)}; choose one"
+        )
+    names = set(model._no_split_modules or ())
+    layers = tuple(part for part in module.modules() if type(part).__name__ in names)
+    config = model.config.to_dict() | {
+        "architectures": [type(model).__name__],
+        "dtype": "float32",
+    }
+    return LoadedModel(
+        module, layers, output, float32_modules, DTYPES[cfg.dtype], config, _folder(cfg)
+    )
+
+
+def _logits(module: nn.Module, input_ids: Tensor) -> Tensor:
+    # right padding needs no mask under causal attention, and positions count from 0 by themselves
+    logits: Tensor = module(input_ids=input_ids, use_cache=False).logits
+    return logits
+
+
+def _values(module: nn.Module, input_ids: Tensor) -> Tensor:
+    values: Tensor = module(input_ids)
+    return values.squeeze(-1)  # (b, T, 1) -> (b, T); outside the module, which FSDP hooks
+
+
+def _folder(cfg: ModelConfig) -> Path:
+    folder = Path(cfg.path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path: got {cfg.path}, which holds no config.json; expected a Hugging Face "
+            f"model folder; download the model and give its folder"
+        )
+    return folder
+
+
+def _architecture(cfg: ModelConfig) -> str:
+    config = json.loads((_folder(cfg) / "config.json").read_text())
+    return next(iter(config.get("architectures") or [""]))
+
+
+def _require_complete(cfg: ModelConfig, missing: set[str]) -> None:
+    if missing:
+        raise ConfigError(
+            f"model.path {cfg.path}: the folder lacks {sorted(missing)[:5]}; expected every "
+            f"tensor of the model; choose the folder of a complete model of this kind"
+        )

@@ -1,0 +1,147 @@
+"""AdamW over the shards of one rank, and the learning-rate schedule. Knows no collectives.
+
+AdamW is elementwise, so stepping the shards equals stepping the whole (Loshchilov and Hutter
+2019). The step works on plain tensors that share storage with the engine's parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from spmdflow.config.schema import OptimizerConfig
+from spmdflow.errors import CheckpointError, ConfigError
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STEPS = "optimizer.steps"
+
+
+def learning_rate(cfg: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Rate of optimizer step number step (from 0).
+
+    Warm-up: lr (step + 1) / warmup_steps. Then with x in [0, 1) the done share of the remaining
+    steps: constant lr, linear lr (1 - x), cosine lr (1 + cos(pi x)) / 2; x reaches 1, and the
+    rate zero, right after the last step.
+    """
+    if step < cfg.warmup_steps:
+        return cfg.lr * (step + 1) / cfg.warmup_steps
+    remaining = max(1, total_steps - cfg.warmup_steps)
+    done = min(1.0, (step - cfg.warmup_steps) / remaining)
+    return cfg.lr * _SCHEDULES[cfg.schedule](done)
+
+
+_SCHEDULES = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: (1.0 + math.cos(math.pi * done)) / 2,
+}
+
+
+def check_schedule(cfg: OptimizerConfig, total_steps: int) -> None:
+    """ConfigError for an unknown schedule, or one that needs a number of steps and has none."""
+    if cfg.schedule not in _SCHEDULES:
+        raise ConfigError(
+            f"optimizer.schedule: got {cfg.schedule!r}; expected one of {sorted(_SCHEDULES)}; "
+            f"choose one"
+        )
+    if cfg.schedule != "constant" and total_steps <= cfg.warmup_steps:
+        raise ConfigError(
+            f"optimizer.schedule {cfg.schedule}: got {total_steps} optimizer steps in total and "
+            f"{cfg.warmup_steps} of warm-up; expected more steps than warm-up; "
+            f"lower optimizer.warmup_steps or choose the constant schedule"
+        )
+
+
+def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares of all elements, a float64 scalar on device."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+    return total
+
+
+def clip_(gradients: Iterable[Tensor], norm: float, max_norm: float) -> None:
+    """Scale gradients in place by max_norm / norm if the global norm exceeds max_norm."""
+    if norm > max_norm:
+        for gradient in gradients:
+            gradient.mul_(max_norm / norm)
+
+
+class ShardedAdamW:
+    """AdamW with a schedule over named float32 shards, which may be empty on some ranks."""
+
+    def __init__(self, shards: Mapping[str, Tensor], cfg: OptimizerConfig, total_steps: int):
+        check_schedule(cfg, total_steps)
+        self.cfg, self.total_steps, self.steps_done = cfg, total_steps, 0
+        self._parameters = {name: nn.Parameter(shard.detach()) for name, shard in shards.items()}
+        self._adamw = torch.optim.AdamW(
+            [p for p in self._parameters.values() if p.numel()] or list(self._parameters.values()),
+            lr=cfg.lr,
+            betas=(cfg.betas[0], cfg.betas[1]),
+            weight_decay=cfg.weight_decay,
+            fused=True,
+        )
+        for parameter in self._parameters.values():
+            # made now, not at the first step: memory is known and checkpoints look alike
+            self._adamw.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                **{name: torch.zeros_like(parameter.detach()) for name in _MOMENTS},
+            }
+
+    @property
+    def next_lr(self) -> float:
+        """The rate that the next step will use."""
+        return learning_rate(self.cfg, self.steps_done, self.total_steps)
+
+    def step(self, gradients: Mapping[str, Tensor]) -> None:
+        """Update the shards in place from their gradients; a shard without one is left alone."""
+        for group in self._adamw.param_groups:
+            group["lr"] = self.next_lr
+        for name, parameter in self._parameters.items():
+            parameter.grad = gradients.get(name)
+        self._adamw.step()
+        self._adamw.zero_grad()
+        self.steps_done += 1
+
+    def rebind(self, shards: Mapping[str, Tensor]) -> None:
+        """Point at the shards' new storage after the engine moved them."""
+        for name, parameter in self._parameters.items():
+            parameter.data = shards[name].detach()
+
+    def move_moments(self, device: torch.device) -> None:
+        """Bring the moments to a device; `step` needs them where the shards are."""
+        for parameter in self._parameters.values():
+            state = self._adamw.state[parameter]
+            state.update({name: value.to(device) for name, value in state.items()})
+
+    def state_blocks(self) -> dict[str, Tensor]:
+        """Moments under "<name>.exp_avg" and "<name>.exp_avg_sq", and the number of steps done."""
+        blocks = {
+            f"{name}.{moment}": self._adamw.state[parameter][moment]
+            for name, parameter in self._parameters.items()
+            for moment in _MOMENTS
+        }
+        return blocks | {_STEPS: torch.tensor(self.steps_done)}
+
+    def load_blocks(self, blocks: Mapping[str, Tensor]) -> None:
+        """Restore `state_blocks` bitwise; CheckpointError for a missing or misshapen block."""
+        for name, target in self.state_blocks().items():
+            copy_block(target, blocks, name)
+        self.steps_done = int(blocks[_STEPS])
+        for parameter in self._parameters.values():
+            self._adamw.state[parameter]["step"].fill_(self.steps_done)
+
+
+def copy_block(target: Tensor, blocks: Mapping[str, Tensor], name: str) -> None:
+    """Copy blocks[name] into target; CheckpointError if it is missing or of another shape."""
+    block = blocks.get(name)
+    if block is None or block.shape != target.shape or block.dtype != target.dtype:
+        got = "nothing" if block is None else f"{block.dtype} {tuple(block.shape)}"
+        raise CheckpointError(
+            f"state of {name}: got {got}; expected {target.dtype} {tuple(target.shape)}; "
+            f"resume on the layout and with the model that wrote the checkpoint"
+        )
+    target.copy_(block)

@@ -1,0 +1,196 @@
+"""Toy models on several pools: every row that arrives is checked against its id.
+
+Called by every rank of a torchrun: dataflow.py OUT_DIR DATA_FILE TOKENIZER_DIR. Launches one run
+after the other inside the same process group, under several placements, once on a subset of the
+ranks. Writes OUT_DIR/<case>.json with what torch.distributed itself was asked to send.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from spmdflow.config.schema import DataConfig, EngineConfig, RunConfig, UpdateConfig
+from spmdflow.controller.launch import launch
+from spmdflow.controller.prompts import PromptStream
+from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
+from spmdflow.transfer.register import register
+from spmdflow.transfer.row_maths import row_maths
+from spmdflow.transfer.worker import Mean, Sum, Worker
+
+ROWS = 11
+
+
+@dataclass
+class ToyConfig:
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+
+
+@dataclass
+class Config:
+    run: RunConfig
+    data: DataConfig
+    placement: Any
+    first: ToyConfig = field(default_factory=ToyConfig)
+    second: ToyConfig = field(default_factory=ToyConfig)
+    total_steps: int = 3
+    eval_every: int = 0
+
+
+def expected_ragged(row: int) -> list[int]:
+    return list(range(row, row + row % 5))
+
+
+class FirstWorker(Worker):
+    role = "first"
+
+    @register(
+        transfer_mode="3D_PROTO",
+        reads=("prompts", "prompt_text", "row"),
+        writes=("number", "ragged", "text"),
+        extends=True,
+    )
+    def make(self, batch: TensorDict) -> TensorDict:
+        ids = self.call.row_ids
+        made = TensorDict({"number": ids.float()}, batch_size=batch.batch_size)
+        rows = [torch.tensor(expected_ragged(i), dtype=torch.int64) for i in ids.tolist()]
+        made["ragged"] = ragged_from_rows(rows, dtype=torch.int64)
+        made.set_non_tensor("text", [f"row {i} \u00fc" for i in ids.tolist()])
+        self.report({"toy/rows": Sum(len(ids))})
+        return made
+
+    @register(transfer_mode="ONE_TO_ALL")
+    def whoami(self) -> int:
+        return self.context.rank
+
+    @register(transfer_mode="DP_PROTO", reads=("checked",), writes=("doubled",))
+    def double(self, batch: TensorDict) -> TensorDict:
+        return TensorDict({"doubled": batch["checked"] * 2}, batch_size=batch.batch_size)
+
+
+class SecondWorker(Worker):
+    role = "second"
+
+    @register(transfer_mode="3D_PROTO", reads=("number", "ragged", "text"), writes=("checked",))
+    def check(self, batch: TensorDict) -> TensorDict:
+        self._verify(batch)
+        return TensorDict({"checked": batch["number"] + 0.5}, batch_size=batch.batch_size)
+
+    @register(transfer_mode="3D_PROTO", reads=("number", "ragged", "text"), minibatches=True)
+    def update(self, batch: TensorDict) -> dict[str, Any]:
+        self._verify(batch)
+        used = [self.call.row_ids[mini.index].tolist() for mini in self.call.mini_batches]
+        return {"toy/used": Sum(sum(map(len, used))), "toy/steps": float(len(used))}
+
+    def _verify(self, batch: TensorDict) -> None:
+        for at, i in enumerate(self.call.row_ids.tolist()):
+            assert batch["number"][at] == i, (i, batch["number"])
+            assert rows_of(batch["ragged"])[at].tolist() == expected_ragged(i)
+            assert list(batch["text"])[at] == f"row {i} \u00fc"
+
+
+@row_maths(reads=("checked", "ragged"), writes=("share",))
+def share_of_total(batch: TensorDict, *, reduce: Any, report: Any, scale: float) -> TensorDict:
+    total = reduce(batch["checked"].double().sum())
+    report({"toy/items": Mean(float(lengths_of(batch["ragged"]).sum()), 1)})
+    share = batch["checked"].double() / total * scale
+    return TensorDict({"share": share.float()}, batch_size=batch.batch_size)
+
+
+def main(flow: Any, cfg: Config) -> None:
+    first, second = flow.spawn(FirstWorker, cfg.first), flow.spawn(SecondWorker, cfg.second)
+    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    assert first.whoami().values_by_rank() == list(first.target.layout.ranks)
+    for step in flow.steps(cfg.total_steps):
+        batch = first.make(next(prompts))
+        batch |= second.check(batch)
+        batch |= first.double(batch)
+        batch |= batch.map(share_of_total, scale=2.0)
+        step.log(second.update(batch))
+        used = len(flow.caller.fetched_bytes)
+        values = batch.fetch("number", "ragged", "text", "doubled", "share", "prompt_text")
+        assert values["number"].tolist() == batch.ids.tolist()
+        assert [row.tolist() for row in rows_of(values["ragged"])] == [
+            expected_ragged(i) for i in batch.ids.tolist()
+        ]
+        assert values["text"] == [f"row {i} \u00fc" for i in batch.ids.tolist()]
+        checked = torch.tensor(batch.ids) + 0.5
+        torch.testing.assert_close(values["doubled"], checked.float() * 2)
+        torch.testing.assert_close(values["share"], (checked / checked.sum() * 2).float())
+        assert len(values["prompt_text"]) == ROWS and used <= 1
+        late = second.check(batch[2:5])
+        assert late.fetch("checked")["checked"].tolist() == checked[2:5].tolist()
+    assert flow.caller.transfers.bytes.planned == flow.caller.transfers.bytes.moved
+
+
+class SendCounter:
+    """Counts what torch.distributed is asked to send, independent of ours."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._send = dist.isend
+
+    def __enter__(self) -> SendCounter:
+        def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.num_bytes += tensor.nbytes
+            return self._send(tensor, *args, **kwargs)
+
+        dist.isend = counting
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.isend = self._send
+
+
+def cases(world: int) -> dict[str, tuple[Any, tuple[int, ...] | None]]:
+    half, ranks = world // 2, list(range(world))
+
+    def pools(first: list[int], second: list[int]) -> dict[str, Any]:
+        return {
+            "one": {"roles": ["first"], "ranks": first},
+            "two": {"roles": ["second"], "ranks": second},
+        }
+
+    return {
+        "colocate": ("colocate", None),
+        "standalone": ("standalone", None),
+        "uneven": (pools(ranks[:1], ranks[1:]), None),
+        "reversed": (pools(ranks[half:], ranks[:half]), None),
+        "subset": ("standalone", tuple(ranks[1:3])),
+    }
+
+
+def run_case(name: str, placement: Any, ranks: Any, out: Path, data: str, tokenizer: str) -> None:
+    cfg = Config(
+        run=RunConfig(dir=str(out / name), call_seconds=60, sample_every=0),
+        data=DataConfig(train_path=data, tokenizer_path=tokenizer, prompts_per_step=ROWS),
+        placement=placement,
+    )
+    cfg.second.update.mini_batch_size = 4
+    cfg.second.update.num_epochs = 2
+    with SendCounter() as counter:
+        status = launch(sys.modules["dataflow"], cfg, ranks=ranks)
+    sent = torch.tensor([counter.num_bytes])
+    dist.all_reduce(sent)
+    if dist.get_rank() == 0:
+        (out / f"{name}.json").write_text(json.dumps({"sent": int(sent), "status": status}))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    import dataflow  # every rank, the controller too, finds classes under this name
+
+    out_dir, data_file, tokenizer_dir = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    dist.init_process_group("gloo")
+    for case, (placed, on_ranks) in cases(dist.get_world_size()).items():
+        dataflow.run_case(case, placed, on_ranks, out_dir, data_file, tokenizer_dir)
+    dist.barrier()
+    dist.destroy_process_group()

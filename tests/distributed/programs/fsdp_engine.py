@@ -1,0 +1,452 @@
+"""Four ranks run the FSDP engine on pools of 1-4 ranks; rank 0 writes what it measured as JSON.
+
+Usage: torchrun --nproc-per-node 4 fsdp_engine.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+import torch.distributed as dist
+from fsdp_reference import (
+    CLIP,
+    ENTROPY,
+    KL,
+    TEMPERATURE,
+    VALUE_CLIP,
+    Reference,
+    load,
+    make_batch,
+    reference_step,
+    row_log_probs,
+    row_values,
+    write_models,
+)
+from tensordict import TensorDict
+from torch import Tensor
+
+from spmdflow.blocks.hash import positional_hash
+from spmdflow.config.schema import (
+    EngineConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PolicyLossConfig,
+    ValueLossConfig,
+)
+from spmdflow.data.micro import cut, num_micro_batches
+from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
+from spmdflow.errors import SpmdflowError
+from spmdflow.objectives.log_prob import log_probs_from_logits
+from spmdflow.objectives.policy import PolicyLoss
+from spmdflow.objectives.value import ValueLoss
+from spmdflow.parallel.group import GroupSpec, GroupTable
+from spmdflow.parallel.layout import Layout
+from spmdflow.transfer.worker import WorkerContext
+from spmdflow.workers.fsdp import FSDPEngine
+from spmdflow.workers.hugging_face import load_causal_lm, load_critic_model, load_scalar_model
+from spmdflow.workers.micro_batch import MicroBatch
+
+LR = 1e-2
+MAX_DP, MAX_ROWS = 4, 9
+VARIANTS = {
+    # name: (model, reshard_after_forward, recompute, token budget)
+    "tied": ("tied", True, False, None),
+    "untied-gathered-recompute-tokens": ("untied", False, True, 24),
+    "critic": ("reward", False, False, None),
+    "critic-resharded-recompute-tokens": ("reward", True, True, 24),
+}
+
+
+@dataclass
+class World:
+    """What the checks share."""
+
+    rank: int
+    groups: GroupTable
+    folder: Path
+    results: dict[str, Any]
+    references: dict[tuple[str, int], Reference]
+
+    def engine(
+        self, kind: str, dp: int, cfg: EngineConfig, *, dtype: str = "float32", **optimizer: Any
+    ) -> FSDPEngine:
+        """An engine on ranks 0..dp-1; betas[0] = 0 keeps the gradient in exp_avg."""
+        layout = Layout.data_parallel(tuple(range(dp)))
+        context = WorkerContext(kind, layout, self.rank, self.groups, torch.device("cpu"), seed=0)
+        model = (load_scalar_model if kind == "reward" else load_causal_lm)(
+            ModelConfig(path=str(self.folder / kind), dtype=dtype)
+        )
+        settings = {"lr": LR, "betas": [0.0, 0.95], "weight_decay": 0.1, "clip_norm": 1e9}
+        chosen = OptimizerConfig(**{**settings, **optimizer})
+        return FSDPEngine(model, cfg, context, optimizer=chosen, total_optimizer_steps=4)
+
+    def reference(self, kind: str, rows: int) -> Reference:
+        """One plain step on rows rows, kept for the other pool sizes."""
+        key = (kind, rows)
+        if key not in self.references:
+            self.references[key] = reference_step(self.folder, kind, make_batch(rows), LR)
+        return self.references[key]
+
+    def note(self, name: str, value: Any) -> None:
+        """Record a result of rank 0."""
+        if self.rank == 0:
+            self.results[name] = value
+
+
+def main(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    groups = GroupTable(rank, timeout_seconds=60)
+    pools = [tuple(range(dp)) for dp in range(1, MAX_DP + 1)]
+    groups.make([GroupSpec(ranks, "compute", "gloo") for ranks in pools])
+    if rank == 0:
+        write_models(folder)
+    dist.barrier()
+    world = World(rank, groups, folder, {}, {})
+    for check in CHECKS:
+        check(world)
+        dist.barrier()
+    if rank == 0:
+        (folder / "results.json").write_text(json.dumps(world.results))
+    dist.destroy_process_group()
+
+
+def check_gradients(world: World) -> None:
+    """Every pool size, 1-9 rows, micro-batches of 1-4 rows or a token budget, both heads."""
+    found = []
+    for dp in range(1, MAX_DP + 1):
+        for name, (kind, reshard, recompute, budget) in VARIANTS.items():
+            if world.rank >= dp:
+                continue
+            cfg = EngineConfig(
+                reshard_after_forward=reshard, recompute=recompute, max_micro_batch_tokens=budget
+            )
+            engine = world.engine(kind, dp, cfg)
+            start = {key: value.clone() for key, value in engine.state_blocks().items()}
+            for rows in range(1, MAX_ROWS + 1):
+                engine.load_blocks(start)
+                share, parts = split(make_batch(rows), dp, world.rank, 1 + rows % 4, budget)
+                metrics = engine.train_step(share, loss_of(kind), num_micro_batches=parts)
+                state = whole_state(engine)
+                if world.rank == 0:
+                    expected = world.reference(kind, rows)
+                    found.append({"variant": name, "dp": dp, "rows": rows, "parts": parts})
+                    found[-1] |= errors(metrics, state, expected)
+    world.note("gradients", found)
+
+
+def check_trajectory(world: World) -> None:
+    """Four clipped steps with warm-up and cosine, on 4 ranks and on 1: equal weights."""
+    weights = {}
+    for dp in (1, MAX_DP):
+        if world.rank >= dp:
+            continue
+        engine = world.engine(
+            "tied", dp, EngineConfig(), clip_norm=0.05, schedule="cosine", warmup_steps=2
+        )
+        rates = []
+        for step in range(4):
+            share, parts = split(make_batch(6, seed=step), dp, world.rank, 2, None)
+            metrics = engine.train_step(share, loss_of("tied"), num_micro_batches=parts)
+            rates.append(metrics["lr"])
+        weights[dp] = dict(engine.full_tensors())
+        world.note("rates", rates)
+    if world.rank == 0:
+        world.note("trajectory_error", largest(weights[1], weights[MAX_DP]))
+
+
+def check_forward(world: World) -> None:
+    """Columns come back in row order, ragged like the responses, also on ranks without rows."""
+    for rows in (2, 9):
+        for budget in (None, 20):
+            world.note(f"forward_{rows}_{budget}", forward_gap(world, rows, budget))
+
+
+def check_real_models(world: World) -> None:
+    """The same with the pre-trained model and reward model that SPMDFLOW_DATA holds."""
+    data = os.environ.get("SPMDFLOW_DATA")
+    if not data:
+        return
+    real = replace(world, folder=world.folder / "real", references={})
+    if world.rank == 0:
+        real.folder.mkdir()
+        for kind, name in (("tied", "stories260K-hd64"), ("reward", "stories260K-hd64-rm-vader")):
+            (real.folder / kind).symlink_to(Path(data).resolve() / "models" / name)
+    dist.barrier()
+    world.note("real_forward", forward_gap(real, 9, None))
+
+
+def forward_gap(world: World, rows: int, budget: int | None) -> float:
+    """Largest difference from plain Hugging Face of log-probs and scores on four ranks."""
+    batch = make_batch(rows)
+    share, parts = split(batch, MAX_DP, world.rank, 2, budget)
+    cfg = EngineConfig(max_micro_batch_tokens=budget)
+    policy = world.engine("tied", MAX_DP, cfg)
+    answer = policy.forward(share, log_prob_columns, num_micro_batches=parts)
+    assert torch.equal(lengths_of(answer["log_probs"]), lengths_of(share["responses"]))
+    reward = world.engine("reward", MAX_DP, cfg)
+    answer["scores"] = reward.forward(share, score_columns, num_micro_batches=parts)["scores"]
+    joined: list[Any] = [None] * MAX_DP
+    dist.all_gather_object(
+        joined, (rows_of(answer["log_probs"]), answer["scores"], answer.batch_size[0])
+    )
+    return forward_error(world.folder, batch, joined) if world.rank == 0 else 0.0
+
+
+def check_state(world: World) -> None:
+    """Saved after one step and loaded into a new engine, the second step is the same, bitwise."""
+    batch = make_batch(7)
+    share, parts = split(batch, MAX_DP, world.rank, 2, None)
+    first = world.engine("untied", MAX_DP, EngineConfig())
+    first.train_step(share, loss_of("untied"), num_micro_batches=parts)
+    saved = {name: block.clone() for name, block in first.state_blocks().items()}
+    first.forward(share, log_prob_columns, num_micro_batches=parts)
+    first.train_step(share, loss_of("untied"), num_micro_batches=parts)
+    second = world.engine("untied", MAX_DP, EngineConfig())
+    second.forward(share, log_prob_columns, num_micro_batches=parts)  # loading must undo a gather
+    second.load_blocks(saved)
+    second.train_step(share, loss_of("untied"), num_micro_batches=parts)
+    for part in ("parameters", "gradients", "optimizer"):
+        second.residency("host", part)
+        second.residency("device", part)
+    pairs = zip(first.state_blocks().items(), second.state_blocks().values(), strict=True)
+    equal = [name for name, block in first.state_blocks().items()]
+    different = [name for (name, a), b in pairs if not torch.equal(a, b)]
+    world.note("state", {"blocks": len(equal), "different": different})
+    wrong = {**saved, "model.norm.weight": torch.zeros(3)}
+    world.note("misshapen_state", message(lambda: second.load_blocks(wrong)))
+
+
+def check_hashes(world: World) -> None:
+    """Hashes of shards equal hashes of whole tensors, for each pool size and dtype."""
+    found = {}
+    for dp in range(1, MAX_DP + 1):
+        if world.rank >= dp:
+            continue
+        engine = world.engine("reward", dp, EngineConfig())
+        for dtype in (torch.float32, torch.bfloat16):
+            hashes = engine.shard_hashes(dtype)
+            whole = {n: positional_hash(x.to(dtype), 0) for n, x in engine.full_tensors()}
+            found[f"{dp} {dtype}"] = hashes == whole
+            world.note("hashed", list(hashes))
+        block = dict(engine.blocks())["model.layers.0.mlp.up_proj.weight"]
+        if block.numel() and world.rank == dp - 1:
+            block[-1, -1] += 1e-6
+        changed = engine.shard_hashes(torch.float32)
+        names = [n for n, x in engine.full_tensors() if changed[n] != hashes_of(world.folder)[n]]
+        found[f"{dp} changed"] = names == ["model.layers.0.mlp.up_proj.weight"]
+    world.note("hashes", found)
+
+
+def check_export(world: World) -> None:
+    """A folder written from shards loads in Hugging Face and gives the same logits."""
+    for kind in ("tied", "untied", "reward"):
+        engine = world.engine(kind, MAX_DP, EngineConfig())
+        share, parts = split(make_batch(5), MAX_DP, world.rank, 2, None)
+        engine.train_step(share, loss_of(kind), num_micro_batches=parts)
+        target = world.folder / "export"
+        engine.export_hugging_face(target / kind)
+        full = dict(engine.full_tensors())
+        columns = score_columns if kind == "reward" else log_prob_columns
+        answer = engine.forward(share, columns, num_micro_batches=parts)
+        if world.rank == 0:
+            model = load(target, kind)
+            same = {n: torch.equal(p, full[n]) for n, p in model.named_parameters()}
+            untrained = load(world.folder, kind)
+            moved = largest(dict(untrained.named_parameters()), full)
+            gap = output_gap(model, kind, share, answer)
+            files = sorted(path.name for path in (target / kind).iterdir())
+            world.note(f"export_{kind}", {"same": all(same.values()), "moved": moved, "gap": gap})
+            world.note("export_files", files)
+
+
+def check_bfloat16(world: World) -> None:
+    """bfloat16 compute: near the float32 gradient; master weights and moments stay float32."""
+    found = {}
+    for kind in ("tied", "reward"):
+        engine = world.engine(kind, 2, EngineConfig(), dtype="bfloat16") if world.rank < 2 else None
+        if engine is None:
+            continue
+        share, parts = split(make_batch(8), 2, world.rank, 2, None)
+        metrics = engine.train_step(share, loss_of(kind), num_micro_batches=parts)
+        state = whole_state(engine)
+        if world.rank == 0:
+            expected = world.reference(kind, 8)
+            a = torch.cat([state[f"{n}.exp_avg"].flatten() for n in expected.gradients])
+            b = torch.cat([g.flatten() for g in expected.gradients.values()])
+            dtypes = {str(x.dtype) for n, x in engine.state_blocks().items() if "." in n}
+            found[kind] = {
+                "cosine": float(torch.nn.functional.cosine_similarity(a, b, dim=0)),
+                "loss_error": abs(float(metrics["loss"]) - expected.loss),
+                "dtypes": sorted(dtypes - {"torch.int64"}),
+            }
+    world.note("bfloat16", found)
+
+
+def check_refusals(world: World) -> None:
+    """A gradient that is not finite stops the run and changes nothing; other misuse is named."""
+    engine = world.engine("tied", MAX_DP, EngineConfig())
+    batch = make_batch(4)
+    batch["advantages"].values()[0] = float("inf")
+    share, parts = split(batch, MAX_DP, world.rank, 2, None)
+    before = {name: block.clone() for name, block in engine.state_blocks().items()}
+    text = message(lambda: engine.train_step(share, loss_of("tied"), num_micro_batches=parts))
+    after = engine.state_blocks()
+    world.note("not_finite", text)
+    world.note("unchanged", all(torch.equal(before[name], after[name]) for name in before))
+    critic = load_critic_model(ModelConfig(path=str(world.folder / "tied")))
+    head = critic.module.get_submodule("score").weight
+    world.note("zero_head", bool((head == 0).all()) and tuple(head.shape) == (1, 32))
+    causal = ModelConfig(path=str(world.folder / "tied"))
+    world.note("no_head", message(lambda: load_scalar_model(causal)))
+    world.note("no_folder", message(lambda: load_causal_lm(ModelConfig(path="/nowhere"))))
+
+
+def split(
+    batch: TensorDict, dp: int, rank: int, max_rows: int, budget: int | None
+) -> tuple[TensorDict, int]:
+    """This rank's contiguous share of the rows and the number of micro-batches of every rank."""
+    lengths = (lengths_of(batch["prompts"]) + lengths_of(batch["responses"])).tolist()
+    shares = cut(lengths, dp, by_tokens=False)
+    count = num_micro_batches(
+        [[lengths[row] for row in share] for share in shares], max_rows=max_rows, max_tokens=budget
+    )
+    columns = {}
+    for name in batch.keys():
+        rows = rows_of(batch[name])
+        chosen = [rows[row] for row in shares[rank]]
+        columns[name] = ragged_from_rows(chosen, dtype=batch[name].dtype)
+    return TensorDict(columns, batch_size=[len(shares[rank])]), count
+
+
+def loss_of(kind: str) -> PolicyLoss | ValueLoss:
+    """The engine-side loss with the reference's coefficients."""
+    if kind == "reward":
+        return ValueLoss(ValueLossConfig(clip_range=VALUE_CLIP))
+    cfg = PolicyLossConfig(clip_ratio=CLIP, entropy_coef=ENTROPY, kl_coef=KL, kl_estimator="k3")
+    return PolicyLoss(cfg, TEMPERATURE)
+
+
+def log_prob_columns(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
+    log_probs = log_probs_from_logits(output, micro.next_ids, TEMPERATURE)
+    return {"log_probs": micro.gather(log_probs)}
+
+
+def score_columns(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
+    return {"scores": micro.last(output)}
+
+
+def whole_state(engine: FSDPEngine) -> dict[str, Tensor]:
+    """Shards of all ranks put together on rank 0, by pickling: independent of FSDP's gathers."""
+    group = engine.groups.get(engine.layout.ranks)
+    pieces: list[Any] | None = [None] * engine.layout.size if engine.rank == 0 else None
+    dist.gather_object(engine.state_blocks(), pieces, dst=0, group=group)
+    if pieces is None:
+        return {}
+    names = [name for name in pieces[0] if name != "optimizer.steps"]
+    return {name: torch.cat([piece[name] for piece in pieces]) for name in names}
+
+
+def errors(
+    metrics: Mapping[str, Any], state: Mapping[str, Tensor], expected: Reference
+) -> dict[str, float]:
+    """Largest absolute differences from the reference."""
+    norm = torch.sqrt(sum((g.double() ** 2).sum() for g in expected.gradients.values()))
+    gradients = {name: state[f"{name}.exp_avg"] for name in expected.gradients}
+    return {
+        "loss": abs(metrics["loss"] - expected.loss),
+        "norm": abs(metrics["grad_norm"] / float(norm) - 1),
+        "gradient": largest(gradients, expected.gradients),
+        "largest_gradient": max(float(g.abs().max()) for g in expected.gradients.values()),
+        "compared": clear_share(expected),
+        "weight": max(
+            weight_error(state[n], w, expected.gradients[n]) for n, w in expected.weights.items()
+        ),
+    }
+
+
+def clear_share(expected: Reference) -> float:
+    """Share of weights that weight_error looks at."""
+    clear = [((g.abs() > 1e-5) | (g == 0)).flatten() for g in expected.gradients.values()]
+    return float(torch.cat(clear).float().mean())
+
+
+def weight_error(ours: Tensor, theirs: Tensor, gradient: Tensor) -> float:
+    """Largest difference where the gradient is no mere rounding error.
+
+    Adam's first step is lr * sign(gradient): where the true gradient is 0 (the rotary pairs of a
+    first token, say), the sign of a 1e-9 decides and no two programs agree.
+    """
+    clear = (gradient.abs() > 1e-5) | (gradient == 0)
+    return float(((ours - theirs).abs() * clear).max())
+
+
+def largest(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    """Largest absolute difference over the tensors that b names."""
+    return max(float((a[name] - b[name]).detach().abs().max()) for name in b)
+
+
+def forward_error(folder: Path, batch: TensorDict, joined: list[Any]) -> float:
+    log_probs = [row for rows, _, _ in joined for row in rows]
+    scores = torch.cat([scores for _, scores, _ in joined])
+    assert sum(count for _, _, count in joined) == batch.batch_size[0] == len(log_probs)
+    policy, reward = load(folder, "tied"), load(folder, "reward")
+    answer = {"log_probs": ragged_from_rows(log_probs), "scores": scores}
+    return max(
+        output_gap(policy, "tied", batch, answer), output_gap(reward, "reward", batch, answer)
+    )
+
+
+def output_gap(model: Any, kind: str, batch: TensorDict, answer: Mapping[str, Tensor]) -> float:
+    """Largest difference between an engine's columns and a plain model, row by row."""
+    columns = {name: rows_of(batch[name]) for name in batch.keys()}
+    worst = 0.0
+    with torch.no_grad():
+        for i in range(batch.batch_size[0]):
+            row = {name: rows[i] for name, rows in columns.items()}
+            if kind == "reward":
+                gap = row_values(model, row)[-1] - answer["scores"][i]
+            else:
+                gap = row_log_probs(model, row) - rows_of(answer["log_probs"])[i]
+            worst = max(worst, float(gap.abs().max()))
+    return worst
+
+
+def hashes_of(folder: Path) -> dict[str, int]:
+    model = load(folder, "reward")
+    return {name: positional_hash(p, 0) for name, p in model.named_parameters()}
+
+
+def message(action: Callable[[], object]) -> str:
+    """The text of the error that action raises."""
+    try:
+        action()
+    except SpmdflowError as err:
+        return str(err)
+    return "no error"
+
+
+CHECKS = (
+    check_gradients,
+    check_trajectory,
+    check_forward,
+    check_real_models,
+    check_state,
+    check_hashes,
+    check_export,
+    check_bfloat16,
+    check_refusals,
+)
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,133 @@
+"""No prints, no stray environment, no forbidden words, ASCII, late imports only where heavy."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.policy.house import files, functions_of, imported_names, text_of, tree_of
+
+CODE = files("spmdflow", "algos")
+
+ENVIRONMENT = {
+    "spmdflow/run.py": "reads what torchrun set",
+    "spmdflow/config/load.py": "resolves settings",
+    "spmdflow/rollout/vllm_engine.py": "vLLM is configured by variables only",
+    "spmdflow/rollout/process_state.py": "puts back what vLLM changes",
+}
+"""The files that may touch os.environ, and why."""
+
+HEAVY = {"vllm", "megatron", "transformers", "pyarrow", "tensorboard", "wandb", "matplotlib"}
+"""Libraries that are imported inside functions, where they are needed."""
+LATE_IMPORTERS = {"spmdflow/run.py": "a refusal needs no torch"}
+"""Files that may import other things late, and why."""
+
+SEAMS = {
+    "omegaconf": {"spmdflow/config/load.py"},
+    "msgpack": 1,
+    "zmq": 1,
+    "pyarrow": 1,
+    "tensorboard": 1,
+    "wandb": 1,
+    "matplotlib": 1,
+}
+"""Library -> the files, or the number of files, that import it."""
+
+FORBIDDEN_WORDS = ("master", "slave", "manager", "handler", "service", "driver", "util", "helper")
+FORBIDDEN_FILES = ("utils", "util", "common", "helpers", "misc")
+
+
+def test_nothing_prints_outside_scripts() -> None:
+    prints = [
+        f"{file}:{node.lineno}"
+        for file in CODE
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
+    ]
+
+    assert prints == []
+
+
+def test_environment_is_touched_only_where_the_table_says() -> None:
+    touched = [
+        f"{file}:{node.lineno}"
+        for file in CODE
+        if file not in ENVIRONMENT
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
+    ]
+    touched += [
+        f"{file}:{line}"
+        for file in CODE
+        if file not in ENVIRONMENT
+        for line, module, name in imported_names(tree_of(file))
+        if module == "os" and name in ("environ", "getenv", "putenv")
+    ]
+
+    assert touched == []
+
+
+def test_classes_avoid_the_forbidden_words() -> None:
+    found = [
+        f"{file}:{node.lineno} {node.name}"
+        for file in CODE
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.ClassDef)
+        if any(word in node.name.lower() for word in FORBIDDEN_WORDS)
+    ]
+
+    assert found == []
+
+
+def test_files_are_named_after_what_they_hold() -> None:
+    names = {file: Path(file).with_suffix("").parts for file in CODE}
+
+    assert [file for file, parts in names.items() if set(parts) & set(FORBIDDEN_FILES)] == []
+    repeated = [
+        file
+        for file, (*_, room, name) in names.items()
+        if name != "__init__" and name.split("_")[0] == room
+    ]
+    assert repeated == [], "the room's name is not repeated in the file's"
+
+
+def test_code_is_ascii() -> None:
+    odd = [
+        f"{file}:{number} {sorted({c for c in line if not c.isascii()})}"
+        for file in files("spmdflow", "algos", "scripts", "tests")
+        for number, line in enumerate(text_of(file).splitlines(), 1)
+        if not line.isascii()
+    ]
+
+    assert odd == []
+
+
+def test_imports_inside_functions_are_of_heavy_libraries_only() -> None:
+    late = {
+        f"{file}:{line} {module}"
+        for file in CODE
+        if file not in LATE_IMPORTERS
+        for function in functions_of(tree_of(file))
+        for line, module, _ in imported_names(function)
+        if not HEAVY & set(module.split("."))
+    }
+
+    assert sorted(late) == []
+
+
+@pytest.mark.parametrize("library", SEAMS)
+def test_library_has_one_seam(library: str) -> None:
+    importers = {
+        file
+        for file in files("spmdflow")
+        for _, module, _ in imported_names(tree_of(file))
+        if library in module.split(".")
+    }
+    allowed = SEAMS[library]
+
+    if isinstance(allowed, set):
+        assert importers == allowed
+    else:
+        assert len(importers) <= allowed, sorted(importers)

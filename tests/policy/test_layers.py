@@ -1,0 +1,76 @@
+"""Imports go down the layers or sideways inside a room, never in a circle (DESIGN section 9)."""
+
+from __future__ import annotations
+
+import graphlib
+
+from tests.policy.house import import_graph, room_of
+
+LAYERS = [
+    ["errors", "log", "config"],
+    ["parallel", "blocks", "data"],
+    ["transfer", "objectives", "rewards", "datasets", "checkpoint", "tracking"],
+    ["controller", "workers", "rollout", "mapping"],
+    ["hybrid_engine"],
+    ["models"],
+    ["run", "plan", "report", "status", "export", "replay", "__init__"],
+]
+LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
+STRANGERS = LAYERS[3]
+"""Rooms of one layer that never import one another."""
+
+
+def _edges() -> list[tuple[str, str, str]]:
+    """(importing room, imported room, where), over different rooms."""
+    return [
+        (room_of(module), room_of(target), where)
+        for module, targets in import_graph(with_types=True).items()
+        for target, where in targets.items()
+        if room_of(module) != room_of(target)
+    ]
+
+
+def test_every_room_has_a_layer() -> None:
+    rooms = {room_of(module) for module in import_graph(with_types=True)}
+
+    assert sorted(rooms - set(LAYER_OF)) == [], "give the room a layer in this table"
+    assert {"config", "controller", "run"} <= rooms
+
+
+def test_imports_never_go_up() -> None:
+    up = [
+        f"{where}: {room} (layer {LAYER_OF[room]}) imports {target} (layer {LAYER_OF[target]})"
+        for room, target, where in _edges()
+        if LAYER_OF[target] > LAYER_OF[room]
+    ]
+
+    assert up == []
+
+
+def test_rooms_of_layer_3_never_import_one_another() -> None:
+    sideways = [
+        f"{where}: {room} imports {target}"
+        for room, target, where in _edges()
+        if room in STRANGERS and target in STRANGERS
+    ]
+
+    assert sideways == []
+
+
+def test_nothing_imports_the_package_itself() -> None:
+    assert [where for _, target, where in _edges() if target == "__init__"] == []
+
+
+def test_rooms_have_no_cycle() -> None:
+    graph: dict[str, set[str]] = {}
+    for room, target, _ in _edges():
+        graph.setdefault(room, set()).add(target)
+
+    assert list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_modules_have_no_cycle() -> None:
+    imports = import_graph(with_types=False)
+    graph = {module: set(targets) - {module} for module, targets in imports.items()}
+
+    assert list(graphlib.TopologicalSorter(graph).static_order())

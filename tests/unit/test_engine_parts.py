@@ -1,0 +1,146 @@
+"""Row-maths marks, the positional hash and the learning-rate schedule: the engines' small parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from spmdflow.blocks.hash import MODULUS, positional_hash, to_signed
+from spmdflow.config.schema import OptimizerConfig
+from spmdflow.errors import CheckpointError, ConfigError, ProtocolError
+from spmdflow.transfer.row_maths import row_maths, row_maths_spec
+from spmdflow.workers.optimizer import ShardedAdamW, learning_rate
+
+
+@row_maths(reads=["a"], optional=["b"], writes=["c"])
+def _marked(batch: TensorDict) -> TensorDict:
+    return batch
+
+
+def test_row_maths_mark_stores_facts_and_wraps_nothing() -> None:
+    spec = row_maths_spec(_marked)
+
+    assert (spec.reads, spec.optional, spec.writes) == (("a",), ("b",), ("c",))
+    assert spec.name == "_marked" and _marked.__name__ == "_marked"
+
+
+def test_lambda_and_local_function_are_refused_because_other_ranks_cannot_import_them() -> None:
+    def local(batch: TensorDict) -> TensorDict:
+        return batch
+
+    for fn in (local, lambda batch: batch):
+        with pytest.raises(ProtocolError, match="import by name; move it to the top level"):
+            row_maths(reads=(), writes=())(fn)
+        with pytest.raises(ProtocolError, match="import by name"):
+            row_maths_spec(fn)
+
+
+def test_unmarked_function_is_refused_with_what_to_add() -> None:
+    with pytest.raises(ProtocolError, match="declares no columns; .* @row_maths"):
+        row_maths_spec(positional_hash)
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(0, 3))
+def test_hashes_of_pieces_add_up_to_the_hash_of_the_whole(sizes: list[int], kind: int) -> None:
+    dtype = (torch.float32, torch.bfloat16, torch.float64, torch.int64)[kind]
+    whole = torch.arange(sum(sizes)).to(dtype)
+
+    total, start = 0, 0
+    for size in sizes:
+        total += positional_hash(whole[start : start + size], start)
+        start += size
+
+    assert total % MODULUS == positional_hash(whole, 0)
+
+
+def test_hash_sees_one_bit_a_swap_a_shift_and_a_repeat() -> None:
+    x = torch.randn(1000)
+    flipped, swapped, repeated = x.clone(), x.clone(), x.clone()
+    flipped.view(torch.int32)[77] ^= 1
+    swapped[[3, 4]] = x[[4, 3]]
+    repeated[5] = x[6]
+
+    hashes = [positional_hash(y, 0) for y in (x, flipped, swapped, x.roll(1), repeated, x[:-1])]
+
+    assert len(set(hashes)) == len(hashes)
+    assert all(0 <= value < MODULUS for value in hashes)
+
+
+def test_hash_knows_zero_signs_and_shapes_only_by_order() -> None:
+    x = torch.randn(4, 6)
+
+    assert positional_hash(torch.zeros(3), 0) != positional_hash(-torch.zeros(3), 0)
+    assert positional_hash(x, 0) == positional_hash(x.flatten(), 0)
+    assert positional_hash(x.t(), 0) == positional_hash(x.t().contiguous(), 0)
+    assert positional_hash(torch.zeros(0, 4), 9) == 0
+
+
+def test_hash_of_more_than_one_chunk_equals_its_pieces() -> None:
+    x = torch.randn((1 << 20) + 5)
+
+    split = positional_hash(x[:1000], 0) + positional_hash(x[1000:], 1000)
+
+    assert positional_hash(x, 0) == split % MODULUS
+
+
+@given(st.integers(0, MODULUS - 1))
+def test_signed_hash_has_the_same_value_modulo_2_to_the_64(value: int) -> None:
+    signed = to_signed(value)
+
+    assert -(2**63) <= signed < 2**63 and signed % MODULUS == value
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 1.0, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4]),
+    ],
+)
+def test_schedule_warms_up_and_then_follows_its_shape(schedule: str, rates: list[float]) -> None:
+    cfg = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2)
+
+    assert [learning_rate(cfg, step, 6) for step in range(6)] == pytest.approx(rates)
+    assert learning_rate(cfg, 9, 6) == (1.0 if schedule == "constant" else pytest.approx(0))
+
+
+def test_schedule_without_enough_steps_or_unknown_is_refused() -> None:
+    shards = {"w": torch.zeros(2)}
+    with pytest.raises(ConfigError, match="got 3 optimizer steps in total and 5 of warm-up"):
+        ShardedAdamW(shards, OptimizerConfig(schedule="cosine", warmup_steps=5), 3)
+    with pytest.raises(ConfigError, match="got 'step'; expected one of"):
+        ShardedAdamW(shards, OptimizerConfig(schedule="step"), 3)
+
+
+def test_sharded_adamw_steps_like_torch_and_skips_empty_shards() -> None:
+    cfg = OptimizerConfig(lr=0.1, weight_decay=0.1)
+    shards = {"w": torch.randn(5), "none_here": torch.zeros(0, 3)}
+    plain = torch.nn.Parameter(shards["w"].clone())
+    reference = torch.optim.AdamW([plain], lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    ours = ShardedAdamW(shards, cfg, 0)
+    for _ in range(3):
+        plain.grad = torch.randn(5)
+        reference.step()
+        ours.step({"w": plain.grad.clone(), "none_here": torch.zeros(0, 3)})
+
+    torch.testing.assert_close(shards["w"], plain.detach(), rtol=0, atol=1e-6)
+    assert int(ours.state_blocks()["optimizer.steps"]) == 3
+
+
+def test_adamw_of_a_rank_with_only_empty_shards_still_counts_its_steps() -> None:
+    ours = ShardedAdamW({"w": torch.zeros(0, 3)}, OptimizerConfig(), 0)
+
+    ours.step({"w": torch.zeros(0, 3)})
+
+    assert ours.steps_done == 1
+
+
+def test_optimizer_state_that_lacks_a_block_is_refused_by_name() -> None:
+    ours = ShardedAdamW({"w": torch.zeros(2)}, OptimizerConfig(), 0)
+
+    with pytest.raises(CheckpointError, match=r"state of w.exp_avg: got nothing; expected"):
+        ours.load_blocks({})

@@ -1,0 +1,148 @@
+"""The grid of a model's ranks: places, groups, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import re
+
+import pytest
+
+from spmdflow.errors import ConfigError
+from spmdflow.parallel.layout import Coordinate, Layout
+from tests.unit.block_reference import layouts
+
+WORLD_8 = Layout(tuple(range(8)), pp_size=2, dp_size=2, tp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("axis", "groups"),
+    [
+        ("tp", [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ("pp", [(0, 2), (1, 3), (4, 6), (5, 7)]),
+        ("dp", [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        ("replica", [(0, 1, 2, 3), (4, 5, 6, 7)]),
+    ],
+)
+def test_groups_of_world_8_p2_t2_d2_are_those_of_the_design(axis, groups):
+    assert WORLD_8.axis_groups(axis) == groups
+
+
+@pytest.mark.parametrize("size", range(1, 13))
+def test_rank_is_tp_fastest_then_pp_then_dp_in_every_layout(size):
+    first = 5
+
+    for layout in layouts(size, first):
+        for rank in layout.ranks:
+            pp, dp, tp = layout.coordinate(rank)
+            assert rank - first == (dp * layout.pp_size + pp) * layout.tp_size + tp
+            assert (pp < layout.pp_size, dp < layout.dp_size, tp < layout.tp_size) == (True,) * 3
+            assert layout.group_rank(rank) == rank - first
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "dp"])
+@pytest.mark.parametrize("size", range(1, 17))
+def test_axis_group_holds_the_ranks_that_differ_in_that_axis_only(size, axis):
+    for layout in layouts(size):
+        for rank in layout.ranks:
+            place = layout.coordinate(rank)._asdict() | {axis: None}
+            alike = [
+                other
+                for other in layout.ranks
+                if layout.coordinate(other)._asdict() | {axis: None} == place
+            ]
+            assert layout.axis_group(rank, axis) == tuple(alike)
+
+
+@pytest.mark.parametrize("size", range(1, 17))
+def test_groups_of_every_axis_partition_the_ranks_ascending(size):
+    sizes = {"tp": "tp_size", "pp": "pp_size", "dp": "dp_size", "shard": "shard_size"}
+    for layout in layouts(size, first=3):
+        for axis, name in sizes.items():
+            groups = layout.axis_groups(axis)
+            assert sorted(rank for group in groups for rank in group) == list(layout.ranks)
+            assert all(list(group) == sorted(group) for group in groups)
+            assert {len(group) for group in groups} == {getattr(layout, name)}
+
+
+def test_shards_are_neighbouring_dp_ranks_and_replicate_crosses_them():
+    layout = Layout.data_parallel((0, 1, 2, 3, 4, 5), shard_size=3)
+
+    assert layout.dp_size == 6
+    assert layout.axis_groups("shard") == [(0, 1, 2), (3, 4, 5)]
+    assert layout.axis_groups("replicate") == [(0, 3), (1, 4), (2, 5)]
+
+
+def test_ranks_of_a_pool_need_not_be_neighbours():
+    layout = Layout((1, 4, 6, 9), dp_size=2, tp_size=2)
+
+    assert layout.axis_groups("tp") == [(1, 4), (6, 9)]
+    assert layout.coordinate(6) == Coordinate(pp=0, dp=1, tp=0)
+    assert layout.group_rank(9) == 3
+
+
+def test_layout_that_travelled_as_plain_data_is_equal():
+    plain = dataclasses.asdict(WORLD_8)
+
+    assert Layout(**plain | {"ranks": list(plain["ranks"])}) == WORLD_8
+    assert pickle.loads(pickle.dumps(WORLD_8)) == WORLD_8
+    assert hash(Layout(tuple(range(8)), 2, 2, 2)) == hash(WORLD_8)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "message"),
+    [
+        ((0, 1, 2), {"tp_size": 2}, "tp_size 2 = 2, expected 3, the number of ranks"),
+        ((0, 1), {"dp_size": -1, "tp_size": -2}, "each size at least 1"),
+        ((0, 1), {"dp_size": 0}, "= 0, expected 2"),
+        ((1, 0), {"dp_size": 2}, r"got ranks (1, 0), expected .* list them as (0, 1)"),
+        ((1, 1), {"dp_size": 2}, "each once; list them as (1,)"),
+        ((-1, 0), {"dp_size": 2}, "none negative"),
+        ((), {}, "at least one"),
+        (
+            tuple(range(6)),
+            {"dp_size": 6, "shard_size": 4},
+            "shard_size 4, expected a divisor of dp_size 6; choose one of [1, 2, 3, 6]",
+        ),
+        (
+            (0, 1, 2, 3),
+            {"tp_size": 4, "gen_tp_size": 3},
+            "gen_tp_size 3, expected a divisor of tp_size 4; choose one of [1, 2, 4]",
+        ),
+        (
+            (0, 1),
+            {"pp_size": 2, "gen_pp_size": 4},
+            "gen_pp_size 4, expected a divisor of pp_size 2; choose one of [1, 2]",
+        ),
+    ],
+)
+def test_layout_that_cannot_work_is_refused_with_got_expected_do(ranks, sizes, message):
+    pattern = re.escape(message).replace(r"\.\*", ".*")
+
+    with pytest.raises(ConfigError, match=pattern):
+        Layout(ranks, **sizes)
+
+
+def test_rank_outside_the_pool_is_refused():
+    with pytest.raises(ConfigError, match="got rank 8, expected one of"):
+        WORLD_8.coordinate(8)
+    with pytest.raises(ConfigError, match="got rank 9"):
+        WORLD_8.axis_group(9, "tp")
+
+
+def test_unknown_axis_is_refused_with_the_choices():
+    with pytest.raises(ConfigError, match="got axis 'ep', expected one of dp, gen_pp"):
+        WORLD_8.axis_groups("ep")
+
+
+def test_refusal_of_a_large_pool_does_not_list_every_rank():
+    with pytest.raises(ConfigError) as refusal:
+        Layout(tuple(range(1000)), dp_size=999)
+
+    assert "(0, 1, 2, ... 999; 1000 ranks)" in str(refusal.value)
+    assert len(str(refusal.value)) < 250
+
+
+def test_short_name_shows_sizes_and_generation_where_it_differs():
+    assert str(Layout(tuple(range(4)), tp_size=2, dp_size=2)) == "t2p1d2"
+    assert str(Layout(tuple(range(4)), tp_size=4, gen_tp_size=2)) == "t4p1d1-g(t2p1x2)"

@@ -1,0 +1,100 @@
+"""`python -m spmdflow.report`: text and picture from metrics.jsonl."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmdflow.report import main
+from spmdflow.tracking.tracker import Tracker
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    tracker = Tracker(tmp_path)
+    for step in range(21):
+        metrics = {"time/step_seconds": 2.0, "time/update_actor_seconds": 0.5}
+        metrics |= {"reward/mean": step / 20, "custom/x": -1.0} if step else {}
+        metrics |= {"eval/accuracy": 0.5 + step / 50} if step % 10 == 0 else {}
+        tracker.write_metrics(step, metrics)
+    return tmp_path
+
+
+def test_report_shows_curves_values_and_stages(run_dir, capsys):
+    assert main([str(run_dir)]) == 0
+
+    text = capsys.readouterr().out
+    assert "steps 0 to 20" in text
+    assert text.index("eval/accuracy") < text.index("reward/mean") < text.index("metric  ")
+    lines = [line.split() for line in text.splitlines()]
+    assert ["eval/accuracy", "0.5", "0.5", "0.9", "0.9"] in lines
+    assert ["reward/mean", "0.05", "0.05", "1", "1"] in lines
+    assert ["actor", "10.5", "25.0%"] in lines
+    assert max(map(len, text.splitlines()[1:-1])) <= 80
+
+
+def test_report_writes_a_picture(run_dir, capsys):
+    main([str(run_dir)])
+
+    picture = (run_dir / "curve.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 5000
+    assert capsys.readouterr().out.endswith(f"curve: {run_dir / 'curve.png'}\n")
+
+
+def test_report_draws_the_keys_asked_for(run_dir, capsys):
+    assert main([str(run_dir), "--keys", "custom/x", "--png", str(run_dir / "x.png")]) == 0
+
+    text = capsys.readouterr().out
+    assert text.splitlines()[2] == "custom/x"
+    assert (run_dir / "x.png").exists() and not (run_dir / "curve.png").exists()
+
+
+def test_report_of_a_running_run_with_a_torn_line_works(run_dir, capsys):
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "rew')
+
+    assert main([str(run_dir)]) == 0
+    assert "steps 0 to 20" in capsys.readouterr().out
+
+
+def test_report_leaves_out_values_that_were_not_finite(run_dir, capsys):
+    Tracker(run_dir).write_metrics(21, {"reward/mean": float("nan")})
+
+    assert main([str(run_dir)]) == 0
+    assert ["reward/mean", "0.05", "0.05", "1", "1"] in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_report_without_metrics_says_what_it_looked_for(tmp_path, capsys, content):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+
+    assert main([str(tmp_path)]) == 2
+    assert f"report: {tmp_path / 'metrics.jsonl'} is" in capsys.readouterr().err
+
+
+def test_report_of_an_unknown_key_lists_the_known_ones(run_dir, capsys):
+    assert main([str(run_dir), "--keys", "reward/men"]) == 2
+    assert "no step has reward/men, expected some of custom/x" in capsys.readouterr().err
+
+
+def test_report_without_matplotlib_is_text_and_says_how_to_get_pictures(
+    run_dir, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+    assert main([str(run_dir)]) == 0
+    assert capsys.readouterr().out.endswith(
+        "curve: no picture without matplotlib; pip install 'spmdflow[plot]'\n"
+    )
+
+
+def test_report_into_a_folder_that_cannot_be_written_is_still_text(run_dir, capsys):
+    png_path = run_dir / "metrics.jsonl" / "curve.png"
+
+    assert main([str(run_dir), "--png", str(png_path)]) == 0
+    assert "no picture: cannot write" in capsys.readouterr().out

@@ -1,0 +1,116 @@
+"""Mini-batches first, shares second: which rows go where. Integers only."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmdflow.controller.schedule import (
+    CutSettings,
+    MicroLimit,
+    cut_mini_batches,
+    permutation,
+    plan_mini_batches,
+    share_near,
+)
+
+LIMIT = MicroLimit(max_rows=4, max_tokens=None)
+
+
+def plan(parents, num_shares, holder=None, **changes):
+    cut = CutSettings(
+        **{"mini_batch_size": 4, "num_epochs": 1, "shuffle": True, "balance_tokens": False}
+        | changes
+    )
+    parents = np.asarray(parents)
+    holder = np.full(len(parents), -1) if holder is None else np.asarray(holder)
+    return plan_mini_batches(
+        parents,
+        holder,
+        num_shares,
+        cut=cut,
+        limit=LIMIT,
+        lengths=np.ones(len(parents), dtype=np.int64),
+        seed=0,
+        step=3,
+    )
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 6), st.integers(1, 9))
+def test_optimizer_steps_have_the_same_rows_for_every_number_of_shares(rows, size, n, shares):
+    parents = np.repeat(np.arange(rows), n)
+
+    one = plan(parents, 1, mini_batch_size=size * n)
+    many = plan(parents, shares, mini_batch_size=size * n)
+
+    assert [set(p.shares[0]) for p in one] == [set(np.concatenate(p.shares)) for p in many]
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 5))
+def test_every_row_is_used_once_in_every_epoch(rows, shares, epochs):
+    plans = plan(np.arange(rows), shares, num_epochs=epochs)
+
+    used = np.concatenate([share for p in plans for share in p.shares])
+
+    assert sorted(used.tolist()) == sorted(list(range(rows)) * epochs)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.integers(1, 10))
+def test_groups_of_one_parent_are_never_cut(parents, size):
+    parents = np.array(parents)
+    order = permutation(parents, seed=1, step=1, epoch=0)
+
+    batches = cut_mini_batches(parents, order, size)
+
+    where = {}
+    for number, batch in enumerate(batches):
+        for parent in parents[batch]:
+            assert where.setdefault(int(parent), number) == number
+
+
+def test_the_permutation_depends_on_seed_step_and_epoch():
+    parents = np.arange(50)
+    orders = {
+        tuple(permutation(parents, seed=s, step=t, epoch=e))
+        for s in (0, 1)
+        for t in (1, 2)
+        for e in (0, 1)
+    }
+
+    assert len(orders) == 8
+
+
+@given(st.lists(st.integers(-1, 3), min_size=0, max_size=40))
+def test_shares_are_even_and_keep_the_rows_they_hold(holder):
+    holder = np.array(holder, dtype=np.int64)
+
+    shares = share_near(np.arange(len(holder)), holder, 4)
+
+    sizes = [len(share) for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+    assert sorted(np.concatenate(shares).tolist()) == list(range(len(holder)))
+    for share, rows in enumerate(shares):
+        own = int((holder == share).sum())
+        assert (holder[rows] == share).sum() == min(own, len(rows))
+
+
+def test_one_mini_batch_over_its_holders_moves_no_row():
+    holder = np.repeat(np.arange(4), 8)
+
+    (only,) = plan(np.arange(32), 4, holder, mini_batch_size=32)
+
+    assert [share.tolist() for share in only.shares] == [
+        list(range(8 * rank, 8 * rank + 8)) for rank in range(4)
+    ]
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(32, 2), (33, 3), (0, 1)])
+def test_all_shares_make_as_many_forwards_as_the_largest_needs(rows, expected):
+    shares = [
+        np.arange(part[0], part[-1] + 1) if len(part) else part
+        for part in np.array_split(np.arange(rows), 4)
+    ]
+
+    assert LIMIT.count(shares, None) == expected
