@@ -18,6 +18,11 @@ from spmdflow.blocks.plan import Edge, Plan, PlanError, redistribute
 from spmdflow.blocks.rows import Ids, RowEdge, redistribute_rows
 from spmdflow.blocks.source import NodeOf
 
+Boxes = np.ndarray
+"""(boxes, dims, 2) int64: start and stop of each dimension."""
+
+_NO_BOXES = np.zeros((0, 0, 2), dtype=np.int64)
+
 
 def verify(
     plan: Plan,
@@ -28,8 +33,8 @@ def verify(
 ) -> None:
     """PlanError with the exact fault unless plan is right for have and need."""
     _check_order([(edge.source, edge.destination, edge.box.bounds) for edge in plan.edges])
-    held = {rank: disjoint(boxes) for rank, boxes in have.items()}
-    wanted = {rank: disjoint(boxes) for rank, boxes in need.items()}
+    held = {rank: _array(disjoint(boxes)) for rank, boxes in have.items()}
+    wanted = {rank: _array(disjoint(boxes)) for rank, boxes in need.items()}
     _require(set(plan.kept) == set(need), "kept", sorted(plan.kept), sorted(need))
     for edge in plan.edges:
         _check_edge(edge, held, wanted)
@@ -37,8 +42,8 @@ def verify(
     for edge in plan.edges:
         received.setdefault(edge.destination, []).append(edge.box)
     for rank, boxes in wanted.items():
-        stays, arrives = list(plan.kept[rank]), received.get(rank, [])
-        _check_cover(rank, arrives, stays, boxes, held.get(rank, []))
+        arrives, stays = _array(received.get(rank, [])), _array(plan.kept[rank])
+        _check_cover(rank, arrives, stays, boxes, held.get(rank, _NO_BOXES))
     derived = redistribute(have, need, node_of=node_of).edges
     if plan.edges != derived:
         _refuse_other(plan.edges, derived)
@@ -80,49 +85,57 @@ def _check_order(keys: Sequence[tuple]) -> None:
             )
 
 
-def _check_edge(edge: Edge, held: Mapping[int, list[Box]], wanted: Mapping[int, list[Box]]) -> None:
+def _check_edge(edge: Edge, held: Mapping[int, Boxes], wanted: Mapping[int, Boxes]) -> None:
     name = f"edge {edge.source} -> {edge.destination}, box {edge.box.bounds}"
-    size = edge.box.size
+    size, box = edge.box.size, _array([edge.box])[0]
     _require(size > 0, f"{name}: elements", size, "at least 1")
     _require(edge.source != edge.destination, f"{name}: source", edge.source, "another rank")
-    at_source = _common(edge.box, held.get(edge.source, []))
+    at_source = _common(box, held.get(edge.source, _NO_BOXES))
     _require(at_source == size, f"{name}: elements that the source holds", at_source, size)
-    there = _common(edge.box, held.get(edge.destination, []))
+    there = _common(box, held.get(edge.destination, _NO_BOXES))
     _require(there == 0, f"{name}: elements that are already there", there, 0)
-    needed = _common(edge.box, wanted.get(edge.destination, []))
+    needed = _common(box, wanted.get(edge.destination, _NO_BOXES))
     _require(needed == size, f"{name}: elements that are needed", needed, size)
 
 
-def _check_cover(
-    rank: int, received: list[Box], kept: list[Box], wanted: list[Box], held: list[Box]
-) -> None:
+def _check_cover(rank: int, received: Boxes, kept: Boxes, wanted: Boxes, held: Boxes) -> None:
     """Disjoint boxes inside what is wanted, with as many elements: that is an exact cover."""
-    for place, box in enumerate(received):
-        twice = _common(box, received[:place])
-        _require(twice == 0, f"rank {rank}: elements of {box.bounds} received twice", twice, 0)
-    for place, box in enumerate(kept):
-        twice = _common(box, kept[:place])
-        _require(twice == 0, f"rank {rank}: elements of {box.bounds} kept twice", twice, 0)
-        ours = min(_common(box, wanted), _common(box, held))
-        _require(ours == box.size, f"rank {rank}: kept and needed of {box.bounds}", ours, box.size)
-    stays, arrives = sum(box.size for box in kept), sum(box.size for box in received)
+    for what, boxes in (("received", received), ("kept", kept)):
+        for place, box in enumerate(boxes):
+            twice = _common(box, boxes[:place])
+            _require(twice == 0, f"rank {rank}: elements of {_text(box)} {what} twice", twice, 0)
+    for box in kept:
+        ours, size = min(_common(box, wanted), _common(box, held)), _size(box)
+        _require(ours == size, f"rank {rank}: kept of {_text(box)}, held and needed", ours, size)
     right = sum(_common(box, held) for box in wanted)
+    stays, arrives = sum(map(_size, kept)), sum(map(_size, received))
     _require(stays == right, f"rank {rank}: elements kept", stays, right)
-    lacking = sum(box.size for box in wanted) - right
+    lacking = sum(map(_size, wanted)) - right
     _require(arrives == lacking, f"rank {rank}: elements received", arrives, lacking)
 
 
-def _common(box: Box, boxes: Sequence[Box]) -> int:
-    """Elements that box has in common with disjoint boxes."""
+def _array(boxes: Sequence[Box]) -> Boxes:
     if not boxes:
+        return _NO_BOXES
+    bounds = np.array([box.bounds for box in boxes], dtype=np.int64)
+    return bounds.reshape(len(boxes), len(boxes[0].bounds), 2)
+
+
+def _common(box: np.ndarray, boxes: Boxes) -> int:
+    """Elements that a box (dims, 2) has in common with disjoint boxes."""
+    if not len(boxes):
         return 0
-    own = np.array(box.bounds, dtype=np.int64).reshape(-1, 2)
-    others = np.array([other.bounds for other in boxes], dtype=np.int64).reshape(
-        len(boxes), len(own), 2
-    )
-    starts = np.maximum(own[:, 0], others[..., 0])
-    stops = np.minimum(own[:, 1], others[..., 1])
+    starts = np.maximum(box[:, 0], boxes[..., 0])
+    stops = np.minimum(box[:, 1], boxes[..., 1])
     return int(np.clip(stops - starts, 0, None).prod(axis=1).sum())
+
+
+def _size(box: np.ndarray) -> int:
+    return int((box[:, 1] - box[:, 0]).prod())
+
+
+def _text(box: np.ndarray) -> str:
+    return str(box.tolist())
 
 
 def _check_rows(rank: int, got: Ids, held: Ids, needed: Ids) -> None:

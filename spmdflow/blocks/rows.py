@@ -24,7 +24,10 @@ _Stretch = tuple[int, Ids]
 
 @dataclass(frozen=True, eq=False)
 class RowEdge:
-    """`source` sends the rows `ids` (ascending, at least one) to `destination`."""
+    """`source` sends the rows `ids` (ascending, at least one) to `destination`.
+
+    ids may be a view of an array that was handed in, or shared between edges: do not write it.
+    """
 
     source: int
     destination: int

@@ -125,12 +125,13 @@ class Comm:
         if self._signals.descriptor in ready:
             self._next_tick = 0.0
         if self._link.lost_connection(ready):
-            self._lost_controller("its connection is lost")
+            secret = "" if self._welcome else "; is SPMDFLOW_SECRET the same on every rank?"
+            self._lost_controller(f"its connection is lost{secret}")
 
     def _take(self, data: bytes) -> None:
         """React to one message (comm thread or compute lane)."""
         try:
-            envelope = self._envelopes.open(data, sender="the controller's address")
+            envelope = self._envelopes.open(data, self._settings.controller_rank)
         except MessageError as err:
             self.fail(failure_of(err, self._rank))
             return

@@ -259,6 +259,7 @@ class Counters:
 
     bytes: int = 0
     planned_bytes: int = 0
+    header_bytes: int = 0
     tensor_bytes: int = 0
     fetched_bytes: int = 0
 
@@ -268,11 +269,12 @@ class Counters:
         edges, fetched = caller.transfers.bytes, caller.fetched_bytes
         script = fetched.get("script", 0)
         shown = sum(fetched.values()) - script
-        return cls(edges.total("moved"), edges.total("planned"), script, shown)
+        moved, planned = edges.total("moved"), edges.total("planned")
+        return cls(moved, planned, edges.header_bytes, script, shown)
 
     def since(self, before: Counters) -> dict[str, float]:
         """What was added, as metrics."""
-        prefix = {"bytes": "transfer", "planned_bytes": "transfer"}
+        prefix = dict.fromkeys(("bytes", "planned_bytes", "header_bytes"), "transfer")
         old = asdict(before)
         return {
             f"{prefix.get(name, 'controller')}/{name}": float(value - old[name])

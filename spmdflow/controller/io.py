@@ -55,7 +55,8 @@ class Io:
         self.thread = threading.Thread(target=self._run, name="io", daemon=True)
         self._lock = threading.RLock()
         self._is_working = False
-        self._helper_waiter: Waiter | None = None
+        self._helper_waiter = Waiter()
+        self._has_helper = False
         self._inbox: deque[Callable[[], None]] = deque()
         self._tickets = itertools.count(1)
         self._open: dict[int, _Open] = {}
@@ -144,26 +145,35 @@ class Io:
     # ---- the io thread, and who takes its place
 
     def _run(self) -> None:
-        with self._lock:
+        try:
             self._peers.watch(self._hub.waiter)
-        while not self._finished or self._helper_waiter:
-            now = time.monotonic()
-            if now >= self._next_tick:
-                self._next_tick = now + _TICK_SECONDS
-                self._tick(now)
-            self._work()
-            if self._helper_waiter:
-                self._helper_waiter.wake()
-            if not self._finished:
-                ready = self._hub.waiter.wait(max(0.0, self._next_tick - time.monotonic()))
-                self._notice(ready)
-        with self._lock:
-            self._peers.unwatch(self._hub.waiter)
-            self._hub.close()
+            while not self._finished or self._has_helper:
+                self._step()
+            with self._lock:
+                self._peers.unwatch(self._hub.waiter)
+                self._hub.close()
+                self._helper_waiter.close()
+        except BaseException as err:
+            rank = self._settings.controller_rank
+            self._verdict.add(failure_of(err, rank, kind="controller"))
+            self._verdict.execute(self._hub, self._envelopes, self._all_pending())
+
+    def _step(self) -> None:
+        """One turn: clocks, orders, messages; then wait for more."""
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + _TICK_SECONDS
+            self._tick(now)
+        self._work()
+        if self._has_helper:
+            self._helper_waiter.wake()
+        if not self._finished:
+            self._notice(self._hub.waiter.wait(max(0.0, self._next_tick - time.monotonic())))
 
     def _notice(self, ready: list[int]) -> None:
         """A lost connection or an ended process is looked at now, not at the next tick."""
-        lost = self._hub.lost.descriptor in ready and self._hub.lost.any_new()
+        concerns = not ready or self._hub.lost.descriptor in ready
+        lost = concerns and self._hub.lost.any_new()
         if self._peers.unwatch(self._hub.waiter, ready) or lost:
             self._next_tick = 0.0
 
@@ -179,28 +189,27 @@ class Io:
 
     def _help(self, pending: Pending) -> bool:
         """Receive in this thread until pending is done; False if another thread does."""
-        waiter = Waiter()
         with self._lock:
-            if self._helper_waiter or self._finished:
+            if self._has_helper or self._finished:
                 return False
-            self._helper_waiter = waiter
-            self._hub.move_input(self._hub.waiter, waiter)
+            self._has_helper = True
+            self._hub.move_input(self._hub.waiter, self._helper_waiter)
         try:
             self._work()
             while not pending.done and self.thread.is_alive():
-                waiter.wait(1.0)
+                self._helper_waiter.wait(1.0)
                 self._work()
         finally:
             with self._lock:
-                self._helper_waiter = None
-                self._hub.move_input(waiter, self._hub.waiter)
-                self._hub.waiter.wake() if self._finished else None
-            waiter.close()
+                self._has_helper = False
+                self._hub.move_input(self._helper_waiter, self._hub.waiter)
+                if self._finished:
+                    self._hub.waiter.wake()
         return True
 
     def _work_quietly(self) -> None:
         """Work without letting the io thread wake up for what this thread is about to read."""
-        if self._helper_waiter:
+        if self._has_helper:
             self._work()
             return
         self._hub.move_input(self._hub.waiter, None)
@@ -210,30 +219,31 @@ class Io:
     def _work(self) -> None:
         """Handle all orders and messages that are there."""
         with self._lock:
-            self._work_through_inbox()
+            self._guarded(self._work_through_inbox)
             while (message := self._hub.receive()) is not None:
-                self._guarded(partial(self._handle, *message))
-                self._work_through_inbox()
+                self._guarded(self._handle, *message)
+                if self._inbox:
+                    self._guarded(self._work_through_inbox)
 
-    def _work_through_inbox(self) -> None:
-        while self._inbox:
-            self._guarded(self._inbox.popleft())
-
-    def _guarded(self, function: Callable[[], None]) -> None:
-        """Run function; what it raises ends the run instead of the thread."""
+    def _guarded(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call function; what it raises ends the run instead of the thread."""
         self._is_working = True
         try:
-            function()
+            function(*arguments)
         except Exception as err:
             rank = self._settings.controller_rank
             self._verdict.add(failure_of(err, rank, kind="controller"))
         finally:
             self._is_working = False
 
+    def _work_through_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
     # ---- messages
 
     def _handle(self, rank: int, data: bytes) -> None:
-        envelope = self._envelopes.open(data, sender=f"rank {rank}")
+        envelope = self._envelopes.open(data, rank)
         if envelope is not None and rank in self._members:
             self._peers.heard(rank, time.monotonic())
             kind, body = envelope
@@ -310,11 +320,12 @@ class Io:
                 beat = self._envelopes.seal(Kind.BEAT)
                 for rank in self._peers.staying():
                     self._hub.send(rank, beat)
-            self._guarded(partial(self._watch.look, now, probe=self._probe))
+            self._guarded(self._watch.look, now, self._probe)
             if self._verdict.is_due(now):
-                pending = [opened.pending for opened in self._open.values()]
-                pending += [self.met, self._closed]
-                self._verdict.execute(self._hub, self._envelopes, pending)
+                self._verdict.execute(self._hub, self._envelopes, self._all_pending())
+
+    def _all_pending(self) -> list[Pending]:
+        return [self.met, self._closed, *(opened.pending for opened in self._open.values())]
 
     def _probe(self, rank: int) -> bool:
         return self._hub.send(rank, self._envelopes.seal(Kind.BEAT))

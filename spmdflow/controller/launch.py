@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from spmdflow.checkpoint.run_dir import open_run_dir, path_of
-from spmdflow.config.load import to_yaml
+from spmdflow.config.describe import to_yaml
 from spmdflow.config.placement import Pool, resolve_placement, roles_of
 from spmdflow.controller.caller import Caller, CallSettings
 from spmdflow.controller.flow import Flow, FlowSettings, Stopped
@@ -99,8 +99,9 @@ class _Run:
             list(self._ranks), timeout=timedelta(seconds=transfer_seconds), backend="gloo"
         )
         rank = dist.get_rank()
+        self._announced = _announcements(rank)
         if rank not in self._ranks:
-            _stand_by(self._groups, seconds=self._cfg.run.start_seconds)
+            _stand_by(self._groups, self._announced, seconds=self._cfg.run.start_seconds)
             return FINISHED
         run_dir = path_of(self._cfg.run)
         settings = self._session_settings(run_dir)
@@ -114,11 +115,12 @@ class _Run:
 
         run_session(self._main, operations_of, settings)
         dist.destroy_process_group(lane)
+        # compute groups stay: DTensor keeps meshes by rank list, and would find them destroyed
         return self._status
 
     def _main(self, transport: Transport) -> None:
         """The controller thread: build the flow, run the script."""
-        publish = _publisher() if self._ranks != self._world else None
+        publish = _publisher(self._announced) if self._ranks != self._world else None
         self._status = _run_script(self._script, self._cfg, transport, self._ranks, publish)
 
     def _session_settings(self, run_dir: Path) -> SessionSettings:
@@ -216,22 +218,21 @@ def _device() -> torch.device:
 # Ranks of the host program that take no part
 
 
-def _publisher() -> Callable[[str], None]:
-    """Tells ranks that stand by which groups are made; the empty text ends it."""
-    store, prefix = _announcements()
-    numbers = itertools.count()
+def _publisher(announced: str) -> Callable[[str], None]:
+    """Tells ranks that stand by which groups are made."""
+    store, numbers = dist.distributed_c10d._get_default_store(), itertools.count()
 
     def publish(text: str) -> None:
-        store.set(f"{prefix}/{next(numbers)}", text)
+        store.set(f"{announced}/{next(numbers)}", text)
 
     return publish
 
 
-def _stand_by(groups: GroupTable, *, seconds: float) -> None:
+def _stand_by(groups: GroupTable, announced: str, *, seconds: float) -> None:
     """Make every group that the controller announces, until it announces no more."""
-    store, prefix = _announcements()
+    store = dist.distributed_c10d._get_default_store()
     for number in itertools.count():
-        key = f"{prefix}/{number}"
+        key = f"{announced}/{number}"
         store.wait([key], timedelta(seconds=seconds))
         text = store.get(key).decode()
         if text == END_OF_GROUPS:
@@ -239,8 +240,7 @@ def _stand_by(groups: GroupTable, *, seconds: float) -> None:
         groups.make([GroupSpec(tuple(ranks), lane, name) for ranks, lane, name in json.loads(text)])
 
 
-def _announcements() -> tuple[dist.Store, str]:
-    """The store and the key prefix of this launch; every rank launches equally often."""
-    store = dist.distributed_c10d._get_default_store()
-    launches = store.add(f"spmdflow/launches/{dist.get_rank()}", 1)
-    return store, f"spmdflow/groups/{launches}"
+def _announcements(rank: int) -> str:
+    """Key prefix of this launch in the store; every rank calls `launch` equally often."""
+    launches = dist.distributed_c10d._get_default_store().add(f"spmdflow/launches/{rank}", 1)
+    return f"spmdflow/groups/{launches}"

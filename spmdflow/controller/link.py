@@ -82,7 +82,9 @@ class Link:
 
     def lost_connection(self, ready: list[int]) -> bool:
         """Whether the connection was lost; ready: what `waiter.wait` returned."""
-        return self._endpoint.lost.descriptor in ready and self._endpoint.lost.any_new()
+        if ready and self._endpoint.lost.descriptor not in ready:
+            return False
+        return self._endpoint.lost.any_new()
 
     def close(self) -> None:
         """Send what is queued and give everything back; both threads are done with it."""

@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from spmdflow.controller.fetch import to_message
 from spmdflow.controller.importing import find
 from spmdflow.data.column import Column, column_of
+from spmdflow.data.rows import names_of
 from spmdflow.data.store import RowStore
 from spmdflow.datasets.scan import scan
 from spmdflow.datasets.source import PromptSource
@@ -176,7 +177,7 @@ class RankState:
         if not lacking.any() and self.store.has(frame):
             return
         rows = self._sources[part["source"]].read_rows(part["rows"][lacking].tolist())
-        columns = {name: column_of(name, rows[name], int(lacking.sum())) for name in rows.keys()}
+        columns = {name: column_of(name, rows[name], int(lacking.sum())) for name in names_of(rows)}
         self.store.put(frame, ids[lacking], columns)
 
     def _keep(self, plain: Plain, number: int, made: Any, writes: Sequence[str]) -> dict[str, Any]:
@@ -197,10 +198,13 @@ class RankState:
         return {"column": to_message(column)}
 
     def _transfer(self, plain: Plain, number: int) -> dict[str, Any]:
-        counter = self._transport.counter
-        counter.sent, counter.received = {}, {}
         run_release(Release.from_plain(number, plain), self.store, self._transport)
-        return {"sent": dict(counter.sent), "received": dict(counter.received)}
+        counted = self._transport.take_counter()
+        return {
+            "sent": counted.sent,
+            "received": counted.received,
+            "header_bytes": counted.header_bytes,
+        }
 
     # Checkpoints and the end
 

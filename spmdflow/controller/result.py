@@ -24,6 +24,11 @@ class CallRecord:
     """Ranks whose reported metrics count."""
     lane: str = "compute"
 
+    @property
+    def stage(self) -> str:
+        """The method of "group.method"; empty for fetches and transfers."""
+        return self.label.partition(".")[2]
+
 
 class Result(Mapping[str, float]):
     """The answer of a call, by rank. As a mapping: its metrics, merged over ranks.

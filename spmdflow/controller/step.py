@@ -50,8 +50,8 @@ def stage_seconds(records: Iterable[CallRecord], phase: str) -> dict[str, float]
     for record in records:
         replies: Mapping[int, Mapping[str, Any]] = record.pending.result()
         spans = [reply["span"] for reply in replies.values() if "span" in reply]
-        if record.phase == phase and spans:
-            key = f"time/{record.label.rpartition('.')[2]}_seconds"
+        if record.phase == phase and spans and record.stage:
+            key = f"time/{record.stage}_seconds"
             length = max(end for _, end in spans) - min(start for start, _ in spans)
             seconds[key] = seconds.get(key, 0.0) + length
     return seconds

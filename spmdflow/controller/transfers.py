@@ -27,6 +27,8 @@ class EdgeBytes:
 
     planned: dict[Edge, int] = field(default_factory=dict)
     moved: dict[Edge, int] = field(default_factory=dict)
+    header_bytes: int = 0
+    """Sent besides the rows: one short header for each edge of a transfer."""
 
     def total(self, which: str) -> int:
         """Sum over edges of "planned" or "moved"."""
@@ -136,6 +138,7 @@ class Transfers:
                 f"{label}: sent {sent}, received {got}, expected {expected} bytes by edge; "
                 f"the ranks and the plan disagree: report this with RUN_DIR/trace.json"
             )
+        self.bytes.header_bytes += sum(reply["header_bytes"] for reply in replies.values())
         for edge, size in sent.items():
             self.bytes.moved[edge] = self.bytes.moved.get(edge, 0) + size
 

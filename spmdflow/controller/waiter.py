@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import threading
 
 
 class Waiter:
@@ -12,6 +13,7 @@ class Waiter:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
+        self._guard = threading.Lock()  # a closed descriptor's number may belong to a file
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
 
@@ -34,12 +36,13 @@ class Waiter:
 
     def wake(self) -> None:
         """Let the running or next `wait` return at once."""
-        wake = self._wake
-        if wake >= 0:
-            os.eventfd_write(wake, 1)
+        with self._guard:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """Give the descriptors back."""
-        wake, self._wake = self._wake, -1
-        self._epoll.close()
-        os.close(wake)
+        with self._guard:
+            self._epoll.close()
+            os.close(self._wake)
+            self._wake = -1

@@ -55,7 +55,7 @@ class Watch:
             self._term_seen, self._stop_at = True, now + _SIGTERM_SECONDS
             logger.warning("rank %d received SIGTERM", rank)
 
-    def look(self, now: float, *, probe: Callable[[int], bool]) -> None:
+    def look(self, now: float, probe: Callable[[int], bool]) -> None:
         """Check everything once; probe(rank) sends something and says whether it could."""
         self._check_start(now)
         self._check_deaths(now, probe)

@@ -39,7 +39,9 @@ _LOST = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _MAX_WARNINGS = 10
+# plain ints: arithmetic on zmq's enums costs more than the calls
 _NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS, _POLLIN, _RCVMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE)
 
 
 class Kind(enum.IntEnum):
@@ -57,6 +59,9 @@ class Kind(enum.IntEnum):
     BYE = 10  # r -> c: both lanes have ended
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 class Envelopes:
     """Seals and opens the envelopes of one run."""
 
@@ -69,17 +74,17 @@ class Envelopes:
         """Bytes of one envelope."""
         return self._prefix[kind] + encode(body)
 
-    def open(self, data: bytes, *, sender: str) -> tuple[Kind, Any] | None:
+    def open(self, data: bytes, sender: int) -> tuple[Kind, Any] | None:
         """Kind and body; None if it is not of this run. MessageError if it does not decode."""
-        if data[:RUN_ID_BYTES] != self._run_id:
+        if not data.startswith(self._run_id):
             self._warn(len(data), sender)
             return None
-        return Kind(data[RUN_ID_BYTES]), decode(memoryview(data)[RUN_ID_BYTES + 1 :])
+        return _KINDS[data[RUN_ID_BYTES]], decode(memoryview(data)[RUN_ID_BYTES + 1 :])
 
-    def _warn(self, num_bytes: int, sender: str) -> None:
+    def _warn(self, num_bytes: int, sender: int) -> None:
         self._num_foreign += 1
         if self._num_foreign <= _MAX_WARNINGS:
-            logger.warning("dropped %d bytes of another run from %s", num_bytes, sender)
+            logger.warning("dropped %d bytes of another run, sent as rank %d", num_bytes, sender)
 
 
 class Hub:
@@ -124,7 +129,7 @@ class Hub:
         if not self.has_input():
             return None
         identity, data = self._socket.recv(_NOW), self._socket.recv(_NOW)
-        while self._socket.getsockopt(zmq.RCVMORE):  # not sent by an Endpoint
+        while self._socket.getsockopt(_RCVMORE):  # not sent by an Endpoint
             identity, data = b"", self._socket.recv(_NOW)
         return _rank(identity), data
 
@@ -173,8 +178,12 @@ class Endpoint:
         """Readable when there may be input; only to be trusted after `receive` gave None."""
 
     def send(self, data: bytes) -> bool:
-        """Queue data for the controller. True: input may have arrived unnoticed meanwhile."""
-        self._socket.send(data, _NOW)
+        """Queue data for the controller. True: input may have arrived unnoticed meanwhile.
+
+        Without a connection data is dropped; `lost` has told or will tell.
+        """
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(data, _NOW)
         return _has_input(self._socket)
 
     def receive(self) -> bytes | None:
@@ -197,6 +206,7 @@ class LostConnections:
         self._monitor = socket.get_monitor_socket(_LOST)
         self.descriptor = _descriptor(self._monitor)
         """Readable when there may be news."""
+        self.any_new()  # libzmq signals arrivals only to a reader that found nothing before
 
     def any_new(self) -> bool:
         """Whether connections ended since the last call."""
@@ -231,7 +241,7 @@ def _set_options(socket: zmq.Socket[bytes]) -> None:
 
 
 def _has_input(socket: zmq.Socket[bytes]) -> bool:
-    return bool(cast(int, socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(cast(int, socket.getsockopt(_EVENTS)) & _POLLIN)
 
 
 def _descriptor(socket: zmq.Socket[bytes]) -> int:

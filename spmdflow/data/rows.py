@@ -15,9 +15,14 @@ from spmdflow.data.ragged import is_ragged, lengths_of, ragged, take_rows
 def select_rows(batch: TensorDict, index: Tensor) -> TensorDict:
     """The rows `index` (int64, any order) of every column."""
     chosen = TensorDict({}, batch_size=[len(index)])
-    for name in batch.keys():
+    for name in names_of(batch):
         set_column(chosen, name, _select(name, batch[name], index, batch.batch_size[0]))
     return chosen
+
+
+def names_of(batch: TensorDict) -> list[str]:
+    """Names of the columns, in order."""
+    return [str(name) for name in batch.keys()]
 
 
 def set_column(batch: TensorDict, name: str, value: Tensor | Sequence[str]) -> None:
@@ -42,7 +47,7 @@ def _select(name: str, value: object, index: Tensor, num_rows: int) -> Tensor | 
 
 def total_length(jagged: Tensor) -> int:
     """Items of all rows of a jagged tensor."""
-    return int(jagged.offsets()[-1]) if len(jagged.offsets()) else 0
+    return int(lengths_of(jagged).sum())
 
 
 def token_lengths(batch: TensorDict) -> list[int]:

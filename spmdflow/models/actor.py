@@ -69,10 +69,10 @@ class ActorWorker(EngineWorker):
         made = self._log_probs(batch)
         if "rollout_log_probs" in batch.keys():
             self._report_drift(batch, made["old_log_probs"])
-        mask, entropy = pad(batch["response_mask"]), pad(made.pop("entropy"))
+        mask, entropy = pad(batch["response_mask"]), pad(made["entropy"])
         total = float((entropy * mask).sum())
         self.report({"actor/entropy": Mean(total, float(mask.sum()))})
-        return made
+        return made.exclude("entropy")
 
     @register(
         transfer_mode="3D_PROTO",

@@ -15,6 +15,7 @@ from spmdflow.data.rows import select_rows
 from spmdflow.objectives.loss import Loss
 from spmdflow.tracking.metric import merge
 from spmdflow.transfer.worker import Worker, WorkerContext
+from spmdflow.workers.engine import Part, Place
 from spmdflow.workers.factory import engine_of
 from spmdflow.workers.micro_batch import MicroBatch
 
@@ -49,7 +50,7 @@ class EngineWorker(Worker):
         return merge(steps) | {f"{prefix}/optimizer_steps": float(len(steps))}
 
     @contextmanager
-    def resident(self, *parts: str) -> Iterator[None]:
+    def resident(self, *parts: Part) -> Iterator[None]:
         """Have parts of the engine on the device; back to the host afterwards if offloaded."""
         if not self._offload:
             yield
@@ -75,7 +76,7 @@ class EngineWorker(Worker):
     def _file(self) -> str:
         return f"rank-{self.context.layout.group_rank(self.context.rank)}.safetensors"
 
-    def _move(self, where: str, parts: tuple[str, ...]) -> None:
+    def _move(self, where: Place, parts: tuple[Part, ...]) -> None:
         for part in parts:
             self.engine.residency(where, part)
 

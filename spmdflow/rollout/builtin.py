@@ -121,6 +121,7 @@ class BuiltinGenerator:
         ids[mask_of(lengths, width).flip(1)] = torch.cat(prompts).to(self._device)
         return self._forward.start(ids, lengths, num_slots=width + max_new_tokens)
 
+    @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> int:
         """Overwrite the weights; see Generator.load."""
         weights = self._forward.weights

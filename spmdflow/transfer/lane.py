@@ -33,6 +33,7 @@ class ByteCounter:
     received: dict[int, int] = field(default_factory=dict)
     """Row bytes by source rank."""
     header_bytes: int = 0
+    """Bytes of headers sent."""
 
 
 class CountedTransport:
@@ -44,14 +45,18 @@ class CountedTransport:
 
     def send(self, tensor: Tensor, destination: int, tag: int, *, header: bool) -> dist.Work:
         """Start sending bytes (N,) uint8 to a global rank."""
-        self._count(self.counter.sent, destination, tensor, header)
+        if header:
+            self.counter.header_bytes += tensor.nbytes
+        else:
+            _add(self.counter.sent, destination, tensor)
         work = dist.isend(tensor, destination, group=self._group, tag=tag)
         assert work is not None, "this rank is not in the transfer group"
         return work
 
     def receive(self, tensor: Tensor, source: int, tag: int, *, header: bool) -> dist.Work:
         """Start receiving bytes (N,) uint8 from a global rank."""
-        self._count(self.counter.received, source, tensor, header)
+        if not header:
+            _add(self.counter.received, source, tensor)
         work = dist.irecv(tensor, source, group=self._group, tag=tag)
         assert work is not None, "this rank is not in the transfer group"
         return work
@@ -60,11 +65,14 @@ class CountedTransport:
         """Wait for one send or receive, within the transfer limit."""
         work.wait(self._limit)
 
-    def _count(self, by_peer: dict[int, int], peer: int, tensor: Tensor, header: bool) -> None:
-        if header:
-            self.counter.header_bytes += tensor.nbytes
-        else:
-            by_peer[peer] = by_peer.get(peer, 0) + tensor.nbytes
+    def take_counter(self) -> ByteCounter:
+        """What was counted since the last call; starts a new count."""
+        taken, self.counter = self.counter, ByteCounter()
+        return taken
+
+
+def _add(by_peer: dict[int, int], peer: int, tensor: Tensor) -> None:
+    by_peer[peer] = by_peer.get(peer, 0) + tensor.nbytes
 
 
 @dataclass(frozen=True)

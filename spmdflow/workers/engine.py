@@ -24,9 +24,10 @@ Place = Literal["device", "host"]
 
 
 class TrainEngine(Protocol):
-    """A distributed model. Every method but the attributes is called by all ranks of the pool.
+    """A distributed model. Every method is called by all ranks of the pool.
 
-    The output of a causal LM is logits (b, T, V), that of a scalar head values (b, T).
+    Batches and answers lie in host memory (the store's); micro-batches go to the device. The
+    output of a causal LM is logits (b, T, V), that of a scalar head values (b, T).
     """
 
     layout: Layout

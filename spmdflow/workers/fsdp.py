@@ -73,17 +73,20 @@ class FSDPEngine:
     # -- running ------------------------------------------------------------------------------
 
     def forward(self, batch: TensorDict, fn: ForwardFn, *, num_micro_batches: int) -> TensorDict:
-        """See `TrainEngine.forward`. Answers lie where the batch's responses lie."""
+        """See `TrainEngine.forward`. Answers leave the device micro-batch by micro-batch."""
         micros = self._micro_batches(batch, num_micro_batches)
         with torch.no_grad():
-            answers = [dict(fn(self._output(micro), micro)) for micro in micros]
+            answers = [
+                {name: column.cpu() for name, column in fn(self._output(micro), micro).items()}
+                for micro in micros
+            ]
         self._reshard()
         index = torch.cat([micro.index for micro in micros])
         columns = {
             name: _column(name, [answer[name] for answer in answers], micros, index)
             for name in answers[0]
         }
-        return TensorDict(columns, batch_size=[len(index)]).to(batch["responses"].device)
+        return TensorDict(columns, batch_size=[len(index)])
 
     def train_step(
         self, batch: TensorDict, loss: Loss, *, num_micro_batches: int
@@ -188,8 +191,9 @@ class FSDPEngine:
     def _global_sums(self, local: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Sums over the dp group in float64; every rank gives the same names."""
         names = sorted(local)
-        values = [torch.as_tensor(local[name], dtype=torch.float64).cpu() for name in names]
-        sums = torch.stack(values).to(self.device) if values else torch.zeros(0)
+        sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        for place, name in enumerate(names):
+            sums[place] = local[name]
         dist.all_reduce(sums, group=self._group)
         return dict(zip(names, sums.tolist(), strict=True))
 
@@ -262,8 +266,7 @@ def _column(name: str, parts: list[Tensor], micros: list[MicroBatch], index: Ten
                 f"micro.last on the output"
             )
     real = [part[: len(micro.index)] for part, micro in zip(parts, micros, strict=True)]
-    index = index.to(parts[0].device)
     if parts[0].dim() == 1:
         return restore_order(real, index)
-    lengths = [micro.response_lengths[: len(micro.index)] for micro in micros]
+    lengths = [micro.response_lengths[: len(micro.index)].cpu() for micro in micros]
     return restore_ragged(real, lengths, index)

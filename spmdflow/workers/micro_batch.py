@@ -67,8 +67,9 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """The rows of batch in exactly num_micro_batches parts; an empty part is one padding row.
 
-    Needs ragged prompts (no empty one) and responses; other columns are ragged of the responses'
-    lengths, dense, or text (left out). Response_mask is all True if the batch has none.
+    batch lies in host memory, the micro-batches on device. Needs ragged prompts (no empty one) and
+    responses; other columns are ragged of the responses' lengths, dense, or text (left out).
+    Response_mask is all True if the batch has none.
     """
     rows = _RowTable(batch, device)
     totals = (rows.prompt_lengths + rows.response_lengths).tolist()

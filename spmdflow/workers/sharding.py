@@ -69,13 +69,13 @@ class Shard:
     @property
     def local(self) -> Tensor:
         """The rows held here, sharing storage with the parameter; may be empty."""
-        return self.parameter._local_tensor.detach()
+        return self.parameter.to_local().detach()
 
     @property
     def gradient(self) -> Tensor | None:
         """The rows' gradient, summed over the group; None outside a train step."""
         gradient = self.parameter.grad
-        return None if gradient is None else gradient._local_tensor  # type: ignore[attr-defined]
+        return gradient.to_local() if isinstance(gradient, DTensor) else None
 
     @property
     def offset(self) -> int:

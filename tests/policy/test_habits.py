@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.policy.house import files, functions_of, imported_names, text_of, tree_of
+from tests.policy.house import REPOSITORY, files, functions_of, imported_names, text_of, tree_of
 
 CODE = files("spmdflow", "algos")
+SHELL = [".ci/run", "launch/local.sh", "launch/multinode.sh", "launch/slurm.sbatch"]
+SHELL += [f"scripts/{name}.sh" for name in ("setup", "quickstart", "test", "check")]
 
 ENVIRONMENT = {
     "spmdflow/run.py": "reads what torchrun set",
@@ -131,3 +134,14 @@ def test_library_has_one_seam(library: str) -> None:
         assert importers == allowed
     else:
         assert len(importers) <= allowed, sorted(importers)
+
+
+@pytest.mark.parametrize("file", SHELL)
+def test_shell_script_parses_stops_at_errors_and_says_its_usage(file: str) -> None:
+    text = text_of(file)
+
+    parsed = subprocess.run(["bash", "-n", file], cwd=REPOSITORY, capture_output=True, text=True)
+
+    assert parsed.returncode == 0, parsed.stderr
+    assert "set -euo pipefail" in text
+    assert "Usage: " in text

@@ -11,17 +11,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import spmdflow.checkpoint
-import spmdflow.tracking
 from spmdflow.checkpoint.folder import Checkpoints, find_latest
-from spmdflow.checkpoint.manifest import verify
+from spmdflow.checkpoint.manifest import read_manifest, verify
 from spmdflow.tracking.line import append_lines, cut_back, read_lines
 
-ROOMS = tuple(str(Path(room.__file__).parent) for room in (spmdflow.checkpoint, spmdflow.tracking))
+OPERATIONS = {"mkdir", "open", "write", "flush", "fsync", "rename", "replace", "unlink", "rmdir"}
 
 
 def finishes_before(point: int, work: Callable[[], object]) -> bool:
-    """Run work in a forked process that is gone before the point-th line of our rooms' code.
+    """Run work in a forked process that is gone before its point-th operation on the disk.
 
     os._exit runs no handler and flushes no buffer: what a SIGKILL leaves. (Only a power cut
     leaves less, against which the code syncs.)
@@ -29,27 +27,26 @@ def finishes_before(point: int, work: Callable[[], object]) -> bool:
     child = os.fork()
     if child == 0:
         try:
-            sys.settrace(exit_at(point))
+            sys.setprofile(exit_at(point))
             work()
         finally:
+            sys.setprofile(None)
             os._exit(0 if sys.exc_info()[0] is None else 1)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code in (0, 9), f"the work itself failed at point {point}"
     return code == 0
 
 
-def exit_at(point: int) -> Callable[[FrameType, str, Any], Any]:
-    lines = count(1)
+def exit_at(point: int) -> Callable[[FrameType, str, Any], None]:
+    """A profiler that counts calls of C functions that change the disk, wherever they are made."""
+    operations = count(1)
 
-    def on_line(frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line" and next(lines) == point:
+    def on_event(frame: FrameType, event: str, function: Any) -> None:
+        is_operation = event == "c_call" and function.__name__ in OPERATIONS
+        if is_operation and next(operations) == point:
             os._exit(9)
-        return on_line
 
-    def on_call(frame: FrameType, event: str, argument: Any) -> Any:
-        return on_line if frame.f_code.co_filename.startswith(ROOMS) else None
-
-    return on_call
+    return on_event
 
 
 def save(run_dir: Path, step: int) -> None:
@@ -80,6 +77,8 @@ def check_every_kill(start: Path, work: Path, *, old: int, new: int) -> None:
         shutil.copytree(start, work)
         done = finishes_before(point, lambda: save(work, new))
         seen.append(loaded_step(work))
+        for folder in (work / "checkpoints").glob("step-*[0-9]"):
+            verify(read_manifest(folder))  # whole also if `latest` does not name it
         save(work, new + 1)  # the restart
         assert loaded_step(work) == new + 1
         rest = sorted(path.name for path in (work / "checkpoints").iterdir())
@@ -88,22 +87,22 @@ def check_every_kill(start: Path, work: Path, *, old: int, new: int) -> None:
             break
     assert set(seen) == {old, new}
     assert seen == sorted(seen), "once the new one is there, the old one never comes back"
-    assert len(seen) > 50
+    assert len(seen) > 10, seen
 
 
-def test_a_kill_at_any_line_of_the_first_save_leaves_nothing_or_the_first(tmp_path):
+def test_a_kill_at_any_operation_of_the_first_save_leaves_nothing_or_the_first(tmp_path):
     (tmp_path / "start" / "checkpoints").mkdir(parents=True)
 
     check_every_kill(tmp_path / "start", tmp_path / "work", old=0, new=1)
 
 
-def test_a_kill_at_any_line_of_a_later_save_leaves_the_old_or_the_new(tmp_path):
+def test_a_kill_at_any_operation_of_a_later_save_leaves_the_old_or_the_new(tmp_path):
     save(tmp_path / "start", 1)
 
     check_every_kill(tmp_path / "start", tmp_path / "work", old=1, new=2)
 
 
-def test_a_kill_at_any_line_of_cutting_back_leaves_all_records_or_those_wanted(tmp_path):
+def test_a_kill_at_any_operation_of_cutting_back_leaves_all_records_or_those_wanted(tmp_path):
     path = tmp_path / "metrics.jsonl"
     before = [{"step": step} for step in range(5)]
     seen = set()

@@ -90,7 +90,7 @@ def test_row_of_brackets_without_end_is_refused(tmp_path):
         (3, "has 'prompt' = number, expected text or messages"),
         (
             [{"role": "user", "content": "1"}, "2"],
-            "has 'prompt' with message 2 = text, expected {\"role\": ..., \"content\": ...}",
+            'has \'prompt\' with message 2 = text, expected {"role": ..., "content": ...}',
         ),
         (
             [{"role": "user"}],
@@ -152,9 +152,7 @@ def test_empty_file_is_refused(tmp_path):
 def test_file_of_over_long_prompts_only_is_refused(tmp_path):
     text = '{"prompt": "1234"}\n{"prompt": "123"}\nx\n'
 
-    message = message_of(
-        DataError, tmp_path / "p.jsonl", text, max_prompt_tokens=3, max_bad_rows=1
-    )
+    message = message_of(DataError, tmp_path / "p.jsonl", text, max_prompt_tokens=3, max_bad_rows=1)
 
     assert message == (
         "FILE: got no usable prompt in 3 rows (2 longer than 3 tokens, 1 unreadable), expected "
@@ -226,7 +224,9 @@ def test_chat_template_without_a_template_is_refused(tmp_path):
     )
 
 
-@pytest.mark.parametrize(("make", "got"), [(True, "a folder without one"), (False, "no such folder")])
+@pytest.mark.parametrize(
+    ("make", "got"), [(True, "a folder without one"), (False, "no such folder")]
+)
 def test_folder_without_a_tokenizer_is_refused(tmp_path, make, got):
     folder = tmp_path / "model"
     if make:

@@ -79,7 +79,7 @@ def test_first_order_of_seed_0_is_the_known_one():
     """A run resumed on a newer build must go on in the same order."""
     stream = PromptStream(report_of(list(range(8))), prompts_per_step=8, seed=0)
 
-    assert stream.next_rows() == KNOWN_ORDER
+    assert stream.next_rows() == [2, 4, 6, 1, 5, 0, 7, 3]
 
 
 def test_fewer_good_rows_than_a_step_takes_is_refused_with_both_numbers():

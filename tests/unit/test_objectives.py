@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
@@ -80,7 +80,12 @@ def test_log_probs_of_bfloat16_logits_are_float32_of_the_same_logits() -> None:
 def test_log_probs_keep_the_logits_for_backward_and_nothing_else_of_their_size() -> None:
     logits = torch.randn(64, 512, requires_grad=True)
     saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         log_probs_from_logits(logits, torch.zeros(64, dtype=torch.int64))
 
     large = [x for x in saved if x.numel() >= logits.numel()]
@@ -106,6 +111,7 @@ def test_mean_of_k1_and_k3_over_the_policys_samples_is_the_kl() -> None:
         torch.testing.assert_close(estimate, kl)
 
 
+@settings(deadline=None)  # a loaded machine is no failure
 @given(st.floats(-500, 500))
 def test_kl_estimates_are_finite_and_k2_k3_abs_never_negative(difference: float) -> None:
     d = torch.tensor(difference)
@@ -184,7 +190,7 @@ def test_clipped_surrogate_and_its_slope_in_each_case(
     terms = clipped_surrogate(log_probs, torch.zeros(()), torch.tensor(advantage).double(), 0.2)
     terms.loss.backward()
 
-    assert float(terms.loss) == pytest.approx(loss)
+    assert terms.loss.item() == pytest.approx(loss)
     assert log_probs.grad is not None and float(log_probs.grad) == pytest.approx(slope)
     assert bool(terms.clipped) == (slope == 0)
 
@@ -262,7 +268,7 @@ def test_rows_all_masked_run_backward_to_exact_zeros(
     value, metrics = loss(output, nothing, {"tokens": 0.0, "sequences": 0.0})
     value.backward()
 
-    assert float(value) == 0 and output.grad is not None and not output.grad.any()
+    assert value.item() == 0 and output.grad is not None and not output.grad.any()
     assert all(float(x) == 0 for x in metrics.values())
 
 
@@ -280,7 +286,7 @@ def test_policy_metrics_at_the_old_policy_are_those_of_ratio_one() -> None:
     assert metrics["actor/ratio_std"] == pytest.approx(0, abs=1e-6)
     assert metrics["actor/approx_kl"] == metrics["actor/clip_fraction"] == 0
     entropy = entropy_from_logits(logits, 0.8)[micro.response_mask].mean()
-    assert metrics["actor/entropy"] == pytest.approx(float(entropy))
+    assert metrics["actor/entropy"] == pytest.approx(entropy.item())
 
 
 def test_entropy_is_left_out_unless_asked_for() -> None:

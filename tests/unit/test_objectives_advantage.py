@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
@@ -45,6 +45,7 @@ def test_gae_with_lambda_0_is_the_one_step_error() -> None:
     torch.testing.assert_close(advantages, rewards + 0.9 * next_values - values)
 
 
+@settings(deadline=None)  # a loaded machine is no failure
 @given(st.integers(0, 10_000), st.floats(0.5, 1.0), st.floats(0.0, 1.0))
 def test_gae_equals_the_sum_of_discounted_errors(seed: int, gamma: float, lam: float) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -59,6 +60,7 @@ def test_gae_equals_the_sum_of_discounted_errors(seed: int, gamma: float, lam: f
         torch.testing.assert_close(advantages[:, t], (deltas[:, t:] * powers).sum(-1))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10_000))
 def test_holes_take_no_time_so_the_result_equals_the_response_without_them(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -110,7 +112,7 @@ def test_kl_in_the_reward_is_taken_from_chosen_tokens_only() -> None:
     kl = batch["old_log_probs"].values() - batch["ref_log_probs"].values()
     expected = batch["token_level_rewards"].values().sum() - 0.5 * (kl[0] + kl[2])
     torch.testing.assert_close(answer["returns"].values()[0], expected)
-    assert metrics["actor/reference_kl"] == Mean(pytest.approx(float(kl[0] + kl[2])), 2.0)
+    assert metrics["actor/reference_kl"] == pytest.approx(Mean(float(kl[0] + kl[2]), 2.0))
     assert metrics["actor/reference_kl_per_response"].weight == 1.0
     assert metrics["reward/penalised_mean"].total == pytest.approx(float(expected), rel=1e-5)
 

@@ -15,7 +15,7 @@ from spmdflow.data.seed import seed_of
 from spmdflow.errors import ConfigError
 from spmdflow.rollout.sampling import Sampling, draw, gumbel, truncate
 
-NUM_DRAWS = 40_000
+NUM_DRAWS = 10_000
 
 
 def _seeds(count: int) -> Tensor:
@@ -145,7 +145,7 @@ def test_draw_leaves_the_process_random_state_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     logits=st.lists(st.integers(-300, 300), min_size=1, max_size=12, unique=True),
     top_k=st.integers(0, 14),

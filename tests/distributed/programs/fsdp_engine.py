@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
+from fsdp_measure import (
+    errors,
+    forward_error,
+    largest,
+    log_prob_columns,
+    output_gap,
+    score_columns,
+)
 from fsdp_reference import (
     CLIP,
     ENTROPY,
@@ -27,8 +35,6 @@ from fsdp_reference import (
     load,
     make_batch,
     reference_step,
-    row_log_probs,
-    row_values,
     write_models,
 )
 from tensordict import TensorDict
@@ -45,7 +51,6 @@ from spmdflow.config.schema import (
 from spmdflow.data.micro import cut, num_micro_batches
 from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
 from spmdflow.errors import SpmdflowError
-from spmdflow.objectives.log_prob import log_probs_from_logits
 from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.objectives.value import ValueLoss
 from spmdflow.parallel.group import GroupSpec, GroupTable
@@ -53,7 +58,6 @@ from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.workers.fsdp import FSDPEngine
 from spmdflow.workers.hugging_face import load_causal_lm, load_critic_model, load_scalar_model
-from spmdflow.workers.micro_batch import MicroBatch
 
 LR = 1e-2
 MAX_DP, MAX_ROWS = 4, 9
@@ -287,7 +291,7 @@ def check_bfloat16(world: World) -> None:
             dtypes = {str(x.dtype) for n, x in engine.state_blocks().items() if "." in n}
             found[kind] = {
                 "cosine": float(torch.nn.functional.cosine_similarity(a, b, dim=0)),
-                "loss_error": abs(float(metrics["loss"]) - expected.loss),
+                "loss_error": errors(metrics, state, expected)["loss"],
                 "dtypes": sorted(dtypes - {"torch.int64"}),
             }
     world.note("bfloat16", found)
@@ -305,7 +309,7 @@ def check_refusals(world: World) -> None:
     world.note("not_finite", text)
     world.note("unchanged", all(torch.equal(before[name], after[name]) for name in before))
     critic = load_critic_model(ModelConfig(path=str(world.folder / "tied")))
-    head = critic.module.get_submodule("score").weight
+    head = critic.module.get_parameter("score.weight")
     world.note("zero_head", bool((head == 0).all()) and tuple(head.shape) == (1, 32))
     causal = ModelConfig(path=str(world.folder / "tied"))
     world.note("no_head", message(lambda: load_scalar_model(causal)))
@@ -322,7 +326,7 @@ def split(
         [[lengths[row] for row in share] for share in shares], max_rows=max_rows, max_tokens=budget
     )
     columns = {}
-    for name in batch.keys():
+    for name in map(str, batch.keys()):
         rows = rows_of(batch[name])
         chosen = [rows[row] for row in shares[rank]]
         columns[name] = ragged_from_rows(chosen, dtype=batch[name].dtype)
@@ -337,15 +341,6 @@ def loss_of(kind: str) -> PolicyLoss | ValueLoss:
     return PolicyLoss(cfg, TEMPERATURE)
 
 
-def log_prob_columns(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
-    log_probs = log_probs_from_logits(output, micro.next_ids, TEMPERATURE)
-    return {"log_probs": micro.gather(log_probs)}
-
-
-def score_columns(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
-    return {"scores": micro.last(output)}
-
-
 def whole_state(engine: FSDPEngine) -> dict[str, Tensor]:
     """Shards of all ranks put together on rank 0, by pickling: independent of FSDP's gathers."""
     group = engine.groups.get(engine.layout.ranks)
@@ -355,71 +350,6 @@ def whole_state(engine: FSDPEngine) -> dict[str, Tensor]:
         return {}
     names = [name for name in pieces[0] if name != "optimizer.steps"]
     return {name: torch.cat([piece[name] for piece in pieces]) for name in names}
-
-
-def errors(
-    metrics: Mapping[str, Any], state: Mapping[str, Tensor], expected: Reference
-) -> dict[str, float]:
-    """Largest absolute differences from the reference."""
-    norm = torch.sqrt(sum((g.double() ** 2).sum() for g in expected.gradients.values()))
-    gradients = {name: state[f"{name}.exp_avg"] for name in expected.gradients}
-    return {
-        "loss": abs(metrics["loss"] - expected.loss),
-        "norm": abs(metrics["grad_norm"] / float(norm) - 1),
-        "gradient": largest(gradients, expected.gradients),
-        "largest_gradient": max(float(g.abs().max()) for g in expected.gradients.values()),
-        "compared": clear_share(expected),
-        "weight": max(
-            weight_error(state[n], w, expected.gradients[n]) for n, w in expected.weights.items()
-        ),
-    }
-
-
-def clear_share(expected: Reference) -> float:
-    """Share of weights that weight_error looks at."""
-    clear = [((g.abs() > 1e-5) | (g == 0)).flatten() for g in expected.gradients.values()]
-    return float(torch.cat(clear).float().mean())
-
-
-def weight_error(ours: Tensor, theirs: Tensor, gradient: Tensor) -> float:
-    """Largest difference where the gradient is no mere rounding error.
-
-    Adam's first step is lr * sign(gradient): where the true gradient is 0 (the rotary pairs of a
-    first token, say), the sign of a 1e-9 decides and no two programs agree.
-    """
-    clear = (gradient.abs() > 1e-5) | (gradient == 0)
-    return float(((ours - theirs).abs() * clear).max())
-
-
-def largest(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """Largest absolute difference over the tensors that b names."""
-    return max(float((a[name] - b[name]).detach().abs().max()) for name in b)
-
-
-def forward_error(folder: Path, batch: TensorDict, joined: list[Any]) -> float:
-    log_probs = [row for rows, _, _ in joined for row in rows]
-    scores = torch.cat([scores for _, scores, _ in joined])
-    assert sum(count for _, _, count in joined) == batch.batch_size[0] == len(log_probs)
-    policy, reward = load(folder, "tied"), load(folder, "reward")
-    answer = {"log_probs": ragged_from_rows(log_probs), "scores": scores}
-    return max(
-        output_gap(policy, "tied", batch, answer), output_gap(reward, "reward", batch, answer)
-    )
-
-
-def output_gap(model: Any, kind: str, batch: TensorDict, answer: Mapping[str, Tensor]) -> float:
-    """Largest difference between an engine's columns and a plain model, row by row."""
-    columns = {name: rows_of(batch[name]) for name in batch.keys()}
-    worst = 0.0
-    with torch.no_grad():
-        for i in range(batch.batch_size[0]):
-            row = {name: rows[i] for name, rows in columns.items()}
-            if kind == "reward":
-                gap = row_values(model, row)[-1] - answer["scores"][i]
-            else:
-                gap = row_log_probs(model, row) - rows_of(answer["log_probs"])[i]
-            worst = max(worst, float(gap.abs().max()))
-    return worst
 
 
 def hashes_of(folder: Path) -> dict[str, int]:

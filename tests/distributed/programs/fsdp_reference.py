@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -29,7 +30,7 @@ class Reference:
 
 def write_models(folder: Path) -> None:
     """Tiny random Llama folders: tied, untied, and a reward model."""
-    size = {
+    size: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
@@ -41,13 +42,12 @@ def write_models(folder: Path) -> None:
         "pad_token_id": 2,
         "initializer_range": 0.1,
     }
-    for seed, (name, cls, extra) in enumerate(
-        [
-            ("tied", transformers.LlamaForCausalLM, {"tie_word_embeddings": True}),
-            ("untied", transformers.LlamaForCausalLM, {"tie_word_embeddings": False}),
-            ("reward", transformers.LlamaForSequenceClassification, {"num_labels": 1}),
-        ]
-    ):
+    kinds: list[tuple[str, Any, dict[str, Any]]] = [
+        ("tied", transformers.LlamaForCausalLM, {"tie_word_embeddings": True}),
+        ("untied", transformers.LlamaForCausalLM, {"tie_word_embeddings": False}),
+        ("reward", transformers.LlamaForSequenceClassification, {"num_labels": 1}),
+    ]
+    for seed, (name, cls, extra) in enumerate(kinds):
         torch.manual_seed(seed)
         cls(transformers.LlamaConfig(**size, **extra)).save_pretrained(folder / name)
         (folder / name / "tokenizer.json").write_text("{}")
@@ -96,7 +96,7 @@ def reference_step(folder: Path, kind: str, batch: TensorDict, lr: float) -> Ref
     model = load(folder, kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.0, 0.95), weight_decay=0.1)
     row_loss = value_row_loss if kind == "reward" else policy_row_loss
-    columns = {name: rows_of(batch[name]) for name in batch.keys()}
+    columns = {str(name): rows_of(batch[name]) for name in batch.keys()}
     tokens = sum(int(row.sum()) for row in columns["response_mask"])
     losses = [
         row_loss(model, {name: rows[i] for name, rows in columns.items()})
@@ -104,7 +104,7 @@ def reference_step(folder: Path, kind: str, batch: TensorDict, lr: float) -> Ref
     ]
     loss = torch.stack(losses).sum() / tokens
     loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     optimizer.step()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return Reference(loss.item(), gradients, weights)
@@ -135,7 +135,7 @@ def value_row_loss(model: nn.Module, row: dict[str, Tensor]) -> Tensor:
     return worst[row["response_mask"]].sum() / 2
 
 
-def row_values(model: nn.Module, row: dict[str, Tensor]) -> Tensor:
+def row_values(model: Any, row: dict[str, Tensor]) -> Tensor:
     """(T,) outputs of the scalar head at every token of one row."""
     joined = torch.cat([row["prompts"], row["responses"]])
     return model.score(model.model(joined[None]).last_hidden_state)[0, :, 0]

@@ -1,0 +1,103 @@
+"""PPO under many placements inside one torchrun, on the same rollouts.
+
+Called by every rank of a torchrun of 8: ppo_layouts.py OUT_DIR. The first case generates and
+records its responses by row id; the others replay them, so that losses can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from spmdflow.config.load import load
+from spmdflow.controller.launch import launch
+from spmdflow.data.ragged import ragged_from_rows, rows_of
+from spmdflow.models.actor import ActorWorker
+from spmdflow.transfer.register import register
+
+ROOT = Path(__file__).parents[3]
+STEPS = 3
+CASES: dict[str, tuple[str, int]] = {
+    "colocate-1": ("colocate", 1),
+    "colocate-2": ("colocate", 2),
+    "colocate-4": ("colocate", 4),
+    "colocate-4-again": ("colocate", 4),
+    "split-2": ("split", 2),
+    "split-4": ("split", 4),
+    "standalone-4": ("standalone", 4),
+    "standalone-8": ("standalone", 8),
+}
+_COLUMNS = ("responses", "response_mask", "rollout_log_probs")
+
+
+class ReplayActor(ActorWorker):
+    """Records its responses in the first case and replays them in the others."""
+
+    @register(
+        transfer_mode="3D_ALL_MICRO_DP", reads=("prompts",), writes=_COLUMNS, extends=True
+    )
+    def generate_sequences(self, batch: TensorDict, *, greedy: bool = False) -> TensorDict:
+        made = super().generate_sequences(batch, greedy=greedy)
+        if greedy:
+            return made
+        path = Path(self.context.config.run.dir).parent / f"rollouts-{self.call.step}.pt"
+        ids = self.call.row_ids.tolist()
+        if Path(self.context.config.run.dir).name == "colocate-1":
+            rows = {name: rows_of(made[name]) for name in _COLUMNS}
+            torch.save({row: [rows[n][i] for n in _COLUMNS] for i, row in enumerate(ids)}, path)
+            return made
+        recorded = torch.load(path)
+        replayed = TensorDict({}, batch_size=batch.batch_size)
+        for place, name in enumerate(_COLUMNS):
+            dtype = made[name].dtype
+            rows_now = [recorded[row][place] for row in ids]
+            replayed[name] = ragged_from_rows(rows_now, dtype=dtype)
+        return replayed
+
+
+def main(flow: Any, cfg: Any) -> None:
+    """The bundled PPO script with the replaying actor, in the actor's place."""
+    import spmdflow_script
+
+    spmdflow_script.ActorWorker = ReplayActor
+    spmdflow_script.main(flow, cfg)
+
+
+def run_case(name: str, placement: str, num_ranks: int, out: Path) -> None:
+    settings = [
+        f"run.dir={out / name}",
+        f"placement={placement}",
+        f"total_steps={STEPS}",
+        "eval_every=0",
+        "save_every=0",
+        "data.prompts_per_step=37",
+        "actor.update.mini_batch_size=37",
+        "critic.update.mini_batch_size=37",
+        "actor.engine.micro_batch_size_per_rank=5",
+        "run.call_seconds=120",
+    ]
+    loaded = load(ROOT / "algos" / "ppo.py", None, settings)
+    loaded.cfg.actor.update.mini_batch_size = 13
+    loaded.cfg.critic.update.mini_batch_size = 13
+    loaded.cfg.advantage.kl_coef = 0.05
+    launch(sys.modules["ppo_layouts"], loaded.cfg, ranks=tuple(range(num_ranks)))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    import ppo_layouts  # every rank, the controller too, finds the actor under this name
+
+    out_dir = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    for case, (placed, on_ranks) in CASES.items():
+        ppo_layouts.run_case(case, placed, on_ranks, out_dir)
+        dist.barrier()
+    if dist.get_rank() == 0:
+        (out_dir / "done.json").write_text(json.dumps(sorted(CASES)))
+    dist.destroy_process_group()

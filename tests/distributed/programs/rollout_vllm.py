@@ -1,0 +1,219 @@
+"""Three ranks, an FSDP engine on ranks 1 and 2, a vLLM engine on each of the two.
+
+Usage: torchrun --nproc-per-node 3 rollout_vllm.py FOLDER
+The checks of rollout_sync.py, then what is vLLM's own. SPMDFLOW_DATA adds a real model.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+import torch
+from rollout_sync import (
+    CPU,
+    GREEDY,
+    SAMPLED,
+    VOCABULARY,
+    World,
+    check_faults,
+    check_updates,
+    check_versions,
+    main,
+    message,
+    update,
+    weights_of,
+)
+
+from spmdflow.config.schema import RolloutConfig
+from spmdflow.data.ragged import ragged_from_rows, rows_of
+from spmdflow.hybrid_engine import CopySync
+from spmdflow.rollout import generator_of
+from spmdflow.rollout.hugging_face import end_tokens
+from spmdflow.rollout.sampling import Sampling
+from tests.rollout_reference import (
+    END,
+    disagreements,
+    load,
+    make_prompts,
+    num_close,
+    reference,
+)
+
+SAMPLINGS = (
+    GREEDY,
+    SAMPLED,
+    Sampling(16, top_k=5),
+    Sampling(16, temperature=1.3, top_p=0.8),
+    Sampling(16, temperature=0.7, top_k=20, top_p=0.9).to_greedy(),
+)
+
+
+def process_state() -> dict[str, Any]:
+    """What an engine must leave as it was."""
+    return {
+        "python": hash(random.getstate()),
+        "numpy": int(np.random.get_state()[1].sum()),  # type: ignore[index,union-attr]
+        "torch": int(torch.get_rng_state().sum()),
+        "threads": (torch.get_num_threads(), id(torch.set_num_threads)),
+        "event": id(torch.cuda.Event),
+        "pin_memory": id(torch.Tensor.pin_memory),
+        "grad": torch.is_grad_enabled(),
+        "dtype": str(torch.get_default_dtype()),
+        "environment": {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")},
+    }
+
+
+def tokens_of(answer: Any) -> list[list[int]]:
+    """The responses as lists."""
+    return [row.tolist() for row in rows_of(answer["responses"])]
+
+
+def check_process(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """What differs after an engine was built and used."""
+    return {"process": [name for name in before if before[name] != after[name]]}
+
+
+def check_equality(world: World, generator: Any) -> dict[str, Any]:
+    """vLLM, the built-in generator and transformers, for each kind of sampling."""
+    builtin = world.generator("untied")
+    model, prompts = load(world.folder / "untied"), world.prompts()
+    faults, close, same = [], 0, 0
+    for sampling in SAMPLINGS:
+        expected = reference(model, prompts, sampling, world.seeds, (END,))
+        answers = [g.generate(prompts, sampling, world.seeds) for g in (generator, builtin)]
+        faults += [
+            fault for answer in answers for fault in disagreements(answer, expected, tolerance=1e-5)
+        ]
+        close += num_close(expected)
+        same += tokens_of(answers[0]) == tokens_of(answers[1])
+    hashes = generator.hashes() == builtin.hashes()
+    return {"equality": {"faults": faults, "close": close, "same": same, "hashes": hashes}}
+
+
+def check_composition(world: World, generator: Any) -> dict[str, Any]:
+    """Responses in another order, alone, and of no rows."""
+    prompts, seeds = rows_of(world.prompts()), world.seeds
+    whole = tokens_of(generator.generate(world.prompts(), SAMPLED, seeds))
+    order = list(reversed(range(len(prompts))))
+    reverse = generator.generate(
+        ragged_from_rows([prompts[i] for i in order]), SAMPLED, [seeds[i] for i in order]
+    )
+    alone = generator.generate(ragged_from_rows(prompts[3:4]), SAMPLED, seeds[3:4])
+    nothing = generator.generate(ragged_from_rows([], dtype=torch.int64), SAMPLED, [])
+    return {
+        "composition": {
+            "reversed": tokens_of(reverse) == [whole[i] for i in order],
+            "alone": tokens_of(alone) == whole[3:4],
+            "nothing": list(nothing.batch_size),
+            "distinct": len({tuple(row) for row in whole}),
+        }
+    }
+
+
+def check_prefix_cache(world: World, generator: Any) -> dict[str, Any]:
+    """Prompts of several cache blocks, before and after an update."""
+    engine = world.engine("untied")
+    hybrid = CopySync(engine, generator, verify_every=1)
+    hybrid.sync()
+    prompts = ragged_from_rows([torch.randint(3, VOCABULARY, (280,)) for _ in range(4)])
+    hybrid.generate(prompts, GREEDY, world.seeds[:4])
+    update(engine, 7)
+    hybrid.sync()
+    found = hybrid.generate(prompts, GREEDY, world.seeds[:4])
+    fresh = load(world.folder / "untied")
+    fresh.load_state_dict(dict(engine.full_tensors()))
+    expected = reference(fresh, prompts, GREEDY, world.seeds[:4], (END,))
+    return {"prefix cache": disagreements(found, expected, tolerance=1e-5)}
+
+
+def check_sleep(world: World, generator: Any) -> dict[str, Any]:
+    """KV cache bytes awake and asleep, and responses before and after."""
+    before = tokens_of(generator.generate(world.prompts(), SAMPLED, world.seeds))
+    storages = generator._engine._cache_storages()
+    sizes = [sum(s.nbytes() for s in storages)]
+    generator.sleep()
+    generator.sleep()
+    sizes.append(sum(s.nbytes() for s in storages))
+    generator.wake()
+    after = tokens_of(generator.generate(world.prompts(), SAMPLED, world.seeds))
+    return {"sleep": {"bytes": sizes, "same": before == after}}
+
+
+def check_padding(world: World, generator: Any) -> dict[str, Any]:
+    """Rows that pad the vocabulary are not part of what is compared."""
+    embedding = generator._engine.model.model.embed_tokens.weight
+    before = generator.hashes()
+    with torch.no_grad():
+        embedding[VOCABULARY:] += 1
+    return {"padding": {"rows": len(embedding), "same": generator.hashes() == before}}
+
+
+def check_second(world: World) -> dict[str, Any]:
+    """A second engine beside the first."""
+    return {"second": message(lambda: world.generator("untied", engine="vllm"))}
+
+
+def check_small_cache(world: World) -> dict[str, Any]:
+    """A cache for 10 blocks, 12 rows that grow into their second: vLLM preempts and resumes."""
+    prompts = ragged_from_rows([torch.randint(3, VOCABULARY, (110,)) for _ in range(12)])
+    long, seeds = Sampling(60, temperature=1.2), world.seeds[:12]
+    block_bytes = 2 * 2 * 128 * 32 * 4  # k and v, layers, tokens, head_dim, bytes
+    tight = world.generator("untied", engine="vllm", kv_cache_bytes=10 * block_bytes)
+    tight._end_tokens = ()
+    answers = [tokens_of(tight.generate(prompts, long, seeds))]
+    tight.close()
+    builtin = world.generator("untied")
+    builtin._end_tokens = torch.tensor([], dtype=torch.int64)  # type: ignore[attr-defined]
+    answers.append(tokens_of(builtin.generate(prompts, long, seeds)))
+    return {
+        "small cache": {"same": answers[0] == answers[1], "lengths": [len(r) for r in answers[0]]}
+    }
+
+
+def check_refusals(world: World) -> dict[str, Any]:
+    """Sizes and models that vLLM does not take."""
+    return {
+        "no room": message(lambda: world.generator("untied", engine="vllm", kv_cache_bytes=4096)),
+        "narrow": message(lambda: world.generator("narrow", engine="vllm")),
+    }
+
+
+def check_real_model(world: World) -> dict[str, Any]:
+    """stories260K-hd64, 64 sampled tokens, against transformers."""
+    if "SPMDFLOW_DATA" not in os.environ:
+        return {}
+    path = str(Path(os.environ["SPMDFLOW_DATA"]) / "models" / "stories260K-hd64")
+    prompts, sampling = make_prompts(4, vocab_size=512, seed=world.rank), Sampling(64)
+    generator = generator_of(RolloutConfig(engine="vllm"), path, CPU)
+    found = generator.generate(prompts, sampling, world.seeds[:4])
+    generator.close()
+    expected = reference(load(path), prompts, sampling, world.seeds[:4], end_tokens(path))
+    return {"real model": disagreements(found, expected, tolerance=5e-5)}
+
+
+def vllm_checks(world: World) -> dict[str, Any]:
+    """Every check, with one engine for most of them."""
+    before = process_state()
+    generator: Any = world.generator("untied", engine="vllm")
+    found = check_process(before, process_state())
+    found |= check_equality(world, generator) | check_composition(world, generator)
+    found |= check_versions(world, generator) | check_updates(world, generator)
+    found |= check_faults(world, generator) | check_prefix_cache(world, generator)
+    found |= check_sleep(world, generator) | check_second(world) | check_padding(world, generator)
+    found["names"] = sorted(weights_of(generator))
+    generator.close()
+    tied: Any = world.generator("tied", engine="vllm")
+    found |= check_updates(world, tied, model="tied")
+    tied.close()
+    return found | check_small_cache(world) | check_refusals(world) | check_real_model(world)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), vllm_checks)

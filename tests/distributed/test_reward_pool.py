@@ -1,0 +1,348 @@
+"""The pool of reward processes: order, errors, limits, deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from spmdflow.config.schema import RewardConfig
+from spmdflow.errors import ConfigError, RewardError
+from spmdflow.rewards.pool import RewardPool
+
+LIMIT = 0.75  # seconds: far above what a sample takes on a busy machine, and no long wait
+
+FUNCTIONS = '''
+import os, re, signal, subprocess, sys, time
+
+def score(prompt, response, row):
+    """Does what the response says; prints, which must do no harm."""
+    child = subprocess.Popen(["sleep", "60"]).pid if row.get("child") else 0
+    print(response or "nothing", child)
+    if response == "raise":
+        raise ValueError("no good")
+    if response == "exit":
+        sys.exit(3)
+    if response == "vanish":
+        os._exit(7)
+    if response == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if response == "nan":
+        return float("nan")
+    if response == "text":
+        return "good"
+    if response == "hang":
+        time.sleep(60)
+    if response == "hold":  # never gives up the GIL
+        re.match("(a+)+$", "a" * 60 + "b")
+    if response == "pause":
+        time.sleep(0.02)
+    if response == "nap":
+        time.sleep(0.3)
+    facts = {
+        "pid": os.getpid(), "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        "torch": "torch" in sys.modules, "child": child,
+    }
+    return {"score": float(row.get("n", 0))} | facts
+'''
+
+
+@pytest.fixture
+def function(tmp_path: Path) -> str:
+    """Name of a function that obeys its response."""
+    path = tmp_path / "obeys.py"
+    path.write_text(FUNCTIONS)
+    return f"{path}:score"
+
+
+@pytest.fixture
+def pool(function: str) -> Iterator[RewardPool]:
+    """Two processes; errors are raised."""
+    with RewardPool(function, 2, sample_seconds=LIMIT) as pool:
+        yield pool
+
+
+@pytest.fixture
+def lenient(function: str) -> Iterator[RewardPool]:
+    """Two processes; errors score 0."""
+    with RewardPool(function, 2, sample_seconds=LIMIT, on_error="zero") as pool:
+        yield pool
+
+
+def score(pool: RewardPool, responses: list[str]) -> list[dict[str, float]]:
+    """Sample n has the prompt "p<n>" and a row that says n."""
+    prompts = [f"p{n}" for n in range(len(responses))]
+    return pool.score(prompts, responses, [{"n": n} for n in range(len(responses))])
+
+
+def refusal(name: str, what: str, *, number: int, response: str) -> str:
+    """The message about one sample, without a traceback."""
+    return (
+        f"reward.function {name!r} {what}; expected a finite number or a dict with "
+        f'"score" within {LIMIT} s; mend the function, or set reward.on_error=zero to score such '
+        f"samples 0\nprompt: 'p{number}'\nresponse: {response!r}"
+    )
+
+
+def assert_gone(pids: set[int]) -> None:
+    """No such process, or only its entry, within two seconds."""
+    limit = time.monotonic() + 2
+    while any(map(_is_alive, pids)):
+        assert time.monotonic() < limit, [pid for pid in pids if _is_alive(pid)]
+        time.sleep(0.01)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_scores_keep_the_order_and_both_processes_work(pool):
+    results = score(pool, ["", "pause"] * 40)
+
+    assert [result["score"] for result in results] == list(range(80))
+    assert len({result["pid"] for result in results}) == 2
+    assert not any(result["torch"] for result in results)
+    assert score(pool, []) == []
+
+
+@pytest.mark.parametrize(
+    ("response", "what"),
+    [
+        ("nan", "returned nan"),
+        ("text", "returned 'good' (str)"),
+        ("hang", f"ran longer than reward.sample_seconds ({LIMIT} s)"),
+        ("hold", f"ran longer than reward.sample_seconds ({LIMIT} s)"),
+        ("vanish", "ended its worker process (exit status 7)"),
+        ("segfault", "ended its worker process (signal SIGSEGV)"),
+    ],
+)
+def test_bad_sample_is_named_with_its_cause_and_the_pool_goes_on(pool, function, response, what):
+    with pytest.raises(RewardError) as caught:
+        score(pool, ["", "", response, "", response, ""])
+
+    assert str(caught.value) == refusal(function, what, number=2, response=response)
+    assert [result["score"] for result in score(pool, [""] * 5)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("response", "what", "line"),
+    [
+        ("raise", "raised ValueError: no good", 'raise ValueError("no good")'),
+        ("exit", "raised SystemExit: 3", "sys.exit(3)"),
+    ],
+)
+def test_exception_is_raised_with_the_traceback_of_the_function(
+    pool, function, response, what, line
+):
+    with pytest.raises(RewardError) as caught:
+        score(pool, ["", response])
+
+    message, trace = str(caught.value).split("\nTraceback (most recent call last):\n")
+    assert message == refusal(function, what, number=1, response=response)
+    assert trace.startswith(f'  File "{function[:-6]}", line ')
+    assert line in trace
+    assert "spmdflow" not in trace
+
+
+def test_limit_is_for_each_sample_and_not_for_the_samples_sent_together(function):
+    with RewardPool(function, 1, sample_seconds=LIMIT) as pool:
+        results = score(pool, ["nap"] * 6)  # sent as 3, 2 and 1; three naps exceed the limit
+
+    assert [result["score"] for result in results] == [0, 1, 2, 3, 4, 5]
+
+
+def test_first_bad_sample_is_blamed_however_late_it_is_found(pool):
+    with pytest.raises(RewardError, match="prompt: 'p3'"):
+        score(pool, ["pause"] * 3 + ["hang"] + ["pause"] * 8 + ["raise"] * 8)
+
+
+def test_long_texts_are_shortened_in_the_message(pool):
+    with pytest.raises(RewardError) as caught:
+        pool.score(["a" * 150 + "b" * 150], ["nan"], [{}])
+
+    assert f"prompt: '{'a' * 100} ... {'b' * 100}'" in str(caught.value)
+
+
+def test_errors_score_zero_and_are_counted_and_logged_once(lenient, caplog):
+    bad = {0: "raise", 3: "vanish", 8: "nan", 9: "hang"}
+
+    results = score(lenient, [bad.get(n, "") for n in range(12)])
+
+    assert [result["score"] for result in results] == [0 if n in bad else n for n in range(12)]
+    assert [result["errors"] for result in results] == [float(n in bad) for n in range(12)]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("reward error 1, scored 0: reward.function ")
+    assert "prompt: 'p0'\nresponse: 'raise'\nTraceback" in record.getMessage()
+
+
+def test_hung_process_is_killed_with_its_children_and_replaced(lenient):
+    before = {result["pid"] for result in score(lenient, ["pause"] * 20)}
+    (started,) = lenient.score([""], [""], [{"child": True}])
+
+    score(lenient, ["hang", "hang"])
+    after = {result["pid"] for result in score(lenient, ["pause"] * 20)}
+
+    assert len(before) == 2 and after and not before & after
+    assert_gone({int(pid) for pid in before} | {int(started["child"])})
+
+
+def test_process_killed_while_idle_is_replaced_without_blame(pool, caplog):
+    (result,) = score(pool, [""])
+    os.kill(int(result["pid"]), signal.SIGKILL)
+    time.sleep(0.1)
+
+    assert [result["score"] for result in score(pool, ["", ""])] == [0, 1]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"reward worker process {int(result['pid'])} ended while idle; replaced"
+    ]
+
+
+def test_stopped_process_that_reads_nothing_counts_as_too_slow(lenient):
+    pids = {int(result["pid"]) for result in score(lenient, ["pause"] * 20)}
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+
+    results = lenient.score(["p" * 1_000_000] * 3, [""] * 3, [{"n": 1}] * 3)
+
+    assert [result["errors"] for result in results] == [1, 1, 0]
+
+
+def test_pool_of_a_thread_that_blocks_sigterm_neither_blocks_nor_dies_of_it(function):
+    results: list[dict[str, float]] = []
+
+    def run() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        with RewardPool(function, 1, sample_seconds=5) as pool:
+            results.extend(score(pool, [""]))
+            os.kill(int(results[0]["pid"]), signal.SIGTERM)
+            results.extend(score(pool, [""]))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+    assert [result["blocked"] for result in results] == [0, 0]
+    assert results[0]["pid"] == results[1]["pid"]
+
+
+def test_processes_made_by_a_thread_outlive_it(function):
+    made: list[RewardPool] = []
+    thread = threading.Thread(target=lambda: made.append(RewardPool(function, 1)))
+    thread.start()
+    thread.join()
+
+    with made[0] as pool:
+        assert score(pool, ["", ""])[1]["score"] == 1
+
+
+def test_close_leaves_no_process_and_may_be_repeated(function):
+    pool = RewardPool(function, 2)
+    pids = {int(result["pid"]) for result in score(pool, ["pause"] * 20)}
+    (started,) = pool.score([""], [""], [{"child": True}])
+
+    pool.close()
+    pool.close()
+
+    assert_gone(pids | {int(started["child"])})
+
+
+@pytest.mark.parametrize("response", ["hang", "hold"])
+def test_processes_and_their_children_go_when_their_rank_is_killed(function, response):
+    program = (
+        "import sys\n"
+        "from spmdflow.rewards.pool import RewardPool\n"
+        "pool = RewardPool(sys.argv[1], 2, sample_seconds=60)\n"
+        "print(*[process.pid for process in pool._processes], flush=True)\n"
+        "pool.score([''] * 2, [sys.argv[2]] * 2, [{'child': True}] * 2)\n"
+    )
+    rank = subprocess.Popen(
+        [sys.executable, "-c", program, function, response],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert rank.stdout is not None
+    pids = set(map(int, rank.stdout.readline().split()))
+    for _ in range(2):  # each process says that it has begun, and what it started
+        pids.add(int(rank.stdout.readline().split()[1]))
+    time.sleep(0.1)  # into the sleep or the match
+    assert len(pids) == 4 and all(map(_is_alive, pids))
+
+    rank.kill()
+    rank.wait()
+
+    rank.stdout.close()
+    assert_gone(pids)
+
+
+def test_missing_function_is_refused_at_construction(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        RewardPool(f"{tmp_path}/none.py:score", 2)
+
+    assert str(caught.value) == (
+        f"reward.function: got '{tmp_path}/none.py:score', but there is no file "
+        f'{tmp_path}/none.py in {Path.cwd()}; expected "path/file.py:name" or '
+        f'"module:name"; correct the path'
+    )
+
+
+def test_module_that_raises_is_refused_with_its_traceback(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("import helper_beside_it\nraise OSError('no disk')\n")
+    (tmp_path / "helper_beside_it.py").write_text("")
+
+    with pytest.raises(RewardError) as caught:
+        RewardPool(f"{path}:score", 2)
+
+    assert str(caught.value) == (
+        f"reward.function '{path}:score': its module raised OSError: no disk\n"
+        f"Traceback (most recent call last):\n"
+        f'  File "{path}", line 2, in <module>\n'
+        f"    raise OSError('no disk')\n"
+        f"OSError: no disk\n"
+        f"expected a module that can be imported; mend it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds", "cause"),
+    [
+        ("import time\ntime.sleep(60)", 0.3, "did not end within 0.3 s"),
+        ("import os\nos._exit(4)", 60, "ended its worker process (exit status 4)"),
+    ],
+)
+def test_module_that_hangs_or_vanishes_is_refused(tmp_path, text, seconds, cause):
+    path = tmp_path / "stuck.py"
+    path.write_text(text)
+
+    with pytest.raises(RewardError) as caught:
+        RewardPool(f"{path}:score", 1, start_seconds=seconds)
+
+    assert str(caught.value) == (
+        f"reward.function '{path}:score': importing its module {cause}; expected a module that "
+        f"can be imported by itself; run `python -c` on it to see why"
+    )
+
+
+def test_a_thousand_samples_take_less_than_the_target():
+    cfg = RewardConfig(function="spmdflow.rewards.arithmetic:exact_match")
+    with RewardPool.from_config(cfg) as pool:
+        seconds = []
+        for _ in range(5):
+            start = time.perf_counter()
+            results = pool.score(["1+2="] * 1000, ["3"] * 1000, [{"answer": "3"}] * 1000)
+            seconds.append(time.perf_counter() - start)
+
+    assert results == [{"score": 1.0, "accuracy": 1.0}] * 1000
+    assert min(seconds) < 0.2  # the best of five: other programs share the cores

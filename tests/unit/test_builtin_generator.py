@@ -1,0 +1,368 @@
+"""The built-in generator against transformers run one row at a time, without cache or padding."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from spmdflow.blocks.hash import positional_hash
+from spmdflow.config.schema import RolloutConfig
+from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
+from spmdflow.errors import ColumnError, ConfigError, WeightSyncError
+from spmdflow.rollout import generator_of, llama
+from spmdflow.rollout.builtin import BuiltinGenerator
+from spmdflow.rollout.hugging_face import HuggingFaceForward, causal_lm, end_tokens
+from spmdflow.rollout.llama import LlamaForward
+from spmdflow.rollout.sampling import Sampling
+from tests.rollout_reference import (
+    END,
+    LLAMA,
+    disagreements,
+    load,
+    make_prompts,
+    reference,
+    write_llama,
+)
+
+CPU = torch.device("cpu")
+SEEDS = [2**62 + row for row in range(40)]
+SAMPLED = Sampling(12, temperature=0.8)
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "tied": {"tie_word_embeddings": True, "num_key_value_heads": 2},
+    "one layer": {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "scaled rope": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model folders: the Llama variants and a Qwen2, which transformers itself must run."""
+    folder = tmp_path_factory.mktemp("models")
+    for number, (name, changes) in enumerate(VARIANTS.items()):
+        write_llama(folder / name, seed=number, **changes)
+    torch.manual_seed(9)
+    config = transformers.Qwen2Config(**{k: v for k, v in LLAMA.items() if k != "head_dim"})
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder / "qwen2")
+    return folder
+
+
+def _generator(path: Path, **settings: Any) -> BuiltinGenerator:
+    return BuiltinGenerator(RolloutConfig(**settings), str(path), CPU)
+
+
+@pytest.mark.parametrize(
+    "sampling", [SAMPLED, Sampling(12).to_greedy(), Sampling(9, top_k=5, top_p=0.9)]
+)
+@pytest.mark.parametrize("name", [*VARIANTS, "qwen2"])
+def test_responses_and_log_probs_equal_a_forward_over_each_whole_row(
+    folder: Path, name: str, sampling: Sampling
+) -> None:
+    prompts = make_prompts(24)
+
+    found = _generator(folder / name, max_batch_size=10).generate(prompts, sampling, SEEDS[:24])
+
+    expected = reference(load(folder / name), prompts, sampling, SEEDS[:24], (END,))
+    assert disagreements(found, expected, tolerance=1e-5) == []
+    assert torch.equal(lengths_of(found["response_mask"]), lengths_of(found["responses"]))
+    assert bool(found["response_mask"].values().all())
+    assert found["response_mask"].dtype == torch.bool
+    assert found["rollout_log_probs"].dtype == torch.float32
+
+
+def test_families_use_the_forward_that_covers_them(folder: Path) -> None:
+    modules = {
+        name: causal_lm(str(folder / name), dtype=torch.float32, device=CPU)
+        for name in [*VARIANTS, "qwen2"]
+    }
+
+    assert {name: llama.covers(module) for name, module in modules.items()} == {
+        **dict.fromkeys(VARIANTS, True),
+        "qwen2": False,
+    }
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_own_llama_forward_equals_transformers_within_1e_5_at_every_step(
+    folder: Path, name: str
+) -> None:
+    module = causal_lm(str(folder / name), dtype=torch.float32, device=CPU)
+    ours, theirs = LlamaForward(module), HuggingFaceForward(module)
+    lengths, ids = torch.tensor([7, 5, 2, 1]), torch.randint(3, 128, (4, 7))
+    steps = torch.randint(3, 128, (6, 4))
+
+    with torch.no_grad():
+        logits = [[forward.start(ids, lengths, num_slots=13)] for forward in (ours, theirs)]
+        for number, tokens in enumerate(steps):
+            if number == 3:
+                for forward in (ours, theirs):
+                    forward.keep(torch.tensor([0, 2, 3]))
+            tokens = tokens[: len(ours._positions)]
+            for found, forward in zip(logits, (ours, theirs), strict=True):
+                found.append(forward.step(tokens))
+
+    gaps = [float((a - b).abs().max()) for a, b in zip(*logits, strict=True)]
+    assert len(gaps) == 7
+    assert max(gaps) < 1e-5, gaps
+    assert float(logits[0][0].std()) > 0.1
+
+
+def test_bfloat16_stays_as_near_to_float32_as_transformers_bfloat16(folder: Path) -> None:
+    prompts, greedy = make_prompts(24), Sampling(1).to_greedy()
+    exact = _generator(folder / "grouped").generate(prompts, greedy, SEEDS[:24])
+    ours = _generator(folder / "grouped", dtype="bfloat16")
+    theirs = _generator(folder / "grouped", dtype="bfloat16")
+    theirs._forward = HuggingFaceForward(
+        causal_lm(str(folder / "grouped"), dtype=torch.bfloat16, device=CPU)
+    )
+
+    gaps = [
+        (
+            g.generate(prompts, greedy, SEEDS[:24])["rollout_log_probs"].values()
+            - exact["rollout_log_probs"].values()
+        )
+        .abs()
+        .mean()
+        for g in (ours, theirs)
+    ]
+
+    assert ours.dtype == torch.bfloat16
+    assert 0 < gaps[0] < max(2 * gaps[1], 0.01)
+
+
+@pytest.mark.parametrize("name", ["grouped", "qwen2"])
+def test_row_depends_on_its_prompt_and_seed_only(folder: Path, name: str) -> None:
+    prompts, seeds, order = make_prompts(20), SEEDS[:20], torch.randperm(20).tolist()
+    generator = _generator(folder / name, max_batch_size=128)
+    whole = rows_of(generator.generate(prompts, SAMPLED, seeds)["responses"])
+
+    rows = rows_of(prompts)
+    shuffled = generator.generate(
+        ragged_from_rows([rows[i] for i in order]), SAMPLED, [seeds[i] for i in order]
+    )
+    alone = [
+        generator.generate(ragged_from_rows([row]), SAMPLED, [seed])
+        for row, seed in zip(rows, seeds)
+    ]
+    in_threes = _generator(folder / name, max_batch_size=3).generate(prompts, SAMPLED, seeds)
+
+    assert [row.tolist() for row in rows_of(shuffled["responses"])] == [
+        whole[i].tolist() for i in order
+    ]
+    assert [answer["responses"].values().tolist() for answer in alone] == [
+        row.tolist() for row in whole
+    ]
+    assert torch.equal(in_threes["responses"].values(), torch.cat(whole))
+
+
+def test_samples_of_one_prompt_differ_by_their_seeds(folder: Path) -> None:
+    prompts = ragged_from_rows([torch.tensor([5, 6, 7])] * 16)
+
+    found = _generator(folder / "tied").generate(prompts, SAMPLED, SEEDS[:16])
+
+    assert len({tuple(row.tolist()) for row in rows_of(found["responses"])}) == 16
+
+
+def test_response_ends_with_its_first_end_token_and_the_others_go_on(folder: Path) -> None:
+    generator, prompts = _generator(folder / "grouped"), make_prompts(40)
+    generator._end_tokens = torch.tensor([END, 40, 41, 42, 43, 44, 45, 46, 47])
+    long = Sampling(30, temperature=1.5)
+
+    found = [row.tolist() for row in rows_of(generator.generate(prompts, long, SEEDS)["responses"])]
+
+    ends = set(generator._end_tokens.tolist())
+    assert all(not ends & set(row[:-1]) for row in found)
+    ended = [row for row in found if row[-1] in ends]
+    assert all(len(row) == 30 for row in found if row[-1] not in ends)
+    assert len(ended) > 20 and len({len(row) for row in ended}) > 5
+    free = _generator(folder / "grouped")
+    free._end_tokens = torch.tensor([], dtype=torch.int64)
+    whole = [row.tolist() for row in rows_of(free.generate(prompts, long, SEEDS)["responses"])]
+    assert [row[: len(short)] for row, short in zip(whole, found)] == found
+    assert generator._forward._cache.shape[2] < 20  # finished rows have left the batch
+
+
+def test_end_tokens_come_from_generation_config_first(folder: Path, tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "model")
+    assert end_tokens(path) == (END,)
+
+    transformers.GenerationConfig(eos_token_id=[7, 9]).save_pretrained(path)
+    assert end_tokens(path) == (7, 9)
+
+    (tmp_path / "model" / "generation_config.json").unlink()
+    transformers.LlamaConfig(**(LLAMA | {"eos_token_id": None})).save_pretrained(path)
+    assert end_tokens(path) == ()
+
+
+def test_batch_of_no_rows_gives_columns_of_no_rows(folder: Path) -> None:
+    nothing = ragged_from_rows([], dtype=torch.int64)
+
+    found = _generator(folder / "grouped").generate(nothing, SAMPLED, [])
+
+    assert found.batch_size == torch.Size([0])
+    assert {name: (len(lengths_of(found[name])), found[name].dtype) for name in found.keys()} == {
+        "responses": (0, torch.int64),
+        "response_mask": (0, torch.bool),
+        "rollout_log_probs": (0, torch.float32),
+    }
+
+
+@pytest.mark.parametrize(
+    ("prompts", "num_seeds", "error", "message"),
+    [
+        (
+            [[3] * 120],
+            1,
+            ConfigError,
+            r"prompt of 120 tokens and rollout.max_new_tokens=12, together 132; expected at most "
+            r"the model's 128 positions; lower rollout.max_new_tokens or data.max_prompt_tokens",
+        ),
+        ([[3], []], 2, ColumnError, r"prompt 1 got no tokens, expected at least 1; begin prompts"),
+        ([[3], [4]], 1, ColumnError, r"got 1 seeds for 2 prompts; pass one seed per prompt"),
+    ],
+)
+def test_prompts_that_cannot_be_answered_are_refused(
+    folder: Path, prompts: list, num_seeds: int, error: type, message: str
+) -> None:
+    rows = ragged_from_rows([torch.tensor(row, dtype=torch.int64) for row in prompts])
+
+    with pytest.raises(error, match=message):
+        _generator(folder / "grouped").generate(rows, SAMPLED, SEEDS[:num_seeds])
+
+
+def test_context_can_be_used_to_its_last_position(folder: Path) -> None:
+    prompts = ragged_from_rows([torch.full((116,), 5), torch.tensor([9])])
+
+    found = _generator(folder / "grouped").generate(prompts, SAMPLED, SEEDS[:2])
+
+    expected = reference(load(folder / "grouped"), prompts, SAMPLED, SEEDS[:2], (END,))
+    assert disagreements(found, expected, tolerance=1e-5) == []
+
+
+@pytest.mark.parametrize("name", ["grouped", "tied", "qwen2"])
+def test_loaded_weights_are_the_ones_that_generate(folder: Path, tmp_path: Path, name: str) -> None:
+    generator, prompts = _generator(folder / name), make_prompts(12)
+    before = generator.generate(prompts, SAMPLED, SEEDS[:12])
+    model = load(folder / name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+
+    num_bytes = generator.load(model.named_parameters(), version=5)
+
+    assert num_bytes == sum(p.numel() * 4 for p in model.parameters())
+    assert generator.weights_version == 5
+    found = generator.generate(prompts, SAMPLED, SEEDS[:12])
+    expected = reference(model, prompts, SAMPLED, SEEDS[:12], (END,))
+    assert disagreements(found, expected, tolerance=1e-5) == []
+    assert found["responses"].values().tolist() != before["responses"].values().tolist()
+
+
+@pytest.mark.parametrize("name", ["grouped", "tied", "qwen2"])
+def test_hash_shows_a_flipped_bit_under_the_tensor_it_is_in(folder: Path, name: str) -> None:
+    generator, model = _generator(folder / name), load(folder / name)
+    before = generator.hashes()
+    assert before == {n: positional_hash(p, 0) for n, p in model.named_parameters()}
+
+    for victim in before:
+        bits = generator._forward.weights[victim].view(torch.int32).view(-1)
+        bits[len(bits) // 2] ^= 1
+        after = generator.hashes()
+        assert [n for n in before if after[n] != before[n]] == [victim]
+        bits[len(bits) // 2] ^= 1
+
+
+def _skip_one(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+
+
+def _misshape_one(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(3)
+
+
+def _add_one(tensors: dict[str, Tensor]) -> None:
+    tensors["model.extra.weight"] = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_skip_one, r"version 3: .*model.layers.1.self_attn.k_proj.weight did not arrive"),
+        (_misshape_one, r"model.norm.weight has shape \(3,\), not \(64,\)"),
+        (_add_one, r"model.extra.weight is unknown or came twice"),
+    ],
+)
+def test_stream_of_the_wrong_tensors_is_refused_after_its_end(
+    folder: Path, change: Any, message: str
+) -> None:
+    generator = _generator(folder / "grouped")
+    tensors = {name: p.detach() for name, p in load(folder / "grouped").named_parameters()}
+    change(tensors)
+    taken = []
+
+    with pytest.raises(WeightSyncError, match=message):
+        generator.load(((taken.append(n), (n, t))[1] for n, t in tensors.items()), version=3)
+
+    assert taken == list(tensors)
+    assert generator.weights_version != 3
+
+
+def test_generator_that_slept_gives_the_same_responses(folder: Path) -> None:
+    generator, prompts = _generator(folder / "grouped"), make_prompts(8)
+    before = generator.generate(prompts, SAMPLED, SEEDS[:8])["responses"].values()
+
+    generator.sleep()
+
+    assert generator._forward._buffer.numel() == 0
+    generator.wake()
+    assert torch.equal(
+        generator.generate(prompts, SAMPLED, SEEDS[:8])["responses"].values(), before
+    )
+
+
+def test_responses_can_take_part_in_a_backward_pass(folder: Path) -> None:
+    found = _generator(folder / "grouped").generate(make_prompts(4), SAMPLED, SEEDS[:4])
+
+    weight = torch.ones(1, requires_grad=True)
+    (weight * found["rollout_log_probs"].values()).sum().backward()
+
+    assert weight.grad is not None and not found["rollout_log_probs"].is_inference()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": "sglang"}, r"rollout.engine: got 'sglang', expected one of builtin, vllm"),
+        ({"dtype": "float8"}, r"rollout.dtype: got 'float8', expected one of float32, bfloat16"),
+    ],
+)
+def test_unknown_engine_or_dtype_is_refused_with_the_choices(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        generator_of(RolloutConfig(**settings), "nowhere", CPU)
+
+
+@pytest.mark.skipif("SPMDFLOW_DATA" not in os.environ, reason="SPMDFLOW_DATA names no data folder")
+def test_real_model_equals_transformers_over_64_tokens() -> None:
+    path = Path(os.environ["SPMDFLOW_DATA"]) / "models" / "stories260K-hd64"
+    prompts, sampling = make_prompts(4, vocab_size=512), Sampling(64)
+
+    found = _generator(path).generate(prompts, sampling, SEEDS[:4])
+
+    expected = reference(load(path), prompts, sampling, SEEDS[:4], end_tokens(str(path)))
+    assert disagreements(found, expected, tolerance=5e-5) == []
