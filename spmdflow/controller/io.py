@@ -203,9 +203,12 @@ class Io:
             with self._lock:
                 self._has_helper = False
                 self._hub.move_input(self._helper_waiter, self._hub.waiter)
-                if self._finished:
-                    self._hub.waiter.wake()
+            self._wake_if_finished()
         return True
+
+    def _wake_if_finished(self) -> None:
+        if self._finished:
+            self._hub.waiter.wake()
 
     def _work_quietly(self) -> None:
         """Work without letting the io thread wake up for what this thread is about to read."""

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.programs import dataflow
+
 CASES = ("colocate", "standalone", "uneven", "reversed", "subset")
 MODEL = Path(__file__).parents[2] / "algos" / "arithmetic"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, run_program):
+def runs(tmp_path_factory, spawn_ranks):
     out = tmp_path_factory.mktemp("dataflow")
-    run_program("dataflow.py", out, MODEL / "train.jsonl", MODEL / "model", num_ranks=4)
+    files = (str(MODEL / "train.jsonl"), str(MODEL / "model"))
+    spawn_ranks(dataflow.run_all, 4, str(out), *files, seconds=240)
     return out
 
 

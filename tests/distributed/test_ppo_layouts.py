@@ -11,6 +11,8 @@ import json
 
 import pytest
 
+from tests.distributed.programs import ppo_layouts
+
 CASES = (
     "colocate-2", "colocate-4", "split-2", "split-4", "standalone-4", "standalone-8",
 )  # fmt: skip
@@ -21,9 +23,9 @@ COMPARED = (
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, run_program):
+def runs(tmp_path_factory, spawn_ranks):
     out = tmp_path_factory.mktemp("layouts")
-    run_program("ppo_layouts.py", out, num_ranks=8, seconds=300)
+    spawn_ranks(ppo_layouts.run_all, 8, str(out), seconds=400)
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -246,7 +247,7 @@ def _stop_by_sigterm(run_dir: str) -> list[Any]:
 
     def operations(member: Member) -> Mapping[str, Operation]:
         if member.rank == 1:
-            threading.Timer(0.3, signal.raise_signal, [signal.SIGTERM]).start()
+            threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
         return _operations(member)
 
     run_session(main, operations, settings)

@@ -1,8 +1,8 @@
 """Toy models on several pools: every row that arrives is checked against its id.
 
-Called by every rank of a torchrun: dataflow.py OUT_DIR DATA_FILE TOKENIZER_DIR. Launches one run
-after the other inside the same process group, under several placements, once on a subset of the
-ranks. Writes OUT_DIR/<case>.json with what torch.distributed itself was asked to send.
+Every rank of a process group calls `run_all`: one run after the other inside the same group,
+under several placements, once on a subset of the ranks. OUT_DIR/<case>.json says what
+torch.distributed itself was asked to send.
 """
 
 from __future__ import annotations
@@ -177,20 +177,14 @@ def run_case(name: str, placement: Any, ranks: Any, out: Path, data: str, tokeni
     cfg.second.update.mini_batch_size = 4
     cfg.second.update.num_epochs = 2
     with SendCounter() as counter:
-        status = launch(sys.modules["dataflow"], cfg, ranks=ranks)
+        status = launch(sys.modules[__name__], cfg, ranks=ranks)
     sent = torch.tensor([counter.num_bytes])
     dist.all_reduce(sent)
     if dist.get_rank() == 0:
         (out / f"{name}.json").write_text(json.dumps({"sent": int(sent), "status": status}))
 
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    import dataflow  # every rank, the controller too, finds classes under this name
-
-    out_dir, data_file, tokenizer_dir = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-    dist.init_process_group("gloo")
+def run_all(out: str, data: str, tokenizer: str) -> None:
+    """What every rank does."""
     for case, (placed, on_ranks) in cases(dist.get_world_size()).items():
-        dataflow.run_case(case, placed, on_ranks, out_dir, data_file, tokenizer_dir)
-    dist.barrier()
-    dist.destroy_process_group()
+        run_case(case, placed, on_ranks, Path(out), data, tokenizer)

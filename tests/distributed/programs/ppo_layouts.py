@@ -1,12 +1,11 @@
-"""PPO under many placements inside one torchrun, on the same rollouts.
+"""PPO under many placements inside one process group, on the same rollouts.
 
-Called by every rank of a torchrun of 8: ppo_layouts.py OUT_DIR. The first case generates and
+Every one of eight ranks calls `run_all`. The first case generates and
 records its responses by row id; the others replay them, so that losses can be compared.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -86,18 +85,11 @@ def run_case(name: str, placement: str, num_ranks: int, out: Path) -> None:
     loaded.cfg.actor.update.mini_batch_size = 13
     loaded.cfg.critic.update.mini_batch_size = 13
     loaded.cfg.advantage.kl_coef = 0.05
-    launch(sys.modules["ppo_layouts"], loaded.cfg, ranks=tuple(range(num_ranks)))
+    launch(sys.modules[__name__], loaded.cfg, ranks=tuple(range(num_ranks)))
 
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    import ppo_layouts  # every rank, the controller too, finds the actor under this name
-
-    out_dir = Path(sys.argv[1])
-    dist.init_process_group("gloo")
+def run_all(out: str) -> None:
+    """What every rank does."""
     for case, (placed, on_ranks) in CASES.items():
-        ppo_layouts.run_case(case, placed, on_ranks, out_dir)
+        run_case(case, placed, on_ranks, Path(out))
         dist.barrier()
-    if dist.get_rank() == 0:
-        (out_dir / "done.json").write_text(json.dumps(sorted(CASES)))
-    dist.destroy_process_group()
