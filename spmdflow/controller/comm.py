@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
 _ABORT_SECONDS = 4.0
 """After reporting a failure a rank waits this long for ABORT, then ends by itself."""
+_DYING_SECONDS = 0.05
 _GONE_SECONDS = 0.3
 """After losing the controller: time for an ABORT that is already here to be read."""
 
@@ -198,7 +199,7 @@ class Comm:
             return
         self._controller_lost = True
         cause = f"the controller's process {self._controller.pid}: {how}"
-        known = self._controller.end_cause_or_none()
+        known = self._controller.end_cause_or_none(_DYING_SECONDS)
         if known and known not in how:
             cause += f" ({known})"
         self._failures.insert(0, Failure(kind, self._settings.controller_rank, cause))

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -56,8 +57,14 @@ class Process:
         """Whether it is known to be gone (a zombie is gone); False for other machines."""
         return self.is_local() and self.state() in (None, "Z", "X")
 
-    def end_cause_or_none(self) -> str | None:
-        """How it ended, such as "killed by SIGKILL"; only known until its parent asks."""
+    def end_cause_or_none(self, seconds: float = 0.0) -> str | None:
+        """How it ended, such as "killed by SIGKILL"; only known until its parent asks.
+
+        Waits up to seconds for an end that has begun (its connections close a moment earlier).
+        """
+        until = time.monotonic() + seconds
+        while self.is_local() and not self.has_ended() and time.monotonic() < until:
+            time.sleep(0.001)
         fields = _stat_fields(self.pid) if self.state() == "Z" else None
         return describe_status(int(fields[-1])) if fields else None
 

@@ -68,6 +68,7 @@ def _layout(groups: Groups) -> dict[str, Any]:
             "pp_size": layout.pp_size,
             "dp_size": layout.dp_size,
             "tp_size": layout.tp_size,
+            "shard_size": layout.shard_size,
         }
         for name, layout in layouts.items()
     }

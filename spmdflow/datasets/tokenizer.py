@@ -10,6 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from spmdflow.errors import ConfigError, DataError
 
 # Any stands for a transformers tokenizer: its base class is untyped and imported late.
@@ -58,14 +60,14 @@ def plain_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """Token ids as the tokenizer makes them, its leading tokens included, trailing ones not."""
     if not texts:
         return []
-    rows = tokenizer(texts).input_ids
+    rows = tokenizer(texts, verbose=False).input_ids  # over-long ones are counted, not warned of
     added = _num_trailing(tokenizer)
     return [row[: len(row) - added] for row in rows]
 
 
 def template_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """Token ids of rendered chats: the template has written the special tokens already."""
-    return tokenizer(texts, add_special_tokens=False).input_ids if texts else []
+    return tokenizer(texts, add_special_tokens=False, verbose=False).input_ids if texts else []
 
 
 def render_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
@@ -73,8 +75,6 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
 
     DataError if the template refuses them; the caller adds file and line.
     """
-    from jinja2 import TemplateError
-
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except (TemplateError, TypeError, LookupError, ValueError) as err:

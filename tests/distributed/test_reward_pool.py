@@ -266,24 +266,20 @@ def test_processes_and_their_children_go_when_their_rank_is_killed(function, res
         "print(*[process.pid for process in pool._processes], flush=True)\n"
         "pool.score([''] * 2, [sys.argv[2]] * 2, [{'child': True}] * 2)\n"
     )
-    rank = subprocess.Popen(
-        [sys.executable, "-c", program, function, response],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert rank.stdout is not None
-    pids = set(map(int, rank.stdout.readline().split()))
-    for _ in range(2):  # each process says that it has begun, and what it started
-        pids.add(int(rank.stdout.readline().split()[1]))
-    time.sleep(0.1)  # into the sleep or the match
-    assert len(pids) == 4 and all(map(_is_alive, pids))
-
-    rank.kill()
-    rank.wait()
-
-    rank.stdout.close()
-    assert_gone(pids)
+    command = [sys.executable, "-c", program, function, response]
+    folder = Path(__file__).parents[2]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as rank:
+        try:
+            assert rank.stdout is not None
+            pids = set(map(int, rank.stdout.readline().split()))
+            for _ in range(2):  # each process says that it has begun, and what it started
+                pids.add(int(rank.stdout.readline().split()[1]))
+            time.sleep(0.1)  # into the sleep or the match
+            assert len(pids) == 4 and all(map(_is_alive, pids))
+        finally:
+            rank.kill()
+        rank.wait()
+        assert_gone(pids)
 
 
 def test_missing_function_is_refused_at_construction(tmp_path):

@@ -24,7 +24,10 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}={% endif %}"
 )
-BOS, PLUS, EQUALS, ONE, TWO = 1, 13, 16, 4, 5
+VOCABULARY = json.loads((MODEL / "tokenizer.json").read_text())["model"]["vocab"]
+BOS, EOS, PAD, PLUS, EQUALS, ONE, TWO = (
+    VOCABULARY[token] for token in ("<bos>", "<eos>", "<pad>", "+", "=", "1", "2")
+)
 
 
 def edited_tokenizer(folder: Path, edit: Callable[[dict[str, Any], dict[str, Any]], None]) -> str:
@@ -140,12 +143,12 @@ def test_trailing_end_token_of_a_tokenizer_is_left_out(tmp_path):
     def add_eos(document: dict[str, Any], config: dict[str, Any]) -> None:
         processor = document["post_processor"]
         processor["single"].append({"SpecialToken": {"id": "<eos>", "type_id": 0}})
-        processor["special_tokens"]["<eos>"] = {"id": "<eos>", "ids": [2], "tokens": ["<eos>"]}
+        processor["special_tokens"]["<eos>"] = {"id": "<eos>", "ids": [EOS], "tokens": ["<eos>"]}
 
     folder = edited_tokenizer(tmp_path / "t", add_eos)
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "1+2="}\n{"prompt": ""}\n')
-    assert load_tokenizer(folder)("1").input_ids == [BOS, ONE, 2]
+    assert load_tokenizer(folder)("1").input_ids == [BOS, ONE, EOS]
 
     assert token_lists(source_of(path, folder), [0, 1]) == [[BOS, ONE, PLUS, TWO, EQUALS], [BOS]]
 
@@ -162,8 +165,8 @@ def test_tokenizer_whose_end_is_its_beginning_keeps_the_leading_token(tmp_path):
 def test_padding_falls_back_to_the_end_token(tmp_path):
     folder = edited_tokenizer(tmp_path / "t", lambda _, config: config.pop("pad_token"))
 
-    assert pad_token_id(load_tokenizer(str(MODEL))) == 0
-    assert pad_token_id(load_tokenizer(folder)) == eos_token_id(load_tokenizer(folder)) == 2
+    assert pad_token_id(load_tokenizer(str(MODEL))) == PAD
+    assert pad_token_id(load_tokenizer(folder)) == eos_token_id(load_tokenizer(folder)) == EOS
 
 
 def test_tokenizer_of_a_folder_is_loaded_once():

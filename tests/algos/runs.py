@@ -1,0 +1,108 @@
+"""Runs of algos/ppo.py on the bundled task, small enough for tests, and how to compare them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmdflow.checkpoint import read_tensors
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "algos" / "ppo.py"
+SMALL = (
+    "data.prompts_per_step=16",
+    "actor.update.mini_batch_size=8",
+    "critic.update.mini_batch_size=8",
+    "data.eval_prompts=16",
+    "advantage.kl_coef=0.02",
+    "run.sample_every=0",
+)
+
+
+def torchrun(run_dir: Path, *settings: str, num_ranks: int) -> subprocess.Popen[str]:
+    """Start a run under torchrun; its output goes to a file beside RUN_DIR."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words = [f"--nproc-per-node={num_ranks}", "-m", "spmdflow.run", str(SCRIPT)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    log = open(log_of(run_dir), "a")  # noqa: SIM115 - closed with the process
+    return subprocess.Popen(
+        [*launcher, *words, f"run.dir={run_dir}", *SMALL, *settings],
+        env=environment,
+        cwd=ROOT,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def log_of(run_dir: Path) -> Path:
+    """Where a run's output is."""
+    return run_dir.with_name(run_dir.name + ".log")
+
+
+def finish(process: subprocess.Popen[str], *, seconds: float) -> int:
+    """Wait for torchrun; what is left after the limit is killed with its process group."""
+    try:
+        return process.wait(seconds)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for_step(run_dir: Path, step: int, *, seconds: float) -> None:
+    """Until metrics.jsonl has the step."""
+    limit = time.monotonic() + seconds
+    while not any(done["step"] >= step for done in steps_of(run_dir)):
+        assert time.monotonic() < limit, log_of(run_dir).read_text()[-3000:]
+        time.sleep(0.05)
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Whole lines of metrics.jsonl."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def numbers_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Every metric but what a clock or a restart changes."""
+    skipped = ("time/", "perf/", "rollout/weights_version")
+    return [
+        {name: value for name, value in step.items() if not name.startswith(skipped)}
+        for step in steps_of(run_dir)
+    ]
+
+
+def last_checkpoint(run_dir: Path) -> dict[str, bytes]:
+    """Bytes of every tensor of the latest checkpoint, by file and name."""
+    folder = run_dir / "checkpoints"
+    latest = folder / (folder / "latest").read_text().strip()
+    found = {}
+    for path in sorted(latest.rglob("*.safetensors")):
+        for name, tensor in read_tensors(path)[0].items():
+            raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            found[f"{path.relative_to(latest)}:{name}"] = raw
+    return found
+
+
+def ranks_of(run_dir: Path) -> list[int]:
+    """Pids of the processes of a run, by its directory on their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"spmdflow.run" in words and f"run.dir={run_dir}".encode() in words:
+                found.append(int(entry.name))
+    return sorted(found)

@@ -1,0 +1,124 @@
+"""An interrupted and resumed run equals an uninterrupted one in every bit: weights and metrics."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from spmdflow.config.load import load
+from spmdflow.controller.inproc import InprocTransport
+from spmdflow.controller.launch import launch
+from tests.algos.runs import (
+    SCRIPT,
+    SMALL,
+    finish,
+    last_checkpoint,
+    log_of,
+    numbers_of,
+    ranks_of,
+    steps_of,
+    torchrun,
+    wait_for_step,
+)
+
+STEPS = 4
+SETTINGS = (f"total_steps={STEPS}", "save_every=1", "eval_every=2")
+POINTS = random.Random(20).sample(range(12, 62), 17)
+"""Orders after which a run is interrupted: any call of any step, saving included."""
+
+
+class Interrupted(Exception):
+    """Stands for a kill between two orders."""
+
+
+def run(run_dir: Path, monkeypatch: pytest.MonkeyPatch | None = None, *, stop_after: int = 0) -> None:
+    loaded = load(SCRIPT, None, [*SMALL, *SETTINGS, f"run.dir={run_dir}"])
+    if monkeypatch is not None:
+        count, real = 0, InprocTransport._run_order
+
+        def counted(self, order, pending):
+            nonlocal count
+            count += 1
+            if count > stop_after:
+                raise Interrupted
+            real(self, order, pending)
+
+        monkeypatch.setattr(InprocTransport, "_run_order", counted)
+    launch(loaded.script, loaded.cfg, inproc=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    run(run_dir)
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    "point", [p if i < 4 else pytest.param(p, marks=pytest.mark.slow) for i, p in enumerate(POINTS)]
+)
+def test_a_run_interrupted_anywhere_continues_to_the_same_bits(point, whole, tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        run(run_dir, patch, stop_after=point)
+
+    run(run_dir)
+
+    assert last_checkpoint(run_dir) == last_checkpoint(whole)
+    assert numbers_of(run_dir) == numbers_of(whole)
+
+
+def test_a_finished_run_started_again_does_nothing(whole):
+    before = last_checkpoint(whole)
+
+    run(whole)
+
+    assert [step["step"] for step in steps_of(whole)] == list(range(STEPS + 1))
+    assert last_checkpoint(whole) == before
+
+
+@pytest.fixture(scope="module")
+def whole_on_ranks(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("ranks") / "run"
+    assert finish(torchrun(run_dir, *SETTINGS, num_ranks=2), seconds=120) == 0
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("step", "victim"),
+    [(1, 1), pytest.param(2, 0, marks=pytest.mark.slow), pytest.param(3, 1, marks=pytest.mark.slow)],
+)
+def test_kill_9_of_a_rank_and_a_restart_give_the_same_bits(step, victim, whole_on_ranks, tmp_path):
+    run_dir = tmp_path / "run"
+    process = torchrun(run_dir, *SETTINGS, num_ranks=2)
+    wait_for_step(run_dir, step, seconds=100)
+    pids = [pid for pid in ranks_of(run_dir) if pid != process.pid]
+    os.kill(pids[victim], signal.SIGKILL)
+    assert finish(process, seconds=30) != 0
+    assert ranks_of(run_dir) == []
+
+    assert finish(torchrun(run_dir, *SETTINGS, num_ranks=2), seconds=120) == 0
+
+    assert last_checkpoint(run_dir) == last_checkpoint(whole_on_ranks)
+    assert numbers_of(run_dir) == numbers_of(whole_on_ranks)
+
+
+def test_sigterm_saves_the_running_step_and_the_restart_continues_after_it(tmp_path):
+    run_dir = tmp_path / "run"
+    process = torchrun(run_dir, "total_steps=1000", "eval_every=0", num_ranks=2)
+    wait_for_step(run_dir, 1, seconds=100)
+    process.send_signal(signal.SIGTERM)
+    finish(process, seconds=30)
+    assert ranks_of(run_dir) == []
+    last = steps_of(run_dir)[-1]["step"]
+    saved = [path.name for path in (run_dir / "checkpoints").glob("step-*")]
+    assert saved == [f"step-{last}"], log_of(run_dir).read_text()[-3000:]
+
+    more = (f"total_steps={last + 1}", "eval_every=0")
+    assert finish(torchrun(run_dir, *more, num_ranks=2), seconds=120) == 0
+
+    assert [step["step"] for step in steps_of(run_dir)] == list(range(1, last + 2))

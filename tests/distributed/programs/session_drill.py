@@ -1,0 +1,95 @@
+"""A rank of the failure drill: something goes wrong on the victim while its peers wait for it.
+
+    torchrun ... session_drill.py RUN_DIR WHERE HOW VICTIM SECONDS
+
+WHERE is compute, transfer (a command of that lane) or idle; HOW is exception, exit or wait (the
+test does the harm from outside). Files RUN_DIR/running-<rank> say that a rank is where it should.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from spmdflow.controller.executor import Operation
+from spmdflow.controller.io import Order, Transport
+from spmdflow.controller.session import Member, SessionSettings, run_session
+from spmdflow.log import set_up_logging
+
+RUN_DIR, WHERE, HOW = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+VICTIM, SECONDS = int(sys.argv[4]), float(sys.argv[5])
+
+
+def main(transport: Transport) -> None:
+    """The script: a call that works, then the one during which it happens."""
+    ranks = range(transport.world_size)
+    warm = dict.fromkeys(ranks, {"operation": "meet"})
+    transport.submit(Order(1, "compute", "actor.meet", warm, 30.0)).result()
+    if WHERE == "idle":
+        harm = {VICTIM: {"operation": "harm_later"}}
+        transport.submit(Order(2, "compute", "actor.harm_later", harm, 30.0)).result()
+        for rank in ranks:
+            (RUN_DIR / f"running-{rank}").touch()
+        if HOW == "exception":
+            raise RuntimeError("drill in the script")
+        time.sleep(60)
+    else:
+        harm = dict.fromkeys(ranks, {"operation": "harm"})
+        transport.submit(Order(2, WHERE, "actor.harm", harm, SECONDS)).result()
+
+
+def operations_of(member: Member) -> Mapping[str, Operation]:
+    """What the ranks can do."""
+
+    def meet(payload: dict[str, Any], number: int) -> dict[str, Any]:
+        dist.barrier(group=GROUPS["compute"])
+        return {}
+
+    def harm(payload: dict[str, Any], number: int) -> dict[str, Any]:
+        (RUN_DIR / f"running-{member.rank}").touch()
+        if member.rank == VICTIM:
+            _harm()
+        dist.all_reduce(torch.zeros(1), group=GROUPS[WHERE])  # waits for the victim
+        return {}
+
+    def harm_later(payload: dict[str, Any], number: int) -> dict[str, Any]:
+        if HOW == "exit":
+            threading.Timer(0.5, os._exit, (7,)).start()
+        return {}
+
+    return {"meet": meet, "harm": harm, "harm_later": harm_later}
+
+
+def _harm() -> None:
+    time.sleep(0.3)  # let the others arrive in the collective
+    if HOW == "exception":
+        raise RuntimeError("drill in a lane")
+    if HOW == "exit":
+        os._exit(7)
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    set_up_logging(dist.get_rank())
+    world = list(range(dist.get_world_size()))
+    GROUPS = {"compute": dist.new_group(world), "transfer": dist.new_group(world)}
+    (RUN_DIR / f"pid-{dist.get_rank()}").write_text(str(os.getpid()))
+    settings = SessionSettings(
+        run_dir=RUN_DIR,
+        ranks=tuple(world),
+        start_seconds=60.0,
+        call_seconds=SECONDS,
+        heartbeat_seconds=2.0,
+    )
+    sys.exit(run_session(main, operations_of, settings))
