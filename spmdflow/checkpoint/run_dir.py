@@ -12,6 +12,7 @@ import yaml
 
 from spmdflow.checkpoint.disk import write_atomically
 from spmdflow.checkpoint.folder import find_latest
+from spmdflow.checkpoint.lock import RunDirLock
 from spmdflow.checkpoint.manifest import CheckpointInfo
 from spmdflow.config.schema import RunConfig
 from spmdflow.errors import ConfigError
@@ -29,6 +30,8 @@ class RunDir:
     path: Path
     checkpoint: CheckpointInfo | None
     """What the run continues from; None: step 1 is the first."""
+    lock: RunDirLock
+    """Held until `lock.release()` or the end of the process."""
 
     @property
     def last_step(self) -> int:
@@ -46,7 +49,8 @@ def open_run_dir(run: RunConfig, yaml_text: str) -> RunDir:
 
     yaml_text: every setting, resolved (`config.load.Loaded.yaml_text`). With other settings than
     before, the differences are logged as a warning and the old file is kept beside the new one.
-    ConfigError if the folder cannot be used, or is used and run.resume is never.
+    ConfigError if the folder cannot be used, is used and run.resume is never, or a live run has
+    it.
     """
     path = path_of(run)
     used = [mark for mark in _MARKS if (path / mark).exists()]
@@ -57,6 +61,7 @@ def open_run_dir(run: RunConfig, yaml_text: str) -> RunDir:
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
+        lock = RunDirLock(path)
         checkpoint = find_latest(path)
         _write_config(path / "config.yaml", yaml_text, checkpoint)
     except OSError as err:
@@ -64,7 +69,7 @@ def open_run_dir(run: RunConfig, yaml_text: str) -> RunDir:
             f"run.dir: cannot use {path}: {err.strerror} ({err.filename}), expected a writable "
             f"folder; mend its rights or set run.dir"
         ) from err
-    return RunDir(path, checkpoint)
+    return RunDir(path, checkpoint, lock)
 
 
 def differences(old_yaml: str, new_yaml: str) -> list[str]:

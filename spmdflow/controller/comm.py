@@ -20,6 +20,7 @@ from typing import Any
 from spmdflow.controller.executor import COMPUTE, LANES, TRANSFER, Command, Lane, failure_of
 from spmdflow.controller.failure import Failure, as_record, write_failure
 from spmdflow.controller.link import Link
+from spmdflow.controller.peers import Peers
 from spmdflow.controller.process import Process, dump_stacks, leave
 from spmdflow.controller.settings import SessionSettings
 from spmdflow.controller.signals import Signals
@@ -29,7 +30,7 @@ from spmdflow.errors import MessageError
 logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
-_ABORT_SECONDS = 4.0
+_ABORT_SECONDS = 5.0
 """After reporting a failure a rank waits this long for ABORT, then ends by itself."""
 _DYING_SECONDS = 0.05
 _GONE_SECONDS = 0.3
@@ -68,7 +69,7 @@ class Comm:
         }
         self._ended_lanes: list[str] = []
         self._parent = os.getppid()
-        self._neighbours: dict[int, Process] = {}
+        self._neighbours: Peers | None = None
         self._heard = time.monotonic()
         self._welcome = self._controller_lost = False
         self._failures: list[Failure] = []
@@ -109,6 +110,8 @@ class Comm:
             while len(self._ended_lanes) < len(LANES):
                 self._step()
             self._send(Kind.BYE)
+            if self._neighbours:
+                self._neighbours.unwatch(self._link.waiter)
             self._link.close()
         except BaseException as err:
             logger.exception("the comm thread failed")
@@ -122,12 +125,7 @@ class Comm:
             self._next_tick = now + _TICK_SECONDS
             self._tick(now)
         self._link.receive()
-        ready = self._link.waiter.wait(max(0.0, self._next_tick - time.monotonic()))
-        if self._signals.descriptor in ready:
-            self._next_tick = 0.0
-        if self._link.lost_connection(ready):
-            secret = "" if self._welcome else "; is SPMDFLOW_SECRET the same on every rank?"
-            self._lost_controller(f"its connection is lost{secret}")
+        self._notice(self._link.waiter.wait(max(0.0, self._next_tick - time.monotonic())))
 
     def _take(self, data: bytes) -> None:
         """React to one message (comm thread or compute lane)."""
@@ -143,14 +141,32 @@ class Comm:
         if kind is Kind.COMMAND:
             self._lines[body[2]][0](Command(*body))
         elif kind is Kind.WELCOME:
-            self._welcome, self._neighbours = True, body
+            self._meet_neighbours(body)
         elif kind is Kind.CLOSE:
             for put, _ in self._lines.values():
                 put(None)
         elif kind is Kind.ABORT:
             self._obey(body)
 
+    def _meet_neighbours(self, processes: dict[int, Process]) -> None:
+        """Where the controller cannot see how a process ends, its neighbours do."""
+        neighbours = Peers(processes, own_rank=self._rank)
+        if not self._controller.is_local():
+            neighbours.watch(self._link.waiter)
+        self._neighbours, self._welcome = neighbours, True
+
     # ---- watching
+
+    def _notice(self, ready: list[int]) -> None:
+        """React at once to signals, a lost connection and ended neighbours."""
+        if self._signals.descriptor in ready:
+            self._next_tick = 0.0
+        if self._link.lost_connection(ready):
+            secret = "" if self._welcome else "; is SPMDFLOW_SECRET the same on every rank?"
+            self._lost_controller(f"its connection is lost{secret}")
+        if self._neighbours and self._neighbours.unwatch(self._link.waiter, ready):
+            for ended in self._neighbours.ended().items():
+                self._send(Kind.ENDED, list(ended))
 
     def _tick(self, now: float) -> None:
         if now >= self._next_beat:
@@ -173,8 +189,7 @@ class Comm:
 
     def _check_lanes(self, now: float) -> None:
         for lane in self.lanes.values():
-            if now > lane.deadline() and (running := lane.running):
-                command = running[0]
+            if command := lane.overdue(now):
                 cause = f"still running after its limit of {command.seconds:g} s"
                 self.fail(
                     Failure("deadline", self._rank, cause, command.label, command.number, lane.name)
@@ -202,6 +217,9 @@ class Comm:
         known = self._controller.end_cause_or_none(_DYING_SECONDS)
         if known and known not in how:
             cause += f" ({known})"
+        here = self._about(kind, self._rank, cause)
+        if here.label:
+            cause += f"; this rank was running {here.label} (call {here.number}, {here.lane} lane)"
         self._failures.insert(0, Failure(kind, self._settings.controller_rank, cause))
         self._give_up_at = min(self._give_up_at, time.monotonic() + _GONE_SECONDS)
 
@@ -210,8 +228,8 @@ class Comm:
     def _obey(self, to_kill: list[int]) -> None:
         """ABORT: write down where every thread is, end stopped neighbours, leave."""
         for rank in to_kill:
-            if rank != self._rank and rank in self._neighbours:
-                self._neighbours[rank].kill()
+            if rank != self._rank and self._neighbours:
+                self._neighbours.kill(rank)
         dump_stacks(self._settings.run_dir / f"stacks-rank{self._rank}.txt")
         leave(1)
 

@@ -89,10 +89,10 @@ class Lane:
         self._reporter.reply(command.ticket, answer)
         self.running = None
 
-    def deadline(self) -> float:
-        """When the running command has to be done (time.monotonic()); inf if there is none."""
+    def overdue(self, now: float) -> Command | None:
+        """The running command if its limit has passed (time.monotonic())."""
         running = self.running
-        return running[1] + running[0].seconds if running else float("inf")
+        return running[0] if running and now > running[1] + running[0].seconds else None
 
 
 def failure_of(

@@ -47,12 +47,8 @@ class Failure:
 
     def sentence(self) -> str:
         """Rank, what it was running and the cause."""
-        return f"rank {self.rank}, {self._place()}: {self.cause}"
-
-    def _place(self) -> str:
-        if not self.label:
-            return "idle" if self.lane is None else f"{self.lane} lane"
-        return f"{self.label} (call {self.number}, {self.lane} lane)"
+        place = f", {self.label} (call {self.number}, {self.lane} lane)" if self.label else ""
+        return f"rank {self.rank}{place}: {self.cause}"
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:

@@ -24,7 +24,7 @@ from spmdflow.controller.ledger import Entry, Ledger
 from spmdflow.controller.order import Order, Pending, Replies, Transport
 from spmdflow.controller.peers import Peers
 from spmdflow.controller.settings import SessionSettings
-from spmdflow.controller.verdict import Verdict
+from spmdflow.controller.verdict import LOST, Verdict
 from spmdflow.controller.waiter import Waiter
 from spmdflow.controller.watch import Watch
 from spmdflow.controller.wire import Envelopes, Hub, Kind
@@ -77,6 +77,7 @@ class Io:
             Kind.FAILURE: lambda rank, failure: self._verdict.add(failure),
             Kind.BEAT: lambda rank, body: None,
             Kind.TERM: lambda rank, body: self._watch.term_arrived(rank, time.monotonic()),
+            Kind.ENDED: lambda rank, body: self._peers.ended_elsewhere(*body),
             Kind.BYE: self._on_bye,
         }
 
@@ -262,7 +263,7 @@ class Io:
                 rank, Entry(ticket, order.number, order.lane, order.label, order.seconds, now)
             )
             if not self._hub.send(rank, body):
-                self._verdict.add_death(rank, "its connection is lost")
+                self._verdict.add_death(rank, LOST)
 
     def _on_hello(self, rank: int, _: Any) -> None:
         self._peers.arrived(rank)

@@ -181,13 +181,15 @@ def _run_script(
     flow = Flow(caller, flow_settings, saving, show)
     try:
         script.main(flow, cfg)
+        status = FINISHED
     except Stopped as stop:
         logger.warning("%s", stop)
-        return STOPPED
+        status = STOPPED
     finally:
         show.close()
+        run_dir.lock.release()
     caller.submit("close", {rank: {"operation": "close"} for rank in ranks}).result()
-    return FINISHED
+    return status
 
 
 def _pools(cfg: Any, ranks: tuple[int, ...]) -> dict[str, Pool]:

@@ -1,4 +1,4 @@
-"""The controller's view of the other processes: who is here, who is silent, who is gone."""
+"""What a rank knows of other ranks' processes: who is here, who is silent, who is gone."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ logger = logging.getLogger(__name__)
 
 
 class Peers:
-    """Processes of the ranks of a session; used by the io thread only."""
+    """Processes of ranks: of a session, or of one machine. Used by one thread at a time."""
 
     def __init__(
-        self, processes: Mapping[int, Process], *, own_rank: int, heartbeat_seconds: float
+        self,
+        processes: Mapping[int, Process],
+        *,
+        own_rank: int,
+        heartbeat_seconds: float = float("inf"),
     ) -> None:
+        """heartbeat_seconds: silence after which `warn_about_silence` warns."""
         self._processes = dict(processes)
         self._others = [rank for rank in processes if rank != own_rank]
         self._heartbeat_seconds = heartbeat_seconds
@@ -27,6 +32,7 @@ class Peers:
         self._left: set[int] = set()
         self._warned: set[int] = set()
         self._pidfds: dict[int, int] = {}
+        self._ended: dict[int, str] = {}
 
     def watch(self, waiter: Waiter) -> None:
         """Let waiter return when a process of this machine ends."""
@@ -68,15 +74,17 @@ class Peers:
         return [rank for rank in self._processes if rank not in self._left]
 
     def ended(self) -> dict[int, str]:
-        """Ranks of this machine whose process has ended without BYE, and how."""
-        gone = {}
+        """Ranks whose process is known to have ended without BYE, and how."""
         for rank in self._others:
-            if rank not in self._left and self._processes[rank].has_ended():
-                how = (
-                    self._processes[rank].end_cause_or_none() or "ended (signal or status unknown)"
-                )
-                gone[rank] = f"process {self._processes[rank].pid} {how}"
-        return gone
+            process = self._processes[rank]
+            if rank not in self._ended and process.has_ended():
+                how = process.end_cause_or_none() or "ended (signal or status unknown)"
+                self._ended[rank] = f"process {process.pid} {how}"
+        return {rank: how for rank, how in self._ended.items() if rank not in self._left}
+
+    def ended_elsewhere(self, rank: int, how: str) -> None:
+        """Note what a neighbour of rank saw."""
+        self._ended.setdefault(rank, how)
 
     def unreachable(self, probe: Callable[[int], bool]) -> list[int]:
         """Ranks of other machines that were connected and fail probe."""
@@ -113,8 +121,8 @@ class Peers:
         return {rank: process for rank, process in self._processes.items() if process.node == node}
 
     def kill(self, rank: int) -> None:
-        """SIGKILL rank if it runs on this machine."""
-        if self._processes[rank].kill():
+        """SIGKILL rank if it is one of these and runs on this machine."""
+        if rank in self._processes and self._processes[rank].kill():
             logger.error("rank %d (process %d): sent SIGKILL", rank, self._processes[rank].pid)
 
     def local_survivors(self) -> list[int]:

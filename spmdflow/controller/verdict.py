@@ -28,6 +28,9 @@ from spmdflow.errors import RunFailed
 
 logger = logging.getLogger(__name__)
 
+LOST = "its connection is lost"
+"""What is known of an end on another machine, until a neighbour there tells more."""
+
 _EXIT_SECONDS = 3.0
 """After ABORT, processes of this machine that have not ended by then are killed."""
 _SEND_SECONDS = 0.5
@@ -50,9 +53,13 @@ class Verdict:
         self.failures.append(failure)
 
     def add_death(self, rank: int, cause: str) -> None:
-        """Note, once, that rank is gone, and what it was running."""
-        if not self._is_known("death", rank):
-            self.add(self._about("death", rank, cause))
+        """Note that rank is gone and what it was running; a second time only improves cause."""
+        death = self._about("death", rank, cause)
+        known = [i for i, f in enumerate(self.failures) if (f.kind, f.rank) == ("death", rank)]
+        if not known:
+            self.add(death)
+        elif self.failures[known[0]].cause.startswith(LOST):
+            self.failures[known[0]] = death
 
     def add_overdue(self, rank: int, entry: Entry, now: float) -> None:
         """Note, once, that rank does not answer, as stopped or merely late."""
@@ -105,7 +112,7 @@ class Verdict:
         """A failure of rank as seen from here, with what it was running."""
         running = self._ledger.running(rank)
         if not running:
-            return Failure(kind, rank, cause)
+            return Failure(kind, rank, f"{cause}, while idle")
         entry, *more = running
         also = f"; also running {more[0].label} in the {more[0].lane} lane" if more else ""
         return Failure(kind, rank, cause + also, entry.label, entry.number, entry.lane)

@@ -9,7 +9,7 @@ from spmdflow.controller.failure import Failure
 from spmdflow.controller.ledger import Ledger
 from spmdflow.controller.peers import Peers
 from spmdflow.controller.settings import SessionSettings
-from spmdflow.controller.verdict import Verdict
+from spmdflow.controller.verdict import LOST, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +80,7 @@ class Watch:
         )
 
     def _check_deaths(self, now: float, probe: Callable[[int], bool]) -> None:
-        gone = self._peers.ended()
-        gone |= dict.fromkeys(self._peers.unreachable(probe), "its connection is lost")
+        gone = dict.fromkeys(self._peers.unreachable(probe), LOST) | self._peers.ended()
         for rank, how in gone.items():
             since = self._gone_since.setdefault(rank, now)
             if not self._is_closing or now - since > _PARTING_SECONDS:

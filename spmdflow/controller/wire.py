@@ -57,6 +57,7 @@ class Kind(enum.IntEnum):
     ABORT = 8  # c -> r: [ranks to kill]; dump stacks and exit
     CLOSE = 9  # c -> r: finish what you have, then BYE
     BYE = 10  # r -> c: both lanes have ended
+    ENDED = 11  # r -> c: [rank, how]: a neighbour's process, seen where the controller is not
 
 
 _KINDS = {int(kind): kind for kind in Kind}

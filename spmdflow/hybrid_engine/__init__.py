@@ -18,9 +18,3 @@ precision named) and n training ranks:
 The redundancy is the generator's M; HybridFlow's own engine (paper section 5.3, Table 2) shares
 storage and has none where training is sharded over tp and pp.
 """
-
-from __future__ import annotations
-
-from spmdflow.hybrid_engine.copy_sync import CopySync
-
-__all__ = ["CopySync"]

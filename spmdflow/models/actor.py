@@ -96,10 +96,11 @@ class ActorWorker(EngineWorker):
         """One optimizer step for each mini-batch; metrics are means over the steps."""
         return self.train(batch, self.loss, prefix="actor")
 
-    def export(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face folder (every rank of the pool calls it)."""
+    def save_state(self, folder: Path) -> None:
+        """This rank's state, and beside it the policy as a Hugging Face folder."""
+        super().save_state(folder)
         with self.resident("parameters"):
-            self.engine.export_hugging_face(folder)
+            self.engine.export_hugging_face(folder / "hugging_face")
 
     def close(self) -> None:
         """Free the generator."""

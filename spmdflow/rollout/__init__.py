@@ -17,11 +17,6 @@ round differently; the gap between the two, the drift, is a metric of every step
   hugging_face   the seam to transformers, and the cached forward of every other family
   vllm           the generator on vLLM in process, one engine per rank
   vllm_engine    the seam to vLLM: its engine inside our process and process groups
+  process_state  keeping the process as it is while vLLM starts in it
   vllm_weights   vLLM's parameters under their Hugging Face names
 """
-
-from __future__ import annotations
-
-from spmdflow.rollout.factory import generator_of
-
-__all__ = ["generator_of"]

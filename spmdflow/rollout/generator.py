@@ -47,7 +47,7 @@ class Generator(Protocol):
         """positional_hash of every tensor the forward reads, by Hugging Face name."""
 
     def sleep(self) -> None:
-        """Free the KV cache (weights stay); nothing can be generated until `wake`."""
+        """Free the KV cache (weights stay) until `wake`, or until load or generate need it."""
 
     def wake(self) -> None:
         """Undo `sleep`."""

@@ -42,6 +42,7 @@ class VllmGenerator:
 
     def generate(self, prompts: Tensor, sampling: Sampling, seeds: Sequence[int]) -> TensorDict:
         """Responses to B prompts; see Generator.generate."""
+        self.wake()
         check_prompts(prompts, sampling, seeds=seeds, max_positions=self._engine.max_positions)
         rows = [row.tolist() for row in rows_of(prompts)]
         answers = self._engine.generate(rows, sampling, seeds=seeds, end_tokens=self._end_tokens)
@@ -57,6 +58,7 @@ class VllmGenerator:
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> int:
         """Overwrite the weights; see Generator.load."""
+        self.wake()
         arrivals = Arrivals({name: view.shape for name, view in self._weights.items()})
         self._engine.model.load_weights(arrivals.fitting(tensors))
         arrivals.check(version)

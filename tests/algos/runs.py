@@ -87,7 +87,7 @@ def last_checkpoint(run_dir: Path) -> dict[str, bytes]:
     folder = run_dir / "checkpoints"
     latest = folder / (folder / "latest").read_text().strip()
     found = {}
-    for path in sorted(latest.rglob("*.safetensors")):
+    for path in sorted(latest.rglob("rank-*.safetensors")):
         for name, tensor in read_tensors(path)[0].items():
             raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             found[f"{path.relative_to(latest)}:{name}"] = raw

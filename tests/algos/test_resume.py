@@ -35,7 +35,9 @@ class Interrupted(Exception):
     """Stands for a kill between two orders."""
 
 
-def run(run_dir: Path, monkeypatch: pytest.MonkeyPatch | None = None, *, stop_after: int = 0) -> None:
+def run(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch | None = None, *, stop_after: int = 0
+) -> None:
     loaded = load(SCRIPT, None, [*SMALL, *SETTINGS, f"run.dir={run_dir}"])
     if monkeypatch is not None:
         count, real = 0, InprocTransport._run_order
@@ -90,7 +92,11 @@ def whole_on_ranks(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("step", "victim"),
-    [(1, 1), pytest.param(2, 0, marks=pytest.mark.slow), pytest.param(3, 1, marks=pytest.mark.slow)],
+    [
+        (1, 1),
+        pytest.param(2, 0, marks=pytest.mark.slow),
+        pytest.param(3, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_kill_9_of_a_rank_and_a_restart_give_the_same_bits(step, victim, whole_on_ranks, tmp_path):
     run_dir = tmp_path / "run"

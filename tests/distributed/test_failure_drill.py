@@ -140,6 +140,7 @@ def test_rank_that_fails_is_named_and_everything_ends(
         failure = drill.failure(name)
         assert (failure["rank"], failure["kind"]) == (victim, kind), failure
         assert cause in failure["cause"]
+        assert lives_to_tell or where == "idle" or "running actor.harm" in failure["cause"]
     if lives_to_tell and where != "idle":
         assert (failure["role"], failure["method"]) == ("actor", "harm")
         assert (failure["call"], failure["lane"]) == (2, where)

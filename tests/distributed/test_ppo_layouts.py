@@ -45,7 +45,9 @@ def test_the_same_layout_twice_agrees_in_every_bit(runs):
         steps_of(runs, "colocate-4"), steps_of(runs, "colocate-4-again"), strict=True
     ):
         timed = {name for name in one if name.startswith(("time/", "perf/"))}
-        assert {k: one[k] for k in one.keys() - timed} == {k: other[k] for k in other.keys() - timed}
+        assert {k: one[k] for k in one.keys() - timed} == {
+            k: other[k] for k in other.keys() - timed
+        }
 
 
 @pytest.mark.parametrize("case", ("colocate-1", *CASES))

@@ -15,8 +15,9 @@ from spmdflow.blocks.hash import positional_hash
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
 from spmdflow.errors import ColumnError, ConfigError, WeightSyncError
-from spmdflow.rollout import generator_of, llama
+from spmdflow.rollout import llama
 from spmdflow.rollout.builtin import BuiltinGenerator
+from spmdflow.rollout.factory import generator_of
 from spmdflow.rollout.hugging_face import HuggingFaceForward, causal_lm, end_tokens
 from spmdflow.rollout.llama import LlamaForward
 from spmdflow.rollout.sampling import Sampling

@@ -29,15 +29,16 @@ def test_run_dir_is_named_by_dir_else_by_name(tmp_path, monkeypatch):
 
 def test_first_start_makes_the_folder_and_writes_the_settings(tmp_path):
     opened = open_run_dir(run_in(tmp_path / "a" / "b"), YAML)
+    opened.lock.release()
 
     assert (opened.path, opened.checkpoint, opened.last_step) == (tmp_path / "a" / "b", None, -1)
-    assert [path.name for path in opened.path.iterdir()] == ["config.yaml"]
+    assert sorted(path.name for path in opened.path.iterdir()) == [".lock", "config.yaml"]
     assert (opened.path / "config.yaml").read_text() == YAML
 
 
 def test_never_refuses_a_used_folder_and_takes_an_unused_one(tmp_path):
     (tmp_path / "slurm-17.log").touch()
-    open_run_dir(run_in(tmp_path, resume="never"), YAML)
+    open_run_dir(run_in(tmp_path, resume="never"), YAML).lock.release()
 
     with pytest.raises(ConfigError, match=r"never, but .* holds config\.yaml.*set run\.name"):
         open_run_dir(run_in(tmp_path, resume="never"), YAML)
@@ -52,12 +53,13 @@ def test_never_refuses_a_folder_with_results(tmp_path, mark):
 
 
 def test_auto_continues_from_the_latest_checkpoint(tmp_path):
-    open_run_dir(run_in(tmp_path), YAML)
+    open_run_dir(run_in(tmp_path), YAML).lock.release()
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.begin(7)
     sealed = checkpoints.seal(7, {"a": 1})
 
     opened = open_run_dir(run_in(tmp_path), YAML)
+    opened.lock.release()
     assert (opened.checkpoint, opened.last_step) == (sealed, 7)
 
 
@@ -69,19 +71,18 @@ def test_a_damaged_latest_checkpoint_stops_the_start(tmp_path):
     with pytest.raises(CheckpointError, match="foreign"):
         open_run_dir(run_in(tmp_path), YAML)
 
-
-def test_the_same_settings_again_are_no_warning(tmp_path, caplog):
+        open_run_dir(run_in(tmp_path), YAML).lock.release()
     for _ in range(2):
         open_run_dir(run_in(tmp_path), YAML)
-
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.yaml"]
     assert caplog.text == ""
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
 def test_other_settings_are_listed_and_the_old_ones_kept(tmp_path, caplog):
-    open_run_dir(run_in(tmp_path), YAML)
+    open_run_dir(run_in(tmp_path), YAML).lock.release()
     changed = YAML.replace("1.0e-05", "3.0e-04").replace("seed: 0", "seed: 1")
-    open_run_dir(run_in(tmp_path), changed)
+    open_run_dir(run_in(tmp_path), changed).lock.release()
 
     assert "run.seed: 0 -> 1; actor.lr: 1e-05 -> 0.0003" in caplog.text
     assert "betas" not in caplog.text
@@ -108,3 +109,13 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
 
     with pytest.raises(ConfigError, match=r"cannot use .*file: .*expected a writable folder"):
         open_run_dir(run_in(tmp_path / "file"), YAML)
+
+
+def test_a_second_live_run_in_the_same_folder_is_refused_until_the_first_ends(tmp_path):
+    first = open_run_dir(run_in(tmp_path), YAML)
+
+    with pytest.raises(ConfigError, match=r"in use by a live run \(process \d+\)"):
+        open_run_dir(run_in(tmp_path), YAML)
+
+    first.lock.release()
+    open_run_dir(run_in(tmp_path), YAML).lock.release()

@@ -29,11 +29,11 @@ from spmdflow.config.schema import (
     RolloutConfig,
 )
 from spmdflow.errors import SpmdflowError
-from spmdflow.hybrid_engine import CopySync
+from spmdflow.hybrid_engine.copy_sync import CopySync
 from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.rollout import generator_of
+from spmdflow.rollout.factory import generator_of
 from spmdflow.rollout.generator import Generator
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.worker import WorkerContext

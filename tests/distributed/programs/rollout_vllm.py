@@ -33,8 +33,8 @@ from rollout_sync import (
 
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import ragged_from_rows, rows_of
-from spmdflow.hybrid_engine import CopySync
-from spmdflow.rollout import generator_of
+from spmdflow.hybrid_engine.copy_sync import CopySync
+from spmdflow.rollout.factory import generator_of
 from spmdflow.rollout.hugging_face import end_tokens
 from spmdflow.rollout.sampling import Sampling
 from tests.rollout_reference import (
@@ -141,7 +141,6 @@ def check_sleep(world: World, generator: Any) -> dict[str, Any]:
     generator.sleep()
     generator.sleep()
     sizes.append(sum(s.nbytes() for s in storages))
-    generator.wake()
     after = tokens_of(generator.generate(world.prompts(), SAMPLED, world.seeds))
     return {"sleep": {"bytes": sizes, "same": before == after}}
 
