@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,17 +60,28 @@ def open_run_dir(run: RunConfig, yaml_text: str) -> RunDir:
             f"run.resume: never, but {path} holds {', '.join(used)} of an earlier run, expected "
             f"an unused folder; set run.name or run.dir to another, or run.resume=auto"
         )
-    try:
+    with _usable(path):
         path.mkdir(parents=True, exist_ok=True)
         lock = RunDirLock(path)
-        checkpoint = find_latest(path)
-        _write_config(path / "config.yaml", yaml_text, checkpoint)
+    try:
+        with _usable(path):
+            checkpoint = find_latest(path)
+            _write_config(path / "config.yaml", yaml_text, checkpoint)
+    except BaseException:
+        lock.release()
+        raise
+    return RunDir(path, checkpoint, lock)
+
+
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as err:
         raise ConfigError(
             f"run.dir: cannot use {path}: {err.strerror} ({err.filename}), expected a writable "
             f"folder; mend its rights or set run.dir"
         ) from err
-    return RunDir(path, checkpoint, lock)
 
 
 def differences(old_yaml: str, new_yaml: str) -> list[str]:

@@ -71,12 +71,13 @@ def test_a_damaged_latest_checkpoint_stops_the_start(tmp_path):
     with pytest.raises(CheckpointError, match="foreign"):
         open_run_dir(run_in(tmp_path), YAML)
 
-        open_run_dir(run_in(tmp_path), YAML).lock.release()
+
+def test_the_same_settings_again_are_no_warning(tmp_path, caplog):
     for _ in range(2):
-        open_run_dir(run_in(tmp_path), YAML)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.yaml"]
+        open_run_dir(run_in(tmp_path), YAML).lock.release()
+
     assert caplog.text == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.yaml"]
 
 
 def test_other_settings_are_listed_and_the_old_ones_kept(tmp_path, caplog):
@@ -109,6 +110,15 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
 
     with pytest.raises(ConfigError, match=r"cannot use .*file: .*expected a writable folder"):
         open_run_dir(run_in(tmp_path / "file"), YAML)
+
+
+def test_a_refused_start_lets_the_next_one_in(tmp_path):
+    (tmp_path / "config.yaml").mkdir()
+    with pytest.raises(ConfigError, match="cannot use"):
+        open_run_dir(run_in(tmp_path), YAML)
+
+    (tmp_path / "config.yaml").rmdir()
+    open_run_dir(run_in(tmp_path), YAML).lock.release()
 
 
 def test_a_second_live_run_in_the_same_folder_is_refused_until_the_first_ends(tmp_path):
