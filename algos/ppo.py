@@ -1,4 +1,4 @@
-"""PPO with critic, reference and reward models (HybridFlow, section 4.2 and Fig. 6; Ouyang et al. 2022).
+"""PPO with critic, reference and reward models (HybridFlow section 4.2; Ouyang et al. 2022).
 
 Departures from the papers:
 1. the KL to the reference is part of the reward (advantage.kl_coef), none is in the policy loss;

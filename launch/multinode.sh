@@ -15,6 +15,10 @@ PORT=${PORT:-29400}
 JOB=${JOB:-spmdflow}
 # Name or address under which the others reach this machine; needed if its host name is unknown to them.
 ADDRESS=${ADDRESS:-$(hostname)}
+# Network interface between the machines, such as eth0; needed where a machine takes its own name for a
+# loopback address (127.0.1.1 in /etc/hosts, as Debian has it).
+INTERFACE=${INTERFACE:-}
+[ -z "$INTERFACE" ] || export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
 # Threads of one rank; more than cores / ranks slows every rank down.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 

@@ -14,7 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from spmdflow.controller.frame import Frame, Ids, SourceFrame
-from spmdflow.errors import ColumnError, RowError
+from spmdflow.data.ragged import is_ragged
+from spmdflow.errors import ColumnError, ProtocolError, RowError
 
 if TYPE_CHECKING:
     from spmdflow.controller.caller import Caller
@@ -59,6 +60,11 @@ class Batch:
 
     def __or__(self, other: Batch) -> Batch:
         """Columns of both; rows are matched by id and keep the order of self."""
+        if not isinstance(other, Batch):
+            raise ProtocolError(
+                f"batch | {type(other).__name__}: expected a Batch on both sides; "
+                f"give metrics of a call to step.log"
+            )
         place = _places(self.ids, other.ids)
         columns = dict(self._columns)
         for name, ref in other._columns.items():
@@ -74,24 +80,33 @@ class Batch:
 
     def __getitem__(self, rows: slice) -> Batch:
         """A slice of the rows; ids stay."""
+        if not isinstance(rows, slice):
+            raise RowError(
+                f"batch[{rows!r}]: expected a slice, as a batch holds no values; "
+                f"write batch[3:4], batch.select([3]) or batch.fetch(...)"
+            )
         return self.select(np.arange(len(self))[rows])
 
     def select(self, positions: Sequence[int] | np.ndarray) -> Batch:
-        """The rows at `positions`, in that order; ids stay."""
-        places = np.asarray(positions, dtype=np.int64)
+        """The rows at `positions` (each at most once), in that order; ids stay."""
+        places = _checked(positions, len(self))
         columns = {
             name: ColumnRef(ref.frame, ref.ids[places]) for name, ref in self._columns.items()
         }
         return Batch(self._caller, self.ids[places], self.parents[places], columns)
 
     def filter(self, name: str, keep: Callable[[Any], bool]) -> Batch:
-        """Rows whose value of a dense or text column passes; waits for the values."""
+        """Rows whose value passes; waits for the values. Ragged rows come as tensors."""
         values = self.fetch_for("filter", name)[name]
-        items = values.tolist() if isinstance(values, Tensor) else values
+        items: Iterable[Any] = values
+        if isinstance(values, Tensor):
+            items = values.unbind() if is_ragged(values) else values.tolist()
         return self.select([i for i, value in enumerate(items) if keep(value)])
 
     def repeat(self, n: int) -> Batch:
         """Each row n times, neighbours, with new ids; parents are the ids repeated."""
+        if n < 1:
+            raise RowError(f"repeat: got {n}, expected at least 1; use select to leave rows out")
         columns = {
             name: ColumnRef(ref.frame, np.repeat(ref.ids, n)) for name, ref in self._columns.items()
         }
@@ -135,6 +150,11 @@ def concatenate(batches: Iterable[Batch]) -> Batch:
             )
         columns[name] = ColumnRef(refs[0].frame, np.concatenate([ref.ids for ref in refs]))
     ids = np.concatenate([batch.ids for batch in (first, *rest)])
+    if len(np.unique(ids)) < len(ids):
+        raise RowError(
+            f"concatenate: got {len(ids)} rows with {len(np.unique(ids))} row ids, expected each "
+            f"row once; join parts that do not overlap"
+        )
     parents = np.concatenate([batch.parents for batch in (first, *rest)])
     return Batch(first._caller, ids, parents, columns)
 
@@ -148,6 +168,28 @@ def _places(ids: Ids, others: Ids) -> np.ndarray:
             f"same ids; join batches that come from one batch of prompts"
         )
     return order[np.searchsorted(others, ids, sorter=order)]
+
+
+def _checked(positions: Sequence[int] | np.ndarray, num_rows: int) -> np.ndarray:
+    """Positions as int64; RowError for repeats, positions beyond the batch and masks."""
+    places = np.asarray(positions)
+    if places.dtype == bool or places.ndim != 1:
+        raise RowError(
+            f"select: got {places.dtype} of shape {places.shape}, expected a list of positions; "
+            f"write np.flatnonzero(mask) for a mask"
+        )
+    places = places.astype(np.int64)
+    if len(places) and not -num_rows <= places.min() <= places.max() < num_rows:
+        raise RowError(
+            f"select: got positions from {places.min()} to {places.max()}, expected 0 to "
+            f"{num_rows - 1}; correct the positions"
+        )
+    if len(np.unique(places % max(num_rows, 1))) < len(places):
+        raise RowError(
+            f"select: got {len(places)} positions with repeats, expected each row at most once; "
+            f"use repeat, which makes new row ids"
+        )
+    return places
 
 
 def _same(one: ColumnRef, other: ColumnRef) -> bool:

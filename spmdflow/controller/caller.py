@@ -7,7 +7,6 @@ the answer is returned at once (DESIGN: the life of a call).
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from spmdflow.controller.assignment import Assignment, assign, assign_mini_batches
 from spmdflow.controller.batch import Batch, ColumnRef
+from spmdflow.controller.check import check_arguments, check_extends, columns_read
 from spmdflow.controller.fetch import fetch_column
 from spmdflow.controller.frame import Frame, Ids, SourceFrame, facts_of
 from spmdflow.controller.inputs import (
@@ -32,7 +32,7 @@ from spmdflow.controller.order import Order, Pending, Transport
 from spmdflow.controller.result import CallRecord, Result
 from spmdflow.controller.schedule import CutSettings, MicroLimit
 from spmdflow.controller.transfers import Transfers
-from spmdflow.errors import ColumnError, ProtocolError
+from spmdflow.errors import ColumnError, MessageError, ProtocolError
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.protocol import protocol
 from spmdflow.transfer.register import MethodSpec, method_spec
@@ -121,7 +121,9 @@ class Caller:
         """Call a registered method of a worker group (paper section 4.1)."""
         spec = method_spec(target.worker_class, method)
         label = f"{target.name}.{method}"
-        _check_arguments(target.worker_class, method, batch, arguments)
+        called = f"{target.worker_class.__name__}.{method}"
+        function = getattr(target.worker_class, method)
+        check_arguments(called, function, [None] if batch is None else [None, batch], arguments)
         head = {
             "operation": "call",
             "group": target.name,
@@ -134,7 +136,8 @@ class Caller:
             commands = {rank: dict(head) for rank in target.layout.ranks}
             pending = self._submit(self.next_number(), label, commands, ranks)
             return Result(label, pending, ranks)
-        names = self._columns_read(spec, batch, label)
+        names = columns_read(spec, batch, label)
+        check_extends(spec, batch, label)
         assignment = self._assign(target, spec, batch, names)
         return self._run_on_rows(label, head, batch, names, assignment, spec)
 
@@ -153,7 +156,7 @@ class Caller:
                 **head,
                 "ids": batch.ids[positions],
                 "inputs": inputs_of(batch, names, positions),
-                "holds": bool(spec.writes) and rank in assignment.holds,
+                "holds": _held_ids(batch, assignment, rank) if spec.writes else None,
                 "micro": assignment.num_micro_batches,
                 "mini": (assignment.mini_batches or {}).get(rank, []),
             }
@@ -170,7 +173,7 @@ class Caller:
             columns = {name: batch.column(name) for name in batch.columns} | columns
         made = Batch(self, batch.ids, batch.parents, columns)
         if "response_text" in spec.writes and "prompt_text" in batch.columns:
-            self.scored = made | batch
+            self.scored = made | batch.drop(*set(spec.writes) & set(batch.columns))
         return made
 
     def map(self, batch: Batch, function: Callable[..., Any], settings: Mapping[str, Any]) -> Batch:
@@ -178,7 +181,9 @@ class Caller:
         spec = row_maths_spec(function)
         marked = MethodSpec("rows", spec.reads, spec.optional, spec.writes, False, False)
         label = f"map.{function.__name__}"
-        names = self._columns_read(marked, batch, label)
+        given_by_rank = {"reduce": None, "report": None}
+        check_arguments(label, function, [batch], {**settings, **given_by_rank})
+        names = columns_read(spec, batch, label)
         given = positions_held(batch, home_frame(batch, names, label))
         head = {
             "operation": "map",
@@ -234,15 +239,6 @@ class Caller:
         refs = {name: ColumnRef(frame, ids) for name in columns}
         return Batch(self, ids, np.repeat(groups, repeat), refs)
 
-    def _columns_read(self, spec: MethodSpec, batch: Batch, label: str) -> list[str]:
-        missing = [name for name in spec.reads if name not in batch.columns]
-        if missing:
-            raise ColumnError(
-                f"{label}: the batch has {sorted(batch.columns)}, expected {missing} too; "
-                f"call the method that writes {missing[0]!r} first"
-            )
-        return [*spec.reads, *(name for name in spec.optional if name in batch.columns)]
-
     def _assign(
         self, target: Target, spec: MethodSpec, batch: Batch, names: Sequence[str]
     ) -> Assignment:
@@ -276,6 +272,11 @@ class Caller:
             return None
         known = [name for name in ("prompts", "responses") if name in batch.columns]
         if "responses" not in known:
+            if balanced:
+                raise ColumnError(
+                    f"{target.name}: the batch has {sorted(batch.columns)}, expected responses "
+                    f"too, as update.balance_tokens is set; turn that off or generate first"
+                )
             return None
         return np.sum([self.lengths(batch.column(name), name) for name in known], axis=0)
 
@@ -311,20 +312,27 @@ class Caller:
         on_done: Callable[[dict[int, dict[str, Any]]], None] | None = None,
         seconds: float | None = None,
     ) -> Pending:
-        freed = [self._freed.popleft() for _ in range(len(self._freed))]
-        if freed:
-            self._send_freed(freed, commands)
+        self._add_freed(commands)
         limit = self._settings.call_seconds if seconds is None else seconds
-        pending = self.transport.submit(Order(number, "compute", label, commands, limit, on_done))
+        order = Order(number, "compute", label, commands, limit, on_done)
+        try:
+            pending = self.transport.submit(order)
+        except MessageError:  # nothing was sent, and the script may go on
+            for rank, command in commands.items():
+                self._unsent.setdefault(rank, []).extend(command.pop("free", []))
+            raise
         self.records.append(CallRecord(number, label, self.phase, pending, answering))
         return pending
 
-    def _send_freed(self, freed: list[int], commands: Mapping[int, dict[str, Any]]) -> None:
+    def _add_freed(self, commands: Mapping[int, dict[str, Any]]) -> None:
         """Frees ride on this command; ranks that it does not reach keep their list for later."""
-        for rank in self.ranks:
-            self._unsent.setdefault(rank, []).extend(freed)
+        freed = [self._freed.popleft() for _ in range(len(self._freed))]
+        if freed:
+            for rank in self.ranks:
+                self._unsent.setdefault(rank, []).extend(freed)
         for rank, command in commands.items():
-            command["free"] = self._unsent.pop(rank, [])
+            if rank in self._unsent:
+                command["free"] = self._unsent.pop(rank)
 
 
 def _keep_until_done(
@@ -340,16 +348,6 @@ def _keep_until_done(
     return done
 
 
-def _check_arguments(
-    worker_class: type, method: str, batch: Batch | None, arguments: Mapping[str, Any]
-) -> None:
-    """Refuse arguments that the method does not take, before anything is sent."""
-    signature = inspect.signature(getattr(worker_class, method))
-    rows = () if batch is None else (batch,)
-    try:
-        signature.bind(None, *rows, **arguments)
-    except TypeError as err:
-        raise ProtocolError(
-            f"{worker_class.__name__}.{method}: {err}; got {sorted(arguments)}, expected "
-            f"{method}{signature}; pass the batch first and the rest by name"
-        ) from err
+def _held_ids(batch: Batch, assignment: Assignment, rank: int) -> Ids | None:
+    """Rows that the rank must return, in order; None: it returns nothing."""
+    return batch.ids[assignment.holds[rank]] if rank in assignment.holds else None

@@ -196,7 +196,7 @@ class Comm:
                 )
 
     def _check_parent(self) -> None:
-        if os.getppid() != self._parent:
+        if self._settings.watch_parent and os.getppid() != self._parent:
             cause = f"the launcher (parent process {self._parent}) ended without ending its ranks"
             self.fail(self._about("launcher", self._rank, cause))
 

@@ -31,8 +31,7 @@ def _fetch_parts(caller: Caller, frame: Frame | SourceFrame, name: str, ids: Ids
         parts: dict[int, Ids] = {caller.ranks[0]: ids}
     else:
         caller.wait_for(frame)
-        parts = {rank: np.intersect1d(ids, own) for rank, own in frame.answer.items()}
-    parts = {rank: own for rank, own in parts.items() if len(own)}
+        parts = _holders(frame, ids)
     commands = {
         rank: {"operation": "fetch", "input": input_of(frame, [name], own)}
         for rank, own in parts.items()
@@ -41,6 +40,18 @@ def _fetch_parts(caller: Caller, frame: Frame | SourceFrame, name: str, ids: Ids
     joined = join([_read(replies[rank]["column"]) for rank in parts])
     order = np.argsort(np.concatenate(list(parts.values())), kind="stable")
     return joined.take(torch.from_numpy(order))
+
+
+def _holders(frame: Frame, ids: Ids) -> dict[int, Ids]:
+    """Which answering rank gives which rows, each row once: answerers may hold the same."""
+    if not len(ids):
+        return {next(iter(frame.answer)): ids}
+    parts: dict[int, Ids] = {}
+    for rank, own in frame.answer.items():
+        taken = np.isin(ids, own)
+        if taken.any():
+            parts[rank], ids = ids[taken], ids[~taken]
+    return parts
 
 
 def to_message(column: Column) -> dict[str, Any]:

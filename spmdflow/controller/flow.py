@@ -87,6 +87,11 @@ class Flow:
                 f"before the first step; spawn every model at the top of main"
             )
         name = name or worker_class.role
+        if name in self.groups:
+            raise ProtocolError(
+                f"spawn {worker_class.__name__}: got the name {name!r}, expected one that is not "
+                f"taken by {self.groups[name]}; give name=... for a second one"
+            )
         group = spawn_group(
             self.caller,
             worker_class,
@@ -104,11 +109,12 @@ class Flow:
 
     def keep(self, **things: T) -> T:
         """Register a thing with state_dict and load_state_dict, so that it resumes; returns it."""
-        (name, thing), *rest = things.items()
-        if rest:
+        if len(things) != 1 or set(things) & set(self.kept):
             raise ProtocolError(
-                f"keep: got {sorted(things)}, expected one thing; call it once for each"
+                f"keep: got {sorted(things)} besides {sorted(self.kept)}, expected one thing with "
+                f"a name of its own; call it once for each"
             )
+        ((name, thing),) = things.items()
         if hasattr(thing, "bind"):
             thing.bind(self, name)
         self.kept[name] = thing

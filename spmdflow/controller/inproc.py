@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from spmdflow.controller.executor import Operation, find_operation
-from spmdflow.controller.order import Order, Pending
-from spmdflow.errors import ProtocolError
+from spmdflow.controller.order import Order, Pending, too_early
 
 
 class InprocTransport:
@@ -63,7 +62,4 @@ class InprocTransport:
 
 def _never_done(pending: Pending) -> None:
     """Waiting cannot help where everything runs at once."""
-    raise ProtocolError(
-        f"{pending.label}: its result was asked for before it ran; expected that only outside of "
-        f"on_done and posted functions; read the replies that on_done is given"
-    )
+    raise too_early(pending)

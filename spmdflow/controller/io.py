@@ -21,7 +21,7 @@ from typing import Any
 from spmdflow.controller.executor import failure_of
 from spmdflow.controller.failure import Failure
 from spmdflow.controller.ledger import Entry, Ledger
-from spmdflow.controller.order import Order, Pending, Replies, Transport
+from spmdflow.controller.order import Order, Pending, Replies, Transport, too_early
 from spmdflow.controller.peers import Peers
 from spmdflow.controller.settings import SessionSettings
 from spmdflow.controller.verdict import LOST, Verdict
@@ -54,7 +54,7 @@ class Io:
         self._settings, self._members = settings, frozenset(settings.ranks)
         self.thread = threading.Thread(target=self._run, name="io", daemon=True)
         self._lock = threading.RLock()
-        self._is_working = False
+        self._worker: int | None = None
         self._helper_waiter = Waiter()
         self._has_helper = False
         self._inbox: deque[Callable[[], None]] = deque()
@@ -113,7 +113,7 @@ class Io:
             self._hub.waiter.wake()
             return
         try:
-            if not self._is_working and not self._finished:
+            if self._worker is None and not self._finished:
                 self._work_quietly()
         finally:
             self._lock.release()
@@ -175,11 +175,15 @@ class Io:
         """A lost connection or an ended process is looked at now, not at the next tick."""
         concerns = not ready or self._hub.lost.descriptor in ready
         lost = concerns and self._hub.lost.any_new()
+        if lost:
+            self._watch.connection_lost(time.monotonic())
         if self._peers.unwatch(self._hub.waiter, ready) or lost:
             self._next_tick = 0.0
 
     def _await(self, pending: Pending) -> None:
         """Do the io thread's work until pending is done; RunFailed if the session is over."""
+        if self._worker == threading.get_ident():
+            raise too_early(pending)
         while not pending.done:
             if not self.thread.is_alive():
                 raise RunFailed(
@@ -231,14 +235,14 @@ class Io:
 
     def _guarded(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call function; what it raises ends the run instead of the thread."""
-        self._is_working = True
+        outer, self._worker = self._worker, threading.get_ident()
         try:
             function(*arguments)
         except Exception as err:
             rank = self._settings.controller_rank
             self._verdict.add(failure_of(err, rank, kind="controller"))
         finally:
-            self._is_working = False
+            self._worker = outer
 
     def _work_through_inbox(self) -> None:
         while self._inbox:

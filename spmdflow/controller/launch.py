@@ -62,7 +62,7 @@ def launch(
     """Run script.main(flow, cfg) on `ranks` (default: all). Exit status: 0 finished, 3 stopped.
 
     Collective over the default process group, which must exist unless inproc. ConfigError if
-    the script has no main; other failures end the processes of the session with status 1.
+    the script has no main or ranks are no ascending ranks of the group; other failures end the processes of the session with status 1.
     """
     if not callable(getattr(script, "main", None)):
         raise ConfigError(
@@ -71,7 +71,13 @@ def launch(
     if inproc:
         return _run_inproc(script, cfg)
     world = tuple(range(dist.get_world_size()))
-    run = _Run(script, cfg, ranks or world, surroundings or Surroundings(), world)
+    ranks = world if ranks is None else tuple(ranks)
+    if not ranks or list(ranks) != sorted(set(ranks) & set(world)):
+        raise ConfigError(
+            f"launch: got ranks {ranks}, expected ascending ranks of the {len(world)} that there "
+            f"are, each once; correct them"
+        )
+    run = _Run(script, cfg, ranks, surroundings or Surroundings(), world)
     return run.start()
 
 
@@ -122,6 +128,8 @@ class _Run:
         """The controller thread: build the flow, run the script."""
         publish = _publisher(self._announced) if self._ranks != self._world else None
         self._status = _run_script(self._script, self._cfg, transport, self._ranks, publish)
+        if publish is not None:  # a script without steps has not said so yet
+            publish(END_OF_GROUPS)
 
     def _session_settings(self, run_dir: Path) -> SessionSettings:
         run, around = self._cfg.run, self._surroundings

@@ -56,7 +56,7 @@ def decode(data: bytes | memoryview) -> Any:
         return _unpack(data)
     except MessageError:
         raise
-    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as err:
+    except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as err:
         raise MessageError(
             f"message: {len(data)} bytes that do not decode ({type(err).__name__}: {err}); "
             f"expected msgpack of plain data; run the same version of spmdflow on every rank"
@@ -143,7 +143,7 @@ def _restored(code: int, data: bytes) -> Any:
         return tuple(_unpack(data))
     if code == _RECORD:
         name, values = _unpack(data)
-        return _record(name, values)
+        return _record(str(name), list(values))
     raise ValueError(f"extension type {code}")
 
 

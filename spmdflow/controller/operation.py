@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDict
 
 from spmdflow.controller.fetch import to_message
+from spmdflow.controller.frame import Ids
 from spmdflow.controller.importing import find
 from spmdflow.data.column import Column, column_of
 from spmdflow.data.rows import names_of
@@ -135,9 +136,10 @@ class RankState:
         writes = method_spec(type(worker), plain["method"]).writes
         if not writes:
             return reply | {"value": returned}
-        if not plain["holds"]:
+        if plain["holds"] is None:
             return reply | {"columns": {}}
-        return reply | self._keep(plain, number, returned, writes)
+        label = f"{plain['group']}.{plain['method']}"
+        return reply | self._keep(label, number, plain["holds"], returned, writes)
 
     def _map(self, plain: Plain, number: int) -> dict[str, Any]:
         function = find(plain["function"])
@@ -149,7 +151,8 @@ class RankState:
             **plain["arguments"],
         )
         writes = row_maths_spec(function).writes
-        return {"metrics": metrics} | self._keep(plain, number, made, writes)
+        kept = self._keep(f"map.{function.__name__}", number, plain["ids"], made, writes)
+        return {"metrics": metrics} | kept
 
     def _batch(self, plain: Plain) -> TensorDict:
         """The rows of a command as a TensorDict on the device; waits for transfers."""
@@ -180,16 +183,18 @@ class RankState:
         columns = {name: column_of(name, rows[name], int(lacking.sum())) for name in names_of(rows)}
         self.store.put(frame, ids[lacking], columns)
 
-    def _keep(self, plain: Plain, number: int, made: Any, writes: Sequence[str]) -> dict[str, Any]:
-        label = plain.get("method") or plain["function"]
-        if made is None or set(made.keys()) != set(writes):
-            got = "None" if made is None else sorted(made.keys())
+    def _keep(
+        self, label: str, number: int, ids: Ids, made: Any, writes: Sequence[str]
+    ) -> dict[str, Any]:
+        """Store what a method returned as the rows `ids` of the frame `number`."""
+        names = sorted(made.keys()) if hasattr(made, "keys") else None
+        if names != sorted(writes):
+            got = type(made).__name__ if names is None else f"columns {names}"
             raise ColumnError(
-                f"{label}: returned columns {got}, expected {sorted(writes)}; "
+                f"{label}: returned {got}, expected columns {sorted(writes)}; "
                 f"return exactly what `writes` declares"
             )
-        ids = plain["ids"]
-        columns = {name: column_of(name, made[name], len(ids)) for name in writes}
+        columns = {name: _column_of(label, name, made[name], len(ids)) for name in writes}
         self.store.put(number, ids, columns)
         return {"columns": {name: _facts(column) for name, column in columns.items()}}
 
@@ -233,6 +238,13 @@ class RankState:
                 errors.append(err)
         if errors:
             raise errors[0]
+
+
+def _column_of(label: str, name: str, value: Any, num_rows: int) -> Column:
+    try:
+        return column_of(name, value, num_rows)
+    except ColumnError as err:
+        raise ColumnError(f"{label}: {err}") from err
 
 
 def _facts(column: Column) -> list[Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from spmdflow.errors import RunFailed
+from spmdflow.errors import ProtocolError, RunFailed
 
 Replies = dict[int, dict[str, Any]]
 """Reply payload by rank."""
@@ -100,3 +100,11 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Wait for all orders, then end every rank's lanes."""
+
+
+def too_early(pending: Pending) -> ProtocolError:
+    """The error of a wait that could never end: the waiting code itself is in the way."""
+    return ProtocolError(
+        f"{pending.label}: its result was asked for inside of on_done or a posted function; "
+        f"expected that only in the script; read the replies that on_done is given"
+    )

@@ -36,7 +36,12 @@ class Process:
     @classmethod
     def current(cls) -> Process:
         """The calling process."""
-        return cls(os.getpid(), _start_ticks(os.getpid()) or 0, node_identity())
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """The process that has this pid now."""
+        return cls(pid, _start_ticks(pid) or 0, node_identity())
 
     def is_local(self) -> bool:
         """Whether this process can be watched and killed from here."""

@@ -45,12 +45,17 @@ class PromptStream(Iterator[Batch]):
             self.eval_scan = self._open(flow, f"{name}.eval", self._cfg.eval_path)
 
     def __next__(self) -> Batch:
+        if self._flow is None:
+            raise ProtocolError(
+                "PromptStream: used before it is registered, expected "
+                "flow.keep(prompts=PromptStream(cfg.data)); register it first"
+            )
         rows = self._order.next_rows()
         return self._batch("train", self.train_scan, rows, self._cfg.samples_per_prompt)
 
     def eval_batch(self) -> Batch | None:
         """Every held-out prompt once (the first eval_prompts of them); None without a file."""
-        if self.eval_scan is None:
+        if self._flow is None or self.eval_scan is None:
             return None
         rows = eval_rows(self.eval_scan, self._cfg.eval_prompts)
         return self._batch("eval", self.eval_scan, rows, 1)
@@ -70,11 +75,7 @@ class PromptStream(Iterator[Batch]):
         return report
 
     def _batch(self, part: str, report: ScanReport, rows: list[int], repeat: int) -> Batch:
-        if self._flow is None:
-            raise ProtocolError(
-                "PromptStream: used before it is registered, expected "
-                "flow.keep(prompts=PromptStream(cfg.data)); register it first"
-            )
+        assert self._flow is not None
         numbers = np.asarray(rows, dtype=np.int64)
         return self._flow.caller.source_batch(
             f"{self._name}.{part}", _COLUMNS, numbers, repeat, report.tokens_of(rows)

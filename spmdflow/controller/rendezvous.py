@@ -23,7 +23,7 @@ from typing import Any
 from torch.distributed import DistError, Store
 
 from spmdflow.controller.message import decode, encode
-from spmdflow.controller.process import Process
+from spmdflow.controller.process import Process, node_identity
 from spmdflow.controller.settings import SessionSettings
 from spmdflow.controller.wire import LOCAL_ADDRESS, RUN_ID_BYTES, Hub
 from spmdflow.errors import DeadlineError
@@ -40,6 +40,14 @@ class Card:
     process: Process
     host_ip: str | None
     """The address from which it reaches the store; None if that is a loopback address."""
+    network: str
+    """Machine and network namespace: equal where loopback addresses mean the same."""
+
+    @classmethod
+    def current(cls, store_host: str | None) -> Card:
+        """The calling process's."""
+        network = f"{node_identity()}/{os.readlink('/proc/self/ns/net')}"
+        return cls(Process.current(), _source_ip(store_host) if store_host else None, network)
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ def meet(store: Store, rank: int, settings: SessionSettings) -> Meeting:
     """Exchange addresses; called by every rank of the session. DeadlineError names who misses."""
     prefix = _prefix(store, rank, settings)
     store_host = _store_host(store)
-    card = Card(Process.current(), _source_ip(store_host) if store_host else None)
+    card = Card.current(store_host)
     if rank != settings.controller_rank:
         _publish(store, f"{prefix}/card/{rank}", card)
         return _find_controller(store, prefix, card, settings)
@@ -75,11 +83,11 @@ def _prefix(store: Store, rank: int, settings: SessionSettings) -> str:
 
 
 def _find_controller(store: Store, prefix: str, card: Card, settings: SessionSettings) -> Meeting:
-    """The controller's address, as seen from the node of card."""
+    """The controller's address, as seen from the network of card."""
     key = f"{prefix}/controller"
     _wait(store, {settings.controller_rank: key}, settings.start_seconds)
     run_id, controller, addresses = _read(store, key)
-    return Meeting(run_id, addresses[card.process.node], controller)
+    return Meeting(run_id, addresses[card.network], controller)
 
 
 def _open_hub(
@@ -91,13 +99,13 @@ def _open_hub(
     cards: dict[int, Card] = {rank: _read(store, key) for rank, key in keys.items()}
     run_id = os.urandom(RUN_ID_BYTES)
     hub = Hub(run_id, secret=settings.secret)
-    hosts = {card.process.node: _LOOPBACK}
+    hosts = {card.network: _LOOPBACK}
     for other in cards.values():
-        if other.process.node not in hosts:
+        if other.network not in hosts:
             peer = other.host_ip or store_host or socket.gethostname()
-            hosts[other.process.node] = _source_ip(peer) or _own_ip()
+            hosts[other.network] = _source_ip(peer) or _own_ip()
     bound = {host: hub.bind(host) for host in sorted(set(hosts.values()))}
-    addresses = {node: bound[host] for node, host in hosts.items()}
+    addresses = {network: bound[host] for network, host in hosts.items()}
     _publish(store, f"{prefix}/controller", [run_id, card.process, addresses])
     logger.info("controller listens on %s", ", ".join(bound.values()))
     processes = {settings.controller_rank: card.process}

@@ -132,4 +132,5 @@ def _share_by_tokens(
 
 def union_of(plans: Sequence[MiniBatchPlan], share: int) -> np.ndarray:
     """Positions that a share needs over all mini-batches, ascending."""
-    return np.unique(np.concatenate([plan.shares[share] for plan in plans]))
+    none = np.zeros(0, dtype=np.int64)  # a batch without rows has no plans
+    return np.unique(np.concatenate([none, *(plan.shares[share] for plan in plans)]))

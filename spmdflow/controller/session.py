@@ -27,7 +27,7 @@ from spmdflow.controller.rendezvous import Meeting, meet
 from spmdflow.controller.settings import Member, SessionSettings
 from spmdflow.controller.signals import Signals
 from spmdflow.controller.wire import Endpoint, Envelopes
-from spmdflow.errors import RunFailed
+from spmdflow.errors import ProtocolError, RunFailed
 
 __all__ = ["Member", "SessionSettings", "run_session"]
 
@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 _SWITCH_SECONDS = 5e-4
 """Thread switch interval: a round trip beside busy Python falls from 5.2 to 0.6 ms."""
-_JOIN_SECONDS = 30.0
+_JOIN_SECONDS = 60.0
+"""More than the controller gives the ranks to leave (controller/watch.py)."""
 
 
 def run_session(
@@ -47,10 +48,11 @@ def run_session(
 
     Collective over settings.ranks; the default process group must exist. main runs in the thread
     "controller", operations in the calling thread and the thread "transfer". DeadlineError if
-    ranks do not come to the rendezvous; later failures end every process of the session.
+    ranks do not come to the rendezvous; ProtocolError outside the main thread or the ranks; later
+    failures end every process of the session.
     """
     rank = dist.get_rank()
-    assert rank in settings.ranks, (rank, settings.ranks)
+    _check(rank, settings)
     settings.run_dir.mkdir(parents=True, exist_ok=True)
     if rank == settings.controller_rank:
         remove_old_reports(settings.run_dir)
@@ -66,13 +68,27 @@ def run_session(
     return 0
 
 
+def _check(rank: int, settings: SessionSettings) -> None:
+    """What every rank must get right before it meets the others."""
+    if threading.current_thread() is not threading.main_thread():
+        raise ProtocolError(
+            f"session: started in thread {threading.current_thread().name!r}, expected the main "
+            f"thread (signals and CUDA belong to it); call it there"
+        )
+    if rank not in settings.ranks or list(settings.ranks) != sorted(set(settings.ranks)):
+        raise ProtocolError(
+            f"session: rank {rank} and ranks {settings.ranks}, expected ascending ranks with "
+            f"this one among them; start the session only on the ranks that take part"
+        )
+
+
 def _comm(meeting: Meeting, rank: int, settings: SessionSettings, signals: Signals) -> Comm:
     endpoint = Endpoint(
         meeting.address,
         rank,
         run_id=meeting.run_id,
         secret=settings.secret,
-        hub=meeting.hub,
+        context=meeting.hub.context if meeting.hub else None,
     )
     return Comm(
         endpoint,

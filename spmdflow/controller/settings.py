@@ -29,6 +29,8 @@ class SessionSettings:
     """Names the job in the store (TORCHELASTIC_RUN_ID)."""
     attempt: int = 0
     """Restart of the job (TORCHELASTIC_RESTART_COUNT)."""
+    watch_parent: bool = True
+    """End when the parent process ends, as torchrun killed with -9 leaves its ranks behind."""
     on_sigterm: Callable[[], None] | None = None
     """Runs once in the controller's io thread when the run is asked to end; must not wait."""
 

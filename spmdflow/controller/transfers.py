@@ -65,12 +65,17 @@ class Transfers:
         self._outstanding: list[CallRecord] = []
 
     def need(self, frame: Frame, names: Sequence[str], need: Mapping[int, Ids]) -> None:
-        """Make the rows `need[rank]` of the columns `names` arrive at every rank (script thread)."""
+        """Make the rows `need[rank]` of the columns `names` arrive everywhere (script thread).
+
+        A rank that needs no rows and has never had the column gets an empty one, from itself.
+        """
         edges: dict[tuple[int, int, bytes], tuple[list[str], RowEdge]] = {}
         for name in names:
             held = frame.held[name]
             lacking = {rank: ids for rank, ids in need.items() if _lacks(held.get(rank), ids)}
-            for edge in redistribute_rows(held, lacking, node_of=self._node_of):
+            found = redistribute_rows(held, lacking, node_of=self._node_of)
+            empty = [RowEdge(rank, rank, ids) for rank, ids in lacking.items() if not len(ids)]
+            for edge in found + empty:
                 key = (edge.source, edge.destination, edge.ids.tobytes())
                 edges.setdefault(key, ([], edge))[0].append(name)
             frame.held[name] = {**held, **{r: _union(held.get(r), i) for r, i in lacking.items()}}
@@ -106,14 +111,16 @@ class Transfers:
         planned: dict[Edge, int] = {}
         commands: dict[int, dict[str, Any]] = {}
         for edge in transfer.edges:
+            destination = _command(commands, edge.destination, frame.number)
+            destination["receives"].append(_receive(edge, frame))
+            if edge.source == edge.destination:
+                continue
             size = sum(frame.facts[name].num_bytes(edge.ids) for name in edge.columns)
             key = (edge.source, edge.destination)
             planned[key] = planned.get(key, 0) + size
             self.bytes.planned[key] = self.bytes.planned.get(key, 0) + size
             source = _command(commands, edge.source, frame.number)
             source["sends"].append([edge.destination, list(edge.columns), edge.ids])
-            destination = _command(commands, edge.destination, frame.number)
-            destination["receives"].append(_receive(edge, frame))
         label = f"transfer {self._num_released} of {frame.label}"
         order = Order(
             number=self._num_released,
@@ -158,8 +165,6 @@ def _receive(edge: _PlannedEdge, frame: Frame) -> list[Any]:
 
 
 def _lacks(held: Ids | None, ids: Ids) -> bool:
-    if not len(ids):
-        return False
     return held is None or not np.isin(ids, held).all()
 
 

@@ -17,7 +17,8 @@ _SIGTERM_SECONDS = 2.0
 """SIGTERM means the end of a failed run if a failure becomes known within this time."""
 _PARTING_SECONDS = 1.0
 """A rank that leaves may be gone before its BYE is read."""
-_CLOSE_SECONDS = 60.0
+_PROBE_SECONDS = 3.0
+_CLOSE_SECONDS = 30.0
 
 
 class Watch:
@@ -38,6 +39,7 @@ class Watch:
         self._close_by = self._stop_at = float("inf")
         self._term_seen = self._is_closing = False
         self._gone_since: dict[int, float] = {}
+        self._probe_until = 0.0
         self.stop_requested = False
         """Whether the run was asked to save and end."""
 
@@ -54,6 +56,10 @@ class Watch:
         if not self._term_seen:
             self._term_seen, self._stop_at = True, now + _SIGTERM_SECONDS
             logger.warning("rank %d received SIGTERM", rank)
+
+    def connection_lost(self, now: float) -> None:
+        """Some connection ended: find out whose, for as long as libzmq may need to know."""
+        self._probe_until = now + _PROBE_SECONDS
 
     def look(self, now: float, probe: Callable[[int], bool]) -> None:
         """Check everything once; probe(rank) sends something and says whether it could."""
@@ -80,7 +86,9 @@ class Watch:
         )
 
     def _check_deaths(self, now: float, probe: Callable[[int], bool]) -> None:
-        gone = dict.fromkeys(self._peers.unreachable(probe), LOST) | self._peers.ended()
+        gone = self._peers.ended()
+        if now < self._probe_until:
+            gone = dict.fromkeys(self._peers.unreachable(probe), LOST) | gone
         for rank, how in gone.items():
             since = self._gone_since.setdefault(rank, now)
             if not self._is_closing or now - since > _PARTING_SECONDS:

@@ -23,6 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from spmdflow.controller.message import MAX_MESSAGE_BYTES, decode, encode
 from spmdflow.controller.waiter import Waiter
+from spmdflow.errors import MessageError
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,13 @@ class Envelopes:
         if not data.startswith(self._run_id):
             self._warn(len(data), sender)
             return None
-        return _KINDS[data[RUN_ID_BYTES]], decode(memoryview(data)[RUN_ID_BYTES + 1 :])
+        kind = _KINDS.get(data[RUN_ID_BYTES]) if len(data) > RUN_ID_BYTES else None
+        if kind is None:
+            raise MessageError(
+                f"message: {data[RUN_ID_BYTES:][:1]!r} as kind; expected one of {list(_KINDS)}; "
+                f"run the same version of spmdflow on every rank"
+            )
+        return kind, decode(memoryview(data)[RUN_ID_BYTES + 1 :])
 
     def _warn(self, num_bytes: int, sender: int) -> None:
         self._num_foreign += 1
@@ -160,13 +167,17 @@ class Endpoint:
     """A rank's end: a DEALER connected to the controller. Calls must not overlap."""
 
     def __init__(
-        self, address: str, rank: int, *, run_id: bytes, secret: str | None, hub: Hub | None = None
+        self,
+        address: str,
+        rank: int,
+        *,
+        run_id: bytes,
+        secret: str | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
-        """hub: the one in this process, if the controller lives here."""
-        self._own_context = None if hub else zmq.Context()
-        context = hub.context if hub else self._own_context
-        assert context is not None
-        self._socket = context.socket(zmq.DEALER)
+        """context: to share with the hub if that is in this process."""
+        self._own_context = zmq.Context() if context is None else None
+        self._socket = (self._own_context or context or zmq.Context()).socket(zmq.DEALER)
         _set_options(self._socket)
         self._socket.setsockopt(zmq.ROUTING_ID, _identity(rank))
         if secret:

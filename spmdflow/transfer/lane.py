@@ -86,7 +86,10 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """Rows `ids` of `columns` come from `source`; specs and lengths say how many bytes."""
+    """Rows `ids` of `columns` come from `source`; specs and lengths say how many bytes.
+
+    Without ids nothing comes: the rank is told what its empty columns look like.
+    """
 
     source: int
     columns: tuple[str, ...]
@@ -153,6 +156,9 @@ def _post_receive(
     edge: Receive, number: int, transport: CountedTransport
 ) -> tuple[list[dist.Work], Tensor, dict[str, Column]]:
     tag = _first_tag(number)
+    if not len(edge.ids):  # no rows: nobody sends, only the columns' kinds are news
+        header = _header(number, [0] * len(edge.columns))
+        return [], header, {name: _empty(edge, name) for name in edge.columns}
     header = _header(0, [0] * len(edge.columns))
     works = [transport.receive(header, edge.source, tag, header=True)]
     columns = {}

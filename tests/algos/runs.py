@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,24 @@ def torchrun(run_dir: Path, *settings: str, num_ranks: int) -> subprocess.Popen[
     """Start a run under torchrun; its output goes to a file beside RUN_DIR."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words = [f"--nproc-per-node={num_ranks}", "-m", "spmdflow.run", str(SCRIPT)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    log = open(log_of(run_dir), "a")  # noqa: SIM115 - closed with the process
-    return subprocess.Popen(
-        [*launcher, *words, f"run.dir={run_dir}", *SMALL, *settings],
-        env=environment,
-        cwd=ROOT,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    return start([*launcher, *words, f"run.dir={run_dir}", *SMALL, *settings], log_of(run_dir))
+
+
+def start(
+    command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Start a command of the checkout in a session of its own; its output goes to log."""
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with open(log, "a") as output:
+        return subprocess.Popen(
+            command,
+            env=os.environ | own | (variables or {}),
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
 
 
 def log_of(run_dir: Path) -> Path:

@@ -1,0 +1,53 @@
+"""What makes a call impossible, found in the script's thread before anything is sent.
+
+These are the only errors that a script may catch: a later one ends the run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from spmdflow.controller.batch import Batch
+from spmdflow.errors import ColumnError, ProtocolError
+from spmdflow.transfer.register import MethodSpec
+from spmdflow.transfer.row_maths import RowMathsSpec
+
+
+def columns_read(spec: MethodSpec | RowMathsSpec, batch: Batch, label: str) -> list[str]:
+    """Columns that travel to the call; ColumnError if the batch lacks one."""
+    missing = [name for name in spec.reads if name not in batch.columns]
+    if missing:
+        raise ColumnError(
+            f"{label}: the batch has {sorted(batch.columns)}, expected {missing} too; "
+            f"call the method that writes {missing[0]!r} first"
+        )
+    return [*spec.reads, *(name for name in spec.optional if name in batch.columns)]
+
+
+def check_extends(spec: MethodSpec, batch: Batch, label: str) -> None:
+    """Refuse to replace a column that the answer would carry along."""
+    clash = [name for name in spec.writes if name in batch.columns] if spec.extends else []
+    if clash:
+        raise ColumnError(
+            f"{label}: the batch has {clash[0]!r} already, expected a batch without it, as the "
+            f"answer carries the batch's columns along; drop it first"
+        )
+
+
+def check_arguments(
+    label: str,
+    function: Callable[..., Any],
+    before: Sequence[Any],
+    arguments: Mapping[str, Any],
+) -> None:
+    """Refuse arguments that a method or row maths does not take, before anything is sent."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*before, **arguments)
+    except TypeError as err:
+        raise ProtocolError(
+            f"{label}: {err}; got {sorted(arguments)}, expected "
+            f"{function.__name__}{signature}; pass the batch first and the rest by name"
+        ) from err

@@ -1,0 +1,58 @@
+"""What the tests of sessions share: settings, operations, a script of one call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from spmdflow.controller.executor import Operation
+from spmdflow.controller.io import Order, Transport
+from spmdflow.controller.session import Member, SessionSettings, run_session
+
+
+def settings_for(run_dir: Path, **changes: Any) -> SessionSettings:
+    ranks = changes.pop("ranks", tuple(range(dist.get_world_size())))
+    return SessionSettings(run_dir=run_dir, ranks=ranks, start_seconds=30.0, **changes)
+
+
+def operations(member: Member) -> Mapping[str, Operation]:
+    log: list[Any] = []
+
+    def note(payload: dict[str, Any], number: int) -> dict[str, Any]:
+        time.sleep(payload.get("sleep", 0.0))
+        log.append([number, threading.current_thread().name])
+        return {"rank": member.rank, "number": number}
+
+    return {
+        "note": note,
+        "echo": lambda payload, number: {"value": payload["value"]},
+        "log": lambda payload, number: {"log": log},
+        "sum": lambda payload, number: {"sum": global_sum(member.rank)},
+    }
+
+
+def global_sum(value: int) -> float:
+    total = torch.tensor([float(value)])
+    dist.all_reduce(total, group=dist.group.WORLD)
+    return float(total)
+
+
+def to_all(transport: Transport, payload: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    return dict.fromkeys(range(transport.world_size), payload)
+
+
+def with_secret(run_dir: str, secrets: list[str | None]) -> int:
+    secret = secrets[dist.get_rank()]
+    settings = settings_for(Path(run_dir), secret=secret, heartbeat_seconds=2.0)
+    return run_session(one_round, operations, settings)
+
+
+def one_round(transport: Transport) -> None:
+    everywhere = to_all(transport, {"operation": "note"})
+    transport.submit(Order(1, "compute", "a.note", everywhere, 10.0)).result()

@@ -1,0 +1,77 @@
+"""`spmdflow.launch` inside a torchrun program, on some of its ranks; one torchrun, the tests judge.
+
+The host has groups of its own and works with them before, between and after three launches: toy
+models (every value asserted on arrival), a script without steps, and algos/ppo.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.algos.runs import SMALL, finish, start, steps_of
+
+PROGRAM = Path(__file__).parent / "programs" / "inside_torchrun.py"
+WORLD_SIZE = 3
+LAUNCHES = {"toys": (1, 2), "without steps": (0, 2), "ppo": (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inside")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words = [f"--nproc-per-node={WORLD_SIZE}", str(PROGRAM), str(folder)]
+    log = folder / "log.txt"
+    process = start([*launcher, *words, *SMALL, "total_steps=1", "eval_every=0"], log)
+    assert finish(process, seconds=200) == 0, log.read_text()[-4000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(out: Path) -> list[dict[str, Any]]:
+    return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+
+
+def test_every_launch_ends_with_status_0_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    assert [seen["status"] for seen in ranks] == [dict.fromkeys(LAUNCHES, 0)] * WORLD_SIZE
+
+
+def test_the_groups_of_the_host_work_before_between_and_after(ranks: list[dict[str, Any]]) -> None:
+    for rank, seen in enumerate(ranks):
+        alone = 2.0 if rank == 1 else 4.0
+        assert seen["sums"] == [[6.0, alone]] * (1 + len(LAUNCHES))
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_the_process_of_the_host_is_left_as_it_was(ranks: list[dict], launch: str) -> None:
+    """Signals, threads, default group, environment ...; only building models draws numbers."""
+    for rank, seen in enumerate(ranks):
+        builds = launch == "ppo" and rank in LAUNCHES[launch]
+        assert set(seen["changed"][launch]) <= ({"torch random"} if builds else set())
+
+
+def test_a_run_on_some_ranks_moves_rows_and_writes_its_metrics(out: Path) -> None:
+    assert [step["step"] for step in steps_of(out / "ppo")] == [1]
+    assert [step["step"] for step in steps_of(out / "toys")] == [1, 2]
+    assert all(step["transfer/bytes"] > 0 for step in steps_of(out / "toys"))
+    assert (out / "ppo" / "config.yaml").is_file()
+
+
+def test_only_ranks_of_the_run_take_part(out: Path) -> None:
+    spans = json.loads((out / "ppo" / "trace.json").read_text())
+
+    assert {span["pid"] for span in spans} == set(LAUNCHES["ppo"])
+
+
+def test_ranks_that_are_none_are_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        assert seen["refused"] == [
+            f"launch: got ranks {ranks}, expected ascending ranks of the 3 that there are, each "
+            f"once; correct them"
+            for ranks in ((2, 1), (1, 3), (1, 1))
+        ]
+

@@ -1,0 +1,157 @@
+"""Sessions on real ranks: errors, limits and exits inside one, and who is named."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import distributed as dist
+
+from spmdflow.controller.executor import Operation
+from spmdflow.controller.io import Order, Transport
+from spmdflow.controller.session import Member, SessionSettings, run_session
+from spmdflow.errors import DeadlineError, ProtocolError
+from tests.distributed.ranks import watch_ranks
+from tests.distributed.session_parts import (
+    one_round,
+    operations,
+    to_all,
+    with_secret,
+)
+
+Spawn = Callable[..., list[Any]]
+
+
+@pytest.mark.parametrize("secrets", [["word", None], ["word", "other"], [None, "word"]])
+def test_rank_with_another_secret_ends_the_run_within_seconds(
+    tmp_path: Path, secrets: list[str | None]
+) -> None:
+    start = time.monotonic()
+    outcomes = watch_ranks(with_secret, 2, str(tmp_path), secrets, seconds=60)
+
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
+    assert time.monotonic() - start < 20
+    assert "SPMDFLOW_SECRET" in (tmp_path / "failure-rank1.json").read_text()
+
+
+def _forever(run_dir: str, operation: str) -> int:
+    def main(transport: Transport) -> None:
+        everywhere = to_all(transport, {"operation": operation})
+        transport.submit(Order(1, "compute", "a.work", everywhere, 1.0)).result()
+
+    return run_session(main, _endless, settings_for(Path(run_dir)))
+
+
+def _endless(member: Member) -> Mapping[str, Operation]:
+    def only_rank_1(payload: dict[str, Any], number: int) -> dict[str, Any]:
+        time.sleep(60.0 if member.rank == 1 else 0.0)
+        return {}
+
+    return {"hang": only_rank_1}
+
+
+def test_call_beyond_its_limit_ends_the_run_and_names_rank_and_method(tmp_path: Path) -> None:
+    outcomes = watch_ranks(_forever, 2, str(tmp_path), "hang", seconds=60)
+    text = (tmp_path / "failure.json").read_text()
+
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
+    for part in ('"rank": 1', '"method": "work"', '"kind": "deadline"', "limit of 1 s"):
+        assert part in text
+    assert "only_rank_1" in (tmp_path / "stacks-rank1.txt").read_text()
+
+
+def test_unknown_operation_ends_the_run_naming_the_known_ones(tmp_path: Path) -> None:
+    watch_ranks(_forever, 2, str(tmp_path), "walk", seconds=60)
+
+    text = (tmp_path / "failure.json").read_text()
+    assert ProtocolError.__name__ in text and "'walk'" in text and "hang" in text
+
+
+def _broken_on_done(run_dir: str) -> int:
+    def main(transport: Transport) -> None:
+        def on_done(replies: Any) -> None:
+            raise ZeroDivisionError("in on_done")
+
+        everywhere = to_all(transport, {"operation": "note"})
+        transport.submit(Order(1, "compute", "a.note", everywhere, 10.0, on_done)).result()
+
+    return run_session(main, operations, settings_for(Path(run_dir)))
+
+
+def test_error_in_on_done_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
+    outcomes = watch_ranks(_broken_on_done, 2, str(tmp_path), seconds=60)
+    text = (tmp_path / "failure.json").read_text()
+
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
+    assert '"kind": "controller"' in text and "ZeroDivisionError: in on_done" in text
+
+
+def _wait_in_on_done(run_dir: str) -> int:
+    def main(transport: Transport) -> None:
+        def on_done(replies: Any) -> None:
+            transport.submit(Order(2, "compute", "a.second", everywhere, 10.0)).result()
+
+        everywhere = to_all(transport, {"operation": "note"})
+        transport.submit(Order(1, "compute", "a.first", everywhere, 10.0, on_done)).result()
+
+    return run_session(main, operations, settings_for(Path(run_dir)))
+
+
+def test_waiting_inside_on_done_is_an_error_and_no_deadlock(tmp_path: Path) -> None:
+    outcomes = watch_ranks(_wait_in_on_done, 2, str(tmp_path), seconds=60)
+
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
+    assert "a.second: its result was asked for" in (tmp_path / "failure.json").read_text()
+
+
+def _exit_in_script(run_dir: str, code: int | None) -> int:
+    return run_session(lambda transport: sys.exit(code), operations, settings_for(Path(run_dir)))
+
+
+def test_script_that_calls_exit_with_0_ends_the_run_well(
+    spawn_ranks: Spawn, tmp_path: Path
+) -> None:
+    assert spawn_ranks(_exit_in_script, 2, str(tmp_path), 0) == [0, 0]
+
+
+def test_script_that_calls_exit_with_a_status_fails_the_run(tmp_path: Path) -> None:
+    outcomes = watch_ranks(_exit_in_script, 2, str(tmp_path), 3, seconds=60)
+
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
+    assert "SystemExit: 3" in (tmp_path / "failure.json").read_text()
+
+
+def _error_at_start(run_dir: str) -> int:
+    def broken(member: Member) -> Mapping[str, Operation]:
+        return {"a": 1 / member.rank} if member.rank == 0 else {}  # type: ignore[dict-item]
+
+    return run_session(one_round, broken, settings_for(Path(run_dir)))
+
+
+def test_error_while_a_rank_prepares_ends_the_run(tmp_path: Path) -> None:
+    outcomes = watch_ranks(_error_at_start, 2, str(tmp_path), seconds=60)
+
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
+    assert "ZeroDivisionError" in (tmp_path / "failure.json").read_text()
+
+
+def _one_is_missing(run_dir: str) -> str:
+    settings = SessionSettings(run_dir=Path(run_dir), ranks=(0, 1), start_seconds=2.0)
+    if dist.get_rank() == 1:
+        time.sleep(4.0)
+        return ""
+    with pytest.raises(DeadlineError) as caught:
+        run_session(one_round, operations, settings)
+    return str(caught.value)
+
+
+def test_rank_that_does_not_come_is_named_after_the_limit(
+    spawn_ranks: Spawn, tmp_path: Path
+) -> None:
+    text = spawn_ranks(_one_is_missing, 2, str(tmp_path))[0]
+
+    assert "ranks [1] did not come within 2 s" in text and "run.start_seconds (now 2)" in text
