@@ -21,7 +21,9 @@ from spmdflow.controller.wire import Endpoint, Envelopes, Kind
 from spmdflow.errors import MessageError
 from tests.distributed.session_parts import (
     global_sum,
+    one_round,
     operations,
+    settings_for,
     to_all,
     with_secret,
 )

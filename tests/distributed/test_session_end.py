@@ -16,12 +16,7 @@ from spmdflow.controller.io import Order, Transport
 from spmdflow.controller.session import Member, SessionSettings, run_session
 from spmdflow.errors import DeadlineError, ProtocolError
 from tests.distributed.ranks import watch_ranks
-from tests.distributed.session_parts import (
-    one_round,
-    operations,
-    to_all,
-    with_secret,
-)
+from tests.distributed.session_parts import one_round, operations, settings_for, to_all, with_secret
 
 Spawn = Callable[..., list[Any]]
 

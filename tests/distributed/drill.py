@@ -1,0 +1,102 @@
+"""A torchrun whose ranks are harmed: starts it, harms it, and looks for what is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).parent / "programs" / "session_drill.py"
+OUT_SECONDS = 15.0
+START_SECONDS = 90.0
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+class Drill:
+    """Runs programs/session_drill.py; its processes carry a mark in their environment."""
+
+    def __init__(self, run_dir: Path, agents: Sequence[Sequence[str]], world_size: int) -> None:
+        """agents: command lines of torchrun up to the program, one per machine."""
+        self.run_dir, self._agents, self._world_size = run_dir, agents, world_size
+        self._mark = f"SPMDFLOW_DRILL={uuid.uuid4().hex}"
+        self._log = run_dir / "log.txt"
+        self.torchruns: list[subprocess.Popen[bytes]] = []
+
+    def start(self, where: str, how: str, victim: int, seconds: float) -> None:
+        """Start and wait until every rank is where it should be (see the program)."""
+        name, value = self._mark.split("=")
+        environment = os.environ | {name: value, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        program = [str(PROGRAM), str(self.run_dir), where, how, str(victim), str(seconds)]
+        for agent in self._agents:
+            with self._log.open("ab") as log:
+                self.torchruns.append(
+                    subprocess.Popen(
+                        [*agent, *program],
+                        env=environment,
+                        stdout=log,
+                        stderr=log,
+                        stdin=subprocess.DEVNULL,
+                    )
+                )
+        self._wait(self._all_are_running, START_SECONDS, "ranks to be where they should")
+
+    def _all_are_running(self) -> bool:
+        files = [self.run_dir / f"running-{rank}" for rank in range(self._world_size)]
+        assert any(run.poll() is None for run in self.torchruns) or files[0].exists(), self.log()
+        return all(file.exists() for file in files)
+
+    def signal_rank(self, rank: int, number: signal.Signals) -> None:
+        """Harm a rank from outside."""
+        mark = f"RANK={rank}".encode()
+        (pid,) = [pid for pid in self.alive() if mark in _environment(pid)]
+        os.kill(pid, number)
+
+    def wait_until_out(self) -> None:
+        """Every process of this run is gone in time, and torchrun says that it failed."""
+        self._wait(lambda: not self.alive(), OUT_SECONDS, "all processes to end")
+        assert all(torchrun.wait(5) != 0 for torchrun in self.torchruns)
+
+    def alive(self) -> list[int]:
+        """Processes with our mark, zombies excepted (they have no environment)."""
+        for torchrun in self.torchruns:
+            torchrun.poll()
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        return [pid for pid in pids if self._mark.encode() in _environment(pid)]
+
+    def failure(self, name: str = "failure.json") -> dict[str, Any]:
+        """Content of a failure file of the run."""
+        path = self.run_dir / name
+        assert path.exists(), self.log()
+        return json.loads(path.read_text())
+
+    def log(self) -> str:
+        """What all processes wrote."""
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def end(self) -> None:
+        """Kill what is left."""
+        for pid in self.alive():
+            os.kill(pid, signal.SIGKILL)
+        for torchrun in self.torchruns:
+            torchrun.wait()
+
+    def _wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {seconds} s for {what}\n{self.log()}"
+            time.sleep(0.05)
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
