@@ -17,7 +17,7 @@ habits, the wrong one the likelier. It answers nearly all sums without a carry a
 others, about 55 % greedy; which habit is right only a reward can tell, on sums it never saw.
 
 The command fails, and writes nothing, when the start is outside --band. Same seed, torch build,
-machine type and --threads: same files. About a minute and a half on one thread.
+machine type and --threads: same files. About a minute on one thread.
 """
 
 from __future__ import annotations
@@ -244,6 +244,10 @@ def write_task(
     write_problems(folder / "train.jsonl", split.reinforce)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+    settings = folder / "model" / "tokenizer_config.json"
+    # transformers 5 writes its new class name, which version 4 does not know; both know this one
+    text = settings.read_text(encoding="ascii")
+    settings.write_text(text.replace("TokenizersBackend", "PreTrainedTokenizerFast"), "ascii")
     for path in (folder / "model").iterdir():
         path.chmod(0o644)
     return sum(path.stat().st_size for path in (folder / "model").iterdir())

@@ -5,7 +5,7 @@
 
 SOURCES holds the public sources:
 
-    models/stories260K/        the pre-trained TinyLlama as a Hugging Face folder (karpathy/tinyllamas)
+    models/stories260K/        pre-trained writer, Hugging Face format (karpathy/tinyllamas)
     tinystories/stories.jsonl  complete stories {"text": ...} (Eldan and Li's TinyStories)
     vader/vader_lexicon.txt    word sentiments (cjhutto/vaderSentiment)
 
@@ -112,7 +112,7 @@ def padded_model(model: PreTrainedModel, *, head_dim: int, mlp_width: int) -> Pr
         model.config.to_dict() | {"head_dim": head_dim, "intermediate_size": mlp_width}
     )
     state = padded_state(model.state_dict(), model.config, head_dim=head_dim, mlp_width=mlp_width)
-    wide = type(model)(config)
+    wide = type(model)(config).to(model.dtype)
     wide.load_state_dict(state)
     return wide.eval()
 
@@ -355,14 +355,18 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--from", dest="sources", type=Path, help="folder of sources")
     parser.add_argument("--out", type=Path, help="folder to make")
     parser.add_argument("--verify", type=Path, help="ready folder: only verify it")
-    parser.add_argument("--remake", action="store_true", help="copy neither prompts nor reward model")
+    parser.add_argument(
+        "--remake", action="store_true", help="copy neither prompts nor reward model"
+    )
     parser.add_argument("--head-dim", type=int, default=64, help="of the padded models")
     parser.add_argument("--mlp-width", type=int, default=192, help="of the padded models")
     parser.add_argument("--num-train", type=int, default=1000, help="prompts made to train on")
     parser.add_argument("--num-test", type=int, default=200, help="prompts made to test on")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and reward model")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak rate of the reward model")
-    parser.add_argument("--batch-size", type=int, default=64, help="stories whose pairs make a step")
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="stories whose pairs make a step"
+    )
     parser.add_argument("--num-steps", type=int, default=300, help="steps of the reward model")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     args = parser.parse_args()

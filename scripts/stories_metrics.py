@@ -3,10 +3,10 @@
     python scripts/stories_metrics.py --run runs/stories [--data $SPMDFLOW_DATA] [--json out.json]
     python scripts/stories_metrics.py --model FOLDER [--model FOLDER ...]
 
-Compares the pre-trained model with models trained from it: Hugging Face folders (--model), or every
-checkpoint's export in a RUN_DIR (--run). Generation and scoring are transformers' own, so that the
-numbers do not rest on the code under test. Each draw is one sampled response (temperature 1) to each
-test prompt; a greedy one stands beside the sampled ones. Columns:
+Compares the pre-trained model with models trained from it: Hugging Face folders (--model), or
+every checkpoint's export in a RUN_DIR (--run). Generation and scoring are transformers' own, so
+that the numbers do not rest on the code under test. Each draw is one sampled response (temperature
+1) to each test prompt; a greedy one stands beside the sampled ones. Columns:
 
     reward      mean output of the reward model at the last token, +- its standard error
     KL          sum over a response of log p - log p_reference, of the sampled tokens, in nats

@@ -141,6 +141,29 @@ class Caller:
         assignment = self._assign(target, spec, batch, names)
         return self._run_on_rows(label, head, batch, names, assignment, spec)
 
+    def invoke_each(
+        self, target: Target, method: str, items: Sequence[Any], arguments: Mapping[str, Any]
+    ) -> Result:
+        """Call a method with the i-th of a list on the i-th rank (ALL_TO_ALL)."""
+        spec = method_spec(target.worker_class, method)
+        label = f"{target.name}.{method}"
+        function = getattr(target.worker_class, method)
+        check_arguments(label, function, [None, None], arguments)
+        rules = protocol(spec.transfer_mode)
+        given = rules.distribute(target.layout, len(items))
+        if any(len(positions) != 1 for positions in given.values()):
+            raise ProtocolError(
+                f"{label}: got a list of {len(items)} under {spec.transfer_mode}, expected a mode "
+                f"that gives each rank one item; register it with transfer_mode='ALL_TO_ALL'"
+            )
+        head = {"operation": "call", "group": target.name, "method": method, "step": self.step}
+        commands = {
+            rank: {**head, "arguments": dict(arguments), "item": items[positions[0]]}
+            for rank, positions in given.items()
+        }
+        ranks = tuple(rules.collect(target.layout).ranks)
+        return Result(label, self._submit(self.next_number(), label, commands, ranks), ranks)
+
     def _run_on_rows(
         self,
         label: str,

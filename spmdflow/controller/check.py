@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spmdflow.controller.batch import Batch
-from spmdflow.errors import ColumnError, ProtocolError
+from spmdflow.controller.message import encode
+from spmdflow.errors import ColumnError, MessageError, ProtocolError
 from spmdflow.transfer.register import MethodSpec
 from spmdflow.transfer.row_maths import RowMathsSpec
 
@@ -42,7 +43,10 @@ def check_arguments(
     before: Sequence[Any],
     arguments: Mapping[str, Any],
 ) -> None:
-    """Refuse arguments that a method or row maths does not take, before anything is sent."""
+    """Refuse arguments that the function does not take, or that cannot be sent to a rank.
+
+    before: what comes first at the call, besides them. ProtocolError or MessageError.
+    """
     signature = inspect.signature(function)
     try:
         signature.bind(*before, **arguments)
@@ -51,3 +55,7 @@ def check_arguments(
             f"{label}: {err}; got {sorted(arguments)}, expected "
             f"{function.__name__}{signature}; pass the batch first and the rest by name"
         ) from err
+    try:
+        encode(dict(arguments))
+    except MessageError as err:
+        raise MessageError(f"{label}: {err}") from err

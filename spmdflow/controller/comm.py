@@ -32,7 +32,10 @@ logger = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
 _ABORT_SECONDS = 5.0
 """After reporting a failure a rank waits this long for ABORT, then ends by itself."""
+_STOPPED_SECONDS = 1.0
+"""The same if the controller is stopped: it may be continued, but not for long."""
 _DYING_SECONDS = 0.05
+"""A process closes its connections this long before its end can be seen."""
 _GONE_SECONDS = 0.3
 """After losing the controller: time for an ABORT that is already here to be read."""
 
@@ -91,7 +94,8 @@ class Comm:
         """End the run: tell the controller, then obey it or leave (any thread)."""
         logger.error("failure: %s", failure.sentence())
         self._failures.append(failure)
-        self._give_up_at = min(self._give_up_at, time.monotonic() + _ABORT_SECONDS)
+        wait = _STOPPED_SECONDS if self._controller.is_stopped() else _ABORT_SECONDS
+        self._give_up_at = min(self._give_up_at, time.monotonic() + wait)
         self._send(Kind.FAILURE, failure)
 
     def lane_ended(self, name: str) -> None:

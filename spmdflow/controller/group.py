@@ -58,11 +58,13 @@ class WorkerGroup:
             raise AttributeError(method)
         method_spec(self.target.worker_class, method)
 
-        def call(batch: Batch | None = None, **arguments: Any) -> Batch | Result:
+        def call(batch: Batch | list[Any] | None = None, **arguments: Any) -> Batch | Result:
+            if isinstance(batch, list):
+                return self._caller.invoke_each(self.target, method, batch, arguments)
             if batch is not None and not isinstance(batch, Batch):
                 raise ProtocolError(
-                    f"{self.name}.{method}: got {type(batch).__name__} first, expected a Batch; "
-                    f"pass plain values by name"
+                    f"{self.name}.{method}: got {type(batch).__name__} first, expected a Batch "
+                    f"(or a list, one item for each rank); pass plain values by name"
                 )
             return self._caller.invoke(self.target, method, batch, arguments)
 

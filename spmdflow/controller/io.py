@@ -23,6 +23,7 @@ from spmdflow.controller.failure import Failure
 from spmdflow.controller.ledger import Entry, Ledger
 from spmdflow.controller.order import Order, Pending, Replies, Transport, too_early
 from spmdflow.controller.peers import Peers
+from spmdflow.controller.process import leave
 from spmdflow.controller.settings import SessionSettings
 from spmdflow.controller.verdict import LOST, Verdict
 from spmdflow.controller.waiter import Waiter
@@ -155,9 +156,9 @@ class Io:
                 self._hub.close()
                 self._helper_waiter.close()
         except BaseException as err:
-            rank = self._settings.controller_rank
-            self._verdict.add(failure_of(err, rank, kind="controller"))
-            self._verdict.execute(self._hub, self._envelopes, self._all_pending())
+            logger.exception("the io thread failed")
+            with self._lock:
+                self._end_run(failure_of(err, self._settings.controller_rank, kind="controller"))
 
     def _step(self) -> None:
         """One turn: clocks, orders, messages; then wait for more."""
@@ -232,6 +233,8 @@ class Io:
                 self._guarded(self._handle, *message)
                 if self._inbox:
                     self._guarded(self._work_through_inbox)
+            if self._close_wanted:
+                self._guarded(self._close_if_idle)
 
     def _guarded(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call function; what it raises ends the run instead of the thread."""
@@ -297,16 +300,14 @@ class Io:
             if order.on_done:
                 order.on_done(opened.replies)
             opened.pending.resolve(opened.replies)
-            self._close_if_idle()
 
     # ---- the end
 
     def _begin_close(self) -> None:
         self._close_wanted = True
-        self._close_if_idle()
 
     def _close_if_idle(self) -> None:
-        if not self._close_wanted or self._close_sent or self._open or self._inbox:
+        if self._close_sent or self._open or self._inbox or self._verdict.failures:
             return
         self._close_sent = True
         self._watch.closing(time.monotonic())
@@ -330,10 +331,19 @@ class Io:
                     self._hub.send(rank, beat)
             self._guarded(self._watch.look, now, self._probe)
             if self._verdict.is_due(now):
-                self._verdict.execute(self._hub, self._envelopes, self._all_pending())
+                self._end_run(None)
 
-    def _all_pending(self) -> list[Pending]:
-        return [self.met, self._closed, *(opened.pending for opened in self._open.values())]
+    def _end_run(self, failure: Failure | None) -> None:
+        """Name the cause, tell every rank, end this process; failure: one more of them."""
+        try:
+            if failure:
+                self._verdict.add(failure)
+            pending = [opened.pending for opened in self._open.values()]
+            self._verdict.execute(
+                self._hub, self._envelopes, pending=[self.met, self._closed, *pending]
+            )
+        finally:
+            leave(1)
 
     def _probe(self, rank: int) -> bool:
         return self._hub.send(rank, self._envelopes.seal(Kind.BEAT))

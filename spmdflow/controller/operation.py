@@ -127,7 +127,8 @@ class RankState:
         worker = self._workers[plain["group"]]
         method = getattr(worker, plain["method"])
         if plain.get("ids") is None:
-            value = method(**plain["arguments"])
+            items = [plain["item"]] if "item" in plain else []
+            value = method(*items, **plain["arguments"])
             return {"value": value, "metrics": worker.take_metrics()}
         batch = self._batch(plain)
         worker.call = _call_info(plain, number)

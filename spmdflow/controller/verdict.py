@@ -21,7 +21,7 @@ from spmdflow.controller.failure import (
 from spmdflow.controller.ledger import Entry, Ledger
 from spmdflow.controller.order import Pending
 from spmdflow.controller.peers import Peers
-from spmdflow.controller.process import dump_stacks, leave
+from spmdflow.controller.process import dump_stacks
 from spmdflow.controller.settings import SessionSettings
 from spmdflow.controller.wire import Envelopes, Hub, Kind
 from spmdflow.errors import RunFailed
@@ -76,8 +76,8 @@ class Verdict:
         """Whether there was a failure and the time to gather others is over."""
         return now >= self._due
 
-    def execute(self, hub: Hub, envelopes: Envelopes, pending: Iterable[Pending]) -> None:
-        """End the run on every rank; the last thing this process does."""
+    def execute(self, hub: Hub, envelopes: Envelopes, *, pending: Iterable[Pending]) -> None:
+        """End the run on every rank; pending are told, then the caller ends this process."""
         self._add_stopped_ranks(time.monotonic())
         cause = first_cause(self.failures)
         path = self._settings.run_dir / "failure.json"
@@ -94,7 +94,6 @@ class Verdict:
         for waiting in pending:
             waiting.fail(RunFailed(cause.sentence()))
         self._await_exits()
-        leave(1)
 
     def _add_stopped_ranks(self, now: float) -> None:
         """Whoever owes an answer and is stopped explains why others are late."""

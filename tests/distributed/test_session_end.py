@@ -103,6 +103,28 @@ def test_waiting_inside_on_done_is_an_error_and_no_deadlock(tmp_path: Path) -> N
     assert "a.second: its result was asked for" in (tmp_path / "failure.json").read_text()
 
 
+def _work_after_the_script(run_dir: str) -> list[str]:
+    seen: list[str] = []
+
+    def main(transport: Transport) -> None:
+        def on_done(replies: Any) -> None:
+            transport.post(lambda: seen.append("posted"))
+            second = Order(2, "compute", "a.note", everywhere, 10.0, lambda _: seen.append("done"))
+            transport.submit(second)
+
+        everywhere = to_all(transport, {"operation": "note", "sleep": 0.2})
+        transport.submit(Order(1, "compute", "a.note", everywhere, 10.0, on_done))
+
+    run_session(main, operations, settings_for(Path(run_dir)))
+    return seen
+
+
+def test_orders_that_the_script_did_not_wait_for_are_done_before_the_end(
+    spawn_ranks: Spawn, tmp_path: Path
+) -> None:
+    assert spawn_ranks(_work_after_the_script, 2, str(tmp_path)) == [["posted", "done"], []]
+
+
 def _exit_in_script(run_dir: str, code: int | None) -> int:
     return run_session(lambda transport: sys.exit(code), operations, settings_for(Path(run_dir)))
 

@@ -71,6 +71,10 @@ class FirstWorker(Worker):
     def whoami(self) -> int:
         return self.context.rank
 
+    @register(transfer_mode="ALL_TO_ALL")
+    def add_rank(self, number: int, *, scale: int) -> int:
+        return number * scale + self.context.rank
+
     @register(transfer_mode="DP_PROTO", reads=("checked",), writes=("doubled",))
     def double(self, batch: TensorDict) -> TensorDict:
         return TensorDict({"doubled": batch["checked"] * 2}, batch_size=batch.batch_size)
@@ -109,6 +113,9 @@ def main(flow: Any, cfg: Config) -> None:
     first, second = flow.spawn(FirstWorker, cfg.first), flow.spawn(SecondWorker, cfg.second)
     prompts = flow.keep(prompts=PromptStream(cfg.data))
     assert first.whoami().values_by_rank() == list(first.target.layout.ranks)
+    ranks = list(first.target.layout.ranks)
+    added = first.add_rank([10 * place for place, _ in enumerate(ranks)], scale=3)
+    assert added.values_by_rank() == [30 * place + rank for place, rank in enumerate(ranks)]
     for step in flow.steps(cfg.total_steps):
         batch = first.make(next(prompts))
         batch |= second.check(batch)

@@ -1,0 +1,421 @@
+"""Calls from a script: what is refused before anything is sent, what comes back, what is freed."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spmdflow.controller.batch import Batch
+from spmdflow.controller.group import WorkerGroup
+from spmdflow.controller.prompts import PromptStream
+from spmdflow.errors import (
+    ColumnError,
+    ConfigError,
+    MessageError,
+    ProtocolError,
+    SpmdflowError,
+)
+from spmdflow.parallel.layout import Layout
+from spmdflow.transfer.protocol import Answer, Protocol, register_protocol
+from tests.unit.toy_flow import (
+    ROWS,
+    FrozenToyConfig,
+    Other,
+    Rank,
+    Toy,
+    ToyConfig,
+    rank_of_one,
+    share,
+)
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    with rank_of_one(tmp_path) as rank:
+        yield rank
+
+
+@pytest.fixture
+def toy(rank: Rank) -> WorkerGroup:
+    return rank.flow.spawn(Toy, ToyConfig())
+
+
+@pytest.fixture
+def prompts(rank: Rank) -> PromptStream:
+    return rank.flow.keep(prompts=PromptStream(rank.config.data))
+
+
+@pytest.fixture
+def batch(toy: WorkerGroup, prompts: PromptStream) -> Batch:
+    rows = next(prompts)
+    return rows | toy.make(rows)
+
+
+# Refusals before anything is sent
+
+REFUSED: dict[str, tuple[Callable[[WorkerGroup, Batch], Any], type[SpmdflowError], str]] = {
+    "column": (
+        lambda toy, batch: toy.add(batch.drop("number", "row")),
+        ColumnError,
+        "toy.add: the batch has ['prompt_text', 'prompts', 'ragged', 'text'], expected ['number'] "
+        "too; call the method that writes 'number' first",
+    ),
+    "name": (
+        lambda toy, batch: toy.ad(batch),
+        ProtocolError,
+        "Toy.ad: has no such method; registered methods are add, describe, extend, make, measure, "
+        "return_a_tensor, return_less, return_one_of_two, update, where; "
+        "define it and mark it with @register(transfer_mode=...)",
+    ),
+    "mark": (
+        lambda toy, batch: toy.unmarked(),
+        ProtocolError,
+        "Toy.unmarked: is not registered; registered methods are add, describe, extend, make, "
+        "measure, return_a_tensor, return_less, return_one_of_two, update, where; "
+        "define it and mark it with @register(transfer_mode=...)",
+    ),
+    "argument": (
+        lambda toy, batch: toy.add(batch, waht=2.0),
+        ProtocolError,
+        "Toy.add: got an unexpected keyword argument 'waht'; got ['waht'], expected "
+        "add(self, batch: 'TensorDict', *, what: 'float' = 1.0) -> 'TensorDict'; "
+        "pass the batch first and the rest by name",
+    ),
+    "no batch": (
+        lambda toy, batch: toy.add(),
+        ProtocolError,
+        "Toy.add: missing a required argument: 'batch'; got [], expected "
+        "add(self, batch: 'TensorDict', *, what: 'float' = 1.0) -> 'TensorDict'; "
+        "pass the batch first and the rest by name",
+    ),
+    "no rows wanted": (
+        lambda toy, batch: toy.describe(batch),
+        ProtocolError,
+        "Toy.describe: too many positional arguments; got [], expected "
+        "describe(self, *, factor: 'int' = 1) -> 'int'; pass the batch first and the rest by name",
+    ),
+    "no Batch": (
+        lambda toy, batch: toy.add([1, 2]),
+        ProtocolError,
+        "toy.add: got list first, expected a Batch; pass plain values by name",
+    ),
+    "tensor": (
+        lambda toy, batch: toy.add(batch, what=torch.ones(1)),
+        MessageError,
+        "Toy.add: message: got torch.Tensor; expected plain data (None, bool, int, float, str, "
+        "bytes, list, dict, numpy arrays, dataclasses); keep tensors in the batch and send names",
+    ),
+    "column twice": (
+        lambda toy, batch: toy.extend(batch | toy.extend(batch)),
+        ColumnError,
+        "toy.extend: the batch has 'twin' already, expected a batch without it, as the answer "
+        "carries the batch's columns along; drop it first",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_call_that_cannot_work_is_refused_and_the_script_may_go_on(
+    toy: WorkerGroup, batch: Batch, fault: str
+) -> None:
+    call, error, message = REFUSED[fault]
+
+    with pytest.raises(error) as caught:
+        call(toy, batch)
+
+    assert str(caught.value) == message
+    assert toy.add(batch).fetch("next")["next"].tolist() == [i + 1 for i in batch.ids]
+
+
+def test_missing_column_is_named_before_anything_is_sent(
+    toy: WorkerGroup, batch: Batch, rank: Rank
+) -> None:
+    caller = rank.flow.caller
+    before = (caller.next_number(), len(caller.records), rank.num_frames)
+
+    with pytest.raises(ColumnError):
+        toy.add(batch.drop("number"))
+
+    assert (caller.next_number() - 1, len(caller.records), rank.num_frames) == before
+
+
+def test_method_with_mini_batches_needs_an_update_config(rank: Rank, batch: Batch) -> None:
+    frozen = rank.flow.spawn(Toy, FrozenToyConfig(), name="frozen")
+
+    with pytest.raises(ProtocolError) as caught:
+        frozen.update(batch)
+
+    assert str(caught.value) == (
+        "frozen: its method takes mini-batches, but its config has no `update`; "
+        "add an UpdateConfig"
+    )
+
+
+def test_balancing_by_tokens_without_responses_is_refused(rank: Rank, batch: Batch) -> None:
+    cfg = ToyConfig()
+    cfg.update.balance_tokens = True
+    balanced = rank.flow.spawn(Toy, cfg, name="balanced")
+
+    with pytest.raises(ColumnError, match="^balanced: the batch has .*, expected responses too, as"):
+        balanced.update(batch)
+
+
+# Answers
+
+WRONG = {
+    "return_one_of_two": "toy.return_one_of_two: returned columns ['first'], expected columns "
+    "['first', 'second']; return exactly what `writes` declares",
+    "return_a_tensor": "toy.return_a_tensor: returned Tensor, expected columns ['value']; "
+    "return exactly what `writes` declares",
+    "return_less": "toy.return_less: column 'number_or_less': got 4 rows, expected 6; "
+    "return one row for each row received, in the same order",
+}
+
+
+@pytest.mark.parametrize("method", WRONG)
+def test_answer_that_is_not_what_writes_declares_is_an_error(
+    toy: WorkerGroup, batch: Batch, method: str
+) -> None:
+    with pytest.raises(ColumnError) as caught:
+        getattr(toy, method)(batch)
+
+    assert str(caught.value) == WRONG[method]
+
+
+def test_metrics_are_merged_by_kind_and_read_as_numbers(toy: WorkerGroup, batch: Batch) -> None:
+    result = toy.measure(batch)
+
+    ids = batch.ids.tolist()
+    assert dict(result) == {
+        "toy/mean": sum(ids) / ROWS,
+        "toy/items": sum(i % 3 for i in ids),
+        "toy/largest": max(ids),
+        "toy/plain": 2.5,
+    }
+    assert result["toy/plain"] < 3 and len(result) == 4
+    assert repr(result) == "Result(toy.measure, done)"
+
+
+def test_plain_values_come_by_rank_and_are_no_metrics(toy: WorkerGroup) -> None:
+    result = toy.describe(factor=3)
+
+    assert result.values_by_rank() == [3]
+    with pytest.raises(ProtocolError) as caught:
+        result["x"]
+    assert str(caught.value) == (
+        "toy.describe: returned int, expected a dict of metrics; "
+        "use values_by_rank() for plain values"
+    )
+
+
+def test_mini_batches_use_every_row_once_and_keep_samples_of_a_prompt_together(
+    toy: WorkerGroup, batch: Batch
+) -> None:
+    twice = batch.repeat(2)
+
+    (minis,) = toy.update(twice).values_by_rank()
+
+    assert [len(mini) for mini in minis] == [4, 4, 4]
+    assert sorted(sum(minis, [])) == sorted(twice.parents.tolist())
+    assert all(len(set(mini)) == 2 for mini in minis)
+
+
+def test_user_defined_protocol_decides_who_gets_which_rows(toy: WorkerGroup, batch: Batch) -> None:
+    placed = batch | toy.where(batch)
+
+    assert placed.fetch("received_at")["received_at"].tolist() == [5, 4, 3, 2, 1, 0]
+    assert placed[1:3].fetch("received_at")["received_at"].tolist() == [4, 3]
+
+
+def test_protocol_name_of_another_module_is_refused() -> None:
+    def nothing(layout: Layout, num_rows: int, shares: Any) -> dict[int, list[int]]:
+        return {}
+
+    mine = Protocol(
+        "3D_PROTO",
+        distribute=nothing,
+        collect=lambda layout: Answer(layout.ranks, joined=False),
+        num_shares=lambda layout: 1,
+    )
+
+    with pytest.raises(ProtocolError, match=r"^protocol 3D_PROTO: got a definition in .* choose"):
+        register_protocol(mine)
+
+
+# Rows are freed
+
+
+def test_rows_of_50_steps_are_freed_as_the_script_goes_on(
+    rank: Rank, toy: WorkerGroup, prompts: PromptStream
+) -> None:
+    held = []
+    for step in rank.flow.steps(50):
+        batch = next(prompts)
+        batch |= toy.make(batch)
+        batch |= toy.add(batch)
+        batch |= batch.map(share)
+        step.log(toy.measure(batch))
+        held.append(rank.num_frames)
+
+    assert set(held[2:]) == {held[2]}
+    assert held[2] <= 8  # four frames of this step, and those of the last until the next command
+
+
+def test_frame_is_freed_with_the_next_command_after_its_last_batch_is_dropped(
+    rank: Rank, toy: WorkerGroup, batch: Batch
+) -> None:
+    before = rank.num_frames
+    kept, dropped = toy.add(batch), toy.add(batch)
+    part = kept[2:3]
+    assert rank.num_frames == before + 2
+
+    del dropped, kept
+    assert rank.num_frames == before + 2
+    toy.describe()
+    assert rank.num_frames == before + 1
+    assert part.fetch("next")["next"].tolist() == [batch.ids[2] + 1]
+    del part
+    toy.describe()
+
+    assert rank.num_frames == before
+
+
+def test_input_of_a_running_call_lives_until_it_is_done(
+    rank: Rank, toy: WorkerGroup, batch: Batch
+) -> None:
+    """The script's last reference goes while the rank is at work, as it may with real threads."""
+    caller, seen = rank.flow.caller, []
+    given = [batch | toy.add(batch)]
+    real = caller.transport._run_order
+
+    def run_order(order: Any, pending: Any) -> None:
+        given.clear()
+        gc.collect()
+        seen.append(list(caller._freed))
+        real(order, pending)
+        seen.append(list(caller._freed))
+
+    caller.transport._run_order = run_order
+    toy.measure(given[0])
+    del caller.transport._run_order
+
+    assert seen[0] == []
+    gc.collect()
+    assert len(caller._freed) == 1
+
+
+def test_frees_of_a_command_that_is_refused_ride_on_the_next(
+    rank: Rank, toy: WorkerGroup, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = rank.num_frames
+    toy.add(batch)  # dropped at once
+    assert rank.num_frames == before + 1
+
+    def refuse(order: Any) -> None:
+        raise MessageError("too large")
+
+    with monkeypatch.context() as patch, pytest.raises(MessageError):
+        patch.setattr(rank.flow.caller.transport, "submit", refuse)
+        toy.describe()
+    toy.describe()
+
+    assert rank.num_frames == before
+
+
+# The flow
+
+
+def test_prompts_that_are_not_kept_are_refused(rank: Rank) -> None:
+    stream = PromptStream(rank.config.data)
+
+    with pytest.raises(ProtocolError) as caught:
+        next(stream)
+
+    assert str(caught.value) == (
+        "PromptStream: used before it is registered, expected "
+        "flow.keep(prompts=PromptStream(cfg.data)); register it first"
+    )
+
+
+def test_prompts_repeat_each_row_and_say_which_rows_belong_together(
+    tmp_path: Path,
+) -> None:
+    with rank_of_one(tmp_path, samples_per_prompt=3) as rank:
+        batch = next(rank.flow.keep(prompts=PromptStream(rank.config.data)))
+
+        texts = batch.fetch("prompt_text")["prompt_text"]
+        assert len(batch) == 3 * ROWS and len(set(batch.ids.tolist())) == 3 * ROWS
+        assert all(texts[i] == texts[i - i % 3] for i in range(3 * ROWS))
+        assert all(batch.parents[i] == batch.parents[i - i % 3] for i in range(3 * ROWS))
+
+
+def test_spawn_inside_a_step_is_refused(rank: Rank, toy: WorkerGroup) -> None:
+    for _ in rank.flow.steps(1):
+        with pytest.raises(ProtocolError) as caught:
+            rank.flow.spawn(Toy, ToyConfig(), name="late")
+
+    assert str(caught.value) == (
+        "spawn Toy: called during step 1, expected before the first step; "
+        "spawn every model at the top of main"
+    )
+
+
+def test_second_model_of_a_role_needs_a_name(rank: Rank, toy: WorkerGroup) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        rank.flow.spawn(Toy, ToyConfig())
+
+    assert str(caught.value) == (
+        "spawn Toy: got the name 'toy', expected one that is not taken by WorkerGroup(toy on "
+        "ranks (0,)); give name=... for a second one"
+    )
+    assert rank.flow.spawn(Toy, ToyConfig(), name="twin").describe().values_by_rank() == [1]
+
+
+def test_role_and_pool_that_the_placement_lacks_are_refused(rank: Rank) -> None:
+    with pytest.raises(ConfigError, match=r"^role 'other' of Other: not in the placement, which "):
+        rank.flow.spawn(Other, ToyConfig())
+    with pytest.raises(ConfigError, match=r"^pool 'al': not in the placement, which has \['all'\];"):
+        rank.flow.pool("al")
+    assert rank.flow.pool("all").spawn(Other, ToyConfig()).describe().values_by_rank() == [1]
+
+
+def test_class_of_a_function_is_refused_as_ranks_cannot_import_it(rank: Rank) -> None:
+    class Local(Toy):
+        pass
+
+    with pytest.raises(ProtocolError, match=re.escape("<locals>.Local: defined inside a function")):
+        rank.flow.spawn(Local, ToyConfig())
+
+
+def test_keep_takes_one_new_name_at_a_time(rank: Rank, prompts: PromptStream) -> None:
+    for things in ({}, {"a": 1, "b": 2}, {"prompts": 3}):
+        with pytest.raises(ProtocolError) as caught:
+            rank.flow.keep(**things)
+        assert str(caught.value) == (
+            f"keep: got {sorted(things)} besides ['prompts'], expected one thing with a name of "
+            f"its own; call it once for each"
+        )
+
+
+def test_evaluation_without_held_out_prompts_is_refused(rank: Rank, prompts: PromptStream) -> None:
+    with pytest.raises(ConfigError, match="^evaluate: no held-out prompts are kept, expected data"):
+        rank.flow.evaluate()
+
+
+def test_step_logs_metrics_of_calls_and_numbers_of_the_script(
+    rank: Rank, toy: WorkerGroup, prompts: PromptStream
+) -> None:
+    for step in rank.flow.steps(1):
+        batch = next(prompts)
+        batch |= toy.make(batch)
+        step.log(toy.measure(batch), {"mine/a": 1.0}, temperature=0.5)
+
+    logged = step.logged()
+    assert logged["mine/a"] == 1 and logged["temperature"] == 0.5
+    assert logged["toy/largest"] == max(batch.ids)
