@@ -121,9 +121,8 @@ class Caller:
         """Call a registered method of a worker group (paper section 4.1)."""
         spec = method_spec(target.worker_class, method)
         label = f"{target.name}.{method}"
-        called = f"{target.worker_class.__name__}.{method}"
         function = getattr(target.worker_class, method)
-        check_arguments(called, function, [None] if batch is None else [None, batch], arguments)
+        check_arguments(label, function, [None] if batch is None else [None, batch], arguments)
         head = {
             "operation": "call",
             "group": target.name,

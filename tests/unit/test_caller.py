@@ -13,6 +13,7 @@ import torch
 
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.group import WorkerGroup
+from spmdflow.controller.inproc import InprocTransport
 from spmdflow.controller.prompts import PromptStream
 from spmdflow.errors import (
     ColumnError,
@@ -83,32 +84,39 @@ REFUSED: dict[str, tuple[Callable[[WorkerGroup, Batch], Any], type[SpmdflowError
     "argument": (
         lambda toy, batch: toy.add(batch, waht=2.0),
         ProtocolError,
-        "Toy.add: got an unexpected keyword argument 'waht'; got ['waht'], expected "
+        "toy.add: got an unexpected keyword argument 'waht'; got ['waht'], expected "
         "add(self, batch: 'TensorDict', *, what: 'float' = 1.0) -> 'TensorDict'; "
         "pass the batch first and the rest by name",
     ),
     "no batch": (
         lambda toy, batch: toy.add(),
         ProtocolError,
-        "Toy.add: missing a required argument: 'batch'; got [], expected "
+        "toy.add: missing a required argument: 'batch'; got [], expected "
         "add(self, batch: 'TensorDict', *, what: 'float' = 1.0) -> 'TensorDict'; "
         "pass the batch first and the rest by name",
     ),
     "no rows wanted": (
         lambda toy, batch: toy.describe(batch),
         ProtocolError,
-        "Toy.describe: too many positional arguments; got [], expected "
+        "toy.describe: too many positional arguments; got [], expected "
         "describe(self, *, factor: 'int' = 1) -> 'int'; pass the batch first and the rest by name",
     ),
     "no Batch": (
+        lambda toy, batch: toy.add(3.0),
+        ProtocolError,
+        "toy.add: got float first, expected a Batch (or a list, one item for each rank); "
+        "pass plain values by name",
+    ),
+    "list": (
         lambda toy, batch: toy.add([1, 2]),
         ProtocolError,
-        "toy.add: got list first, expected a Batch; pass plain values by name",
+        "toy.add: got a list of 2 under DP_PROTO, expected a mode that gives each rank one item; "
+        "register it with transfer_mode='ALL_TO_ALL'",
     ),
     "tensor": (
         lambda toy, batch: toy.add(batch, what=torch.ones(1)),
         MessageError,
-        "Toy.add: message: got torch.Tensor; expected plain data (None, bool, int, float, str, "
+        "toy.add: message: got torch.Tensor; expected plain data (None, bool, int, float, str, "
         "bytes, list, dict, numpy arrays, dataclasses); keep tensors in the batch and send names",
     ),
     "column twice": (
@@ -289,23 +297,22 @@ def test_frame_is_freed_with_the_next_command_after_its_last_batch_is_dropped(
 def test_input_of_a_running_call_lives_until_it_is_done(
     rank: Rank, toy: WorkerGroup, batch: Batch
 ) -> None:
-    """The script's last reference goes while the rank is at work, as it may with real threads."""
-    caller, seen = rank.flow.caller, []
-    given = [batch | toy.add(batch)]
-    real = caller.transport._run_order
+    """The script's only reference goes before the rank has begun, as it does with sockets."""
+    caller = rank.flow.caller
+    transport = caller.transport
+    assert isinstance(transport, InprocTransport)
+    joined = batch | toy.add(batch)
+    transport._is_running = True  # orders queue up, as behind a call that takes long
 
-    def run_order(order: Any, pending: Any) -> None:
-        given.clear()
-        gc.collect()
-        seen.append(list(caller._freed))
-        real(order, pending)
-        seen.append(list(caller._freed))
+    result = toy.measure(joined)
+    del joined
+    gc.collect()
+    assert repr(result) == "Result(toy.measure, pending)"
+    assert not caller._freed
 
-    caller.transport._run_order = run_order
-    toy.measure(given[0])
-    del caller.transport._run_order
-
-    assert seen[0] == []
+    transport._is_running = False
+    transport.post(lambda: None)  # and now they run
+    assert result["toy/plain"] == 2.5
     gc.collect()
     assert len(caller._freed) == 1
 
