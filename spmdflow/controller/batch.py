@@ -53,7 +53,7 @@ class Batch:
         """Where a column lives; a missing one is an error naming what is there."""
         if name not in self._columns:
             raise ColumnError(
-                f"column {name!r}: not in this batch, which has {sorted(self._columns)}; "
+                f"column {name!r}: the batch has {sorted(self._columns)}, expected it too; "
                 f"call the method that writes it first"
             )
         return self._columns[name]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -203,8 +204,7 @@ class Caller:
         spec = row_maths_spec(function)
         marked = MethodSpec("rows", spec.reads, spec.optional, spec.writes, False, False)
         label = f"map.{function.__name__}"
-        given_by_rank = {"reduce": None, "report": None}
-        check_arguments(label, function, [batch], {**settings, **given_by_rank})
+        check_arguments(label, partial(function, reduce=None, report=None), [batch], settings)
         names = columns_read(spec, batch, label)
         given = positions_held(batch, home_frame(batch, names, label))
         head = {

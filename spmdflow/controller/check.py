@@ -53,7 +53,7 @@ def check_arguments(
     except TypeError as err:
         raise ProtocolError(
             f"{label}: {err}; got {sorted(arguments)}, expected "
-            f"{function.__name__}{signature}; pass the batch first and the rest by name"
+            f"{label.rpartition('.')[2]}{signature}; pass the batch first and the rest by name"
         ) from err
     try:
         encode(dict(arguments))

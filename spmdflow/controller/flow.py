@@ -68,7 +68,8 @@ class Flow:
         pools = self._settings.pools
         if name not in pools:
             raise ConfigError(
-                f"pool {name!r}: not in the placement, which has {sorted(pools)}; name one of them"
+                f"pool {name!r}: the placement has {sorted(pools)}, expected one of them; "
+                f"correct the name"
             )
         return ResourcePool(name, tuple(pools[name].ranks), self)
 
@@ -254,8 +255,8 @@ class Flow:
                 return self.pool(name)
         roles = sorted(role for pool in self._settings.pools.values() for role in pool.roles)
         raise ConfigError(
-            f"role {worker_class.role!r} of {worker_class.__name__}: not in the placement, which "
-            f"has {roles}; add it to a pool, or spawn on a pool: flow.pool(...).spawn(...)"
+            f"role {worker_class.role!r} of {worker_class.__name__}: the placement has {roles}, "
+            f"expected it too; add it to a pool, or spawn on a pool: flow.pool(...).spawn(...)"
         )
 
 

@@ -62,7 +62,8 @@ def launch(
     """Run script.main(flow, cfg) on `ranks` (default: all). Exit status: 0 finished, 3 stopped.
 
     Collective over the default process group, which must exist unless inproc. ConfigError if
-    the script has no main or ranks are no ascending ranks of the group; other failures end the processes of the session with status 1.
+    the script has no main or ranks are no ascending ranks of the group; other failures end the
+    processes of the session with status 1.
     """
     if not callable(getattr(script, "main", None)):
         raise ConfigError(

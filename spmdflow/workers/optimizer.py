@@ -47,11 +47,11 @@ def check_schedule(cfg: OptimizerConfig, total_steps: int) -> None:
             f"optimizer.schedule: got {cfg.schedule!r}; expected one of {sorted(_SCHEDULES)}; "
             f"choose one"
         )
-    if cfg.schedule != "constant" and total_steps <= cfg.warmup_steps:
+    if cfg.schedule != "constant" and total_steps < 1:
         raise ConfigError(
-            f"optimizer.schedule {cfg.schedule}: got {total_steps} optimizer steps in total and "
-            f"{cfg.warmup_steps} of warm-up; expected more steps than warm-up; "
-            f"lower optimizer.warmup_steps or choose the constant schedule"
+            f"optimizer.schedule {cfg.schedule}: got {total_steps} optimizer steps in total, "
+            f"expected at least 1, as it ends with them; set total_steps or choose the constant "
+            f"schedule"
         )
 
 

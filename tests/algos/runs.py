@@ -47,7 +47,7 @@ def start(
     with open(log, "a") as output:
         return subprocess.Popen(
             command,
-            env=os.environ | own | (variables or {}),
+            env={**os.environ, **own, **(variables or {})},
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,

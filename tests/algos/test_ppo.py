@@ -1,4 +1,4 @@
-"""algos/ppo.py from end to end: in one process, under torchrun, with vLLM; its files and statuses."""
+"""algos/ppo.py from end to end: in one process, under torchrun, with vLLM; files and statuses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -125,8 +124,8 @@ def test_run_with_vllm_measures_the_same(in_one_process: Path, tmp_path: Path) -
     judge_files(run_dir, ranks={0, 1})
     # another sampler draws other tokens; greedy ones before the first step are the same
     builtin, vllm = steps_of(in_one_process)[0], steps_of(run_dir)[0]
-    assert vllm["eval/accuracy"] == builtin["eval/accuracy"]
-    assert vllm["rollout/response_tokens"] == builtin["rollout/response_tokens"]
+    for name in ("eval/accuracy", "eval/mean"):
+        assert vllm[name] == pytest.approx(builtin[name], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -150,5 +149,3 @@ def test_exit_status_is_0_for_help_and_2_for_a_refusal(
 def run_module(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "spmdflow.run", str(SCRIPT), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-
-

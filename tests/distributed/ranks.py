@@ -93,7 +93,7 @@ def _collect(
             assert isinstance(pipe, Connection)
             rank = open_pipes.pop(pipe)
             outcomes[rank] = _outcome(rank, pipe)
-            if outcomes[rank].error:
+            if outcomes[rank].error is not None:
                 deadline = min(deadline, time.monotonic() + _AFTERMATH_SECONDS)
     for outcome, process in zip(outcomes, processes, strict=True):
         process.join(max(0.1, min(_AFTERMATH_SECONDS, deadline - time.monotonic())))

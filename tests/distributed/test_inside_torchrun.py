@@ -17,7 +17,7 @@ from tests.algos.runs import SMALL, finish, start, steps_of
 
 PROGRAM = Path(__file__).parent / "programs" / "inside_torchrun.py"
 WORLD_SIZE = 3
-LAUNCHES = {"toys": (1, 2), "without steps": (0, 2), "ppo": (1, 2)}
+LAUNCHES = {"toys": (0, 1, 2), "without steps": (0, 2), "ppo": (1, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -74,4 +74,3 @@ def test_ranks_that_are_none_are_refused_on_every_rank(ranks: list[dict[str, Any
             f"once; correct them"
             for ranks in ((2, 1), (1, 3), (1, 1))
         ]
-

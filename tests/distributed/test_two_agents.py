@@ -80,12 +80,17 @@ class Namespaces:
     def end(self) -> None:
         """Leave nothing behind, however far `begin` came."""
         for name in self.names:
-            found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
-            for pid in found.stdout.split():
+            for pid in pids_in(name):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
             shutil.rmtree(_etc(name), ignore_errors=True)
+
+
+def pids_in(name: str) -> list[int]:
+    """Processes of a namespace; none if there is no such namespace."""
+    found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+    return [int(pid) for pid in found.stdout.split()]
 
 
 def _etc(name: str) -> Path:
@@ -103,7 +108,7 @@ def why_no_namespaces() -> str:
     missing = [name for name in ("ip", "unshare") if shutil.which(name) is None]
     if missing:
         return f"{' and '.join(missing)} not installed (iproute2, util-linux)"
-    pair = ("ip", "link", "add", DEVICE, "type", "veth")
+    pair = ("ip", "link", "add", DEVICE, "type", "veth", "peer", "name", "peer0")
     tried = subprocess.run(
         ["unshare", "--net", "--uts", "--mount", *pair], capture_output=True, text=True
     )
@@ -193,7 +198,9 @@ def test_namespaces_are_gone_afterwards_with_all_that_ran_in_them() -> None:
     with two_namespaces() as machines:
         names = [machine.prefix[3] for machine in machines]
         sleeper = subprocess.Popen(["ip", "netns", "exec", names[1], "sleep", "60"])
-        time.sleep(0.2)
+        limit = time.monotonic() + 20
+        while sleeper.pid not in pids_in(names[1]) and time.monotonic() < limit:
+            time.sleep(0.02)
 
     assert sleeper.wait(5) == -signal.SIGKILL
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -192,9 +192,12 @@ class Rank:
 @contextlib.contextmanager
 def rank_of_one(run_dir: Path, **data: Any) -> Iterator[Rank]:
     """Everything that `launch(..., inproc=True)` makes for a script."""
-    sizes = {"prompts_per_step": ROWS} | data
-    files = {"train_path": str(TASK / "train.jsonl"), "tokenizer_path": str(TASK / "model")}
-    config = Config(RunConfig(dir=str(run_dir), sample_every=0), DataConfig(**files | sizes))
+    rows = DataConfig(
+        train_path=str(TASK / "train.jsonl"),
+        tokenizer_path=str(TASK / "model"),
+        prompts_per_step=ROWS,
+    )
+    config = Config(RunConfig(dir=str(run_dir), sample_every=0), replace(rows, **data))
     run_dir.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     settings = RankSettings(0, torch.device("cpu"), 0, 60.0, run_dir, config)

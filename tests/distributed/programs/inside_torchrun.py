@@ -30,6 +30,7 @@ from tensordict import TensorDict
 import spmdflow
 from spmdflow.config.load import load
 from spmdflow.config.schema import DataConfig, EngineConfig, RunConfig
+from spmdflow.controller.prompts import PromptStream
 from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
 from spmdflow.errors import ConfigError
 from spmdflow.parallel.layout import Layout
@@ -40,6 +41,7 @@ from spmdflow.transfer.worker import Worker
 ROOT = Path(__file__).parents[3]
 TASK = ROOT / "algos" / "arithmetic"
 ROWS = 5
+launch: Any = spmdflow.launch  # the public name
 
 
 def all_rows(layout: Layout, num_rows: int, shares: Shares) -> Mapping[int, Sequence[int]]:
@@ -92,22 +94,6 @@ class FirstWorker(Worker):
         made.set_non_tensor("text", [f"row {i}" for i in ids])
         return made
 
-    @register(transfer_mode="ONE_TO_ALL", reads=("number",), writes=("copied",))
-    def copy(self, batch: TensorDict) -> TensorDict:
-        return TensorDict({"copied": batch["number"].clone()}, batch_size=batch.batch_size)
-
-    @register(transfer_mode="SEE_ALL_KEEP_SOME", reads=("number",), writes=("fraction", "name"))
-    def fraction(self, batch: TensorDict) -> TensorDict:
-        layout, number = self.context.layout, batch["number"]
-        mine = every_other(layout, len(number), [])[self.context.rank]
-        made = TensorDict({"fraction": number[list(mine)] / number.sum()}, batch_size=[len(mine)])
-        made.set_non_tensor("name", ["n" * int(number[i]) for i in mine])
-        return made
-
-
-class SecondWorker(Worker):
-    role = "second"
-
     @register(
         transfer_mode="3D_PROTO",
         reads=("number", "ragged", "text", "copied", "fraction", "name"),
@@ -122,6 +108,22 @@ class SecondWorker(Worker):
         total = batch["number"] + lengths_of(batch["ragged"]) + batch["fraction"]
         return TensorDict({"total": total}, batch_size=batch.batch_size)
 
+
+class SecondWorker(Worker):
+    role = "second"
+
+    @register(transfer_mode="ONE_TO_ALL", reads=("number",), writes=("copied",))
+    def copy(self, batch: TensorDict) -> TensorDict:
+        return TensorDict({"copied": batch["number"].clone()}, batch_size=batch.batch_size)
+
+    @register(transfer_mode="SEE_ALL_KEEP_SOME", reads=("number",), writes=("fraction", "name"))
+    def fraction(self, batch: TensorDict) -> TensorDict:
+        layout, number = self.context.layout, batch["number"]
+        mine = every_other(layout, len(number), [])[self.context.rank]
+        made = TensorDict({"fraction": number[list(mine)] / number.sum()}, batch_size=[len(mine)])
+        made.set_non_tensor("name", ["n" * int(number[i]) for i in mine])
+        return made
+
     @register(transfer_mode="DP_METRIC", reads=("text", "total"))
     def count(self, batch: TensorDict) -> list[int]:
         return [self.context.rank, len(batch["text"]), len(batch["total"])]
@@ -129,7 +131,7 @@ class SecondWorker(Worker):
 
 def toy_main(flow: Any, cfg: Config) -> None:
     first, second = flow.spawn(FirstWorker, cfg.first), flow.spawn(SecondWorker, cfg.second)
-    prompts = flow.keep(prompts=spmdflow.PromptStream(cfg.data))
+    prompts = flow.keep(prompts=PromptStream(cfg.data))
     for _ in flow.steps(cfg.total_steps):
         whole = next(prompts)
         for batch in (whole, whole[1:2], whole[:0]):  # fewer rows than ranks, and none
@@ -140,9 +142,9 @@ def toy_main(flow: Any, cfg: Config) -> None:
 def _check_values(first: Any, second: Any, batch: Any) -> None:
     ids = batch.ids.tolist()
     batch |= first.make(batch)
-    batch |= first.copy(batch)
-    batch |= first.fraction(batch)
-    batch |= second.total(batch)
+    batch |= second.copy(batch)
+    batch |= second.fraction(batch)
+    batch |= first.total(batch)
     values = batch.fetch("number", "ragged", "text", "copied", "fraction", "name", "total")
     assert values["number"].tolist() == values["copied"].tolist() == ids
     assert [len(row) for row in rows_of(values["ragged"])] == [i % 4 for i in ids]
@@ -157,7 +159,7 @@ def _check_values(first: Any, second: Any, batch: Any) -> None:
 
 def main_without_steps(flow: Any, cfg: Config) -> None:
     first = flow.spawn(FirstWorker, cfg.first)
-    prompts = flow.keep(prompts=spmdflow.PromptStream(cfg.data))
+    prompts = flow.keep(prompts=PromptStream(cfg.data))
     batch = next(prompts)
     assert first.make(batch).fetch("number")["number"].tolist() == batch.ids.tolist()
 
@@ -192,7 +194,7 @@ def state() -> dict[str, str]:
         "folder": os.getcwd(),
         "torch threads": torch.get_num_threads(),
         "torch random": torch.get_rng_state().sum(),
-        "numpy random": np.random.get_state()[1].sum(),
+        "numpy random": np.random.get_state(legacy=True)[1:3],
         "random": random.getstate(),
         "gradients": torch.is_grad_enabled(),
         "dtype": torch.get_default_dtype(),
@@ -215,7 +217,7 @@ def host_sums(pair: Any) -> list[float]:
 
 def refusal(cfg: Config, ranks: tuple[int, ...]) -> str:
     try:
-        spmdflow.launch(script_of(toy_main), cfg, ranks=ranks)
+        launch(script_of(toy_main), cfg, ranks=ranks)
     except ConfigError as err:
         return str(err)
     return "not refused"
@@ -227,16 +229,19 @@ def main() -> None:
     dist.init_process_group("gloo")
     pair = dist.new_group([0, 2])
     ppo = load(ROOT / "algos" / "ppo.py", None, [f"run.dir={out / 'ppo'}", *sys.argv[2:]])
-    toys = toy_config(out / "toys", "standalone")
+    pools = {
+        name: {"roles": [name], "ranks": on} for name, on in (("first", [0]), ("second", [1, 2]))
+    }
+    toys = toy_config(out / "toys", pools)
     loose = toy_config(out / "loose", "colocate")
     seen: dict[str, Any] = {"sums": [host_sums(pair)], "status": {}, "changed": {}}
     for name, script, cfg, ranks in (
-        ("toys", script_of(toy_main), toys, (1, 2)),
+        ("toys", script_of(toy_main), toys, (0, 1, 2)),
         ("without steps", script_of(main_without_steps), loose, (0, 2)),
         ("ppo", ppo.script, ppo.cfg, (1, 2)),
     ):
         before = state()
-        seen["status"][name] = spmdflow.launch(script, cfg, ranks=ranks)
+        seen["status"][name] = launch(script, cfg, ranks=ranks)
         after = state()
         seen["changed"][name] = {key: after[key] for key in after if after[key] != before[key]}
         seen["sums"].append(host_sums(pair))
