@@ -19,9 +19,9 @@ DATA gets, beside copies of the stories and the lexicon:
 
 The padded model is always made, from stories260K. Prompts and reward model are copied if SOURCES
 has them under these names, unless --remake asks to make them too: prompts by --seed from the
-stories, the reward model (minutes on one thread) by Bradley-Terry on beginnings of stories ordered
-by the lexicon. A new reward model has a scale of its own: the rewards in docs/STORIES.md are those
-of the one that was given.
+stories, the reward model (two minutes on one thread) by Bradley-Terry on beginnings of stories
+ordered by the lexicon, scaled to a standard deviation of 1.5 on them. A new reward model is another
+judge: the rewards in docs/STORIES.md are those of the one that was given.
 
 Every run ends by verifying what it wrote; a fault is the exit code 1 and a sentence.
 """
@@ -58,11 +58,9 @@ TRAIN, TEST = "tinystories/prompts.train.jsonl", "tinystories/prompts.test.jsonl
 LEAST_OPENING = 40  # characters; a shorter first sentence takes the next one along
 STORY_TOKENS = 64  # of a story after its opening, as in the run
 LOGIT_TOLERANCE = 1e-4  # float32, logits of about 10: rounding in another order
+SCORE_SPREAD = 1.5  # standard deviation of a new reward model, so that one KL weight fits all
 LEAST_ACCURACY = 0.75  # of a reward model on pairs of test stories
 SENTENCE_END = re.compile(r"[.!?](?=\s)")
-
-
-# Padding
 
 
 def padded_state(
@@ -117,9 +115,6 @@ def padded_model(model: PreTrainedModel, *, head_dim: int, mlp_width: int) -> Pr
     return wide.eval()
 
 
-# Prompts
-
-
 def opening_of(story: str) -> str | None:
     """Its first sentence, with the second if that is short and on the same line; None: no end."""
     line = story.split("\n")[0] + " "
@@ -148,9 +143,6 @@ def make_prompts(
     return rows[num_test : num_test + num_train], rows[:num_test]
 
 
-# Reward model
-
-
 def beginnings(
     stories: Sequence[str], tokenizer: Any, lexicon: Mapping[str, float]
 ) -> tuple[list[Tensor], Tensor]:
@@ -171,23 +163,30 @@ def scores_of(model: Any, rows: Sequence[Tensor]) -> Tensor:
     return model.score(hidden[torch.arange(len(rows)), last]).squeeze(-1)
 
 
+@torch.no_grad()
+def all_scores(model: Any, rows: Sequence[Tensor]) -> Tensor:
+    """The same without gradient, 64 rows at a time."""
+    return torch.cat([scores_of(model, rows[i : i + 64]) for i in range(0, len(rows), 64)])
+
+
 def ordered_gaps(scores: Tensor, sentiments: Tensor) -> Tensor:
     """score_i - score_j of every pair (i, j) with sentiment_i > sentiment_j."""
     happier = sentiments[:, None] > sentiments[None]
     return (scores[:, None] - scores[None])[happier]
 
 
-@torch.no_grad()
 def pair_accuracy(model: Any, rows: Sequence[Tensor], sentiments: Tensor) -> float:
     """Share of all pairs that the model orders as the lexicon does."""
-    scores = torch.cat([scores_of(model, rows[i : i + 64]) for i in range(0, len(rows), 64)])
-    return float((ordered_gaps(scores, sentiments) > 0).float().mean())
+    return float((ordered_gaps(all_scores(model, rows), sentiments) > 0).float().mean())
 
 
 def train_reward_model(
     model: Any, rows: Sequence[Tensor], sentiments: Tensor, args: argparse.Namespace
 ) -> None:
-    """Bradley-Terry: -log sigmoid(score_i - score_j) over all ordered pairs of a batch."""
+    """Bradley-Terry: -log sigmoid(score_i - score_j) over all ordered pairs of a batch.
+
+    The head is scaled at the end; it has no bias, so the order of scores stays.
+    """
     torch.nn.init.zeros_(model.score.weight)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
     stream = batches(len(rows), args.batch_size, torch.Generator().manual_seed(args.seed))
@@ -203,6 +202,8 @@ def train_reward_model(
         optimizer.step()
         if step % 50 == 0:
             print(f"reward model: step {step}, loss {loss.item():.3f}", flush=True)
+    with torch.no_grad():
+        model.score.weight *= SCORE_SPREAD / all_scores(model, rows).std()
 
 
 def batches(num_rows: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -210,9 +211,6 @@ def batches(num_rows: int, size: int, generator: torch.Generator) -> Iterator[Te
     while True:
         order = torch.randperm(num_rows, generator=generator)
         yield from order[: num_rows - num_rows % size].split(size)
-
-
-# Verifying
 
 
 def verify(data: Path) -> list[str]:
@@ -273,9 +271,6 @@ def verify_reward_model(data: Path, stories: Sequence[str]) -> str:
     return f"{REWARD}: pair accuracy {accuracy:.3f} on {len(stories)} test stories"
 
 
-# Files
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file."""
     if not path.is_file():
@@ -303,33 +298,38 @@ def save(model: Any, source: Path, folder: Path) -> None:
         shutil.copyfile(path, folder / path.name)
 
 
+def copy(sources: Path, out: Path, *names: str) -> None:
+    """Take files and folders over as they are."""
+    for name in names:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        if (sources / name).is_dir():
+            shutil.copytree(sources / name, out / name, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(sources / name, out / name)
+    print(f"copied: {', '.join(names)}")
+
+
 def make(args: argparse.Namespace) -> None:
     """Write every part to args.out, saying whether it is made or copied."""
     sources, out = args.sources, args.out
     sizes = {"head_dim": args.head_dim, "mlp_width": args.mlp_width}
     stories = [row["text"] for row in read_rows(sources / STORIES)]
-    for name in (STORIES, LEXICON):
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(sources / name, out / name)
-    shutil.copytree(sources / SOURCE, out / SOURCE, dirs_exist_ok=True)
     model = load(AutoModelForCausalLM, sources / SOURCE)
+    copy(sources, out, STORIES, LEXICON, SOURCE)
     save(padded_model(model, **sizes), sources / SOURCE, out / PADDED)
-    print(f"{PADDED}: made")
+    print(f"made: {PADDED}")
     if args.remake or not (sources / TRAIN).is_file():
         number = {"num_train": args.num_train, "num_test": args.num_test}
         for name, rows in zip((TRAIN, TEST), make_prompts(stories, **number, seed=args.seed)):
             write_rows(out / name, rows)
-        print(f"{TRAIN}, {TEST}: made")
+        print(f"made: {TRAIN}, {TEST}")
     else:
-        for name in (TRAIN, TEST):
-            shutil.copyfile(sources / name, out / name)
-        print(f"{TRAIN}, {TEST}: copied")
+        copy(sources, out, TRAIN, TEST)
     if args.remake or not (sources / REWARD).is_dir():
         make_reward_model(args, stories, sizes)
-        print(f"{REWARD}: made")
+        print(f"made: {REWARD}")
     else:
-        shutil.copytree(sources / REWARD, out / REWARD, dirs_exist_ok=True)
-        print(f"{REWARD}: copied")
+        copy(sources, out, REWARD)
 
 
 def make_reward_model(
@@ -367,7 +367,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--batch-size", type=int, default=64, help="stories whose pairs make a step"
     )
-    parser.add_argument("--num-steps", type=int, default=300, help="steps of the reward model")
+    parser.add_argument("--num-steps", type=int, default=200, help="steps of the reward model")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     args = parser.parse_args()
     if (args.verify is None) != (args.sources is not None and args.out is not None):

@@ -173,9 +173,10 @@ def table(rows: Sequence[Row]) -> str:
     head = "| model | sampling | n | reward | KL | 3-grams within | over corpus | VADER | ended |"
     lines = [head, "|---|---|---|---|---|---|---|---|---|"]
     for row in rows:
+        kl = f"{row.kl:.1f}" if row.sampling == "sampled" else "-"  # greedy tokens are no sample
         lines.append(
             f"| {row.model} | {row.sampling} | {row.num_responses} "
-            f"| {row.reward:.2f} +- {row.reward_error:.2f} | {row.kl:.1f} "
+            f"| {row.reward:.2f} +- {row.reward_error:.2f} | {kl} "
             f"| {row.within:.3f} | {row.corpus:.3f} | {row.vader:.2f} | {row.ended:.3f} |"
         )
     return "\n".join(lines)

@@ -87,7 +87,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 
 def numbers_of(run_dir: Path) -> list[dict[str, Any]]:
     """Every metric but what a clock or a restart changes."""
-    skipped = ("time/", "perf/", "rollout/weights_version")
+    skipped = ("time/", "perf/", "rollout/weights_", "rollout/synced_bytes")
     return [
         {name: value for name, value in step.items() if not name.startswith(skipped)}
         for step in steps_of(run_dir)

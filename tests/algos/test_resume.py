@@ -71,7 +71,10 @@ def test_a_run_interrupted_anywhere_continues_to_the_same_bits(point, whole, tmp
     run(run_dir)
 
     assert last_checkpoint(run_dir) == last_checkpoint(whole)
-    assert numbers_of(run_dir) == numbers_of(whole)
+    assert numbers_of(run_dir) == numbers_of(whole), [
+        {k: (a.get(k), b.get(k)) for k in a.keys() | b.keys() if a.get(k) != b.get(k)}
+        for a, b in zip(numbers_of(run_dir), numbers_of(whole), strict=False)
+    ]
 
 
 def test_a_finished_run_started_again_does_nothing(whole):

@@ -18,6 +18,7 @@ from scripts.prepare_stories import (
     REWARD,
     TEST,
     TRAIN,
+    all_scores,
     main,
     make_prompts,
     opening_of,
@@ -152,6 +153,7 @@ def test_training_orders_texts_by_sentiment():
     train_reward_model(model, rows, sentiments, args)
 
     assert pair_accuracy(model, rows, sentiments) > 0.9
+    assert float(all_scores(model, rows).std()) == pytest.approx(1.5, rel=1e-4)
 
 
 # Metrics
