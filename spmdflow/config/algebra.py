@@ -4,7 +4,7 @@ samples         = prompts_per_step * samples_per_prompt        (one step)
 mini-batches    = samples / mini_batch_size                    (must divide)
 optimizer steps = mini-batches * num_epochs                    (per step)
 rows per rank   = ceil or floor of mini_batch_size / ranks     (may be uneven)
-micro-batches   = ceil(most rows of a rank / micro_batch_size_per_rank)
+micro-batches   = ceil(most rows of a rank / rows of engine.micro_batch)
 """
 
 from __future__ import annotations

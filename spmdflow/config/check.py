@@ -25,6 +25,13 @@ from spmdflow.config.model_folder import (
     read_model_folder,
     read_vocabulary,
 )
+from spmdflow.config.parallel import (
+    check_generation_sizes,
+    check_model_sizes,
+    check_training_sizes,
+    generation_sizes,
+    training_sizes,
+)
 from spmdflow.config.placement import resolve_placement, roles_of
 from spmdflow.config.reward_source import check_reward_function
 from spmdflow.config.schema import (
@@ -38,6 +45,7 @@ from spmdflow.config.schema import (
     RolloutConfig,
     RunConfig,
     UpdateConfig,
+    micro_batch_of,
 )
 from spmdflow.errors import ConfigError
 
@@ -56,6 +64,7 @@ def check(cfg: Any, world_size: int) -> None:
     _check_run(cfg)
     pools = resolve_placement(cfg.placement, roles_of(cfg), world_size)
     num_ranks = {role: len(pool.ranks) for pool in pools.values() for role in pool.roles}
+    _check_layouts(cfg, num_ranks)
     _check_sizes(cfg, num_ranks)
     _check_kl(cfg, roles_of(cfg))
     _check_reward(cfg)
@@ -129,6 +138,15 @@ def _check_installed(key: str, package: str) -> None:
         )
 
 
+def _check_layouts(cfg: Any, num_ranks: dict[str, int]) -> None:
+    for role, ranks in num_ranks.items():
+        part = getattr(cfg, role)
+        micro_batch_of(part.engine.micro_batch, f"{role}.engine.micro_batch")
+        check_training_sizes(role, part.engine, num_ranks=ranks)
+        if hasattr(part, "rollout"):
+            check_generation_sizes(role, part, num_ranks=ranks)
+
+
 def _check_sizes(cfg: Any, num_ranks: dict[str, int]) -> None:
     """Batch algebra, warm-up and token budgets."""
     data = _only(cfg, DataConfig)
@@ -138,7 +156,8 @@ def _check_sizes(cfg: Any, num_ranks: dict[str, int]) -> None:
         update = _only(part, UpdateConfig)
         engine, optimizer = _only(part, EngineConfig), _only(part, OptimizerConfig)
         if data and update and engine:
-            algebra = batch_algebra_of(role, data, update, engine, num_ranks=ranks)
+            replicas = ranks // training_sizes(role, engine).replica
+            algebra = batch_algebra_of(role, data, update, engine, num_ranks=replicas)
             total = algebra.optimizer_steps * cfg.total_steps
             if optimizer and optimizer.warmup_steps > total:
                 raise ConfigError(
@@ -153,7 +172,7 @@ def _check_token_budget(role: str, engine: EngineConfig, longest: int) -> None:
     budget = engine.max_micro_batch_tokens
     if budget is not None and budget < longest:
         raise ConfigError(
-            f"{role}.engine.max_micro_batch_tokens: got {budget}, expected at least {longest}, the "
+            f"{role}.engine.micro_batch: got {budget} tokens, expected at least {longest}, the "
             f"longest row (data.max_prompt_tokens + actor.rollout.max_new_tokens); raise it"
         )
 
@@ -223,9 +242,17 @@ def _check_models(cfg: Any) -> list[ModelFacts]:
         role = model.key.split(".")[0]
         check_kind(model, _KINDS.get(role, SCORER))
         check_heads(model, for_vllm=role == "actor" and uses_vllm)
+        _check_model_layouts(cfg, role, model)
         if data and rollout:
             check_positions(model, data.max_prompt_tokens, rollout.max_new_tokens)
     return facts
+
+
+def _check_model_layouts(cfg: Any, role: str, model: ModelFacts) -> None:
+    part = getattr(cfg, role)
+    check_model_sizes(f"{role}.engine.layout", model, training_sizes(role, part.engine))
+    if hasattr(part, "rollout"):
+        check_model_sizes(f"{role}.rollout.layout", model, generation_sizes(role, part))
 
 
 def _check_vocabularies(cfg: Any, facts: list[ModelFacts]) -> None:

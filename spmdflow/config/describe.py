@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from spmdflow.config.algebra import Algebra, batch_algebra_of
+from spmdflow.config.parallel import training_sizes
 from spmdflow.config.placement import resolve_placement, roles_of
 
 
@@ -43,6 +44,7 @@ def _updates(cfg: Any, role: str, num_ranks: int) -> Iterator[str]:
     part = getattr(cfg, role)
     if not hasattr(part, "update"):
         return
+    num_ranks //= training_sizes(role, part.engine).replica
     algebra = batch_algebra_of(role, cfg.data, part.update, part.engine, num_ranks=num_ranks)
     steps = algebra.optimizer_steps
     yield (
@@ -57,12 +59,14 @@ def _micro_batches(algebra: Algebra, num_ranks: int, engine: Any) -> str:
     fewest, most = algebra.rows_per_rank
     rows = f"{most}" if fewest == most else f"{fewest} or {most}"
     cut = f"{_count(algebra.micro_batches, 'micro-batch')} of at most "
-    cut += f"{engine.micro_batch_size_per_rank} rows"
+    cut += engine.micro_batch
     if engine.max_micro_batch_tokens is not None:
-        cut = f"micro-batches of at most {engine.max_micro_batch_tokens} tokens"
-    return (
-        f"{algebra.mini_batch_size} rows over {_count(num_ranks, 'rank')} = {rows} per rank = {cut}"
-    )
+        cut = f"micro-batches of at most {engine.micro_batch}"
+    return f"{algebra.mini_batch_size} rows over {_replicas(num_ranks, engine.layout)} = {rows} per rank = {cut}"
+
+
+def _replicas(number: int, layout: str) -> str:
+    return f"{_count(number, 'replica')} of {layout}" if layout else _count(number, "rank")
 
 
 def _count(number: int, noun: str) -> str:

@@ -30,6 +30,7 @@ class ModelFacts:
     hidden_size: int | None
     num_heads: int | None
     num_kv_heads: int | None
+    num_layers: int | None
     head_dim: int | None
     """Only if config.json states it."""
     max_positions: int | None
@@ -59,6 +60,7 @@ def read_model_folder(key: str, path: str) -> ModelFacts:
         hidden_size=_first(config, "hidden_size", "n_embd"),
         num_heads=_first(config, "num_attention_heads", "n_head"),
         num_kv_heads=_first(config, "num_key_value_heads"),
+        num_layers=_first(config, "num_hidden_layers", "n_layer"),
         head_dim=_first(config, "head_dim"),
         max_positions=_first(config, "max_position_embeddings", "n_positions"),
         vocab_size=_first(config, "vocab_size"),

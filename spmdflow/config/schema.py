@@ -9,7 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from spmdflow.errors import ConfigError
+
 REQUIRED: Any = "???"  # omegaconf's mark for "no default", written out: only load.py imports it
+NO_LIMIT = 1 << 30
+
+
+def micro_batch_of(text: str, key: str = "micro_batch") -> tuple[int, str]:
+    """ "16 rows" -> (16, "rows"); the unit is rows or tokens. ConfigError for anything else."""
+    count, _, unit = text.strip().partition(" ")
+    if not count.isdigit() or int(count) < 1 or unit not in ("rows", "tokens"):
+        raise ConfigError(
+            f"{key}: got {text!r}, expected a number and rows or tokens; "
+            f"write '16 rows' or '4096 tokens'"
+        )
+    return int(count), unit
 
 
 @dataclass(frozen=True)
@@ -115,31 +129,59 @@ class ModelConfig:
 class EngineConfig:
     """How a model is distributed and cut into micro-batches."""
 
-    kind: str = setting("Engine that runs the model.", "fsdp", one_of=("fsdp",))
-    reshard_after_forward: bool = setting(
-        "Free gathered parameters between forward and backward.", True
+    kind: str = setting(
+        "Engine that runs the model.",
+        "fsdp",
+        one_of=("fsdp", "zero1", "zero2", "zero3", "megatron"),
     )
-    recompute: bool = setting(
-        "Recompute activations in backward (activation checkpointing).", False
+    layout: str = setting(
+        "Tensor- and pipeline-parallel sizes, such as t2p2; the other ranks are data-parallel.", ""
+    )
+    options: list[str] = setting(
+        "recompute activations; keep_gathered parameters through a step (fsdp); sequence_parallel, "
+        "plain_optimizer on every dp rank (megatron).",
+        [],
+        one_of=("recompute", "keep_gathered", "sequence_parallel", "plain_optimizer"),
     )
     residency: str = setting(
         "keep: stay on the device; offload: live on the host between calls.",
         "keep",
         one_of=("keep", "offload"),
     )
-    micro_batch_size_per_rank: int = setting("Rows of one forward on one rank.", 16, at_least=1)
-    max_micro_batch_tokens: int | None = setting(
-        "Token budget of one forward; replaces the row count.", None, at_least=1
+    micro_batch: str = setting(
+        "What one forward of a rank takes: at most so many rows, or tokens (4096 tokens).",
+        "16 rows",
     )
+
+    @property
+    def recompute(self) -> bool:
+        """Recompute activations in backward (activation checkpointing)."""
+        return "recompute" in self.options
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Free gathered parameters between forward and backward."""
+        return "keep_gathered" not in self.options
+
+    @property
+    def micro_batch_size_per_rank(self) -> int:
+        """Rows of one forward on one rank; practically no limit if tokens limit it."""
+        count, unit = micro_batch_of(self.micro_batch)
+        return count if unit == "rows" else NO_LIMIT
+
+    @property
+    def max_micro_batch_tokens(self) -> int | None:
+        """Tokens of one forward on one rank, if they limit it instead of rows."""
+        count, unit = micro_batch_of(self.micro_batch)
+        return count if unit == "tokens" else None
 
 
 @dataclass
 class FrozenEngineConfig(EngineConfig):
     """The same for a model that is never trained: nothing to say about its backward."""
 
-    # No settings here: an engine reads the same names from every role.
-    reshard_after_forward: ClassVar[bool] = True  # type: ignore[misc]
-    recompute: ClassVar[bool] = False  # type: ignore[misc]
+    # No setting here: an engine reads the same names from every role.
+    options: ClassVar[list[str]] = []  # type: ignore[misc]
 
 
 @dataclass
@@ -178,6 +220,14 @@ class RolloutConfig:
         "builtin: Hugging Face model with KV cache; vllm: vLLM in process.",
         "builtin",
         one_of=("builtin", "vllm"),
+    )
+    layout: str = setting(
+        "Parallel sizes while generating, such as t2; empty: the trainer's t (builtin: t1).", ""
+    )
+    weights: str = setting(
+        "How weights get from trainer to generator; auto: the leanest that applies here.",
+        "auto",
+        one_of=("auto", "copy", "blocks", "flat"),
     )
     dtype: str = setting(
         "Precision of the generator's weights.", "float32", one_of=("float32", "bfloat16")

@@ -24,7 +24,7 @@ def num_micro_batches(
     if max_rows < 1 or (max_tokens is not None and max_tokens < 1):
         raise ConfigError(
             f"micro-batches: got max_rows {max_rows} and max_tokens {max_tokens}; expected at "
-            f"least 1; set micro_batch_size_per_rank or max_micro_batch_tokens to 1 or more"
+            f"least 1; set engine.micro_batch to at least 1 row or token"
         )
     return max(1, *(_need(lengths, max_rows, max_tokens) for lengths in lengths_per_share), 1)
 

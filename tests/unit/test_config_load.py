@@ -134,8 +134,8 @@ def test_script_is_imported_under_one_name_with_its_own_config_class() -> None:
 def test_frozen_models_have_no_settings_of_the_backward_pass() -> None:
     keys = [leaf.key for leaf in leaves(defaults(PPOConfig))]
 
-    assert "actor.engine.recompute" in keys
-    assert "reference.engine.recompute" not in keys
+    assert "actor.engine.options" in keys
+    assert "reference.engine.options" not in keys
     assert accept().reference.engine.recompute is False
 
 
@@ -166,7 +166,7 @@ def test_batch_algebra_names_pools_and_every_stage_of_the_batch() -> None:
         "b: {roles: [critic, reward], ranks: [4]}}",
         "data.samples_per_prompt=2",
         "actor.update.num_epochs=3",
-        "critic.engine.max_micro_batch_tokens=100",
+        "critic.engine.micro_batch=100 tokens",
         "critic.update.mini_batch_size=128",
         world_size=5,
     )

@@ -7,6 +7,7 @@ without a process group.
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,8 @@ KEYS_AND_TYPES = {
     "run.seed=0",
     "data.shuffle=maybe": "command line: data.shuffle got 'maybe' (str), expected bool; give one, "
     "such as data.shuffle=true",
-    "actor.engine.max_micro_batch_tokens=many": "command line: actor.engine.max_micro_batch_tokens "
-    "got 'many' (str), expected int or none; give one, such as "
-    "actor.engine.max_micro_batch_tokens=8",
+    "run.call_seconds=many": "command line: run.call_seconds got 'many' (str), expected float; "
+    "give one, such as run.call_seconds=3600.0",
     "total_steps": "command line: got 'total_steps', expected key=value with a dotted key; give "
     "lists whole, as in actor.optimizer.betas=[0.9,0.95]",
     "run.name=[1": "command line: got 'run.name=[1', expected a value in YAML; quote it or close "
@@ -52,8 +52,8 @@ VALUES = {
     "run.resume=maybe": "run.resume: got 'maybe', expected auto or never; set run.resume=auto",
     "run.trackers=[comet]": "run.trackers: got 'comet', expected tensorboard or wandb; set "
     "run.trackers=[tensorboard]",
-    "actor.engine.kind=gpipe": "actor.engine.kind: got 'gpipe', expected fsdp; set "
-    "actor.engine.kind=fsdp",
+    "actor.engine.kind=gpipe": "actor.engine.kind: got 'gpipe', expected fsdp or zero1 or "
+    "zero2 or zero3 or megatron; set actor.engine.kind=fsdp",
     "actor.rollout.temperature=0": "actor.rollout.temperature: got 0.0, expected more than 0; "
     "change it (Sampling temperature; also divides the trainer's logits)",
     "actor.rollout.top_p=1.5": "actor.rollout.top_p: got 1.5, expected at most 1; change it "
@@ -76,9 +76,23 @@ SIZES = {
     "choose 4 or 8 or 16",
     "actor.optimizer.warmup_steps=500": "actor.optimizer.warmup_steps: got 500, expected at most "
     "the run's 100 optimizer steps; lower it or raise total_steps",
-    "actor.engine.max_micro_batch_tokens=20": "actor.engine.max_micro_batch_tokens: got 20, "
+    "'actor.engine.micro_batch=20 tokens'": "actor.engine.micro_batch: got 20 tokens, "
     "expected at least 24, the longest row (data.max_prompt_tokens + "
     "actor.rollout.max_new_tokens); raise it",
+    "actor.engine.micro_batch=many": "actor.engine.micro_batch: got 'many', expected a number and "
+    "rows or tokens; write '16 rows' or '4096 tokens'",
+    "actor.engine.layout=t2": "actor.engine.layout: got t2 with engine.kind=fsdp, expected none, "
+    "as that engine is data-parallel; set actor.engine.kind=megatron",
+    "actor.engine.kind=megatron actor.engine.layout=2x2": "actor.engine.layout: got '2x2', "
+    "expected sizes such as t2, p2 or t4p2; correct it (data parallelism takes the other ranks)",
+    "actor.engine.kind=megatron actor.engine.layout=t3": "actor.engine.layout: got t3p1 = 3 ranks "
+    "a replica on a pool of 4, expected a divisor of the pool's size; choose a product among "
+    "[1, 2, 4]",
+    "actor.rollout.layout=t2": "actor.rollout.layout: got t2 with rollout.engine=builtin, expected "
+    "t1, as it generates on single ranks; set actor.rollout.engine=vllm",
+    "actor.engine.options=[sequence_parallel]": "actor.engine.options: got sequence_parallel with "
+    "engine.kind=fsdp, expected some of recompute, keep_gathered; leave it out or choose another "
+    "engine",
     "actor.rollout.max_new_tokens=64": "actor.model.path: got max_prompt_tokens 16 + "
     "max_new_tokens 64 = 80, expected at most the model's 32 positions; lower "
     "data.max_prompt_tokens or actor.rollout.max_new_tokens",
@@ -191,7 +205,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_setting_that_cannot_work_is_refused_with_got_expected_and_do(overrides: str) -> None:
     expected = TABLE[overrides].replace("{folder}", str(Path.cwd()))
 
-    words = [overrides] if "[" in overrides or "{" in overrides else overrides.split()
+    words = [overrides] if "[" in overrides or "{" in overrides else shlex.split(overrides)
     with pytest.raises(ConfigError, match=f"^{re.escape(expected)}$"):
         accept(*words)
 

@@ -86,7 +86,7 @@ def command_line(words: str) -> str:
 def settings(words: str) -> str:
     """Overrides on four ranks, or as many as the cell says."""
     words, _, ranks = words.partition(" on ")
-    pieces = [words] if "[" in words or "{" in words else words.split()
+    pieces = [words] if "[" in words or "{" in words else shlex.split(words)
     accept(*pieces, world_size=int(ranks.split()[0]) if ranks else 4)
     return ""
 

@@ -125,6 +125,16 @@ def main(folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def engine_config(
+    *, reshard: bool = True, recompute: bool = False, budget: int | None = None
+) -> EngineConfig:
+    """Settings of one variant."""
+    options = [
+        name for name, on in (("recompute", recompute), ("keep_gathered", not reshard)) if on
+    ]
+    return EngineConfig(options=options, micro_batch=f"{budget} tokens" if budget else "16 rows")
+
+
 def check_gradients(world: World) -> None:
     """Every pool size, 1-9 rows, micro-batches of 1-4 rows or a token budget, both heads."""
     found = []
@@ -132,9 +142,7 @@ def check_gradients(world: World) -> None:
         for name, (kind, reshard, recompute, budget) in VARIANTS.items():
             if world.rank >= dp:
                 continue
-            cfg = EngineConfig(
-                reshard_after_forward=reshard, recompute=recompute, max_micro_batch_tokens=budget
-            )
+            cfg = engine_config(reshard=reshard, recompute=recompute, budget=budget)
             engine = world.engine(kind, dp, cfg)
             start = {key: value.clone() for key, value in engine.state_blocks().items()}
             for rows in range(1, MAX_ROWS + 1):
@@ -194,7 +202,7 @@ def forward_gap(world: World, rows: int, budget: int | None) -> float:
     """Largest difference from plain Hugging Face of log-probs and scores on four ranks."""
     batch = make_batch(rows)
     share, parts = split(batch, MAX_DP, world.rank, 2, budget)
-    cfg = EngineConfig(max_micro_batch_tokens=budget)
+    cfg = engine_config(budget=budget)
     policy = world.engine("tied", MAX_DP, cfg)
     answer = policy.forward(share, log_prob_columns, num_micro_batches=parts)
     assert torch.equal(lengths_of(answer["log_probs"]), lengths_of(share["responses"]))

@@ -76,7 +76,7 @@ def run_case(name: str, placement: str, num_ranks: int, out: Path) -> None:
         "data.prompts_per_step=37",
         "actor.update.mini_batch_size=37",
         "critic.update.mini_batch_size=37",
-        "actor.engine.micro_batch_size_per_rank=5",
+        "actor.engine.micro_batch=5 rows",
         "run.call_seconds=120",
     ]
     loaded = load(ROOT / "algos" / "ppo.py", None, settings)
