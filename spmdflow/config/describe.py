@@ -62,7 +62,8 @@ def _micro_batches(algebra: Algebra, num_ranks: int, engine: Any) -> str:
     cut += engine.micro_batch
     if engine.max_micro_batch_tokens is not None:
         cut = f"micro-batches of at most {engine.micro_batch}"
-    return f"{algebra.mini_batch_size} rows over {_replicas(num_ranks, engine.layout)} = {rows} per rank = {cut}"
+    share = f"{_replicas(num_ranks, engine.layout)} = {rows} per rank"
+    return f"{algebra.mini_batch_size} rows over {share} = {cut}"
 
 
 def _replicas(number: int, layout: str) -> str:

@@ -64,9 +64,11 @@ class ActorWorker(EngineWorker):
         optional=("rollout_log_probs",),
         writes=("old_log_probs",),
     )
-    def compute_log_prob(self, batch: TensorDict) -> TensorDict:
+    def compute_log_prob(self, batch: TensorDict) -> TensorDict | None:
         """old_log_probs: the trainer's log-probability of each response token."""
         made = self._log_probs(batch)
+        if made is None:
+            return None
         if "rollout_log_probs" in batch.keys():
             self._report_drift(batch, made["old_log_probs"])
         mask, entropy = pad(batch["response_mask"]), pad(made["entropy"])
@@ -80,7 +82,10 @@ class ActorWorker(EngineWorker):
     )
     def compute_loss(self, batch: TensorDict) -> dict[str, Metric]:
         """The clipped surrogate of these rows, without an update (token mean)."""
-        log_probs = pad(self._log_probs(batch)["old_log_probs"])
+        made = self._log_probs(batch)
+        if made is None:
+            return {}
+        log_probs = pad(made["old_log_probs"])
         old, advantages = pad(batch["old_log_probs"]), pad(batch["advantages"])
         mask = pad(batch["response_mask"])
         terms = clipped_surrogate(log_probs, old, advantages, self.cfg.loss.clip_ratio)
@@ -106,7 +111,7 @@ class ActorWorker(EngineWorker):
         """Free the generator."""
         self.generator.close()
 
-    def _log_probs(self, batch: TensorDict) -> TensorDict:
+    def _log_probs(self, batch: TensorDict) -> TensorDict | None:
         temperature = self.cfg.rollout.temperature
 
         def score(logits: Tensor, micro: MicroBatch) -> dict[str, Tensor]:

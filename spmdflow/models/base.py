@@ -11,19 +11,45 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.checkpoint import read_tensors, write_tensors
+from spmdflow.config.parallel import generation_sizes, training_sizes
 from spmdflow.data.rows import select_rows
 from spmdflow.objectives.loss import Loss
+from spmdflow.parallel.layout import Layout
 from spmdflow.tracking.metric import merge
 from spmdflow.transfer.worker import Worker, WorkerContext
 from spmdflow.workers.engine import Part, Place
 from spmdflow.workers.factory import engine_of
 from spmdflow.workers.micro_batch import MicroBatch
 
+_AXES = ("tp", "pp", "dp", "replica", "embedding", "gen_tp", "gen_pp", "gen_replica", "micro_dp")
+
 Score = Callable[[Tensor, MicroBatch], dict[str, Tensor]]
 
 
 class EngineWorker(Worker):
     """A worker with one train engine."""
+
+    @classmethod
+    def layout_of(cls, cfg: Any, ranks: tuple[int, ...]) -> Layout:
+        """Sizes from engine.layout and, for a role that generates, rollout.layout."""
+        sizes = training_sizes(cls.role, cfg.engine)
+        generation = generation_sizes(cls.role, cfg) if hasattr(cfg, "rollout") else sizes
+        return Layout(
+            ranks,
+            pp_size=sizes.pp,
+            dp_size=len(ranks) // sizes.replica,
+            tp_size=sizes.tp,
+            gen_tp_size=generation.tp,
+            gen_pp_size=generation.pp,
+        )
+
+    @classmethod
+    def needed_groups(cls, cfg: Any, layout: Layout) -> list[tuple[int, ...]]:
+        """The pool and, unless every axis but dp has size 1, the groups of every axis."""
+        if layout.dp_size == layout.generation_dp_size == layout.size:
+            return [layout.ranks]
+        groups = [group for axis in _AXES for group in layout.axis_groups(axis)]
+        return list(dict.fromkeys([layout.ranks, *groups, *((rank,) for rank in layout.ranks)]))
 
     def __init__(self, cfg: Any, context: WorkerContext, *, head: str) -> None:
         super().__init__(cfg, context)
@@ -32,8 +58,8 @@ class EngineWorker(Worker):
         if self._offload:
             self._move("host", ("parameters", "optimizer"))
 
-    def score(self, batch: TensorDict, fn: Score) -> TensorDict:
-        """Forward without gradient over this call's micro-batches."""
+    def score(self, batch: TensorDict, fn: Score) -> TensorDict | None:
+        """Forward without gradient over this call's micro-batches; None before the last stage."""
         with self.resident("parameters"):
             return self.engine.forward(batch, fn, num_micro_batches=self.call.num_micro_batches)
 

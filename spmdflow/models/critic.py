@@ -29,7 +29,7 @@ class CriticWorker(EngineWorker):
         reads=("prompts", "responses", "response_mask"),
         writes=("values",),
     )
-    def compute_values(self, batch: TensorDict) -> TensorDict:
+    def compute_values(self, batch: TensorDict) -> TensorDict | None:
         """values: the critic's output at the position before each response token."""
         return self.score(batch, _values)
 

@@ -27,7 +27,7 @@ class ReferenceWorker(EngineWorker):
         reads=("prompts", "responses", "response_mask"),
         writes=("ref_log_probs",),
     )
-    def compute_ref_log_prob(self, batch: TensorDict) -> TensorDict:
+    def compute_ref_log_prob(self, batch: TensorDict) -> TensorDict | None:
         """ref_log_probs: log-probability of each response token, at the actor's temperature."""
 
         def score(logits: Tensor, micro: MicroBatch) -> dict[str, Tensor]:

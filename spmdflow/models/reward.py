@@ -12,6 +12,7 @@ from spmdflow.config.schema import RewardConfig
 from spmdflow.data.ragged import lengths_of, ragged, rows_of
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.models.base import EngineWorker
+from spmdflow.parallel.layout import Layout
 from spmdflow.rewards.pool import RewardPool
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import Mean, Metric, Sum, Worker, WorkerContext
@@ -25,6 +26,16 @@ class RewardWorker(Worker):
 
     role = "reward"
 
+    @classmethod
+    def layout_of(cls, cfg: RewardConfig, ranks: tuple[int, ...]) -> Layout:
+        """That of the reward model; a function is data-parallel."""
+        return _ModelScorer.layout_of(cfg, ranks) if cfg.model else Layout.data_parallel(ranks)
+
+    @classmethod
+    def needed_groups(cls, cfg: RewardConfig, layout: Layout) -> list[tuple[int, ...]]:
+        """Those of the reward model; a function needs none but the pool's."""
+        return _ModelScorer.needed_groups(cfg, layout) if cfg.model else [layout.ranks]
+
     def __init__(self, cfg: RewardConfig, context: WorkerContext) -> None:
         super().__init__(cfg, context)
         self._tokenizer = load_tokenizer(context.config.data.tokenizer_path)
@@ -35,14 +46,17 @@ class RewardWorker(Worker):
         reads=("prompts", "responses", "prompt_text", "row"),
         writes=_WRITES,
     )
-    def compute_reward(self, batch: TensorDict) -> TensorDict:
+    def compute_reward(self, batch: TensorDict) -> TensorDict | None:
         """scores (B,); token_level_rewards: the score at the last response token."""
         texts = [
             self._tokenizer.decode(row.tolist(), skip_special_tokens=True)
             for row in rows_of(batch["responses"])
         ]
         self._scorer.call = self.call
-        scores, metrics = self._scorer.scores(batch, texts)
+        scored = self._scorer.scores(batch, texts)
+        if scored is None:
+            return None
+        scores, metrics = scored
         self.report({"reward/mean": Mean(float(scores.sum()), len(scores))} | metrics)
         columns = {"scores": scores, "token_level_rewards": _at_last_token(scores, batch)}
         made = TensorDict(columns, batch_size=batch.batch_size)
@@ -57,12 +71,17 @@ class RewardWorker(Worker):
 class _ModelScorer(EngineWorker):
     """A sequence-classification model: its output at the last token is the score."""
 
+    role = "reward"
+
     def __init__(self, cfg: RewardConfig, context: WorkerContext) -> None:
         super().__init__(cfg, context, head="scalar")
 
-    def scores(self, batch: TensorDict, texts: list[str]) -> tuple[Tensor, dict[str, Metric]]:
+    def scores(
+        self, batch: TensorDict, texts: list[str]
+    ) -> tuple[Tensor, dict[str, Metric]] | None:
+        """(B,) scores; None before the last pipeline stage."""
         made = self.score(batch.select("prompts", "responses"), _last)
-        return made["scores"].float().cpu(), {}
+        return None if made is None else (made["scores"].float().cpu(), {})
 
 
 class _FunctionScorer:

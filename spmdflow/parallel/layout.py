@@ -28,6 +28,9 @@ _AXES = {
 }
 """Axis -> dimensions of the grid (replicate, shard, gen_pp, micro pp, gen_tp, micro tp)."""
 
+_GENERATION_AXES = {"gen_pp": (1,), "gen_tp": (2,), "gen_replica": (1, 2), "micro_dp": (0, 1, 2)}
+"""The same on the grid (generation replica, gen_pp, gen_tp) of sizes that do not nest."""
+
 
 class Coordinate(NamedTuple):
     """Place of a rank in the training grid."""
@@ -49,8 +52,10 @@ class GenerationCoordinate(NamedTuple):
 class Layout:
     """Grid of a model's ranks: p*d*t of them, tp fastest, then pp, then dp.
 
+    Generation sizes that divide the training sizes *nest*: each training replica is split. Others
+    cut the pool into neighbours, tp fastest, then pp; weights then cross training replicas.
     ConfigError if the sizes do not multiply to the number of ranks, a rank repeats or is out of
-    order, a shard does not divide dp, or a generation size does not divide its training size.
+    order, a shard does not divide dp, or generation replicas do not fill the pool.
     """
 
     ranks: tuple[int, ...]
@@ -72,8 +77,7 @@ class Layout:
         _check_ranks(self.ranks)
         _check_product(self)
         _check_divides("shard_size", self.shard_size, "dp_size", self.dp_size)
-        _check_divides("gen_tp_size", self.gen_tp_size, "tp_size", self.tp_size)
-        _check_divides("gen_pp_size", self.gen_pp_size, "pp_size", self.pp_size)
+        _check_generation(self)
 
     @classmethod
     def data_parallel(cls, ranks: tuple[int, ...], *, shard_size: int = 1) -> Layout:
@@ -86,9 +90,26 @@ class Layout:
         return len(self.ranks)
 
     @property
+    def nests(self) -> bool:
+        """Whether every generation replica lies inside one training replica."""
+        return self.tp_size % self.gen_tp_size == 0 and self.pp_size % self.gen_pp_size == 0
+
+    @property
     def num_generation_replicas(self) -> int:
-        """d_g: generation replicas inside one training replica."""
+        """d_g: generation replicas inside one training replica, where they nest."""
+        assert self.nests, f"layout {self}: generation replicas lie across training replicas"
         return self.pp_size * self.tp_size // (self.gen_pp_size * self.gen_tp_size)
+
+    @property
+    def generation_dp_size(self) -> int:
+        """Generation replicas of the whole pool: d * d_g where they nest."""
+        return self.size // (self.gen_pp_size * self.gen_tp_size)
+
+    def generation_replica(self, rank: int) -> int:
+        """Which generation replica of the pool a global rank is in: dp * d_g + micro_dp."""
+        if not self.nests:
+            return self.group_rank(rank) // (self.gen_pp_size * self.gen_tp_size)
+        return self.coordinate(rank).dp * self.num_generation_replicas + self.micro_dp(rank)
 
     def group_rank(self, rank: int) -> int:
         """Position of a global rank in the pool; ConfigError if it is not in it."""
@@ -108,6 +129,11 @@ class Layout:
 
     def generation_coordinate(self, rank: int) -> GenerationCoordinate:
         """Generation coordinate of a global rank (the formulas of the room's docstring)."""
+        if not self.nests:
+            replica, inside = divmod(self.group_rank(rank), self.gen_pp_size * self.gen_tp_size)
+            return GenerationCoordinate(
+                inside // self.gen_tp_size, replica, inside % self.gen_tp_size
+            )
         pp, _, tp = self.coordinate(rank)
         tp_ratio = self.tp_size // self.gen_tp_size
         pp_ratio = self.pp_size // self.gen_pp_size
@@ -122,18 +148,23 @@ class Layout:
         """The groups of an axis: they partition the ranks, each ascending.
 
         Axes: tp, pp, dp; replica (tp and pp together); shard and replicate (inside dp);
-        gen_tp, gen_pp, gen_replica (both together) and micro_dp (inside a replica).
+        gen_tp, gen_pp, gen_replica (both together) and micro_dp (inside a replica; the whole pool
+        if generation does not nest). `embedding` alone partitions less: first and last stage.
         Groups are ordered by the other axes, dp slowest: gen_replica's by dp * d_g + micro_dp.
         """
-        dims = _AXES.get(axis)
+        if axis == "embedding":
+            return [tuple(sorted({group[0], group[-1]})) for group in self.axis_groups("pp")]
+        grid, dims = self._grid, _AXES.get(axis)
+        if not self.nests and axis in _GENERATION_AXES:
+            grid, dims = self._generation_grid, _GENERATION_AXES[axis]
         if dims is None:
             raise ConfigError(
                 f"layout: got axis {axis!r}, expected one of {', '.join(sorted(_AXES))}; "
                 f"choose one of these"
             )
-        others = [dim for dim in range(self._grid.ndim) if dim not in dims]
-        size = prod(self._grid.shape[dim] for dim in dims)
-        rows = self._grid.transpose(*others, *dims).reshape(-1, size)
+        others = [dim for dim in range(grid.ndim) if dim not in dims]
+        size = prod(grid.shape[dim] for dim in dims)
+        rows = grid.transpose(*others, *dims).reshape(-1, size)
         return [tuple(row) for row in rows.tolist()]
 
     def axis_group(self, rank: int, axis: str) -> tuple[int, ...]:
@@ -144,14 +175,22 @@ class Layout:
     @cached_property
     def _grid(self) -> np.ndarray:
         """(replicate, shard, gen_pp, micro pp, gen_tp, micro tp) int64: global ranks."""
+        gen_pp_size, gen_tp_size = self.pp_size, self.tp_size
+        if self.nests:
+            gen_pp_size, gen_tp_size = self.gen_pp_size, self.gen_tp_size
         return np.array(self.ranks, dtype=np.int64).reshape(
             self.dp_size // self.shard_size,
             self.shard_size,
-            self.gen_pp_size,
-            self.pp_size // self.gen_pp_size,
-            self.gen_tp_size,
-            self.tp_size // self.gen_tp_size,
+            gen_pp_size,
+            self.pp_size // gen_pp_size,
+            gen_tp_size,
+            self.tp_size // gen_tp_size,
         )
+
+    @cached_property
+    def _generation_grid(self) -> np.ndarray:
+        """(generation replica, gen_pp, gen_tp) int64: global ranks, if generation does not nest."""
+        return np.array(self.ranks, dtype=np.int64).reshape(-1, self.gen_pp_size, self.gen_tp_size)
 
     @cached_property
     def _places(self) -> dict[int, int]:
@@ -160,8 +199,8 @@ class Layout:
     def __str__(self) -> str:
         """Short name, such as t2p1d4; with t_g or p_g where generation differs."""
         name = f"t{self.tp_size}p{self.pp_size}d{self.dp_size}"
-        if self.num_generation_replicas > 1:
-            name += f"-g(t{self.gen_tp_size}p{self.gen_pp_size}x{self.num_generation_replicas})"
+        if (self.gen_tp_size, self.gen_pp_size) != (self.tp_size, self.pp_size):
+            name += f"-g(t{self.gen_tp_size}p{self.gen_pp_size}x{self.generation_dp_size})"
         return name
 
 
@@ -187,6 +226,17 @@ def _check_product(layout: Layout) -> None:
             f"layout: got pp_size {pp_size} * dp_size {dp_size} * tp_size {tp_size} = "
             f"{pp_size * dp_size * tp_size}, expected {layout.size}, the number of ranks "
             f"{_shown(layout.ranks)}; change a size or the pool, each size at least 1"
+        )
+
+
+def _check_generation(layout: Layout) -> None:
+    gen_tp_size, gen_pp_size = layout.gen_tp_size, layout.gen_pp_size
+    smallest = min(gen_tp_size, gen_pp_size)
+    if smallest < 1 or layout.size % (gen_tp_size * gen_pp_size):
+        raise ConfigError(
+            f"layout: got gen_tp_size {gen_tp_size} * gen_pp_size {gen_pp_size}, expected a "
+            f"divisor of the {layout.size} ranks {_shown(layout.ranks)}; choose a product among "
+            f"{divisors(layout.size)}"
         )
 
 

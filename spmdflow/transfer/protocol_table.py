@@ -50,7 +50,7 @@ def _dp_share(layout: Layout, rank: int) -> int:
 
 
 def _micro_dp_share(layout: Layout, rank: int) -> int:
-    return _dp_share(layout, rank) * layout.num_generation_replicas + layout.micro_dp(rank)
+    return layout.generation_replica(rank)
 
 
 def _pp_as_dp_share(layout: Layout, rank: int) -> int:
@@ -67,7 +67,7 @@ def _one(layout: Layout) -> int:
 
 
 def _num_generation_replicas(layout: Layout) -> int:
-    return layout.dp_size * layout.num_generation_replicas
+    return layout.generation_dp_size
 
 
 def _all_ranks_listed(layout: Layout) -> Answer:

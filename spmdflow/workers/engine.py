@@ -38,8 +38,12 @@ class TrainEngine(Protocol):
     weights_version: int
     """Goes up whenever the weights change: at each optimizer step and at load_blocks."""
 
-    def forward(self, batch: TensorDict, fn: ForwardFn, *, num_micro_batches: int) -> TensorDict:
+    def forward(
+        self, batch: TensorDict, fn: ForwardFn, *, num_micro_batches: int
+    ) -> TensorDict | None:
         """Columns of fn for each row of batch, in order, without gradient.
+
+        None on ranks before the last pipeline stage.
 
         (b, R) answers become ragged by the rows' response lengths. Every rank of the dp group
         makes num_micro_batches forwards, also with no rows.

@@ -107,12 +107,13 @@ def test_layout_that_travelled_as_plain_data_is_equal():
         (
             (0, 1, 2, 3),
             {"tp_size": 4, "gen_tp_size": 3},
-            "gen_tp_size 3, expected a divisor of tp_size 4; choose one of [1, 2, 4]",
+            "gen_tp_size 3 * gen_pp_size 1, expected a divisor of the 4 ranks (0, 1, 2, 3); "
+            "choose a product among [1, 2, 4]",
         ),
         (
             (0, 1),
             {"pp_size": 2, "gen_pp_size": 4},
-            "gen_pp_size 4, expected a divisor of pp_size 2; choose one of [1, 2]",
+            "gen_tp_size 1 * gen_pp_size 4, expected a divisor of the 2 ranks (0, 1)",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import product
 
 import pytest
 
@@ -111,3 +112,47 @@ def test_micro_dp_group_holds_exactly_one_generation_shard_between_its_ranks(siz
             pieces = {(layout.coordinate(r).pp, layout.coordinate(r).tp) for r in group}
             assert len(shards) == 1
             assert len(pieces) == len(group) == layout.num_generation_replicas
+
+
+def test_generation_over_more_ranks_than_a_training_replica_takes_neighbours() -> None:
+    layout = Layout((0, 1, 2, 3, 4, 5, 6, 7), dp_size=4, tp_size=2, gen_tp_size=4)
+
+    assert not layout.nests
+    assert layout.generation_dp_size == 2
+    assert layout.axis_groups("gen_replica") == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert layout.axis_groups("gen_tp") == layout.axis_groups("gen_replica")
+    assert layout.axis_groups("micro_dp") == [layout.ranks]
+    assert [layout.generation_replica(rank) for rank in layout.ranks] == [0] * 4 + [1] * 4
+    assert layout.axis_groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert str(layout) == "t2p1d4-g(t4p1x2)"
+
+
+def test_generation_replicas_of_any_sizes_partition_the_pool_and_agree_with_the_coordinates() -> (
+    None
+):
+    for sizes in product([1, 2, 4, 8], [1, 2, 4, 8], [1, 2, 4, 8], [1, 2, 4, 8]):
+        tp_size, pp_size, gen_tp_size, gen_pp_size = sizes
+        if 8 % (tp_size * pp_size) or 8 % (gen_tp_size * gen_pp_size):
+            continue
+        layout = Layout(
+            tuple(range(8)),
+            tp_size=tp_size,
+            pp_size=pp_size,
+            dp_size=8 // (tp_size * pp_size),
+            gen_tp_size=gen_tp_size,
+            gen_pp_size=gen_pp_size,
+        )
+        replicas = layout.axis_groups("gen_replica")
+
+        assert sorted(rank for ranks in replicas for rank in ranks) == list(range(8))
+        for number, ranks in enumerate(replicas):
+            assert len(ranks) == gen_tp_size * gen_pp_size
+            places = [layout.generation_coordinate(rank) for rank in ranks]
+            assert {(place.pp, place.tp) for place in places} == set(
+                product(range(gen_pp_size), range(gen_tp_size))
+            )
+            assert {layout.generation_replica(rank) for rank in ranks} == {number}
+        embedding = {rank for ranks in layout.axis_groups("embedding") for rank in ranks}
+        assert embedding == {
+            rank for rank in range(8) if layout.coordinate(rank).pp in (0, pp_size - 1)
+        }

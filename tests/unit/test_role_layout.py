@@ -1,0 +1,60 @@
+"""Layouts and process groups that roles derive from their settings."""
+
+from __future__ import annotations
+
+from spmdflow.config.leaf import defaults
+from spmdflow.config.schema import ActorConfig, RewardConfig
+from spmdflow.models.actor import ActorWorker
+from spmdflow.models.reward import RewardWorker
+from spmdflow.parallel.layout import Layout
+
+
+def actor_config(layout: str, *, rollout: str = "", engine: str = "vllm") -> ActorConfig:
+    cfg = defaults(ActorConfig)
+    cfg.engine.layout, cfg.rollout.layout, cfg.rollout.engine = layout, rollout, engine
+    return cfg
+
+
+def test_empty_layout_is_data_parallel_and_needs_the_pool_alone() -> None:
+    cfg = actor_config("", engine="builtin")
+    layout = ActorWorker.layout_of(cfg, (1, 2, 3))
+
+    assert layout == Layout((1, 2, 3), dp_size=3)
+    assert ActorWorker.needed_groups(cfg, layout) == [(1, 2, 3)]
+
+
+def test_vllm_generates_with_the_trainers_tensor_size_unless_told_otherwise() -> None:
+    ranks = tuple(range(8))
+
+    assert ActorWorker.layout_of(actor_config("t4"), ranks) == Layout(
+        ranks, tp_size=4, dp_size=2, gen_tp_size=4
+    )
+    told = ActorWorker.layout_of(actor_config("t4", rollout="t2"), ranks)
+    assert (told.gen_tp_size, told.generation_dp_size) == (2, 4)
+
+
+def test_data_parallel_trainer_may_generate_in_replicas_of_several_ranks() -> None:
+    cfg = actor_config("", rollout="t2")
+    layout = ActorWorker.layout_of(cfg, (0, 1, 2, 3))
+
+    assert not layout.nests
+    assert layout.axis_groups("gen_tp") == [(0, 1), (2, 3)]
+    assert {(0, 1), (2, 3), (0, 1, 2, 3)} <= set(ActorWorker.needed_groups(cfg, layout))
+
+
+def test_every_group_of_a_3d_layout_is_asked_for_once_and_ascends() -> None:
+    cfg = actor_config("t2p2", rollout="t1")
+    layout = ActorWorker.layout_of(cfg, tuple(range(8)))
+    groups = ActorWorker.needed_groups(cfg, layout)
+
+    assert len(groups) == len(set(groups))
+    assert all(list(ranks) == sorted(ranks) for ranks in groups)
+    for axis in ("tp", "pp", "dp", "replica", "embedding", "gen_replica", "micro_dp"):
+        assert set(layout.axis_groups(axis)) <= set(groups)
+
+
+def test_reward_function_is_data_parallel_whatever_its_engine_says() -> None:
+    cfg = defaults(RewardConfig)
+    cfg.engine.layout, cfg.model = "t2", None
+
+    assert RewardWorker.layout_of(cfg, (0, 1)) == Layout((0, 1), dp_size=2)
