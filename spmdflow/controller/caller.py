@@ -187,8 +187,8 @@ class Caller:
         }
         frame = self._frame(number, label, batch, assignment, spec.writes) if spec.writes else None
         on_done = _keep_until_done(batch, frame, self.transfers)
+        self._need(batch, names, assignment.given)  # first: the rows are under way before the call
         pending = self._submit(number, label, commands, assignment.answering, on_done)
-        self._need(batch, names, assignment.given)
         if frame is None:
             return Result(label, pending, assignment.answering)
         columns = {name: ColumnRef(frame, batch.ids) for name in spec.writes}

@@ -1,8 +1,9 @@
 """Moves rows between ranks, as a released plan says: one edge, one header, one message a column.
 
 Runs in the transfer lane, in release order. Knows no roles. The header carries the release
-number and each column's bytes, because gloo takes a short message without an error. Whole
-stretches of a stored column are sent without a copy.
+number and each column's bytes, because gloo takes a short message without an error. The columns
+of a small edge travel in one message, behind the header; of a large one, whole stretches of a
+stored column are sent without a copy.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from spmdflow.data.store import RowStore
 from spmdflow.errors import TransferError
 
 _TAGS_PER_RELEASE = 64
+_PACKED_BYTES = 1 << 17
+"""Up to here, copying the columns into one message costs less than one message each."""
 
 
 @dataclass
@@ -43,20 +46,19 @@ class CountedTransport:
         self._group, self._limit = group, timedelta(seconds=seconds)
         self.counter = ByteCounter()
 
-    def send(self, tensor: Tensor, destination: int, tag: int, *, header: bool) -> dist.Work:
-        """Start sending bytes (N,) uint8 to a global rank."""
-        if header:
-            self.counter.header_bytes += tensor.nbytes
-        else:
-            _add(self.counter.sent, destination, tensor)
+    def send(
+        self, tensor: Tensor, destination: int, tag: int, *, header_bytes: int = 0
+    ) -> dist.Work:
+        """Start sending bytes (N,) uint8 to a global rank; header_bytes of them are no rows."""
+        self.counter.header_bytes += header_bytes
+        _add(self.counter.sent, destination, tensor.nbytes - header_bytes)
         work = dist.isend(tensor, destination, group=self._group, tag=tag)
         assert work is not None, "this rank is not in the transfer group"
         return work
 
-    def receive(self, tensor: Tensor, source: int, tag: int, *, header: bool) -> dist.Work:
-        """Start receiving bytes (N,) uint8 from a global rank."""
-        if not header:
-            _add(self.counter.received, source, tensor)
+    def receive(self, tensor: Tensor, source: int, tag: int, *, header_bytes: int = 0) -> dist.Work:
+        """Start receiving bytes (N,) uint8 from a global rank; header_bytes are no rows."""
+        _add(self.counter.received, source, tensor.nbytes - header_bytes)
         work = dist.irecv(tensor, source, group=self._group, tag=tag)
         assert work is not None, "this rank is not in the transfer group"
         return work
@@ -71,8 +73,9 @@ class CountedTransport:
         return taken
 
 
-def _add(by_peer: dict[int, int], peer: int, tensor: Tensor) -> None:
-    by_peer[peer] = by_peer.get(peer, 0) + tensor.nbytes
+def _add(by_peer: dict[int, int], peer: int, num_bytes: int) -> None:
+    if num_bytes:
+        by_peer[peer] = by_peer.get(peer, 0) + num_bytes
 
 
 @dataclass(frozen=True)
@@ -128,11 +131,12 @@ def run_release(release: Release, store: RowStore, transport: CountedTransport) 
     outgoing = [
         work for edge in release.sends for work in _post_send(edge, release, store, transport)
     ]
-    for edge, (works, header, columns) in zip(release.receives, incoming, strict=True):
-        for work in works:
+    for edge, arrival in zip(release.receives, incoming, strict=True):
+        for work in arrival.works:
             transport.wait(work)
-        _check_header(edge, release.number, header, columns)
-        store.put(release.frame, edge.ids, columns)
+        arrival.check(edge, release.number)
+        arrival.unpack()
+        store.put(release.frame, edge.ids, arrival.columns)
     for work, _kept in outgoing:
         transport.wait(work)
 
@@ -142,32 +146,62 @@ def _post_send(
 ) -> list[tuple[dist.Work, Tensor]]:
     columns = store.take(release.frame, edge.columns, edge.ids)
     messages = [_bytes_of(columns[name].values) for name in edge.columns]
-    header = _header(release.number, [len(message) for message in messages])
-    tag = _first_tag(release.number)
-    works = [(transport.send(header, edge.destination, tag, header=True), header)]
+    head = _header(release.number, [len(message) for message in messages])
+    tag, header_bytes = _first_tag(release.number), len(head)
+    if sum(map(len, messages)) <= _PACKED_BYTES:
+        head, messages = torch.cat([head, *messages]), []
+    works = [(transport.send(head, edge.destination, tag, header_bytes=header_bytes), head)]
     for place, message in enumerate(messages, start=1):
         if len(message):
-            work = transport.send(message, edge.destination, tag + place, header=False)
-            works.append((work, message))
+            works.append((transport.send(message, edge.destination, tag + place), message))
     return works
 
 
-def _post_receive(
-    edge: Receive, number: int, transport: CountedTransport
-) -> tuple[list[dist.Work], Tensor, dict[str, Column]]:
-    tag = _first_tag(number)
+@dataclass(frozen=True)
+class _Arrival:
+    """Receives under way for one edge, and where what comes is put."""
+
+    works: list[dist.Work]
+    head: Tensor
+    """The header, and behind it the columns of a small edge."""
+    columns: dict[str, Column]
+    is_packed: bool = False
+
+    def check(self, edge: Receive, number: int) -> None:
+        """TransferError unless the header names this transfer and the bytes that were expected."""
+        got = self.head[: _header_bytes(edge)].view(torch.int64).tolist()
+        expected = [number, *(column.values.nbytes for column in self.columns.values())]
+        if got != expected:
+            raise TransferError(
+                f"transfer {number} from rank {edge.source}, columns {list(edge.columns)}: "
+                f"got [number, bytes...] {got}, expected {expected}; "
+                f"the two ranks disagree about the rows: report this with RUN_DIR/trace.json"
+            )
+
+    def unpack(self) -> None:
+        """Put the columns of a small edge where they belong."""
+        if self.is_packed:
+            targets = [_bytes_of(column.values) for column in self.columns.values()]
+            sizes = [len(target) for target in targets]
+            parts = self.head[len(self.head) - sum(sizes) :].split(sizes)
+            for target, part in zip(targets, parts, strict=True):
+                target.copy_(part)
+
+
+def _post_receive(edge: Receive, number: int, transport: CountedTransport) -> _Arrival:
+    columns = {name: _empty(edge, name) for name in edge.columns}
     if not len(edge.ids):  # no rows: nobody sends, only the columns' kinds are news
-        header = _header(number, [0] * len(edge.columns))
-        return [], header, {name: _empty(edge, name) for name in edge.columns}
-    header = _header(0, [0] * len(edge.columns))
-    works = [transport.receive(header, edge.source, tag, header=True)]
-    columns = {}
-    for place, name in enumerate(edge.columns, start=1):
-        columns[name] = column = _empty(edge, name)
-        message = _bytes_of(column.values)
+        return _Arrival([], _header(number, [0] * len(columns)), columns)
+    messages = [_bytes_of(column.values) for column in columns.values()]
+    tag, header_bytes = _first_tag(number), _header_bytes(edge)
+    num_packed = sum(map(len, messages))
+    is_packed = num_packed <= _PACKED_BYTES
+    head = torch.zeros(header_bytes + is_packed * num_packed, dtype=torch.uint8)
+    works = [transport.receive(head, edge.source, tag, header_bytes=header_bytes)]
+    for place, message in enumerate([] if is_packed else messages, start=1):
         if len(message):
-            works.append(transport.receive(message, edge.source, tag + place, header=False))
-    return works, header, columns
+            works.append(transport.receive(message, edge.source, tag + place))
+    return _Arrival(works, head, columns, is_packed)
 
 
 def _empty(edge: Receive, name: str) -> Column:
@@ -180,19 +214,12 @@ def _empty(edge: Receive, name: str) -> Column:
     return Column(spec.kind, values, lengths)
 
 
-def _check_header(edge: Receive, number: int, header: Tensor, columns: dict[str, Column]) -> None:
-    got = header.view(torch.int64).tolist()
-    expected = [number, *(columns[name].values.nbytes for name in edge.columns)]
-    if got != expected:
-        raise TransferError(
-            f"transfer {number} from rank {edge.source}, columns {list(edge.columns)}: "
-            f"got [number, bytes...] {got}, expected {expected}; "
-            f"the two ranks disagree about the rows: report this with RUN_DIR/trace.json"
-        )
-
-
 def _header(number: int, sizes: Sequence[int]) -> Tensor:
     return torch.tensor([number, *sizes], dtype=torch.int64).view(torch.uint8)
+
+
+def _header_bytes(edge: Receive) -> int:
+    return 8 * (1 + len(edge.columns))
 
 
 def _bytes_of(values: Tensor) -> Tensor:
