@@ -45,6 +45,10 @@ class Config:
     eval_every: int = 0
 
 
+WIDE = 1 << 14
+"""Numbers of a wide row: an edge of a few rows is too large for one message."""
+
+
 def expected_ragged(row: int) -> list[int]:
     return list(range(row, row + row % 5))
 
@@ -55,7 +59,7 @@ class FirstWorker(Worker):
     @register(
         transfer_mode="3D_PROTO",
         reads=("prompts", "prompt_text", "row"),
-        writes=("number", "ragged", "text"),
+        writes=("number", "ragged", "text", "wide"),
         extends=True,
     )
     def make(self, batch: TensorDict) -> TensorDict:
@@ -63,6 +67,7 @@ class FirstWorker(Worker):
         made = TensorDict({"number": ids.float()}, batch_size=batch.batch_size)
         rows = [torch.tensor(expected_ragged(i), dtype=torch.int64) for i in ids.tolist()]
         made["ragged"] = ragged_from_rows(rows, dtype=torch.int64)
+        made["wide"] = ids.float()[:, None] + torch.arange(WIDE)
         made.set_non_tensor("text", [f"row {i} \u00fc" for i in ids.tolist()])
         self.report({"toy/rows": Sum(len(ids))})
         return made
@@ -83,9 +88,12 @@ class FirstWorker(Worker):
 class SecondWorker(Worker):
     role = "second"
 
-    @register(transfer_mode="3D_PROTO", reads=("number", "ragged", "text"), writes=("checked",))
+    @register(
+        transfer_mode="3D_PROTO", reads=("number", "ragged", "text", "wide"), writes=("checked",)
+    )
     def check(self, batch: TensorDict) -> TensorDict:
         self._verify(batch)
+        assert torch.equal(batch["wide"], batch["number"][:, None] + torch.arange(WIDE))
         return TensorDict({"checked": batch["number"] + 0.5}, batch_size=batch.batch_size)
 
     @register(transfer_mode="3D_PROTO", reads=("number", "ragged", "text"), minibatches=True)
