@@ -33,6 +33,10 @@ class InprocTransport:
         self.post(partial(self._run_order, order, pending))
         return pending
 
+    def node_of(self, rank: int) -> int:
+        """All on this machine."""
+        return 0
+
     def post(self, function: Callable[[], None]) -> None:
         """Run function after everything submitted before."""
         self._queue.append(function)

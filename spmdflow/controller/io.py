@@ -53,6 +53,7 @@ class Io:
     ) -> None:
         self._hub, self._envelopes, self._peers = hub, envelopes, peers
         self._settings, self._members = settings, frozenset(settings.ranks)
+        self._nodes = peers.nodes()
         self.thread = threading.Thread(target=self._run, name="io", daemon=True)
         self._lock = threading.RLock()
         self._worker: int | None = None
@@ -118,6 +119,10 @@ class Io:
                 self._work_quietly()
         finally:
             self._lock.release()
+
+    def node_of(self, rank: int) -> int:
+        """The machine that a rank runs on, as a number (any thread)."""
+        return self._nodes[rank]
 
     def fail(self, failure: Failure) -> None:
         """End the run (any thread)."""

@@ -98,6 +98,9 @@ class Transport(Protocol):
     def post(self, function: Callable[[], None]) -> None:
         """Run function in the io thread, after everything submitted before."""
 
+    def node_of(self, rank: int) -> int:
+        """The machine that a rank runs on, as a number."""
+
     def close(self) -> None:
         """Wait for all orders, then end every rank's lanes."""
 

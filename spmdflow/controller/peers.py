@@ -116,6 +116,11 @@ class Peers:
         """The machine of rank."""
         return self._processes[rank].node
 
+    def nodes(self) -> dict[int, int]:
+        """The machine of each rank as a number: that of the first rank there."""
+        first: dict[str, int] = {}
+        return {rank: first.setdefault(self.node(rank), rank) for rank in sorted(self._processes)}
+
     def on_node(self, node: str) -> dict[int, Process]:
         """Processes on one machine, by rank."""
         return {rank: process for rank, process in self._processes.items() if process.node == node}

@@ -6,7 +6,7 @@ io thread, which alone knows dtypes and lengths. The two never touch the same fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,14 +52,8 @@ class _Transfer:
 class Transfers:
     """All row transfers of a run."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        *,
-        seconds: float,
-        node_of: Callable[[int], int] | None = None,
-    ) -> None:
-        self._transport, self._seconds, self._node_of = transport, seconds, node_of
+    def __init__(self, transport: Transport, *, seconds: float) -> None:
+        self._transport, self._seconds = transport, seconds
         self.bytes = EdgeBytes()
         self._num_released = 0
         self._outstanding: list[CallRecord] = []
@@ -73,7 +67,7 @@ class Transfers:
         for name in names:
             held = frame.held[name]
             lacking = {rank: ids for rank, ids in need.items() if _lacks(held.get(rank), ids)}
-            found = redistribute_rows(held, lacking, node_of=self._node_of)
+            found = redistribute_rows(held, lacking, node_of=self._transport.node_of)
             empty = [RowEdge(rank, rank, ids) for rank, ids in lacking.items() if not len(ids)]
             for edge in found + empty:
                 key = (edge.source, edge.destination, edge.ids.tobytes())
