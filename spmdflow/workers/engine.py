@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from spmdflow.blocks.box import Box
 from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
@@ -58,8 +59,8 @@ class TrainEngine(Protocol):
         gradient is not finite; nothing is changed then.
         """
 
-    def blocks(self) -> Iterable[tuple[str, Tensor]]:
-        """(Hugging Face name, live local shard), each tied tensor once, in a fixed order."""
+    def blocks(self) -> Iterable[tuple[str, Tensor, Box]]:
+        """(Hugging Face name, live tensor, its box of the whole), tied ones once, fixed order."""
 
     def full_tensors(self) -> Iterable[tuple[str, Tensor]]:
         """(Hugging Face name, full float32 tensor) on every rank, in the order of blocks."""

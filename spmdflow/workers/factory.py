@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from spmdflow.errors import ConfigError
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.workers.engine import TrainEngine
-from spmdflow.workers.fsdp import FSDPEngine
 from spmdflow.workers.hugging_face import load_causal_lm, load_critic_model, load_scalar_model
 
-_ENGINES = {"fsdp": FSDPEngine}
+_ENGINES = {
+    "fsdp": "spmdflow.workers.fsdp:FSDPEngine",
+    "zero1": "spmdflow.workers.zero:ZeROEngine",
+    "zero2": "spmdflow.workers.zero:ZeROEngine",
+    "zero3": "spmdflow.workers.zero:ZeROEngine",
+}
+"""Kind -> module:class; imported when a role names it."""
+
 _HEADS = {
     "causal_lm": load_causal_lm,
     "scalar": load_scalar_model,
@@ -30,13 +37,15 @@ def engine_of(cfg: Any, context: WorkerContext, *, head: str) -> TrainEngine:
             f"{context.name}.engine.kind: got {kind!r}, expected one of {sorted(_ENGINES)}; "
             f"choose one of them"
         )
-    return _ENGINES[kind](
+    module, _, name = _ENGINES[kind].partition(":")
+    engine: TrainEngine = getattr(import_module(module), name)(
         _HEADS[head](cfg.model),
         cfg.engine,
         context,
         optimizer=getattr(cfg, "optimizer", None),
         total_optimizer_steps=_total_optimizer_steps(cfg, context),
     )
+    return engine
 
 
 def _total_optimizer_steps(cfg: Any, context: WorkerContext) -> int:

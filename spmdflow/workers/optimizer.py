@@ -1,13 +1,15 @@
-"""AdamW over the shards of one rank, and the learning-rate schedule. Knows no collectives.
+"""AdamW over the part of one rank, and the learning-rate schedule.
 
-AdamW is elementwise, so stepping the shards equals stepping the whole (Loshchilov and Hutter
+AdamW is elementwise, so stepping the parts equals stepping the whole (Loshchilov and Hutter
 2019). The step works on plain tensors that share storage with the engine's parameters.
+Knows no collectives.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,19 +79,24 @@ class ShardedAdamW:
         check_schedule(cfg, total_steps)
         self.cfg, self.total_steps, self.steps_done = cfg, total_steps, 0
         self._parameters = {name: nn.Parameter(shard.detach()) for name, shard in shards.items()}
-        self._adamw = torch.optim.AdamW(
-            [p for p in self._parameters.values() if p.numel()] or list(self._parameters.values()),
-            lr=cfg.lr,
-            betas=(cfg.betas[0], cfg.betas[1]),
-            weight_decay=cfg.weight_decay,
-            fused=True,
-        )
-        for parameter in self._parameters.values():
-            # made now, not at the first step: memory is known and checkpoints look alike
-            self._adamw.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                **{name: torch.zeros_like(parameter.detach()) for name in _MOMENTS},
-            }
+        self._settings: dict[str, Any] = {
+            "lr": cfg.lr,
+            "betas": (cfg.betas[0], cfg.betas[1]),
+            "weight_decay": cfg.weight_decay,
+            "fused": True,
+        }
+        self._stepper = self._stepper_of(list(self._parameters.values()))
+        self._state: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in self._parameters.items():
+            if self.owns(name):
+                # made now, not at the first step: memory is known and checkpoints look alike
+                moments = {moment: torch.zeros_like(parameter.detach()) for moment in _MOMENTS}
+                self._state[name] = {"step": torch.zeros((), device=parameter.device), **moments}
+                self._adamw.state[parameter] = self._state[name]
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank steps (its rows of) the tensor and has the moments."""
+        return name in self._parameters
 
     @property
     def next_lr(self) -> float:
@@ -98,12 +105,12 @@ class ShardedAdamW:
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
         """Update the shards in place from their gradients; a shard without one is left alone."""
-        for group in self._adamw.param_groups:
+        for group in self._stepper.param_groups:
             group["lr"] = self.next_lr
         for name, parameter in self._parameters.items():
             parameter.grad = gradients.get(name)
-        self._adamw.step()
-        self._adamw.zero_grad()
+        self._stepper.step()
+        self._stepper.zero_grad()
         self.steps_done += 1
 
     def rebind(self, shards: Mapping[str, Tensor]) -> None:
@@ -113,15 +120,14 @@ class ShardedAdamW:
 
     def move_moments(self, device: torch.device) -> None:
         """Bring the moments to a device; `step` needs them where the shards are."""
-        for parameter in self._parameters.values():
-            state = self._adamw.state[parameter]
+        for state in self._state.values():
             state.update({name: value.to(device) for name, value in state.items()})
 
     def state_blocks(self) -> dict[str, Tensor]:
         """Moments under "<name>.exp_avg" and "<name>.exp_avg_sq", and the number of steps done."""
         blocks = {
-            f"{name}.{moment}": self._adamw.state[parameter][moment]
-            for name, parameter in self._parameters.items()
+            f"{name}.{moment}": state[moment]
+            for name, state in self._state.items()
             for moment in _MOMENTS
         }
         return blocks | {_STEPS: torch.tensor(self.steps_done)}
@@ -131,8 +137,18 @@ class ShardedAdamW:
         for name, target in self.state_blocks().items():
             copy_block(target, blocks, name)
         self.steps_done = int(blocks[_STEPS])
-        for parameter in self._parameters.values():
-            self._adamw.state[parameter]["step"].fill_(self.steps_done)
+        for state in self._state.values():
+            state["step"].fill_(self.steps_done)
+
+    def _stepper_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer whose `step` updates all parameters."""
+        filled = [parameter for parameter in parameters if parameter.numel()]
+        return torch.optim.AdamW(filled or parameters, **self._settings)
+
+    @property
+    def _adamw(self) -> torch.optim.Optimizer:
+        """The one that has this rank's moments."""
+        return self._stepper
 
 
 def copy_block(target: Tensor, blocks: Mapping[str, Tensor], name: str) -> None:

@@ -7,31 +7,55 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from spmdflow.config.schema import EngineConfig
+from spmdflow.blocks.box import Box
+from spmdflow.transfer.worker import WorkerContext
 from spmdflow.workers.hugging_face import LoadedModel
 
 
+@dataclass(frozen=True)
+class Partition:
+    """What the ranks of a pool divide among themselves, and for how long it is whole."""
+
+    parameters: bool
+    """Each rank holds 1/n of every parameter; else every rank holds them all."""
+    reshard_after_forward: bool
+    """Free a layer's gathered parameters between forward and backward."""
+    reduce_each_micro_batch: bool
+    """Sum gradients over the ranks after each micro-batch, and keep only this rank's part."""
+
+
+def mesh_of(partition: Partition, context: WorkerContext) -> DeviceMesh:
+    """Mesh of the pool, last axis "shard": all of its ranks, or (replicate, shard) = (n, 1)."""
+    ranks, device = context.layout.ranks, context.device.type
+    pool = context.groups.get(ranks)
+    if partition.parameters:
+        return DeviceMesh.from_group(pool, device)
+    alone = context.groups.get((context.rank,))
+    column = torch.tensor(ranks)[:, None]
+    return DeviceMesh.from_group(
+        [pool, alone], device, mesh=column, mesh_dim_names=("replicate", "shard")
+    )
+
+
 def shard_model(
-    model: LoadedModel, cfg: EngineConfig, group: dist.ProcessGroup, device: torch.device
+    model: LoadedModel, partition: Partition, mesh: DeviceMesh, *, recompute: bool
 ) -> None:
-    """Shard model.module in place over group: one unit per decoder layer, one for the rest.
+    """Shard model.module in place over mesh: one unit per decoder layer, one for the rest.
 
     Master parameters stay float32; a unit is gathered in model.dtype and its gradients are
-    summed in float32. Backward *sums* over the group: losses are divided by global totals.
+    summed in float32. Backward *sums* over the mesh: losses are divided by global totals.
     """
-    mesh = DeviceMesh.from_group(group, device.type)
     mixed = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
-    reshard = cfg.reshard_after_forward
+    reshard = partition.reshard_after_forward
     for layer in model.layers:
-        if cfg.recompute:
+        if recompute:
             recompute_in_backward(layer)
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
     for part in model.float32_modules:
@@ -41,6 +65,14 @@ def shard_model(
         # a plain sum; without the second line gloo is asked for PREMUL_SUM, which it lacks
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def set_last_micro_batch(root: FSDPModule, partition: Partition, *, last: bool) -> None:
+    """Before a micro-batch: what may wait until the last one of the step waits."""
+    if not partition.reduce_each_micro_batch:
+        root.set_requires_gradient_sync(last)
+    if not partition.reshard_after_forward:
+        root.set_reshard_after_backward(last)
 
 
 def recompute_in_backward(layer: nn.Module) -> None:
@@ -78,12 +110,19 @@ class Shard:
         return gradient.to_local() if isinstance(gradient, DTensor) else None
 
     @property
+    def box(self) -> Box:
+        """Where the rows lie in the whole tensor."""
+        mesh, whole = self.parameter.device_mesh, Box.of_shape(self.parameter.shape)
+        axis, num_rows = mesh.ndim - 1, self.parameter.shape[0]
+        rows = -(-num_rows // mesh.size(axis))  # torch.chunk: all chunks but the last are full
+        start = min(mesh.get_local_rank(axis) * rows, num_rows)
+        return whole.cut(0, start)[1].cut(0, min(start + rows, num_rows))[0]
+
+    @property
     def offset(self) -> int:
         """Flat index in the whole tensor of the first element held here."""
-        mesh, shape = self.parameter.device_mesh, self.parameter.shape
-        rows = -(-shape[0] // mesh.size())  # torch.chunk: all chunks but the last ones are full
-        start = min(mesh.get_local_rank() * rows, shape[0])
-        return start * (shape.numel() // shape[0])
+        shape = self.parameter.shape
+        return self.box.bounds[0][0] * (shape.numel() // shape[0])
 
     def full(self) -> Tensor:
         """The whole tensor in float32, on every rank (all-gather over the group)."""

@@ -1,6 +1,8 @@
-"""Four ranks run the FSDP engine on pools of 1-4 ranks; rank 0 writes what it measured as JSON.
+"""Four ranks run data-parallel engines on pools of 1-4 ranks; rank 0 writes what it measured.
 
-Usage: torchrun --nproc-per-node 4 fsdp_engine.py FOLDER
+Usage: torchrun --nproc-per-node 4 fsdp_engine.py FOLDER [KIND:all | KIND:some]...
+FOLDER/results.json: engine kind -> check -> figures. "some": a covering part of the pool sizes,
+numbers of rows and variants.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ from fsdp_reference import (
 )
 from tensordict import TensorDict
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from spmdflow.blocks.hash import positional_hash
 from spmdflow.config.schema import (
@@ -56,11 +60,14 @@ from spmdflow.objectives.value import ValueLoss
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.worker import WorkerContext
+from spmdflow.workers.data_parallel import DataParallelEngine
 from spmdflow.workers.fsdp import FSDPEngine
 from spmdflow.workers.hugging_face import load_causal_lm, load_critic_model, load_scalar_model
+from spmdflow.workers.zero import ZeROEngine
 
 LR = 1e-2
 MAX_DP, MAX_ROWS = 4, 9
+SOME_ROWS = (1, 5, 9)
 VARIANTS = {
     # name: (model, reshard_after_forward, recompute, token budget)
     "tied": ("tied", True, False, None),
@@ -68,6 +75,21 @@ VARIANTS = {
     "critic": ("reward", False, False, None),
     "critic-resharded-recompute-tokens": ("reward", True, True, 24),
 }
+
+
+class Collectives(TorchDispatchMode):
+    """Elements of the tensors handed to each kind of collective, as this rank's torch sees them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if name.startswith("c10d::"):
+            size = sum(x.numel() for x in tree_leaves(args) if isinstance(x, Tensor))
+            self.elements[name[6:]] = self.elements.get(name[6:], 0) + size
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass
@@ -79,10 +101,14 @@ class World:
     folder: Path
     results: dict[str, Any]
     references: dict[tuple[str, int], Reference]
+    kind: str = "fsdp"
+    """Engine kind."""
+    every: bool = True
+    """All pool sizes, rows and variants, or some."""
 
     def engine(
         self, kind: str, dp: int, cfg: EngineConfig, *, dtype: str = "float32", **optimizer: Any
-    ) -> FSDPEngine:
+    ) -> DataParallelEngine:
         """An engine on ranks 0..dp-1; betas[0] = 0 keeps the gradient in exp_avg."""
         layout = Layout.data_parallel(tuple(range(dp)))
         context = WorkerContext(kind, layout, self.rank, self.groups, torch.device("cpu"), seed=0)
@@ -91,7 +117,17 @@ class World:
         )
         settings = {"lr": LR, "betas": [0.0, 0.95], "weight_decay": 0.1, "clip_norm": 1e9}
         chosen = OptimizerConfig(**{**settings, **optimizer})
-        return FSDPEngine(model, cfg, context, optimizer=chosen, total_optimizer_steps=4)
+        engine = FSDPEngine if self.kind == "fsdp" else ZeROEngine
+        cfg = replace(cfg, kind=self.kind)
+        return engine(model, cfg, context, optimizer=chosen, total_optimizer_steps=4)
+
+    def gradient_cases(self) -> Iterator[tuple[int, str, list[int]]]:
+        """(pool size, variant, numbers of rows)."""
+        for dp in range(1, MAX_DP + 1):
+            # every variant on the largest pool; a smaller one has one variant
+            names = list(VARIANTS) if self.every or dp == MAX_DP else [list(VARIANTS)[dp]]
+            for name in names:
+                yield dp, name, list(range(1, MAX_ROWS + 1) if self.every else SOME_ROWS)
 
     def reference(self, kind: str, rows: int) -> Reference:
         """One plain step on rows rows, kept for the other pool sizes."""
@@ -106,22 +142,27 @@ class World:
             self.results[name] = value
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, kinds: list[str]) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rank = dist.get_rank()
     groups = GroupTable(rank, timeout_seconds=60)
     pools = [tuple(range(dp)) for dp in range(1, MAX_DP + 1)]
-    groups.make([GroupSpec(ranks, "compute", "gloo") for ranks in pools])
+    alone = [(member,) for member in range(1, MAX_DP)]
+    groups.make([GroupSpec(ranks, "compute", "gloo") for ranks in pools + alone])
     if rank == 0:
         write_models(folder)
     dist.barrier()
-    world = World(rank, groups, folder, {}, {})
-    for check in CHECKS:
-        check(world)
-        dist.barrier()
+    references: dict[tuple[str, int], Reference] = {}
+    results = {}
+    for name, _, extent in (kind.partition(":") for kind in kinds):
+        world = World(rank, groups, folder, {}, references, name, extent == "all")
+        for check in CHECKS:
+            check(world)
+            dist.barrier()
+        results[name] = world.results
     if rank == 0:
-        (folder / "results.json").write_text(json.dumps(world.results))
+        (folder / "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
@@ -138,22 +179,22 @@ def engine_config(
 def check_gradients(world: World) -> None:
     """Every pool size, 1-9 rows, micro-batches of 1-4 rows or a token budget, both heads."""
     found = []
-    for dp in range(1, MAX_DP + 1):
-        for name, (kind, reshard, recompute, budget) in VARIANTS.items():
-            if world.rank >= dp:
-                continue
-            cfg = engine_config(reshard=reshard, recompute=recompute, budget=budget)
-            engine = world.engine(kind, dp, cfg)
-            start = {key: value.clone() for key, value in engine.state_blocks().items()}
-            for rows in range(1, MAX_ROWS + 1):
-                engine.load_blocks(start)
-                share, parts = split(make_batch(rows), dp, world.rank, 1 + rows % 4, budget)
-                metrics = engine.train_step(share, loss_of(kind), num_micro_batches=parts)
-                state = whole_state(engine)
-                if world.rank == 0:
-                    expected = world.reference(kind, rows)
-                    found.append({"variant": name, "dp": dp, "rows": rows, "parts": parts})
-                    found[-1] |= errors(metrics, state, expected)
+    for dp, name, row_counts in world.gradient_cases():
+        kind, reshard, recompute, budget = VARIANTS[name]
+        if world.rank >= dp:
+            continue
+        cfg = engine_config(reshard=reshard, recompute=recompute, budget=budget)
+        engine = world.engine(kind, dp, cfg)
+        start = {key: value.clone() for key, value in engine.state_blocks().items()}
+        for rows in row_counts:
+            engine.load_blocks(start)
+            share, parts = split(make_batch(rows), dp, world.rank, 1 + rows % 4, budget)
+            metrics = engine.train_step(share, loss_of(kind), num_micro_batches=parts)
+            state = whole_state(engine)
+            if world.rank == 0:
+                expected = world.reference(kind, rows)
+                found.append({"variant": name, "dp": dp, "rows": rows, "parts": parts})
+                found[-1] |= errors(metrics, state, expected)
     world.note("gradients", found)
 
 
@@ -189,7 +230,7 @@ def check_real_models(world: World) -> None:
     data = os.environ.get("SPMDFLOW_DATA")
     if not data:
         return
-    real = replace(world, folder=world.folder / "real", references={})
+    real = replace(world, folder=world.folder / f"real-{world.kind}", references={})
     if world.rank == 0:
         real.folder.mkdir()
         for kind, name in (("tied", "stories260K-hd64"), ("reward", "stories260K-hd64-rm-vader")):
@@ -231,11 +272,11 @@ def check_state(world: World) -> None:
     for part in ("parameters", "gradients", "optimizer"):
         second.residency("host", part)
         second.residency("device", part)
-    pairs = zip(first.state_blocks().items(), second.state_blocks().values(), strict=True)
-    equal = [name for name, block in first.state_blocks().items()]
-    different = [name for (name, a), b in pairs if not torch.equal(a, b)]
-    world.note("state", {"blocks": len(equal), "different": different})
-    wrong = {**saved, "model.norm.weight": torch.zeros(3)}
+    one, two = whole_state(first), whole_state(second)
+    different = [name for name, whole in one.items() if not torch.equal(whole, two[name])]
+    copies = copies_differ(second)
+    world.note("state", {"blocks": len(one), "different": different, "copies": copies})
+    wrong = {**saved, next(iter(saved)): torch.zeros(3)}
     world.note("misshapen_state", message(lambda: second.load_blocks(wrong)))
 
 
@@ -251,9 +292,10 @@ def check_hashes(world: World) -> None:
             whole = {n: positional_hash(x.to(dtype), 0) for n, x in engine.full_tensors()}
             found[f"{dp} {dtype}"] = hashes == whole
             world.note("hashed", list(hashes))
-        block = dict(engine.blocks())["model.layers.0.mlp.up_proj.weight"]
-        if block.numel() and world.rank == dp - 1:
-            block[-1, -1] += 1e-6
+        name, last = "model.layers.0.mlp.up_proj.weight", (47, 31)
+        for block_name, block, box in engine.blocks():
+            if block_name == name and box.bounds[0][1] == last[0] + 1:
+                block[-1, -1] += 1e-6
         changed = engine.shard_hashes(torch.float32)
         names = [n for n, x in engine.full_tensors() if changed[n] != hashes_of(world.folder)[n]]
         found[f"{dp} changed"] = names == ["model.layers.0.mlp.up_proj.weight"]
@@ -266,7 +308,7 @@ def check_export(world: World) -> None:
         engine = world.engine(kind, MAX_DP, EngineConfig())
         share, parts = split(make_batch(5), MAX_DP, world.rank, 2, None)
         engine.train_step(share, loss_of(kind), num_micro_batches=parts)
-        target = world.folder / "export"
+        target = world.folder / f"export-{world.kind}"
         engine.export_hugging_face(target / kind)
         full = dict(engine.full_tensors())
         columns = score_columns if kind == "reward" else log_prob_columns
@@ -296,13 +338,30 @@ def check_bfloat16(world: World) -> None:
             expected = world.reference(kind, 8)
             a = torch.cat([state[f"{n}.exp_avg"].flatten() for n in expected.gradients])
             b = torch.cat([g.flatten() for g in expected.gradients.values()])
-            dtypes = {str(x.dtype) for n, x in engine.state_blocks().items() if "." in n}
+            dtypes = {str(x.dtype) for x in state.values()}
             found[kind] = {
                 "cosine": float(torch.nn.functional.cosine_similarity(a, b, dim=0)),
                 "loss_error": errors(metrics, state, expected)["loss"],
-                "dtypes": sorted(dtypes - {"torch.int64"}),
+                "dtypes": sorted(dtypes),
             }
     world.note("bfloat16", found)
+
+
+def check_division(world: World) -> None:
+    """What each rank holds of parameters and moments, and the collectives of a step."""
+    engine = world.engine("tied", MAX_DP, EngineConfig())
+    blocks, state = {n: x.numel() for n, x, _ in engine.blocks()}, engine.state_blocks()
+    moments = sum(x.numel() for n, x in state.items() if n.endswith(".exp_avg"))
+    held: list[Any] = [None] * MAX_DP
+    dist.all_gather_object(held, (sum(blocks.values()), moments))
+    counts = {}
+    for parts in (1, 3):
+        share, _ = split(make_batch(12), MAX_DP, world.rank, 1, None)
+        with Collectives() as collectives:
+            engine.train_step(share, loss_of("tied"), num_micro_batches=parts)
+        counts[parts] = collectives.elements
+    whole = sum(x.numel() for _, x in engine.full_tensors())
+    world.note("division", {"whole": whole, "held": held, "counts": counts})
 
 
 def check_refusals(world: World) -> None:
@@ -349,15 +408,25 @@ def loss_of(kind: str) -> PolicyLoss | ValueLoss:
     return PolicyLoss(cfg, TEMPERATURE)
 
 
-def whole_state(engine: FSDPEngine) -> dict[str, Tensor]:
-    """Shards of all ranks put together on rank 0, by pickling: independent of FSDP's gathers."""
+def whole_state(engine: DataParallelEngine) -> dict[str, Tensor]:
+    """What the ranks save put together on rank 0, by pickling: independent of FSDP's gathers."""
     group = engine.groups.get(engine.layout.ranks)
     pieces: list[Any] | None = [None] * engine.layout.size if engine.rank == 0 else None
     dist.gather_object(engine.state_blocks(), pieces, dst=0, group=group)
     if pieces is None:
         return {}
-    names = [name for name in pieces[0] if name != "optimizer.steps"]
-    return {name: torch.cat([piece[name] for piece in pieces]) for name in names}
+    names = {name for piece in pieces for name in piece} - {"optimizer.steps"}
+    return {name: torch.cat([p[name] for p in pieces if name in p]) for name in sorted(names)}
+
+
+def copies_differ(engine: DataParallelEngine) -> list[str]:
+    """Names of tensors whose values on some rank are not those of the ranks that saved them."""
+    saved: list[Any] = [whole_state(engine)]
+    dist.broadcast_object_list(saved, src=0, group=engine.groups.get(engine.layout.ranks))
+    wrong = [n for n, x, box in engine.blocks() if not torch.equal(x, saved[0][n][box.slices()])]
+    found: list[Any] = [None] * engine.layout.size
+    dist.all_gather_object(found, wrong, group=engine.groups.get(engine.layout.ranks))
+    return sorted({name for names in found for name in names})
 
 
 def hashes_of(folder: Path) -> dict[str, int]:
@@ -383,8 +452,9 @@ CHECKS = (
     check_hashes,
     check_export,
     check_bfloat16,
+    check_division,
     check_refusals,
 )
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

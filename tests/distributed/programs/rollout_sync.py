@@ -214,8 +214,8 @@ def check_faults(world: World, generator: Generator) -> dict[str, Any]:
     """Each fault's message, what generating says after it, and the next good sync's."""
     engine = world.engine("untied")
     with torch.no_grad():
-        dict(engine.blocks())[VICTIM].zero_()  # so that -0.0 is a fault
-        dict(engine.blocks())[VICTIM].normal_()[0, 0] = 0.0
+        victim = next(tensor for name, tensor, _ in engine.blocks() if name == VICTIM)
+        victim.normal_()[0, 0] = 0.0  # so that -0.0 is a fault
     hybrid = CopySync(engine, generator, verify_every=1)
     found = {}
     for name, (stream, damage) in FAULTS.items():
