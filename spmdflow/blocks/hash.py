@@ -8,8 +8,13 @@ for a single element). The mixer is the finaliser of splitmix64 (Steele, Lea, Fl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
 import torch
 from torch import Tensor
+
+from spmdflow.blocks.box import Box
 
 MODULUS = 2**64
 _CHUNK = 1 << 20
@@ -26,7 +31,33 @@ def positional_hash(values: Tensor, offset: int) -> int:
     flat = values.detach().contiguous().view(-1)
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for start in range(0, len(flat), _CHUNK):
-        total += _hash_chunk(flat[start : start + _CHUNK], offset + start)
+        part = flat[start : start + _CHUNK]
+        first = offset + start
+        total += _hash_elements(part, torch.arange(first, first + len(part), device=values.device))
+    return int(total) % MODULUS
+
+
+def box_hash(values: Tensor, box: Box, shape: Sequence[int]) -> int:
+    """Hash in [0, 2**64) of the elements `box` of a tensor of that shape.
+
+    values: of the box's shape, any dtype and strides. Over disjoint boxes that cover the tensor
+    the hashes add up, modulo 2**64, to the whole tensor's `positional_hash(tensor, 0)`.
+    """
+    assert tuple(values.shape) == box.shape, f"values {tuple(values.shape)} for box {box.shape}"
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    offset = sum(low * stride for (low, _), stride in zip(box.bounds, strides, strict=True))
+    if box.shape[1:] == tuple(shape[1:]):
+        return positional_hash(values, offset)
+    inner = torch.zeros((), dtype=torch.int64, device=values.device)
+    for size, stride in zip(box.shape[1:], strides[1:], strict=True):
+        inner = inner[..., None] + torch.arange(size, device=values.device) * stride
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    rows = max(1, _CHUNK // max(1, inner.numel()))
+    for start in range(0, box.shape[0], rows):
+        part = values.detach()[start : start + rows]
+        first = torch.arange(start, start + len(part), device=values.device) * strides[0]
+        index = first.view(-1, *[1] * inner.ndim) + inner + offset
+        total += _hash_elements(part.reshape(-1), index.view(-1))
     return int(total) % MODULUS
 
 
@@ -35,10 +66,10 @@ def to_signed(value: int) -> int:
     return value - MODULUS if value >= MODULUS // 2 else value
 
 
-def _hash_chunk(flat: Tensor, offset: int) -> Tensor:
+def _hash_elements(flat: Tensor, index: Tensor) -> Tensor:
     """Sum of mixed elements; int64 arithmetic wraps, which is arithmetic modulo 2**64."""
     bits = flat.view(_BITS[flat.element_size()]).to(torch.int64)
-    index = torch.arange(offset + 1, offset + 1 + len(flat), device=flat.device)
+    index = index + 1
     # both words are mixed before they meet: (bits, index) pairs cannot trade places
     return _mix(_mix(index * to_signed(_GOLDEN)) ^ bits).sum()
 

@@ -9,7 +9,7 @@ from tests.policy.house import import_graph, room_of
 LAYERS = [
     ["errors", "log", "config"],
     ["parallel", "blocks", "data"],
-    ["transfer", "objectives", "rewards", "datasets", "checkpoint", "tracking"],
+    ["transfer", "objectives", "rewards", "datasets", "checkpoint", "tracking", "weights"],
     ["controller", "workers", "rollout", "mapping"],
     ["hybrid_engine"],
     ["models"],

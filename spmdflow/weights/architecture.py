@@ -1,0 +1,260 @@
+"""`Architecture`: the facts of a dense decoder that decide its tensors and its forward pass.
+
+Read from a Hugging Face config.json, in the form of transformers 4 or 5. What the engines cannot
+compute is refused here, with the reason. Knows no ranks and no engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from spmdflow.errors import ConfigError
+
+Head = Literal["causal_lm", "scalar"]
+"""Logits over the vocabulary, or one value a token from a bias-free row named score."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for long contexts."""
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    """llama3 only, as the two below."""
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A dense decoder: RMSNorm, rotary positions, grouped-query attention, gated SiLU."""
+
+    family: str
+    """llama, mistral, qwen2 or qwen3: config.json's model_type."""
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool
+    """Whether the logits use the embedding; False for a scalar head, which has none to tie."""
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """Whether each head of q and k is normed."""
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_positions: int
+    sliding_window: int | None
+    """Tokens that attention reaches back; None: all."""
+    head: Head = "causal_lm"
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, head: Head = "causal_lm") -> Architecture:
+        """From the content of config.json; ConfigError if the model cannot be run, with why."""
+        family = FAMILIES.get(str(config.get("model_type")))
+        if family is None:
+            raise ConfigError(
+                f"model: got model_type {config.get('model_type')!r}, expected one of "
+                f"{', '.join(sorted(FAMILIES))}; choose another model, or engine.kind=fsdp, which "
+                f"runs what transformers can load"
+            )
+        stated = {**family.defaults, **config}
+        facts = {key: value for key, value in stated.items() if value is not None}
+        _refuse(facts, family)
+        num_heads = _size(facts, "num_attention_heads")
+        hidden_size = _size(facts, "hidden_size")
+        theta, scaling = _rope(facts)
+        arch = cls(
+            family=facts["model_type"],
+            num_layers=_size(facts, "num_hidden_layers"),
+            hidden_size=hidden_size,
+            ffn_size=_size(facts, "intermediate_size"),
+            num_heads=num_heads,
+            num_kv_heads=facts.get("num_key_value_heads", num_heads),
+            head_dim=facts.get("head_dim", hidden_size // num_heads),
+            vocab_size=_size(facts, "vocab_size"),
+            tied=head == "causal_lm" and bool(facts.get("tie_word_embeddings", False)),
+            qkv_bias=family.qkv_bias(facts),
+            o_bias=family.o_bias(facts),
+            mlp_bias=family.mlp_bias(facts),
+            qk_norm=family.qk_norm,
+            norm_eps=float(facts.get("rms_norm_eps", 1e-6)),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_positions=_size(facts, "max_position_embeddings"),
+            sliding_window=facts.get("sliding_window") if family.has_sliding_window else None,
+            head=head,
+        )
+        _check_heads(arch)
+        return arch
+
+    @classmethod
+    def from_folder(cls, path: str | Path, *, head: Head = "causal_lm") -> Architecture:
+        """From a folder with config.json; ConfigError if there is none."""
+        file = Path(path) / "config.json"
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as err:
+            raise ConfigError(
+                f"model: got {file}, which does not read as JSON ({err}), expected a Hugging Face "
+                f"config.json; give the folder of a model"
+            ) from err
+        return cls.from_config(config, head=head)
+
+
+_Rule = Callable[[Mapping[str, Any]], bool]
+
+
+def _never(facts: Mapping[str, Any]) -> bool:
+    return False
+
+
+def _always(facts: Mapping[str, Any]) -> bool:
+    return True
+
+
+def _if_stated(key: str) -> _Rule:
+    return lambda facts: bool(facts.get(key, False))
+
+
+@dataclass(frozen=True)
+class Family:
+    """What tells one family from the others."""
+
+    qkv_bias: _Rule
+    o_bias: _Rule
+    mlp_bias: _Rule
+    qk_norm: bool
+    has_sliding_window: bool
+    """Whether sliding_window holds for every layer as it stands."""
+    defaults: Mapping[str, Any]
+    """What transformers assumes where config.json is silent."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        qkv_bias=_if_stated("attention_bias"),
+        o_bias=_if_stated("attention_bias"),
+        mlp_bias=_if_stated("mlp_bias"),
+        qk_norm=False,
+        has_sliding_window=False,
+        defaults={"max_position_embeddings": 2048},
+    ),
+    "mistral": Family(
+        qkv_bias=_never,
+        o_bias=_never,
+        mlp_bias=_never,
+        qk_norm=False,
+        has_sliding_window=True,
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
+    ),
+    "qwen2": Family(
+        qkv_bias=_always,
+        o_bias=_never,
+        mlp_bias=_never,
+        qk_norm=False,
+        has_sliding_window=False,
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    ),
+    "qwen3": Family(
+        qkv_bias=_if_stated("attention_bias"),
+        o_bias=_if_stated("attention_bias"),
+        mlp_bias=_never,
+        qk_norm=True,
+        has_sliding_window=False,
+        defaults={
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+        },
+    ),
+}
+"""By model_type. Llama 2 and 3, Mistral, Qwen2 and 2.5, and Qwen3's dense models."""
+
+
+def _refuse(facts: Mapping[str, Any], family: Family) -> None:
+    """ConfigError for the first feature that no engine here computes."""
+    windowed = facts.get("use_sliding_window") and not family.has_sliding_window
+    quantised = facts.get("quantization_config")
+    features = {
+        "hidden_act": (facts.get("hidden_act", "silu"), "silu"),
+        "use_sliding_window": (bool(windowed), False),
+        "quantization_config": (bool(quantised), False),
+        "partial_rotary_factor": (_rope_facts(facts).get("partial_rotary_factor", 1.0), 1.0),
+        "attention_dropout": (float(facts.get("attention_dropout", 0.0)), 0.0),
+        "layer_types": (sorted(set(facts.get("layer_types", ()))), "only full_attention"),
+    }
+    if features["layer_types"][0] in ([], ["full_attention"]) or family.has_sliding_window:
+        del features["layer_types"]
+    for key, (got, expected) in features.items():
+        if got != expected:
+            raise ConfigError(
+                f"model: got {key} {got!r} in a {facts['model_type']} config, expected "
+                f"{expected!r}; choose another model, or engine.kind=fsdp, which runs what "
+                f"transformers can load"
+            )
+
+
+def _rope_facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """rope_parameters (transformers 5), or rope_scaling and the values beside it (4)."""
+    beside = {key: facts[key] for key in ("rope_theta", "partial_rotary_factor") if key in facts}
+    return {**beside, **(facts.get("rope_scaling") or {}), **(facts.get("rope_parameters") or {})}
+
+
+def _rope(facts: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """(theta, scaling or None); ConfigError for a kind that only transformers computes."""
+    rope = _rope_facts(facts)
+    theta, kind = float(rope.get("rope_theta", 10000.0)), rope.get("rope_type", rope.get("type"))
+    if kind in (None, "default"):
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling("linear", float(rope["factor"]))
+    if kind == "llama3":
+        return theta, RopeScaling(
+            "llama3",
+            float(rope["factor"]),
+            float(rope["low_freq_factor"]),
+            float(rope["high_freq_factor"]),
+            int(rope["original_max_position_embeddings"]),
+        )
+    raise ConfigError(
+        f"model: got rope scaling {kind!r}, expected default, linear or llama3; choose another "
+        f"model, or engine.kind=fsdp, which runs what transformers can load"
+    )
+
+
+def _size(facts: Mapping[str, Any], key: str) -> int:
+    value = facts.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"model: got {key} {value!r} in config.json, expected a positive integer; "
+            f"mend the file or choose another model"
+        )
+    return value
+
+
+def _check_heads(arch: Architecture) -> None:
+    if arch.num_heads % arch.num_kv_heads:
+        raise ConfigError(
+            f"model: got {arch.num_kv_heads} key-value heads for {arch.num_heads} attention "
+            f"heads, expected a divisor; mend config.json"
+        )
+    if arch.head_dim % 2:
+        raise ConfigError(
+            f"model: got head_dim {arch.head_dim}, expected an even number, as rotary positions "
+            f"turn pairs; mend config.json"
+        )

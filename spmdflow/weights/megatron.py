@@ -1,0 +1,86 @@
+"""Weights as megatron-core 0.16 holds them (its local layer specification). Integers only.
+
+- linear_qkv: per key-value group its query heads, its key head, its value head, the groups one
+  beneath another; the rows are cut in t equal parts. With fewer kv heads than t a cut falls inside
+  a group, or inside a head: nothing is replicated, Megatron gathers the *activations* over tp.
+- linear_fc1: this rank's rows of gate, then those of up.
+- linear_proj, linear_fc2: columns; their biases whole on every rank.
+- Embedding and output layer: rows of the vocabulary, padded to `vocab_multiple`.
+- Layers over stages: `table.stage_layers`, numbered from 0 in each stage. The last stage of a tied
+  model has a copy of the embedding as its output layer if there is more than one stage.
+- A scalar head is the output layer: one row, whole on every rank of the last stage.
+"""
+
+from __future__ import annotations
+
+from spmdflow.errors import ConfigError
+from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.cut import Cut, LayerRow, check_sizes
+from spmdflow.weights.piece import LocalTensor, ShardTable
+from spmdflow.weights.table import EMBEDDING, stage_layers
+
+_QKV = ("self_attn.q_proj.{}", "self_attn.k_proj.{}", "self_attn.v_proj.{}")
+_GATE_UP = ("mlp.gate_proj.{}", "mlp.up_proj.{}")
+
+
+def _each(names: tuple[str, ...], kind: str) -> tuple[str, ...]:
+    return tuple(name.format(kind) for name in names)
+
+
+_LAYER: tuple[LayerRow, ...] = (
+    ("input_layernorm.weight", Cut.whole, ("input_layernorm.weight",)),
+    ("self_attention.linear_proj.weight", Cut.columns, ("self_attn.o_proj.weight",)),
+    ("self_attention.linear_proj.bias", Cut.whole, ("self_attn.o_proj.bias",)),
+    ("self_attention.linear_qkv.weight", Cut.groups, _each(_QKV, "weight")),
+    ("self_attention.linear_qkv.bias", Cut.groups, _each(_QKV, "bias")),
+    ("self_attention.q_layernorm.weight", Cut.whole, ("self_attn.q_norm.weight",)),
+    ("self_attention.k_layernorm.weight", Cut.whole, ("self_attn.k_norm.weight",)),
+    ("pre_mlp_layernorm.weight", Cut.whole, ("post_attention_layernorm.weight",)),
+    ("mlp.linear_fc1.weight", Cut.rows, _each(_GATE_UP, "weight")),
+    ("mlp.linear_fc1.bias", Cut.rows, _each(_GATE_UP, "bias")),
+    ("mlp.linear_fc2.weight", Cut.columns, ("mlp.down_proj.weight",)),
+    ("mlp.linear_fc2.bias", Cut.whole, ("mlp.down_proj.bias",)),
+)
+
+
+def megatron_shards(
+    arch: Architecture,
+    *,
+    tp_size: int,
+    tp_rank: int,
+    pp_size: int,
+    pp_rank: int,
+    vocab_multiple: int,
+) -> ShardTable:
+    """Local tensors of one rank, by the parameter names of `GPTModel`.
+
+    vocab_multiple: the vocabulary is padded to a multiple of it; tp_size divides that.
+    ConfigError if the architecture cannot be cut so, or has biases that Megatron has not.
+    """
+    check_sizes("megatron", arch, tp_size=tp_size, pp_size=pp_size)
+    _check_biases(arch)
+    cut = Cut("megatron", arch, tp_size, tp_rank, vocab_multiple)
+    table: dict[str, LocalTensor] = {}
+    if pp_rank == 0:
+        table["embedding.word_embeddings.weight"] = cut.vocabulary([EMBEDDING])
+    for number, layer in enumerate(stage_layers(arch.num_layers, pp_size=pp_size, pp_rank=pp_rank)):
+        for name, tensor in cut.layer(_LAYER, layer):
+            table[f"decoder.layers.{number}.{name}"] = tensor
+    if pp_rank == pp_size - 1:
+        table["decoder.final_layernorm.weight"] = cut.whole(["model.norm.weight"])
+        if arch.head == "scalar":
+            table["output_layer.weight"] = cut.whole(["score.weight"])
+        elif not arch.tied:
+            table["output_layer.weight"] = cut.vocabulary(["lm_head.weight"])
+        elif pp_size > 1:
+            table["output_layer.weight"] = cut.vocabulary([EMBEDDING])
+    return table
+
+
+def _check_biases(arch: Architecture) -> None:
+    if arch.o_bias != arch.mlp_bias or (arch.mlp_bias and not arch.qkv_bias):
+        raise ConfigError(
+            f"megatron: got biases qkv {arch.qkv_bias}, o {arch.o_bias}, mlp {arch.mlp_bias}, "
+            f"expected all, none or qkv alone, as Megatron has one switch for o and mlp; choose "
+            f"another model or engine.kind=fsdp"
+        )

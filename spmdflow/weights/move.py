@@ -1,0 +1,99 @@
+"""Values between local tensors, boxes and whole tensors. Pure torch, no processes.
+
+fill(local, table, read)          boxes -> local tensors (loading, resharding, a checkpoint)
+blocks(local, table)              local tensors -> live views by box (the inverse)
+BlockReader(blocks).read          boxes out of such views: fill's third argument
+gathered(blocks, shapes)          whole tensors out of the views of several ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from spmdflow.blocks.box import Box, subtract_all
+from spmdflow.blocks.plan import PlanError
+from spmdflow.weights.piece import ShardTable
+
+Read = Callable[[str, Box], Tensor]
+"""(Hugging Face name, box) -> a tensor of the box's shape, of any dtype and device."""
+
+Block = tuple[str, Tensor, Box]
+"""(Hugging Face name, view of the live tensor, the box that it holds)."""
+
+
+def fill(local_tensors: Mapping[str, Tensor], table: ShardTable, read: Read) -> None:
+    """Write every piece of every local tensor in place, and zeros into the padding.
+
+    local_tensors: at least those of the table, in its shapes; values are rounded to their dtype.
+    """
+    with torch.no_grad():
+        for name, described in table.items():
+            tensor = _local(local_tensors, name, described.shape)
+            if described.padding:
+                tensor.zero_()
+            for piece in described.pieces:
+                tensor[piece.local.slices()].copy_(read(piece.name, piece.box))
+
+
+def blocks(local_tensors: Mapping[str, Tensor], table: ShardTable) -> Iterator[Block]:
+    """Every piece as a view that shares storage with its local tensor, in the table's order."""
+    for name, described in table.items():
+        tensor = _local(local_tensors, name, described.shape).detach()
+        for piece in described.pieces:
+            yield piece.name, tensor[piece.local.slices()], piece.box
+
+
+class BlockReader:
+    """Reads boxes out of blocks that hold them together, of one rank or of several."""
+
+    def __init__(self, some: Iterable[Block]) -> None:
+        self._blocks: dict[str, list[tuple[Tensor, Box]]] = {}
+        for name, values, box in some:
+            self._blocks.setdefault(name, []).append((values, box))
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The values of a box: a view if one block holds it, else a new tensor.
+
+        PlanError if the blocks do not hold all of it.
+        """
+        held = self._blocks.get(name, [])
+        for values, whole in held:
+            if whole.contains(box):
+                return values[box.slices(whole)]
+        missing = subtract_all([box], [whole for _, whole in held])
+        if missing:
+            raise PlanError(
+                f"tensor {name}: got no values of box {missing[0].bounds}, expected blocks that "
+                f"hold all of {box.bounds}; add the rank that holds it"
+            )
+        return self._joined(held, box)
+
+    def _joined(self, held: Sequence[tuple[Tensor, Box]], box: Box) -> Tensor:
+        result = held[0][0].new_empty(box.shape)
+        for values, whole in held:
+            common = whole.intersect(box)
+            if common is not None:
+                result[common.slices(box)] = values[common.slices(whole)]
+        return result
+
+
+def gathered(
+    some: Iterable[Block], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors of the names in shapes, in that order; PlanError if an element is missing."""
+    reader = BlockReader(some)
+    for name, shape in shapes.items():
+        yield name, reader.read(name, Box.of_shape(shape))
+
+
+def _local(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    tensor = tensors.get(name)
+    if tensor is None or tuple(tensor.shape) != shape:
+        raise PlanError(
+            f"local tensor {name}: got {None if tensor is None else tuple(tensor.shape)}, expected "
+            f"shape {shape} as the table says; build the model with the table's sizes"
+        )
+    return tensor
