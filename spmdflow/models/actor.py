@@ -18,6 +18,7 @@ from spmdflow.models.base import EngineWorker
 from spmdflow.objectives.log_prob import entropy_from_logits, log_probs_from_logits
 from spmdflow.objectives.policy import PolicyLoss, clipped_surrogate
 from spmdflow.rollout.factory import generator_of
+from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import Max, Mean, Metric, Sum, WorkerContext
@@ -31,7 +32,8 @@ class ActorWorker(EngineWorker):
 
     def __init__(self, cfg: ActorConfig, context: WorkerContext) -> None:
         super().__init__(cfg, context, head="causal_lm")
-        self.generator = generator_of(cfg.rollout, cfg.model.path, context.device)
+        replica = Replica.of(context.layout, context.rank, context.groups)
+        self.generator = generator_of(cfg.rollout, cfg.model.path, context.device, replica)
         self.hybrid = CopySync(self.engine, self.generator, verify_every=cfg.rollout.verify_every)
         self.sampling = Sampling.from_config(cfg.rollout)
         self.loss = PolicyLoss(cfg.loss, cfg.rollout.temperature)

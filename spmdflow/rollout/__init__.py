@@ -1,22 +1,35 @@
 """Rollout: what turns prompts into responses.
 
 A generator needs a Hugging Face folder, sampling settings and one seed per row; it gives, for
-every row, the response's token ids, a mask and the log-probability of each chosen token. It
-holds its own full copy of the weights, which `hybrid_engine` overwrites after each update.
+every row, the response's token ids, a mask and the log-probability of each chosen token. Its
+*replica*, one rank or several, holds a full copy of the weights, which `hybrid_engine` overwrites
+after each update, or reads the trainer's shards where they lie.
 
 The recorded log-probabilities are those of logits / temperature over the whole vocabulary,
 before top-k and top-p: the quantity that the trainer computes for the same token. They are
 recomputed by the trainer all the same (`compute_log_prob`), because the two forward passes
 round differently; the gap between the two, the drift, is a metric of every step.
 
+The ranks of a replica are the trainer's generation groups (parallel.layout), and vLLM works on
+their process groups: tensor-parallel t_g, pipeline p_g, strided or not, of a part of the world.
+Each rank schedules the same requests and draws the same tokens from the same logits and seeds;
+prompts and tokens are compared by hash in each call. Pipeline stages are vLLM's own: the last
+stage broadcasts its logits. One batch is in one stage at a time, so p_g > 1 spares memory, not
+time. The built-in generator is for replicas of one rank.
+
   generator      the surface, and what every generator checks and gives
   factory        `generator_of`: a generator by its name in the config
+  replica        the ranks that generate together, and their groups
   sampling       settings, noise and the draw: pure functions of (seed, position, logits)
+  storage        freeing the memory of tensors, and having it again
   builtin        the batched decode loop, used with one of the two cached models
   llama          cached forward of Llama-family weights, written for small models on CPU
   hugging_face   the seam to transformers, and the cached forward of every other family
   vllm           the generator on vLLM in process, one engine per rank
-  vllm_engine    the seam to vLLM: its engine inside our process and process groups
+  vllm_engine    the seam to vLLM: its engine inside our process
+  vllm_groups    its parallel state on our process groups
+  vllm_contract  the names of its inside that are used, checked before an engine is built
+  vllm_weights   what its layers read, by Hugging Face name, and the hashes of it
+  vllm_blocks    layers that compute with the trainer's shards instead of their own weights
   process_state  keeping the process as it is while vLLM starts in it
-  vllm_weights   vLLM's parameters under their Hugging Face names
 """

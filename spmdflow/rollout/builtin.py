@@ -19,9 +19,10 @@ from spmdflow.blocks.hash import positional_hash
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import lengths_of, mask_of, rows_of
 from spmdflow.rollout import llama
-from spmdflow.rollout.generator import NEVER, Arrivals, check_prompts, response_columns
+from spmdflow.rollout.generator import NEVER, Arrivals, WakePart, check_prompts, response_columns
 from spmdflow.rollout.hugging_face import HuggingFaceForward, causal_lm, end_tokens
 from spmdflow.rollout.sampling import Sampling, draw
+from spmdflow.rollout.storage import Storages
 
 _LEAVE_BELOW = 0.75
 """Share of unfinished rows below which the others leave: copying the cache costs steps too."""
@@ -64,10 +65,12 @@ class BuiltinGenerator:
         )
         self._forward = forward
         self._device = device
+        self._asleep: Storages | None = None
         self._end_tokens = torch.tensor(end_tokens(model_path), dtype=torch.int64, device=device)
 
     def generate(self, prompts: Tensor, sampling: Sampling, seeds: Sequence[int]) -> TensorDict:
         """Responses to B prompts; see Generator.generate."""
+        self.wake()
         check_prompts(prompts, sampling, seeds=seeds, max_positions=self._forward.max_positions)
         rows, lengths = rows_of(prompts), lengths_of(prompts)
         tokens = torch.zeros(
@@ -124,6 +127,7 @@ class BuiltinGenerator:
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> int:
         """Overwrite the weights; see Generator.load."""
+        self.wake("weights")
         weights = self._forward.weights
         arrivals = Arrivals({name: tensor.shape for name, tensor in weights.items()})
         for name, tensor in arrivals.fitting(tensors):
@@ -134,14 +138,22 @@ class BuiltinGenerator:
 
     def hashes(self) -> dict[str, int]:
         """Hashes of the tensors that the forward reads."""
+        self.wake("weights")
         return {name: positional_hash(tensor, 0) for name, tensor in self._forward.weights.items()}
 
-    def sleep(self) -> None:
-        """Free the KV cache."""
+    def sleep(self, *, weights: bool = False) -> None:
+        """Free the KV cache, and the weights if asked."""
         self._forward.release()
+        if weights and self._asleep is None:
+            self._asleep = Storages(self._forward.weights.values())
+            self._asleep.free()
+            self.weights_version = NEVER
 
-    def wake(self) -> None:
-        """Nothing to do: the next batch allocates its cache."""
+    def wake(self, part: WakePart | None = None) -> None:
+        """Have the weights' memory again; the next batch allocates its cache by itself."""
+        if self._asleep is not None and part != "kv_cache":
+            self._asleep.restore()
+            self._asleep = None
 
     def close(self) -> None:
         """Free the KV cache; the weights go with the object."""

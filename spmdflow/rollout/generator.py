@@ -7,7 +7,7 @@ Whoever generates compares it with the trainer's own (hybrid_engine.copy_sync do
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from tensordict import TensorDict
@@ -18,10 +18,14 @@ from spmdflow.errors import ColumnError, ConfigError, WeightSyncError
 from spmdflow.rollout.sampling import Sampling
 
 NEVER = -1
+WakePart = Literal["weights", "kv_cache"]
 
 
 class Generator(Protocol):
-    """One rank's generator; holds a full copy of the weights."""
+    """One rank's part of a generation replica; the replica holds a full copy of the weights.
+
+    All ranks of a replica make the same calls, with the same arguments, in the same order.
+    """
 
     weights_version: int
     dtype: torch.dtype
@@ -37,20 +41,25 @@ class Generator(Protocol):
         """
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> int:
-        """Overwrite the weights by Hugging Face name with full tensors; returns bytes written.
+        """Overwrite the weights by Hugging Face name with full tensors; returns their bytes.
+
+        Each rank keeps the part that it reads.
 
         Takes the whole stream before it complains. WeightSyncError names tensors that are
         unknown, misshapen or were not in the stream.
         """
 
     def hashes(self) -> dict[str, int]:
-        """positional_hash of every tensor the forward reads, by Hugging Face name."""
+        """positional_hash of every whole tensor that the replica reads, by Hugging Face name."""
 
-    def sleep(self) -> None:
-        """Free the KV cache (weights stay) until `wake`, or until load or generate need it."""
+    def sleep(self, *, weights: bool = False) -> None:
+        """Free the KV cache until `wake`, or until load or generate need it.
 
-    def wake(self) -> None:
-        """Undo `sleep`."""
+        weights: free the weights too. The generator then counts as never synced.
+        """
+
+    def wake(self, part: WakePart | None = None) -> None:
+        """Undo `sleep`, for one part or for all; freed weights are there but must be synced."""
 
     def close(self) -> None:
         """Free everything."""

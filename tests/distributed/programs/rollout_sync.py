@@ -144,7 +144,9 @@ def check_updates(world: World, generator: Generator, *, model: str = "untied") 
 
 def weights_of(generator: Any) -> Mapping[str, Tensor]:
     """The tensors that a generator's forward reads."""
-    return generator._weights if hasattr(generator, "_weights") else generator._forward.weights
+    if hasattr(generator, "_reading"):
+        return {name: view for name, view, _ in generator._reading.blocks}
+    return generator._forward.weights
 
 
 VICTIM = "model.layers.1.self_attn.k_proj.weight"

@@ -37,6 +37,7 @@ from spmdflow.hybrid_engine.copy_sync import CopySync
 from spmdflow.rollout.factory import generator_of
 from spmdflow.rollout.hugging_face import end_tokens
 from spmdflow.rollout.sampling import Sampling
+from spmdflow.rollout.storage import Storages
 from tests.rollout_reference import (
     END,
     disagreements,
@@ -136,11 +137,11 @@ def check_prefix_cache(world: World, generator: Any) -> dict[str, Any]:
 def check_sleep(world: World, generator: Any) -> dict[str, Any]:
     """KV cache bytes awake and asleep, and responses before and after."""
     before = tokens_of(generator.generate(world.prompts(), SAMPLED, world.seeds))
-    storages = generator._engine._cache_storages()
-    sizes = [sum(s.nbytes() for s in storages)]
+    cache = Storages(generator._engine._runner.kv_caches)
+    sizes = [cache.num_bytes]
     generator.sleep()
     generator.sleep()
-    sizes.append(sum(s.nbytes() for s in storages))
+    sizes.append(cache.num_bytes)
     after = tokens_of(generator.generate(world.prompts(), SAMPLED, world.seeds))
     return {"sleep": {"bytes": sizes, "same": before == after}}
 

