@@ -3,87 +3,150 @@
 log p(y) = z_y / tau - logsumexp(z / tau), in float32 whatever the logits' dtype (bfloat16
 log-probs would bias the ratio). Work runs in chunks of positions; backward recomputes the
 softmax of a chunk instead of keeping it, so autograd stores the logits themselves and (B, T).
+
+Under tensor parallelism each rank has some columns of the vocabulary (`LogitShard`). Forward
+all-reduces two or three numbers a position over the given group; backward needs nothing from
+the other ranks, because they all derive the same loss from the same results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _CHUNK_ELEMENTS = 1 << 24
 
 
-def log_probs_from_logits(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
+@dataclass(frozen=True)
+class LogitShard:
+    """This rank's columns of the logits; all ranks of group hold those of the same positions."""
+
+    logits: Tensor
+    """(..., V/t): columns first, first + 1, ... of the vocabulary."""
+    first: int
+    vocab_size: int
+    """Columns from here on are padding: they take no part in the softmax."""
+    group: dist.ProcessGroup | None = None
+    """Ranks that hold the other columns; None: there are no others."""
+
+    @property
+    def width(self) -> int:
+        """Columns held here that are no padding."""
+        return min(max(self.vocab_size - self.first, 0), self.logits.shape[-1])
+
+
+def log_probs_from_logits(
+    logits: Tensor | LogitShard, ids: Tensor, temperature: float = 1.0
+) -> Tensor:
     """log softmax(logits / temperature) at ids: (..., V), (...) int64 -> (...) float32."""
     assert temperature > 0, temperature
-    flat = logits.reshape(-1, logits.shape[-1])  # (N, V)
-    result: Tensor = _LogProb.apply(flat, ids.reshape(-1), temperature)  # type: ignore[no-untyped-call]
+    flat, shard = _flat(logits)
+    result: Tensor = _LogProb.apply(flat, ids.reshape(-1), temperature, shard)  # type: ignore[no-untyped-call]
     return result.view(ids.shape)
 
 
-def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
+def entropy_from_logits(logits: Tensor | LogitShard, temperature: float = 1.0) -> Tensor:
     """H = -sum_v p_v log p_v of softmax(logits / temperature): (..., V) -> (...) float32."""
     assert temperature > 0, temperature
-    flat = logits.reshape(-1, logits.shape[-1])  # (N, V)
-    result: Tensor = _Entropy.apply(flat, temperature)  # type: ignore[no-untyped-call]
-    return result.view(logits.shape[:-1])
+    flat, shard = _flat(logits)
+    result: Tensor = _Entropy.apply(flat, temperature, shard)  # type: ignore[no-untyped-call]
+    whole = logits if isinstance(logits, Tensor) else logits.logits
+    return result.view(whole.shape[:-1])
 
 
 class _LogProb(torch.autograd.Function):
     """d log p(y) / dz_v = (1[v = y] - p_v) / tau."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
-        picked = logits.gather(1, ids[:, None])[:, 0].to(_wide(logits)) / temperature
+    def forward(
+        ctx: Any, logits: Tensor, ids: Tensor, temperature: float, shard: _Columns
+    ) -> Tensor:
+        column = ids - shard.first
+        here = (column >= 0) & (column < shard.width)
+        column = torch.where(here, column, 0)
+        picked = logits.gather(1, column[:, None])[:, 0].to(_wide(logits)) / temperature
+        picked = torch.where(here, picked, 0.0)
         normaliser = torch.empty_like(picked)
         for part in _chunks(logits):
-            normaliser[part] = _scaled(logits[part], temperature).logsumexp(-1)
-        ctx.save_for_backward(logits, ids, normaliser)
-        ctx.temperature = temperature
+            normaliser[part] = _log_sum(_scaled(logits[part], temperature, shard))
+        if shard.group is not None:
+            normaliser = _joint_log_sum(normaliser, shard.group)
+            dist.all_reduce(picked, group=shard.group)
+        ctx.save_for_backward(logits, column, here, normaliser)
+        ctx.temperature, ctx.shard = temperature, shard
         return picked - normaliser
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logits, ids, normaliser = ctx.saved_tensors
-        grad = grads[0] / ctx.temperature
-        out = torch.empty_like(logits)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, column, here, normaliser = ctx.saved_tensors
+        shard, grad = ctx.shard, grads[0] / ctx.temperature
+        out = torch.zeros_like(logits)
         for part in _chunks(logits):
-            probs = (_scaled(logits[part], ctx.temperature) - normaliser[part, None]).exp()
-            dense = probs * -grad[part, None]
-            dense.scatter_add_(1, ids[part, None], grad[part, None])
-            out[part] = dense.to(logits.dtype)
-        return out, None, None
+            probs = (_scaled(logits[part], ctx.temperature, shard) - normaliser[part, None]).exp()
+            dense = probs * -grad[part, None]  # (n, width)
+            if shard.width:
+                dense.scatter_add_(1, column[part, None], (grad * here)[part, None])
+            out[part, : shard.width] = dense.to(logits.dtype)
+        return out, None, None, None
 
 
 class _Entropy(torch.autograd.Function):
     """dH / dz_v = -p_v (log p_v + H) / tau."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, temperature: float) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, temperature: float, shard: _Columns) -> Tensor:
         entropy = torch.empty(len(logits), dtype=_wide(logits), device=logits.device)
+        normaliser = torch.empty_like(entropy)
         for part in _chunks(logits):
-            log_probs = _scaled(logits[part], temperature).log_softmax(-1)
-            entropy[part] = torch.special.entr(log_probs.exp()).sum(-1)
-        ctx.save_for_backward(logits, entropy)
-        ctx.temperature = temperature
+            scaled = _scaled(logits[part], temperature, shard)
+            normaliser[part] = _log_sum(scaled)
+            probs = (scaled - normaliser[part, None]).exp()
+            entropy[part] = torch.special.entr(probs).sum(-1)
+        if shard.group is not None:
+            local, normaliser = normaliser, _joint_log_sum(normaliser, shard.group)
+            # H of a mixture of disjoint parts: sum_r P_r H_r - P_r log P_r
+            share = (local - normaliser).exp()
+            entropy = share * entropy + torch.special.entr(share)
+            dist.all_reduce(entropy, group=shard.group)
+        ctx.save_for_backward(logits, entropy, normaliser)
+        ctx.temperature, ctx.shard = temperature, shard
         return entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        logits, entropy = ctx.saved_tensors
-        grad = grads[0] / ctx.temperature
-        out = torch.empty_like(logits)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits, entropy, normaliser = ctx.saved_tensors
+        shard, grad = ctx.shard, grads[0] / ctx.temperature
+        out = torch.zeros_like(logits)
         for part in _chunks(logits):
-            log_probs = _scaled(logits[part], ctx.temperature).log_softmax(-1)
+            log_probs = _scaled(logits[part], ctx.temperature, shard) - normaliser[part, None]
             # a word of probability 0 has log-prob -inf and no weight
             slope = torch.where(
                 log_probs.isneginf(), 0.0, log_probs.exp() * (log_probs + entropy[part, None])
             )
-            out[part] = (-slope * grad[part, None]).to(logits.dtype)
-        return out, None
+            out[part, : shard.width] = (-slope * grad[part, None]).to(logits.dtype)
+        return out, None, None
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """What the maths needs to know of a shard: everything but the logits."""
+
+    first: int
+    width: int
+    group: dist.ProcessGroup | None
+
+
+def _flat(logits: Tensor | LogitShard) -> tuple[Tensor, _Columns]:
+    """Logits as (N, V/t), and which columns they are."""
+    if isinstance(logits, Tensor):
+        return logits.reshape(-1, logits.shape[-1]), _Columns(0, logits.shape[-1], None)
+    columns = _Columns(logits.first, logits.width, logits.group)
+    return logits.logits.reshape(-1, logits.logits.shape[-1]), columns
 
 
 def _wide(logits: Tensor) -> torch.dtype:
@@ -91,8 +154,24 @@ def _wide(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    return logits.to(_wide(logits)) / temperature
+def _scaled(logits: Tensor, temperature: float, shard: _Columns) -> Tensor:
+    return logits[:, : shard.width].to(_wide(logits)) / temperature
+
+
+def _log_sum(scaled: Tensor) -> Tensor:
+    """logsumexp of each row; -inf if this rank has no column at all."""
+    if scaled.shape[-1] == 0:
+        return scaled.new_full(scaled.shape[:-1], -torch.inf)
+    return scaled.logsumexp(-1)
+
+
+def _joint_log_sum(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """log sum exp of the ranks' values, the same bits on all of them."""
+    largest = local.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    total = (local - largest).exp()
+    dist.all_reduce(total, group=group)
+    return largest + total.log()
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:

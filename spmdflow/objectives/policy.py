@@ -121,7 +121,7 @@ class PolicyLoss:
         """Aggregated entropy, 0 if it is not in the loss; adds the token mean to metrics."""
         in_loss = self.cfg.entropy_coef != 0
         if not (in_loss or self.report_entropy):
-            return logits.new_zeros(())
+            return torch.zeros((), device=micro.response_mask.device)
         with torch.set_grad_enabled(in_loss):
             entropy = micro.gather(entropy_from_logits(logits, self.temperature))
         mask = micro.response_mask

@@ -7,7 +7,7 @@ row with prompt length P is predicted at position P - 1 + t.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tensordict import TensorDict
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmdflow.data.micro import cut
 from spmdflow.data.ragged import is_ragged, lengths_of, mask_of, pad, ragged, take_rows
-from spmdflow.errors import ColumnError
+from spmdflow.errors import ColumnError, ProtocolError
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,47 @@ def restore_ragged(parts: list[Tensor], lengths: list[Tensor], index: Tensor) ->
     widths = [mask_of(n, part.shape[1]) for n, part in zip(lengths, parts, strict=True)]
     values = torch.cat([part[width] for part, width in zip(parts, widths, strict=True)])
     return ragged(*take_rows(values, torch.cat(lengths), torch.argsort(index)))
+
+
+def join_columns(answers: list[Mapping[str, Tensor]], micros: list[MicroBatch]) -> TensorDict:
+    """One answer for each micro-batch as columns; padding rows dropped, rows in batch order."""
+    index = torch.cat([micro.index for micro in micros])
+    columns = {
+        name: _column(name, [answer[name] for answer in answers], micros, index)
+        for name in answers[0]
+    }
+    return TensorDict(columns, batch_size=[len(index)])
+
+
+def lengthened(micro: MicroBatch, multiple: int) -> MicroBatch:
+    """The same rows with T padded to a multiple."""
+    rows, length = micro.input_ids.shape
+    extra = -length % multiple
+    if not extra:
+        return micro
+    places = torch.arange(length + extra, device=micro.input_ids.device)
+    return replace(
+        micro,
+        input_ids=torch.nn.functional.pad(micro.input_ids, (0, extra)),
+        attention_mask=torch.nn.functional.pad(micro.attention_mask, (0, extra)),
+        position_ids=places.expand(rows, -1),
+    )
+
+
+def _column(name: str, parts: list[Tensor], micros: list[MicroBatch], index: Tensor) -> Tensor:
+    for part, micro in zip(parts, micros, strict=True):
+        allowed = (micro.response_mask.shape, micro.response_mask.shape[:1])
+        if part.shape not in allowed:
+            raise ProtocolError(
+                f"forward: column {name} of fn has shape {tuple(part.shape)}; expected one row "
+                f"per row, {tuple(allowed[0])} or {tuple(allowed[1])}; use micro.gather or "
+                f"micro.last on the output"
+            )
+    real = [part[: len(micro.index)] for part, micro in zip(parts, micros, strict=True)]
+    if parts[0].dim() == 1:
+        return restore_order(real, index)
+    lengths = [micro.response_lengths[: len(micro.index)].cpu() for micro in micros]
+    return restore_ragged(real, lengths, index)
 
 
 class _RowTable:
