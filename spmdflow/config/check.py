@@ -148,22 +148,16 @@ def _check_layouts(cfg: Any, num_ranks: dict[str, int]) -> None:
 
 
 def _check_sizes(cfg: Any, num_ranks: dict[str, int]) -> None:
-    """Batch algebra, warm-up and token budgets."""
+    """Batch algebra and token budgets."""
     data = _only(cfg, DataConfig)
     rollout = _only(cfg, RolloutConfig)
     for role, ranks in num_ranks.items():
         part = getattr(cfg, role)
         update = _only(part, UpdateConfig)
-        engine, optimizer = _only(part, EngineConfig), _only(part, OptimizerConfig)
+        engine = _only(part, EngineConfig)
         if data and update and engine:
             replicas = ranks // training_sizes(role, engine).replica
-            algebra = batch_algebra_of(role, data, update, engine, num_ranks=replicas)
-            total = algebra.optimizer_steps * cfg.total_steps
-            if optimizer and optimizer.warmup_steps > total:
-                raise ConfigError(
-                    f"{role}.optimizer.warmup_steps: got {optimizer.warmup_steps}, expected at "
-                    f"most the run's {total} optimizer steps; lower it or raise total_steps"
-                )
+            batch_algebra_of(role, data, update, engine, num_ranks=replicas)
         if data and rollout and engine:
             _check_token_budget(role, engine, data.max_prompt_tokens + rollout.max_new_tokens)
 

@@ -50,9 +50,15 @@ def _updates(cfg: Any, role: str, num_ranks: int) -> Iterator[str]:
     yield (
         f"{role:6} {algebra.samples} rows = {_count(algebra.mini_batches, 'mini-batch')} of "
         f"{algebra.mini_batch_size}, x {_count(algebra.num_epochs, 'epoch')} = "
-        f"{_count(steps, 'optimizer step')} ({steps * cfg.total_steps} in the run)"
+        f"{_count(steps, 'optimizer step')} ({_in_run(steps * cfg.total_steps, part)})"
     )
     yield f"       {_micro_batches(algebra, num_ranks, part.engine)}"
+
+
+def _in_run(steps: int, part: Any) -> str:
+    warmup = part.optimizer.warmup_steps
+    short = f", all of them warm-up, which takes {warmup}" if warmup > steps else ""
+    return f"{steps} in the run{short}"
 
 
 def _micro_batches(algebra: Algebra, num_ranks: int, engine: Any) -> str:

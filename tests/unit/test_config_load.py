@@ -181,3 +181,9 @@ def test_batch_algebra_names_pools_and_every_stage_of_the_batch() -> None:
         "critic 128 rows = 1 mini-batch of 128, x 1 epoch = 1 optimizer step (100 in the run)",
         "       128 rows over 1 rank = 128 per rank = micro-batches of at most 100 tokens",
     ]
+
+
+def test_warm_up_longer_than_a_short_run_is_said_and_not_refused() -> None:
+    cfg = accept("actor.optimizer.warmup_steps=500")
+
+    assert "(100 in the run, all of them warm-up, which takes 500)" in batch_algebra(cfg, 1)
