@@ -8,22 +8,19 @@ Only this file of the room imports transformers, when a model is loaded. A causa
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from spmdflow.config.schema import ModelConfig
 from spmdflow.errors import ConfigError
+from spmdflow.weights.folder import write_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_MAX_FILE_BYTES = 4 << 30
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
 @dataclass(frozen=True)
@@ -82,42 +79,7 @@ def load_critic_model(cfg: ModelConfig) -> LoadedModel:
 
 def export_folder(folder: Path, model: LoadedModel, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write config, weights (files of at most 4 GiB) and the source's other files to folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in model.source.iterdir():
-        if path.is_file() and path.name != "config.json" and not path.name.endswith(_NOT_COPIED):
-            shutil.copyfile(path, folder / path.name)
-    (folder / "config.json").write_text(json.dumps(model.config, indent=2, sort_keys=True) + "\n")
-    parts: list[dict[str, Tensor]] = [{}]
-    files: list[list[str]] = []
-    size = total = 0
-    for name, tensor in tensors:
-        if parts[-1] and size + tensor.nbytes > _MAX_FILE_BYTES:
-            files.append(_write_part(folder, len(files), parts.pop()))
-            parts.append({})
-            size = 0
-        parts[-1][name] = tensor.cpu().contiguous()
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    files.append(_write_part(folder, len(files), parts.pop()))
-    _name_parts(folder, files, total)
-
-
-def _write_part(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:
-    save_file(tensors, folder / f"part-{number}.safetensors", metadata={"format": "pt"})
-    return list(tensors)
-
-
-def _name_parts(folder: Path, files: list[list[str]], total_bytes: int) -> None:
-    """Give the parts the names from_pretrained looks for; the count is known only now."""
-    if len(files) == 1:
-        (folder / "part-0.safetensors").rename(folder / "model.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(files):
-        name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
-        (folder / f"part-{number}.safetensors").rename(folder / name)
-        weight_map |= dict.fromkeys(names, name)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    write_folder(folder, tensors, config=model.config, source=model.source)
 
 
 def _load_scalar(cfg: ModelConfig, *, new_head: bool) -> LoadedModel:

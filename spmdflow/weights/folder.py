@@ -1,0 +1,149 @@
+"""Hugging Face folders: boxes read straight from safetensors files, and whole folders written.
+
+Reading maps the files: a rank touches only the bytes of its own boxes. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from spmdflow.blocks.box import Box
+from spmdflow.errors import ConfigError
+from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.table import parameters
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MAX_FILE_BYTES = 4 << 30
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+class HuggingFaceFolder:
+    """The tensors of a folder, read box by box. Every rank may read at the same time."""
+
+    def __init__(self, path: str | Path, arch: Architecture, *, new_head: bool = False) -> None:
+        """ConfigError unless the folder has each of the architecture's tensors in its shape.
+
+        new_head: a scalar head that the folder lacks reads as zeros (a fresh critic).
+        """
+        self._path, self._files = Path(path), dict[Path, Any]()
+        self._zeros = set[str]()
+        if new_head and arch.head == "scalar" and "score.weight" not in self._file_of:
+            self._zeros.add("score.weight")
+        self._check(arch)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors that the files hold, sorted."""
+        return sorted(self._file_of)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The values of a box on the host, in the precision of the file."""
+        if name in self._zeros:
+            from_file = self._slice("model.embed_tokens.weight")[:1, :1]
+            return from_file.new_zeros(box.shape)
+        values: Tensor = self._slice(name)[box.slices()]
+        return values
+
+    def _slice(self, name: str) -> Any:
+        path = self._file_of[name]
+        if path not in self._files:
+            self._files[path] = _open(path)
+        return self._files[path].get_slice(name)
+
+    def _check(self, arch: Architecture) -> None:
+        wanted = [part for part in parameters(arch) if part.name not in self._zeros]
+        missing = [part.name for part in wanted if part.name not in self._file_of]
+        if missing:
+            raise ConfigError(
+                f"model: got {self._path} without {', '.join(missing[:3])} ({len(missing)} "
+                f"tensors missing), expected every tensor of a {arch.family} model with a "
+                f"{arch.head} head; choose the folder of a complete model of this kind"
+            )
+        for part in wanted:
+            shape = tuple(self._slice(part.name).get_shape())
+            if shape != part.shape:
+                raise ConfigError(
+                    f"model: got {part.name} of shape {shape} in {self._file_of[part.name]}, "
+                    f"expected {part.shape} by config.json; the two belong to different models: "
+                    f"download the folder again"
+                )
+
+    @cached_property
+    def _file_of(self) -> Mapping[str, Path]:
+        """Tensor name -> file."""
+        index, single = self._path / _INDEX, self._path / _SINGLE
+        if index.is_file():
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {name: self._path / file for name, file in weight_map.items()}
+        if not single.is_file():
+            raise ConfigError(
+                f"model: got {self._path} with neither {_SINGLE} nor {_INDEX}, expected a Hugging "
+                f"Face folder; save the model with safetensors"
+            )
+        return dict.fromkeys(_open(single).keys(), single)
+
+
+def write_folder(
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    config: Mapping[str, Any],
+    source: Path,
+    max_file_bytes: int = _MAX_FILE_BYTES,
+) -> None:
+    """Write config.json, weights (one tensor at a time on the host, files of at most
+    max_file_bytes) and source's other files (tokenizer, generation settings) to folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.is_file() and path.name != "config.json" and not path.name.endswith(_NOT_COPIED):
+            shutil.copyfile(path, folder / path.name)
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
+    part: dict[str, Tensor] = {}
+    files: list[list[str]] = []
+    size = total = 0
+    for name, tensor in tensors:
+        if part and size + tensor.nbytes > max_file_bytes:
+            files.append(_write_part(folder, len(files), part))
+            part, size = {}, 0
+        part[name] = tensor.detach().cpu().contiguous()
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    files.append(_write_part(folder, len(files), part))
+    _name_parts(folder, files, total)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as err:
+        raise ConfigError(
+            f"model: got {path}, which does not read as safetensors ({err}), expected weights; "
+            f"download the file again"
+        ) from err
+
+
+def _write_part(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:
+    save_file(tensors, folder / f"part-{number}.safetensors", metadata={"format": "pt"})
+    return list(tensors)
+
+
+def _name_parts(folder: Path, files: list[list[str]], total_bytes: int) -> None:
+    """Give the parts the names from_pretrained looks for; the count is known only now."""
+    if len(files) == 1:
+        (folder / "part-0.safetensors").rename(folder / _SINGLE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(files):
+        name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        (folder / f"part-{number}.safetensors").rename(folder / name)
+        weight_map |= dict.fromkeys(names, name)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2))
