@@ -1,18 +1,27 @@
-"""What roles with a train engine share: building it, scoring rows, stepping, state on disk."""
+"""What roles with a train engine share: building it, scoring rows, stepping, state on disk.
+
+A role that derives from `EngineWorker` runs on the engine that its settings name (engine.kind).
+`FSDPWorker`, `ZeROWorker` and `ThreeDParallelWorker` (the paper's 3DParallelWorker, section 4.1)
+bind one: `class MyCritic(FSDPWorker)` is a role of its own, `class MyActor(ZeROWorker,
+ActorWorker)` the given role on that engine.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.checkpoint import read_tensors, write_tensors
 from spmdflow.config.parallel import generation_sizes, training_sizes
+from spmdflow.config.schema import EngineConfig
 from spmdflow.data.rows import select_rows
+from spmdflow.errors import ConfigError
 from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.layout import Layout
 from spmdflow.tracking.metric import merge
@@ -28,6 +37,9 @@ Score = Callable[[Tensor, MicroBatch], dict[str, Tensor]]
 
 class EngineWorker(Worker):
     """A worker with one train engine."""
+
+    engine_kinds: ClassVar[tuple[str, ...]] = ()
+    """Engines that this class is bound to, its own choice first; none: any that settings name."""
 
     @classmethod
     def layout_of(cls, cfg: Any, ranks: tuple[int, ...]) -> Layout:
@@ -45,13 +57,35 @@ class EngineWorker(Worker):
 
     @classmethod
     def needed_groups(cls, cfg: Any, layout: Layout) -> list[tuple[int, ...]]:
-        """The pool and, unless every axis but dp has size 1, the groups of every axis."""
+        """The pool; also every axis' groups and single ranks where the engine or layout has them.
+
+        Without axes but dp only zero1 needs the single ranks, on which its parameters are whole.
+        """
+        alone = [(rank,) for rank in layout.ranks]
         if layout.dp_size == layout.generation_dp_size == layout.size:
-            return [layout.ranks]
+            whole = cls.bind_engine(cfg).engine.kind == "zero1"
+            return list(dict.fromkeys([layout.ranks, *(alone if whole else [])]))
         groups = [group for axis in _AXES for group in layout.axis_groups(axis)]
-        return list(dict.fromkeys([layout.ranks, *groups, *((rank,) for rank in layout.ranks)]))
+        return list(dict.fromkeys([layout.ranks, *groups, *alone]))
+
+    @classmethod
+    def bind_engine(cls, cfg: Any) -> Any:
+        """The role's settings with an engine of this class where engine.kind has its default.
+
+        ConfigError if engine.kind names an engine that the class is not bound to.
+        """
+        kind, kinds = cfg.engine.kind, cls.engine_kinds
+        if not kinds or kind in kinds:
+            return cfg
+        if kind != EngineConfig.kind:
+            raise ConfigError(
+                f"{cls.role}.engine.kind: got {kind}, but {cls.__name__} is bound to "
+                f"{' or '.join(kinds)}; leave it out or choose another base class"
+            )
+        return replace(cfg, engine=replace(cfg.engine, kind=kinds[0]))
 
     def __init__(self, cfg: Any, context: WorkerContext, *, head: str) -> None:
+        cfg = self.bind_engine(cfg)
         super().__init__(cfg, context)
         self.engine = engine_of(cfg, context, head=head)
         self._offload = cfg.engine.residency == "offload"
@@ -105,6 +139,24 @@ class EngineWorker(Worker):
     def _move(self, where: Place, parts: tuple[Part, ...]) -> None:
         for part in parts:
             self.engine.residency(where, part)
+
+
+class FSDPWorker(EngineWorker):
+    """A role on FSDP2: parameters, gradients and moments sharded over the pool."""
+
+    engine_kinds = ("fsdp",)
+
+
+class ZeROWorker(EngineWorker):
+    """A role on ZeRO, stage 3 unless engine.kind names another stage."""
+
+    engine_kinds = ("zero3", "zero2", "zero1")
+
+
+class ThreeDParallelWorker(EngineWorker):
+    """A role on Megatron-Core: tensor-, pipeline- and data-parallel, sizes from engine.layout."""
+
+    engine_kinds = ("megatron",)
 
 
 def _prefixed(name: str, prefix: str) -> str:
