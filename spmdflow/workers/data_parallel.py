@@ -27,12 +27,7 @@ from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.worker import Metric, WorkerContext
 from spmdflow.workers.engine import ForwardFn, Part, Place
 from spmdflow.workers.hugging_face import LoadedModel, export_folder
-from spmdflow.workers.micro_batch import (
-    MicroBatch,
-    micro_batches,
-    restore_order,
-    restore_ragged,
-)
+from spmdflow.workers.micro_batch import MicroBatch, join_columns, micro_batches
 from spmdflow.workers.optimizer import ShardedAdamW, clip_, copy_block, squared_norm
 from spmdflow.workers.sharding import (
     Partition,
@@ -94,12 +89,7 @@ class DataParallelEngine(ABC):
                 for micro in micros
             ]
         self._reshard()
-        index = torch.cat([micro.index for micro in micros])
-        columns = {
-            name: _column(name, [answer[name] for answer in answers], micros, index)
-            for name in answers[0]
-        }
-        return TensorDict(columns, batch_size=[len(index)])
+        return join_columns(answers, micros)
 
     def train_step(
         self, batch: TensorDict, loss: Loss, *, num_micro_batches: int
@@ -277,20 +267,3 @@ def _freeze(model: LoadedModel) -> None:
         parameter.requires_grad_(False)
         if id(parameter) not in exact:
             parameter.data = parameter.data.to(model.dtype)
-
-
-def _column(name: str, parts: list[Tensor], micros: list[MicroBatch], index: Tensor) -> Tensor:
-    """One answer of all micro-batches as a column; padding rows dropped, rows in batch order."""
-    for part, micro in zip(parts, micros, strict=True):
-        allowed = (micro.response_mask.shape, micro.response_mask.shape[:1])
-        if part.shape not in allowed:
-            raise ProtocolError(
-                f"forward: column {name} of fn has shape {tuple(part.shape)}; expected one row "
-                f"per row, {tuple(allowed[0])} or {tuple(allowed[1])}; use micro.gather or "
-                f"micro.last on the output"
-            )
-    real = [part[: len(micro.index)] for part, micro in zip(parts, micros, strict=True)]
-    if parts[0].dim() == 1:
-        return restore_order(real, index)
-    lengths = [micro.response_lengths[: len(micro.index)].cpu() for micro in micros]
-    return restore_ragged(real, lengths, index)

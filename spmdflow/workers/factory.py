@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import Any
 
 from spmdflow.errors import ConfigError
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.workers.engine import TrainEngine
-from spmdflow.workers.hugging_face import load_causal_lm, load_critic_model, load_scalar_model
+from spmdflow.workers.hugging_face import (
+    LoadedModel,
+    load_causal_lm,
+    load_critic_model,
+    load_scalar_model,
+)
+from spmdflow.workers.model_source import ModelSource, open_model
 
 _ENGINES = {
     "fsdp": "spmdflow.workers.fsdp:FSDPEngine",
     "zero1": "spmdflow.workers.zero:ZeROEngine",
     "zero2": "spmdflow.workers.zero:ZeROEngine",
     "zero3": "spmdflow.workers.zero:ZeROEngine",
+    "megatron": "spmdflow.workers.megatron:MegatronEngine",
 }
 """Kind -> module:class; imported when a role names it."""
 
@@ -38,14 +46,24 @@ def engine_of(cfg: Any, context: WorkerContext, *, head: str) -> TrainEngine:
             f"choose one of them"
         )
     module, _, name = _ENGINES[kind].partition(":")
-    engine: TrainEngine = getattr(import_module(module), name)(
-        _HEADS[head](cfg.model),
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron names every extra that is not installed
+        engine_class = getattr(import_module(module), name)
+    engine: TrainEngine = engine_class(
+        _model_of(cfg, head=head),
         cfg.engine,
         context,
         optimizer=getattr(cfg, "optimizer", None),
         total_optimizer_steps=_total_optimizer_steps(cfg, context),
     )
     return engine
+
+
+def _model_of(cfg: Any, *, head: str) -> LoadedModel | ModelSource:
+    """A module to shard, or a folder to read boxes from where the engine has its own modules."""
+    if cfg.engine.kind == "megatron":
+        return open_model(cfg.model, head=head)
+    return _HEADS[head](cfg.model)
 
 
 def _total_optimizer_steps(cfg: Any, context: WorkerContext) -> int:

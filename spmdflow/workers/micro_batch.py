@@ -6,7 +6,7 @@ row with prompt length P is predicted at position P - 1 + t.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -89,7 +89,7 @@ def restore_ragged(parts: list[Tensor], lengths: list[Tensor], index: Tensor) ->
     return ragged(*take_rows(values, torch.cat(lengths), torch.argsort(index)))
 
 
-def join_columns(answers: list[Mapping[str, Tensor]], micros: list[MicroBatch]) -> TensorDict:
+def join_columns(answers: Sequence[Mapping[str, Tensor]], micros: list[MicroBatch]) -> TensorDict:
     """One answer for each micro-batch as columns; padding rows dropped, rows in batch order."""
     index = torch.cat([micro.index for micro in micros])
     columns = {

@@ -95,7 +95,9 @@ def test_number_for_no_rows_is_one_because_every_rank_runs_the_collectives() -> 
 
 @pytest.mark.parametrize(("max_rows", "max_tokens"), [(0, None), (4, 0)])
 def test_limit_below_one_is_refused_with_the_number(max_rows: int, max_tokens: int | None) -> None:
-    with pytest.raises(ConfigError, match="got max_rows .* expected at least 1; set micro_batch"):
+    with pytest.raises(
+        ConfigError, match="got max_rows .* expected at least 1; set engine.micro_batch"
+    ):
         num_micro_batches([[3]], max_rows=max_rows, max_tokens=max_tokens)
 
 

@@ -1,0 +1,327 @@
+"""`MegatronEngine`: tensor, pipeline and data parallelism by Megatron-Core (paper section 2.1).
+
+Every rank holds a stage's share of each tensor; micro-batches flow through the stages in 1F1B
+order (Narayanan et al. 2021). Works on any subset of ranks and beside other models in the process.
+There is no context parallelism: Megatron's attention without TransformerEngine refuses it, and
+layouts have no such axis. Knows no roles: what an output means is up to `fn` and `loss`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from tensordict import TensorDict
+from torch import Tensor
+
+from spmdflow.blocks.box import Box
+from spmdflow.config.schema import EngineConfig, OptimizerConfig
+from spmdflow.errors import ConfigError, ProtocolError, SpmdflowError
+from spmdflow.objectives.log_prob import LogitShard
+from spmdflow.objectives.loss import Loss
+from spmdflow.transfer.worker import Metric, WorkerContext
+from spmdflow.weights.table import stage_layers
+from spmdflow.workers.engine import ForwardFn, Part, Place
+from spmdflow.workers.megatron_groups import process_groups
+from spmdflow.workers.megatron_model import build_model, transformer_config
+from spmdflow.workers.megatron_optimizer import MOMENTS, Adopt, StageOptimizer
+from spmdflow.workers.megatron_shim import megatron_runtime
+from spmdflow.workers.megatron_weights import StageWeights, block_name, flat_blocks
+from spmdflow.workers.micro_batch import MicroBatch, join_columns, lengthened, micro_batches
+from spmdflow.workers.model_source import ModelSource
+from spmdflow.workers.optimizer import copy_block
+from spmdflow.workers.residency import Storages
+
+OPTIONS = ("recompute", "sequence_parallel", "plain_optimizer")
+_STEPS = "optimizer.steps"
+
+
+class MegatronEngine:
+    """A `TrainEngine` over a model folder; without an optimizer it only runs forward.
+
+    All ranks of context.layout.ranks build it together. ConfigError if the model cannot be cut
+    as the layout asks. adopt: see `megatron_optimizer.Adopt`.
+    """
+
+    def __init__(
+        self,
+        model: ModelSource,
+        cfg: EngineConfig,
+        context: WorkerContext,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        total_optimizer_steps: int = 0,
+        adopt: Adopt | None = None,
+    ) -> None:
+        self.name, self.layout, self.groups = context.name, context.layout, context.groups
+        self.device, self.dtype, self.rank = context.device, model.dtype, context.rank
+        self.weights_version = 0
+        _check_options(self.name, cfg)
+        self._cfg, self._model = cfg, model
+        self._stage, _, self._tp_rank = self.layout.coordinate(self.rank)
+        self._replica = self.groups.get(self.layout.axis_group(self.rank, "replica"))
+        with megatron_runtime():
+            self._megatron_groups = process_groups(self.layout, self.rank, self.groups)
+            self._module = self._build()
+            if optimizer is None:
+                self._module.requires_grad_(False)
+            self.weights = StageWeights(
+                self._module, model.architecture, self.layout, self.rank, self._replica
+            )
+            self.weights.load(model.read)
+            self._optimizer = (
+                StageOptimizer(
+                    self._module,
+                    optimizer,
+                    self._megatron_groups,
+                    total_steps=total_optimizer_steps,
+                    distributed="plain_optimizer" not in cfg.options,
+                    adopt=adopt,
+                )
+                if optimizer is not None
+                else None
+            )
+        self._storages: dict[Part, Storages] = {}
+
+    # -- running ------------------------------------------------------------------------------
+
+    def forward(
+        self, batch: TensorDict, fn: ForwardFn, *, num_micro_batches: int
+    ) -> TensorDict | None:
+        """See `TrainEngine.forward`; None but on the last stage."""
+        micros = self._micro_batches(batch, num_micro_batches)
+
+        def answer(output: Any, micro: MicroBatch) -> dict[str, Tensor]:
+            return {name: column.cpu() for name, column in fn(output, micro).items()}
+
+        with megatron_runtime(), torch.no_grad():
+            answers = self._run(micros, answer, train=False)
+        return join_columns(answers, micros) if self._is_last else None
+
+    def train_step(
+        self, batch: TensorDict, loss: Loss, *, num_micro_batches: int
+    ) -> dict[str, Metric]:
+        """See `TrainEngine.train_step`. Metrics are those of the last stage, on every rank."""
+        optimizer = self._require_optimizer()
+        micros = self._micro_batches(batch, num_micro_batches)
+        totals = self._dp_sums(loss.denominators(batch))
+
+        def terms(output: Any, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            value, metrics = loss(output, micro, totals)
+            found = {name: x.detach().double() for name, x in {**metrics, "loss": value}.items()}
+            return value, torch.zeros((), dtype=torch.int), found
+
+        with megatron_runtime():
+            optimizer.zero_gradients()
+            found = self._run(micros, terms, train=True)
+            metrics = loss.finalize(self._everywhere(found))
+            norm = optimizer.gradient_norm()
+            self._require_finite(optimizer, norm, metrics["loss"])
+            lr = optimizer.next_lr
+            optimizer.step(norm)
+        self.weights_version += 1
+        return {**metrics, "grad_norm": norm, "lr": lr}
+
+    # -- weights ------------------------------------------------------------------------------
+
+    def blocks(self) -> Iterator[tuple[str, Tensor, Box]]:
+        """(Hugging Face name, live view, its box of the whole) of all that this rank holds."""
+        return self.weights.blocks()
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole float32 tensor) on every rank; collective over a replica.
+
+        Of bfloat16 weights these are the rounded values, as the forward pass uses them.
+        """
+        return self.weights.full_tensors()
+
+    def shard_hashes(self, dtype: torch.dtype) -> dict[str, int]:
+        """Hash of each whole tensor cast to dtype; each replica hashes its own copy."""
+        return self.weights.hashes(dtype)
+
+    def export_hugging_face(self, folder: Path) -> None:
+        """See `TrainEngine.export_hugging_face`; every rank gathers, the first writes."""
+        tensors = self.full_tensors()
+        if self.rank == self.layout.ranks[0]:
+            self._model.export(folder, tensors)
+        for _ in tensors:  # the other ranks take part in the gathers
+            pass
+
+    # -- state --------------------------------------------------------------------------------
+
+    def state_blocks(self) -> dict[str, Tensor]:
+        """Float32 weights and moments that this rank steps, by name and box; live tensors.
+
+        With the distributed optimizer each element is in the blocks of one dp rank. Without an
+        optimizer: the weights held here.
+        """
+        if self._optimizer is None:
+            return {block_name(name, box): view for name, view, box in self.blocks()}
+        return self._optimizer_blocks() | {_STEPS: torch.tensor(self._optimizer.steps_done)}
+
+    def load_blocks(self, blocks: Mapping[str, Tensor]) -> None:
+        """Restore bit for bit on the same layout; collective over dp."""
+        self.weights_version += 1
+        with torch.no_grad():
+            for name, target in self.state_blocks().items():
+                copy_block(target, blocks, name)
+            if self._optimizer is not None:
+                with megatron_runtime():
+                    self._optimizer.restored(int(blocks[_STEPS]))
+
+    def residency(self, where: Place, part: Part) -> None:
+        """Move a part to the host or back. Gradients are not kept: they live within a step.
+
+        On a CPU device only gradients matter: their buffer is freed.
+        """
+        if part == "optimizer" and self._optimizer is not None:
+            self._optimizer.move(self.device if where == "device" else torch.device("cpu"))
+        elif part == "parameters" and self.device.type != "cpu":
+            storages = self._storages_of(part, list(self._module.parameters()))
+            storages.to_host() if where == "host" else storages.to_device()
+        elif part == "gradients" and self._optimizer is not None:
+            buffers = [buffer.grad_data for buffer in self._optimizer.ddp.buffers]
+            storages = self._storages_of(part, buffers)
+            storages.drop() if where == "host" else storages.to_device()
+
+    # -- helpers, in the order of use ---------------------------------------------------------
+
+    def _build(self) -> Any:
+        layout, options = self.layout, self._cfg.options
+        layers = stage_layers(
+            self._model.architecture.num_layers, pp_size=layout.pp_size, pp_rank=self._stage
+        )
+        config = transformer_config(
+            self._model.architecture,
+            tp_size=layout.tp_size,
+            pp_size=layout.pp_size,
+            num_layers=len(layers),
+            dtype=self.dtype,
+            recompute="recompute" in options,
+            sequence_parallel="sequence_parallel" in options,
+        )
+        return build_model(
+            self._model.architecture, config, self._megatron_groups, num_layers=len(layers)
+        )
+
+    def _micro_batches(self, batch: TensorDict, num_micro_batches: int) -> list[MicroBatch]:
+        micros = micro_batches(
+            batch,
+            num_micro_batches=num_micro_batches,
+            by_tokens=self._cfg.max_micro_batch_tokens is not None,
+            device=self.device,
+        )
+        if not self._module.config.sequence_parallel:
+            return micros
+        return [lengthened(micro, self.layout.tp_size) for micro in micros]
+
+    def _run(
+        self, micros: list[MicroBatch], fn: Callable[[Any, MicroBatch], Any], *, train: bool
+    ) -> list[Any]:
+        """Megatron's schedule: what fn gave (in training: its last value), on the last stage."""
+        module = self._optimizer.ddp if train and self._optimizer else self._module
+        module.train(train)
+
+        def step(rest: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            micro = next(rest)
+            output = model(micro.input_ids, micro.position_ids, None)
+            return output, lambda output, non_loss_data=False: fn(self._output(output), micro)
+
+        stages = {}
+        if self.layout.pp_size > 1:
+            pipeline = P2PCommunicator(self._megatron_groups.pp, self._module.config)
+            stages = {"p2p_communicator": pipeline}
+        found: list[Any] = get_forward_backward_func(self.layout.pp_size, None)(
+            forward_step_func=step,
+            data_iterator=iter(micros),
+            model=module,
+            num_microbatches=len(micros),
+            seq_length=micros[0].input_ids.shape[1],  # of no effect: shapes are sent along
+            micro_batch_size=len(micros[0].input_ids),
+            forward_only=not train,
+            collect_non_loss_data=not train,
+            pg_collection=self._megatron_groups,
+            **stages,
+        )
+        return found
+
+    def _output(self, output: Tensor) -> Any:
+        """The last stage's output as roles know it: values, logits or a shard of them."""
+        architecture, size = self._model.architecture, self.layout.tp_size
+        if architecture.head == "scalar":
+            return output.squeeze(-1)  # (b, T, 1) -> (b, T)
+        if size == 1:
+            return output[..., : architecture.vocab_size]
+        first = self._tp_rank * output.shape[-1]
+        return LogitShard(output, first, architecture.vocab_size, self._megatron_groups.tp)
+
+    @property
+    def _is_last(self) -> bool:
+        return self._stage == self.layout.pp_size - 1
+
+    def _require_optimizer(self) -> StageOptimizer:
+        if self._optimizer is None:
+            raise ProtocolError(
+                f"{self.name}: train_step on a model without an optimizer; expected one built "
+                f"for training; give the engine an OptimizerConfig"
+            )
+        return self._optimizer
+
+    def _dp_sums(self, local: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Sums over this rank's dp group in float64."""
+        names = sorted(local)
+        sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        for place, name in enumerate(names):
+            sums[place] = local[name]
+        dist.all_reduce(sums, group=self._megatron_groups.dp)
+        return dict(zip(names, sums.tolist(), strict=True))
+
+    def _everywhere(self, found: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Metrics summed over micro-batches and dp, from each replica's first rank of the last
+        stage to all its ranks: the same bits everywhere."""
+        source = self.layout.axis_group(self.rank, "replica")[-self.layout.tp_size]
+        shared: list[Any] = [None]
+        if self.rank == source:
+            local = {name: sum(metrics[name] for metrics in found) for name in found[0]}
+            shared = [self._dp_sums(local)]
+        dist.broadcast_object_list(shared, source, group=self._replica, device=self.device)
+        metrics: dict[str, float] = shared[0]
+        return metrics
+
+    def _require_finite(self, optimizer: StageOptimizer, norm: float, loss: float) -> None:
+        if not math.isfinite(norm):
+            raise SpmdflowError(
+                f"{self.name}: optimizer step {optimizer.steps_done} has gradient norm {norm} and "
+                f"loss {loss}; expected finite numbers, no weight was changed; lower optimizer.lr "
+                f"({optimizer.cfg.lr}) or look for extreme rewards and log-probs in the batch"
+            )
+
+    def _optimizer_blocks(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for part in self._require_optimizer().owned():
+            local = self.weights.table[part.name]
+            found |= dict(flat_blocks(local, part.main, part.start))
+            for moment in MOMENTS:
+                views = flat_blocks(local, part.moments[moment], part.start)
+                found |= {f"{name}.{moment}": view for name, view in views}
+        return found
+
+    def _storages_of(self, part: Part, tensors: list[Tensor]) -> Storages:
+        if part not in self._storages:
+            self._storages[part] = Storages(tensors)
+        return self._storages[part]
+
+
+def _check_options(name: str, cfg: EngineConfig) -> None:
+    unknown = sorted(set(cfg.options) - set(OPTIONS))
+    if unknown:
+        raise ConfigError(
+            f"{name}.engine.options: got {unknown} for engine megatron, expected some of "
+            f"{list(OPTIONS)}; leave them out or choose another engine.kind"
+        )

@@ -1,0 +1,207 @@
+"""Gradients and AdamW of one Megatron stage: DDP buffers, distributed or plain optimizer.
+
+Gradients accumulate and are summed over dp in float32; masters and moments are float32. The
+distributed optimizer steps 1/dp of every tensor on each rank and gathers the result (ZeRO stage
+1, Rajbhandari et al. 2020); the plain one steps all of it everywhere. Megatron's own clipping and
+schedules are not used: they are the same functions as in the other engines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from spmdflow.config.schema import OptimizerConfig
+from spmdflow.workers.megatron_groups import only_among
+from spmdflow.workers.megatron_layer import local_name
+from spmdflow.workers.optimizer import check_schedule, clip_, learning_rate, squared_norm
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+Adopt = Callable[[DistributedDataParallel], None]
+"""Called between the making of the buffers and of the optimizer: the last moment at which
+parameters may be given other storage (buffer.param_data, bucket.param_data, parameter.data)."""
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Elements start .. stop - 1 of a flattened local tensor, which this rank steps."""
+
+    name: str
+    """Megatron's local name."""
+    start: int
+    stop: int
+    main: Tensor
+    """(stop - start,) float32, live: what AdamW updates."""
+    moments: dict[str, Tensor]
+    """exp_avg and exp_avg_sq of the same shape, live."""
+
+
+class StageOptimizer:
+    """DDP and optimizer around a stage's module. Collective over the model's ranks."""
+
+    def __init__(
+        self,
+        module: MegatronModule,
+        cfg: OptimizerConfig,
+        groups: ProcessGroupCollection,
+        *,
+        total_steps: int,
+        distributed: bool,
+        adopt: Adopt | None,
+    ) -> None:
+        check_schedule(cfg, total_steps)
+        self.cfg, self.total_steps, self.steps_done = cfg, total_steps, 0
+        self.distributed = distributed
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
+        )
+        self.ddp = DistributedDataParallel(module.config, settings, module, pg_collection=groups)
+        module.config.finalize_model_grads_func = _sum_gradients
+        module.config.no_sync_func = self.ddp.no_sync
+        if adopt is not None:
+            adopt(self.ddp)
+        with only_among(groups.intra_dist_opt):
+            chained = get_megatron_optimizer(
+                _megatron_config(cfg, module.config, distributed=distributed),
+                [self.ddp],
+                config_overrides={},  # weight decay on every tensor, as the other engines
+                use_gloo_process_groups=False,
+                pg_collection=groups,
+            )
+        (self._inner,) = chained.chained_optimizers
+        self._adam: torch.optim.Optimizer = self._inner.optimizer
+        self._names = {p: local_name(name) for name, p in self.ddp.named_parameters()}
+        for parameter in self._stepped():
+            # made now, not at the first step: memory is known and checkpoints look alike
+            self._adam.state[parameter].update(_fresh_state(self._adam, parameter))
+
+    @property
+    def next_lr(self) -> float:
+        """The rate that the next step will use."""
+        return learning_rate(self.cfg, self.steps_done, self.total_steps)
+
+    def zero_gradients(self) -> None:
+        """Before the first micro-batch of a step."""
+        self.ddp.zero_grad_buffer()
+        self._inner.zero_grad()
+
+    def gradient_norm(self) -> float:
+        """Norm of the whole model's summed gradient; call once, after the last micro-batch.
+
+        Megatron leaves out what another rank counts: copies over tp and a tied embedding's.
+        """
+        self._inner.prepare_grads()
+        square = squared_norm(self._inner.get_main_grads_for_grad_norm(), self._device)
+        dist.all_reduce(square, group=self._inner.get_grad_stats_parallel_group())
+        return math.sqrt(float(square))
+
+    def step(self, norm: float) -> None:
+        """Clip by the global norm and update the weights; needs `gradient_norm` before it."""
+        clip_([p.grad for p in self._stepped() if p.grad is not None], norm, self.cfg.clip_norm)
+        for group in self._adam.param_groups:
+            group["lr"] = self.next_lr
+        self._inner.step_with_ready_grads()
+        self._inner.zero_grad()
+        self.steps_done += 1
+
+    def owned(self) -> Iterator[Owned]:
+        """What this rank steps, in a fixed order; over dp each element once if distributed."""
+        for parameter, main, start in self._mains():
+            state = self._adam.state[main]
+            moments = {name: state[name].view(-1) for name in MOMENTS}
+            flat = main.detach().view(-1)
+            name = self._names[parameter]
+            yield Owned(name, start, start + flat.numel(), flat, moments)
+
+    def restored(self, steps_done: int) -> None:
+        """After writing into what `owned` gave: weights follow their masters."""
+        self.steps_done = steps_done
+        for group in self._adam.param_groups:
+            if "step" in group:
+                group["step"] = steps_done
+        for parameter in self._stepped():
+            if "step" in self._adam.state[parameter]:
+                self._adam.state[parameter]["step"].fill_(steps_done)
+        if hasattr(self._inner, "_copy_main_params_to_model_params"):
+            self._inner._copy_main_params_to_model_params()
+        if self.distributed:
+            self.ddp.start_param_sync()
+
+    def move(self, device: torch.device) -> None:
+        """Bring moments and masters (those that are no part of the weights) to a device."""
+        weights = {p.untyped_storage().data_ptr() for p in self._names}
+        for parameter in self._stepped():
+            if parameter.untyped_storage().data_ptr() not in weights:
+                parameter.data = parameter.data.to(device)
+            state = self._adam.state[parameter]
+            state.update({name: state[name].to(device) for name in MOMENTS})
+
+    def _stepped(self) -> list[nn.Parameter]:
+        return [p for group in self._adam.param_groups for p in group["params"]]
+
+    def _mains(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
+        """(model parameter, float32 tensor that is stepped, its first element in the flattened)."""
+        inner = self._inner
+        if self.distributed:
+            weights = _joined(inner.model_fp32_groups) + _joined(inner.model_float16_groups)
+            mains = _joined(inner.shard_fp32_groups)
+            mains += _joined(inner.shard_fp32_from_float16_groups)
+            for weight, main in zip(weights, mains, strict=True):
+                yield weight, main, inner._get_model_param_range_map(weight)["param"].start
+        elif hasattr(inner, "float16_groups"):
+            weights = _joined(inner.float16_groups) + _joined(inner.fp32_from_fp32_groups)
+            mains = _joined(inner.fp32_from_float16_groups) + _joined(inner.fp32_from_fp32_groups)
+            yield from ((weight, main, 0) for weight, main in zip(weights, mains, strict=True))
+        else:
+            yield from ((weight, weight, 0) for weight in self._stepped())
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._names)).device
+
+
+def _sum_gradients(model: list[nn.Module], num_tokens: Tensor | None, **groups: Any) -> None:
+    """Megatron's sums over dp, tp and tied embeddings, without dividing by a token count."""
+    finalize_model_grads(model, None, **groups)
+
+
+def _megatron_config(
+    cfg: OptimizerConfig, model: Any, *, distributed: bool
+) -> MegatronOptimizerConfig:
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=cfg.lr,
+        weight_decay=cfg.weight_decay,
+        adam_beta1=cfg.betas[0],
+        adam_beta2=cfg.betas[1],
+        clip_grad=0.0,  # clipped here
+        bf16=model.bf16,
+        params_dtype=model.params_dtype,
+        use_distributed_optimizer=distributed,
+    )
+
+
+def _fresh_state(adam: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    moments = {name: torch.zeros_like(parameter.detach()) for name in MOMENTS}
+    # TransformerEngine's Adam counts steps in its parameter groups
+    return {"step": torch.zeros(()), **moments} if isinstance(adam, torch.optim.AdamW) else moments
+
+
+def _joined(groups: list[list[Any]]) -> list[Any]:
+    return [tensor for group in groups for tensor in group]

@@ -1,0 +1,110 @@
+"""Megatron-Core on a CPU: the CUDA names it uses literally, answered by the CPU.
+
+Measured against 0.16.1. Everything is an attribute swap that is undone when the last user leaves;
+where CUDA is available nothing is swapped. The swaps change nothing for code that does not ask
+for CUDA, so other threads may run meanwhile. Knows no models.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random as megatron_random
+from torch import Tensor
+
+_FACTORIES = ("zeros", "ones", "empty", "tensor", "full")
+
+
+@contextmanager
+def megatron_runtime() -> Iterator[None]:
+    """Everything that calls Megatron runs inside this, on a CPU and on a GPU. May be nested."""
+    _initialise_process()
+    if torch.cuda.is_available():
+        yield
+        return
+    _SWAPS.enter()
+    try:
+        yield
+    finally:
+        _SWAPS.leave()
+
+
+def _initialise_process() -> None:
+    """Scratch memory and a random-number tracker, once a process; what a host made is kept."""
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+    if not megatron_random.get_cuda_rng_tracker().is_initialized():
+        # no dropout anywhere: a tracker that never forks a stream
+        megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+
+
+class _Swaps:
+    """Attributes replaced while at least one user is inside."""
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def enter(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                for owner, name, value in _replacements():
+                    self._originals.append((owner, name, getattr(owner, name)))
+                    setattr(owner, name, value)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            while self._users == 0 and self._originals:
+                setattr(*self._originals.pop())
+
+
+_SWAPS = _Swaps()
+
+
+def _replacements() -> Iterator[tuple[Any, str, Any]]:
+    """(owner, attribute, what answers on a CPU)."""
+    for name in _FACTORIES:
+        yield torch, name, _without_cuda(getattr(torch, name))
+    yield Tensor, "type", _type_of(Tensor.type)
+    yield Tensor, "cuda", lambda tensor, *_, **__: tensor
+    yield torch.cuda, "current_device", lambda: "cpu"
+    yield torch.cuda, "synchronize", lambda device=None: None
+    yield torch.cuda, "empty_cache", lambda: None
+    yield torch.cuda, "manual_seed", torch.manual_seed
+    yield torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state()
+    yield megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()
+    yield megatron_random, "_set_cuda_rng_state", _set_rng_state
+
+
+def _without_cuda(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The factory, which takes a CUDA device for the CPU."""
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Tensor:
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _type_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensor.type that names CPU tensors like CUDA ones: optimizers compare the name."""
+
+    def type_of(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = original(tensor, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+    return type_of
+
+
+def _set_rng_state(state: Tensor, *_: Any, **__: Any) -> None:
+    torch.set_rng_state(state)
