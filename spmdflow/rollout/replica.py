@@ -82,7 +82,8 @@ class Replica:
         if self.size == 1:
             return [values]
         found = [torch.empty_like(values) for _ in self.ranks]
-        dist.all_gather(found, values, group=self.group(self.ranks))
+        backend = "nccl" if values.is_cuda else "gloo"
+        dist.all_gather(found, values, group=self.group(self.ranks, backend))
         return found
 
     def check_equal(self, what: str, values: Tensor) -> None:

@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -21,115 +20,36 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import torch.distributed as dist
 from rollout_sync import update
+from rollout_world import (
+    CPU,
+    DATA_PARALLEL,
+    GREEDY,
+    LAYOUTS,
+    SAMPLED,
+    SEEDS,
+    Logits,
+    World,
+    compare,
+    message,
+    shards_of,
+    trained,
+    with_weights,
+)
 from torch import Tensor
 
 from spmdflow.blocks.hash import positional_hash
-from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig, RolloutConfig
-from spmdflow.errors import SpmdflowError
+from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig
 from spmdflow.hybrid_engine.copy_sync import CopySync
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.rollout.factory import generator_of
 from spmdflow.rollout.replica import Replica
-from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.storage import Storages
-from spmdflow.rollout.vllm_blocks import Shards, key_of, shard_tables
 from spmdflow.rollout.vllm_contract import check_contract
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.megatron import megatron_shards
-from spmdflow.weights.move import fill
 from spmdflow.workers.fsdp import FSDPEngine
 from spmdflow.workers.hugging_face import load_causal_lm
-from tests.rollout_reference import (
-    END,
-    FAMILIES,
-    disagreements,
-    load,
-    make_prompts,
-    num_close,
-    reference,
-    write_family,
-)
-
-CPU = torch.device("cpu")
-GREEDY, SAMPLED = Sampling(12).to_greedy(), Sampling(12, temperature=0.8, top_k=40)
-TOLERANCE = 1e-5
-SEEDS = [2**62 + row for row in range(6)]
-LAYOUTS = {
-    "t2 beside t2": Layout((0, 1, 2, 3), tp_size=2, dp_size=2),
-    "t2 strided": Layout((0, 1, 2, 3), tp_size=4, gen_tp_size=2),
-    "t4": Layout((0, 1, 2, 3), tp_size=4),
-    "t2 on ranks 2 and 3": Layout((2, 3), tp_size=2),
-    "four of t1": Layout((0, 1, 2, 3), tp_size=4, gen_tp_size=1),
-    "p2 strided": Layout((0, 1, 2, 3), tp_size=2, pp_size=2, gen_tp_size=1),
-    "t2p2": Layout((0, 1, 2, 3), tp_size=2, pp_size=2),
-}
-DATA_PARALLEL = Layout.data_parallel((0, 1, 2, 3), shard_size=4)
-
-
-@dataclass
-class World:
-    """What the checks share on one rank."""
-
-    rank: int
-    groups: GroupTable
-    folder: Path
-
-    def path(self, family: str) -> Path:
-        """Folder of a family's model."""
-        return self.folder / family.replace(" ", "_")
-
-    def replica(self, layout: Layout) -> Replica:
-        """This rank's replica."""
-        return Replica.of(layout, self.rank, self.groups)
-
-    def generator(self, family: str, layout: Layout, **settings: Any) -> Any:
-        """This rank's part of a vLLM generator."""
-        cfg = RolloutConfig(engine="vllm", max_batch_size=8, kv_cache_bytes=1 << 24, **settings)
-        return generator_of(cfg, str(self.path(family)), CPU, self.replica(layout))
-
-    def prompts(self, layout: Layout) -> Tensor:
-        """Prompts that differ between replicas."""
-        return make_prompts(len(SEEDS), vocab_size=100, seed=layout.generation_replica(self.rank))
-
-
-def message(action: Callable[[], object]) -> str:
-    """The text of the error that action raises, or nothing."""
-    try:
-        action()
-    except SpmdflowError as err:
-        return f"{type(err).__name__}: {err}"
-    return ""
-
-
-def trained(world: World, family: str, seed: int) -> dict[str, Tensor]:
-    """Other weights for a family's model: what an update might have made."""
-    torch.manual_seed(seed)
-    model = load(world.path(family))
-    return {n: p.detach() + 0.05 * torch.randn_like(p) for n, p in model.named_parameters()}
-
-
-def with_weights(world: World, family: str, weights: dict[str, Tensor]) -> Any:
-    """The transformers model with those weights."""
-    model = load(world.path(family))
-    model.load_state_dict(weights, strict=False)
-    model.tie_weights()
-    return model
-
-
-def compare(world: World, generator: Any, layout: Layout, model: Any) -> dict[str, Any]:
-    """Greedy and sampled responses, compared with transformers by a replica's first rank."""
-    prompts, first = world.prompts(layout), world.replica(layout).ranks[0] == world.rank
-    faults, close, tokens = [], 0, []
-    for sampling in (GREEDY, SAMPLED):
-        found = generator.generate(prompts, sampling, SEEDS)
-        if first:
-            expected = reference(model, prompts, sampling, SEEDS, (END,))
-            faults += disagreements(found, expected, tolerance=TOLERANCE)
-            close += num_close(expected)
-        tokens.append(found["responses"].values().tolist())
-    return {"compared": first, "faults": faults, "close": close, "tokens": tokens}
+from tests.rollout_reference import FAMILIES, load, make_prompts, write_family
 
 
 def check_load(world: World, generator: Any, layout: Layout, family: str) -> dict[str, Any]:
@@ -206,30 +126,6 @@ def check_sleep(world: World, generator: Any, layout: Layout) -> dict[str, Any]:
     sizes["loaded"] = (cache.num_bytes, held.num_bytes)
     after = generator.generate(prompts, SAMPLED, SEEDS)["responses"].values().tolist()
     return {"sizes": sizes, "version asleep": version, "same": before == after}
-
-
-def shards_of(
-    weights: dict[str, Tensor], arch: Architecture, replica: Replica, tp_size: int
-) -> Shards:
-    """A Megatron trainer's tensors of a generation shard, cut from whole weights."""
-    pp_rank, per_rank = replica.pp_rank, tp_size // replica.tp_size
-    found: dict[Any, list[Tensor]] = {}
-    wanted = shard_tables(
-        arch,
-        replica,
-        tp_size=tp_size,
-        vocab_multiple=128,
-        place=pp_rank * replica.tp_size + replica.tp_rank,
-    )
-    for shard in range(replica.tp_rank * per_rank, (replica.tp_rank + 1) * per_rank):
-        table = megatron_shards(
-            arch, tp_size=tp_size, tp_rank=shard, pp_size=1, pp_rank=0, vocab_multiple=128
-        )
-        local = {name: torch.full(tensor.shape, 9.0) for name, tensor in table.items()}
-        fill(local, table, lambda name, box: weights[name][box.slices()])
-        for name, tensor in local.items():
-            found.setdefault(key_of(name), []).append(tensor)
-    return {key: found[key][: len(tables)] for key, tables in wanted.items()}
 
 
 def check_blocks(
@@ -324,22 +220,6 @@ def check_contract_moves() -> dict[str, Any]:
         vllm.__version__ = "0.99.1"
         found["arguments"] = message(lambda: check_contract(num_ranks=2))
     return found
-
-
-class Logits:
-    """Every logits tensor that a generator's sampler gets."""
-
-    def __init__(self, generator: Any) -> None:
-        self.seen: list[Tensor] = []
-        sampler = generator._engine._sampler
-        sampler.register_forward_pre_hook(
-            lambda module, args, kwargs: self.seen.append(kwargs["logits"]), with_kwargs=True
-        )
-
-    def take(self) -> Tensor:
-        """(draws, V), in order; forgets them."""
-        taken, self.seen = torch.cat(self.seen), []
-        return taken
 
 
 def check_block_logits(world: World, family: str, *, dtype: str = "float32") -> dict[str, Any]:
