@@ -15,6 +15,7 @@ only but for `move` and `folder`; no processes, no Megatron, no vLLM.
 | `megatron` | interleaved qkv, gate over up, padded vocabulary, stages |
 | `vllm` | q over k over v, gate over up, vocabulary padded to 64, replicated kv heads |
 | `sharded` | FSDP2 (rows in equal chunks) and whole tensors (ZeRO parameters, built-in generator) |
+| `ranks` | the tables of all ranks of a layout |
 | `move` | fill local tensors through a reader; views by box; whole tensors from boxes |
 | `folder` | a reader of boxes over safetensors files, and the writing of such a folder |
 

@@ -13,11 +13,16 @@
 
 from __future__ import annotations
 
+import math
+
 from spmdflow.errors import ConfigError
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.cut import Cut, LayerRow, check_sizes
 from spmdflow.weights.piece import LocalTensor, ShardTable
 from spmdflow.weights.table import EMBEDDING, stage_layers
+
+SHARED_EMBEDDING = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Of a tied model over several stages: the first stage's, and the last stage's copy."""
 
 _QKV = ("self_attn.q_proj.{}", "self_attn.k_proj.{}", "self_attn.v_proj.{}")
 _GATE_UP = ("mlp.gate_proj.{}", "mlp.up_proj.{}")
@@ -75,6 +80,36 @@ def megatron_shards(
         elif pp_size > 1:
             table["output_layer.weight"] = cut.vocabulary([EMBEDDING])
     return table
+
+
+def vocab_multiple(tp_size: int) -> int:
+    """What the vocabulary is padded to: rows divide over tp, and vLLM pads to 64."""
+    return math.lcm(64, tp_size)
+
+
+def buffer_numel(table: ShardTable, *, aligned_over: int | None, shared_embedding: bool) -> int:
+    """Elements of the flat buffer in which Megatron's DDP lays a rank's parameters (one bucket).
+
+    aligned_over: dp_size under the distributed optimizer, which begins each parameter at a
+    multiple of 64 and ends each bucket at one of lcm(dp_size, 128); None without it: no padding.
+    shared_embedding: tied over several stages, the embedding (or its copy) has a bucket of its own.
+    """
+    if aligned_over is None:
+        return sum(tensor.size for tensor in table.values())
+    alignment, end, is_open = math.lcm(aligned_over, 128), 0, False
+    for name in reversed(list(table)):
+        start = _rounded_up(end, 64)
+        alone = shared_embedding and name in SHARED_EMBEDDING
+        if alone and is_open:
+            start = _rounded_up(start, alignment)
+        end, is_open = start + table[name].size, not alone
+        if alone:
+            end = _rounded_up(end, alignment)
+    return _rounded_up(end, alignment)
+
+
+def _rounded_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _check_biases(arch: Architecture) -> None:

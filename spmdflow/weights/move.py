@@ -80,6 +80,23 @@ class BlockReader:
         return result
 
 
+class BlockWriter:
+    """Writes boxes into blocks, wherever these hold an element (a tied copy included)."""
+
+    def __init__(self, some: Iterable[Block]) -> None:
+        self._blocks: dict[str, list[tuple[Tensor, Box]]] = {}
+        for name, values, box in some:
+            self._blocks.setdefault(name, []).append((values, box))
+
+    def write(self, name: str, box: Box, values: Tensor) -> None:
+        """Copy the values of a box in place, rounded; elements that no block holds are left out."""
+        with torch.no_grad():
+            for target, whole in self._blocks.get(name, ()):
+                common = whole.intersect(box)
+                if common is not None:
+                    target[common.slices(whole)].copy_(values[common.slices(box)])
+
+
 def gathered(
     some: Iterable[Block], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:

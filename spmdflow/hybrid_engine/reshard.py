@@ -1,0 +1,344 @@
+"""Plans that bring training weights to where generation needs them. Integers only.
+
+`plan_reshard` looks, tensor by tensor, at the boxes that each rank has and needs and lets
+`blocks.redistribute` say what is sent: each missing element once to each rank that lacks it,
+nothing that is there. It stays inside the smallest scope that holds all that is needed:
+
+    micro_dp   the ranks that share a generation shard: where generation nests in training
+    replica    one copy of the model: where heads are cut through (kv heads < t)
+    shard      the ranks of FSDP or ZeRO that hold one copy together
+    pool       every rank: t_g > t, a separate rollout pool
+
+Messages are gathered in buckets, in the order of the model, so that no rank packs or receives more
+than `bucket_bytes` at a time (a single row of a tensor that is larger goes alone).
+
+`plan_shards` is for the modes that use training shards as they are (flat, blocks): whole parameter
+storages inside micro-DP groups, one in-place all-gather or one broadcast each.
+
+How a runtime executes a `ReshardPlan`, on every rank of `plan.ranks`, bucket by bucket:
+for each message of `bucket.messages_of(rank)`, in order, its source packs the parts (the values of
+each box, row-major, one behind the other, in the generator's precision) and sends them: a broadcast
+where a process group over `message.ranks` exists, else point to point to each destination. When all
+messages of the bucket have arrived, a destination writes each box to every place where its
+generation table has it (`weights.move.BlockWriter`). `plan.kept` is written the same way, from the
+rank's own shards. All ranks derive the same plan; nothing is negotiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+
+from spmdflow.blocks.box import Box, subtract_all
+from spmdflow.blocks.plan import Plan, PlanError, redistribute
+from spmdflow.blocks.source import NodeOf
+from spmdflow.parallel.layout import Layout
+from spmdflow.weights.piece import pieces_by_name
+from spmdflow.weights.ranks import RankTables
+
+BoxesByRank = Mapping[int, Mapping[str, Sequence[Box]]]
+"""By global rank and Hugging Face name: boxes of the whole tensor; of one rank they may overlap."""
+Groups = Sequence[tuple[int, ...]]
+"""Disjoint sets of global ranks, each ascending."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a Hugging Face tensor."""
+
+    name: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class Message:
+    """`source` sends the same parts to every destination."""
+
+    source: int
+    destinations: tuple[int, ...]
+    """Ascending; the source is not among them."""
+    parts: tuple[Part, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Source and destinations, ascending: the group of a broadcast."""
+        return tuple(sorted((self.source, *self.destinations)))
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that each destination receives."""
+        return sum(part.box.size for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Messages that may be under way at the same time."""
+
+    messages: tuple[Message, ...]
+    """In the order in which every rank starts them."""
+
+    def messages_of(self, rank: int) -> list[Message]:
+        """Those that a rank sends or receives, in order."""
+        return [m for m in self.messages if rank == m.source or rank in m.destinations]
+
+    @cached_property
+    def sent(self) -> Mapping[int, int]:
+        """Elements that each source packs (once for all destinations)."""
+        return _totals((m.source, m.num_elements) for m in self.messages)
+
+    @cached_property
+    def received(self) -> Mapping[int, int]:
+        """Elements that reach each destination."""
+        return _totals((rank, m.num_elements) for m in self.messages for rank in m.destinations)
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """What every rank sends, receives and keeps, tensor by tensor."""
+
+    scope: str
+    """micro_dp, replica, shard or pool: the smallest in which all that is needed is held."""
+    groups: tuple[tuple[int, ...], ...]
+    """The groups of the scope: no message leaves its group."""
+    buckets: tuple[Bucket, ...]
+    kept: Mapping[int, tuple[Part, ...]]
+    """By rank: what it needs and has; moved inside the rank, if at all."""
+    element_bytes: int
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Every rank that takes part, ascending."""
+        return tuple(sorted(rank for group in self.groups for rank in group))
+
+    def received_bytes(self, rank: int) -> int:
+        """Bytes that reach a rank over the wire, in all buckets."""
+        return self.element_bytes * sum(bucket.received.get(rank, 0) for bucket in self.buckets)
+
+    def staging_bytes(self, rank: int) -> int:
+        """The most bytes that a rank packs and receives in one bucket: its buffers."""
+        sizes = (b.sent.get(rank, 0) + b.received.get(rank, 0) for b in self.buckets)
+        return self.element_bytes * max(sizes, default=0)
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Whole training shards, as their flat storages lie, inside micro-DP groups (flat, blocks).
+
+    flat: each rank owns storage [len(group), row]; its shard is at the row of its place in the
+    group, padded to `row_numel`; the transition is one in-place all-gather over the group.
+    blocks: each rank of the group broadcasts its storage of `numel` elements to the others.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    numel: Mapping[int, int]
+    """By rank: elements of its parameter storage, alignment included."""
+    element_bytes: int
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """The micro-DP group of a rank, ascending: the order of rows."""
+        return next(group for group in self.groups if rank in group)
+
+    def row_numel(self, rank: int) -> int:
+        """flat: elements of a row, those of the group's largest shard."""
+        return max(self.numel[peer] for peer in self.group_of(rank))
+
+    def flat_bytes(self, rank: int) -> int:
+        """flat: bytes that reach a rank: the rows of its peers."""
+        return self.element_bytes * (len(self.group_of(rank)) - 1) * self.row_numel(rank)
+
+    def blocks_bytes(self, rank: int) -> int:
+        """blocks: bytes that reach a rank: the shards of its peers."""
+        peers = [peer for peer in self.group_of(rank) if peer != rank]
+        return self.element_bytes * sum(self.numel[peer] for peer in peers)
+
+
+def plan_reshard(
+    have: BoxesByRank,
+    need: BoxesByRank,
+    *,
+    scopes: Mapping[str, Groups],
+    element_bytes: int,
+    bucket_bytes: int,
+    node_of: NodeOf | None = None,
+) -> ReshardPlan:
+    """The plan from what training ranks have to what generation ranks need.
+
+    Tensors go in the order of their first appearance in need (ranks ascending). scopes: candidates
+    from the smallest to the largest (`scopes_of`); the first one in whose groups everything needed
+    is held is taken. PlanError if none is.
+    """
+    assert bucket_bytes > 0 and element_bytes > 0, (bucket_bytes, element_bytes)
+    names = dict.fromkeys(name for rank in sorted(need) for name in need[rank])
+    for scope, groups in scopes.items():
+        plans = _plans(names, have, need, groups, node_of)
+        if plans is not None:
+            packing = _Packing(max(1, bucket_bytes // element_bytes))
+            for name, per_group in plans.items():
+                packing.add(name, per_group)
+            return ReshardPlan(
+                scope, tuple(groups), packing.buckets(), _kept(plans, need), element_bytes
+            )
+    raise PlanError(
+        f"reshard: got training ranks {sorted(have)} that do not hold all that generation ranks "
+        f"{sorted(need)} need within {list(scopes)}, expected a whole copy; give the ranks of a "
+        f"replica"
+    )
+
+
+def plan_shards(layout: Layout, numel: Mapping[int, int], *, element_bytes: int) -> ShardPlan:
+    """The plan of whole storages; numel: elements of each rank's parameter storage."""
+    assert layout.nests, f"layout {layout}: shards of the trainer do not make generation shards"
+    return ShardPlan(tuple(layout.axis_groups("micro_dp")), dict(numel), element_bytes)
+
+
+def scopes_of(training: Layout, generation: Layout) -> dict[str, Groups]:
+    """Candidate scopes, smallest first; generation: the same layout, or a separate pool's."""
+    pool = [tuple(sorted({*training.ranks, *generation.ranks}))]
+    if training != generation or not training.nests:
+        return {"pool": pool}
+    smaller = ("micro_dp", "replica", "shard")
+    return {**{axis: training.axis_groups(axis) for axis in smaller}, "pool": pool}
+
+
+def boxes_of(tables: RankTables) -> BoxesByRank:
+    """What the ranks hold, from their tables; equal tables are looked at once."""
+    known: dict[int, Mapping[str, tuple[Box, ...]]] = {}
+    for table in tables.values():
+        if id(table) not in known:
+            boxes = pieces_by_name(table)
+            known[id(table)] = {name: tuple(found) for name, found in boxes.items()}
+    return {rank: known[id(table)] for rank, table in tables.items()}
+
+
+_GroupPlan = tuple[tuple[int, ...], Plan]
+_Plans = dict[str, list[_GroupPlan]]
+_Places = tuple[tuple[Box, ...], ...]
+
+
+def _plans(
+    names: Iterable[str],
+    have: BoxesByRank,
+    need: BoxesByRank,
+    groups: Groups,
+    node_of: NodeOf | None,
+) -> _Plans | None:
+    """By name, the plan of each group; None if a group lacks an element."""
+    found: _Plans = {}
+    for name in names:
+        for group in groups:
+            nodes = None if node_of is None else tuple(node_of(rank) for rank in group)
+            plan = _plan_places(
+                tuple(tuple(have.get(rank, {}).get(name, ())) for rank in group),
+                tuple(tuple(need.get(rank, {}).get(name, ())) for rank in group),
+                nodes,
+            )
+            if plan is None:
+                return None
+            found.setdefault(name, []).append((group, plan))
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _plan_places(have: _Places, need: _Places, nodes: tuple[int, ...] | None) -> Plan | None:
+    """The plan of one tensor in one group, ranks as places in it; None if an element is missing.
+
+    Layers of a stage, and groups of different replicas, ask the same: the answer is kept.
+    """
+    everything = [box for boxes in have for box in boxes]
+    if any(subtract_all(boxes, everything) for boxes in need):
+        return None
+    node_of = None if nodes is None else nodes.__getitem__
+    return redistribute(dict(enumerate(have)), dict(enumerate(need)), node_of=node_of)
+
+
+def _kept(plans: _Plans, need: BoxesByRank) -> dict[int, tuple[Part, ...]]:
+    kept: dict[int, list[Part]] = {rank: [] for rank in sorted(need)}
+    for name, per_group in plans.items():
+        for group, plan in per_group:
+            for place, boxes in plan.kept.items():
+                if boxes:
+                    kept[group[place]] += [Part(name, box) for box in boxes]
+    return {rank: tuple(parts) for rank, parts in kept.items()}
+
+
+_Pieces = dict[tuple[int, Box], list[int]]
+"""(source, box) -> destinations."""
+
+
+class _Packing:
+    """Fills buckets in the order of the model; no rank sends or receives more than the limit."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._done: list[Bucket] = []
+        self._open: dict[tuple[int, tuple[int, ...]], list[Part]] = {}
+        self._sent: dict[int, int] = {}
+        self._received: dict[int, int] = {}
+
+    def add(self, name: str, per_group: Sequence[_GroupPlan]) -> None:
+        """Append what a tensor moves, in slabs of rows that fit into a bucket."""
+        edges = [
+            (group[edge.source], group[edge.destination], edge.box)
+            for group, plan in per_group
+            for edge in plan.edges
+        ]
+        for slab in _slabs([box for _, _, box in edges], self._limit):
+            pieces: _Pieces = {}
+            for source, destination, box in edges:
+                common = box.intersect(slab)
+                if common is not None:
+                    pieces.setdefault((source, common), []).append(destination)
+            self._append(name, pieces)
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """All buckets; call once, at the end."""
+        self._close()
+        return tuple(self._done)
+
+    def _append(self, name: str, pieces: _Pieces) -> None:
+        sent = _totals((source, box.size) for source, box in pieces)
+        received = _totals((rank, box.size) for (_, box), to in pieces.items() for rank in to)
+        if not (self._fits(self._sent, sent) and self._fits(self._received, received)):
+            self._close()
+        for (source, box), destinations in pieces.items():
+            key = source, tuple(sorted(destinations))
+            self._open.setdefault(key, []).append(Part(name, box))
+        for total, more in ((self._sent, sent), (self._received, received)):
+            for rank, size in more.items():
+                total[rank] = total.get(rank, 0) + size
+
+    def _fits(self, total: Mapping[int, int], more: Mapping[int, int]) -> bool:
+        return all(total.get(rank, 0) + size <= self._limit for rank, size in more.items())
+
+    def _close(self) -> None:
+        messages = [
+            Message(source, destinations, tuple(parts))
+            for (source, destinations), parts in sorted(self._open.items())
+        ]
+        if messages:
+            self._done.append(Bucket(tuple(messages)))
+        self._open, self._sent, self._received = {}, {}, {}
+
+
+def _slabs(boxes: Sequence[Box], limit: int) -> list[Box]:
+    """Boxes of whole rows, of at most limit elements (or one row), that hold all of boxes."""
+    if not boxes:
+        return []
+    bounds = [box.bounds for box in boxes]
+    if not bounds[0]:
+        return [boxes[0]]
+    outer = [(min(low for low, _ in dim), max(high for _, high in dim)) for dim in zip(*bounds)]
+    (first, last), *inner = outer
+    height = max(1, limit // prod(high - low for low, high in inner))
+    return [
+        Box(((start, min(start + height, last)), *inner)) for start in range(first, last, height)
+    ]
+
+
+def _totals(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for rank, size in pairs:
+        found[rank] = found.get(rank, 0) + size
+    return found

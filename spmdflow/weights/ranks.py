@@ -1,0 +1,73 @@
+"""Shard tables of all ranks of a layout. Ranks that hold the same share one table object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
+
+from spmdflow.parallel.layout import Layout
+from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.megatron import megatron_shards
+from spmdflow.weights.piece import ShardTable
+from spmdflow.weights.sharded import fsdp_shards, whole_shards
+from spmdflow.weights.vllm import vllm_shards
+
+_Place = TypeVar("_Place", bound=Hashable)
+RankTables = Mapping[int, ShardTable]
+"""By global rank."""
+
+
+def megatron_tables(arch: Architecture, layout: Layout, *, vocab_multiple: int) -> RankTables:
+    """What each rank trains with under Megatron."""
+
+    def table(place: tuple[int, int]) -> ShardTable:
+        pp_rank, tp_rank = place
+        return megatron_shards(
+            arch,
+            tp_size=layout.tp_size,
+            tp_rank=tp_rank,
+            pp_size=layout.pp_size,
+            pp_rank=pp_rank,
+            vocab_multiple=vocab_multiple,
+        )
+
+    places = {rank: layout.coordinate(rank) for rank in layout.ranks}
+    return _shared({rank: (place.pp, place.tp) for rank, place in places.items()}, table)
+
+
+def sharded_tables(arch: Architecture, layout: Layout) -> RankTables:
+    """What each rank trains with under FSDP or ZeRO: rows of shard_size; whole tensors if 1."""
+    shard_size = layout.shard_size
+    if shard_size == 1:
+        return whole_tables(arch, layout)
+    return _shared(
+        {rank: layout.coordinate(rank).dp % shard_size for rank in layout.ranks},
+        lambda place: fsdp_shards(arch, shard_size=shard_size, shard_rank=place),
+    )
+
+
+def whole_tables(arch: Architecture, layout: Layout) -> RankTables:
+    """Every tensor on every rank: the built-in generator."""
+    return _shared(dict.fromkeys(layout.ranks, 0), lambda place: whole_shards(arch))
+
+
+def vllm_tables(arch: Architecture, layout: Layout) -> RankTables:
+    """What each rank generates with under vLLM, by the layout's generation sizes."""
+
+    def table(place: tuple[int, int]) -> ShardTable:
+        pp_rank, tp_rank = place
+        return vllm_shards(
+            arch,
+            tp_size=layout.gen_tp_size,
+            tp_rank=tp_rank,
+            pp_size=layout.gen_pp_size,
+            pp_rank=pp_rank,
+        )
+
+    places = {rank: layout.generation_coordinate(rank) for rank in layout.ranks}
+    return _shared({rank: (place.pp, place.tp) for rank, place in places.items()}, table)
+
+
+def _shared(places: Mapping[int, _Place], table: Callable[[_Place], ShardTable]) -> RankTables:
+    made = {place: table(place) for place in dict.fromkeys(places.values())}
+    return {rank: made[place] for rank, place in places.items()}
