@@ -13,6 +13,8 @@ from importlib import import_module
 
 _HOMES = {
     "PPOConfig": "spmdflow.config.schema",
+    "GRPOConfig": "spmdflow.config.algorithm",
+    "CorrectionConfig": "spmdflow.config.algorithm",
     "setting": "spmdflow.config.schema",
     "part": "spmdflow.config.schema",
     "ActorWorker": "spmdflow.models.actor",
@@ -26,6 +28,9 @@ _HOMES = {
     "PromptStream": "spmdflow.controller.prompts",
     "launch": "spmdflow.controller.launch",
     "compute_advantages": "spmdflow.objectives.advantage",
+    "compute_rollout_weights": "spmdflow.objectives.correction",
+    "advantage": "spmdflow.objectives.estimator",
+    "policy_loss": "spmdflow.objectives.surrogate",
     "row_maths": "spmdflow.transfer.row_maths",
     "register": "spmdflow.transfer.register",
     "Worker": "spmdflow.transfer.worker",

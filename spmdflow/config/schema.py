@@ -252,6 +252,11 @@ class RolloutConfig:
 class PolicyLossConfig:
     """Clipped surrogate, entropy bonus and KL penalty of the actor."""
 
+    # PPO's; `algorithm.SurrogateLossConfig` makes them settings.
+    surrogate: ClassVar[str] = "ppo"
+    clip_ratio_high: ClassVar[float | None] = None
+    dual_clip: ClassVar[float | None] = None
+
     clip_ratio: float = setting("PPO's epsilon.", 0.2, above=0, below=1)
     entropy_coef: float = setting("Weight of the entropy bonus.", 0.0, at_least=0)
     kl_coef: float = setting(
@@ -261,7 +266,12 @@ class PolicyLossConfig:
     aggregation: str = setting(
         "How token losses become one number.",
         "token-mean",
-        one_of=("token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"),
+        one_of=(
+            "token-mean",
+            "sequence-mean-token-mean",
+            "sequence-mean-token-sum",
+            "sequence-mean-token-sum-by-budget",
+        ),
     )
 
 

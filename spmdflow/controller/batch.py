@@ -132,6 +132,10 @@ class Batch:
         """As `fetch`, with the bytes counted under another purpose (samples, filter)."""
         return self._caller.fetch(self, names, purpose=purpose)
 
+    def group_numbers(self) -> np.ndarray:
+        """(B,) int64: rows with the same parent have the same number, counted from 0."""
+        return np.unique(self.parents, return_inverse=True)[1].astype(np.int64)
+
     def lengths(self, name: str) -> np.ndarray:
         """(B,) int64: items of each row of a ragged column; waits for the producer."""
         return self._caller.lengths(self.column(name), name)

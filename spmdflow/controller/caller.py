@@ -172,6 +172,7 @@ class Caller:
         names: Sequence[str],
         assignment: Assignment,
         spec: MethodSpec,
+        groups: np.ndarray | None = None,
     ) -> Batch | Result:
         number = self.next_number()
         commands = {
@@ -182,6 +183,7 @@ class Caller:
                 "holds": _held_ids(batch, assignment, rank) if spec.writes else None,
                 "micro": assignment.num_micro_batches,
                 "mini": (assignment.mini_batches or {}).get(rank, []),
+                **_groups_of(groups, positions),
             }
             for rank, positions in assignment.given.items()
         }
@@ -202,10 +204,13 @@ class Caller:
     def map(self, batch: Batch, function: Callable[..., Any], settings: Mapping[str, Any]) -> Batch:
         """Row maths on the ranks that hold most of the columns that it reads."""
         spec = row_maths_spec(function)
-        marked = MethodSpec("rows", spec.reads, spec.optional, spec.writes, False, False)
         label = f"map.{function.__name__}"
-        check_arguments(label, partial(function, reduce=None, report=None), [batch], settings)
-        names = columns_read(spec, batch, label)
+        given_later = dict.fromkeys(("reduce", "report", *(["groups"] if spec.groups else [])))
+        check_arguments(label, partial(function, **given_later), [batch], settings)
+        reads = spec.reads_with(settings)
+        optional = tuple(name for name in spec.optional if name not in reads)
+        marked = MethodSpec("rows", reads, optional, spec.writes, False, False)
+        names = columns_read(marked, batch, label)
         given = positions_held(batch, home_frame(batch, names, label))
         head = {
             "operation": "map",
@@ -215,7 +220,8 @@ class Caller:
             "ranks": list(given),
         }
         assignment = Assignment(given, given, tuple(given))
-        made = self._run_on_rows(label, head, batch, names, assignment, marked)
+        groups = batch.group_numbers() if spec.groups else None
+        made = self._run_on_rows(label, head, batch, names, assignment, marked, groups)
         assert isinstance(made, Batch)
         return made
 
@@ -368,6 +374,13 @@ def _keep_until_done(
             transfers.producer_done(frame)
 
     return done
+
+
+def _groups_of(groups: np.ndarray | None, positions: np.ndarray) -> dict[str, Any]:
+    """Message data of row maths over groups: the group of each row, and how many there are."""
+    if groups is None:
+        return {}
+    return {"groups": groups[positions], "num_groups": int(groups.max(initial=-1)) + 1}
 
 
 def _held_ids(batch: Batch, assignment: Assignment, rank: int) -> Ids | None:

@@ -20,6 +20,7 @@ from spmdflow.controller.fetch import to_message
 from spmdflow.controller.frame import Ids
 from spmdflow.controller.importing import find
 from spmdflow.data.column import Column, column_of
+from spmdflow.data.group import RowGroups
 from spmdflow.data.rows import names_of
 from spmdflow.data.store import RowStore
 from spmdflow.datasets.scan import scan
@@ -145,12 +146,12 @@ class RankState:
     def _map(self, plain: Plain, number: int) -> dict[str, Any]:
         function = find(plain["function"])
         metrics: dict[str, Metric] = {}
-        made = function(
-            self._batch(plain),
-            reduce=self._groups.reducer(tuple(plain["ranks"])),
-            report=metrics.update,
-            **plain["arguments"],
-        )
+        reduce = self._groups.reducer(tuple(plain["ranks"]))
+        arguments = dict(plain["arguments"])
+        if "groups" in plain:
+            index = torch.from_numpy(plain["groups"])
+            arguments["groups"] = RowGroups(index, plain["num_groups"], reduce)
+        made = function(self._batch(plain), reduce=reduce, report=metrics.update, **arguments)
         writes = row_maths_spec(function).writes
         kept = self._keep(f"map.{function.__name__}", number, plain["ids"], made, writes)
         return {"metrics": metrics} | kept

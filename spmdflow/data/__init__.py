@@ -16,7 +16,9 @@ last reference to them is gone.
 | values | ragged float32 | the critic's estimate before each response token |
 | token_level_rewards | ragged float32 | the score at the last token, 0 elsewhere |
 | advantages, returns | ragged float32 | what the policy and the critic learn from |
+| rollout_weights | ragged float32 | importance weight of a token that the generator sampled |
 | scores | dense float32 (B,) | one score per response |
+| baseline_scores | dense float32 (B,) | the score of the greedy response (ReMax) |
 | response_text | text | the decoded response |
 
 `input_ids`, `attention_mask` and `position_ids` exist only inside an engine, padded, for one

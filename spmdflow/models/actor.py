@@ -16,7 +16,7 @@ from spmdflow.errors import SpmdflowError
 from spmdflow.hybrid_engine.copy_sync import CopySync
 from spmdflow.models.base import EngineWorker
 from spmdflow.objectives.log_prob import entropy_from_logits, log_probs_from_logits
-from spmdflow.objectives.policy import PolicyLoss, clipped_surrogate
+from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.rollout.factory import generator_of
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling
@@ -36,7 +36,8 @@ class ActorWorker(EngineWorker):
         self.generator = generator_of(cfg.rollout, cfg.model.path, context.device, replica)
         self.hybrid = CopySync(self.engine, self.generator, verify_every=cfg.rollout.verify_every)
         self.sampling = Sampling.from_config(cfg.rollout)
-        self.loss = PolicyLoss(cfg.loss, cfg.rollout.temperature)
+        budget = cfg.rollout.max_new_tokens
+        self.loss = PolicyLoss(cfg.loss, cfg.rollout.temperature, budget=budget)
 
     @register(
         transfer_mode="3D_ALL_MICRO_DP",
@@ -83,20 +84,20 @@ class ActorWorker(EngineWorker):
         reads=("prompts", "responses", "response_mask", "old_log_probs", "advantages"),
     )
     def compute_loss(self, batch: TensorDict) -> dict[str, Metric]:
-        """The clipped surrogate of these rows, without an update (token mean)."""
+        """The policy loss of these rows, without an update (token mean)."""
         made = self._log_probs(batch)
         if made is None:
             return {}
         log_probs = pad(made["old_log_probs"])
         old, advantages = pad(batch["old_log_probs"]), pad(batch["advantages"])
         mask = pad(batch["response_mask"])
-        terms = clipped_surrogate(log_probs, old, advantages, self.cfg.loss.clip_ratio)
+        terms = self.loss.terms(log_probs, old, advantages, mask)
         return {"actor/pg_loss": Mean(float((terms.loss * mask).sum()), float(mask.sum()))}
 
     @register(
         transfer_mode="3D_PROTO",
         reads=("prompts", "responses", "response_mask", "old_log_probs", "advantages"),
-        optional=("ref_log_probs",),
+        optional=("ref_log_probs", "rollout_weights"),
         minibatches=True,
     )
     def update_actor(self, batch: TensorDict) -> dict[str, Any]:

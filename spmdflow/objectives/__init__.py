@@ -6,5 +6,22 @@ places outside the mask (padding, observations, tool output) never reach a resul
 hold. Log-probabilities are float32, of logits / temperature. Means are taken over *global*
 denominators, so a result does not depend on how rows are spread over ranks and micro-batches.
 
-Algorithms choose by name: `KL_ESTIMATORS`, `AGGREGATIONS`, `ADVANTAGE_ESTIMATORS`.
-"""
+Algorithms choose by name: advantages (`@advantage`), policy losses (`@policy_loss`), to which a
+script adds its own, and `KL_ESTIMATORS`, `AGGREGATIONS`, `CORRECTIONS`.
+
+| advantage | baseline | source |
+|---|---|---|
+| gae | the critic | Schulman et al. 2016 |
+| grpo, dr_grpo | mean of the prompt's samples, with and without division by their std | Shao et al. 2024, Liu et al. 2025 |
+| rloo | mean of the prompt's other samples | Ahmadian et al. 2024 |
+| opo | mean of the prompt's samples, weighted by length | Hao et al. 2025 |
+| remax | score of the greedy response | Li et al. 2024 |
+| reinforce_pp, reinforce_pp_baseline | the global batch; first the prompt's samples | Hu 2025 |
+
+| policy loss | per token | source |
+|---|---|---|
+| ppo | clipped ratio; clip-higher, dual clip | Schulman et al. 2017, Yu et al. 2025, Ye et al. 2020 |
+| gspo | the same with the sequence's ratio | Zheng et al. 2025 |
+| cispo | log-probability weighted by the clipped ratio | MiniMax 2025 |
+| plain | log-probability | Williams 1992 |
+"""  # noqa: E501 a table row is one line

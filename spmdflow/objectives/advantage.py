@@ -1,37 +1,52 @@
 """Advantages and returns from token-level rewards, with the KL to the reference in the reward.
 
-Runs as row maths where the rows live (`batch.map(compute_advantages, ...)`); only whitening needs
-sums over all ranks.
+Runs as row maths where the rows live (`batch.map(compute_advantages, ...)`); only whitening and
+sums over a prompt's samples cross ranks. Estimators by name: `gae` here, those without a critic in
+`critic_free`, a script's own through `@advantage("name")`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.schema import AdvantageConfig
-from spmdflow.data.ragged import lengths_of, pad, ragged_from_padded
-from spmdflow.errors import ColumnError, ConfigError
+from spmdflow.data.group import RowGroups
+from spmdflow.data.ragged import is_ragged, lengths_of, pad, ragged_from_padded
+from spmdflow.errors import ColumnError
+from spmdflow.objectives import critic_free as critic_free  # registers its estimators
+from spmdflow.objectives.estimator import Samples, advantage, estimator_of
 from spmdflow.objectives.kl import kl_estimate
 from spmdflow.objectives.reduction import Reduce, inside, masked_sum, whiten
 from spmdflow.transfer.row_maths import row_maths
 from spmdflow.transfer.worker import Mean, Metric
 
 Report = Callable[[Mapping[str, Metric]], None]
-Estimator = Callable[[Mapping[str, Tensor], Tensor, AdvantageConfig], tuple[Tensor, Tensor]]
-"""(padded float64 columns (B, R), mask (B, R), cfg) -> advantages, returns, both (B, R)."""
+
+
+def _estimator_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    return estimator_of(arguments["estimator"]).reads
 
 
 @row_maths(
-    reads=("response_mask", "token_level_rewards", "values"),
+    reads=("response_mask", "token_level_rewards"),
+    reads_for=_estimator_columns,
     optional=("old_log_probs", "ref_log_probs"),
     writes=("advantages", "returns"),
+    groups=True,
 )
 def compute_advantages(
-    batch: TensorDict, *, estimator: str, cfg: AdvantageConfig, reduce: Reduce, report: Report
+    batch: TensorDict,
+    *,
+    estimator: str,
+    cfg: AdvantageConfig,
+    groups: RowGroups,
+    reduce: Reduce,
+    report: Report,
 ) -> TensorDict:
     """Ragged float32 advantages and returns of each row; 0 where the policy chose nothing.
 
@@ -41,20 +56,12 @@ def compute_advantages(
     response. ConfigError for an unknown estimator, ColumnError if the KL has a weight and no
     columns.
     """
-    if estimator not in ADVANTAGE_ESTIMATORS:
-        raise ConfigError(
-            f"advantage.estimator: got {estimator!r}; expected one of "
-            f"{sorted(ADVANTAGE_ESTIMATORS)}; choose one"
-        )
     lengths = lengths_of(batch["response_mask"])
     mask = pad(batch["response_mask"])  # (B, R)
-    columns = {
-        name: pad(batch[name]).double()  # (B, R)
-        for name in _COLUMNS
-        if name in batch.keys()
-    }
+    columns = {str(name): _numbers(x) for name, x in batch.items() if isinstance(x, Tensor)}
     columns["token_level_rewards"] = _penalised(columns, mask, cfg)
-    advantages, returns = ADVANTAGE_ESTIMATORS[estimator](columns, mask, cfg)
+    samples = Samples(columns, mask, groups, reduce)
+    advantages, returns = estimator_of(estimator).estimate(samples, cfg)
     report(_metrics(columns, mask))
     if cfg.whiten:
         advantages = whiten(advantages, mask, reduce)
@@ -88,16 +95,15 @@ def gae(
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
-def _gae(
-    columns: Mapping[str, Tensor], mask: Tensor, cfg: AdvantageConfig
-) -> tuple[Tensor, Tensor]:
-    rewards, values = columns["token_level_rewards"], columns["values"]
-    return gae(rewards, values, mask, cfg.gamma, cfg.lam)
+@advantage("gae", reads=("values",))
+def _gae(samples: Samples, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    return gae(samples.rewards, samples.columns["values"], samples.mask, cfg.gamma, cfg.lam)
 
 
-ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {"gae": _gae}
-
-_COLUMNS = ("token_level_rewards", "values", "old_log_probs", "ref_log_probs")
+def _numbers(column: Tensor) -> Tensor:
+    """A column padded to (B, R), or dense (B, ...); in float64 unless it holds integers."""
+    values = pad(column) if is_ragged(column) else column
+    return values.double() if values.is_floating_point() else values
 
 
 def _penalised(columns: Mapping[str, Tensor], mask: Tensor, cfg: AdvantageConfig) -> Tensor:

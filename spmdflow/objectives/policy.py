@@ -1,10 +1,9 @@
-"""PPO's clipped surrogate with optional entropy bonus and KL penalty (Schulman et al. 2017)."""
+"""The actor's loss: a policy loss by name with optional entropy bonus and KL penalty."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -13,47 +12,34 @@ from torch import Tensor
 from spmdflow.config.schema import PolicyLossConfig
 from spmdflow.data.ragged import pad
 from spmdflow.errors import ColumnError, ConfigError
-from spmdflow.objectives.kl import KL_ESTIMATORS, bounded, kl_estimate
+from spmdflow.objectives.kl import KL_ESTIMATORS, kl_estimate
 from spmdflow.objectives.log_prob import entropy_from_logits, log_probs_from_logits
 from spmdflow.objectives.loss import Micro
 from spmdflow.objectives.reduction import aggregate, aggregation, inside, mask_totals
-
-
-class Surrogate(NamedTuple):
-    """Per-token terms of the clipped surrogate, each (B, R)."""
-
-    loss: Tensor
-    ratio: Tensor
-    clipped: Tensor
-    """bool: the clip is what counts, so the token's gradient is zero."""
-
-
-def clipped_surrogate(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip_ratio: float
-) -> Surrogate:
-    """-min(r A, clip(r, 1 - eps, 1 + eps) A) with r = pi / pi_old (PPO, eq. 7).
-
-    The log-ratio is clamped to +-20, so r stays finite; all shapes (B, R).
-    """
-    ratio = torch.exp(bounded(log_probs - old_log_probs))
-    free = -advantages * ratio
-    held = -advantages * ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
-    return Surrogate(torch.maximum(free, held), ratio, held > free)
+from spmdflow.objectives.surrogate import Surrogate, policy_terms_of
 
 
 class PolicyLoss:
-    """Clipped surrogate - entropy_coef * H + kl_coef * KL(pi || ref), all aggregated alike.
+    """Policy loss - entropy_coef * H + kl_coef * KL(pi || ref), all aggregated alike.
 
-    Reads old_log_probs and advantages, and ref_log_probs if kl_coef is not 0. Metrics:
+    Reads old_log_probs and advantages, and ref_log_probs if kl_coef is not 0; if rollout_weights
+    are there, each token's policy loss is multiplied by its weight. budget: the L of aggregation
+    by budget, the longest response that may be generated. Metrics:
     actor/pg_loss, clip_fraction, approx_kl (k3 against old_log_probs), ratio_mean, ratio_std;
     actor/entropy if it is in the loss or report_entropy (costs a pass over the logits);
     actor/kl_loss if kl_coef is not 0. All but the losses are token means.
     """
 
     def __init__(
-        self, cfg: PolicyLossConfig, temperature: float, *, report_entropy: bool = False
+        self,
+        cfg: PolicyLossConfig,
+        temperature: float,
+        *,
+        budget: int = 1,
+        report_entropy: bool = False,
     ) -> None:
         aggregation(cfg.aggregation)
+        self._terms = policy_terms_of(cfg.surrogate)
         if cfg.kl_estimator not in KL_ESTIMATORS:
             raise ConfigError(
                 f"loss.kl_estimator: got {cfg.kl_estimator!r}; expected one of "
@@ -64,7 +50,7 @@ class PolicyLoss:
                 f"rollout.temperature: got {temperature}; expected above 0, since log-probs are "
                 f"of logits / temperature; greedy rollouts cannot train a policy, use 1.0"
             )
-        self.cfg, self.temperature = cfg, temperature
+        self.cfg, self.temperature, self._budget = cfg, temperature, budget
         self.report_entropy = report_entropy
 
     def denominators(self, batch: TensorDict) -> dict[str, float]:
@@ -76,20 +62,30 @@ class PolicyLoss:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and metrics of one micro-batch; output: logits (b, T, V)."""
         mask, columns = micro.response_mask, micro.columns
+        totals = {**totals, "budget": totals["sequences"] * self._budget}
         log_probs = micro.gather(
             log_probs_from_logits(output, micro.next_ids, self.temperature)
         )  # (b, T) -> (b, R)
         old_log_probs, advantages = (
             inside(columns[name], mask) for name in ("old_log_probs", "advantages")
         )
-        terms = clipped_surrogate(log_probs, old_log_probs, advantages, self.cfg.clip_ratio)
-        loss = aggregate(terms.loss, mask, totals, self.cfg.aggregation)
+        terms = self.terms(log_probs, old_log_probs, advantages, mask)
+        token_losses = terms.loss
+        if "rollout_weights" in columns:
+            token_losses = inside(token_losses, mask) * inside(columns["rollout_weights"], mask)
+        loss = aggregate(token_losses, mask, totals, self.cfg.aggregation)
         metrics = {"actor/pg_loss": loss.detach()}
         with torch.no_grad():
             metrics |= self._token_means(terms, log_probs, old_log_probs, mask, totals)
         entropy = self._entropy(output, micro, totals, metrics)
         kl_loss = self._kl_loss(log_probs, columns, mask, totals, metrics)
         return loss - self.cfg.entropy_coef * entropy + self.cfg.kl_coef * kl_loss, metrics
+
+    def terms(
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
+    ) -> Surrogate:
+        """The policy loss of each token, all (B, R)."""
+        return Surrogate(*self._terms(log_probs, old_log_probs, advantages, mask, self.cfg))
 
     def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
         """Turn the ratio's second moment into its standard deviation."""

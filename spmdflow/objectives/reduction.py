@@ -49,7 +49,8 @@ class Aggregation:
     weights: Callable[[Tensor], Tensor]
     """(B, R) mask -> (B, R) weights, 0 outside the mask."""
     total: str
-    """The global denominator: "tokens", or "sequences" with at least one masked token."""
+    """The global denominator: "tokens", "sequences" with at least one masked token, or "budget",
+    the tokens that these sequences might have had."""
 
 
 def _each_token(mask: Tensor) -> Tensor:
@@ -67,6 +68,8 @@ AGGREGATIONS = {
     "sequence-mean-token-mean": Aggregation(_each_sequence, "sequences"),
     # 1/N sum_i sum_t l_it: no length bias (Dr. GRPO, Liu et al. 2025)
     "sequence-mean-token-sum": Aggregation(_each_token, "sequences"),
+    # 1/(N L) sum_i sum_t l_it, L constant: the same without lengths in the step size (ibid., code)
+    "sequence-mean-token-sum-by-budget": Aggregation(_each_token, "budget"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Runs of algos/ppo.py on the bundled task, small enough for tests, and how to compare them."""
+"""Runs of algos/*.py on the bundled task, small enough for tests, and how to compare them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,17 @@ SMALL = (
 )
 
 
-def torchrun(run_dir: Path, *settings: str, num_ranks: int) -> subprocess.Popen[str]:
-    """Start a run under torchrun; its output goes to a file beside RUN_DIR."""
+def torchrun(
+    run_dir: Path,
+    *settings: str,
+    num_ranks: int,
+    script: Path = SCRIPT,
+    small: Sequence[str] = SMALL,
+) -> subprocess.Popen[str]:
+    """Start a run of ppo.py, or another script, under torchrun; its output goes to a file."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    words = [f"--nproc-per-node={num_ranks}", "-m", "spmdflow.run", str(SCRIPT)]
-    return start([*launcher, *words, f"run.dir={run_dir}", *SMALL, *settings], log_of(run_dir))
+    words = [f"--nproc-per-node={num_ranks}", "-m", "spmdflow.run", str(script)]
+    return start([*launcher, *words, f"run.dir={run_dir}", *small, *settings], log_of(run_dir))
 
 
 def start(

@@ -20,7 +20,7 @@ from spmdflow.objectives import log_prob
 from spmdflow.objectives.kl import kl_estimate
 from spmdflow.objectives.log_prob import entropy_from_logits, log_probs_from_logits
 from spmdflow.objectives.loss import Loss
-from spmdflow.objectives.policy import PolicyLoss, clipped_surrogate
+from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.objectives.reduction import AGGREGATIONS, aggregate, mask_totals, masked_mean
 from spmdflow.objectives.value import ValueLoss, clipped_value_loss
 
@@ -141,22 +141,23 @@ def test_unknown_names_are_refused_with_the_choices() -> None:
 def test_aggregation_modes_weigh_tokens_and_sequences_as_their_formulas() -> None:
     x = torch.tensor([[1.0, 2.0, 3.0], [10.0, 99.0, 99.0], [99.0, 99.0, 99.0]])
     mask = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
-    totals = mask_totals(mask.sum(-1))
+    totals = mask_totals(mask.sum(-1)) | {"budget": 2.0 * 8}  # two sequences of at most 8
 
     found = {mode: float(aggregate(x, mask, totals, mode)) for mode in AGGREGATIONS}
 
-    assert totals == {"tokens": 4.0, "sequences": 2.0}
+    assert totals == {"tokens": 4.0, "sequences": 2.0, "budget": 16.0}
     assert found == {
         "token-mean": 16 / 4,
         "sequence-mean-token-mean": (2 + 10) / 2,
         "sequence-mean-token-sum": (6 + 10) / 2,
+        "sequence-mean-token-sum-by-budget": (6 + 10) / (2 * 8),
     }
 
 
 @pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
 def test_parts_of_a_batch_add_up_to_the_whole(mode: str) -> None:
     x, mask = torch.randn(7, 5).double(), torch.rand(7, 5) < 0.6
-    totals = mask_totals(mask.sum(-1))
+    totals = mask_totals(mask.sum(-1)) | {"budget": 70.0}
 
     parts = sum(aggregate(x[i], mask[i], totals, mode) for i in torch.arange(7).split([3, 1, 3]))
 
@@ -168,31 +169,8 @@ def test_nothing_masked_in_gives_zero_whatever_the_numbers(mode: str) -> None:
     x = torch.tensor([[math.nan, math.inf]])
     none = torch.zeros(1, 2, dtype=torch.bool)
 
-    assert float(aggregate(x, none, {"tokens": 0.0, "sequences": 0.0}, mode)) == 0
+    assert float(aggregate(x, none, {"tokens": 0.0, "sequences": 0.0, "budget": 0.0}, mode)) == 0
     assert float(masked_mean(x, none)) == 0
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "slope"),
-    [
-        (1.1, 2.0, -2.2, -2.2),  # inside the clip
-        (1.5, 2.0, -2.4, 0.0),  # too likely and good: held
-        (0.5, 2.0, -1.0, -1.0),  # too unlikely and good: free to return
-        (1.5, -2.0, 3.0, 3.0),  # too likely and bad: free to return
-        (0.5, -2.0, 1.6, 0.0),  # too unlikely and bad: held
-    ],
-)
-def test_clipped_surrogate_and_its_slope_in_each_case(
-    ratio: float, advantage: float, loss: float, slope: float
-) -> None:
-    log_probs = torch.tensor(math.log(ratio), dtype=torch.float64, requires_grad=True)
-
-    terms = clipped_surrogate(log_probs, torch.zeros(()), torch.tensor(advantage).double(), 0.2)
-    terms.loss.backward()
-
-    assert terms.loss.item() == pytest.approx(loss)
-    assert log_probs.grad is not None and float(log_probs.grad) == pytest.approx(slope)
-    assert bool(terms.clipped) == (slope == 0)
 
 
 @pytest.mark.parametrize("gap", [-1e4, -50.0, 50.0, 1e4])

@@ -12,12 +12,14 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.schema import AdvantageConfig
+from spmdflow.data.group import RowGroups
 from spmdflow.data.ragged import lengths_of, pad, ragged
 from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.objectives.advantage import compute_advantages, gae
 from spmdflow.objectives.reduction import whiten
 from spmdflow.transfer.row_maths import row_maths_spec
 from spmdflow.transfer.worker import Mean
+from tests.unit.replayed_ranks import run_ranks, take
 
 
 def same(x: Tensor) -> Tensor:
@@ -122,8 +124,8 @@ def test_compute_advantages_over_ranks_equals_one_rank_also_without_rows() -> No
     cfg = AdvantageConfig(whiten=True)
     whole, _ = _run(batch, cfg)
 
-    parts = [_take(batch, rows) for rows in ([0, 1], [2], [])]
-    answers = _run_ranks(parts, cfg)
+    parts = [take(batch, rows) for rows in ([0, 1], [2], [])]
+    answers = run_ranks(lambda rank, reduce: _run(parts[rank], cfg, reduce)[0], 3)
 
     joined = torch.cat([answer["advantages"].values() for answer in answers])
     torch.testing.assert_close(joined, whole["advantages"].values(), rtol=0, atol=1e-7)
@@ -149,10 +151,10 @@ def test_whitening_of_none_or_one_entry_is_finite_and_zero(count: int) -> None:
 
 
 def test_unknown_estimator_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match=r"got 'grpo2'; expected one of \['gae'"):
-        compute_advantages(
-            _batch([[True]]), estimator="grpo2", cfg=AdvantageConfig(), reduce=same, report=print
-        )
+    spec = row_maths_spec(compute_advantages)
+
+    with pytest.raises(ConfigError, match=r"got 'grpo2'; expected one of \['dr_grpo', 'gae'"):
+        spec.reads_with({"estimator": "grpo2"})
 
 
 def test_kl_weight_without_reference_is_refused_with_the_missing_columns() -> None:
@@ -165,7 +167,10 @@ def test_kl_weight_without_reference_is_refused_with_the_missing_columns() -> No
 def test_compute_advantages_declares_its_columns_and_where_it_lives() -> None:
     spec = row_maths_spec(compute_advantages)
 
-    assert spec.reads == ("response_mask", "token_level_rewards", "values")
+    assert spec.reads == ("response_mask", "token_level_rewards")
+    assert spec.reads_with({"estimator": "gae"}) == (*spec.reads, "values")
+    assert spec.reads_with({"estimator": "grpo"}) == spec.reads
+    assert spec.groups
     assert spec.writes == ("advantages", "returns")
     assert (spec.module, spec.name) == ("spmdflow.objectives.advantage", "compute_advantages")
 
@@ -183,41 +188,21 @@ def _batch(mask: list[list[bool]]) -> TensorDict:
     return TensorDict(columns, batch_size=[len(mask)])
 
 
-def _take(batch: TensorDict, rows: list[int]) -> TensorDict:
-    def of(column: Tensor) -> Tensor:
-        pieces = [column.values().split(lengths_of(column).tolist())[row] for row in rows]
-        values = torch.cat(pieces) if pieces else column.values()[:0]
-        return ragged(values, lengths_of(column)[rows])
-
-    return TensorDict({name: of(batch[name]) for name in batch.keys()}, batch_size=[len(rows)])
-
-
 def _run(
     batch: TensorDict, cfg: AdvantageConfig, reduce: Any = same
 ) -> tuple[TensorDict, dict[str, Any]]:
     metrics: dict[str, Any] = {}
     answer = compute_advantages(
-        batch, estimator="gae", cfg=cfg, reduce=reduce, report=metrics.update
+        batch,
+        estimator="gae",
+        cfg=cfg,
+        groups=_alone(batch, reduce),
+        reduce=reduce,
+        report=metrics.update,
     )
     return answer, metrics
 
 
-def _run_ranks(parts: list[TensorDict], cfg: AdvantageConfig) -> list[TensorDict]:
-    """Ranks one after another: replay with ever more of the sums known (a reduce is a sum)."""
-    sums: list[Tensor] = []
-    while True:
-        calls: list[list[Tensor]] = []
-        answers = []
-        for part in parts:
-            mine: list[Tensor] = []
-
-            def reduce(x: Tensor, mine: list[Tensor] = mine) -> Tensor:
-                mine.append(x)
-                return sums[len(mine) - 1] if len(mine) <= len(sums) else x
-
-            answers.append(_run(part, cfg, reduce)[0])
-            calls.append(mine)
-        assert len({len(mine) for mine in calls}) == 1, "ranks call reduce equally often"
-        if len(sums) == len(calls[0]):
-            return answers
-        sums.append(torch.stack([mine[len(sums)] for mine in calls]).sum(0))
+def _alone(batch: TensorDict, reduce: Any) -> RowGroups:
+    """Each row a group of its own."""
+    return RowGroups(torch.arange(batch.batch_size[0]), batch.batch_size[0], reduce)

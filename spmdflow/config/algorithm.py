@@ -1,0 +1,88 @@
+"""Settings of the algorithms besides PPO: PPO's parts, with the choices that they add.
+
+A script names its settings class with `Config = GRPOConfig`; its YAML lies beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmdflow.config.schema import (
+    ActorConfig,
+    AdvantageConfig,
+    DataConfig,
+    PolicyLossConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RunConfig,
+    part,
+    setting,
+)
+
+
+@dataclass
+class SurrogateLossConfig(PolicyLossConfig):
+    """The same with the policy loss and its clips as choices."""
+
+    surrogate: str = setting(  # type: ignore[misc]
+        "Policy loss: ppo, gspo, cispo, plain, or one that the script adds.", "ppo"
+    )
+    clip_ratio_high: float | None = setting(  # type: ignore[misc]
+        "Upper epsilon (clip-higher); none: the same as clip_ratio.", None, above=0
+    )
+    dual_clip: float | None = setting(  # type: ignore[misc]
+        "Ratio at which the loss of a negative advantage stops growing; none: never.",
+        None,
+        above=1,
+    )
+
+
+@dataclass
+class CorrectionConfig:
+    """Weights for samples that the rollout engine drew from a slightly different policy."""
+
+    kind: str = setting(
+        "token or sequence: truncated importance weights; mask: leave far tokens out.",
+        "token",
+        one_of=("token", "sequence", "mask"),
+    )
+    cap: float = setting("Largest weight; for mask the range is [1/cap, cap].", 2.0, above=1)
+
+
+@dataclass
+class SurrogateActorConfig(ActorConfig):
+    """An actor whose policy loss is a choice."""
+
+    loss: SurrogateLossConfig = part(SurrogateLossConfig)
+
+
+@dataclass
+class GroupAdvantageConfig(AdvantageConfig):
+    """Advantages from several samples of a prompt."""
+
+    estimator: str = setting(
+        "grpo, dr_grpo, rloo, opo, reinforce_pp, reinforce_pp_baseline, or one that the script "
+        "adds.",
+        "grpo",
+    )
+    whiten: bool = setting("Normalise advantages over the global batch too.", False)
+
+
+@dataclass
+class GRPOConfig:
+    """Everything `algos/grpo.py` reads."""
+
+    run: RunConfig = field(default_factory=lambda: RunConfig(name="grpo"))
+    data: DataConfig = field(default_factory=lambda: DataConfig(samples_per_prompt=8))
+    actor: SurrogateActorConfig = part(SurrogateActorConfig)
+    reference: ReferenceConfig = part(ReferenceConfig)
+    reward: RewardConfig = part(RewardConfig)
+    advantage: GroupAdvantageConfig = part(GroupAdvantageConfig)
+    # Any: a preset's name or a map; config/placement.py reads it
+    placement: Any = setting(
+        "colocate, split, standalone, or a map pool -> {roles: [...], ranks: [...]}.", "colocate"
+    )
+    total_steps: int = setting("Steps of the run.", 100, at_least=1)
+    eval_every: int = setting("Steps between evaluations (0: never).", 10, at_least=0)
+    save_every: int = setting("Steps between checkpoints (0: only on SIGTERM).", 0, at_least=0)

@@ -1,0 +1,123 @@
+"""Advantages without a critic: a baseline from other samples, or from none at all.
+
+s_i is the sum of row i's token-level rewards, G the rows that are samples of the same prompt
+(n of them). Every token of a row gets the same advantage unless the formula has a t. A prompt
+with one sample has no group to compare with: where the baseline is the group's, its row keeps
+A = s.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spmdflow.config.schema import AdvantageConfig
+from spmdflow.objectives.estimator import Samples, advantage
+
+Estimates = tuple[Tensor, Tensor]
+
+STD_FLOOR = 1e-6
+
+
+@advantage("grpo")
+def grpo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
+    """A_i = (s_i - mean_G s) / (std_G s + 1e-6), std unbiased (Shao et al. 2024, section 4.1.2)."""
+    scores, groups = samples.scores, samples.groups
+    sizes = groups.sizes()
+    centred = scores - groups.means(scores)
+    variance = groups.sums(centred.square()) / (sizes - 1).clamp(min=1)
+    normalised = centred / (variance.sqrt() + STD_FLOOR)
+    return _alike(samples, torch.where(sizes > 1, normalised, scores))
+
+
+@advantage("dr_grpo")
+def dr_grpo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
+    """A_i = s_i - mean_G s, without the division that favours easy and hard prompts.
+
+    Liu et al. 2025, "Understanding R1-Zero-like training"; its loss sums over tokens and divides
+    by a constant (loss.aggregation: sequence-mean-token-sum-by-budget).
+    """
+    return _alike(samples, _centred(samples))
+
+
+@advantage("rloo")
+def rloo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
+    """A_i = s_i - mean_{j in G, j != i} s_j = n / (n - 1) (s_i - mean_G s).
+
+    REINFORCE leave-one-out (Kool et al. 2019; Ahmadian et al. 2024, eq. 6).
+    """
+    sizes = samples.groups.sizes()
+    scale = torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0)
+    return _alike(samples, scale * _centred(samples))
+
+
+@advantage("opo")
+def opo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
+    """A_i = s_i - sum_G l_j s_j / sum_G l_j, l the policy's tokens of a row.
+
+    The baseline of least variance if a row's squared gradient grows with its length (Hao et al.
+    2025, "On-policy RL with optimal reward baseline", eq. 7).
+    """
+    scores, groups = samples.scores, samples.groups
+    lengths = samples.mask.sum(-1).double()
+    baseline = groups.sums(lengths * scores) / groups.sums(lengths).clamp(min=1)
+    return _alike(samples, torch.where(groups.sizes() > 1, scores - baseline, scores))
+
+
+@advantage("remax", reads=("baseline_scores",))
+def remax(samples: Samples, cfg: AdvantageConfig) -> Estimates:
+    """A_t = sum_{u >= t} r_u - b, b the score of the greedy response to the same prompt.
+
+    Li et al. 2024, algorithm 1. baseline_scores: (B,), the greedy response's score for each row.
+    """
+    to_go = reward_to_go(samples.rewards, samples.mask, 1.0)
+    baseline = samples.spread(samples.columns["baseline_scores"])
+    return to_go - baseline, to_go
+
+
+@advantage("reinforce_pp")
+def reinforce_pp(samples: Samples, cfg: AdvantageConfig) -> Estimates:
+    """A_t = sum_{u >= t} gamma^(u - t) r_u, to be whitened over the global batch.
+
+    REINFORCE++ (Hu 2025): the KL is in the rewards (advantage.kl_coef), whitening is the baseline
+    (advantage.whiten).
+    """
+    to_go = reward_to_go(samples.rewards, samples.mask, cfg.gamma)
+    return to_go, to_go
+
+
+@advantage("reinforce_pp_baseline")
+def reinforce_pp_baseline(samples: Samples, cfg: AdvantageConfig) -> Estimates:
+    """A_i = s_i - mean_G s, to be whitened over the global batch and not within the group.
+
+    REINFORCE++-baseline (Hu 2025); the KL belongs into the loss (loss.kl_coef, k2).
+    """
+    return _alike(samples, _centred(samples))
+
+
+def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """R_t = r_t + gamma R_{t+1} over the policy's tokens, (B, R); 0 outside the mask.
+
+    Holes take no time: a reward in one belongs to the policy's token before it.
+    """
+    to_go = torch.zeros_like(rewards)
+    following = pending = rewards.new_zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        chosen, reward = mask[:, t], rewards[:, t] + pending
+        here = reward + gamma * following
+        to_go[:, t] = torch.where(chosen, here, 0.0)
+        following = torch.where(chosen, here, following)
+        pending = torch.where(chosen, 0.0, reward)
+    return to_go
+
+
+def _centred(samples: Samples) -> Tensor:
+    """(B,) s_i - mean_G s; s_i alone where a prompt has one sample."""
+    scores, groups = samples.scores, samples.groups
+    return torch.where(groups.sizes() > 1, scores - groups.means(scores), scores)
+
+
+def _alike(samples: Samples, advantages: Tensor) -> Estimates:
+    """One number a row at all of its tokens; without values the returns are the same."""
+    spread = samples.spread(advantages)
+    return spread, spread
