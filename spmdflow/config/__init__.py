@@ -9,6 +9,7 @@ A relative path in a YAML file means the current directory or, if nothing is the
 | file | does |
 |---|---|
 | schema | the dataclasses; a default that works, a sentence and bounds per key |
+| algorithm | the same for algorithms besides PPO |
 | leaf | the keys of a dataclass tree as a flat list |
 | load | script + YAML + overrides -> one object; the only user of omegaconf |
 | placement | preset or map -> pools of ranks |
