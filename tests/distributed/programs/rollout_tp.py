@@ -152,7 +152,8 @@ def check_blocks(
     parameters = generator._engine.model.parameters()
     found["own"] = sum(p.numel() for p in parameters if p.data_ptr() not in shared)
     found["load"] = message(lambda: generator.load(iter([]), version=3))
-    wrong = {**shards, (0, "qkv"): [shards[0, "qkv"][0][1:]]}
+    key = next(key for key in shards if key[1] == "qkv")
+    wrong = {**shards, key: [shards[key][0][1:]]}
     found["wrong"] = message(lambda: generator.share(wrong, tp_size=tp_size, vocab_multiple=128))
     found["vocabulary"] = message(
         lambda: generator.share(shards, tp_size=tp_size, vocab_multiple=96)
@@ -249,7 +250,7 @@ def check_block_logits(world: World, family: str, *, dtype: str = "float32") -> 
 
 
 def one_layout(world: World, family: str, name: str) -> dict[str, Any]:
-    """A family on a layout: the folder's weights, then others."""
+    """A family on a layout: the folder's weights, then others, then those of a trainer's shards."""
     layout = LAYOUTS[name]
     if world.rank not in layout.ranks:
         return {}
@@ -258,6 +259,7 @@ def one_layout(world: World, family: str, name: str) -> dict[str, Any]:
     found = {"ranks": [replica.tp_ranks, replica.pp_ranks]}
     found["folder"] = compare(world, generator, layout, load(world.path(family)))
     found["loaded"] = check_load(world, generator, layout, family)
+    found["blocks"] = check_blocks(world, generator, layout, family, layout.tp_size)
     generator.close()
     return found
 

@@ -24,7 +24,7 @@ from spmdflow.weights.move import fill
 from tests.rollout_reference import END, disagreements, load, make_prompts, num_close, reference
 
 CPU = torch.device("cpu")
-GREEDY, SAMPLED = Sampling(12).to_greedy(), Sampling(12, temperature=0.8, top_k=40)
+GREEDY, SAMPLED = Sampling(8).to_greedy(), Sampling(8, temperature=0.8, top_k=40)
 TOLERANCE = 1e-5
 SEEDS = [2**62 + row for row in range(6)]
 LAYOUTS = {
