@@ -21,8 +21,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "fsdp_engine.py"
-
-
 KINDS = ["fsdp", "zero1", "zero2", "zero3"]
 
 
