@@ -73,7 +73,7 @@ def _micro_batches(algebra: Algebra, num_ranks: int, engine: Any) -> str:
 
 
 def _replicas(number: int, layout: str) -> str:
-    return f"{_count(number, 'replica')} of {layout}" if layout else _count(number, "rank")
+    return _count(number, "rank") if layout == "t1" else f"{_count(number, 'replica')} of {layout}"
 
 
 def _count(number: int, noun: str) -> str:

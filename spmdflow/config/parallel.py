@@ -14,7 +14,7 @@ from spmdflow.errors import ConfigError
 MEGATRON = "megatron"
 """The engine that shards over tp and pp."""
 
-_LAYOUT = re.compile(r"(?:t(?P<tp>\d+))?(?:p(?P<pp>\d+))?")
+_LAYOUT = re.compile(r"(?=.)(?:t(?P<tp>\d+))?(?:p(?P<pp>\d+))?")
 
 
 class Sizes(NamedTuple):
@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
 
 def sizes_of(key: str, text: str) -> Sizes:
     """Sizes that a layout names; what it leaves out is 1. ConfigError naming the setting `key`."""
-    match = _LAYOUT.fullmatch(text.strip())
+    match = _LAYOUT.fullmatch(text)
     sizes = Sizes(*(int(match[axis] or 1) for axis in ("tp", "pp"))) if match else Sizes(0, 0)
     if min(sizes) < 1:
         raise ConfigError(
@@ -50,9 +50,9 @@ def training_sizes(role: str, engine: Any) -> Sizes:
 
 
 def generation_sizes(role: str, part: Any) -> Sizes:
-    """Sizes while a role generates: rollout.layout, or what its emptiness means."""
+    """Sizes while a role generates: rollout.layout, or what auto means."""
     rollout, training = part.rollout, training_sizes(role, part.engine)
-    if not rollout.layout:
+    if rollout.layout == "auto":
         return Sizes() if rollout.engine == "builtin" else Sizes(training.tp)
     return sizes_of(f"{role}.rollout.layout", rollout.layout)
 

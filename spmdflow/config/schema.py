@@ -135,7 +135,8 @@ class EngineConfig:
         one_of=("fsdp", "zero1", "zero2", "zero3", "megatron"),
     )
     layout: str = setting(
-        "Tensor- and pipeline-parallel sizes, such as t2p2; the other ranks are data-parallel.", ""
+        "Tensor- and pipeline-parallel sizes, such as t2p2; the other ranks are data-parallel.",
+        "t1",
     )
     options: list[str] = setting(
         "recompute activations; keep_gathered parameters through a step (fsdp); sequence_parallel, "
@@ -222,7 +223,8 @@ class RolloutConfig:
         one_of=("builtin", "vllm"),
     )
     layout: str = setting(
-        "Parallel sizes while generating, such as t2; empty: the trainer's t (builtin: t1).", ""
+        "Parallel sizes while generating, such as t2; auto: the trainer's t (builtin: t1).",
+        "auto",
     )
     weights: str = setting(
         "How weights get from trainer to generator; auto: the leanest that applies here.",

@@ -1,103 +1,45 @@
-"""Weights from the train engine to the generator, tensor by tensor, compared by hash.
+"""Two copies of the weights: the generator has its own, in its own layout and precision.
 
-The comparison does not trust the copy: the trainer hashes its shards where they lie, rounded to
-the generator's precision; the generator hashes the tensors its forward reads. Both hashes depend
-on every bit and its place (blocks.hash), so a wrong, stale, shifted or skipped tensor shows.
-Knows no engine by name.
+Works with every train engine and every generator. `CopySync` gathers each tensor whole on every
+rank, which is what data-parallel shards amount to when every rank generates by itself.
+`StreamSync` sends each rank the boxes that it lacks.
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Mapping, Sequence
-
-from tensordict import TensorDict
-from torch import Tensor
-
-from spmdflow.errors import WeightSyncError
-from spmdflow.rollout.generator import NEVER, Generator
-from spmdflow.rollout.sampling import Sampling
-from spmdflow.transfer.worker import Max, Metric, Sum
+from spmdflow.hybrid_engine.stream import WeightStream
+from spmdflow.hybrid_engine.sync import WeightSync
+from spmdflow.rollout.generator import Generator
 from spmdflow.workers.engine import TrainEngine
 
-logger = logging.getLogger(__name__)
+
+class CopySync(WeightSync):
+    """Whole tensors, one at a time, by the engine's own all-gather."""
+
+    def _move(self, version: int) -> int:
+        return self._generator.load(self._engine.full_tensors(), version=version)
 
 
-class CopySync:
-    """A train engine and the generator that must have its weights."""
+class StreamSync(WeightSync):
+    """Boxes by the planner, in buckets."""
 
-    def __init__(self, engine: TrainEngine, generator: Generator, *, verify_every: int) -> None:
-        """verify_every: the first sync and every n-th after it compare hashes; 0: none does."""
-        self._engine, self._generator = engine, generator
-        self._verify_every, self._num_syncs = verify_every, 0
-
-    @property
-    def needs_sync(self) -> bool:
-        """Whether the trainer's weights have changed since the last sync; equal on all ranks."""
-        return self._generator.weights_version != self._engine.weights_version
-
-    def sync(self) -> dict[str, Metric]:
-        """Copy every weight into the generator; all ranks of the engine call it.
-
-        WeightSyncError if a tensor did not fit or arrive, or if a hash differs; the generator
-        then counts as never synced.
-        """
-        start, version = time.perf_counter(), self._engine.weights_version
-        verify = self._verify_every > 0 and self._num_syncs % self._verify_every == 0
-        self._generator.weights_version = NEVER
-        num_bytes = self._generator.load(self._engine.full_tensors(), version=version)
-        if verify:
-            self._verify(version)
-        self._num_syncs += 1
-        seconds = time.perf_counter() - start
-        logger.debug("synced weights of version %d, verified: %s", version, verify)
-        return {
-            "rollout/weights_version": Max(float(version)),
-            "rollout/weights_verified": Max(float(verify)),
-            "rollout/synced_bytes": Sum(float(num_bytes)),
-            "time/weight_sync_seconds": Max(seconds),
-        }
-
-    def generate(self, prompts: Tensor, sampling: Sampling, seeds: Sequence[int]) -> TensorDict:
-        """Generator.generate, refused with WeightSyncError while needs_sync holds."""
-        if self.needs_sync:
-            held = self._generator.weights_version
-            raise WeightSyncError(
-                f"generate: got a generator with {_version_text(held)} while the trainer is at "
-                f"version {self._engine.weights_version}; expected the same version; call sync() "
-                f"on every rank of the actor first"
-            )
-        return self._generator.generate(prompts, sampling, seeds)
-
-    def _verify(self, version: int) -> None:
-        """Compare every tensor's hash; a collective over the engine's ranks."""
-        expected = self._engine.shard_hashes(self._generator.dtype)
-        found = self._generator.hashes()
-        wrong = sorted(
-            name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
+    def __init__(
+        self,
+        engine: TrainEngine,
+        generator: Generator,
+        stream: WeightStream,
+        *,
+        verify_every: int,
+        frees_generator: bool = False,
+    ) -> None:
+        """stream: planned from the engine's blocks to the generator's."""
+        super().__init__(
+            engine, generator, verify_every=verify_every, frees_generator=frees_generator
         )
-        if wrong:
-            self._generator.weights_version = NEVER
-            raise WeightSyncError(_mismatch_text(wrong, expected, found, version))
+        self._stream = stream
 
-
-def _mismatch_text(
-    wrong: Sequence[str], expected: Mapping[str, int], found: Mapping[str, int], version: int
-) -> str:
-    name = wrong[0]
-    others = f" and {len(wrong) - 1} more ({', '.join(wrong[1:4])})" if wrong[1:] else ""
-    return (
-        f"weight sync of version {version}: got rollout tensor {name} with hash "
-        f"{_hash_text(found, name)}, expected the trainer's {_hash_text(expected, name)}{others}, "
-        f"of {len(expected)} tensors; the run must not go on with these weights: set "
-        f"actor.rollout.engine=builtin to see whether it is the generator, and report this message"
-    )
-
-
-def _hash_text(hashes: Mapping[str, int], name: str) -> str:
-    return f"{hashes[name]:#018x}" if name in hashes else "absent"
-
-
-def _version_text(version: int) -> str:
-    return "weights that were never synced" if version == NEVER else f"weights of version {version}"
+    def _move(self, version: int) -> int:
+        self._generator.wake("weights")
+        received = self._stream.run(self._engine.blocks(), self._generator.blocks())
+        self._generator.renew(version)
+        return received

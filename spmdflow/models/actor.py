@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from spmdflow.data.ragged import pad
 from spmdflow.data.rows import total_length
 from spmdflow.data.seed import seed_of
 from spmdflow.errors import SpmdflowError
-from spmdflow.hybrid_engine.copy_sync import CopySync
+from spmdflow.hybrid_engine.factory import hybrid_of, storage_of, sync_mode
 from spmdflow.models.base import EngineWorker
 from spmdflow.objectives.log_prob import entropy_from_logits, log_probs_from_logits
 from spmdflow.objectives.policy import PolicyLoss
@@ -31,10 +32,15 @@ class ActorWorker(EngineWorker):
     role = "actor"
 
     def __init__(self, cfg: ActorConfig, context: WorkerContext) -> None:
-        super().__init__(cfg, context, head="causal_lm")
+        cfg = self.bind_engine(cfg)
+        mode = sync_mode(cfg, context.layout)
+        storage = storage_of(mode, context)
+        adopt = None if storage is None else storage.adopt
+        super().__init__(cfg, context, head="causal_lm", adopt=adopt)
         replica = Replica.of(context.layout, context.rank, context.groups)
-        self.generator = generator_of(cfg.rollout, cfg.model.path, context.device, replica)
-        self.hybrid = CopySync(self.engine, self.generator, verify_every=cfg.rollout.verify_every)
+        rollout = replace(cfg.rollout, weights=mode)
+        self.generator = generator_of(rollout, cfg.model.path, context.device, replica)
+        self.hybrid = hybrid_of(self.engine, self.generator, context, cfg, storage=storage)
         self.sampling = Sampling.from_config(cfg.rollout)
         budget = cfg.rollout.max_new_tokens
         self.loss = PolicyLoss(cfg.loss, cfg.rollout.temperature, budget=budget)
@@ -102,6 +108,7 @@ class ActorWorker(EngineWorker):
     )
     def update_actor(self, batch: TensorDict) -> dict[str, Any]:
         """One optimizer step for each mini-batch; metrics are means over the steps."""
+        self.hybrid.release()
         return self.train(batch, self.loss, prefix="actor")
 
     def save_state(self, folder: Path) -> None:

@@ -84,13 +84,22 @@ class EngineWorker(Worker):
             )
         return replace(cfg, engine=replace(cfg.engine, kind=kinds[0]))
 
-    def __init__(self, cfg: Any, context: WorkerContext, *, head: str) -> None:
+    def __init__(
+        self,
+        cfg: Any,
+        context: WorkerContext,
+        *,
+        head: str,
+        adopt: Callable[..., None] | None = None,
+    ) -> None:
+        """adopt: gives the weights their storage; they then stay on the device."""
         cfg = self.bind_engine(cfg)
         super().__init__(cfg, context)
-        self.engine = engine_of(cfg, context, head=head)
+        self.engine = engine_of(cfg, context, head=head, adopt=adopt)
         self._offload = cfg.engine.residency == "offload"
+        self._fixed: tuple[Part, ...] = () if adopt is None else ("parameters",)
         if self._offload:
-            self._move("host", ("parameters", "optimizer"))
+            self._move("host", ("parameters", "gradients", "optimizer"))
 
     def score(self, batch: TensorDict, fn: Score) -> TensorDict | None:
         """Forward without gradient over this call's micro-batches; None before the last stage."""
@@ -138,7 +147,8 @@ class EngineWorker(Worker):
 
     def _move(self, where: Place, parts: tuple[Part, ...]) -> None:
         for part in parts:
-            self.engine.residency(where, part)
+            if part not in self._fixed:
+                self.engine.residency(where, part)
 
 
 class FSDPWorker(EngineWorker):

@@ -8,13 +8,14 @@ otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import positional_hash
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import lengths_of, mask_of, rows_of
@@ -23,6 +24,7 @@ from spmdflow.rollout.generator import NEVER, Arrivals, WakePart, check_prompts,
 from spmdflow.rollout.hugging_face import HuggingFaceForward, causal_lm, end_tokens
 from spmdflow.rollout.sampling import Sampling, draw
 from spmdflow.rollout.storage import Storages
+from spmdflow.weights.move import Block
 
 _LEAVE_BELOW = 0.75
 """Share of unfinished rows below which the others leave: copying the cache costs steps too."""
@@ -135,6 +137,15 @@ class BuiltinGenerator:
         arrivals.check(version)
         self.weights_version = version
         return arrivals.num_bytes
+
+    def blocks(self) -> Iterator[Block]:
+        """Every tensor whole."""
+        for name, tensor in self._forward.weights.items():
+            yield name, tensor, Box.of_shape(tensor.shape)
+
+    def renew(self, version: int) -> None:
+        """See Generator.renew; no cache outlives a batch."""
+        self.weights_version = version
 
     def hashes(self) -> dict[str, int]:
         """Hashes of the tensors that the forward reads."""

@@ -1,7 +1,7 @@
 """The surface of a generator: prompts in, responses out, weights replaced between calls.
 
 `weights_version` is the trainer's version that was loaded last, NEVER before the first load.
-Whoever generates compares it with the trainer's own (hybrid_engine.copy_sync does).
+Whoever generates compares it with the trainer's own (hybrid_engine.sync does).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from spmdflow.data.ragged import lengths_of, ragged
 from spmdflow.errors import ColumnError, ConfigError, WeightSyncError
 from spmdflow.rollout.sampling import Sampling
+from spmdflow.weights.move import Block
 
 NEVER = -1
 WakePart = Literal["weights", "kv_cache"]
@@ -48,6 +49,15 @@ class Generator(Protocol):
         Takes the whole stream before it complains. WeightSyncError names tensors that are
         unknown, misshapen or were not in the stream.
         """
+
+    def blocks(self) -> Iterable[Block]:
+        """(Hugging Face name, live view, its box) of what this rank's forward reads.
+
+        Whoever overwrites them calls `renew` afterwards.
+        """
+
+    def renew(self, version: int) -> None:
+        """The weights were overwritten in place, with that version; forget what rests on them."""
 
     def hashes(self) -> dict[str, int]:
         """positional_hash of every whole tensor that the replica reads, by Hugging Face name."""

@@ -29,6 +29,7 @@ from spmdflow.rollout.vllm_blocks import Shards, block_reading, install
 from spmdflow.rollout.vllm_engine import Engine
 from spmdflow.rollout.vllm_weights import stock_reading
 from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.move import Block
 
 
 class VllmGenerator:
@@ -85,7 +86,7 @@ class VllmGenerator:
         arrivals = Arrivals(self._reading.shapes)
         self._engine.model.load_weights(arrivals.fitting(tensors))
         arrivals.check(version)
-        self._renew(version)
+        self.renew(version)
         return arrivals.num_bytes
 
     def share(self, shards: Shards, *, tp_size: int, vocab_multiple: int) -> None:
@@ -104,7 +105,17 @@ class VllmGenerator:
     def shared(self, version: int) -> None:
         """The shards now hold the trainer's weights of that version."""
         assert self._shared, "share() comes first"
-        self._renew(version)
+        self.renew(version)
+
+    def blocks(self) -> Sequence[Block]:
+        """This rank's views of vLLM's parameters; see Generator.blocks."""
+        return self._reading.blocks
+
+    def renew(self, version: int) -> None:
+        """See Generator.renew: cached prefixes are forgotten."""
+        if "kv_cache" not in self._asleep:  # a cache that wakes is empty
+            self._engine.forget()
+        self.weights_version = version
 
     def hashes(self) -> dict[str, int]:
         """Hashes of the whole tensors that the replica's layers read, padding left out.
@@ -140,11 +151,6 @@ class VllmGenerator:
         """Free the engine; the process can build another."""
         del self._reading
         self._engine.close()
-
-    def _renew(self, version: int) -> None:
-        if "kv_cache" not in self._asleep:  # a cache that wakes is empty
-            self._engine.forget()
-        self.weights_version = version
 
     def _joined(self, columns: Tensor) -> Tensor:
         """The last dimension over the tensor-parallel group."""

@@ -68,7 +68,8 @@ _LAYER = {
     "fc2_bias": ("mlp.linear_fc2.bias", "mlp.down_proj"),
 }
 """Kind -> (Megatron's name, vLLM's module), below the layer if it has one."""
-_WHOLE = ("norm", "input_norm", "post_norm", "q_norm", "k_norm", "o_bias", "fc2_bias")
+WHOLE = ("norm", "input_norm", "post_norm", "q_norm", "k_norm", "o_bias", "fc2_bias")
+"""Kinds that every tensor-parallel rank holds whole."""
 
 
 def key_of(name: str, *, first_layer: int = 0) -> Key:
@@ -104,7 +105,7 @@ def shard_tables(
             layer, kind = key = key_of(name)
             if kind in wanted[None] if layer is None else layer in layers:
                 found.setdefault(key, []).append({name: tensor})
-    return {k: tables[:1] if k[1] in _WHOLE else tables for k, tables in found.items()}
+    return {k: tables[:1] if k[1] in WHOLE else tables for k, tables in found.items()}
 
 
 def block_reading(
@@ -140,11 +141,11 @@ def install(
     than its ranks.
     """
     for (layer, kind), views in shards.items():
-        if kind.endswith("_bias") and kind not in _WHOLE:
+        if kind.endswith("_bias") and kind not in WHOLE:
             continue
         module = model.get_submodule(_path(layer, kind))
         biases = shards.get((layer, f"{kind}_bias"))
-        if kind in _WHOLE:
+        if kind in WHOLE:
             parameter = module.bias if kind.endswith("_bias") else module.weight
             parameter.data = views[0]
         elif kind == "embed":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -33,11 +34,18 @@ _HEADS = {
 }
 
 
-def engine_of(cfg: Any, context: WorkerContext, *, head: str) -> TrainEngine:
+def engine_of(
+    cfg: Any,
+    context: WorkerContext,
+    *,
+    head: str,
+    adopt: Callable[..., None] | None = None,
+) -> TrainEngine:
     """The engine `cfg.engine.kind` with the weights of cfg.model.
 
     head: causal_lm (logits), scalar (a trained one-label head) or critic (a zero head if the
-    folder has none). With `cfg.optimizer` it can train. Collective over the pool.
+    folder has none). With `cfg.optimizer` it can train. adopt: where a Megatron engine's weights
+    lie (megatron_optimizer.Adopt). Collective over the pool.
     """
     kind = cfg.engine.kind
     if kind not in _ENGINES:
@@ -55,6 +63,7 @@ def engine_of(cfg: Any, context: WorkerContext, *, head: str) -> TrainEngine:
         context,
         optimizer=getattr(cfg, "optimizer", None),
         total_optimizer_steps=_total_optimizer_steps(cfg, context),
+        **({} if adopt is None else {"adopt": adopt}),
     )
     return engine
 

@@ -9,7 +9,7 @@ schedules are not used: they are the same functions as in the other engines.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +33,10 @@ from spmdflow.workers.optimizer import check_schedule, clip_, learning_rate, squ
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-Adopt = Callable[[DistributedDataParallel], None]
+Adopt = Callable[[DistributedDataParallel, Mapping[Tensor, str]], None]
 """Called between the making of the buffers and of the optimizer: the last moment at which
-parameters may be given other storage (buffer.param_data, bucket.param_data, parameter.data)."""
+parameters may be given other storage (buffer.param_data, bucket.param_data, parameter.data).
+Gets the local name of every parameter too."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class StageOptimizer:
         module.config.finalize_model_grads_func = _sum_gradients
         module.config.no_sync_func = self.ddp.no_sync
         if adopt is not None:
-            adopt(self.ddp)
+            adopt(self.ddp, {p: local_name(name) for name, p in self.ddp.named_parameters()})
         with only_among(groups.intra_dist_opt):
             chained = get_megatron_optimizer(
                 _megatron_config(cfg, module.config, distributed=distributed),

@@ -6,7 +6,7 @@ element once, but for norms, small biases and a tied copy, which are owned by th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,16 +31,13 @@ class StageWeights:
         self,
         module: nn.Module,
         architecture: Architecture,
-        layout: Layout,
-        rank: int,
+        tables: Sequence[ShardTable],
         group: dist.ProcessGroup,
     ) -> None:
-        replica = layout.axis_group(rank, "replica")
-        tables = replica_tables(architecture, layout)
-        here = replica.index(rank)
-        self.table: ShardTable = tables[here]
-        self._owned = owned(tables)[here]
-        self._architecture, self._group = architecture, group
+        """tables: `replica_tables`; group: the ranks of the replica, in that order."""
+        self.table = tables[group.rank()]
+        self._owned = owned(tables)[group.rank()]
+        self.architecture, self._group = architecture, group
         self._parameters = {local_name(name): p for name, p in module.named_parameters()}
         found = {name: tuple(p.shape) for name, p in self._parameters.items()}
         expected = {name: tensor.shape for name, tensor in self.table.items()}
@@ -66,7 +63,7 @@ class StageWeights:
         mine: dict[str, list[tuple[Tensor, Box]]] = {}
         for name, tensor, box in blocks(self.local, self._owned):
             mine.setdefault(name, []).append((tensor, box))
-        for parameter in parameters(self._architecture):
+        for parameter in parameters(self.architecture):
             whole = torch.zeros(parameter.shape, device=self._device)
             for tensor, box in mine.get(parameter.name, ()):
                 whole[box.slices()] = tensor.float()
@@ -76,7 +73,7 @@ class StageWeights:
 
     def hashes(self, dtype: torch.dtype) -> dict[str, int]:
         """Positional hash of each whole tensor cast to dtype, from the boxes themselves."""
-        shapes = {parameter.name: parameter.shape for parameter in parameters(self._architecture)}
+        shapes = {parameter.name: parameter.shape for parameter in parameters(self.architecture)}
         local = dict.fromkeys(shapes, 0)
         for name, tensor, box in blocks(self.local, self._owned):
             local[name] += box_hash(tensor.to(dtype), box, shapes[name])
@@ -91,7 +88,10 @@ class StageWeights:
 
 
 def replica_tables(architecture: Architecture, layout: Layout) -> list[ShardTable]:
-    """The table of each rank of a replica, in its order: tp fastest, then pp."""
+    """The table of each rank of a replica, in its order: tp fastest, then pp.
+
+    ConfigError if the layout cannot cut the architecture.
+    """
     return [
         megatron_shards(
             architecture,

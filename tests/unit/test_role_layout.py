@@ -9,14 +9,14 @@ from spmdflow.models.reward import RewardWorker
 from spmdflow.parallel.layout import Layout
 
 
-def actor_config(layout: str, *, rollout: str = "", engine: str = "vllm") -> ActorConfig:
+def actor_config(layout: str, *, rollout: str = "auto", engine: str = "vllm") -> ActorConfig:
     cfg = defaults(ActorConfig)
     cfg.engine.layout, cfg.rollout.layout, cfg.rollout.engine = layout, rollout, engine
     return cfg
 
 
 def test_empty_layout_is_data_parallel_and_needs_the_pool_alone() -> None:
-    cfg = actor_config("", engine="builtin")
+    cfg = actor_config("t1", engine="builtin")
     layout = ActorWorker.layout_of(cfg, (1, 2, 3))
 
     assert layout == Layout((1, 2, 3), dp_size=3)
@@ -34,7 +34,7 @@ def test_vllm_generates_with_the_trainers_tensor_size_unless_told_otherwise() ->
 
 
 def test_data_parallel_trainer_may_generate_in_replicas_of_several_ranks() -> None:
-    cfg = actor_config("", rollout="t2")
+    cfg = actor_config("t1", rollout="t2")
     layout = ActorWorker.layout_of(cfg, (0, 1, 2, 3))
 
     assert not layout.nests

@@ -1,0 +1,117 @@
+"""Chooses how weights get from trainer to generator, and builds it.
+
+| way | when |
+|---|---|
+| blocks, flat | Megatron trains, vLLM generates in the same precision inside its replicas |
+| copy by boxes | other tensor- or pipeline-parallel layouts on either side |
+| copy of whole tensors | data-parallel trainer, each rank generating by itself |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from spmdflow.errors import ConfigError
+from spmdflow.hybrid_engine.copy_sync import CopySync, StreamSync
+from spmdflow.hybrid_engine.shared_storage import BlockStorage, FlatStorage, SharedStorage
+from spmdflow.hybrid_engine.shared_sync import SharedSync
+from spmdflow.hybrid_engine.stream import WeightStream, boxes_of
+from spmdflow.hybrid_engine.sync import WeightSync
+from spmdflow.parallel.layout import Layout
+from spmdflow.rollout.generator import Generator
+from spmdflow.rollout.vllm import VllmGenerator
+from spmdflow.transfer.worker import WorkerContext
+from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.megatron import vocab_multiple
+from spmdflow.workers.engine import TrainEngine
+
+_STORAGES: dict[str, type[SharedStorage]] = {"blocks": BlockStorage, "flat": FlatStorage}
+
+
+def sync_mode(cfg: Any, layout: Layout) -> str:
+    """blocks, flat or copy: what rollout.weights of an actor's settings means on this layout.
+
+    auto is blocks where they apply, else copy. ConfigError if blocks or flat do not apply.
+    """
+    asked = cfg.rollout.weights
+    if asked == "copy":
+        return "copy"
+    obstacle = _obstacle(cfg, layout)
+    if obstacle is None:
+        return "blocks" if asked == "auto" else str(asked)
+    if asked == "auto":
+        return "copy"
+    raise ConfigError(
+        f"rollout.weights: got {asked}, expected copy here, as {obstacle}; "
+        f"set actor.rollout.weights=auto"
+    )
+
+
+def storage_of(mode: str, context: WorkerContext) -> SharedStorage | None:
+    """The storage that trainer and generator will share; None if each has its own."""
+    if mode not in _STORAGES:
+        return None
+    layout, rank = context.layout, context.rank
+    ranks = layout.axis_group(rank, "micro_dp")
+    group = context.groups.get(ranks) if len(ranks) > 1 else None
+    return _STORAGES[mode](ranks, rank, group, stage=layout.coordinate(rank).pp)
+
+
+def hybrid_of(
+    engine: TrainEngine,
+    generator: Generator,
+    context: WorkerContext,
+    cfg: Any,
+    *,
+    storage: SharedStorage | None,
+) -> WeightSync:
+    """The way for this trainer and generator. Collective over the pool."""
+    verify_every, layout = cfg.rollout.verify_every, context.layout
+    frees_generator = cfg.engine.residency == "offload"
+    if storage is not None:
+        assert isinstance(generator, VllmGenerator)
+        architecture = Architecture.from_folder(cfg.model.path)
+        return SharedSync(
+            engine,
+            generator,
+            storage,
+            architecture=architecture,
+            vocab_multiple=vocab_multiple(layout.tp_size),
+            verify_every=verify_every,
+        )
+    if layout.pp_size == layout.tp_size == 1 and layout.generation_dp_size == layout.size:
+        return CopySync(
+            engine, generator, verify_every=verify_every, frees_generator=frees_generator
+        )
+    ranks = layout.axis_group(context.rank, "replica") if layout.nests else layout.ranks
+    group = context.groups.get(ranks) if len(ranks) > 1 else None
+    mine = (boxes_of(engine.blocks()), boxes_of(generator.blocks()))
+    every = [mine] * len(ranks)
+    if group is not None:
+        dist.all_gather_object(every, mine, group=group)
+    stream = WeightStream(
+        {rank: have for rank, (have, _) in zip(ranks, every, strict=True)},
+        {rank: need for rank, (_, need) in zip(ranks, every, strict=True)},
+        rank=context.rank,
+        group=group,
+        dtype=generator.dtype,
+        seconds=context.config.run.call_seconds,
+    )
+    return StreamSync(
+        engine, generator, stream, verify_every=verify_every, frees_generator=frees_generator
+    )
+
+
+def _obstacle(cfg: Any, layout: Layout) -> str | None:
+    """Why trainer and generator cannot share weights, or None."""
+    if cfg.engine.kind != "megatron":
+        return f"engine.kind={cfg.engine.kind} lays weights out in another way than generation"
+    if cfg.rollout.engine != "vllm":
+        return f"rollout.engine={cfg.rollout.engine} has weights of its own"
+    if cfg.rollout.dtype != cfg.model.dtype:
+        return f"rollout.dtype {cfg.rollout.dtype} is not model.dtype {cfg.model.dtype}"
+    if not layout.nests:
+        return "generation replicas lie across training replicas"
+    return None

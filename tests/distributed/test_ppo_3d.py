@@ -1,0 +1,72 @@
+"""`algos/ppo.py` with Megatron actors and critics and vLLM generation, against a single rank.
+
+Every case generates by itself with its own layout (token ids compared with the single rank's) and
+then goes on with the single rank's rollouts: losses of three steps agree. Tolerances: float32 sums
+in another order, twice two optimizer steps in between.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.distributed.programs import ppo_3d
+
+SMALL = ("t4-t2", "t2p2-t2", "t2d2-builtin")
+MATRIX = tuple(name for name in ppo_3d.CASES if name not in (*SMALL, "one"))
+LOSSES = ("actor/loss", "actor/pg_loss", "actor/reference_kl", "actor/entropy", "critic/loss")
+NORMS = ("actor/grad_norm", "critic/grad_norm")
+
+
+def steps_of(runs, case):
+    return [json.loads(line) for line in (runs / case / "metrics.jsonl").read_text().splitlines()]
+
+
+def check(runs, case):
+    for one, other in zip(steps_of(runs, "one"), steps_of(runs, case), strict=True):
+        for name in LOSSES:
+            assert other[name] == pytest.approx(one[name], abs=1e-5, rel=0), name
+        for name in NORMS:
+            assert other[name] == pytest.approx(one[name], rel=1e-4), name
+        assert other["replay/other_rows"] == 0
+        assert other["replay/gap"] <= 1e-5
+        assert other["rollout/drift_max"] <= 1e-5
+        assert other["rollout/weights_verified"] == 1
+        assert other["controller/tensor_bytes"] == 0
+        assert other["transfer/bytes"] == other["transfer/planned_bytes"]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory, spawn_ranks):
+    out = tmp_path_factory.mktemp("ppo_3d")
+    spawn_ranks(ppo_3d.run_all, 4, str(out), ("one", *SMALL), seconds=280)
+    return out
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_ppo_on_a_3d_layout_has_the_tokens_and_losses_of_a_single_rank(small, case):
+    check(small, case)
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory, spawn_ranks):
+    out = tmp_path_factory.mktemp("ppo_3d_matrix")
+    spawn_ranks(ppo_3d.run_all, 4, str(out), ("one", *MATRIX), seconds=900)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MATRIX)
+def test_ppo_on_every_layout_has_the_tokens_and_losses_of_a_single_rank(matrix, case):
+    check(matrix, case)
+
+
+@pytest.mark.slow
+def test_ppo_on_eight_ranks_has_the_tokens_and_losses_of_a_single_rank(
+    tmp_path_factory, spawn_ranks
+):
+    out = tmp_path_factory.mktemp("ppo_3d_eight")
+    spawn_ranks(ppo_3d.run_all, 8, str(out), ("one", *ppo_3d.LARGE), seconds=900)
+    for case in ppo_3d.LARGE:
+        check(out, case)
