@@ -32,7 +32,12 @@ from spmdflow.workers.megatron_groups import process_groups
 from spmdflow.workers.megatron_model import build_model, transformer_config
 from spmdflow.workers.megatron_optimizer import MOMENTS, Adopt, StageOptimizer
 from spmdflow.workers.megatron_shim import megatron_runtime
-from spmdflow.workers.megatron_weights import StageWeights, block_name, flat_blocks
+from spmdflow.workers.megatron_weights import (
+    StageWeights,
+    block_name,
+    flat_blocks,
+    replica_tables,
+)
 from spmdflow.workers.micro_batch import MicroBatch, join_columns, lengthened, micro_batches
 from spmdflow.workers.model_source import ModelSource
 from spmdflow.workers.optimizer import copy_block
@@ -66,14 +71,13 @@ class MegatronEngine:
         self._cfg, self._model = cfg, model
         self._stage, _, self._tp_rank = self.layout.coordinate(self.rank)
         self._replica = self.groups.get(self.layout.axis_group(self.rank, "replica"))
+        tables = replica_tables(model.architecture, self.layout)  # refuses what cannot be cut
         with megatron_runtime():
             self._megatron_groups = process_groups(self.layout, self.rank, self.groups)
             self._module = self._build()
             if optimizer is None:
                 self._module.requires_grad_(False)
-            self.weights = StageWeights(
-                self._module, model.architecture, self.layout, self.rank, self._replica
-            )
+            self.weights = StageWeights(self._module, model.architecture, tables, self._replica)
             self.weights.load(model.read)
             self._optimizer = (
                 StageOptimizer(

@@ -25,7 +25,7 @@ class Storages:
     def to_host(self) -> None:
         """Copy the contents to host memory and free the device's."""
         if self._resident:
-            self._host = [view.cpu() for view in self._bytes]
+            self._host = [view.to("cpu", copy=True) for view in self._bytes]
             self.drop()
 
     def drop(self) -> None:

@@ -1,0 +1,342 @@
+"""Ranks run the Megatron engine on pools of 1 to 8 ranks; what they measured goes to a JSON file.
+
+Usage: torchrun --nproc-per-node 4 megatron_engine.py FOLDER [equality|all]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+import torch.distributed as dist
+from engine_world import loss_of, message
+from fsdp_reference import make_batch
+from megatron_reference import FAMILIES, load, outputs_of, write_models
+from megatron_world import (
+    Case,
+    World,
+    largest,
+    whole_outputs,
+    whole_state,
+)
+
+from spmdflow.blocks.hash import positional_hash
+from spmdflow.parallel.group import GroupTable
+
+SOME = (
+    Case("llama", 1, 1, 1, first=3),
+    Case("qwen2", 1, 2, 1, first=1, step=2),
+    Case("mistral", 1, 4, 1),
+    Case("llama-tied", 2, 1, 2),
+    Case("llama-tied", 2, 1, 2, rows=1),
+    Case("qwen3", 2, 2, 1),
+    Case("qwen3-tied", 1, 4, 1, ("sequence_parallel",)),
+    Case("llama-biased", 1, 2, 1, ("sequence_parallel", "recompute"), first=2),
+    Case("qwen2", 2, 2, 1, ("sequence_parallel", "recompute")),
+    Case("llama", 1, 2, 2, ("plain_optimizer",)),
+    Case("qwen3-tied", 2, 1, 2, ("plain_optimizer",)),
+    Case("reward", 1, 2, 2),
+    Case("reward", 2, 2, 1, ("sequence_parallel",)),
+)
+"""Every family, layout and option at least once."""
+LAYOUTS = ((1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 1, 2), (2, 2, 1), (2, 2, 2))
+OPTIONS = ((), ("plain_optimizer",), ("sequence_parallel", "recompute"))
+ALL = tuple(
+    Case(model, *sizes, options=options)
+    for model in FAMILIES
+    for sizes in LAYOUTS
+    for options in OPTIONS
+    if not (model == "llama-biased" and options == OPTIONS[1])
+)
+
+
+def main(folder: Path, part: str) -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    world = World(rank, dist.get_world_size(), GroupTable(rank, timeout_seconds=60), folder)
+    cases = ALL if part == "all" else SOME
+    world.make_groups([case.layout for case in cases])
+    if rank == 0:
+        write_models(folder)
+    dist.barrier()
+    for case in cases:
+        check_equality(world, case)
+    for check in () if part == "all" else CHECKS:
+        check(world)
+        dist.barrier()
+    joined: list[Any] = [None] * world.size
+    dist.all_gather_object(joined, world.results)
+    if rank == 0:
+        results = {name: value for found in joined for name, value in found.items()}
+        (folder / "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def check_equality(world: World, case: Case) -> None:
+    """Logits, gradient, loss, norm and the weights after a step, against Hugging Face."""
+    engine = world.engine(case)
+    if engine is None:
+        return
+    group = world.groups.get(case.layout.ranks)
+    outputs: list[Any] = [None] * case.layout.size
+    dist.all_gather_object(outputs, whole_outputs(engine, case, world), group=group)
+    metrics = world.train(engine, case)
+    everywhere: list[Any] = [None] * case.layout.size
+    dist.all_gather_object(everywhere, metrics, group=group)
+    state, full = whole_state(engine), dict(engine.full_tensors())
+    if world.rank != case.layout.ranks[0]:
+        return
+    expected = world.reference(case)
+    gaps = [
+        (rows[i] - x).abs() for rows in outputs for i, x in enumerate(expected.outputs) if i in rows
+    ]
+    gradients = {name: state[f"{name}.exp_avg"] for name in expected.gradients}
+    norm = torch.stack([g.double().norm() for g in expected.gradients.values()]).norm()
+    steps = [
+        (full[name] - weight).abs() * (expected.gradients[name].abs() > 1e-6)
+        for name, weight in expected.weights.items()
+    ]
+    world.note(
+        f"equality {case}",
+        {
+            "rows": len({row for rows in outputs for row in rows}),
+            "logits": max(float(gap.max()) for gap in gaps),
+            "gradient": largest(gradients, expected.gradients),
+            "loss": abs(metrics["loss"] - expected.loss),
+            "norm": abs(metrics["grad_norm"] / float(norm) - 1),
+            "step": max(float(step.max()) for step in steps),
+            "same_metrics": all(found == metrics for found in everywhere),
+            "saved": largest(state, full),
+        },
+    )
+
+
+def check_trajectory(world: World) -> None:
+    """Four clipped steps with warm-up and cosine: the same in two layouts."""
+    weights = {}
+    for case in (Case("llama-tied", 2, 1, 2), Case("llama-tied", 1, 1, 1)):
+        engine = world.engine(case, clip_norm=0.05, schedule="cosine", warmup_steps=2)
+        if engine is None:
+            continue
+        rates = [world.train(engine, case, seed=seed)["lr"] for seed in range(4)]
+        weights[case.d] = dict(engine.full_tensors())
+        world.note("rates", rates)
+    if world.rank == 0:
+        world.note("trajectory", largest(weights[1], weights[2]))
+
+
+def check_state(world: World) -> None:
+    """Saved after a step and loaded into a new engine, the next step is the same, bitwise."""
+    found = {}
+    for case, dtype in (
+        (Case("qwen3", 2, 1, 2), "float32"),
+        (Case("qwen2", 1, 2, 2), "bfloat16"),
+        (Case("reward", 2, 2, 1, ("plain_optimizer",)), "bfloat16"),
+    ):
+        first, second = (world.engine(case, dtype=dtype, betas=[0.9, 0.95]) for _ in range(2))
+        assert first is not None and second is not None
+        world.train(first, case)
+        saved = {name: block.clone() for name, block in first.state_blocks().items()}
+        second.load_blocks(saved)
+        for engine in (first, second):
+            for part in ("gradients", "optimizer", "parameters"):
+                engine.residency("host", part)
+                engine.residency("device", part)
+            world.train(engine, case, seed=1)
+        pairs = {**dict(first.full_tensors()), **first.state_blocks()}
+        others = {**dict(second.full_tensors()), **second.state_blocks()}
+        found[f"{case} {dtype}"] = {
+            "different": [name for name, x in pairs.items() if not torch.equal(x, others[name])],
+            "moved": any(not torch.equal(x, saved[n]) for n, x in first.state_blocks().items()),
+            "dtypes": sorted({str(x.dtype) for n, x in saved.items() if "[" in n}),
+        }
+        wrong = {**saved, "optimizer.steps": torch.tensor(1.0)}
+        world.note("misshapen_state", message(lambda e=second, w=wrong: e.load_blocks(w)))
+    world.note(f"state of rank {world.rank}", found)
+
+
+def check_bfloat16(world: World) -> None:
+    """bfloat16 compute near float32; weights are the rounded float32 masters."""
+    for case in (Case("llama", 1, 2, 2), Case("reward", 2, 2, 1, ("sequence_parallel",))):
+        engine = world.engine(case, dtype="bfloat16")
+        assert engine is not None
+        metrics = world.train(engine, case)
+        state, full = whole_state(engine), dict(engine.full_tensors())
+        if world.rank == 0:
+            expected = world.reference(case)
+            a = torch.cat([state[f"{n}.exp_avg"].flatten() for n in expected.gradients])
+            b = torch.cat([g.flatten() for g in expected.gradients.values()])
+            exact = "score.weight"
+            rounded = {n: x if n == exact else x.bfloat16().float() for n, x in state.items()}
+            world.note(
+                f"bfloat16 {case.model}",
+                {
+                    "cosine": float(torch.nn.functional.cosine_similarity(a, b, dim=0)),
+                    "loss": abs(metrics["loss"] - expected.loss),
+                    "rounded": largest(rounded, full),
+                },
+            )
+
+
+def check_weights_out(world: World) -> None:
+    """Hashes, blocks and exported folders after a step."""
+    for case in (Case("llama-tied", 2, 1, 2), Case("mistral", 1, 4, 1), Case("reward", 2, 2, 1)):
+        engine = world.engine(case)
+        assert engine is not None
+        world.train(engine, case)
+        full = dict(engine.full_tensors())
+        before = {dtype: engine.shard_hashes(dtype) for dtype in (torch.float32, torch.bfloat16)}
+        same = all(
+            found == {n: positional_hash(x.to(dtype), 0) for n, x in full.items()}
+            for dtype, found in before.items()
+        )
+        held = all(torch.equal(x, full[n][box.slices()]) for n, x, box in engine.blocks())
+        engine.export_hugging_face(world.folder / "export" / case.model)
+        if world.rank == 3:  # last stage or last tensor-parallel rank
+            block = next(x for n, x, _ in engine.blocks() if n.endswith("up_proj.weight"))
+            block[-1, -1] += 1e-6
+        after = engine.shard_hashes(torch.float32)
+        changed = [name for name, value in after.items() if before[torch.float32][name] != value]
+        world.note(f"hashes {case.model} {world.rank}", {"same": same, "held": held})
+        if world.rank == 3:
+            world.note(f"changed {case.model}", changed)
+        if world.rank == 0:
+            model = load(world.folder / "export", case.model)
+            equal = all(torch.equal(p, full[n]) for n, p in model.named_parameters())
+            files = sorted(p.name for p in (world.folder / "export" / case.model).iterdir())
+            world.note(f"export {case.model}", {"equal": equal, "files": files})
+
+
+def check_critic(world: World) -> None:
+    """A critic from a tied causal model: a zero head that learns, exported as a scalar model."""
+    case = Case("qwen2", 2, 2, 1)
+    engine = world.engine(case, head="critic")
+    assert engine is not None
+    head = dict(engine.full_tensors())["score.weight"]
+    share, parts = world.share(case)
+    engine.train_step(share, loss_of("reward"), num_micro_batches=parts)
+    full = dict(engine.full_tensors())
+    engine.export_hugging_face(world.folder / "export" / "critic")
+    if world.rank == 0:
+        model = load(world.folder / "export", "critic")
+        equal = all(torch.equal(p, full[n]) for n, p in model.named_parameters())
+        found = [bool((head == 0).all()), bool((full["score.weight"] != 0).all()), equal]
+        world.note("critic", [*found, type(model).__name__, model.config.num_labels])
+
+
+def check_two_models(world: World) -> None:
+    """Two models in other layouts take turns in one process; each is as if it were alone."""
+    cases = (Case("qwen3", 1, 4, 1), Case("reward", 2, 1, 2))
+    engines = [world.engine(case) for case in cases]
+    frozen = world.engine(Case("llama", 2, 2, 1), trains=False)
+    assert frozen is not None
+    for engine, case in zip(engines, cases, strict=True):
+        assert engine is not None
+        whole_outputs(frozen, Case("llama", 2, 2, 1), world)
+        whole_outputs(engine, case, world)
+    for seed in (0, 1):
+        for engine, case in zip(engines, cases, strict=True):
+            assert engine is not None
+            world.train(engine, case, seed=seed)
+    for engine, case in zip(engines, cases, strict=True):
+        assert engine is not None
+        alone = world.engine(case)
+        assert alone is not None
+        for seed in (0, 1):
+            world.train(alone, case, seed=seed)
+        other = dict(alone.full_tensors())
+        same = [torch.equal(x, other[n]) for n, x in engine.full_tensors()]
+        world.note(f"turns {case.model} {world.rank}", all(same))
+    outputs = whole_outputs(frozen, Case("llama", 2, 2, 1), world)
+    if world.rank == 3:
+        model = load(world.folder, "llama")
+        plain = outputs_of(model, "llama", make_batch(5))
+        gaps = [float((outputs[i] - x).abs().max()) for i, x in enumerate(plain)]
+        world.note("frozen", max(gaps))
+
+
+def check_adopted_storage(world: World) -> None:
+    """Storage given between DDP and optimizer is what trains, with the same result."""
+    case = Case("llama", 2, 1, 2)
+    kept = []
+
+    def adopt(ddp: Any, names: Any) -> None:
+        (buffer,) = ddp.buffers
+        storage = torch.zeros(2, buffer.numel)
+        row = storage[1]
+        row.copy_(buffer.param_data)
+        for bucket in buffer.buckets:
+            bucket.param_data = row[bucket.offset : bucket.offset + bucket.param_data.numel()]
+        for parameter, (start, stop, _) in buffer.param_index_map.items():
+            parameter.data = row[start:stop].view(parameter.shape)
+        buffer.param_data = row
+        kept.append(storage)
+
+    ours, plain = world.engine(case, adopt=adopt), world.engine(case)
+    assert ours is not None and plain is not None
+    before = kept[0].clone()
+    for engine in (ours, plain):
+        world.train(engine, case)
+    other = dict(plain.full_tensors())
+    inside = {
+        kept[0].data_ptr() <= x.data_ptr() < kept[0].data_ptr() + kept[0].nbytes
+        for _, x, _ in ours.blocks()
+    }
+    found = [
+        all(torch.equal(x, other[n]) for n, x in ours.full_tensors()),
+        inside == {True},
+        bool((kept[0][1] != before[1]).any()) and bool((kept[0][0] == 0).all()),
+    ]
+    world.note(f"adopted {world.rank}", found)
+
+
+def check_refusals(world: World) -> None:
+    """What cannot work is refused; a gradient that is not finite changes nothing."""
+    case = Case("llama", 2, 1, 2)
+    engine = world.engine(case)
+    assert engine is not None
+    share, parts = world.share(case)
+    share["advantages"].values().fill_(float("inf"))
+    before = {name: block.clone() for name, block in engine.state_blocks().items()}
+    world.note(
+        "not_finite",
+        message(lambda: engine.train_step(share, loss_of("policy"), num_micro_batches=parts)),
+    )
+    same = [torch.equal(before[name], x) for name, x in engine.state_blocks().items()]
+    world.note(f"unchanged {world.rank}", all(same))
+    frozen = world.engine(case, trains=False)
+    assert frozen is not None
+    world.note("frozen_step", message(lambda: world.train(frozen, case)))
+    world.make_groups([Case("llama", 1, 3, 1).layout, Case("llama", 4, 1, 1).layout])
+    if world.rank == 0:
+        for name, wrong in {
+            "tp": Case("llama", 1, 3, 1),
+            "stages": Case("llama", 4, 1, 1),
+            "option": Case("llama", 1, 1, 1, ("keep_gathered",)),
+        }.items():
+            world.note(f"refused_{name}", message(lambda case=wrong: world.engine(case)))
+        world.note(
+            "refused_head",
+            message(lambda: world.engine(Case("llama", 1, 1, 1), head="scalar")),
+        )
+
+
+CHECKS = (
+    check_trajectory,
+    check_state,
+    check_bfloat16,
+    check_weights_out,
+    check_critic,
+    check_two_models,
+    check_adopted_storage,
+    check_refusals,
+)
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "some")

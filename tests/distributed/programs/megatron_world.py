@@ -1,0 +1,192 @@
+"""What the checks of the Megatron engine share: pools, engines, whole states, comparisons."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+import torch.distributed as dist
+from engine_world import loss_of, split
+from fsdp_reference import make_batch
+from megatron_reference import Reference, reference_step
+from torch import Tensor
+
+from spmdflow.blocks.box import Box
+from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig
+from spmdflow.objectives.log_prob import LogitShard
+from spmdflow.parallel.group import GroupSpec, GroupTable
+from spmdflow.parallel.layout import Layout
+from spmdflow.transfer.worker import WorkerContext
+from spmdflow.weights.table import parameters
+from spmdflow.workers.megatron import MegatronEngine
+from spmdflow.workers.micro_batch import MicroBatch
+from spmdflow.workers.model_source import open_model
+
+LR, MAX_ROWS = 1e-3, 2
+_AXES = ("tp", "pp", "dp", "replica", "embedding")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a layout."""
+
+    model: str
+    p: int
+    t: int
+    d: int
+    options: tuple[str, ...] = ()
+    first: int = 0
+    """Where the pool begins in the world."""
+    step: int = 1
+    """Distance of neighbouring ranks of the pool."""
+    rows: int = 5
+
+    @property
+    def layout(self) -> Layout:
+        ranks = tuple(self.first + self.step * i for i in range(self.p * self.t * self.d))
+        return Layout(ranks, pp_size=self.p, tp_size=self.t, dp_size=self.d)
+
+    def __str__(self) -> str:
+        sizes = f"p{self.p}t{self.t}d{self.d}r{self.rows}"
+        return "-".join([self.model, sizes, *self.options])
+
+
+@dataclass
+class World:
+    """One rank's view of the run."""
+
+    rank: int
+    size: int
+    groups: GroupTable
+    folder: Path
+    results: dict[str, Any] = field(default_factory=dict)
+    references: dict[tuple[str, int], Reference] = field(default_factory=dict)
+
+    def make_groups(self, layouts: list[Layout]) -> None:
+        """Every rank of the world calls this with the same layouts."""
+        wanted = [
+            ranks
+            for layout in layouts
+            for ranks in (
+                layout.ranks,
+                *(group for axis in _AXES for group in layout.axis_groups(axis)),
+                *((rank,) for rank in layout.ranks),
+            )
+        ]
+        self.groups.make([GroupSpec(ranks, "compute", "gloo") for ranks in wanted])
+
+    def engine(
+        self,
+        case: Case,
+        *,
+        head: str = "",
+        dtype: str = "float32",
+        trains: bool = True,
+        adopt: Any = None,
+        **optimizer: Any,
+    ) -> MegatronEngine | None:
+        """The case's engine; betas[0] = 0 keeps the gradient in exp_avg. None outside the pool."""
+        if self.rank not in case.layout.ranks:
+            return None
+        device = torch.device("cpu")
+        context = WorkerContext(case.model, case.layout, self.rank, self.groups, device, seed=0)
+        source = ModelConfig(path=str(self.folder / case.model), dtype=dtype)
+        head = head or ("scalar" if case.model == "reward" else "causal_lm")
+        settings = {"lr": LR, "betas": [0.0, 0.95], "weight_decay": 0.1, "clip_norm": 1e9}
+        return MegatronEngine(
+            open_model(source, head=head),
+            EngineConfig(kind="megatron", options=list(case.options)),
+            context,
+            optimizer=OptimizerConfig(**{**settings, **optimizer}) if trains else None,
+            total_optimizer_steps=4,
+            adopt=adopt,
+        )
+
+    def train(self, engine: MegatronEngine, case: Case, *, seed: int = 0) -> dict[str, Any]:
+        """One step on the case's rows."""
+        share, parts = self.share(case, seed=seed)
+        loss = loss_of("reward" if case.model == "reward" else "policy")
+        return engine.train_step(share, loss, num_micro_batches=parts)
+
+    def share(self, case: Case, *, seed: int = 0) -> tuple[Any, int]:
+        """This rank's rows and the number of micro-batches."""
+        coordinate = case.layout.coordinate(self.rank)
+        return split(make_batch(case.rows, seed=seed), case.d, coordinate.dp, MAX_ROWS, None)
+
+    def reference(self, case: Case) -> Reference:
+        """A plain step, kept for other layouts."""
+        key = (case.model, case.rows)
+        if key not in self.references:
+            batch = make_batch(case.rows)
+            self.references[key] = reference_step(self.folder, case.model, batch, LR)
+        return self.references[key]
+
+    def note(self, name: str, value: Any) -> None:
+        """Record a result; those of all ranks are joined."""
+        self.results[name] = value
+
+
+def whole_outputs(engine: MegatronEngine, case: Case, world: World) -> dict[int, Tensor]:
+    """Row of the batch -> (T, V) logits or (T,) values, on ranks of the last stage."""
+    found: dict[int, Tensor] = {}
+    start = [0]
+    for dp in range(case.layout.coordinate(world.rank).dp):
+        start.append(split(make_batch(case.rows), case.d, dp, MAX_ROWS, None)[0].batch_size[0])
+
+    def keep(output: Any, micro: MicroBatch) -> dict[str, Tensor]:
+        whole = _joined(output)
+        for place, row in enumerate(micro.index.tolist()):
+            length = int(micro.prompt_lengths[place] + micro.response_lengths[place])
+            found[sum(start) + row] = whole[place, :length].clone()
+        return {"last": micro.last(whole if whole.dim() == 2 else whole[..., 0])}
+
+    share, parts = world.share(case)
+    answer = engine.forward(share, keep, num_micro_batches=parts)
+    assert (answer is None) == (case.layout.coordinate(world.rank).pp < case.p - 1)
+    assert answer is None or answer.batch_size[0] == share.batch_size[0]
+    return found
+
+
+def whole_state(engine: MegatronEngine) -> dict[str, Tensor]:
+    """Tensors and moments put together from all ranks' state blocks; on the pool's first rank."""
+    group, first = engine.groups.get(engine.layout.ranks), engine.layout.ranks[0]
+    pieces: list[Any] | None = [None] * engine.layout.size if engine.rank == first else None
+    dist.gather_object(engine.state_blocks(), pieces, dst=first, group=group)
+    if pieces is None:
+        return {}
+    shapes = {part.name: part.shape for part in parameters(engine.weights.architecture)}
+    found: dict[str, Tensor] = {}
+    for key, block in ((key, block) for piece in pieces for key, block in piece.items()):
+        match = re.fullmatch(r"(.*)\[(.*)\](.*)", key)
+        if match is None:
+            continue
+        name, bounds, kind = match.groups()
+        box = Box(tuple(tuple(map(int, pair.split(":"))) for pair in bounds.split(",")))  # type: ignore[misc]
+        whole = found.setdefault(name + kind, torch.full(shapes[name], torch.nan))
+        held = whole[box.slices()]
+        assert bool((held.isnan() | (held == block)).all()), f"ranks differ in {key}"
+        held.copy_(block)
+    assert len(found) == 3 * len(shapes)
+    assert not any(bool(x.isnan().any()) for x in found.values()), "elements that nobody saved"
+    return found
+
+
+def largest(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    """Largest absolute difference over the tensors that b names."""
+    return max(float((a[name].float() - b[name].float()).abs().max()) for name in b)
+
+
+def _joined(output: Any) -> Tensor:
+    if not isinstance(output, LogitShard):
+        return output
+    assert output.group is not None
+    parts = [torch.empty_like(output.logits) for _ in range(output.group.size())]
+    dist.all_gather(parts, output.logits.contiguous(), group=output.group)
+    return torch.cat(parts, -1)[..., : output.vocab_size]

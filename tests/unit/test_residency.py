@@ -1,0 +1,59 @@
+"""Device memory that is given back and taken again, seen through views; longer micro-batches."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+
+from spmdflow.data.ragged import ragged
+from spmdflow.workers.micro_batch import lengthened, micro_batches
+from spmdflow.workers.residency import Storages
+
+
+def test_views_have_their_values_again_after_a_stay_on_the_host() -> None:
+    whole = torch.arange(12.0)
+    rows, apart = whole.view(3, 4), torch.ones(5, dtype=torch.bfloat16)
+    storages = Storages([rows[1], whole[8:], apart])
+
+    storages.to_host()
+    sizes = [x.untyped_storage().nbytes() for x in (whole, apart)]
+    storages.to_device()
+
+    assert sizes == [0, 0]
+    assert torch.equal(rows, torch.arange(12.0).view(3, 4)) and bool((apart == 1).all())
+
+
+def test_dropped_memory_comes_back_as_zeros_and_moves_may_be_repeated() -> None:
+    gradients = torch.ones(6)
+    storages = Storages([gradients])
+
+    storages.drop()
+    storages.drop()
+    storages.to_device()
+    storages.to_device()
+
+    assert torch.equal(gradients, torch.zeros(6))
+
+
+def test_lengthened_rows_keep_their_tokens_and_what_predicts_them() -> None:
+    prompts, responses = torch.tensor([2, 1]), torch.tensor([3, 1])
+    columns = {
+        "prompts": ragged(torch.arange(3), prompts),
+        "responses": ragged(torch.arange(4) + 10, responses),
+    }
+    (micro,) = micro_batches(
+        TensorDict(columns, batch_size=[2]),
+        num_micro_batches=1,
+        by_tokens=False,
+        device=torch.device("cpu"),
+    )
+
+    longer = lengthened(micro, 4)
+
+    assert longer.input_ids.shape == (2, 8) and lengthened(longer, 4) is longer
+    assert torch.equal(longer.input_ids[:, :5], micro.input_ids)
+    assert not bool(longer.attention_mask[:, 5:].any())
+    assert torch.equal(longer.position_ids[0], torch.arange(8))
+    scores = torch.randn(2, 8)
+    assert torch.equal(longer.gather(scores), micro.gather(scores[:, :5]))
+    assert torch.equal(longer.last(scores), micro.last(scores[:, :5]))
