@@ -9,15 +9,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
-
-import torch.distributed as dist
 
 from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.copy_sync import CopySync, StreamSync
+from spmdflow.hybrid_engine.reshard import ReshardPlan, boxes_of, plan_reshard, scopes_of
 from spmdflow.hybrid_engine.shared_storage import BlockStorage, FlatStorage, SharedStorage
 from spmdflow.hybrid_engine.shared_sync import SharedSync
-from spmdflow.hybrid_engine.stream import WeightStream, boxes_of
+from spmdflow.hybrid_engine.stream import BUCKET_BYTES, WeightStream
 from spmdflow.hybrid_engine.sync import WeightSync
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import Generator
@@ -25,6 +25,13 @@ from spmdflow.rollout.vllm import VllmGenerator
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.megatron import vocab_multiple
+from spmdflow.weights.ranks import (
+    RankTables,
+    megatron_tables,
+    sharded_tables,
+    vllm_tables,
+    whole_tables,
+)
 from spmdflow.workers.engine import TrainEngine
 
 _STORAGES: dict[str, type[SharedStorage]] = {"blocks": BlockStorage, "flat": FlatStorage}
@@ -85,23 +92,44 @@ def hybrid_of(
         return CopySync(
             engine, generator, verify_every=verify_every, frees_generator=frees_generator
         )
-    ranks = layout.axis_group(context.rank, "replica") if layout.nests else layout.ranks
-    group = context.groups.get(ranks) if len(ranks) > 1 else None
-    mine = (boxes_of(engine.blocks()), boxes_of(generator.blocks()))
-    every = [mine] * len(ranks)
-    if group is not None:
-        dist.all_gather_object(every, mine, group=group)
     stream = WeightStream(
-        {rank: have for rank, (have, _) in zip(ranks, every, strict=True)},
-        {rank: need for rank, (_, need) in zip(ranks, every, strict=True)},
+        _plan(cfg, layout, element_bytes=generator.dtype.itemsize),
         rank=context.rank,
-        group=group,
+        groups=context.groups,
         dtype=generator.dtype,
+        device=context.device,
         seconds=context.config.run.call_seconds,
     )
     return StreamSync(
         engine, generator, stream, verify_every=verify_every, frees_generator=frees_generator
     )
+
+
+def _plan(cfg: Any, layout: Layout, *, element_bytes: int) -> ReshardPlan:
+    architecture = Architecture.from_folder(cfg.model.path)
+    return plan_reshard(
+        boxes_of(training_tables(architecture, layout, kind=cfg.engine.kind)),
+        boxes_of(generation_tables(architecture, layout, engine=cfg.rollout.engine)),
+        scopes=scopes_of(layout, layout),
+        element_bytes=element_bytes,
+        bucket_bytes=BUCKET_BYTES,
+    )
+
+
+def training_tables(architecture: Architecture, layout: Layout, *, kind: str) -> RankTables:
+    """What each rank trains with, by engine.kind."""
+    if kind == "megatron":
+        multiple = vocab_multiple(layout.tp_size)
+        return megatron_tables(architecture, layout, vocab_multiple=multiple)
+    if kind == "zero1":
+        return whole_tables(architecture, layout)
+    return sharded_tables(architecture, replace(layout, shard_size=layout.dp_size))
+
+
+def generation_tables(architecture: Architecture, layout: Layout, *, engine: str) -> RankTables:
+    """What each rank generates with, by rollout.engine and the layout's generation sizes."""
+    tables = {"vllm": vllm_tables, "builtin": whole_tables}
+    return tables[engine](architecture, layout)
 
 
 def _obstacle(cfg: Any, layout: Layout) -> str | None:

@@ -78,14 +78,18 @@ class GroupTable:
                 f"group: got ranks {ranks} on rank {self._rank}, expected a group that rank "
                 f"{self._rank} is in; ask for its own group, e.g. layout.axis_group(rank, 'dp')"
             )
-        found = [
-            group
-            for spec, group in self._known.items()
-            if spec.ranks == ranks and spec.lane == lane and backend in (None, spec.backend)
-        ]
+        found = self._matching(ranks, lane, backend)
         if len(found) != 1 or found[0] is None:
             raise ProtocolError(self._problem(ranks, lane, backend, len(found)))
         return found[0]
+
+    def get_or_none(
+        self, ranks: Iterable[int], lane: str = "compute", backend: str | None = None
+    ) -> dist.ProcessGroup | None:
+        """The same, but None if there is no such group, or more than one fits."""
+        ranks = tuple(ranks)
+        found = self._matching(ranks, lane, backend)
+        return found[0] if len(found) == 1 else None
 
     def reducer(self, ranks: Iterable[int]) -> Callable[[Tensor], Tensor]:
         """Function that sums a tensor over the compute-lane group of ranks, in float64.
@@ -104,6 +108,15 @@ class GroupTable:
             return total
 
         return reduce
+
+    def _matching(
+        self, ranks: tuple[int, ...], lane: str, backend: str | None
+    ) -> list[dist.ProcessGroup | None]:
+        return [
+            group
+            for spec, group in self._known.items()
+            if spec.ranks == ranks and spec.lane == lane and backend in (None, spec.backend)
+        ]
 
     def _problem(
         self, ranks: tuple[int, ...], lane: str, backend: str | None, num_found: int
