@@ -11,7 +11,7 @@ from spmdflow.weights.move import BlockReader, BlockWriter, blocks, fill
 from spmdflow.weights.ranks import RankTables
 from tests.unit.weight_shapes import reader_of, values_of
 
-CONFIG = {"model_type": "qwen3", "hidden_size": 4, "num_hidden_layers": 9, "head_dim": 2}
+CONFIG = {"model_type": "qwen3", "hidden_size": 4, "num_hidden_layers": 8, "head_dim": 2}
 
 
 def arch_for(tp_size, *, kv_heads=None, **changes):
