@@ -17,6 +17,7 @@ Files: `data_parallel` what FSDP and ZeRO share; `sharding` FSDP2 meshes and sha
 rows -> padded tensors; `optimizer` AdamW over shards and the schedule; `hugging_face` the only file
 that imports transformers; `model_source` folders read box by box; `residency` device memory given
 back. Megatron: `megatron_shim` its CUDA names on a CPU; `megatron_groups` process groups;
-`megatron_layer` and `megatron_model` what a stage computes; `megatron_optimizer` gradients and
-AdamW; `megatron_weights` its tensors by Hugging Face name. Only these files import Megatron.
+`megatron_layer` and `megatron_model` what a stage computes; `megatron_schedule` micro-batches
+through stages; `megatron_optimizer` gradients and AdamW; `megatron_weights` its tensors by Hugging
+Face name. Only these files import Megatron.
 """

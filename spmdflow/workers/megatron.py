@@ -3,34 +3,33 @@
 Every rank holds a stage's share of each tensor; micro-batches flow through the stages in 1F1B
 order (Narayanan et al. 2021). Works on any subset of ranks and beside other models in the process.
 There is no context parallelism: Megatron's attention without TransformerEngine refuses it, and
-layouts have no such axis. Knows no roles: what an output means is up to `fn` and `loss`.
+layouts have no such axis. The embedding of a padding token learns like any other (Hugging Face
+stops its gradient). Knows no roles: what an output means is up to `fn` and `loss`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.blocks.box import Box
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
 from spmdflow.errors import ConfigError, ProtocolError, SpmdflowError
-from spmdflow.objectives.log_prob import LogitShard
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import Metric, WorkerContext
 from spmdflow.weights.table import stage_layers
 from spmdflow.workers.engine import ForwardFn, Part, Place
 from spmdflow.workers.megatron_groups import process_groups
 from spmdflow.workers.megatron_model import build_model, transformer_config
-from spmdflow.workers.megatron_optimizer import MOMENTS, Adopt, StageOptimizer
+from spmdflow.workers.megatron_optimizer import Adopt, StageOptimizer
+from spmdflow.workers.megatron_schedule import StageSchedule
 from spmdflow.workers.megatron_shim import megatron_runtime
 from spmdflow.workers.megatron_weights import (
     StageWeights,
@@ -38,7 +37,7 @@ from spmdflow.workers.megatron_weights import (
     flat_blocks,
     replica_tables,
 )
-from spmdflow.workers.micro_batch import MicroBatch, join_columns, lengthened, micro_batches
+from spmdflow.workers.micro_batch import MicroBatch, join_columns, micro_batches
 from spmdflow.workers.model_source import ModelSource
 from spmdflow.workers.optimizer import copy_block
 from spmdflow.workers.residency import Storages
@@ -79,6 +78,7 @@ class MegatronEngine:
                 self._module.requires_grad_(False)
             self.weights = StageWeights(self._module, model.architecture, tables, self._replica)
             self.weights.load(model.read)
+            self._schedule = StageSchedule(self._module, model.architecture, self._megatron_groups)
             self._optimizer = (
                 StageOptimizer(
                     self._module,
@@ -91,6 +91,8 @@ class MegatronEngine:
                 if optimizer is not None
                 else None
             )
+        if self._optimizer is not None and self.dtype != torch.float32:
+            self._load_masters()
         self._storages: dict[Part, Storages] = {}
 
     # -- running ------------------------------------------------------------------------------
@@ -105,7 +107,7 @@ class MegatronEngine:
             return {name: column.cpu() for name, column in fn(output, micro).items()}
 
         with megatron_runtime(), torch.no_grad():
-            answers = self._run(micros, answer, train=False)
+            answers = self._schedule.forward(micros, answer)
         return join_columns(answers, micros) if self._is_last else None
 
     def train_step(
@@ -123,7 +125,7 @@ class MegatronEngine:
 
         with megatron_runtime():
             optimizer.zero_gradients()
-            found = self._run(micros, terms, train=True)
+            found = self._schedule.forward_backward(optimizer.ddp, micros, terms)
             metrics = loss.finalize(self._everywhere(found))
             norm = optimizer.gradient_norm()
             self._require_finite(optimizer, norm, metrics["loss"])
@@ -215,55 +217,10 @@ class MegatronEngine:
         )
 
     def _micro_batches(self, batch: TensorDict, num_micro_batches: int) -> list[MicroBatch]:
-        micros = micro_batches(
-            batch,
-            num_micro_batches=num_micro_batches,
-            by_tokens=self._cfg.max_micro_batch_tokens is not None,
-            device=self.device,
+        by_tokens = self._cfg.max_micro_batch_tokens is not None
+        return micro_batches(
+            batch, num_micro_batches=num_micro_batches, by_tokens=by_tokens, device=self.device
         )
-        if not self._module.config.sequence_parallel:
-            return micros
-        return [lengthened(micro, self.layout.tp_size) for micro in micros]
-
-    def _run(
-        self, micros: list[MicroBatch], fn: Callable[[Any, MicroBatch], Any], *, train: bool
-    ) -> list[Any]:
-        """Megatron's schedule: what fn gave (in training: its last value), on the last stage."""
-        module = self._optimizer.ddp if train and self._optimizer else self._module
-        module.train(train)
-
-        def step(rest: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-            micro = next(rest)
-            output = model(micro.input_ids, micro.position_ids, None)
-            return output, lambda output, non_loss_data=False: fn(self._output(output), micro)
-
-        stages = {}
-        if self.layout.pp_size > 1:
-            pipeline = P2PCommunicator(self._megatron_groups.pp, self._module.config)
-            stages = {"p2p_communicator": pipeline}
-        found: list[Any] = get_forward_backward_func(self.layout.pp_size, None)(
-            forward_step_func=step,
-            data_iterator=iter(micros),
-            model=module,
-            num_microbatches=len(micros),
-            seq_length=micros[0].input_ids.shape[1],  # of no effect: shapes are sent along
-            micro_batch_size=len(micros[0].input_ids),
-            forward_only=not train,
-            collect_non_loss_data=not train,
-            pg_collection=self._megatron_groups,
-            **stages,
-        )
-        return found
-
-    def _output(self, output: Tensor) -> Any:
-        """The last stage's output as roles know it: values, logits or a shard of them."""
-        architecture, size = self._model.architecture, self.layout.tp_size
-        if architecture.head == "scalar":
-            return output.squeeze(-1)  # (b, T, 1) -> (b, T)
-        if size == 1:
-            return output[..., : architecture.vocab_size]
-        first = self._tp_rank * output.shape[-1]
-        return LogitShard(output, first, architecture.vocab_size, self._megatron_groups.tp)
 
     @property
     def _is_last(self) -> bool:
@@ -310,11 +267,18 @@ class MegatronEngine:
         found: dict[str, Tensor] = {}
         for part in self._require_optimizer().owned():
             local = self.weights.table[part.name]
-            found |= dict(flat_blocks(local, part.main, part.start))
-            for moment in MOMENTS:
-                views = flat_blocks(local, part.moments[moment], part.start)
-                found |= {f"{name}.{moment}": view for name, view in views}
+            for kind, flat in {"": part.main, **part.moments}.items():
+                for name, view, box in flat_blocks(local, flat, part.start):
+                    found[block_name(name, box) + (f".{kind}" if kind else "")] = view
         return found
+
+    def _load_masters(self) -> None:
+        """Read the float32 masters from the folder, whose values bfloat16 weights have lost."""
+        for part in self._require_optimizer().owned():
+            for name, view, box in flat_blocks(
+                self.weights.table[part.name], part.main, part.start
+            ):
+                view.copy_(self._model.read(name, box))
 
     def _storages_of(self, part: Part, tensors: list[Tensor]) -> Storages:
         if part not in self._storages:

@@ -75,8 +75,9 @@ class StageOptimizer:
         self.ddp = DistributedDataParallel(module.config, settings, module, pg_collection=groups)
         module.config.finalize_model_grads_func = _sum_gradients
         module.config.no_sync_func = self.ddp.no_sync
+        self._names = {p: local_name(name) for name, p in self.ddp.named_parameters()}
         if adopt is not None:
-            adopt(self.ddp, {p: local_name(name) for name, p in self.ddp.named_parameters()})
+            adopt(self.ddp, self._names)
         with only_among(groups.intra_dist_opt):
             chained = get_megatron_optimizer(
                 _megatron_config(cfg, module.config, distributed=distributed),
@@ -87,7 +88,6 @@ class StageOptimizer:
             )
         (self._inner,) = chained.chained_optimizers
         self._adam: torch.optim.Optimizer = self._inner.optimizer
-        self._names = {p: local_name(name) for name, p in self.ddp.named_parameters()}
         for parameter in self._stepped():
             # made now, not at the first step: memory is known and checkpoints look alike
             self._adam.state[parameter].update(_fresh_state(self._adam, parameter))

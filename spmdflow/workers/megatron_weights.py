@@ -111,14 +111,14 @@ def block_name(name: str, box: Box) -> str:
     return f"{name}[{','.join(f'{start}:{stop}' for start, stop in box.bounds)}]"
 
 
-def flat_blocks(tensor: LocalTensor, flat: Tensor, start: int) -> Iterator[tuple[str, Tensor]]:
-    """(key, live view) of the boxes in elements start, start + 1, ... of a flattened tensor."""
+def flat_blocks(tensor: LocalTensor, flat: Tensor, start: int) -> Iterator[Block]:
+    """(name, live view, its box) in elements start, start + 1, ... of a flattened local tensor."""
     for local in flat_range(tensor.shape, start, start + flat.numel()):
         for piece in tensor.pieces:
             common = piece.local.intersect(local)
             if common is not None:
-                box = _moved(common, piece)
-                yield block_name(piece.name, box), _view(flat, start, tensor.shape, common)
+                view = _view(flat, start, tensor.shape, common)
+                yield piece.name, view, _moved(common, piece)
 
 
 def _moved(local: Box, piece: Piece) -> Box:

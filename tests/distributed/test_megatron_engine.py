@@ -101,6 +101,7 @@ def test_bfloat16_weights_are_the_rounded_masters_and_compute_is_near_float32(
     assert found["cosine"] > 0.999  # 8 bits of mantissa
     assert 0 < found["loss"] < 5e-3
     assert found["rounded"] == 0
+    assert found["masters"] == 0  # read from the folder, not from rounded weights
 
 
 @pytest.mark.parametrize("model", ["llama-tied", "mistral", "reward"])

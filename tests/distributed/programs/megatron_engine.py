@@ -166,13 +166,14 @@ def check_bfloat16(world: World) -> None:
     for case in (Case("llama", 1, 2, 2), Case("reward", 2, 2, 1, ("sequence_parallel",))):
         engine = world.engine(case, dtype="bfloat16")
         assert engine is not None
+        masters = whole_state(engine)
         metrics = world.train(engine, case)
         state, full = whole_state(engine), dict(engine.full_tensors())
         if world.rank == 0:
             expected = world.reference(case)
             a = torch.cat([state[f"{n}.exp_avg"].flatten() for n in expected.gradients])
             b = torch.cat([g.flatten() for g in expected.gradients.values()])
-            exact = "score.weight"
+            exact, plain = "score.weight", load(world.folder, case.model)
             rounded = {n: x if n == exact else x.bfloat16().float() for n, x in state.items()}
             world.note(
                 f"bfloat16 {case.model}",
@@ -180,6 +181,7 @@ def check_bfloat16(world: World) -> None:
                     "cosine": float(torch.nn.functional.cosine_similarity(a, b, dim=0)),
                     "loss": abs(metrics["loss"] - expected.loss),
                     "rounded": largest(rounded, full),
+                    "masters": largest(masters, dict(plain.named_parameters())),
                 },
             )
 
