@@ -14,10 +14,13 @@ from importlib import import_module
 _HOMES = {
     "PPOConfig": "spmdflow.config.schema",
     "GRPOConfig": "spmdflow.config.algorithm",
+    "GRPOAsyncConfig": "spmdflow.config.algorithm",
     "CorrectionConfig": "spmdflow.config.algorithm",
     "setting": "spmdflow.config.schema",
     "part": "spmdflow.config.schema",
     "ActorWorker": "spmdflow.models.actor",
+    "PolicyWorker": "spmdflow.models.policy",
+    "GeneratorWorker": "spmdflow.models.generator",
     "CriticWorker": "spmdflow.models.critic",
     "FSDPWorker": "spmdflow.models.base",
     "ZeROWorker": "spmdflow.models.base",

@@ -6,7 +6,7 @@ A script names its settings class with `Config = GRPOConfig`; its YAML lies besi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from spmdflow.config.schema import (
     ActorConfig,
@@ -86,3 +86,15 @@ class GRPOConfig:
     total_steps: int = setting("Steps of the run.", 100, at_least=1)
     eval_every: int = setting("Steps between evaluations (0: never).", 10, at_least=0)
     save_every: int = setting("Steps between checkpoints (0: only on SIGTERM).", 0, at_least=0)
+
+
+@dataclass
+class GRPOAsyncConfig(GRPOConfig):
+    """Everything `algos/grpo_async.py` reads; the generator takes the actor's settings."""
+
+    more_roles: ClassVar[tuple[str, ...]] = ("generator",)
+
+    correction: CorrectionConfig = part(CorrectionConfig)
+    placement: Any = setting(
+        "split: the generator on half of the ranks; standalone, or a map of pools.", "split"
+    )

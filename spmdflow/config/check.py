@@ -64,7 +64,9 @@ def check(cfg: Any, world_size: int) -> None:
     _check_run(cfg)
     pools = resolve_placement(cfg.placement, roles_of(cfg), world_size)
     num_ranks = {role: len(pool.ranks) for pool in pools.values() for role in pool.roles}
-    _check_layouts(cfg, num_ranks)
+    generating = num_ranks.get("generator", num_ranks.get("actor", world_size))
+    num_ranks = {role: ranks for role, ranks in num_ranks.items() if hasattr(cfg, role)}
+    _check_layouts(cfg, num_ranks, generating)
     _check_sizes(cfg, num_ranks)
     _check_kl(cfg, roles_of(cfg))
     _check_reward(cfg)
@@ -138,13 +140,13 @@ def _check_installed(key: str, package: str) -> None:
         )
 
 
-def _check_layouts(cfg: Any, num_ranks: dict[str, int]) -> None:
+def _check_layouts(cfg: Any, num_ranks: dict[str, int], generating: int) -> None:
     for role, ranks in num_ranks.items():
         part = getattr(cfg, role)
         micro_batch_of(part.engine.micro_batch, f"{role}.engine.micro_batch")
         check_training_sizes(role, part.engine, num_ranks=ranks)
         if hasattr(part, "rollout"):
-            check_generation_sizes(role, part, num_ranks=ranks)
+            check_generation_sizes(role, part, num_ranks=generating)
 
 
 def _check_sizes(cfg: Any, num_ranks: dict[str, int]) -> None:

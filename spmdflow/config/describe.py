@@ -41,8 +41,8 @@ def _batch(cfg: Any) -> Iterator[str]:
 
 
 def _updates(cfg: Any, role: str, num_ranks: int) -> Iterator[str]:
-    part = getattr(cfg, role)
-    if not hasattr(part, "update"):
+    part: Any = getattr(cfg, role, None)
+    if part is None or not hasattr(part, "update"):
         return
     num_ranks //= training_sizes(role, part.engine).replica
     algebra = batch_algebra_of(role, cfg.data, part.update, part.engine, num_ranks=num_ranks)

@@ -1,9 +1,9 @@
 """Placement: which role lives on which ranks. Integers and names only (paper section 4.1).
 
 A placement is `colocate` (every role on all ranks), `split` (actor and reference on the first half,
-the rest on the second), `standalone` (a pool per role, ranks shared out evenly) or a map
-`pool -> {roles: [...], ranks: [...]}`. Roles of one pool take turns; pools are disjoint and
-overlap by themselves.
+the rest on the second; with a generator of its own, that on the second and all else on the first),
+`standalone` (a pool per role, ranks shared out evenly) or a map `pool -> {roles: [...], ranks:
+[...]}`. Roles of one pool take turns; pools are disjoint and overlap by themselves.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ class Pool:
 
 
 def roles_of(cfg: Any) -> tuple[str, ...]:
-    """Names of the models a settings object describes: its parts that have an engine."""
+    """Names of the models a settings object describes: its parts that have an engine.
+
+    `more_roles` of its class names models that live on another part's settings.
+    """
     parts = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
-    return tuple(name for name, part in parts.items() if is_dataclass(part) and _has_engine(part))
+    models = [name for name, part in parts.items() if is_dataclass(part) and _has_engine(part)]
+    return (*models, *getattr(cfg, "more_roles", ()))
 
 
 def resolve_placement(placement: Any, roles: Sequence[str], world_size: int) -> dict[str, Pool]:
@@ -58,8 +62,9 @@ def _colocate(roles: tuple[str, ...], world_size: int) -> dict[str, Pool]:
 
 
 def _split(roles: tuple[str, ...], world_size: int) -> dict[str, Pool]:
-    first = tuple(role for role in roles if role in _POLICY_ROLES)
-    second = tuple(role for role in roles if role not in _POLICY_ROLES)
+    aside = ("generator",) if "generator" in roles else ()
+    second = aside or tuple(role for role in roles if role not in _POLICY_ROLES)
+    first = tuple(role for role in roles if role not in second)
     if not first or not second:
         raise ConfigError(
             f"placement: split got only the roles {', '.join(roles)}, expected roles on both "

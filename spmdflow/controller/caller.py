@@ -111,10 +111,11 @@ class Caller:
         commands: Mapping[int, dict[str, Any]],
         on_done: Callable[[dict[int, dict[str, Any]]], None] | None = None,
         *,
+        answering: tuple[int, ...] = (),
         seconds: float | None = None,
     ) -> Pending:
-        """Send one numbered command to each rank of `commands`."""
-        return self._submit(self.next_number(), label, commands, (), on_done, seconds)
+        """Send one numbered command to each rank of `commands`; metrics of answering count."""
+        return self._submit(self.next_number(), label, commands, answering, on_done, seconds)
 
     def invoke(
         self, target: Target, method: str, batch: Batch | None, arguments: Mapping[str, Any]

@@ -14,10 +14,17 @@ from typing import Any, TypeVar
 from spmdflow.config.placement import Pool
 from spmdflow.config.schema import DataConfig
 from spmdflow.controller.caller import Caller
-from spmdflow.controller.group import END_OF_GROUPS, ResourcePool, WorkerGroup, spawn_group
+from spmdflow.controller.group import (
+    END_OF_GROUPS,
+    ResourcePool,
+    WorkerGroup,
+    make_groups,
+    spawn_group,
+)
 from spmdflow.controller.saving import Saving
 from spmdflow.controller.show import Show
 from spmdflow.controller.step import Step, reported, stage_seconds
+from spmdflow.controller.weight_link import WeightLink
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.transfer.worker import Worker
@@ -50,6 +57,7 @@ class Flow:
     def __init__(self, caller: Caller, settings: FlowSettings, saving: Saving, show: Show) -> None:
         self.caller, self._settings, self._saving, self._show = caller, settings, saving, show
         self.groups: dict[str, WorkerGroup] = {}
+        self._links: list[WeightLink] = []
         self.kept: dict[str, Any] = {}
         self.step: Step | None = None
         self.stopped = False
@@ -108,6 +116,22 @@ class Flow:
         self.groups[name] = group
         return group
 
+    def connect(self, policy: WorkerGroup, generator: WorkerGroup) -> WeightLink:
+        """Join a policy to a generator on other ranks; `sync()` of the answer moves weights."""
+        ranks = tuple(sorted({*policy.target.layout.ranks, *generator.target.layout.ranks}))
+        settings = self._settings
+        make_groups(
+            self.caller,
+            [ranks],
+            world=settings.world,
+            label=f"{policy.name}-{generator.name}",
+            backend=settings.backend,
+            publish=settings.publish,
+        )
+        link = WeightLink(self.caller, policy, generator)
+        self._links.append(link)
+        return link
+
     def keep(self, **things: T) -> T:
         """Register a thing with state_dict and load_state_dict, so that it resumes; returns it."""
         if len(things) != 1 or set(things) & set(self.kept):
@@ -156,8 +180,8 @@ class Flow:
     def evaluate(self, *, every: int = 1) -> None:
         """Generate greedily for the held-out prompts and score them, every so many steps.
 
-        Uses the kept prompts and the groups "actor" and "reward". Before step 1 this happens by
-        itself if `eval_every` is set.
+        Uses the kept prompts and the groups "reward" and "generator", or else "actor". Before
+        step 1 this happens by itself if `eval_every` is set.
         """
         number = self.step.number if self.step else 0
         if not every or number % every or self._evaluated_at == number:
@@ -171,7 +195,10 @@ class Flow:
             )
         self._evaluated_at = number
         self.caller.phase = "eval"
-        batch = self.groups["actor"].generate_sequences(held_out, greedy=True)
+        for link in self._links:
+            link.sync()
+        generating = self.groups.get("generator", self.groups["actor"])
+        batch = generating.generate_sequences(held_out, greedy=True)
         self.groups["reward"].compute_reward(batch)
         self.caller.phase = "train"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -90,11 +90,16 @@ def spawn_group(
 ) -> WorkerGroup:
     """Make the process groups on every rank of the world, then the workers on the pool."""
     layout = worker_class.layout_of(cfg, pool.ranks)
-    specs = [[list(ranks), "compute", backend] for ranks in worker_class.needed_groups(cfg, layout)]
-    if publish is not None:
-        publish(json.dumps(specs))
-    command = {"operation": "groups", "specs": specs}
-    caller.submit(f"{name}.groups", {rank: dict(command) for rank in world}, seconds=seconds)
+    groups = worker_class.needed_groups(cfg, layout)
+    make_groups(
+        caller,
+        groups,
+        world=world,
+        label=name,
+        backend=backend,
+        publish=publish,
+        seconds=seconds,
+    )
     plain = {
         "operation": "spawn",
         "name": name,
@@ -106,6 +111,24 @@ def spawn_group(
     caller.submit(f"{name}.spawn", {rank: dict(plain) for rank in pool.ranks}, seconds=seconds)
     target = Target(name, worker_class, layout, _micro_limit(cfg), _cut(cfg))
     return WorkerGroup(caller, target)
+
+
+def make_groups(
+    caller: Caller,
+    groups: Sequence[tuple[int, ...]],
+    *,
+    world: tuple[int, ...],
+    label: str,
+    backend: str,
+    publish: Callable[[str], None] | None,
+    seconds: float | None = None,
+) -> None:
+    """Have every rank of the world make process groups of the compute lane."""
+    specs = [[list(ranks), "compute", backend] for ranks in groups]
+    if publish is not None:
+        publish(json.dumps(specs))
+    command = {"operation": "groups", "specs": specs}
+    caller.submit(f"{label}.groups", {rank: dict(command) for rank in world}, seconds=seconds)
 
 
 def _micro_limit(cfg: Any) -> MicroLimit:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from spmdflow.errors import ConfigError
@@ -19,19 +18,13 @@ from spmdflow.hybrid_engine.shared_storage import BlockStorage, FlatStorage, Sha
 from spmdflow.hybrid_engine.shared_sync import SharedSync
 from spmdflow.hybrid_engine.stream import BUCKET_BYTES, WeightStream
 from spmdflow.hybrid_engine.sync import WeightSync
+from spmdflow.hybrid_engine.table import generation_tables, training_tables
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import Generator
 from spmdflow.rollout.vllm import VllmGenerator
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.megatron import vocab_multiple
-from spmdflow.weights.ranks import (
-    RankTables,
-    megatron_tables,
-    sharded_tables,
-    vllm_tables,
-    whole_tables,
-)
 from spmdflow.workers.engine import TrainEngine
 
 _STORAGES: dict[str, type[SharedStorage]] = {"blocks": BlockStorage, "flat": FlatStorage}
@@ -114,22 +107,6 @@ def _plan(cfg: Any, layout: Layout, *, element_bytes: int) -> ReshardPlan:
         element_bytes=element_bytes,
         bucket_bytes=BUCKET_BYTES,
     )
-
-
-def training_tables(architecture: Architecture, layout: Layout, *, kind: str) -> RankTables:
-    """What each rank trains with, by engine.kind."""
-    if kind == "megatron":
-        multiple = vocab_multiple(layout.tp_size)
-        return megatron_tables(architecture, layout, vocab_multiple=multiple)
-    if kind == "zero1":
-        return whole_tables(architecture, layout)
-    return sharded_tables(architecture, replace(layout, shard_size=layout.dp_size))
-
-
-def generation_tables(architecture: Architecture, layout: Layout, *, engine: str) -> RankTables:
-    """What each rank generates with, by rollout.engine and the layout's generation sizes."""
-    tables = {"vllm": vllm_tables, "builtin": whole_tables}
-    return tables[engine](architecture, layout)
 
 
 def _obstacle(cfg: Any, layout: Layout) -> str | None:

@@ -92,14 +92,21 @@ class WeightSync:
 
     def _verify(self, version: int) -> None:
         """Compare every tensor's hash; a collective over the engine's ranks."""
-        expected = self._engine.shard_hashes(self._generator.dtype)
-        found = self._generator.hashes()
-        wrong = sorted(
-            name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
-        )
-        if wrong:
+        try:
+            expected = self._engine.shard_hashes(self._generator.dtype)
+            compare(expected, self._generator.hashes(), version)
+        except WeightSyncError:
             self._generator.weights_version = NEVER
-            raise WeightSyncError(_mismatch_text(wrong, expected, found, version))
+            raise
+
+
+def compare(expected: Mapping[str, int], found: Mapping[str, int], version: int) -> None:
+    """WeightSyncError naming the first tensor whose hash differs between trainer and generator."""
+    wrong = sorted(
+        name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
+    )
+    if wrong:
+        raise WeightSyncError(_mismatch_text(wrong, expected, found, version))
 
 
 def _mismatch_text(

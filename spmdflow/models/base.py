@@ -65,8 +65,7 @@ class EngineWorker(Worker):
         if layout.dp_size == layout.generation_dp_size == layout.size:
             whole = cls.bind_engine(cfg).engine.kind == "zero1"
             return list(dict.fromkeys([layout.ranks, *(alone if whole else [])]))
-        groups = [group for axis in _AXES for group in layout.axis_groups(axis)]
-        return list(dict.fromkeys([layout.ranks, *groups, *alone]))
+        return axis_groups(layout)
 
     @classmethod
     def bind_engine(cls, cfg: Any) -> Any:
@@ -149,6 +148,13 @@ class EngineWorker(Worker):
         for part in parts:
             if part not in self._fixed:
                 self.engine.residency(where, part)
+
+
+def axis_groups(layout: Layout) -> list[tuple[int, ...]]:
+    """The pool, the groups of every axis and every rank alone; each once."""
+    groups = [group for axis in _AXES for group in layout.axis_groups(axis)]
+    alone = [(rank,) for rank in layout.ranks]
+    return list(dict.fromkeys([layout.ranks, *groups, *alone]))
 
 
 class FSDPWorker(EngineWorker):

@@ -1,0 +1,32 @@
+"""Which boxes each rank trains with and generates with, by the names that settings use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spmdflow.parallel.layout import Layout
+from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.megatron import vocab_multiple
+from spmdflow.weights.ranks import (
+    RankTables,
+    megatron_tables,
+    sharded_tables,
+    vllm_tables,
+    whole_tables,
+)
+
+
+def training_tables(architecture: Architecture, layout: Layout, *, kind: str) -> RankTables:
+    """What each rank trains with, by engine.kind."""
+    if kind == "megatron":
+        multiple = vocab_multiple(layout.tp_size)
+        return megatron_tables(architecture, layout, vocab_multiple=multiple)
+    if kind == "zero1":
+        return whole_tables(architecture, layout)
+    return sharded_tables(architecture, replace(layout, shard_size=layout.dp_size))
+
+
+def generation_tables(architecture: Architecture, layout: Layout, *, engine: str) -> RankTables:
+    """What each rank generates with, by rollout.engine and the layout's generation sizes."""
+    tables = {"vllm": vllm_tables, "builtin": whole_tables}
+    return tables[engine](architecture, layout)
