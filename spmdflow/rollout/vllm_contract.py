@@ -15,8 +15,10 @@ from typing import Any
 
 from spmdflow.errors import ConfigError
 
-TESTED = {"0.27": "one rank", "0.30": "one rank", "0.32": "every layout"}
-"""Minor version -> what the tests ran with it."""
+TESTED = ("0.27", "0.30", "0.32")
+"""Minor versions that the tests ran with, on one rank and on replicas of several."""
+
+_TESTED_TEXT = ", ".join(TESTED)
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -56,6 +58,7 @@ _ARGUMENTS = {
     )
 }
 """Class of vllm.distributed.parallel_state -> arguments it must take."""
+logger = logging.getLogger(__name__)
 
 
 def check_contract(*, num_ranks: int = 1) -> None:
@@ -69,17 +72,15 @@ def check_contract(*, num_ranks: int = 1) -> None:
         os.environ.setdefault(name, value)  # read while vllm is imported
     import vllm
 
-    tried = TESTED.get(".".join(vllm.__version__.split(".")[:2]))
-    if tried is None or (num_ranks > 1 and tried == "one rank"):
-        logger = logging.getLogger(__name__)
-        logger.warning("vllm %s was not tested here; tested: %s", vllm.__version__, TESTED)
+    if ".".join(vllm.__version__.split(".")[:2]) not in TESTED:
+        logger.warning("vllm %s was not tested; tested: %s", vllm.__version__, _TESTED_TEXT)
     missing = _missing(_ONE_RANK) + _missing_arguments()
     if num_ranks > 1:
         missing += _missing(_SEVERAL_RANKS)
     if missing:
         raise ConfigError(
             f"rollout.engine: got vllm {vllm.__version__}, which lacks {', '.join(missing)}; "
-            f"expected a tested version ({_tested_text()}); install one (see constraints.txt) "
+            f"expected a tested version ({_TESTED_TEXT}); install one (see constraints.txt) "
             f"or set actor.rollout.engine=builtin"
         )
 
@@ -90,7 +91,7 @@ def walk(owner: Any, path: str) -> Any:
         if not hasattr(owner, name):
             raise ConfigError(
                 f"rollout.engine=vllm: got {type(owner).__name__} without {name}, expected {path}; "
-                f"install a tested vLLM ({_tested_text()}) or set actor.rollout.engine=builtin"
+                f"install a tested vLLM ({_TESTED_TEXT}) or set actor.rollout.engine=builtin"
             )
         owner = getattr(owner, name)
     return owner
@@ -123,7 +124,3 @@ def _has(owner: Any, path: str) -> bool:
             return False
         owner = getattr(owner, name)
     return True
-
-
-def _tested_text() -> str:
-    return ", ".join(TESTED)

@@ -64,7 +64,7 @@ class Groups:
             coordinator = _state().GroupCoordinator(
                 group_ranks=[list(ranks)],
                 local_rank=self._device.index or 0,
-                torch_distributed_backend="gloo",
+                torch_distributed_backend=dist.get_backend(given[0]),
                 use_device_communicator=len(ranks) > 1 and name != "world",
                 group_name=_PREFIX + name,
             )
