@@ -99,6 +99,8 @@ class Case:
     bucket_bytes: int = 256 << 20
     rollout: Layout | None = None
     """two_copies: the pool that generates; its tp and pp sizes are the generation sizes."""
+    gathers_rows: bool = False
+    """Whether flat moves padded rows by an all-gather (NCCL) instead of broadcasts (gloo)."""
     distributed_optimizer: bool = True
     """Whether Megatron's parameter buffers are padded for it."""
 
@@ -214,22 +216,31 @@ def _one_copy(case: Case, mode: str) -> Cost:
             f"make generation shards; set rollout.weights=copy"
         )
     plan = plan_shards(case.layout, case.storage_numel, element_bytes=case.element_bytes)
-    size = plan.row_numel if mode == "flat" else plan.numel.__getitem__
-    row = {
-        rank: held + Amount(padding=size(rank) * case.element_bytes - held.total)
-        for rank, held in _weights(case, case.training).items()
-    }
+    shard = _padded(case, plan.numel)
+    row = shard
+    if mode == "flat":
+        row = _padded(case, {rank: plan.row_numel(rank) for rank in plan.numel})
+    moved = row if case.gathers_rows else shard
     whole = {rank: summed(row[peer] for peer in plan.group_of(rank)) for rank in row}
+    arriving = {rank: summed(moved[peer] for peer in plan.group_of(rank)) for rank in row}
     return Cost(
         system="hybridflow",
         mode=mode,
-        received={rank: whole[rank] - row[rank] for rank in row},
+        received={rank: arriving[rank] - moved[rank] for rank in row},
         peak=whole,
         redundant=dict.fromkeys(row, Amount()),
         training=whole if mode == "flat" else row,
         generation=whole,
         plan=plan,
     )
+
+
+def _padded(case: Case, numel: Mapping[int, int]) -> ByRank:
+    """The training shards in storages of so many elements."""
+    return {
+        rank: held + Amount(padding=numel[rank] * case.element_bytes - held.total)
+        for rank, held in _weights(case, case.training).items()
+    }
 
 
 def _copy(case: Case) -> Cost:

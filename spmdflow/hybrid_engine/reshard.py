@@ -127,7 +127,8 @@ class ShardPlan:
     """Whole training shards, as their flat storages lie, inside micro-DP groups (flat, blocks).
 
     flat: each rank owns storage [len(group), row]; its shard is at the row of its place in the
-    group, padded to `row_numel`; the transition is one in-place all-gather over the group.
+    group; the transition is one in-place all-gather over the group, rows padded to `row_numel`, or
+    a broadcast of each shard (gloo, where that is faster; padding then stays where it is).
     blocks: each rank of the group broadcasts its storage of `numel` elements to the others.
     """
 
@@ -144,12 +145,12 @@ class ShardPlan:
         """flat: elements of a row, those of the group's largest shard."""
         return max(self.numel[peer] for peer in self.group_of(rank))
 
-    def flat_bytes(self, rank: int) -> int:
-        """flat: bytes that reach a rank: the rows of its peers."""
+    def gather_bytes(self, rank: int) -> int:
+        """Bytes that reach a rank by an all-gather: its peers' rows."""
         return self.element_bytes * (len(self.group_of(rank)) - 1) * self.row_numel(rank)
 
-    def blocks_bytes(self, rank: int) -> int:
-        """blocks: bytes that reach a rank: the shards of its peers."""
+    def broadcast_bytes(self, rank: int) -> int:
+        """Bytes that reach a rank by broadcasts: its peers' shards."""
         peers = [peer for peer in self.group_of(rank) if peer != rank]
         return self.element_bytes * sum(self.numel[peer] for peer in peers)
 

@@ -17,12 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.megatron import vocab_multiple
 from spmdflow.workers.megatron_layer import ScalarHead, stage_spec
-
-
-def vocab_multiple(tp_size: int) -> int:
-    """What the vocabulary is padded to: rows divide over tp, and generators pad to 64."""
-    return math.lcm(64, tp_size)
 
 
 def transformer_config(

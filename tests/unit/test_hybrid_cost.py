@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from math import prod
 from types import SimpleNamespace
@@ -71,8 +72,7 @@ def test_one_copy_holds_generation_weights_and_named_extras_only(mode, tied):
         assert training == (model * shards if mode == "flat" else model * layout.size / replica)
         assert not any(amount.total for amount in cost.redundant.values())
         for rank in layout.ranks:
-            planned = cost.plan.flat_bytes if mode == "flat" else cost.plan.blocks_bytes
-            assert cost.received[rank].total == planned(rank)
+            assert cost.received[rank].total == cost.plan.broadcast_bytes(rank)
             assert cost.peak[rank].padding >= 0
             if layout.pp_size == 1 or not tied:
                 assert cost.peak[rank].tied_copy == 0
@@ -90,6 +90,22 @@ def test_one_copy_keeps_the_papers_bytes_with_fewer_kv_heads_than_ranks(mode, tp
         model = Fraction(_sharded_bytes(case.arch))
         assert cost.mean("received") == formula.received * model
         assert cost.mean("peak") == formula.peak * model
+
+
+def test_all_gather_of_flat_moves_rows_as_long_as_the_largest_stage():
+    layout = Layout((0, 1), pp_size=2, gen_pp_size=1)
+    case = Case(arch_for(1, num_hidden_layers=3), layout, gathers_rows=True)
+
+    gathered = cost_of("hybridflow", case, mode="flat")
+    sent = cost_of("hybridflow", replace(case, gathers_rows=False), mode="flat")
+
+    assert {amount.total for amount in gathered.received.values()} == {
+        4 * max(case.storage_numel.values())
+    }
+    assert [sent.received[rank].total for rank in (0, 1)] == [
+        4 * case.storage_numel[rank] for rank in (1, 0)
+    ]
+    assert gathered.peak == sent.peak
 
 
 def test_transition_of_the_first_measurement_is_predicted_to_the_byte():

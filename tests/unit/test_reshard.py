@@ -187,8 +187,8 @@ def test_shard_plan_counts_rows_of_the_largest_shard_for_flat_and_the_peers_for_
     plan = plan_shards(layout, {0: 10, 1: 10, 2: 12, 3: 12}, element_bytes=4)
 
     assert plan.group_of(1) == (0, 1, 2, 3)
-    assert [plan.flat_bytes(rank) for rank in layout.ranks] == [4 * 3 * 12] * 4
-    assert [plan.blocks_bytes(rank) for rank in layout.ranks] == [136, 136, 128, 128]
+    assert [plan.gather_bytes(rank) for rank in layout.ranks] == [4 * 3 * 12] * 4
+    assert [plan.broadcast_bytes(rank) for rank in layout.ranks] == [136, 136, 128, 128]
 
 
 def test_world_of_1024_is_planned_in_seconds():
