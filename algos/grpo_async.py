@@ -47,6 +47,6 @@ def main(flow: Flow, cfg: GRPOAsyncConfig) -> None:
         batch |= batch.map(compute_advantages, estimator=cfg.advantage.estimator, cfg=cfg.advantage)
         # Stage 3: learning
         step.log(actor.update_actor(batch))
-        step.log(weights.sync())
+        weights.sync()
         flow.evaluate(every=cfg.eval_every)
         flow.save(every=cfg.save_every)

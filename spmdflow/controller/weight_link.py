@@ -7,7 +7,6 @@ from typing import Any
 
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.group import WorkerGroup
-from spmdflow.controller.result import Result
 from spmdflow.errors import ConfigError
 
 
@@ -27,7 +26,7 @@ class WeightLink:
         policy.open_weights(peer=asdict(generator.target.layout))
         generator.open_weights(peer=asdict(policy.target.layout))
 
-    def sync(self) -> Result:
+    def sync(self) -> None:
         """Bring the policy's weights, after its earlier calls, to the generator's later ones."""
         methods = ((self._policy, "send_weights"), (self._generator, "receive_weights"))
         commands = {
@@ -39,7 +38,7 @@ class WeightLink:
             f"{self._generator.name}.receive_weights",
             self._generator.target.layout.ranks,
         )
-        return Result(label, self._caller.submit(label, commands, answering=ranks), ranks)
+        self._caller.submit(label, commands, answering=ranks)
 
     def _command(self, group: WorkerGroup, method: str) -> dict[str, Any]:
         head = {"operation": "call", "group": group.name, "method": method}

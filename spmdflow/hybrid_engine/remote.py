@@ -61,11 +61,10 @@ class WeightSender:
         self._engine, self._every, self._count = engine, cfg.rollout.verify_every, 0
         self._route = _route(context, cfg, training=context.layout, generation=generation)
 
-    def send(self) -> dict[str, Metric]:
-        """Send everything; returns the version sent."""
-        route, version = self._route, self._engine.weights_version
-        header = route.header()
-        header[0] = version
+    def send(self) -> None:
+        """Send everything."""
+        route, header = self._route, self._route.header()
+        header[0] = self._engine.weights_version
         if self._every > 0 and self._count % self._every == 0:
             hashes = self._engine.shard_hashes(route.dtype)
             values = [to_signed(hashes[name]) for name in route.names]
@@ -73,7 +72,6 @@ class WeightSender:
         self._count += 1
         route.share(header)
         route.stream.run(self._engine.blocks(), ())
-        return {"actor/weights_version": Max(float(version))}
 
 
 class WeightReceiver:

@@ -59,11 +59,12 @@ class EngineWorker(Worker):
     def needed_groups(cls, cfg: Any, layout: Layout) -> list[tuple[int, ...]]:
         """The pool; also every axis' groups and single ranks where the engine or layout has them.
 
-        Without axes but dp only zero1 needs the single ranks, on which its parameters are whole.
+        Without axes but dp, zero1 (whose parameters are whole on every rank) and megatron need the
+        single ranks too.
         """
         alone = [(rank,) for rank in layout.ranks]
         if layout.dp_size == layout.generation_dp_size == layout.size:
-            whole = cls.bind_engine(cfg).engine.kind == "zero1"
+            whole = cls.bind_engine(cfg).engine.kind in ("zero1", "megatron")
             return list(dict.fromkeys([layout.ranks, *(alone if whole else [])]))
         return axis_groups(layout)
 

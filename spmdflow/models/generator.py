@@ -21,7 +21,7 @@ from spmdflow.rollout.generator import NEVER
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import Max, Metric, Worker, WorkerContext
+from spmdflow.transfer.worker import Max, Worker, WorkerContext
 
 
 class GeneratorWorker(Worker):
@@ -54,10 +54,10 @@ class GeneratorWorker(Worker):
         self._receiver = WeightReceiver(self.generator, self.context, self.cfg, Layout(**peer))
 
     @register(transfer_mode="ONE_TO_ALL")
-    def receive_weights(self) -> dict[str, Metric]:
+    def receive_weights(self) -> None:
         """Receive what the connected policy sends in the same call; compare every hash."""
         assert self._receiver is not None, "open_weights comes first"
-        return self._receiver.receive()
+        self.report(self._receiver.receive())
 
     @register(
         transfer_mode="3D_ALL_MICRO_DP",

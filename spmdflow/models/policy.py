@@ -50,11 +50,11 @@ class PolicyWorker(EngineWorker):
         self._sender = WeightSender(self.engine, self.context, self.cfg, Layout(**peer))
 
     @register(transfer_mode="ONE_TO_ALL")
-    def send_weights(self) -> dict[str, Metric]:
+    def send_weights(self) -> None:
         """Send the weights to the connected generator, which receives in the same call."""
         assert self._sender is not None, "open_weights comes first"
         with self.resident("parameters"):
-            return self._sender.send()
+            self._sender.send()
 
     @register(
         transfer_mode="3D_PROTO",

@@ -1,0 +1,93 @@
+"""algos/grpo_async.py from end to end: a generator on ranks of its own, one step ahead."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.algos.runs import ROOT, finish, log_of, steps_of, torchrun
+
+ASYNC = ROOT / "algos" / "grpo_async.py"
+SMALL = (
+    "data.prompts_per_step=6",
+    "data.samples_per_prompt=4",
+    "actor.rollout.temperature=2.5",  # so that samples of a prompt differ
+    "actor.update.mini_batch_size=12",  # two optimizer steps a step
+    "actor.optimizer.schedule=constant",
+    "actor.optimizer.warmup_steps=0",
+    "data.eval_prompts=16",
+    "run.sample_every=0",
+    "total_steps=4",
+    "eval_every=2",
+)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [
+        (2, ()),
+        pytest.param(
+            4,
+            (
+                "actor.engine.kind=megatron",
+                "actor.engine.layout=t2",
+                "actor.rollout.engine=vllm",
+                "actor.rollout.layout=t2",
+            ),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            3,
+            (
+                "placement={a: {roles: [actor, reference, reward], ranks: [0, 1]}, "
+                "b: {roles: [generator], ranks: [2]}}",
+                "actor.engine.kind=zero1",
+                "actor.rollout.engine=vllm",
+                "actor.rollout.dtype=bfloat16",
+            ),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_samples_are_one_update_old_and_weights_arrive_as_they_were_sent(
+    tmp_path: Path, num_ranks: int, settings: tuple[str, ...]
+) -> None:
+    run_dir = tmp_path / "run"
+    process = torchrun(run_dir, *settings, num_ranks=num_ranks, script=ASYNC, small=SMALL)
+
+    assert finish(process, seconds=250) == 0, log_of(run_dir).read_text()[-3000:]
+    steps = steps_of(run_dir)
+    assert [step["step"] for step in steps] == [0, 1, 2, 3, 4]
+    for step in steps:
+        assert all(math.isfinite(value) for value in step.values())
+    for step in steps[1:]:
+        assert step["rollout/weights_verified"] == 1
+        assert step["rollout/synced_bytes"] > 0
+        assert step["controller/tensor_bytes"] == 0
+        assert step["transfer/bytes"] == step["transfer/planned_bytes"] > 0
+        # made during this step, for the next one, by the policy before this step's update
+        assert step["rollout/weights_version"] == 2 * (step["step"] - 1)
+    assert steps[1]["rollout/drift_max"] < 2e-2 < steps[2]["rollout/drift_max"]
+    assert steps[2]["rollout/weight_mean"] != 1
+
+
+def test_policy_and_generator_on_common_ranks_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = torchrun(run_dir, "placement=colocate", num_ranks=2, script=ASYNC, small=SMALL)
+
+    assert finish(process, seconds=120) != 0
+    said = log_of(run_dir).read_text()
+    assert "connect: got ranks [0, 1] in actor and generator, expected pools" in said
+
+
+@pytest.mark.slow
+def test_grpo_async_learns_the_bundled_task(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    process = torchrun(run_dir, num_ranks=2, script=ASYNC, small=())
+
+    assert finish(process, seconds=600) == 0, log_of(run_dir).read_text()[-3000:]
+    accuracy = {s["step"]: s["eval/accuracy"] for s in steps_of(run_dir) if "eval/accuracy" in s}
+    assert accuracy[max(accuracy)] >= 0.9 > accuracy[0] + 0.2
