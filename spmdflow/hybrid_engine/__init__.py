@@ -17,4 +17,9 @@ precision named) and n training ranks:
 
 The redundancy is the generator's M; HybridFlow's own engine (paper section 5.3, Table 2) shares
 storage and has none where training is sharded over tp and pp.
+
+What moves, and what it costs, is planned on integers before anything runs: `reshard` (boxes from
+training ranks to generation ranks, in bounded buckets; whole shards for one copy), `cost` (received,
+peak and redundant bytes of five systems, equal to Table 2 where its formulas apply), `amount` (bytes
+told apart: sharded weights, replicated norms, a tied copy, padding).
 """
