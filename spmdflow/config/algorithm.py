@@ -70,6 +70,27 @@ class GroupAdvantageConfig(AdvantageConfig):
 
 
 @dataclass
+class RewardToGoConfig(AdvantageConfig):
+    """Advantages of a script that has no critic and one estimator."""
+
+    # No setting here: without values there is nothing to mix with lambda.
+    lam: ClassVar[float] = 1.0  # type: ignore[misc]
+    whiten: bool = setting("Normalise advantages over the global batch too.", False)
+
+
+@dataclass
+class ReinforcePPAdvantageConfig(RewardToGoConfig):
+    """Rewards to go, with or without the mean of a prompt's samples as their baseline."""
+
+    estimator: str = setting(
+        "reinforce_pp, or its variant for several samples of a prompt.",
+        "reinforce_pp",
+        one_of=("reinforce_pp", "reinforce_pp_baseline"),
+    )
+    whiten: bool = setting("Normalise advantages over the global batch.", True)
+
+
+@dataclass
 class GRPOConfig:
     """Everything `algos/grpo.py` reads."""
 
@@ -86,6 +107,35 @@ class GRPOConfig:
     total_steps: int = setting("Steps of the run.", 100, at_least=1)
     eval_every: int = setting("Steps between evaluations (0: never).", 10, at_least=0)
     save_every: int = setting("Steps between checkpoints (0: only on SIGTERM).", 0, at_least=0)
+
+
+@dataclass
+class RemaxConfig(GRPOConfig):
+    """Everything `algos/remax.py` reads."""
+
+    run: RunConfig = field(default_factory=lambda: RunConfig(name="remax"))
+    data: DataConfig = part(DataConfig)
+    advantage: RewardToGoConfig = part(RewardToGoConfig)  # type: ignore[assignment]
+
+
+@dataclass
+class RLOOConfig(GRPOConfig):
+    """Everything `algos/rloo.py` reads."""
+
+    run: RunConfig = field(default_factory=lambda: RunConfig(name="rloo"))
+    data: DataConfig = field(default_factory=lambda: DataConfig(samples_per_prompt=4))
+    advantage: RewardToGoConfig = part(RewardToGoConfig)  # type: ignore[assignment]
+
+
+@dataclass
+class ReinforcePPConfig(GRPOConfig):
+    """Everything `algos/reinforce_pp.py` reads."""
+
+    run: RunConfig = field(default_factory=lambda: RunConfig(name="reinforce_pp"))
+    data: DataConfig = part(DataConfig)
+    advantage: ReinforcePPAdvantageConfig = part(  # type: ignore[assignment]
+        ReinforcePPAdvantageConfig
+    )
 
 
 @dataclass

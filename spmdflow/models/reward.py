@@ -46,8 +46,11 @@ class RewardWorker(Worker):
         reads=("prompts", "responses", "prompt_text", "row"),
         writes=_WRITES,
     )
-    def compute_reward(self, batch: TensorDict) -> TensorDict | None:
-        """scores (B,); token_level_rewards: the score at the last response token."""
+    def compute_reward(self, batch: TensorDict, *, prefix: str = "reward") -> TensorDict | None:
+        """scores (B,); token_level_rewards: the score at the last response token.
+
+        prefix: of the metrics, for rows that are not those of the training batch.
+        """
         texts = [
             self._tokenizer.decode(row.tolist(), skip_special_tokens=True)
             for row in rows_of(batch["responses"])
@@ -57,7 +60,8 @@ class RewardWorker(Worker):
         if scored is None:
             return None
         scores, metrics = scored
-        self.report({"reward/mean": Mean(float(scores.sum()), len(scores))} | metrics)
+        metrics = {"mean": Mean(float(scores.sum()), len(scores))} | metrics
+        self.report({f"{prefix}/{name}": metric for name, metric in metrics.items()})
         columns = {"scores": scores, "token_level_rewards": _at_last_token(scores, batch)}
         made = TensorDict(columns, batch_size=batch.batch_size)
         made.set_non_tensor("response_text", texts)
@@ -107,9 +111,7 @@ def _means(results: list[dict[str, float]]) -> dict[str, Metric]:
     metrics: dict[str, Metric] = {}
     for name in names:
         values = [result[name] for result in results if name in result]
-        metrics[f"reward/{name}"] = (
-            Sum(sum(values)) if name == "errors" else Mean(sum(values), len(values))
-        )
+        metrics[name] = Sum(sum(values)) if name == "errors" else Mean(sum(values), len(values))
     return metrics
 
 

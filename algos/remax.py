@@ -1,0 +1,49 @@
+"""ReMax: the greedy response's score takes the critic's place (Li et al. 2024, algorithm 1).
+
+Departures from the paper:
+1. the greedy response has a row for each sample, so samples_per_prompt is best left at 1, the
+   paper's choice;
+2. the policy's ratio is clipped, so that a batch may be cut into several optimizer steps;
+   actor.loss.surrogate=plain with one mini-batch is the paper's REINFORCE;
+3. the KL to the reference is in the reward of the samples (advantage.kl_coef), not in the
+   baseline.
+
+    torchrun --nproc-per-node 4 -m spmdflow.run algos/remax.py
+"""
+
+from spmdflow import (
+    ActorWorker,
+    Flow,
+    PromptStream,
+    ReferenceWorker,
+    RemaxConfig,
+    RewardWorker,
+    as_baseline,
+    compute_advantages,
+)
+
+Config = RemaxConfig
+
+
+def main(flow: Flow, cfg: RemaxConfig) -> None:
+    """The algorithm; runs once, on the controller."""
+    actor = flow.spawn(ActorWorker, cfg.actor)
+    reference = flow.spawn(ReferenceWorker, cfg.reference)
+    reward = flow.spawn(RewardWorker, cfg.reward)
+    prompts = flow.keep(prompts=PromptStream(cfg.data))
+
+    for step in flow.steps(cfg.total_steps):
+        # Stage 1: generation, sampled and greedy
+        drawn = next(prompts)
+        batch = actor.generate_sequences(drawn)
+        greedy = actor.generate_sequences(drawn, greedy=True)
+        # Stage 2: preparation
+        batch |= actor.compute_log_prob(batch)
+        batch |= reference.compute_ref_log_prob(batch)
+        batch |= reward.compute_reward(greedy, prefix="greedy").map(as_baseline)
+        batch |= reward.compute_reward(batch)
+        batch |= batch.map(compute_advantages, estimator="remax", cfg=cfg.advantage)
+        # Stage 3: learning
+        step.log(actor.update_actor(batch))
+        flow.evaluate(every=cfg.eval_every)
+        flow.save(every=cfg.save_every)
