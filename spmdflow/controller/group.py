@@ -123,8 +123,13 @@ def make_groups(
     publish: Callable[[str], None] | None,
     seconds: float | None = None,
 ) -> None:
-    """Have every rank of the world make process groups of the compute lane."""
+    """Have every rank of the world make process groups of the compute lane.
+
+    Beside each NCCL group of several ranks a gloo one, for what lies in host memory.
+    """
     specs = [[list(ranks), "compute", backend] for ranks in groups]
+    if backend != "gloo":
+        specs += [[list(ranks), "compute", "gloo"] for ranks in groups if len(ranks) > 1]
     if publish is not None:
         publish(json.dumps(specs))
     command = {"operation": "groups", "specs": specs}

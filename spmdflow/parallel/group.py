@@ -70,7 +70,7 @@ class GroupTable:
     ) -> dist.ProcessGroup:
         """The group over ranks; ProtocolError if it was not made or this rank is outside it.
 
-        backend may be left out where only one was made for these ranks and lane.
+        Without backend it is the one made first: nccl on a GPU, beside which a gloo one may exist.
         """
         ranks = tuple(ranks)
         if self._rank not in ranks:
@@ -79,17 +79,17 @@ class GroupTable:
                 f"{self._rank} is in; ask for its own group, e.g. layout.axis_group(rank, 'dp')"
             )
         found = self._matching(ranks, lane, backend)
-        if len(found) != 1 or found[0] is None:
-            raise ProtocolError(self._problem(ranks, lane, backend, len(found)))
+        if not found or found[0] is None:
+            raise ProtocolError(self._problem(ranks, lane, backend))
         return found[0]
 
     def get_or_none(
         self, ranks: Iterable[int], lane: str = "compute", backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """The same, but None if there is no such group, or more than one fits."""
+        """The same, but None if there is no such group or this rank is outside it."""
         ranks = tuple(ranks)
         found = self._matching(ranks, lane, backend)
-        return found[0] if len(found) == 1 else None
+        return found[0] if found else None
 
     def reducer(self, ranks: Iterable[int]) -> Callable[[Tensor], Tensor]:
         """Function that sums a tensor over the compute-lane group of ranks, in float64.
@@ -118,14 +118,7 @@ class GroupTable:
             if spec.ranks == ranks and spec.lane == lane and backend in (None, spec.backend)
         ]
 
-    def _problem(
-        self, ranks: tuple[int, ...], lane: str, backend: str | None, num_found: int
-    ) -> str:
-        if num_found > 1:
-            return (
-                f"group {ranks}, lane {lane}: got no backend, expected one of {BACKENDS} as "
-                f"both were made; pass backend="
-            )
+    def _problem(self, ranks: tuple[int, ...], lane: str, backend: str | None) -> str:
         made = sorted(spec.ranks for spec in self._known if spec.lane == lane)
         return (
             f"group {ranks}, lane {lane}, backend {backend or 'any'}: not made; expected one of "
