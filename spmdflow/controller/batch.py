@@ -97,11 +97,16 @@ class Batch:
 
     def filter(self, name: str, keep: Callable[[Any], bool]) -> Batch:
         """Rows whose value passes; waits for the values. Ragged rows come as tensors."""
-        values = self.fetch_for("filter", name)[name]
-        items: Iterable[Any] = values
-        if isinstance(values, Tensor):
-            items = values.unbind() if is_ragged(values) else values.tolist()
-        return self.select([i for i, value in enumerate(items) if keep(value)])
+        return self.select([i for i, value in enumerate(self._items(name)) if keep(value)])
+
+    def filter_groups(self, name: str, keep: Callable[[list[Any]], bool]) -> Batch:
+        """Rows of groups (samples of one prompt) whose values pass together; waits for them."""
+        groups: dict[int, list[Any]] = {}
+        numbers = self.group_numbers().tolist()
+        for number, value in zip(numbers, self._items(name), strict=True):
+            groups.setdefault(number, []).append(value)
+        kept = {number for number, values in groups.items() if keep(values)}
+        return self.select([i for i, number in enumerate(numbers) if number in kept])
 
     def repeat(self, n: int) -> Batch:
         """Each row n times, neighbours, with new ids; parents are the ids repeated."""
@@ -132,6 +137,13 @@ class Batch:
         """As `fetch`, with the bytes counted under another purpose (samples, filter)."""
         return self._caller.fetch(self, names, purpose=purpose)
 
+    def _items(self, name: str) -> list[Any]:
+        """One value for each row, on the controller."""
+        values = self.fetch_for("filter", name)[name]
+        if isinstance(values, Tensor):
+            return list(values.unbind()) if is_ragged(values) else values.tolist()
+        return values
+
     def group_numbers(self) -> np.ndarray:
         """(B,) int64: rows with the same parent have the same number, counted from 0."""
         return np.unique(self.parents, return_inverse=True)[1].astype(np.int64)
@@ -142,25 +154,24 @@ class Batch:
 
 
 def concatenate(batches: Iterable[Batch]) -> Batch:
-    """Rows of several batches that share their frames (slices of one batch)."""
+    """Rows of several batches, one after the other, with the columns that all of them have.
+
+    Ids and parents stay, and so do the rows: those of different calls are joined by the ranks
+    that hold them.
+    """
     first, *rest = batches
-    columns = {}
-    for name in first.columns:
-        refs = [batch.column(name) for batch in (first, *rest)]
-        if any(ref.frame is not refs[0].frame for ref in refs):
-            raise ColumnError(
-                f"column {name!r}: parts come from different calls, expected one call; "
-                f"join slices of one batch only"
-            )
-        columns[name] = ColumnRef(refs[0].frame, np.concatenate([ref.ids for ref in refs]))
-    ids = np.concatenate([batch.ids for batch in (first, *rest)])
+    whole = (first, *rest)
+    ids = np.concatenate([batch.ids for batch in whole])
     if len(np.unique(ids)) < len(ids):
         raise RowError(
             f"concatenate: got {len(ids)} rows with {len(np.unique(ids))} row ids, expected each "
             f"row once; join parts that do not overlap"
         )
-    parents = np.concatenate([batch.parents for batch in (first, *rest)])
-    return Batch(first._caller, ids, parents, columns)
+    parents = np.concatenate([batch.parents for batch in whole])
+    common = [name for name in first.columns if all(name in batch.columns for batch in rest)]
+    filled = [batch for batch in whole if len(batch)] or [first]
+    parts = {name: [batch.column(name) for batch in filled] for name in common}
+    return Batch(first._caller, ids, parents, first._caller.join(parts, ids))
 
 
 def _places(ids: Ids, others: Ids) -> np.ndarray:

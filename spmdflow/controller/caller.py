@@ -29,6 +29,7 @@ from spmdflow.controller.inputs import (
     source_lengths,
     widest_frame,
 )
+from spmdflow.controller.join import joined
 from spmdflow.controller.order import Order, Pending, Transport
 from spmdflow.controller.result import CallRecord, Result
 from spmdflow.controller.schedule import CutSettings, MicroLimit
@@ -113,9 +114,14 @@ class Caller:
         *,
         answering: tuple[int, ...] = (),
         seconds: float | None = None,
+        number: int | None = None,
     ) -> Pending:
-        """Send one numbered command to each rank of `commands`; metrics of answering count."""
-        return self._submit(self.next_number(), label, commands, answering, on_done, seconds)
+        """Send one numbered command to each rank of `commands`; metrics of answering count.
+
+        number: of the frame that the command makes, if it makes one.
+        """
+        number = number or self.next_number()
+        return self._submit(number, label, commands, answering, on_done, seconds)
 
     def invoke(
         self, target: Target, method: str, batch: Batch | None, arguments: Mapping[str, Any]
@@ -244,6 +250,10 @@ class Caller:
         return ref.frame.facts[name].lengths_of(ref.ids)
 
     # Rows
+
+    def join(self, columns: Mapping[str, Sequence[ColumnRef]], ids: Ids) -> dict[str, ColumnRef]:
+        """Columns of rows that several calls made, one after the other, under row ids `ids`."""
+        return joined(self, columns, ids)
 
     def source_batch(
         self,

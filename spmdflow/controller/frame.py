@@ -83,8 +83,15 @@ class SourceFrame:
 
     def rows_of(self, ids: Ids) -> np.ndarray:
         """Row numbers of `ids`."""
+        return self.rows[self._places(ids)]
+
+    def lengths_of(self, ids: Ids) -> np.ndarray | None:
+        """Prompt tokens of `ids`; None: not known."""
+        return None if self.token_lengths is None else self.token_lengths[self._places(ids)]
+
+    def _places(self, ids: Ids) -> np.ndarray:
         order = np.argsort(self.ids, kind="stable")
-        return self.rows[order[np.searchsorted(self.ids, ids, sorter=order)]]
+        return order[np.searchsorted(self.ids, ids, sorter=order)]
 
 
 def facts_of(

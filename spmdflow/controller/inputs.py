@@ -76,10 +76,10 @@ def positions_held(batch: Batch, frame: Frame) -> dict[int, np.ndarray]:
 
 def source_lengths(frame: SourceFrame, ids: Ids, name: str) -> np.ndarray:
     """Prompt tokens of each row; other columns of a data file have no known length."""
-    if name != "prompts" or frame.token_lengths is None:
+    lengths = frame.lengths_of(ids) if name == "prompts" else None
+    if lengths is None:
         raise ColumnError(
             f"column {name!r} of {frame.source}: its lengths are not known on the controller, "
             f"expected prompts; fetch the column instead"
         )
-    order = np.argsort(frame.ids, kind="stable")
-    return frame.token_lengths[order[np.searchsorted(frame.ids, ids, sorter=order)]]
+    return lengths

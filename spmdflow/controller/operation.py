@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from spmdflow.controller.fetch import to_message
 from spmdflow.controller.frame import Ids
 from spmdflow.controller.importing import find
-from spmdflow.data.column import Column, column_of
+from spmdflow.data.column import Column, column_of, join
 from spmdflow.data.group import RowGroups
 from spmdflow.data.rows import names_of
 from spmdflow.data.store import RowStore
@@ -71,6 +71,7 @@ class RankState:
             "source": self._open_source,
             "call": self._call,
             "map": self._map,
+            "join": self._join,
             "fetch": self._fetch,
             "transfer": self._transfer,
             "save": self._save,
@@ -155,6 +156,13 @@ class RankState:
         writes = row_maths_spec(function).writes
         kept = self._keep(f"map.{function.__name__}", number, plain["ids"], made, writes)
         return {"metrics": metrics} | kept
+
+    def _join(self, plain: Plain, number: int) -> dict[str, Any]:
+        """Rows of several frames as rows of this one."""
+        parts = [self._input(part) for part in plain["inputs"]]
+        columns = {name: join([part[name] for part in parts]) for name in parts[0]}
+        self.store.put(number, plain["ids"], columns)
+        return {"columns": {name: _facts(column) for name, column in columns.items()}}
 
     def _batch(self, plain: Plain) -> TensorDict:
         """The rows of a command as a TensorDict on the device; waits for transfers."""
