@@ -1,25 +1,31 @@
 """The hybrid engine: one set of ranks trains and generates, and the weights pass between.
 
-          optimizer steps                     sync
-    train ---------------> weights_version n -----> generator at version n ---> generate
-      ^                                                                            |
-      +------------------------------- next batch --------------------------------+
+       update          sync: reshard         generate              release
+    train ----> version n -------> generator at n ----> responses ----------> train ...
 
-`copy_sync.CopySync` keeps two copies: the trainer's shards and a full copy in the generator's own
-layout. It works with every train engine and every generator. For M bytes of weights (in the
-precision named) and n training ranks:
+Ways from the trainer's layout t-p-d to the generator's t_g-p_g-d_g-d, paper section 5 (M bytes of
+weights; what each way adds to the trainer's own M / (t p), its moments and gradients):
 
-| phase | trainer per rank | generator per rank | moved per rank |
-|---|---|---|---|
-| train | M32/n, its gradients and moments | M | 0 |
-| sync | the same, and one full tensor at a time | M | (n-1)/n M32 in, tensor by tensor |
-| generate | M32/n and moments (on the host if offloaded) | M and the KV cache | 0 |
+| way | works for | received per rank | held for generation | held while training |
+|---|---|---|---|---|
+| blocks | Megatron + vLLM, nested, one precision | (d_g - 1)/(t p) M | peers' shards | nothing |
+| flat | the same | the same | peers' shards | peers' shards; addresses never change |
+| copy by boxes | every layout of the architectures in `weights` | what is missing | M / (t_g p_g) | the same, unless offloaded |
+| copy of whole tensors | data-parallel trainer, t_g = p_g = 1 | (n - 1)/n M | M | the same, unless offloaded |
 
-The redundancy is the generator's M; HybridFlow's own engine (paper section 5.3, Table 2) shares
-storage and has none where training is sharded over tp and pp.
+blocks and flat keep one copy: vLLM's layers work on lists of Megatron's shards
+(rollout.vllm_blocks), so training and generation read the same storage and nothing is redundant
+but norms and alignment. With engine.residency=offload generation frees the trainer's moments and
+gradients, and training frees the KV cache and a copy's weights.
 
-What moves, and what it costs, is planned on integers before anything runs: `reshard` (boxes from
-training ranks to generation ranks, in bounded buckets; whole shards for one copy), `cost` (received,
-peak and redundant bytes of five systems, equal to Table 2 where its formulas apply), `amount` (bytes
-told apart: sharded weights, replicated norms, a tied copy, padding).
+| file | what |
+|---|---|
+| `factory` | which way applies to settings and layout, and its parts |
+| `sync` | what all ways share: versions, the certificate by hashes, release |
+| `shared_storage`, `shared_sync` | blocks and flat |
+| `stream`, `copy_sync` | copies, by the planner's messages or tensor by tensor |
+| `remote` | from a policy to a generator on other ranks |
+| `reshard` | plans: boxes in bounded buckets, whole shards inside micro-dp groups. Integers only |
+| `cost`, `amount` | received, peak and redundant bytes of five systems (Table 2), told apart |
+| `table` | which boxes settings give to each rank |
 """
