@@ -119,6 +119,52 @@ class RemaxConfig(GRPOConfig):
 
 
 @dataclass
+class DynamicSamplingConfig:
+    """How long a step goes on drawing prompts whose samples differ in score."""
+
+    max_rounds: int = setting("Draws of data.prompts_per_step prompts in one step.", 10, at_least=1)
+
+
+@dataclass
+class OverlongConfig:
+    """The penalty of responses that come near actor.rollout.max_new_tokens."""
+
+    buffer_tokens: int = setting(
+        "Last tokens before the limit, over which the penalty grows to its weight.", 16, at_least=0
+    )
+    weight: float = setting("Largest penalty, in units of the score.", 1.0, at_least=0)
+
+
+@dataclass
+class ClipHigherLossConfig(SurrogateLossConfig):
+    """A policy loss whose upper clip is wider."""
+
+    clip_ratio_high: float | None = setting(  # type: ignore[misc]
+        "Upper epsilon (clip-higher); none: the same as clip_ratio.", 0.28, above=0
+    )
+
+
+@dataclass
+class ClipHigherActorConfig(SurrogateActorConfig):
+    """An actor with that loss."""
+
+    loss: ClipHigherLossConfig = part(ClipHigherLossConfig)
+
+
+@dataclass
+class DAPOConfig(GRPOConfig):
+    """Everything `algos/dapo.py` reads."""
+
+    # The KL has no place in it, so there is no reference.
+    reference: ClassVar[None] = None  # type: ignore[assignment, misc]
+
+    run: RunConfig = field(default_factory=lambda: RunConfig(name="dapo"))
+    actor: ClipHigherActorConfig = part(ClipHigherActorConfig)
+    sampling: DynamicSamplingConfig = part(DynamicSamplingConfig)
+    overlong: OverlongConfig = part(OverlongConfig)
+
+
+@dataclass
 class RLOOConfig(GRPOConfig):
     """Everything `algos/rloo.py` reads."""
 

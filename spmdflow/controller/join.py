@@ -29,7 +29,7 @@ def joined(caller: Caller, columns: Mapping[str, Parts], ids: Ids) -> dict[str, 
     for name, parts in columns.items():
         key = tuple((part.frame.number, part.ids.tobytes()) for part in parts)
         groups.setdefault(key, []).append(name)
-    refs = {}
+    refs: dict[str, ColumnRef] = {}
     for names in groups.values():
         parts = columns[names[0]]
         if all(part.frame is parts[0].frame for part in parts):

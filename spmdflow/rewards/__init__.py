@@ -13,8 +13,9 @@ numbers, which become metrics; what is no number in it is left out. It is named
 | work | which samples wait, are done or failed in one `score` call; plain integers |
 | process | the pool's end of one worker process: start, feed, read, kill |
 | child | the worker process's own end; imports no torch |
+| overlong | a penalty for responses near the limit, added to scores of any source |
 | arithmetic, sentiment | the bundled task's reward and control; a lexicon score of a text |
 
 A worker process lives until its pool kills it or the pool's process is gone, whichever is first.
-Knows no batches, no tokens and no ranks.
+Knows no batches, no tokens and no ranks (`overlong` alone sees rows of a batch).
 """

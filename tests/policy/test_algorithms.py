@@ -14,6 +14,7 @@ MOST_CHANGED_LINES = {
     "algos/rloo.py": 10,
     "algos/reinforce_pp.py": 10,
     "algos/remax.py": 14,
+    "algos/dapo.py": 24,
 }
 """Script -> lines of main that differ from ppo.py's, counted as a diff counts them (- and +)."""
 

@@ -1,0 +1,117 @@
+"""algos/dapo.py from end to end: batches that were refilled, and a limit on how often."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmdflow.config.load import load
+from spmdflow.controller.launch import launch
+from spmdflow.errors import RowError
+from tests.algos.runs import ROOT, finish, log_of, steps_of, torchrun
+
+DAPO = ROOT / "algos" / "dapo.py"
+ROWS = 16
+SMALL = (
+    "data.prompts_per_step=4",
+    "data.samples_per_prompt=4",
+    "actor.rollout.temperature=0.7",  # cold: most prompts have samples that are all alike
+    "actor.update.mini_batch_size=16",
+    "actor.optimizer.schedule=constant",
+    "actor.optimizer.warmup_steps=0",
+    "data.eval_prompts=16",
+    "run.sample_every=0",
+    "total_steps=2",
+    "eval_every=2",
+)
+COMPARED = (
+    "sampling/rounds",
+    "sampling/kept",
+    "reward/mean",
+    "reward/overlong",
+    "actor/pg_loss",
+    "actor/grad_norm",
+    "eval/accuracy",
+)
+
+
+def run(run_dir: Path, *settings: str) -> list[dict[str, Any]]:
+    loaded = load(DAPO, None, [*SMALL, *settings, f"run.dir={run_dir}"])
+    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    steps = steps_of(run_dir)
+    assert all(math.isfinite(value) for step in steps for value in step.values())
+    return steps
+
+
+@pytest.fixture(scope="module")
+def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(tmp_path_factory.mktemp("one") / "run")
+
+
+def test_batches_are_refilled_with_prompts_whose_samples_differ(
+    in_one_process: list[dict[str, Any]],
+) -> None:
+    for step in in_one_process[1:]:
+        rounds, kept = step["sampling/rounds"], step["sampling/kept"]
+        assert rounds > 1
+        assert kept < 1 <= kept * rounds  # no single round had enough, all of them together do
+        assert step["rollout/response_tokens"] > 0
+        assert step["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("placement", ["colocate", "split"])
+def test_two_ranks_refill_with_the_same_rows_and_give_the_same_numbers(
+    in_one_process: list[dict[str, Any]], tmp_path: Path, placement: str
+) -> None:
+    run_dir = tmp_path / "run"
+    process = torchrun(run_dir, f"placement={placement}", num_ranks=2, script=DAPO, small=SMALL)
+
+    assert finish(process, seconds=200) == 0, log_of(run_dir).read_text()[-3000:]
+    steps = steps_of(run_dir)
+    assert [step["step"] for step in steps] == [0, 1, 2]
+    for one, two in zip(in_one_process, steps, strict=True):
+        for name in COMPARED:
+            if name in one:  # float32 sums in another order
+                assert two[name] == pytest.approx(one[name], rel=2e-5, abs=1e-6), name
+    assert all(step["controller/tensor_bytes"] == 0 for step in steps[1:])
+
+
+def test_batch_that_does_not_fill_ends_the_run_with_got_expected_and_do(tmp_path: Path) -> None:
+    settings = ("actor.rollout.top_k=1", "sampling.max_rounds=3", "eval_every=0")
+
+    with pytest.raises(RowError) as caught:
+        run(tmp_path / "run", *settings)
+
+    assert str(caught.value) == (
+        "dynamic sampling: got 0 rows of prompts whose samples differ in score, of 48 rows in 3 "
+        "rounds, expected 16; raise sampling.max_rounds, or choose prompts that the policy solves "
+        "sometimes but not always"
+    )
+
+
+def test_long_responses_lose_score_after_the_groups_were_chosen(tmp_path: Path) -> None:
+    settings = ("overlong.buffer_tokens=4", "actor.rollout.temperature=3", "total_steps=1")
+
+    plain = run(tmp_path / "plain", *settings, "overlong.weight=0", "eval_every=0")[0]
+    shaped = run(tmp_path / "shaped", *settings, "eval_every=0")[0]
+
+    assert plain["reward/overlong"] == 0 > shaped["reward/overlong"] >= -1
+    assert shaped["reward/mean"] == plain["reward/mean"]
+    assert shaped["sampling/rounds"] == plain["sampling/rounds"]
+    assert shaped["actor/grad_norm"] != pytest.approx(plain["actor/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_dapo_learns_the_bundled_task(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    process = torchrun(run_dir, num_ranks=2, script=DAPO, small=())
+
+    assert finish(process, seconds=290) == 0, log_of(run_dir).read_text()[-3000:]
+    steps = steps_of(run_dir)
+    accuracy = {s["step"]: s["eval/accuracy"] for s in steps if "eval/accuracy" in s}
+    assert accuracy[max(accuracy)] >= 0.9 > accuracy[0] + 0.2
+    assert steps[-1]["sampling/rounds"] > steps[1]["sampling/rounds"]
