@@ -8,11 +8,16 @@ in another order, twice two optimizer steps in between.
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.distributed.programs import ppo_3d
 
+MODEL = Path(__file__).parents[2] / "algos" / "arithmetic" / "model"
 SMALL = ("t4-t2", "t2p2-t2", "t2d2-builtin")
 MATRIX = tuple(name for name in ppo_3d.CASES if name not in (*SMALL, "one"))
 LOSSES = ("actor/loss", "actor/pg_loss", "actor/reference_kl", "actor/entropy", "critic/loss")
@@ -23,8 +28,8 @@ def steps_of(runs, case):
     return [json.loads(line) for line in (runs / case / "metrics.jsonl").read_text().splitlines()]
 
 
-def check(runs, case):
-    for one, other in zip(steps_of(runs, "one"), steps_of(runs, case), strict=True):
+def check(runs, case, *, reference="one"):
+    for one, other in zip(steps_of(runs, reference), steps_of(runs, case), strict=True):
         for name in LOSSES:
             assert other[name] == pytest.approx(one[name], abs=1e-5, rel=0), name
         for name in NORMS:
@@ -40,13 +45,28 @@ def check(runs, case):
 @pytest.fixture(scope="module")
 def small(tmp_path_factory, spawn_ranks):
     out = tmp_path_factory.mktemp("ppo_3d")
-    spawn_ranks(ppo_3d.run_all, 4, str(out), ("one", *SMALL), seconds=280)
+    write_judge(out / "judge")
+    spawn_ranks(ppo_3d.run_all, 4, str(out), ("one", *SMALL, *ppo_3d.MIXED), seconds=280)
     return out
+
+
+def write_judge(folder):
+    """A random reward model with the bundled model's tokenizer."""
+    config = AutoConfig.from_pretrained(MODEL, num_labels=1)
+    torch.manual_seed(3)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    for file in MODEL.glob("tokenizer*"):
+        shutil.copy(file, folder)
 
 
 @pytest.mark.parametrize("case", SMALL)
 def test_ppo_on_a_3d_layout_has_the_tokens_and_losses_of_a_single_rank(small, case):
     check(small, case)
+
+
+def test_megatron_actor_fsdp_critic_and_zero_reward_model_on_their_own_ranks(small):
+    check(small, "mixed", reference="one-judged")
+    assert all(step["transfer/bytes"] > 0 for step in steps_of(small, "mixed"))
 
 
 @pytest.fixture(scope="module")

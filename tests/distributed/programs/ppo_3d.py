@@ -38,9 +38,13 @@ class Case(NamedTuple):
     more: tuple[str, ...] = ()
 
 
-MIXED = (
+JUDGE = ("reward.function=null", "reward.model.path=${run.dir}/../judge")
+APART = (
     "placement={a: {roles: [actor, reference], ranks: [0, 1]}, b: {roles: [critic], ranks: [2]}, "
     "c: {roles: [reward], ranks: [3]}}",
+    "critic.engine.kind=fsdp",
+    "critic.engine.layout=t1",
+    "reward.engine.kind=zero2",
 )
 CASES = {
     "one": Case(
@@ -55,6 +59,15 @@ CASES = {
     "t2d2-t4": Case(4, "t2", "t4", "copy"),
     "p2-p2": Case(4, "p2", "p2", "blocks", more=("critic.engine.layout=t4",)),
 }
+MIXED = {
+    "one-judged": Case(
+        1,
+        "t1",
+        generator="builtin",
+        more=("actor.engine.kind=fsdp", "critic.engine.kind=fsdp", *JUDGE),
+    ),
+    "mixed": Case(4, "t2", generator="builtin", more=(*JUDGE, *APART)),
+}
 LARGE = {"t2p2d2-t2": Case(8, "t2p2", "t2", "blocks")}
 
 
@@ -65,9 +78,9 @@ class ReplayActor(ActorWorker):
     def generate_sequences(self, batch: TensorDict, *, greedy: bool = False) -> TensorDict:
         made = super().generate_sequences(batch, greedy=greedy)
         run_dir = Path(self.context.config.run.dir)
-        path, ids = run_dir.parent / f"rollouts-{self.call.step}.pt", self.call.row_ids.tolist()
+        path, ids = self._record(run_dir), self.call.row_ids.tolist()
         rows = {name: rows_of(made[name]) for name in _COLUMNS}
-        if run_dir.name == "one":
+        if run_dir.name in ("one", "one-judged"):
             torch.save({row: [rows[n][i] for n in _COLUMNS] for i, row in enumerate(ids)}, path)
             return made
         recorded = torch.load(path)
@@ -78,6 +91,10 @@ class ReplayActor(ActorWorker):
             rows_now = [recorded[row][place] for row in ids]
             replayed[name] = ragged_from_rows(rows_now, dtype=dtype)
         return replayed
+
+    def _record(self, run_dir: Path) -> Path:
+        kind = "judged" if self.context.config.reward.model else "plain"
+        return run_dir.parent / f"rollouts-{kind}-{self.call.step}.pt"
 
     def _compare(self, rows: dict[str, Any], recorded: dict[int, Any], ids: list[int]) -> None:
         same = [torch.equal(rows["responses"][i], recorded[row][0]) for i, row in enumerate(ids)]
@@ -128,5 +145,5 @@ def run_case(name: str, case: Case, out: Path) -> None:
 def run_all(out: str, names: tuple[str, ...]) -> None:
     """What every rank does."""
     for name in names:
-        run_case(name, (CASES | LARGE)[name], Path(out))
+        run_case(name, (CASES | MIXED | LARGE)[name], Path(out))
         dist.barrier()
