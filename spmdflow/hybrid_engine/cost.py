@@ -39,7 +39,8 @@ from spmdflow.hybrid_engine.reshard import (
 )
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.megatron import buffer_numel, vocab_multiple
+from spmdflow.weights.megatron import buffer_places, vocab_multiple
+from spmdflow.weights.piece import ShardTable
 from spmdflow.weights.ranks import RankTables, megatron_tables, vllm_tables, whole_tables
 from spmdflow.weights.sharded import fsdp_shards
 
@@ -64,6 +65,10 @@ class Cost:
     """The same while generating."""
     plan: ReshardPlan | ShardPlan | None
     """None: nothing moves."""
+    have: RankTables
+    """What each rank trains with."""
+    need: RankTables
+    """What the plan brings to each rank; empty where shards are used as they are."""
 
     @property
     def staging(self) -> Mapping[int, int]:
@@ -113,12 +118,13 @@ class Case:
     @property
     def storage_numel(self) -> dict[int, int]:
         """Elements of each rank's parameter buffer."""
+        return {rank: self.buffer_places(table)[1] for rank, table in self.training.items()}
+
+    def buffer_places(self, table: ShardTable) -> tuple[dict[str, int], int]:
+        """Where a rank's parameter buffer has each tensor of its table, and its elements."""
         aligned_over = self.layout.dp_size if self.distributed_optimizer else None
         shared = self.arch.tied and self.layout.pp_size > 1
-        return {
-            rank: buffer_numel(table, aligned_over=aligned_over, shared_embedding=shared)
-            for rank, table in self.training.items()
-        }
+        return buffer_places(table, aligned_over=aligned_over, shared_embedding=shared)
 
 
 def cost_of(system: str, case: Case, *, mode: str = "") -> Cost:
@@ -195,6 +201,8 @@ def _gathering(system: str, case: Case, have: RankTables, scopes: Mapping[str, G
         training=held,
         generation=together(held, shard),
         plan=plan,
+        have=have,
+        need=need,
     )
 
 
@@ -232,6 +240,8 @@ def _one_copy(case: Case, mode: str) -> Cost:
         training=whole if mode == "flat" else row,
         generation=whole,
         plan=plan,
+        have=case.training,
+        need={},
     )
 
 
@@ -257,6 +267,8 @@ def _copy(case: Case) -> Cost:
         training=held,
         generation=together(held, shard),
         plan=plan,
+        have=have,
+        need=need,
     )
 
 
@@ -280,6 +292,8 @@ def _two_copies(case: Case) -> Cost:
         training=together(held, shard),
         generation=together(held, shard),
         plan=plan,
+        have=have,
+        need=need,
     )
 
 
@@ -287,7 +301,7 @@ def _shared(case: Case) -> Cost:
     """Generation by the training model itself, in its layout."""
     held = _weights(case, case.training)
     nothing = dict.fromkeys(held, Amount())
-    return Cost("shared", "", nothing, held, nothing, held, held, None)
+    return Cost("shared", "", nothing, held, nothing, held, held, None, case.training, {})
 
 
 _SYSTEMS: Mapping[str, Callable[[Case], Cost]] = {

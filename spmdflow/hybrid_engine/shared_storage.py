@@ -62,10 +62,27 @@ class SharedStorage:
             index = buffer.param_index_map.items()
             places = {names[p]: (start, tuple(p.shape)) for p, (start, _, _) in index}
             size = buffer.param_data.numel()
-        self._exchange(Row(self._stage, size, places))
         example = next(iter(names))
-        self.values = self._allocate(example.dtype, example.device, buffer.param_data)
+        self.lay_out(
+            places, size, own=buffer.param_data, dtype=example.dtype, device=example.device
+        )
         self._repoint(names, buffer)
+
+    def lay_out(
+        self,
+        places: Mapping[str, Place],
+        size: int,
+        *,
+        own: Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Make the rows. Collective over the group.
+
+        places, size: of this rank's row. own: it, where rows are apart and it exists already.
+        """
+        self._exchange(Row(self._stage, size, places))
+        self.values = self._allocate(dtype, device, own)
 
     def view(self, member: int, name: str) -> Tensor:
         """A parameter of a member, in place; its memory may come and go."""
@@ -138,9 +155,15 @@ class FlatStorage(SharedStorage):
         """One in-place all-gather (NCCL) or a broadcast a row (gloo)."""
         if self._group is None:
             return 0
-        if dist.get_backend(self._group) != "nccl":
-            self._broadcast()
-            return self.planned_bytes
+        if dist.get_backend(self._group) == "nccl":
+            return self.gather()
+        self._broadcast()
+        return self.planned_bytes
+
+    def gather(self) -> int:
+        """The in-place all-gather, whatever the backend; rows move with their padding."""
+        if self._group is None:
+            return 0
         dist.all_gather_into_tensor(self._all.view(-1), self._all[self.own], group=self._group)
         return (len(self.rows) - 1) * self._all[0].nbytes
 
@@ -167,9 +190,9 @@ class BlockStorage(SharedStorage):
         """Allocate the peers' rows and receive them."""
         if self._group is None:
             return 0
-        for member, values in enumerate(self.values):
-            if member != self.own:
-                values.untyped_storage().resize_(values.numel() * values.element_size())
+        for values in self.values:
+            if values.untyped_storage().nbytes() == 0:
+                values.untyped_storage().resize_(values.nbytes)
         self._broadcast()
         return self.planned_bytes
 

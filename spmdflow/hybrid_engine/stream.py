@@ -6,7 +6,7 @@ receivers' precision. Works inside one pool and between two. Knows no engine and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
 import torch
@@ -53,26 +53,31 @@ class WeightStream:
         reader, writer = BlockReader(source), BlockWriter(target)
         for part in self.plan.kept.get(self._rank, ()):
             writer.write(part.name, part.box, reader.read(part.name, part.box))
+        size = self.plan.staging_bytes(self._rank) // self.plan.element_bytes
+        staging = torch.empty(size, dtype=self._dtype, device=self._device)
         received = 0
         for bucket in self.plan.buckets:
-            for message, values in self._exchange(bucket, reader):
+            for message, values in self._exchange(bucket, reader, staging):
                 received += values.nbytes
                 _unpack(message.parts, values, writer)
         return received
 
-    def _exchange(self, bucket: Bucket, reader: BlockReader) -> list[tuple[Message, Tensor]]:
-        """Send and receive this rank's messages of a bucket; those received."""
+    def _exchange(
+        self, bucket: Bucket, reader: BlockReader, staging: Tensor
+    ) -> list[tuple[Message, Tensor]]:
+        """Send and receive this rank's messages of a bucket; those received, in staging."""
         arrived: list[tuple[Message, Tensor]] = []
-        works: list[tuple[dist.Work, Message, Tensor]] = []
+        works: list[tuple[dist.Work, Message]] = []
+        start = 0
         for message in bucket.messages_of(self._rank):
+            values = staging[start : start + message.num_elements]
+            start += message.num_elements
             if message.source == self._rank:
-                values = self._packed(message.parts, reader)
+                _pack(message.parts, reader, values)
             else:
-                size = message.num_elements
-                values = torch.empty(size, dtype=self._dtype, device=self._device)
                 arrived.append((message, values))
-            works += [(work, message, values) for work in self._start(message, values)]
-        for work, message, _kept in works:
+            works += [(work, message) for work in self._start(message, values)]
+        for work, message in works:
             self._wait(work, message)
         return arrived
 
@@ -89,10 +94,6 @@ class WeightStream:
             _started(dist.isend(values, destination, group=group))
             for destination in message.destinations
         ]
-
-    def _packed(self, parts: Iterable[Part], reader: BlockReader) -> Tensor:
-        boxes = [reader.read(part.name, part.box).reshape(-1) for part in parts]
-        return torch.cat([box.to(self._device, self._dtype) for box in boxes])
 
     def _wait(self, work: dist.Work, message: Message) -> None:
         try:
@@ -111,9 +112,22 @@ def _started(work: dist.Work | None) -> dist.Work:
     return work
 
 
+def _pack(parts: Iterable[Part], reader: BlockReader, values: Tensor) -> None:
+    """Boxes one behind the other, in the precision of values."""
+    with torch.no_grad():
+        for part, place in _places(parts, values):
+            place.copy_(reader.read(part.name, part.box))
+
+
 def _unpack(parts: Iterable[Part], values: Tensor, writer: BlockWriter) -> None:
+    for part, place in _places(parts, values):
+        writer.write(part.name, part.box, place)
+
+
+def _places(parts: Iterable[Part], values: Tensor) -> Iterator[tuple[Part, Tensor]]:
+    """Each part and its view, of the box's shape."""
     start = 0
     for part in parts:
         stop = start + part.box.size
-        writer.write(part.name, part.box, values[start:stop].view(part.box.shape))
+        yield part, values[start:stop].view(part.box.shape)
         start = stop

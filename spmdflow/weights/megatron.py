@@ -88,24 +88,37 @@ def vocab_multiple(tp_size: int) -> int:
 
 
 def buffer_numel(table: ShardTable, *, aligned_over: int | None, shared_embedding: bool) -> int:
-    """Elements of the flat buffer in which Megatron's DDP lays a rank's parameters (one bucket).
+    """Elements of the flat buffer of `buffer_places`."""
+    return buffer_places(table, aligned_over=aligned_over, shared_embedding=shared_embedding)[1]
+
+
+def buffer_places(
+    table: ShardTable, *, aligned_over: int | None, shared_embedding: bool
+) -> tuple[dict[str, int], int]:
+    """Where the flat buffer in which Megatron's DDP lays a rank's parameters (one bucket) has each,
+    and its elements.
 
     aligned_over: dp_size under the distributed optimizer, which begins each parameter at a
     multiple of 64 and ends each bucket at one of lcm(dp_size, 128); None without it: no padding.
     shared_embedding: tied over several stages, the embedding (or its copy) has a bucket of its own.
     """
+    places: dict[str, int] = {}
+    end, is_open = 0, False
     if aligned_over is None:
-        return sum(tensor.size for tensor in table.values())
-    alignment, end, is_open = math.lcm(aligned_over, 128), 0, False
+        for name, tensor in table.items():
+            places[name], end = end, end + tensor.size
+        return places, end
+    alignment = math.lcm(aligned_over, 128)
     for name in reversed(list(table)):
         start = _rounded_up(end, 64)
         alone = shared_embedding and name in SHARED_EMBEDDING
         if alone and is_open:
             start = _rounded_up(start, alignment)
+        places[name] = start
         end, is_open = start + table[name].size, not alone
         if alone:
             end = _rounded_up(end, alignment)
-    return _rounded_up(end, alignment)
+    return places, _rounded_up(end, alignment)
 
 
 def _rounded_up(size: int, multiple: int) -> int:
