@@ -6,9 +6,10 @@ The task is two-digit addition, character by character: "47+38=" -> "85". All 40
 of terms in 10..99 are shuffled by --seed and cut into three disjoint sets; a pair brings both of
 its orders, so no set holds the mirror image of another set's sum:
 
-    eval.jsonl    held out: in neither pre-training nor RL prompts
-    train.jsonl   RL prompts; their answers are read by the reward function only
-    pre-training  sums whose answers this script teaches; written nowhere
+    eval.jsonl      held out: in neither pre-training nor RL prompts
+    train.jsonl     RL prompts; their answers are read by the reward function only
+    pretrain.jsonl  of the sums whose answers this script teaches, those without a carry, as text:
+                    what the model has read and need not unlearn (PPO-ptx)
 
 The model is a Llama with head_dim 32, trained from scratch on the next token of the answer. Its
 teacher forgets most carries: a fresh coin per presentation (--forget) decides whether a sum whose
@@ -89,6 +90,11 @@ def without_carry(problem: Problem) -> Problem:
     a, b = (int(term) for term in problem.prompt.rstrip("=").split("+"))
     carry = a % 10 + b % 10 >= 10
     return Problem(problem.prompt, str(a + b - 10 * carry))
+
+
+def no_carry(problems: Sequence[Problem]) -> list[Problem]:
+    """The sums whose answer is the same with and without the habit of forgetting."""
+    return [problem for problem in problems if problem == without_carry(problem)]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -215,14 +221,14 @@ def report(
     title: str,
 ) -> float:
     """Print greedy accuracy, whole and by need of a carry; the whole is returned."""
-    easy = [p for p in problems if p == without_carry(p)]
+    easy = no_carry(problems)
     hard = [p for p in problems if p != without_carry(p)]
-    whole, no_carry, carry, forgotten = (
+    whole, easy_ones, carry, forgotten = (
         greedy_accuracy(model, group, tokenizer)
         for group in (problems, easy, hard, [without_carry(p) for p in hard])
     )
     print(
-        f"{title}: exact {whole:.3f} (no carry {no_carry:.3f}, carry {carry:.3f}; "
+        f"{title}: exact {whole:.3f} (no carry {easy_ones:.3f}, carry {carry:.3f}; "
         f"carry forgotten {forgotten:.3f})",
         flush=True,
     )
@@ -235,13 +241,20 @@ def write_problems(path: Path, problems: Sequence[Problem]) -> None:
     path.write_text("\n".join(rows) + "\n", encoding="ascii")
 
 
+def write_texts(path: Path, problems: Sequence[Problem]) -> None:
+    """One JSON object per line: the sum with its answer as text."""
+    rows = [json.dumps({"text": p.prompt + p.answer}) for p in problems]
+    path.write_text("\n".join(rows) + "\n", encoding="ascii")
+
+
 def write_task(
     folder: Path, split: Split, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> int:
-    """eval.jsonl, train.jsonl and the Hugging Face folder model/; the latter's bytes."""
+    """The three JSONL files and the Hugging Face folder model/; the latter's bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     write_problems(folder / "eval.jsonl", split.held_out)
     write_problems(folder / "train.jsonl", split.reinforce)
+    write_texts(folder / "pretrain.jsonl", no_carry(split.pretrain))
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     settings = folder / "model" / "tokenizer_config.json"

@@ -11,8 +11,11 @@ from typing import Any, ClassVar
 from spmdflow.config.schema import (
     ActorConfig,
     AdvantageConfig,
+    CriticConfig,
     DataConfig,
+    ModelConfig,
     PolicyLossConfig,
+    PPOConfig,
     ReferenceConfig,
     RewardConfig,
     RunConfig,
@@ -162,6 +165,73 @@ class DAPOConfig(GRPOConfig):
     actor: ClipHigherActorConfig = part(ClipHigherActorConfig)
     sampling: DynamicSamplingConfig = part(DynamicSamplingConfig)
     overlong: OverlongConfig = part(OverlongConfig)
+
+
+@dataclass
+class TextConfig(DataConfig):
+    """Pre-training text: as many texts a step as there are samples."""
+
+    # No setting here: a text is drawn once and never held out.
+    eval_path: ClassVar[None] = None  # type: ignore[misc]
+    chat_template: ClassVar[bool] = False  # type: ignore[misc]
+    samples_per_prompt: ClassVar[int] = 1  # type: ignore[misc]
+    eval_prompts: ClassVar[int] = 0  # type: ignore[misc]
+
+    prompt_column: str = setting("Column that holds the text.", "text")
+    max_prompt_tokens: int = setting("Longer texts are left out and counted.", 512, at_least=1)
+    prompts_per_step: int = setting("Texts of one step: one for each sample.", 64, at_least=1)
+
+
+@dataclass
+class PretrainLossConfig(PolicyLossConfig):
+    """The same with the loss of pre-training text mixed in."""
+
+    pretrain_coef: float = setting(  # type: ignore[misc]
+        "Weight of the cross-entropy of pre-training text (PPO-ptx).", 0.1, at_least=0
+    )
+
+
+@dataclass
+class PretrainActorConfig(ActorConfig):
+    """An actor with that loss."""
+
+    loss: PretrainLossConfig = part(PretrainLossConfig)
+
+
+@dataclass
+class CostConfig(RewardConfig):
+    """Costs: a model, or a user's function in worker processes."""
+
+
+@dataclass
+class CostCriticConfig(CriticConfig):
+    """The critic of the cost; starts from the cost model if there is one, else from the actor."""
+
+    model: ModelConfig = field(
+        default_factory=lambda: ModelConfig(path="${first_of:cost.model.path,actor.model.path}")
+    )
+
+
+@dataclass
+class LagrangeConfig:
+    """The multiplier of the cost."""
+
+    limit: float = setting("Mean cost that is allowed.", 0.0)
+    initial: float = setting("Multiplier before the first step.", 1.0, above=0)
+    lr: float = setting("Step size of its logarithm.", 0.1, above=0)
+    largest: float = setting("Multiplier beyond which it does not grow.", 10.0, above=0)
+
+
+@dataclass
+class SafeRLHFConfig(PPOConfig):
+    """Everything `algos/safe_rlhf.py` reads."""
+
+    run: RunConfig = field(default_factory=lambda: RunConfig(name="safe_rlhf"))
+    actor: PretrainActorConfig = part(PretrainActorConfig)
+    pretrain: TextConfig = part(TextConfig)
+    cost: CostConfig = part(CostConfig)
+    cost_critic: CostCriticConfig = part(CostCriticConfig)
+    lagrange: LagrangeConfig = part(LagrangeConfig)
 
 
 @dataclass

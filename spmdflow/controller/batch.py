@@ -118,6 +118,15 @@ class Batch:
         ids = self._caller.new_ids(n * len(self))
         return Batch(self._caller, ids, np.repeat(self.ids, n), columns)
 
+    def aligned_with(self, other: Batch) -> Batch:
+        """The same rows under the ids of another batch's, first to first; then they can join."""
+        if len(self) != len(other):
+            raise RowError(
+                f"aligned_with: got {len(self)} rows for a batch of {len(other)}, expected as "
+                f"many; draw as many rows, or select"
+            )
+        return Batch(self._caller, other.ids, other.parents, self._columns)
+
     def drop(self, *names: str) -> Batch:
         """Without the columns `names`."""
         for name in names:
@@ -136,6 +145,11 @@ class Batch:
     def fetch_for(self, purpose: str, *names: str) -> dict[str, Tensor | list[str]]:
         """As `fetch`, with the bytes counted under another purpose (samples, filter)."""
         return self._caller.fetch(self, names, purpose=purpose)
+
+    def mean(self, name: str) -> float:
+        """Mean of a dense column; waits for the values."""
+        values = self._items(name)
+        return sum(values) / max(len(values), 1)
 
     def _items(self, name: str) -> list[Any]:
         """One value for each row, on the controller."""

@@ -7,4 +7,6 @@
 | `CriticWorker` | compute_values, update_critic | 3D_PROTO |
 | `ReferenceWorker` | compute_ref_log_prob | 3D_PROTO |
 | `RewardWorker` | compute_reward | 3D_PROTO |
+| `CostWorker` | compute_cost | 3D_PROTO |
+| `CostCriticWorker` | compute_cost_values, update_cost_critic | 3D_PROTO |
 """

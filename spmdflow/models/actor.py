@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from spmdflow.config.schema import ActorConfig
 from spmdflow.hybrid_engine.factory import hybrid_of, storage_of, sync_mode
 from spmdflow.models.generation import rollout_metrics, row_seeds
-from spmdflow.models.policy import PolicyWorker
+from spmdflow.models.policy import UPDATE_MAY, UPDATE_READS, PolicyWorker
 from spmdflow.rollout.factory import generator_of
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling
@@ -54,12 +54,7 @@ class ActorWorker(PolicyWorker):
         self.report(rollout_metrics(batch["prompts"], made["responses"]))
         return made
 
-    @register(
-        transfer_mode="3D_PROTO",
-        reads=("prompts", "responses", "response_mask", "old_log_probs", "advantages"),
-        optional=("ref_log_probs", "rollout_weights"),
-        minibatches=True,
-    )
+    @register(transfer_mode="3D_PROTO", reads=UPDATE_READS, optional=UPDATE_MAY, minibatches=True)
     def update_actor(self, batch: TensorDict) -> dict[str, Any]:
         """One optimizer step for each mini-batch; metrics are means over the steps."""
         self.hybrid.release()

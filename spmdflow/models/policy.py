@@ -15,15 +15,23 @@ from torch import Tensor
 
 from spmdflow.config.schema import ActorConfig
 from spmdflow.data.ragged import pad
+from spmdflow.data.rows import total_length
 from spmdflow.errors import SpmdflowError
 from spmdflow.hybrid_engine.remote import WeightSender
 from spmdflow.models.base import EngineWorker
+from spmdflow.models.pretraining import text_rows, with_text_rows
 from spmdflow.objectives.log_prob import entropy_from_logits, log_probs_from_logits
 from spmdflow.objectives.policy import PolicyLoss
+from spmdflow.objectives.pretrain import PretrainedPolicyLoss, text_mask
+from spmdflow.objectives.reduction import inside
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import Max, Mean, Metric, WorkerContext
+from spmdflow.transfer.worker import Max, Mean, WorkerContext
 from spmdflow.workers.micro_batch import MicroBatch
+
+UPDATE_READS = ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
+UPDATE_MAY = ("ref_log_probs", "rollout_weights", "pretrain_ids")
+"""Columns of `update_actor`: those it needs, and those it uses if they are there."""
 
 
 class PolicyWorker(EngineWorker):
@@ -76,28 +84,36 @@ class PolicyWorker(EngineWorker):
 
     @register(
         transfer_mode="3D_PROTO",
-        reads=("prompts", "responses", "response_mask", "old_log_probs", "advantages"),
+        reads=("prompts",),
+        writes=("pretrain_ids", "pretrain_losses"),
     )
-    def compute_loss(self, batch: TensorDict) -> dict[str, Metric]:
-        """The policy loss of these rows, without an update (token mean)."""
-        made = self._log_probs(batch)
-        if made is None:
-            return {}
-        log_probs = pad(made["old_log_probs"])
-        old, advantages = pad(batch["old_log_probs"]), pad(batch["advantages"])
-        mask = pad(batch["response_mask"])
-        terms = self.loss.terms(log_probs, old, advantages, mask)
-        return {"actor/pg_loss": Mean(float((terms.loss * mask).sum()), float(mask.sum()))}
+    def compute_loss(self, batch: TensorDict) -> TensorDict | None:
+        """The loss of pre-training texts, which are the prompts of these rows.
 
-    @register(
-        transfer_mode="3D_PROTO",
-        reads=("prompts", "responses", "response_mask", "old_log_probs", "advantages"),
-        optional=("ref_log_probs", "rollout_weights"),
-        minibatches=True,
-    )
+        pretrain_losses (B,): nats of each text; pretrain_ids: the texts, which `update_actor` mixes
+        into its loss where they come along with samples (PPO-ptx).
+        """
+        texts = batch["prompts"]
+        made = self.score(text_rows(texts), _text_losses)
+        if made is None:
+            return None
+        losses = made["pretrain_losses"]
+        tokens = float(total_length(texts) - len(losses))
+        self.report({"actor/pretrain_loss_before": Mean(float(losses.sum()), tokens)})
+        columns = {"pretrain_ids": texts, "pretrain_losses": losses}
+        return TensorDict(columns, batch_size=batch.batch_size)
+
+    @register(transfer_mode="3D_PROTO", reads=UPDATE_READS, optional=UPDATE_MAY, minibatches=True)
     def update_actor(self, batch: TensorDict) -> dict[str, Any]:
-        """One optimizer step for each mini-batch; metrics are means over the steps."""
-        return self.train(batch, self.loss, prefix="actor")
+        """One optimizer step for each mini-batch; metrics are means over the steps.
+
+        With pretrain_ids, each sample's text is in the same steps, weighted by loss.pretrain_coef.
+        """
+        if "pretrain_ids" not in batch.keys():
+            return self.train(batch, self.loss, prefix="actor")
+        batch, self.call = with_text_rows(batch, self.call)
+        mixed = PretrainedPolicyLoss(self.loss, self.cfg.loss.pretrain_coef)
+        return self.train(batch, mixed, prefix="actor")
 
     def save_state(self, folder: Path) -> None:
         """This rank's state, and beside it the policy as a Hugging Face folder."""
@@ -132,3 +148,9 @@ class PolicyWorker(EngineWorker):
                 f"{self.context.rank}, expected at most {limit:g} (rollout.max_drift); "
                 f"check rollout.dtype against model.dtype and the weight sync"
             )
+
+
+def _text_losses(logits: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
+    mask = text_mask(micro.attention_mask, micro.columns["is_text"].bool())
+    log_probs = log_probs_from_logits(logits, micro.next_ids)
+    return {"pretrain_losses": -inside(log_probs, mask).sum(-1)}

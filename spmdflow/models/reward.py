@@ -18,6 +18,7 @@ from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import Mean, Metric, Sum, Worker, WorkerContext
 from spmdflow.workers.micro_batch import MicroBatch
 
+READS = ("prompts", "responses", "prompt_text", "row")
 _WRITES = ("scores", "token_level_rewards", "response_text")
 
 
@@ -43,7 +44,7 @@ class RewardWorker(Worker):
 
     @register(
         transfer_mode="3D_PROTO",
-        reads=("prompts", "responses", "prompt_text", "row"),
+        reads=READS,
         writes=_WRITES,
     )
     def compute_reward(self, batch: TensorDict, *, prefix: str = "reward") -> TensorDict | None:

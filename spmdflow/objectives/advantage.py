@@ -58,11 +58,13 @@ def compute_advantages(
     """
     lengths = lengths_of(batch["response_mask"])
     mask = pad(batch["response_mask"])  # (B, R)
-    columns = {str(name): _numbers(x) for name, x in batch.items() if isinstance(x, Tensor)}
-    columns["token_level_rewards"] = _penalised(columns, mask, cfg)
+    columns = numbers_of(batch)
+    columns["token_level_rewards"] = columns["token_level_rewards"] - weighted_kl(
+        columns, mask, cfg
+    )
     samples = Samples(columns, mask, groups, reduce)
     advantages, returns = estimator_of(estimator).estimate(samples, cfg)
-    report(_metrics(columns, mask))
+    report(advantage_metrics(columns, mask))
     if cfg.whiten:
         advantages = whiten(advantages, mask, reduce)
     ragged = {
@@ -100,17 +102,20 @@ def _gae(samples: Samples, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]:
     return gae(samples.rewards, samples.columns["values"], samples.mask, cfg.gamma, cfg.lam)
 
 
-def _numbers(column: Tensor) -> Tensor:
-    """A column padded to (B, R), or dense (B, ...); in float64 unless it holds integers."""
-    values = pad(column) if is_ragged(column) else column
-    return values.double() if values.is_floating_point() else values
+def numbers_of(batch: TensorDict) -> dict[str, Tensor]:
+    """Columns padded to (B, R), or dense (B, ...); in float64 unless they hold integers."""
+    found = {}
+    for name, column in batch.items():
+        if isinstance(column, Tensor):
+            values = pad(column) if is_ragged(column) else column
+            found[str(name)] = values.double() if values.is_floating_point() else values
+    return found
 
 
-def _penalised(columns: Mapping[str, Tensor], mask: Tensor, cfg: AdvantageConfig) -> Tensor:
-    """Rewards minus kl_coef * KL estimate of the sampled tokens (Ziegler et al. 2019, eq. 2)."""
-    rewards = columns["token_level_rewards"]
+def weighted_kl(columns: Mapping[str, Tensor], mask: Tensor, cfg: AdvantageConfig) -> Tensor:
+    """kl_coef * KL estimate of the sampled tokens, (B, R) (Ziegler et al. 2019, eq. 2)."""
     if cfg.kl_coef == 0:
-        return rewards
+        return torch.zeros_like(columns["token_level_rewards"])
     missing = [name for name in ("old_log_probs", "ref_log_probs") if name not in columns]
     if missing:
         raise ColumnError(
@@ -118,10 +123,11 @@ def _penalised(columns: Mapping[str, Tensor], mask: Tensor, cfg: AdvantageConfig
             f"advantage.kl_coef is {cfg.kl_coef}; compute them first or set it to 0"
         )
     kl = kl_estimate(cfg.kl_estimator, columns["old_log_probs"], columns["ref_log_probs"])
-    return rewards - cfg.kl_coef * inside(kl, mask)
+    return cfg.kl_coef * inside(kl, mask)
 
 
-def _metrics(columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, Metric]:
+def advantage_metrics(columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, Metric]:
+    """Mean reward after the KL, and the KL itself if its columns are there."""
     rows = float(len(mask))
     metrics: dict[str, Metric] = {
         "reward/penalised_mean": Mean(float(columns["token_level_rewards"].sum()), rows)

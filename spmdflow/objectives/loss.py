@@ -22,6 +22,10 @@ class Micro(Protocol):
         """(b, T) int64: the token that position t predicts."""
 
     @property
+    def attention_mask(self) -> Tensor:
+        """(b, T) bool: True at real tokens."""
+
+    @property
     def response_mask(self) -> Tensor:
         """(b, R) bool: True where the policy chose the token; rows of weight 0 are all False."""
 

@@ -1,6 +1,6 @@
-"""Rewards of the bundled arithmetic task, and the control that teaches nothing.
+"""Rewards of the bundled arithmetic task, its cost, and the control that teaches nothing.
 
-Score range of both: 0 to 1. `row["answer"]` is the exact answer as text.
+Score range of all: 0 to 1. `row["answer"]` is the exact answer as text.
 """
 
 from __future__ import annotations
@@ -17,6 +17,15 @@ def exact_match(prompt: str, response: str, row: dict[str, Any]) -> dict[str, fl
     answer, given = str(row["answer"]), response.strip()
     exact = float(given == answer)
     return {"score": (exact + _right_digits(given, answer)) / 2, "accuracy": exact}
+
+
+def unwanted_digit(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """The stated cost of the safe RLHF demonstration: 1 if the response holds a 7, else 0.
+
+    About one right answer in five has a 7, so a limit below that costs accuracy: reward and cost
+    pull apart, as helpfulness and harmlessness do.
+    """
+    return float("7" in response)
 
 
 def shuffled(prompt: str, response: str, row: dict[str, Any]) -> dict[str, float]:

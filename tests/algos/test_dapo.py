@@ -114,4 +114,5 @@ def test_dapo_learns_the_bundled_task(tmp_path: Path) -> None:
     steps = steps_of(run_dir)
     accuracy = {s["step"]: s["eval/accuracy"] for s in steps if "eval/accuracy" in s}
     assert accuracy[max(accuracy)] >= 0.9 > accuracy[0] + 0.2
-    assert steps[-1]["sampling/rounds"] > steps[1]["sampling/rounds"]
+    kept = [step["sampling/kept"] for step in steps[1:]]
+    assert sum(kept[-5:]) < sum(kept[:5])  # the more it knows, the fewer prompts teach

@@ -15,6 +15,7 @@ MOST_CHANGED_LINES = {
     "algos/reinforce_pp.py": 10,
     "algos/remax.py": 14,
     "algos/dapo.py": 24,
+    "algos/safe_rlhf.py": 18,
 }
 """Script -> lines of main that differ from ppo.py's, counted as a diff counts them (- and +)."""
 

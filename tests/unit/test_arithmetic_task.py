@@ -86,6 +86,8 @@ def test_the_bundled_rows_are_those_of_the_script_with_its_default_seed(maker: M
 
     assert [row["prompt"] for row in rows("eval.jsonl")] == [p.prompt for p in split.held_out]
     assert [row["prompt"] for row in rows("train.jsonl")] == [p.prompt for p in split.reinforce]
+    texts = [p.prompt + p.answer for p in split.pretrain if maker.without_carry(p) == p]
+    assert [row["text"] for row in rows("pretrain.jsonl")] == texts
 
 
 @pytest.mark.parametrize(
