@@ -131,3 +131,23 @@ def test_sigterm_saves_the_running_step_and_the_restart_continues_after_it(tmp_p
     assert finish(torchrun(run_dir, *more, num_ranks=2), seconds=120) == 0
 
     assert [step["step"] for step in steps_of(run_dir)] == list(range(1, last + 2))
+
+
+@pytest.mark.slow
+def test_3d_run_in_two_parts_equals_one_in_every_bit(tmp_path: Path) -> None:
+    layouts = (
+        "actor.engine.kind=megatron",
+        "actor.engine.layout=t2p2",
+        "critic.engine.kind=megatron",
+        "critic.engine.layout=p2",
+        "reference.engine.kind=zero3",
+        "save_every=2",
+        "run.keep_checkpoints=3",
+    )
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for run_dir, total in ((whole, 6), (parts, 2), (parts, 6)):
+        process = torchrun(run_dir, *layouts, f"total_steps={total}", num_ranks=4)
+        assert finish(process, seconds=250) == 0, log_of(run_dir).read_text()[-3000:]
+
+    assert numbers_of(whole) == numbers_of(parts)
+    assert last_checkpoint(whole) == last_checkpoint(parts)
