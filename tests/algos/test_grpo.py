@@ -45,7 +45,7 @@ def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
     return run(GRPO, tmp_path_factory.mktemp("one") / "run")
 
 
-@pytest.mark.parametrize("placement", ["colocate", "split"])
+@pytest.mark.parametrize("placement", [pytest.param("colocate", marks=pytest.mark.slow), "split"])
 def test_groups_over_two_ranks_give_the_numbers_of_one_process(
     in_one_process: list[dict[str, Any]], tmp_path: Path, placement: str
 ) -> None:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from spmdflow.config.load import load
+from spmdflow.controller.launch import launch
+from spmdflow.errors import ConfigError
 from tests.algos.runs import ROOT, finish, log_of, steps_of, torchrun
 
 ASYNC = ROOT / "algos" / "grpo_async.py"
@@ -74,12 +77,13 @@ def test_samples_are_one_update_old_and_weights_arrive_as_they_were_sent(
 
 
 def test_policy_and_generator_on_common_ranks_are_refused_with_what_to_do(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = torchrun(run_dir, "placement=colocate", num_ranks=2, script=ASYNC, small=SMALL)
+    words = [*SMALL, "placement=colocate", f"run.dir={tmp_path / 'run'}"]
+    loaded = load(ASYNC, None, words)
 
-    assert finish(process, seconds=120) != 0
-    said = log_of(run_dir).read_text()
-    assert "connect: got ranks [0, 1] in actor and generator, expected pools" in said
+    with pytest.raises(
+        ConfigError, match=r"connect: got ranks \[0\] in actor and generator, .*split"
+    ):
+        launch(loaded.script, loaded.cfg, inproc=True)
 
 
 @pytest.mark.slow

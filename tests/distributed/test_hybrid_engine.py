@@ -20,7 +20,7 @@ from tests.rollout_reference import FAMILIES, write_family
 
 PROGRAM = Path(__file__).parent / "programs" / "hybrid_engine.py"
 ROOT = Path(__file__).parents[2]
-SMALL = ("blocks", "flat", "copy")
+SMALL = ("blocks",)
 MATRIX = tuple(name for name in CASES if name not in SMALL)
 
 

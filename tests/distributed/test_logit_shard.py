@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from spmdflow.objectives.log_prob import LogitShard, entropy_from_logits, log_probs_from_logits
@@ -54,23 +52,22 @@ def test_padded_columns_take_no_part_and_get_no_gradient() -> None:
     torch.testing.assert_close(padded.grad[..., :VOCABULARY], wanted[2].float(), atol=1e-5, rtol=0)
 
 
-def _shard(rank: int, store: str, folder: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+def on_each_rank() -> list[list[list[float]]]:
+    rank = dist.get_rank()
     logits, ids = sample()
     padded = torch.nn.functional.pad(logits, (0, RANKS * WIDTH - VOCABULARY), value=50.0)
     mine = padded[..., rank * WIDTH : (rank + 1) * WIDTH].clone().requires_grad_()
     shard = LogitShard(mine, rank * WIDTH, VOCABULARY, dist.group.WORLD)
     log_probs, entropy = both(shard, ids)
     (2 * log_probs.sum() + entropy.square().sum()).backward()
-    torch.save([log_probs.detach(), entropy.detach(), mine.grad], os.path.join(folder, f"{rank}"))
-    dist.destroy_process_group()
+    assert mine.grad is not None
+    return [log_probs.tolist(), entropy.tolist(), mine.grad.tolist()]
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[Tensor]]]:
-    folder: Path = tmp_path_factory.mktemp("shards")
-    mp.spawn(_shard, (str(folder / "store"), str(folder)), nprocs=RANKS)
-    yield [torch.load(folder / str(rank)) for rank in range(RANKS)]
+def shards(spawn_ranks: Callable[..., Any]) -> list[list[Tensor]]:
+    found = spawn_ranks(on_each_rank, RANKS, seconds=60)
+    return [[torch.tensor(values) for values in rank] for rank in found]
 
 
 def test_shards_of_three_ranks_give_what_whole_logits_give(shards: list[list[Tensor]]) -> None:
