@@ -1,12 +1,15 @@
 """`WeightStream`: carries out a `ReshardPlan` on one rank, bucket by bucket.
 
 What a rank keeps is copied inside it; what it lacks comes in messages of packed boxes, in the
-receivers' precision. Works inside one pool and between two. Knows no engine and no generator.
+receivers' precision. A large box travels alone: out of the live tensor and into the live tensor
+where it lies there in one piece. Works inside one pool and between two. Knows no engine and no
+generator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -22,6 +25,12 @@ BUCKET_BYTES = 64 << 20
 """Bytes that one rank packs, and that reach it, in one bucket."""
 
 
+ALONE_BYTES = 64 << 10
+"""A box of at least so many bytes is not packed with others."""
+_Shipment = tuple[Message, Tensor | None]
+"""A message, and the live values that it goes from or to; None: by way of the staging buffer."""
+
+
 class WeightStream:
     """The planned way of a model's weights, as one rank runs it."""
 
@@ -34,14 +43,16 @@ class WeightStream:
         dtype: torch.dtype,
         device: torch.device,
         seconds: float,
+        alone_bytes: int = ALONE_BYTES,
     ) -> None:
         """groups: has the plan's groups of several ranks; dtype, device: of what travels.
 
-        seconds: limit of one message.
+        seconds: limit of one message. alone_bytes: equal on all ranks.
         """
         assert dtype.itemsize == plan.element_bytes, (dtype, plan.element_bytes)
         self.plan, self._rank, self._groups = plan, rank, groups
         self._dtype, self._device, self._limit = dtype, device, timedelta(seconds=seconds)
+        self._alone = alone_bytes // dtype.itemsize
         self._scope = next((group for group in plan.groups if rank in group), (rank,))
 
     def run(self, source: Iterable[Block], target: Iterable[Block]) -> int:
@@ -53,33 +64,59 @@ class WeightStream:
         reader, writer = BlockReader(source), BlockWriter(target)
         for part in self.plan.kept.get(self._rank, ()):
             writer.write(part.name, part.box, reader.read(part.name, part.box))
-        size = self.plan.staging_bytes(self._rank) // self.plan.element_bytes
-        staging = torch.empty(size, dtype=self._dtype, device=self._device)
-        received = 0
-        for bucket in self.plan.buckets:
-            for message, values in self._exchange(bucket, reader, staging):
-                received += values.nbytes
-                _unpack(message.parts, values, writer)
-        return received
+        buckets = [list(self._shipments(b, reader, writer)) for b in self.plan.buckets]
+        sizes = [sum(m.num_elements for m, live in bucket if live is None) for bucket in buckets]
+        staging = torch.empty(max(sizes, default=0), dtype=self._dtype, device=self._device)
+        return sum(self._exchange(bucket, staging, reader, writer) for bucket in buckets)
 
     def _exchange(
-        self, bucket: Bucket, reader: BlockReader, staging: Tensor
-    ) -> list[tuple[Message, Tensor]]:
-        """Send and receive this rank's messages of a bucket; those received, in staging."""
+        self,
+        bucket: list[_Shipment],
+        staging: Tensor,
+        reader: BlockReader,
+        writer: BlockWriter,
+    ) -> int:
+        """Send and receive what is in a bucket; bytes received."""
         arrived: list[tuple[Message, Tensor]] = []
         works: list[tuple[dist.Work, Message]] = []
-        start = 0
-        for message in bucket.messages_of(self._rank):
-            values = staging[start : start + message.num_elements]
-            start += message.num_elements
-            if message.source == self._rank:
-                _pack(message.parts, reader, values)
-            else:
-                arrived.append((message, values))
+        used = received = 0
+        for message, live in bucket:
+            sends, values = message.source == self._rank, live
+            if values is None:
+                values = staging[used : used + message.num_elements]
+                used += message.num_elements
+                if sends:
+                    _pack(message.parts, reader, values)
+                else:
+                    arrived.append((message, values))
+            received += 0 if sends else values.nbytes
             works += [(work, message) for work in self._start(message, values)]
         for work, message in works:
             self._wait(work, message)
-        return arrived
+        for message, values in arrived:
+            _unpack(message.parts, values, writer)
+        return received
+
+    def _shipments(
+        self, bucket: Bucket, reader: BlockReader, writer: BlockWriter
+    ) -> Iterator[_Shipment]:
+        """This rank's messages, divided alike at both ends: large boxes first, each alone."""
+        for message in bucket.messages_of(self._rank):
+            blocks = reader if message.source == self._rank else writer
+            small = tuple(part for part in message.parts if part.box.size < self._alone)
+            for part in message.parts:
+                if part.box.size >= self._alone:
+                    yield replace(message, parts=(part,)), self._in_place(part, blocks)
+            if small:
+                yield replace(message, parts=small), None
+
+    def _in_place(self, part: Part, blocks: BlockReader | BlockWriter) -> Tensor | None:
+        """The live values of a box, flat; None if they lie apart or must be converted."""
+        values = blocks.view(part.name, part.box)
+        if values is None or not values.is_contiguous():
+            return None
+        fits = values.dtype == self._dtype and values.device == self._device
+        return values.view(-1) if fits else None
 
     def _start(self, message: Message, values: Tensor) -> list[dist.Work]:
         """A broadcast where a group of just these ranks exists, else point to point."""

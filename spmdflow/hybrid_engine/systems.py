@@ -24,7 +24,7 @@ from torch import Tensor
 from spmdflow.hybrid_engine.cost import Case, Cost
 from spmdflow.hybrid_engine.reshard import ReshardPlan
 from spmdflow.hybrid_engine.shared_storage import BlockStorage, FlatStorage, SharedStorage
-from spmdflow.hybrid_engine.stream import WeightStream
+from spmdflow.hybrid_engine.stream import ALONE_BYTES, WeightStream
 from spmdflow.parallel.group import GroupTable
 from spmdflow.weights.move import Block, BlockReader, Read, blocks, fill
 from spmdflow.weights.piece import ShardTable
@@ -43,6 +43,8 @@ class Seat:
     device: torch.device
     seconds: float
     """Limit of one message."""
+    alone_bytes: int = ALONE_BYTES
+    """See WeightStream."""
 
 
 class System:
@@ -107,6 +109,7 @@ class Streamed(System):
             dtype=seat.dtype,
             device=seat.device,
             seconds=seat.seconds,
+            alone_bytes=seat.alone_bytes,
         )
         self._held_table = self._needed = cost.need.get(seat.rank, {})
         self._held = self._empty(self._needed)

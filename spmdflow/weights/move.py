@@ -59,10 +59,10 @@ class BlockReader:
 
         PlanError if the blocks do not hold all of it.
         """
+        found = self.view(name, box)
+        if found is not None:
+            return found
         held = self._blocks.get(name, [])
-        for values, whole in held:
-            if whole.contains(box):
-                return values[box.slices(whole)]
         missing = subtract_all([box], [whole for _, whole in held])
         if missing:
             raise PlanError(
@@ -70,6 +70,13 @@ class BlockReader:
                 f"hold all of {box.bounds}; add the rank that holds it"
             )
         return self._joined(held, box)
+
+    def view(self, name: str, box: Box) -> Tensor | None:
+        """The live values of a box; None if no block holds it whole."""
+        for values, whole in self._blocks.get(name, ()):
+            if whole.contains(box):
+                return values[box.slices(whole)]
+        return None
 
     def _joined(self, held: Sequence[tuple[Tensor, Box]], box: Box) -> Tensor:
         result = held[0][0].new_empty(box.shape)
@@ -87,6 +94,14 @@ class BlockWriter:
         self._blocks: dict[str, list[tuple[Tensor, Box]]] = {}
         for name, values, box in some:
             self._blocks.setdefault(name, []).append((values, box))
+
+    def view(self, name: str, box: Box) -> Tensor | None:
+        """The live values of a box; None if no block holds it whole, or another shares in it."""
+        held = [b for b in self._blocks.get(name, ()) if b[1].intersect(box) is not None]
+        if len(held) != 1 or not held[0][1].contains(box):
+            return None
+        target, whole = held[0]
+        return target[box.slices(whole)]
 
     def write(self, name: str, box: Box, values: Tensor) -> None:
         """Copy the values of a box in place, rounded; elements that no block holds are left out."""
