@@ -62,12 +62,22 @@ def test_batches_are_refilled_with_prompts_whose_samples_differ(
         assert step["actor/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("placement", ["colocate", "split"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("placement=split",),
+        ("actor.engine.kind=megatron", "actor.engine.layout=p2"),
+        pytest.param(("placement=colocate",), marks=pytest.mark.slow),
+        pytest.param(
+            ("actor.engine.kind=megatron", "actor.engine.layout=t2"), marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_two_ranks_refill_with_the_same_rows_and_give_the_same_numbers(
-    in_one_process: list[dict[str, Any]], tmp_path: Path, placement: str
+    in_one_process: list[dict[str, Any]], tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
     run_dir = tmp_path / "run"
-    process = torchrun(run_dir, f"placement={placement}", num_ranks=2, script=DAPO, small=SMALL)
+    process = torchrun(run_dir, *settings, num_ranks=2, script=DAPO, small=SMALL)
 
     assert finish(process, seconds=200) == 0, log_of(run_dir).read_text()[-3000:]
     steps = steps_of(run_dir)

@@ -52,12 +52,27 @@ def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
     return run(tmp_path_factory.mktemp("one") / "run")
 
 
-@pytest.mark.parametrize("placement", ["colocate", "split"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("placement=split",),
+        (  # texts and cost values of tensor-parallel models
+            "actor.engine.kind=megatron",
+            "actor.engine.layout=t2",
+            "cost_critic.engine.kind=megatron",
+            "cost_critic.engine.layout=t2",
+        ),
+        pytest.param(("placement=colocate",), marks=pytest.mark.slow),
+        pytest.param(
+            ("actor.engine.kind=megatron", "actor.engine.layout=p2"), marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_two_ranks_give_the_numbers_of_one_process(
-    in_one_process: list[dict[str, Any]], tmp_path: Path, placement: str
+    in_one_process: list[dict[str, Any]], tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
     run_dir = tmp_path / "run"
-    process = torchrun(run_dir, f"placement={placement}", num_ranks=2, script=SAFE, small=TINY)
+    process = torchrun(run_dir, *settings, num_ranks=2, script=SAFE, small=TINY)
 
     assert finish(process, seconds=200) == 0, log_of(run_dir).read_text()[-3000:]
     for one, two in zip(in_one_process, steps_of(run_dir), strict=True):
@@ -92,9 +107,7 @@ def test_pre_training_text_is_unlearnt_without_its_loss_and_kept_with_it(tmp_pat
     assert mixed[0]["actor/loss"] > mixed[0]["actor/pretrain_loss"] / 2 > alone[0]["actor/loss"]
 
 
-def test_run_resumes_with_its_multiplier_and_its_texts(
-    in_one_process: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_run_resumes_with_its_multiplier_and_its_texts(tmp_path: Path) -> None:
     run(tmp_path / "run", "total_steps=3", "save_every=1")
     whole = numbers_of(tmp_path / "run")
     halves = tmp_path / "halves"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from spmdflow.controller.batch import Batch, ColumnRef, concatenate
+from spmdflow.controller.batch import Batch
 from spmdflow.controller.group import WorkerGroup
 from spmdflow.controller.prompts import PromptStream
 from spmdflow.data.ragged import rows_of
@@ -41,11 +41,7 @@ def toy(rank: Rank) -> WorkerGroup:
 @pytest.fixture
 def batch(rank: Rank, toy: WorkerGroup) -> Batch:
     """Six rows with the columns of the data and of Toy.make."""
-    return draw(rank.flow.keep(prompts=PromptStream(rank.config.data)), toy)
-
-
-def draw(prompts: PromptStream, toy: WorkerGroup) -> Batch:
-    """The next rows with the columns of Toy.make."""
+    prompts = rank.flow.keep(prompts=PromptStream(rank.config.data))
     rows = next(prompts)
     return rows | toy.make(rows)
 
@@ -200,70 +196,6 @@ def test_positions_that_are_none_are_refused(batch: Batch, positions: Any, messa
 def test_single_row_by_number_is_refused_with_what_to_write(batch: Batch) -> None:
     with pytest.raises(RowError, match=r"^batch\[2\]: expected a slice.*write batch\[3:4\]"):
         batch[2]  # type: ignore[index]
-
-
-def test_parts_join_again_unless_they_overlap(batch: Batch) -> None:
-    whole = concatenate([batch[4:], batch[:4]])
-
-    assert numbers(whole) == whole.ids.tolist() == np.roll(batch.ids, 2).tolist()
-    with pytest.raises(RowError, match="^concatenate: got 7 rows with 6 row ids, expected each"):
-        concatenate([batch[:4], batch[3:]])
-
-
-def test_rows_of_several_calls_and_draws_become_one_batch(rank: Rank, toy: WorkerGroup) -> None:
-    prompts = rank.flow.keep(prompts=PromptStream(rank.config.data))
-    draws = [draw(prompts, toy) for _ in range(3)]
-    parts = [draws[0].select([4, 1]), draws[1][:0], draws[1].repeat(2)[3:5], draws[2][::-1]]
-
-    whole = concatenate(parts)
-
-    assert whole.ids.tolist() == [i for part in parts for i in part.ids]
-    assert whole.parents.tolist() == [i for part in parts for i in part.parents]
-    for name in ("number", "text", "prompt_text", "row"):
-        assert numbers(whole, name) == [
-            x for part in parts if len(part) for x in numbers(part, name)
-        ]
-    expected = [row.tolist() for part in parts for row in rows_of(part.fetch("ragged")["ragged"])]
-    assert [row.tolist() for row in rows_of(whole.fetch("ragged")["ragged"])] == expected
-    for name in ("ragged", "prompts"):
-        lengths = np.concatenate([part.lengths(name) for part in parts])
-        assert whole.lengths(name).tolist() == lengths.tolist()
-
-
-def test_joined_rows_are_rows_like_any_other_and_free_what_they_were_made_of(
-    rank: Rank, toy: WorkerGroup
-) -> None:
-    prompts = rank.flow.keep(prompts=PromptStream(rank.config.data))
-    whole = concatenate([draw(prompts, toy) for _ in range(2)])
-
-    whole |= toy.add(whole)
-    whole |= whole.map(share)
-    again = concatenate([whole[8:], whole[:8]])
-
-    assert numbers(again, "next") == [i + 1 for i in numbers(again)]
-    assert sum(numbers(again, "share")) == pytest.approx(1)
-    assert rank.num_frames == 3  # joined rows, next and share: what they were made of is freed
-
-
-def test_concatenation_has_the_columns_that_all_parts_have(batch: Batch, toy: WorkerGroup) -> None:
-    whole = concatenate([batch[:2] | toy.add(batch[:2]), batch[2:].drop("text")])
-
-    assert whole.columns == ("prompts", "prompt_text", "row", "number", "ragged")
-
-
-def test_column_of_a_file_in_one_part_and_of_a_call_in_another_is_refused(
-    batch: Batch, toy: WorkerGroup
-) -> None:
-    made, read = ColumnRef(batch.column("number").frame, batch.ids[:2]), batch[2:]
-    part = Batch(batch._caller, batch.ids[:2], batch.ids[:2], {"prompts": made})
-
-    with pytest.raises(ColumnError) as caught:
-        concatenate([part, read])
-
-    assert str(caught.value) == (
-        "column 'prompts': its parts come from toy.make and prompts.train, expected calls, or one "
-        "data file; drop it before concatenate"
-    )
 
 
 def test_groups_are_kept_or_left_out_whole(batch: Batch) -> None:

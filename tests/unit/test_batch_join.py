@@ -1,0 +1,145 @@
+"""Rows of several batches as one: concatenated, or side by side under the ids of one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spmdflow.controller.batch import Batch, ColumnRef, concatenate
+from spmdflow.controller.group import WorkerGroup
+from spmdflow.controller.prompts import PromptStream
+from spmdflow.data.ragged import rows_of
+from spmdflow.errors import ColumnError, RowError
+from tests.unit.toy_flow import ROWS, Rank, Toy, ToyConfig, rank_of_one, share
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    with rank_of_one(tmp_path) as rank:
+        yield rank
+
+
+@pytest.fixture
+def toy(rank: Rank) -> WorkerGroup:
+    return rank.flow.spawn(Toy, ToyConfig())
+
+
+@pytest.fixture
+def prompts(rank: Rank) -> PromptStream:
+    return rank.flow.keep(prompts=PromptStream(rank.config.data))
+
+
+@pytest.fixture
+def batch(prompts: PromptStream, toy: WorkerGroup) -> Batch:
+    """Six rows with the columns of the data and of Toy.make."""
+    return draw(prompts, toy)
+
+
+def draw(prompts: PromptStream, toy: WorkerGroup) -> Batch:
+    """The next rows with the columns of Toy.make."""
+    rows = next(prompts)
+    return rows | toy.make(rows)
+
+
+def numbers(batch: Batch, name: str = "number") -> list[Any]:
+    values = batch.fetch(name)[name]
+    return values.tolist() if isinstance(values, torch.Tensor) else values
+
+
+def test_parts_join_again_unless_they_overlap(batch: Batch) -> None:
+    whole = concatenate([batch[4:], batch[:4]])
+
+    assert numbers(whole) == whole.ids.tolist() == np.roll(batch.ids, 2).tolist()
+    with pytest.raises(RowError, match="^concatenate: got 7 rows with 6 row ids, expected each"):
+        concatenate([batch[:4], batch[3:]])
+
+
+def test_rows_of_several_calls_and_draws_become_one_batch(
+    prompts: PromptStream, toy: WorkerGroup
+) -> None:
+    draws = [draw(prompts, toy) for _ in range(3)]
+    parts = [draws[0].select([4, 1]), draws[1][:0], draws[1].repeat(2)[3:5], draws[2][::-1]]
+
+    whole = concatenate(parts)
+
+    assert whole.ids.tolist() == [i for part in parts for i in part.ids]
+    assert whole.parents.tolist() == [i for part in parts for i in part.parents]
+    for name in ("number", "text", "prompt_text", "row"):
+        assert numbers(whole, name) == [
+            x for part in parts if len(part) for x in numbers(part, name)
+        ]
+    expected = [row.tolist() for part in parts for row in rows_of(part.fetch("ragged")["ragged"])]
+    assert [row.tolist() for row in rows_of(whole.fetch("ragged")["ragged"])] == expected
+    for name in ("ragged", "prompts"):
+        lengths = np.concatenate([part.lengths(name) for part in parts])
+        assert whole.lengths(name).tolist() == lengths.tolist()
+
+
+def test_joined_rows_are_rows_like_any_other_and_free_what_they_were_made_of(
+    rank: Rank, prompts: PromptStream, toy: WorkerGroup
+) -> None:
+    whole = concatenate([draw(prompts, toy) for _ in range(2)])
+
+    whole |= toy.add(whole)
+    whole |= whole.map(share)
+    again = concatenate([whole[8:], whole[:8]])
+
+    assert numbers(again, "next") == [i + 1 for i in numbers(again)]
+    assert sum(numbers(again, "share")) == pytest.approx(1)
+    assert rank.num_frames == 3  # joined rows, next and share: what they were made of is freed
+
+
+def test_concatenation_has_the_columns_that_all_parts_have(batch: Batch, toy: WorkerGroup) -> None:
+    whole = concatenate([batch[:2] | toy.add(batch[:2]), batch[2:].drop("text")])
+
+    assert whole.columns == ("prompts", "prompt_text", "row", "number", "ragged")
+
+
+def test_column_of_a_file_in_one_part_and_of_a_call_in_another_is_refused(
+    batch: Batch, toy: WorkerGroup
+) -> None:
+    made, read = ColumnRef(batch.column("number").frame, batch.ids[:2]), batch[2:]
+    part = Batch(batch._caller, batch.ids[:2], batch.ids[:2], {"prompts": made})
+
+    with pytest.raises(ColumnError) as caught:
+        concatenate([part, read])
+
+    assert str(caught.value) == (
+        "column 'prompts': its parts come from toy.make and prompts.train, expected calls, or one "
+        "data file; drop it before concatenate"
+    )
+
+
+def test_rows_of_another_batch_join_by_place_under_its_ids(
+    prompts: PromptStream, toy: WorkerGroup
+) -> None:
+    batch, others = draw(prompts, toy), draw(prompts, toy)
+
+    joined = batch | toy.add(others[::-1]).aligned_with(batch)
+
+    assert joined.ids.tolist() == batch.ids.tolist()
+    assert joined.parents.tolist() == batch.parents.tolist()
+    assert numbers(joined) == batch.ids.tolist()
+    assert numbers(joined, "next") == [i + 1 for i in others.ids[::-1]]
+    assert numbers(toy.add(joined.drop("next")), "next") == [i + 1 for i in batch.ids]
+
+
+def test_rows_of_a_shorter_batch_do_not_align(batch: Batch) -> None:
+    with pytest.raises(RowError) as caught:
+        batch[:2].aligned_with(batch)
+
+    assert str(caught.value) == (
+        f"aligned_with: got 2 rows for a batch of {ROWS}, expected as many; draw as many rows, or "
+        f"select"
+    )
+
+
+def test_mean_of_a_column_is_fetched_but_not_by_the_script(batch: Batch, rank: Rank) -> None:
+    assert batch.mean("number") == pytest.approx(np.mean(batch.ids))
+    assert batch[:0].mean("number") == 0
+    assert rank.flow.caller.fetched_bytes == {"filter": 4 * ROWS}
