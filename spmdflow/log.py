@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
+
+_CHATTY_MODULES = ("megatron", "vllm", r"torch\.distributed")
+"""Warn on every rank about their own settings, which users of spmdflow do not have."""
+_CHATTY_LOGGERS = ("torch.fx._symbolic_trace", "torch._library.triton")
 
 
 class _OneLine(logging.Formatter):
@@ -28,3 +33,12 @@ def set_up_logging(rank: int, *, level: int = logging.INFO) -> logging.Handler:
     logger.setLevel(level)
     logger.propagate = False
     return handler
+
+
+def quiet_libraries() -> None:
+    """Keep what libraries say to their developers out of the log of a run; errors stay."""
+    for module in _CHATTY_MODULES:
+        warnings.filterwarnings("ignore", module=module, category=UserWarning)
+        warnings.filterwarnings("ignore", module=module, category=FutureWarning)
+    for name in _CHATTY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)

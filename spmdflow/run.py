@@ -186,9 +186,10 @@ def _launch(loaded: Loaded, place: Place, *, inproc: bool) -> int:
     import torch.distributed as dist
 
     from spmdflow.controller.launch import Surroundings, launch
-    from spmdflow.log import set_up_logging
+    from spmdflow.log import quiet_libraries, set_up_logging
 
     set_up_logging(place.rank)
+    quiet_libraries()
     try:
         if inproc:
             return launch(loaded.script, loaded.cfg, inproc=True)
