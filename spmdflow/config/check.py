@@ -60,6 +60,7 @@ _KINDS = {
     "reference": CAUSAL_LM,
     "critic": _EITHER,
     "cost_critic": _EITHER,
+    "reward_model": _EITHER,
 }
 """Role -> endings of the architectures it may have; other roles score."""
 
@@ -213,6 +214,11 @@ def _check_data(cfg: Any) -> None:
             raise ConfigError(
                 f"{key}.eval_path: got none with eval_every {cfg.eval_every}, expected a file of "
                 f"held-out prompts; set {key}.eval_path or eval_every=0"
+            )
+        if data.rows != "prompts" and not data.answer_columns and not data.chat_template:
+            raise ConfigError(
+                f"{key}.response_column: got none without a chat template, expected one or the "
+                f"other; name the column, or set {key}.chat_template=true for conversations"
             )
         folder = Path(data.tokenizer_path)
         if not any(folder.glob("tokenizer*")):

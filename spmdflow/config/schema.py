@@ -96,6 +96,10 @@ class RunConfig:
 class DataConfig:
     """Prompts: files, columns, lengths and how many make a step."""
 
+    # What a row is: prompts; classes of `offline` have examples and pairs, which bring answers.
+    rows: ClassVar[str] = "prompts"
+    answer_columns: ClassVar[tuple[str, ...]] = ()
+
     train_path: str = setting("JSONL or Parquet file of training prompts.")
     eval_path: str | None = setting("File of held-out prompts; none: no evaluation.", None)
     prompt_column: str = setting("Column that holds the prompt (text, or chat messages).", "prompt")

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from spmdflow.config.placement import Pool
 from spmdflow.config.schema import DataConfig
+from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.group import (
     END_OF_GROUPS,
@@ -180,7 +181,8 @@ class Flow:
     def evaluate(self, *, every: int = 1) -> None:
         """Generate greedily for the held-out prompts and score them, every so many steps.
 
-        Uses the kept prompts and the groups "reward" and "generator", or else "actor". Before
+        Uses the kept prompts and the groups "reward" and "generator", or else "actor"; a worker
+        class with an `evaluation` judges the held-out rows by that method instead. Before
         step 1 this happens by itself if `eval_every` is set.
         """
         number = self.step.number if self.step else 0
@@ -195,11 +197,7 @@ class Flow:
             )
         self._evaluated_at = number
         self.caller.phase = "eval"
-        for link in self._links:
-            link.sync()
-        generating = self.groups.get("generator", self.groups["actor"])
-        batch = generating.generate_sequences(held_out, greedy=True)
-        self.groups["reward"].compute_reward(batch)
+        self._judge(held_out)
         self.caller.phase = "train"
 
     def save(self, *, every: int = 1) -> None:
@@ -208,6 +206,18 @@ class Flow:
             self._saving.due = True
 
     # Inside a step
+
+    def _judge(self, held_out: Batch) -> None:
+        for group in self.groups.values():
+            method = getattr(group.target.worker_class, "evaluation", None)
+            if method is not None:
+                getattr(group, method)(held_out, prefix="eval")
+                return
+        for link in self._links:
+            link.sync()
+        generating = self.groups.get("generator", self.groups["actor"])
+        batch = generating.generate_sequences(held_out, greedy=True)
+        self.groups["reward"].compute_reward(batch)
 
     def _before_first_step(self) -> None:
         if getattr(self._settings.config, "eval_every", 0):
@@ -235,6 +245,8 @@ class Flow:
         train, evaluation = reported(records, "train"), reported(records, "eval")
         metrics = train | step.logged() | stage_seconds(records, "train")
         for name, value in evaluation.items():
+            if name.startswith("eval/"):
+                metrics[name] = value
             if name.startswith("reward/"):
                 metrics["eval/" + name.removeprefix("reward/")] = value
         eval_seconds = sum(stage_seconds(records, "eval").values())

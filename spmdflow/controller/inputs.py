@@ -75,7 +75,9 @@ def positions_held(batch: Batch, frame: Frame) -> dict[int, np.ndarray]:
 
 
 def source_lengths(frame: SourceFrame, ids: Ids, name: str) -> np.ndarray:
-    """Prompt tokens of each row; other columns of a data file have no known length."""
+    """Prompt tokens of each row; a file's responses are empty, its other columns not measured."""
+    if name == "responses":
+        return np.zeros(len(ids), dtype=np.int64)
     lengths = frame.lengths_of(ids) if name == "prompts" else None
     if lengths is None:
         raise ColumnError(

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COLUMNS = ("prompts", "prompt_text", "row")
+_COLUMNS = {
+    "prompts": ("prompts", "prompt_text", "row"),
+    "examples": ("prompts", "responses", "loss_mask"),
+    "pairs": ("prompts", "responses", "chosen_tokens"),
+}
+"""What a row is (`rows` of its settings) -> columns of the batch."""
 
 
 class PromptStream(Iterator[Batch]):
@@ -78,5 +83,9 @@ class PromptStream(Iterator[Batch]):
         assert self._flow is not None
         numbers = np.asarray(rows, dtype=np.int64)
         return self._flow.caller.source_batch(
-            f"{self._name}.{part}", _COLUMNS, numbers, repeat, report.tokens_of(rows)
+            f"{self._name}.{part}",
+            _COLUMNS[self._cfg.rows],
+            numbers,
+            repeat,
+            report.tokens_of(rows),
         )

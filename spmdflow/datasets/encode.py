@@ -6,8 +6,12 @@ Errors are `DataError`s that say what is wrong with one row; the caller adds fil
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
+from spmdflow.data.ragged import ragged_from_rows
 from spmdflow.datasets.tokenizer import check_chat_template, plain_ids, render_chat, template_ids
 from spmdflow.errors import DataError
 
@@ -23,8 +27,24 @@ def fields_of(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as err:  # a number too long, brackets too deep
         raise DataError(f"is not JSON that can be read ({err})") from err
     if not isinstance(row, dict):
-        raise DataError(f"is a JSON {_kind(row)}, expected an object")
+        raise DataError(f"is a JSON {kind_of(row)}, expected an object")
     return row
+
+
+class RowEncoder(Protocol):
+    """What a row of a file becomes; its text is whatever the encoder makes of it."""
+
+    def text(self, row: dict[str, Any]) -> Any:
+        """What the model is to read; DataError if the row is not of this kind."""
+
+    def ids(self, texts: list[Any]) -> list[list[int]]:
+        """Token ids of each text; none: the row cannot be used."""
+
+    def columns(self, texts: list[Any]) -> dict[str, Tensor | list[str]]:
+        """`prompts`, the ids as a ragged column, and this kind's other columns."""
+
+    def other_fields(self, row: dict[str, Any]) -> str:
+        """All fields but the prompt, as JSON."""
 
 
 class PromptEncoder:
@@ -36,8 +56,12 @@ class PromptEncoder:
             check_chat_template(tokenizer)
         self._tokenizer, self._column, self._chat = tokenizer, column, chat_template
 
-    def text(self, row: dict[str, Any]) -> str:
+    def text(self, row: dict[str, Any]) -> Any:
         """What the model is to read: the column itself, or the rendered chat."""
+        return self.prompt(row)
+
+    def prompt(self, row: dict[str, Any]) -> str:
+        """The prompt column as text, rendered if it is a chat."""
         column = self._column
         if column not in row:
             has = ", ".join(map(repr, row)) or "no columns"
@@ -45,39 +69,52 @@ class PromptEncoder:
         value = row[column]
         if not self._chat and not isinstance(value, str):
             hint = "; chat messages need data.chat_template=true" if _is_list(value) else ""
-            raise DataError(f"has {column!r} = {_kind(value)}, expected text{hint}")
+            raise DataError(f"has {column!r} = {kind_of(value)}, expected text{hint}")
         text = self._rendered(value) if self._chat else value
-        if any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise DataError(f"has half a character (a lone surrogate) in {column!r}")
-        return text
+        return self._sound(text, column)
 
-    def ids(self, texts: list[str]) -> list[list[int]]:
+    def ids(self, texts: list[Any]) -> list[list[int]]:
         """Token ids of each text."""
         encode = template_ids if self._chat else plain_ids
         return encode(self._tokenizer, texts)
+
+    def columns(self, texts: list[Any]) -> dict[str, Tensor | list[str]]:
+        """prompts (ragged int64) and prompt_text."""
+        prompts = [torch.tensor(ids, dtype=torch.int64) for ids in self.ids(texts)]
+        return {"prompts": ragged_from_rows(prompts, dtype=torch.int64), "prompt_text": texts}
 
     def other_fields(self, row: dict[str, Any]) -> str:
         """All fields but the prompt, as JSON."""
         return json.dumps({key: value for key, value in row.items() if key != self._column})
 
+    def _sound(self, text: str, column: str) -> str:
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise DataError(f"has half a character (a lone surrogate) in {column!r}")
+        return text
+
     def _rendered(self, value: object) -> str:
-        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        if not isinstance(messages, list) or not messages:
-            raise DataError(f"has {self._column!r} = {_kind(value)}, expected text or messages")
-        for number, message in enumerate(messages, start=1):
-            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-                raise DataError(
-                    f"has {self._column!r} with message {number} = {_kind(message)}, "
-                    f'expected {{"role": ..., "content": ...}}'
-                )
-        return render_chat(self._tokenizer, messages)
+        return render_chat(self._tokenizer, messages_of(value, self._column))
+
+
+def messages_of(value: object, column: str) -> list[dict[str, Any]]:
+    """The messages that a column holds; a text is what the user says."""
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"has {column!r} = {kind_of(value)}, expected text or messages")
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise DataError(
+                f"has {column!r} with message {number} = {kind_of(message)}, "
+                f'expected {{"role": ..., "content": ...}}'
+            )
+    return messages
 
 
 def _is_list(value: object) -> bool:
     return isinstance(value, list)
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
     """A JSON value's kind, and the value if it is short."""
     names = {dict: "object", list: "list", str: "text", bool: "boolean", type(None): "null"}
     kind = names.get(type(value), "number")

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from spmdflow.config.schema import DataConfig
-from spmdflow.datasets.encode import PromptEncoder, fields_of
+from spmdflow.datasets.encode import RowEncoder, fields_of
+from spmdflow.datasets.examples import encoder_of
 from spmdflow.datasets.line_file import LineFile
 from spmdflow.errors import DataError
 
@@ -65,7 +66,13 @@ def scan(cfg: DataConfig, path: str | Path, tokenizer: Any) -> ScanReport:
     Any: a transformers tokenizer. DataError if the file cannot be read, if more than
     cfg.max_bad_rows rows are unreadable, or if no prompt is left.
     """
-    encoder = PromptEncoder(tokenizer, column=cfg.prompt_column, chat_template=cfg.chat_template)
+    encoder = encoder_of(
+        tokenizer,
+        rows=cfg.rows,
+        column=cfg.prompt_column,
+        answers=cfg.answer_columns,
+        chat_template=cfg.chat_template,
+    )
     file = LineFile(path)
     report = _Pass(file, encoder, cfg).run()
     for bad in report.bad_rows:
@@ -78,7 +85,7 @@ def scan(cfg: DataConfig, path: str | Path, tokenizer: Any) -> ScanReport:
 class _Pass:
     """The state of one scan."""
 
-    def __init__(self, file: LineFile, encoder: PromptEncoder, cfg: DataConfig) -> None:
+    def __init__(self, file: LineFile, encoder: RowEncoder, cfg: DataConfig) -> None:
         self._file, self._encoder, self._cfg = file, encoder, cfg
         self._digest = blake2b(digest_size=16)
         self._num_rows = self._num_too_long = self._longest = 0
@@ -87,7 +94,7 @@ class _Pass:
         self._bad: list[tuple[int, str]] = []
 
     def run(self) -> ScanReport:
-        waiting: list[tuple[int, str]] = []
+        waiting: list[tuple[int, Any]] = []
         for number, text in self._texts():
             waiting.append((number, text))
             if len(waiting) == _TOKENISED_AT_A_TIME:
@@ -113,7 +120,7 @@ class _Pass:
             fingerprint=self._digest.hexdigest(),
         )
 
-    def _texts(self) -> Iterator[tuple[int, str]]:
+    def _texts(self) -> Iterator[tuple[int, Any]]:
         """Number and prompt of each readable row."""
         for number, line in enumerate(self._file.lines()):
             self._digest.update(line)
@@ -125,7 +132,7 @@ class _Pass:
             except DataError as err:
                 self._note(number, str(err))
 
-    def _measure(self, texts: list[tuple[int, str]]) -> None:
+    def _measure(self, texts: list[tuple[int, Any]]) -> None:
         all_ids = self._encoder.ids([text for _, text in texts])
         for (number, _), ids in zip(texts, all_ids):
             if not ids:

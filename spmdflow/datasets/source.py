@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from spmdflow.config.schema import DataConfig
-from spmdflow.data.ragged import ragged_from_rows
+from spmdflow.data.ragged import lengths_of
 from spmdflow.data.rows import set_column
-from spmdflow.datasets.encode import PromptEncoder, fields_of
+from spmdflow.datasets.encode import fields_of
+from spmdflow.datasets.examples import encoder_of
 from spmdflow.datasets.line_file import LineFile
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.datasets.tokenizer import load_tokenizer
@@ -22,7 +23,9 @@ def source_settings(cfg: DataConfig, report: ScanReport) -> dict[str, Any]:
     """Arguments of `PromptSource` for a scanned file, as message data."""
     return {
         "path": report.path,
+        "rows": cfg.rows,
         "prompt_column": cfg.prompt_column,
+        "answer_columns": cfg.answer_columns,
         "chat_template": cfg.chat_template,
         "tokenizer_path": cfg.tokenizer_path,
         "max_prompt_tokens": cfg.max_prompt_tokens,
@@ -42,6 +45,8 @@ class PromptSource:
         tokenizer_path: str,
         max_prompt_tokens: int,
         num_bytes: int | None = None,
+        rows: str = "prompts",
+        answer_columns: Sequence[str] = (),
     ) -> None:
         """DataError if the file here is not num_bytes long: not the file that was scanned."""
         self._file = LineFile(path)
@@ -51,30 +56,35 @@ class PromptSource:
                 f"bytes that rank 0 scanned; give every node the same file"
             )
         self._max_prompt_tokens = max_prompt_tokens
-        self._encoder = PromptEncoder(
-            load_tokenizer(tokenizer_path), column=prompt_column, chat_template=chat_template
+        self._encoder = encoder_of(
+            load_tokenizer(tokenizer_path),
+            rows=rows,
+            column=prompt_column,
+            answers=answer_columns,
+            chat_template=chat_template,
         )
 
     def read_rows(self, numbers: Sequence[int]) -> TensorDict:
-        """`prompts` (ragged int64), `prompt_text` and `row` (text) of good rows, in this order.
+        """`prompts` (ragged int64), `row` (text) and the kind's other columns, in this order.
 
         DataError if a row is not what the scan saw: the file has changed.
         """
         rows = [self._row(n, line) for n, line in zip(numbers, self._file.read(numbers))]
         texts = [text for text, _ in rows]
-        all_ids = self._encoder.ids(texts)
-        for number, ids in zip(numbers, all_ids):
-            if not 0 < len(ids) <= self._max_prompt_tokens:
-                raise self._changed(number, f"has {len(ids)} tokens")
-        prompts = [torch.tensor(ids, dtype=torch.int64) for ids in all_ids]
+        columns = self._encoder.columns(texts)
+        prompts = columns["prompts"]
+        assert isinstance(prompts, Tensor), type(prompts)
+        for number, length in zip(numbers, lengths_of(prompts).tolist()):
+            if not 0 < length <= self._max_prompt_tokens:
+                raise self._changed(number, f"has {length} tokens")
         batch = TensorDict({}, batch_size=[len(numbers)])
-        set_column(batch, "prompts", ragged_from_rows(prompts, dtype=torch.int64))
-        set_column(batch, "prompt_text", texts)
+        for name, column in columns.items():
+            set_column(batch, name, column)
         set_column(batch, "row", [others for _, others in rows])
         return batch
 
-    def _row(self, number: int, line: bytes) -> tuple[str, str]:
-        """Prompt text and the other fields."""
+    def _row(self, number: int, line: bytes) -> tuple[Any, str]:
+        """The encoder's text and the other fields."""
         try:
             row = fields_of(line)
             return self._encoder.text(row), self._encoder.other_fields(row)

@@ -70,13 +70,15 @@ def template_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     return tokenizer(texts, add_special_tokens=False, verbose=False).input_ids if texts else []
 
 
-def render_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
-    """The messages in the chat template, up to where the answer begins.
+def render_chat(tokenizer: Any, messages: list[dict[str, Any]], *, answered: bool = False) -> str:
+    """The messages in the chat template, up to where the answer begins; answered: as they are.
 
     DataError if the template refuses them; the caller adds file and line.
     """
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=not answered
+        )
     except (TemplateError, TypeError, LookupError, ValueError) as err:
         raise DataError(f"the chat template refuses the messages ({err})") from err
 

@@ -8,5 +8,7 @@
 | `ReferenceWorker` | compute_ref_log_prob | 3D_PROTO |
 | `RewardWorker` | compute_reward | 3D_PROTO |
 | `CostWorker` | compute_cost | 3D_PROTO |
+| `SupervisedWorker` | compute_loss, update_actor | 3D_PROTO |
+| `RewardModelWorker` | compute_preference, update_reward_model | 3D_PROTO |
 | `CostCriticWorker` | compute_cost_values, update_cost_critic | 3D_PROTO |
 """

@@ -36,6 +36,9 @@ class Micro(Protocol):
     def gather(self, x: Tensor) -> Tensor:
         """(b, T) -> (b, R): x at the position that predicts each response token."""
 
+    def last(self, x: Tensor) -> Tensor:
+        """(b, T) -> (b,): x at the last real token of each row."""
+
 
 class Loss(Protocol):
     """A loss object for `train_step`."""

@@ -73,6 +73,9 @@ _STEP = "time/step_seconds"
 _FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward/mean", "reward", _signed),
     ("eval/accuracy", "eval", _percent),
+    ("actor/loss", "loss", _signed),
+    ("reward_model/loss", "loss", _signed),
+    ("eval/loss", "eval_loss", _signed),
     ("eval/mean", "eval_reward", _signed),
     ("actor/approx_kl", "kl", _small),
     ("actor/clip_fraction", "clip", _percent),

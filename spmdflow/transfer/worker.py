@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,6 +86,8 @@ class Worker:
 
     role = ""
     """Name under which placements know this class, such as "actor"."""
+    evaluation: ClassVar[str | None] = None
+    """Method that judges held-out rows by itself: `method(batch, prefix="eval")`."""
 
     def __init__(self, cfg: Any, context: WorkerContext) -> None:
         self.cfg, self.context = cfg, context

@@ -1,0 +1,27 @@
+"""Supervised fine-tuning on prompts with responses, or conversations (Ouyang et al. 2022).
+
+Departures from the paper:
+1. every learnt token counts the same, so that long answers weigh more than short ones;
+2. no dropout, as everywhere here, and rows are padded instead of packed;
+3. the bundled examples are sums with their answers, and the start has seen such text already.
+
+    torchrun --nproc-per-node 2 -m spmdflow.run algos/sft.py
+"""
+
+from spmdflow import Flow, PromptStream, SFTConfig, SupervisedWorker
+
+Config = SFTConfig
+
+
+def main(flow: Flow, cfg: SFTConfig) -> None:
+    """The algorithm; runs once, on the controller."""
+    actor = flow.spawn(SupervisedWorker, cfg.actor)
+    prompts = flow.keep(prompts=PromptStream(cfg.data))
+
+    for step in flow.steps(cfg.total_steps):
+        # Stage 1: examples, which bring their responses
+        batch = next(prompts)
+        # Stage 3: learning
+        step.log(actor.update_actor(batch))
+        flow.evaluate(every=cfg.eval_every)
+        flow.save(every=cfg.save_every)
