@@ -104,14 +104,15 @@ def test_run_resumes_bit_for_bit(tmp_path: Path, script: Path) -> None:
     assert last_checkpoint(tmp_path / "halves") == last_checkpoint(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [SFT, REWARD_MODEL], ids=["sft", "reward_model"])
 @pytest.mark.parametrize(
     "settings",
     [
         (),
-        pytest.param(("kind=megatron", "layout=t2"), marks=pytest.mark.slow),
-        pytest.param(("kind=megatron", "layout=p2"), marks=pytest.mark.slow),
-        pytest.param(("kind=zero1", "micro_batch=100 tokens"), marks=pytest.mark.slow),
+        ("kind=megatron", "layout=t2"),
+        ("kind=megatron", "layout=p2"),
+        ("kind=zero1", "micro_batch=100 tokens"),
     ],
 )
 def test_two_ranks_give_the_numbers_of_one_process(
