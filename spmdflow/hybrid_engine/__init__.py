@@ -6,13 +6,14 @@
 Ways from the trainer's layout t-p-d to the generator's t_g-p_g-d_g-d, paper section 5 (M bytes of
 weights; what each way adds to the trainer's own M / (t p), its moments and gradients):
 
-| way | works for | received per rank | held for generation | held while training |
-|---|---|---|---|---|
-| blocks | Megatron + vLLM, nested, one precision | (d_g - 1)/(t p) M | peers' shards | nothing |
-| flat | the same | the same | peers' shards | peers' shards; addresses never change |
-| copy by boxes | every layout of the architectures in `weights` | what is missing | M / (t_g p_g) | the same, unless offloaded |
-| copy of whole tensors | data-parallel trainer, t_g = p_g = 1 | (n - 1)/n M | M | the same, unless offloaded |
+| way | works for | received per rank | held besides |
+|---|---|---|---|
+| blocks | Megatron + vLLM, nested | (d_g - 1)/(t p) M | peers' shards while generating |
+| flat | the same | the same | peers' shards, at fixed addresses |
+| boxes | all layouts of `weights` | what is missing | M / (t_g p_g), unless offloaded |
+| tensors | data-parallel, t_g = p_g = 1 | (n - 1)/n M | M, unless offloaded |
 
+boxes and tensors are what rollout.weights calls copy; blocks and flat need one precision.
 blocks and flat keep one copy: vLLM's layers work on lists of Megatron's shards
 (rollout.vllm_blocks), so training and generation read the same storage and nothing is redundant
 but norms and alignment. With engine.residency=offload generation frees the trainer's moments and
@@ -27,5 +28,6 @@ gradients, and training frees the KV cache and a copy's weights.
 | `remote` | from a policy to a generator on other ranks |
 | `reshard` | plans: boxes in bounded buckets, whole shards inside micro-dp groups. Integers only |
 | `cost`, `amount` | received, peak and redundant bytes of five systems (Table 2), told apart |
+| `systems` | the five systems as objects that move real tensors, for test and benchmark |
 | `table` | which boxes settings give to each rank |
 """
