@@ -63,7 +63,8 @@ class WeightStream:
         """
         reader, writer = BlockReader(source), BlockWriter(target)
         for part in self.plan.kept.get(self._rank, ()):
-            writer.write(part.name, part.box, reader.read(part.name, part.box))
+            for values, box in reader.pieces(part.name, part.box):
+                writer.write(part.name, box, values)
         buckets = [list(self._shipments(b, reader, writer)) for b in self.plan.buckets]
         sizes = [sum(m.num_elements for m, live in bucket if live is None) for bucket in buckets]
         staging = torch.empty(max(sizes, default=0), dtype=self._dtype, device=self._device)
@@ -153,7 +154,8 @@ def _pack(parts: Iterable[Part], reader: BlockReader, values: Tensor) -> None:
     """Boxes one behind the other, in the precision of values."""
     with torch.no_grad():
         for part, place in _places(parts, values):
-            place.copy_(reader.read(part.name, part.box))
+            for held, box in reader.pieces(part.name, part.box):
+                place[box.slices(part.box)].copy_(held)
 
 
 def _unpack(parts: Iterable[Part], values: Tensor, writer: BlockWriter) -> None:

@@ -8,7 +8,7 @@ gathered(blocks, shapes)          whole tensors out of the views of several rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -59,17 +59,31 @@ class BlockReader:
 
         PlanError if the blocks do not hold all of it.
         """
-        found = self.view(name, box)
-        if found is not None:
-            return found
+        pieces = self.pieces(name, box)
+        if pieces[0][1] == box:
+            return pieces[0][0]
+        result = pieces[0][0].new_empty(box.shape)
+        for values, held in pieces:
+            result[held.slices(box)] = values
+        return result
+
+    def pieces(self, name: str, box: Box) -> list[tuple[Tensor, Box]]:
+        """Live views that make up a box: one if a block holds it, else what each block has.
+
+        PlanError if the blocks do not hold all of it.
+        """
+        whole = self.view(name, box)
+        if whole is not None:
+            return [(whole, box)]
         held = self._blocks.get(name, [])
-        missing = subtract_all([box], [whole for _, whole in held])
+        missing = subtract_all([box], [each for _, each in held])
         if missing:
             raise PlanError(
                 f"tensor {name}: got no values of box {missing[0].bounds}, expected blocks that "
                 f"hold all of {box.bounds}; add the rank that holds it"
             )
-        return self._joined(held, box)
+        shared = [(values, each, each.intersect(box)) for values, each in held]
+        return [(v[part.slices(each)], part) for v, each, part in shared if part is not None]
 
     def view(self, name: str, box: Box) -> Tensor | None:
         """The live values of a box; None if no block holds it whole."""
@@ -77,14 +91,6 @@ class BlockReader:
             if whole.contains(box):
                 return values[box.slices(whole)]
         return None
-
-    def _joined(self, held: Sequence[tuple[Tensor, Box]], box: Box) -> Tensor:
-        result = held[0][0].new_empty(box.shape)
-        for values, whole in held:
-            common = whole.intersect(box)
-            if common is not None:
-                result[common.slices(box)] = values[common.slices(whole)]
-        return result
 
 
 class BlockWriter:

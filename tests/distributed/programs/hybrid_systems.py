@@ -11,6 +11,7 @@ import gc
 import time
 import warnings
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
 """Changes to the tiny architecture. Five layers: uneven stages."""
 ALONE_BYTES = {"qwen3": 1 << 20, "qwen3 tied": 128, "one kv head": 128}
 """Where small, most weights travel in place; where large, all are packed and staging is exact."""
-BASE = {"hidden_size": 8, "num_hidden_layers": 4, "head_dim": 4}
+BASE = {"hidden_size": 8, "head_dim": 4}
 CPU = torch.device("cpu")
 SMALL_BUCKET = 2048
 """Bytes; several buckets for every model."""
@@ -50,6 +51,11 @@ class Setting:
     model: str
     case: Case
 
+    @property
+    def num_ranks(self) -> int:
+        """Both pools' if there are two."""
+        return self.case.layout.size + (self.case.rollout.size if self.case.rollout else 0)
+
     def cost(self) -> Cost:
         """What is predicted; ConfigError if the system does not apply."""
         name, _, mode = self.key.partition(" ")
@@ -57,7 +63,7 @@ class Setting:
 
 
 def settings(world: int, models: tuple[str, ...]) -> list[Setting]:
-    """Everything that fits into so many ranks and that the models can be cut for."""
+    """Everything that fits into so many ranks; of more than four, only what needs more."""
     found = []
     for model in models:
         for layout in nested_layouts(world):
@@ -65,13 +71,14 @@ def settings(world: int, models: tuple[str, ...]) -> list[Setting]:
                 found += _of(key, model, layout, world)
         for layout in crossing_layouts(world):
             found += _of("hybridflow copy", model, layout, world)
-    return found
+    return found if world <= 4 else [each for each in found if each.num_ranks > 4]
 
 
 def _of(key: str, model: str, layout: Layout, world: int) -> list[Setting]:
-    ranks = max(layout.tp_size, layout.gen_tp_size)
+    ranks = lcm(layout.tp_size, layout.gen_tp_size)
     vocab_size = 190 if world <= 4 else 6717  # padded alike for every t up to 4, or up to 8
-    arch = arch_for(ranks, **BASE | {"vocab_size": vocab_size} | MODELS[model])
+    base = BASE | {"vocab_size": vocab_size, "num_hidden_layers": world}
+    arch = arch_for(ranks, **base | MODELS[model])
     case = Case(arch, layout, bucket_bytes=SMALL_BUCKET)
     if key == "two_copies":
         replica = layout.gen_tp_size * layout.gen_pp_size
