@@ -41,7 +41,10 @@ def run(name: str, run_dir: Path, *settings: str) -> list[dict[str, Any]]:
     return steps
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "remax" else pytest.mark.slow) for name in SCRIPTS],
+)
 def test_two_ranks_give_the_numbers_of_one_process(name: str, tmp_path: Path) -> None:
     one = run(name, tmp_path / "one")
     run_dir = tmp_path / "two"

@@ -36,6 +36,7 @@ def test_own_critic_and_zero_actor_give_the_numbers_of_the_given_roles(tmp_path:
     assert own[1]["critic/loss"] != own[0]["critic/loss"]
 
 
+@pytest.mark.slow
 def test_zero_stages_from_settings_alone_give_the_numbers_of_fsdp(tmp_path: Path) -> None:
     given = run(SCRIPT, tmp_path / "given")
     run_dir = tmp_path / "run"
