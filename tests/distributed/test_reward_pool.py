@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -272,8 +273,10 @@ def test_processes_and_their_children_go_when_their_rank_is_killed(function, res
         try:
             assert rank.stdout is not None
             pids = set(map(int, rank.stdout.readline().split()))
-            for _ in range(2):  # each process says that it has begun, and what it started
-                pids.add(int(rank.stdout.readline().split()[1]))
+            while len(pids) < 4:  # each process says what it started; their lines may mix
+                line = rank.stdout.readline()
+                assert line, "the program ended"
+                pids.update(map(int, re.findall(r"\d+", line)))
             time.sleep(0.1)  # into the sleep or the match
             assert len(pids) == 4 and all(map(_is_alive, pids))
         finally:
