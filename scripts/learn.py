@@ -1,0 +1,128 @@
+"""Runs every learning experiment of docs/LEARNING.md and writes its curves.
+
+    python scripts/learn.py                      # everything that is not finished yet
+    python scripts/learn.py bundled grpo         # a group of the table, or single entries
+    python scripts/learn.py --list               # the table, and what is finished
+
+The table is scripts/learn/table.py: name, script, settings, seeds, metric, target. Each run is a
+process of its own (`python -m spmdflow.run --inproc`, one thread), --jobs at a time. A finished run
+is not repeated as long as its settings are the same, and the commit it ran at is shown; one that
+was interrupted continues from its last checkpoint. After each entry docs/learning/ gets its JSON
+file (points of every seed, commit, seeds, settings, hardware, seconds) and the picture and text of
+its group. Exit code 1 if a run failed; a missed target is no failure but is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)  # scripts/ has a learn/ that would hide this file's parts
+
+from scripts.learn import curves, runs  # noqa: E402
+from scripts.learn.entry import Entry  # noqa: E402
+from scripts.learn.table import ENTRIES  # noqa: E402
+
+
+def main() -> None:
+    """Run what is chosen, write what is finished, print the table."""
+    options = parse_options()
+    chosen = choose(options.names)
+    if options.list:
+        print(listing(chosen, options.runs))
+        return
+    failures = run_all(chosen, options.runs, options.docs, jobs=options.jobs)
+    names = {entry.name for entry in chosen}
+    done = [made for made in curves.read_all(options.docs) if made["name"] in names]
+    print(curves.table(done))
+    if failures:
+        sys.exit("\n\n".join(failures))
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="entries or groups (default: all)")
+    parser.add_argument("--list", action="store_true", help="show the table and run nothing")
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "learn", help="their folders")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs" / "learning", help="the curves")
+    return parser.parse_args()
+
+
+def choose(names: Sequence[str]) -> list[Entry]:
+    """The entries of these names or groups, in the table's order; all without a name."""
+    known = {entry.name for entry in ENTRIES} | {entry.group for entry in ENTRIES}
+    if unknown := sorted(set(names) - known):
+        sys.exit(f"learn: got {', '.join(unknown)}, expected some of {', '.join(sorted(known))}")
+    return [entry for entry in ENTRIES if not names or {entry.name, entry.group} & set(names)]
+
+
+def listing(entries: Sequence[Entry], folder: Path) -> str:
+    """One line a run: finished at which commit, or not."""
+    lines = []
+    for entry in entries:
+        for seed in entry.seeds:
+            done = runs.finished_or_none(entry, seed, folder)
+            state = f"finished at {done.commit}" if done else "open"
+            lines.append(f"{entry.group:<12} {entry.name:<20} seed {seed}  {state}")
+    return "\n".join(lines)
+
+
+def run_all(entries: Sequence[Entry], folder: Path, docs: Path, *, jobs: int) -> list[str]:
+    """Run what is open; write each entry when its last seed is done. Returns the failures."""
+    failures = []
+    with ThreadPoolExecutor(jobs) as pool:
+        waiting = [
+            (entry, [pool.submit(one, entry, seed, folder) for seed in entry.seeds])
+            for entry in entries
+        ]
+        for entry, futures in waiting:
+            try:
+                finished = [future.result() for future in futures]
+            except SystemExit as failure:
+                failures.append(str(failure))
+                print(f"{entry.name}: failed, see below", flush=True)
+                continue
+            except KeyboardInterrupt:
+                stop(waiting)
+                raise
+            write(entry, finished, docs)
+    return failures
+
+
+def stop(waiting: Sequence[tuple[Entry, list[Future[runs.Run]]]]) -> None:
+    """Start no more runs."""
+    for _, futures in waiting:
+        for future in futures:
+            future.cancel()
+
+
+def one(entry: Entry, seed: int, folder: Path) -> runs.Run:
+    """A finished run as it is, or one that is run now."""
+    done = runs.finished_or_none(entry, seed, folder)
+    if done is None:
+        print(f"{entry.name} seed {seed}: running", flush=True)
+        return runs.perform(entry, seed, folder)
+    print(f"{entry.name} seed {seed}: finished at commit {done.commit}", flush=True)
+    return done
+
+
+def write(entry: Entry, finished: list[runs.Run], docs: Path) -> None:
+    """The entry's file, and its group's curves anew."""
+    made = curves.write_entry(entry, finished, docs)
+    group = [other for other in curves.read_all(docs) if other["group"] == entry.group]
+    order = [other.name for other in ENTRIES]
+    curves.write_group(entry.group, sorted(group, key=lambda o: order.index(o["name"])), docs)
+    verdict = "" if made["met"] else f"; target {entry.target:g} missed"
+    print(f"{entry.name}: {entry.metric} {made['start']:.3f} -> {made['end']:.3f}{verdict}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The parts of `scripts/learn.py`: its table, its runs, what it writes."""

@@ -1,0 +1,156 @@
+"""What is kept of the runs: docs/learning/<name>.json, and a picture and text of each group."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.learn.entry import Entry
+from scripts.learn.runs import Run
+from spmdflow.tracking.plot import text_curve
+
+Points = dict[int, list[float]]
+"""Step -> the value of each seed that measured it."""
+
+
+def points_of(runs: Sequence[Run], metric: str) -> Points:
+    """The metric's values by step."""
+    points: Points = {}
+    for run in runs:
+        for record in run.records():
+            if record.get(metric) is not None:
+                points.setdefault(record["step"], []).append(round(record[metric], 5))
+    return points
+
+
+def medians(points: Points) -> list[tuple[int, float]]:
+    """(step, median over seeds) where every seed measured."""
+    most = max((len(values) for values in points.values()), default=0)
+    return [(s, statistics.median(v)) for s, v in sorted(points.items()) if len(v) == most]
+
+
+def write_entry(entry: Entry, runs: Sequence[Run], docs: Path) -> dict[str, Any]:
+    """Write <name>.json; returns what it holds."""
+    metrics = {
+        name: {str(step): values for step, values in sorted(points_of(runs, name).items())}
+        for name in (entry.metric, *entry.more_metrics)
+    }
+    curve = medians(points_of(runs, entry.metric))
+    by_step = dict(curve)
+    reached = by_step[entry.target_step] if entry.target_step is not None else curve[-1][1]
+    made = {
+        "name": entry.name,
+        "group": entry.group,
+        "command": entry.command(runs[0].seed),
+        "settings": list(entry.settings),
+        "seeds": [run.seed for run in runs],
+        "commits": [run.commit for run in runs],
+        "seconds": [run.seconds for run in runs],
+        "cpu_seconds": [run.cpu_seconds for run in runs],
+        "hardware": hardware(),
+        "metric": entry.metric,
+        "start": curve[0][1],
+        "end": curve[-1][1],
+        "steps": curve[-1][0],
+        "target": entry.target,
+        "target_step": entry.target_step,
+        "at_least": entry.at_least,
+        "met": entry.target is None
+        or (reached >= entry.target if entry.at_least else reached <= entry.target),
+        "judged": [run.judged for run in runs if run.judged is not None],
+        "points": metrics,
+    }
+    docs.mkdir(parents=True, exist_ok=True)
+    (docs / f"{entry.name}.json").write_text(_compact(made) + "\n")
+    return made
+
+
+def _compact(made: dict[str, Any]) -> str:
+    """JSON with one line for each key of the first two levels."""
+    lines = []
+    for name, value in made.items():
+        if name == "points":
+            inner = [f"  {json.dumps(key)}: {json.dumps(points)}" for key, points in value.items()]
+            lines.append('"points": {\n' + ",\n".join(inner) + "\n}")
+        else:
+            lines.append(f"{json.dumps(name)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def hardware() -> str:
+    """Cores, processor and Python of this machine."""
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    cores = len(os.sched_getaffinity(0))
+    return f"{cores} virtual cores, {names[0] if names else platform.machine()}, shared"
+
+
+def read_all(docs: Path) -> list[dict[str, Any]]:
+    """Everything that `write_entry` wrote there."""
+    return [json.loads(path.read_text()) for path in sorted(docs.glob("*.json"))]
+
+
+def write_group(group: str, entries: Sequence[dict[str, Any]], docs: Path) -> None:
+    """<group>.txt and <group>.png: the median curve of each entry, and each seed thinly."""
+    lines: list[str] = []
+    for made in entries:
+        curve = [(int(s), statistics.median(v)) for s, v in made["points"][made["metric"]].items()]
+        title = f"{made['name']}: {made['metric']}, median of seeds {made['seeds']}"
+        lines += [*text_curve(title, curve), ""]
+    (docs / f"{group}.txt").write_text("\n".join(lines))
+    _draw(group, entries, docs / f"{group}.png")
+
+
+def _draw(group: str, entries: Sequence[dict[str, Any]], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(4, len(entries))
+    rows = -(-len(entries) // columns)
+    figure = Figure(figsize=(2.6 * columns, 2.2 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, made in enumerate(entries):
+        axis = figure.add_subplot(rows, columns, place + 1)
+        points = {int(s): v for s, v in made["points"][made["metric"]].items()}
+        for seed in range(len(made["seeds"])):
+            own = [(s, v[seed]) for s, v in points.items() if seed < len(v)]
+            axis.plot(*zip(*own), color="tab:blue", alpha=0.3, linewidth=0.8)
+        axis.plot(*zip(*medians(points)), color="tab:blue", marker="o", markersize=2)
+        if made["target"] is not None:
+            axis.axhline(made["target"], color="tab:red", linewidth=0.8, linestyle="--")
+        axis.set_title(made["name"], fontsize=8)
+        axis.set_ylabel(made["metric"], fontsize=6)
+        axis.tick_params(labelsize=6)
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=80)
+
+
+def table(entries: Sequence[dict[str, Any]]) -> str:
+    """Markdown: one line for each entry."""
+    lines = [
+        "| run | metric | start | end (each seed) | target | steps | CPU seconds | commit |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for made in entries:
+        points = made["points"][made["metric"]]
+        last = points[str(made["steps"])]
+        ends = ", ".join(f"{value:.3f}" for value in last)
+        sign = ">=" if made["at_least"] else "<="
+        when = f" at step {made['target_step']}" if made["target_step"] is not None else ""
+        target = "" if made["target"] is None else f"{sign} {made['target']:g}{when}: "
+        verdict = ("met" if made["met"] else "**missed**") if target else "-"
+        cpu = statistics.median(made["cpu_seconds"])
+        lines.append(
+            f"| {made['name']} | {made['metric']} | {made['start']:.3f} | **{made['end']:.3f}** "
+            f"({ends}) | {target}{verdict} | {made['steps']} | {cpu:.0f} "
+            f"| {', '.join(dict.fromkeys(made['commits']))} |"
+        )
+    return "\n".join(lines)

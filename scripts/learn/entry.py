@@ -1,0 +1,52 @@
+"""What one line of the table of learning runs says. Facts only."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An algorithm with settings: run once for every seed, judged by one metric.
+
+    `target` is what the median over seeds must reach at the last step, or at `target_step`;
+    `at_least=False` turns it round, for losses and costs.
+    """
+
+    name: str
+    group: str
+    script: str
+    settings: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0, 1, 2)
+    metric: str = "eval/accuracy"
+    target: float | None = None
+    target_step: int | None = None
+    at_least: bool = True
+    more_metrics: tuple[str, ...] = ()
+    judge: str | None = None
+    """Script of scripts/ that judges the export of the last step, or none."""
+
+    @property
+    def key(self) -> str:
+        """Eight hex digits of script and settings: other settings are another run."""
+        text = "\n".join((self.script, *self.settings))
+        return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+    def run_name(self, seed: int) -> str:
+        """Folder of one run below the folder of all runs."""
+        return f"{self.name}-{self.key}-seed{seed}"
+
+    def words(self, seed: int, run_dir: str) -> list[str]:
+        """Arguments of `spmdflow.run`."""
+        script = f"algos/{self.script}.py"
+        return [script, *self.settings, f"run.seed={seed}", f"run.dir={run_dir}"]
+
+    def command(self, seed: int) -> str:
+        """The same for a reader."""
+        words = " ".join(self.words(seed, f"runs/{self.name}"))
+        return f"python -m spmdflow.run --inproc {words}"
+
+    def with_settings(self, more: tuple[str, ...]) -> Entry:
+        """The same with settings on top; later ones win."""
+        return replace(self, settings=(*self.settings, *more))

@@ -1,0 +1,105 @@
+"""Runs one entry with one seed as a process of its own, and remembers that it is finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.learn.entry import Entry
+
+ROOT = Path(__file__).parents[2]
+_MARK = "learned.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run: where it lies and what it took, over all its attempts."""
+
+    run_dir: Path
+    seed: int
+    commit: str
+    seconds: float
+    cpu_seconds: float
+    judged: list[dict[str, Any]] | None
+
+    def records(self) -> list[dict[str, Any]]:
+        """The lines of its metrics.jsonl. Any: JSON values."""
+        lines = (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def commit_of_code() -> str:
+    """Short hash of HEAD; with "+" if tracked files of spmdflow/ or algos/ differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "spmdflow", "algos"])
+    return head.stdout.strip() + ("+" if changed.returncode else "")
+
+
+def finished_or_none(entry: Entry, seed: int, folder: Path) -> Run | None:
+    """The run, if it came to its end with these settings."""
+    run_dir = folder / entry.run_name(seed)
+    if not (run_dir / _MARK).is_file():
+        return None
+    kept = json.loads((run_dir / _MARK).read_text())
+    return Run(run_dir=run_dir, **kept)
+
+
+def perform(entry: Entry, seed: int, folder: Path) -> Run:
+    """Run to the end, continuing from the last checkpoint of an interrupted attempt.
+
+    Output goes to <run folder>.log. SystemExit with the log's end if the run fails.
+    """
+    run_dir = folder / entry.run_name(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    commit = commit_of_code()
+    run_words = entry.words(seed, str(run_dir))
+    launcher = [sys.executable, "-m", "spmdflow.run", "--inproc"]
+    wall, cpu = _process([*launcher, *run_words], run_dir)
+    judged = None
+    if entry.judge is not None:
+        out = run_dir / "judged.json"
+        judge = str(ROOT / "scripts" / f"{entry.judge}.py")
+        _process([sys.executable, judge, "--run", str(run_dir), "--json", str(out)], run_dir)
+        judged = json.loads(out.read_text())
+    run = Run(run_dir, seed, commit, round(wall, 1), round(cpu, 1), judged)
+    kept = {name: value for name, value in asdict(run).items() if name != "run_dir"}
+    (run_dir / _MARK).write_text(json.dumps(kept, indent=2) + "\n")
+    return run
+
+
+def _process(command: list[str], run_dir: Path) -> tuple[float, float]:
+    """Seconds and CPU seconds of a command that must succeed."""
+    log = run_dir.with_name(run_dir.name + ".log")
+    one_thread = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    started = time.monotonic()
+    with open(log, "a") as output:
+        process = subprocess.Popen(
+            command, env={**os.environ, **one_thread}, cwd=ROOT, stdout=output, stderr=output
+        )
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        except BaseException:
+            process.terminate()  # the run saves a checkpoint and ends
+            process.wait()
+            raise
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        tail = "\n".join(log.read_text().splitlines()[-15:])
+        raise SystemExit(f"{' '.join(command)}: exit code {process.returncode}, expected 0\n{tail}")
+    return time.monotonic() - started, _cpu(usage)
+
+
+def _cpu(usage: resource.struct_rusage) -> float:
+    return usage.ru_utime + usage.ru_stime
