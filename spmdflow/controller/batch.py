@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from spmdflow.controller.frame import Frame, Ids, SourceFrame
+from spmdflow.controller.frame import Frame, SourceFrame
 from spmdflow.data.ragged import is_ragged
+from spmdflow.data.row_id import Ids
 from spmdflow.errors import ColumnError, ProtocolError, RowError
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class Batch:
         columns = {
             name: ColumnRef(ref.frame, np.repeat(ref.ids, n)) for name, ref in self._columns.items()
         }
-        ids = self._caller.new_ids(n * len(self))
+        ids = self._caller.row_ids.take(n * len(self))
         return Batch(self._caller, ids, np.repeat(self.ids, n), columns)
 
     def aligned_with(self, other: Batch) -> Batch:

@@ -20,7 +20,7 @@ from spmdflow.controller.assignment import Assignment, assign, assign_mini_batch
 from spmdflow.controller.batch import Batch, ColumnRef
 from spmdflow.controller.check import check_arguments, check_extends, columns_read
 from spmdflow.controller.fetch import fetch_column
-from spmdflow.controller.frame import Frame, Ids, SourceFrame, facts_of
+from spmdflow.controller.frame import Frame, SourceFrame, facts_of
 from spmdflow.controller.inputs import (
     by_frame,
     home_frame,
@@ -34,6 +34,7 @@ from spmdflow.controller.order import Order, Pending, Transport
 from spmdflow.controller.result import CallRecord, Result
 from spmdflow.controller.schedule import CutSettings, MicroLimit
 from spmdflow.controller.transfers import Transfers
+from spmdflow.data.row_id import Ids, RowIds
 from spmdflow.errors import ColumnError, MessageError, ProtocolError
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.protocol import protocol
@@ -74,26 +75,12 @@ class Caller:
         """The last rows with a prompt, a response and a score as text; sample tables show them."""
         self.records: list[CallRecord] = []
         self.fetched_bytes: dict[str, int] = {}
+        self.row_ids = RowIds()
         self._last_number = 0
-        self._next_id = 0
         self._freed: deque[int] = deque()
         self._unsent: dict[int, list[int]] = {}
 
     # Numbers
-
-    @property
-    def next_id(self) -> int:
-        """The first row id not yet used; part of a checkpoint."""
-        return self._next_id
-
-    @next_id.setter
-    def next_id(self, value: int) -> None:
-        self._next_id = value
-
-    def new_ids(self, count: int) -> Ids:
-        """Row ids never used before in this run."""
-        self._next_id += count
-        return np.arange(self._next_id - count, self._next_id, dtype=np.int64)
 
     def next_number(self) -> int:
         """The number of the next call or frame."""
@@ -260,23 +247,18 @@ class Caller:
         source: str,
         columns: Sequence[str],
         rows: np.ndarray,
-        repeat: int,
+        ids: Ids,
+        parents: Ids,
         lengths: np.ndarray,
     ) -> Batch:
-        """A batch of data rows, each `repeat` times; nothing is read yet."""
-        groups = self.new_ids(len(rows))
-        ids = self.new_ids(len(rows) * repeat)
+        """A batch of data rows under the ids given for them; nothing is read yet.
+
+        rows (B,): numbers in the file; lengths (B,): their prompt tokens.
+        """
         frame = SourceFrame(
-            self.next_number(),
-            source,
-            tuple(columns),
-            ids,
-            np.repeat(rows, repeat),
-            self.free,
-            np.repeat(lengths, repeat),
+            self.next_number(), source, tuple(columns), ids, rows, self.free, lengths
         )
-        refs = {name: ColumnRef(frame, ids) for name in columns}
-        return Batch(self, ids, np.repeat(groups, repeat), refs)
+        return Batch(self, ids, parents, {name: ColumnRef(frame, ids) for name in columns})
 
     def _assign(
         self, target: Target, spec: MethodSpec, batch: Batch, names: Sequence[str]

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from spmdflow.controller.batch import ColumnRef
-from spmdflow.controller.frame import Frame, Ids, SourceFrame
+from spmdflow.controller.frame import Frame, SourceFrame
 from spmdflow.controller.inputs import input_of
 from spmdflow.data.column import Column, ColumnSpec, join
+from spmdflow.data.row_id import Ids
 
 if TYPE_CHECKING:
     from spmdflow.controller.caller import Caller

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from spmdflow.config.placement import Pool
 from spmdflow.config.schema import DataConfig
-from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
+from spmdflow.controller.evaluation import Evaluation
 from spmdflow.controller.group import (
     END_OF_GROUPS,
     ResourcePool,
@@ -62,7 +62,7 @@ class Flow:
         self.kept: dict[str, Any] = {}
         self.step: Step | None = None
         self.stopped = False
-        self._evaluated_at = -1
+        self._evaluation = Evaluation(caller, self.groups, self.kept, self._links)
         self._before = Counters()
 
     @property
@@ -186,19 +186,7 @@ class Flow:
         step 1 this happens by itself if `eval_every` is set.
         """
         number = self.step.number if self.step else 0
-        if not every or number % every or self._evaluated_at == number:
-            return
-        kept = [thing for thing in self.kept.values() if hasattr(thing, "eval_batch")]
-        held_out = kept[0].eval_batch() if kept else None
-        if held_out is None:
-            raise ConfigError(
-                "evaluate: no held-out prompts are kept, expected data.eval_path; "
-                "set it, or eval_every to 0"
-            )
-        self._evaluated_at = number
-        self.caller.phase = "eval"
-        self._judge(held_out)
-        self.caller.phase = "train"
+        self._evaluation.run(number, every=every)
 
     def save(self, *, every: int = 1) -> None:
         """Write a checkpoint at the end of this step, every so many steps."""
@@ -206,18 +194,6 @@ class Flow:
             self._saving.due = True
 
     # Inside a step
-
-    def _judge(self, held_out: Batch) -> None:
-        for group in self.groups.values():
-            method = getattr(group.target.worker_class, "evaluation", None)
-            if method is not None:
-                getattr(group, method)(held_out, prefix="eval")
-                return
-        for link in self._links:
-            link.sync()
-        generating = self.groups.get("generator", self.groups["actor"])
-        batch = generating.generate_sequences(held_out, greedy=True)
-        self.groups["reward"].compute_reward(batch)
 
     def _before_first_step(self) -> None:
         if getattr(self._settings.config, "eval_every", 0):
@@ -268,7 +244,7 @@ class Flow:
         state = self._saving.resume(self.caller, self.groups)
         if state is None:
             return None
-        self.caller.next_id = state["next_id"]
+        self.caller.row_ids.next_id = state["next_id"]
         for name, saved in state["kept"].items():
             self.kept[name].load_state_dict(saved)
         return int(state["step"])
@@ -279,7 +255,7 @@ class Flow:
             for name, thing in self.kept.items()
             if hasattr(thing, "state_dict")
         }
-        state = {"step": number, "next_id": self.caller.next_id, "kept": kept}
+        state = {"step": number, "next_id": self.caller.row_ids.next_id, "kept": kept}
         self._saving.save(number, self.caller, self.groups, state)
 
     def _stop(self, number: int) -> None:

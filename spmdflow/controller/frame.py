@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 
 from spmdflow.data.column import ColumnSpec
-
-Ids = np.ndarray
-"""Row ids, int64, in order."""
+from spmdflow.data.row_id import Ids
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from spmdflow.controller.batch import Batch
-from spmdflow.controller.frame import Frame, Ids, SourceFrame
+from spmdflow.controller.frame import Frame, SourceFrame
+from spmdflow.data.row_id import Ids
 from spmdflow.errors import ColumnError, ProtocolError
 
 Group = tuple[Frame | SourceFrame, list[str], Ids]

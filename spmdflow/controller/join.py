@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmdflow.controller.batch import ColumnRef
-from spmdflow.controller.frame import Frame, Ids, SourceFrame, facts_of
+from spmdflow.controller.frame import Frame, SourceFrame, facts_of
 from spmdflow.controller.inputs import input_of
+from spmdflow.data.row_id import Ids
 from spmdflow.errors import ColumnError
 
 if TYPE_CHECKING:

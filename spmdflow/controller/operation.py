@@ -17,10 +17,10 @@ import torch
 from tensordict import TensorDict
 
 from spmdflow.controller.fetch import to_message
-from spmdflow.controller.frame import Ids
 from spmdflow.controller.importing import find
 from spmdflow.data.column import Column, column_of, join
 from spmdflow.data.group import RowGroups
+from spmdflow.data.row_id import Ids
 from spmdflow.data.rows import names_of
 from spmdflow.data.store import RowStore
 from spmdflow.datasets.scan import scan

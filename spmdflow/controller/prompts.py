@@ -81,11 +81,13 @@ class PromptStream(Iterator[Batch]):
 
     def _batch(self, part: str, report: ScanReport, rows: list[int], repeat: int) -> Batch:
         assert self._flow is not None
-        numbers = np.asarray(rows, dtype=np.int64)
-        return self._flow.caller.source_batch(
+        caller = self._flow.caller
+        ids, parents = caller.row_ids.take_groups(len(rows), repeat)
+        return caller.source_batch(
             f"{self._name}.{part}",
             _COLUMNS[self._cfg.rows],
-            numbers,
-            repeat,
-            report.tokens_of(rows),
+            np.repeat(np.asarray(rows, dtype=np.int64), repeat),
+            ids,
+            parents,
+            np.repeat(report.tokens_of(rows), repeat),
         )

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from spmdflow.blocks.rows import RowEdge, redistribute_rows
-from spmdflow.controller.frame import Frame, Ids
+from spmdflow.controller.frame import Frame
 from spmdflow.controller.order import Order, Transport
 from spmdflow.controller.result import CallRecord
+from spmdflow.data.row_id import Ids
 from spmdflow.errors import TransferError
 
 Edge = tuple[int, int]
