@@ -146,6 +146,14 @@ class Flow:
         self.kept[name] = thing
         return thing
 
+    def assume(self, examples: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """Examples of what only a run knows, for `spmdflow.plan`; a run takes no notice.
+
+        Name -> a number (of a metric, or of every row of a column), a list that rows take in
+        turn, tokens (prompts, responses), a plain answer ("group.method"), or how a column looks
+        ("float32 like responses"). Any: these. Metrics have slashes: assume({"actor/kl": 0.1}).
+        """
+
     def scan(self, name: str, cfg: DataConfig, path: str) -> ScanReport:
         """Have the controller's rank read a data file once; waits for what it found."""
         rank = self._settings.world[0]

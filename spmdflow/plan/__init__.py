@@ -1,0 +1,23 @@
+"""The dry run: one iteration of a script on no device, and what it would do (paper section 6).
+
+    python -m spmdflow.plan SCRIPT [CONFIG.yaml] [key=value ...] [--world N] [--json]
+
+The real script runs through the real `Flow` and `Caller` on a transport that sends nothing: it
+answers every order at once with rows that have shapes and lengths but no values, and writes down
+what each rank would have been told. So layouts, assignments, transfers, groups and frees are the
+controller's own; nothing is modelled twice. Knows no tensors, makes no process group.
+
+| file | what |
+|---|---|
+| `command` | the command line |
+| `trace`, `transport` | runs the script, records every order |
+| `answers`, `column`, `example` | what a rank would have answered: shapes, lengths, examples |
+| `replay` | the lengths of a run that was, instead of declared ones |
+| `record` | what was recorded, as frozen facts |
+| `check`, `wait` | proofs on the record: rows, members, order, waits, batch algebra |
+| `edge`, `reshard` | bytes by edge, of rows and of weights |
+| `workload`, `prediction` | seconds and memory, by the simulators of `mapping` |
+| `report`, `text`, `picture` | what is shown |
+| `comparison` | prediction beside measurement, after a run |
+| `auto` | placement=auto |
+"""

@@ -1,0 +1,90 @@
+"""Examples of what only a run knows: values that a script reads, tokens of a response.
+
+They come from `flow.assume(...)` in the script, from `--assume NAME=VALUE`, or from a short table
+of the columns that the built-in algorithms read. Every example that was used is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from spmdflow.plan.column import KNOWN, UNKNOWN, ColumnForm, form_of
+from spmdflow.plan.refusal import Refusal
+
+_BUILT_IN: dict[str, Any] = {"scores": (0.0, 1.0), "costs": 0.0}
+"""Scores differ inside of every group of samples, so that dynamic sampling keeps all prompts."""
+
+
+class Examples:
+    """Declared values by name: of columns, of metrics, and of answers as "group.method"."""
+
+    def __init__(self, declared: Mapping[str, Any] | None = None) -> None:
+        self._declared: dict[str, Any] = dict(declared or {})
+        self._overruling = set(self._declared)
+        self.used: dict[str, Any] = {}
+        """Examples that the script came to see, or that decided a length."""
+        self.guessed: set[str] = set()
+        """Columns that nobody has declared."""
+
+    def add(self, declared: Mapping[str, Any]) -> None:
+        """What the script says; the command line's word counts more."""
+        for name, value in declared.items():
+            if name not in self._overruling:
+                self._declared[name] = value
+
+    def form(self, name: str) -> ColumnForm:
+        """What a column looks like."""
+        declared = self._declared.get(name)
+        if isinstance(declared, str):
+            return form_of(name, declared)
+        if name not in KNOWN:
+            self.guessed.add(name)
+        return KNOWN.get(name, UNKNOWN)
+
+    def tokens(self, name: str, ids: np.ndarray, otherwise: int) -> np.ndarray:
+        """(n,) int64: items of the rows `ids` of prompts or responses."""
+        declared = self._declared.get(name)
+        if declared is None or isinstance(declared, str):
+            return np.full(len(ids), otherwise, dtype=np.int64)
+        self.used[name] = declared
+        return _in_turn(declared, ids).astype(np.int64)
+
+    def values(self, name: str, ids: np.ndarray) -> np.ndarray:
+        """(n,) float64: example values of a dense column; Refusal if there is none."""
+        declared = self._declared.get(name, _BUILT_IN.get(name))
+        if declared is None or isinstance(declared, str):
+            raise Refusal(
+                f"reads the column {name!r}, whose values only a run knows; expected an example; "
+                f"write flow.assume({name}=0.5) at the top of main, or add --assume {name}=0.5"
+            )
+        self.used[name] = declared
+        return _in_turn(declared, ids)
+
+    def metrics(self) -> dict[str, float]:
+        """Declared numbers under names; what a script finds in the answer of any call."""
+        return {
+            name: float(value)
+            for name, value in self._declared.items()
+            if isinstance(value, int | float) and name not in KNOWN
+        }
+
+    def answer(self, label: str) -> Any:
+        """The plain value of a call "group.method", if one was declared; else the metrics.
+
+        Any: whatever the script's method returns.
+        """
+        if label in self._declared:
+            self.used[label] = self._declared[label]
+            return self._declared[label]
+        return self.metrics()
+
+
+def _in_turn(declared: float | Sequence[float], ids: np.ndarray) -> np.ndarray:
+    """A number for every row, or those of a list in turn, by row id."""
+    if isinstance(declared, int | float):
+        return np.full(len(ids), float(declared))
+    values = np.asarray(declared, dtype=np.float64)
+    return values[ids % len(values)]

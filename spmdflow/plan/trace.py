@@ -1,0 +1,232 @@
+"""Runs a script on no device and hands back what it asked of every rank."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from spmdflow.config.check import parts_of
+from spmdflow.config.placement import Pool, resolve_placement, roles_of
+from spmdflow.config.schema import DataConfig, RolloutConfig
+from spmdflow.controller.batch import Batch
+from spmdflow.controller.caller import Caller, CallSettings
+from spmdflow.controller.flow import Flow, FlowSettings
+from spmdflow.controller.result import CallRecord
+from spmdflow.controller.saving import Groups, Saving
+from spmdflow.controller.show import Show
+from spmdflow.controller.step import Step
+from spmdflow.controller.transfers import Transfers
+from spmdflow.errors import SpmdflowError
+from spmdflow.plan.answers import Answers, Lengths
+from spmdflow.plan.data_file import DataFiles
+from spmdflow.plan.example import Examples
+from spmdflow.plan.loop import reads_of
+from spmdflow.plan.record import Trace, TracedModel
+from spmdflow.plan.refusal import Refusal
+from spmdflow.plan.replay import Replay
+from spmdflow.plan.transport import MOST_CALLS, TraceTransport
+
+
+@dataclass(frozen=True)
+class TraceSettings:
+    """How to run a script dry."""
+
+    world: tuple[int, ...]
+    """Ranks of the run."""
+    nodes: tuple[int, ...]
+    """Machine of each rank of the cluster, by rank."""
+    backend: str = "gloo"
+    """Backend of compute-lane groups: nccl on GPUs."""
+    num_steps: int = 1
+    with_evaluation: bool = False
+    """Whether the evaluation before step 1 is traced too."""
+    examples: Mapping[str, Any] = field(default_factory=dict)
+    """Values that only a run knows, by name; they overrule the script's."""
+    most_calls: int = MOST_CALLS
+    read_data: bool = True
+    """Whether prompt lengths come from the data file, if it is there and small."""
+
+
+def trace(
+    script: ModuleType, cfg: Any, settings: TraceSettings, replay: Replay | None = None
+) -> Trace:
+    """Run script.main(flow, cfg) dry. Refusal, with the line, for what cannot be planned.
+
+    Any: an object of the script's Config class.
+    """
+    examples = Examples(settings.examples)
+    files = DataFiles(cfg, read_data=settings.read_data)
+    answers = Answers(examples, _lengths(cfg), files.scan, replay or Replay())
+    transport = TraceTransport(
+        settings.nodes,
+        answers,
+        script_file=str(script.__file__),
+        most_calls=settings.most_calls,
+    )
+    flow = _TracedFlow(cfg, settings, transport, examples)
+    try:
+        script.main(flow, cfg)
+    except (SpmdflowError, KeyError) as err:
+        raise Refusal(_located(err, str(script.__file__))) from err
+    return flow.to_trace(files.notes, script)
+
+
+def _located(err: Exception, file: str) -> str:
+    lines = [f.lineno for f in traceback.extract_tb(err.__traceback__) if f.filename == file]
+    text = str(err)
+    if isinstance(err, KeyError):
+        text = (
+            f"reads {err.args[0]!r}, which only a run knows, expected an example; declare it with "
+            f"flow.assume({{{err.args[0]!r}: 0.5}}) at the top of main"
+        )
+    if not lines or text.startswith("script line"):
+        return text
+    return f"script line {lines[-1]}: {text}"
+
+
+def _lengths(cfg: Any) -> Lengths:
+    data = next((part for _, part in parts_of(cfg, DataConfig)), None)
+    rollout = next((part for _, part in parts_of(cfg, RolloutConfig)), None)
+    return Lengths(
+        prompts=data.max_prompt_tokens if data else 1,
+        responses=rollout.max_new_tokens if rollout else 1,
+    )
+
+
+class _TracedFlow(Flow):
+    """The script's view of a run that does not run; `Flow` itself does all the work."""
+
+    def __init__(
+        self, cfg: Any, settings: TraceSettings, transport: TraceTransport, examples: Examples
+    ) -> None:
+        self._trace_settings, self._transport, self._examples = settings, transport, examples
+        self._cfg = cfg
+        self._traced_steps: list[int] = []
+        self._models: dict[str, TracedModel] = {}
+        self._pairs: list[tuple[str, str]] = []
+        transfers = Transfers(transport, seconds=cfg.run.transfer_seconds)
+        limits = CallSettings(cfg.run.seed, cfg.run.call_seconds, settings.world)
+        caller = Caller(transport, transfers, limits)
+        pools = pools_of(cfg, settings.world)
+        facts = FlowSettings(
+            config=cfg,
+            world=settings.world,
+            pools=pools,
+            run_dir=Path(),
+            backend=settings.backend,
+            start_seconds=cfg.run.start_seconds,
+        )
+        self._pools = pools
+        self._edges: dict[int, dict[tuple[int, int], int]] = {}
+        super().__init__(caller, facts, _NoSaving(), _Quiet())
+
+    def assume(self, examples: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """Keep the script's examples."""
+        self._examples.add({**(examples or {}), **more})
+
+    def spawn(self, worker_class: Any, cfg: Any, **place: Any) -> Any:
+        """As `Flow.spawn`; the model is written down."""
+        group = super().spawn(worker_class, cfg, **place)
+        layout = group.target.layout
+        pool = next((n for n, p in self._pools.items() if set(layout.ranks) <= set(p.ranks)), "")
+        self._models[group.name] = TracedModel(group.name, worker_class, cfg, layout, pool)
+        return group
+
+    def connect(self, policy: Any, generator: Any) -> Any:
+        """As `Flow.connect`; the pair is written down."""
+        self._pairs.append((policy.name, generator.name))
+        return super().connect(policy, generator)
+
+    def steps(self, total: int) -> Iterator[Step]:
+        """The first steps of the run."""
+        for step in super().steps(min(total, self._trace_settings.num_steps)):
+            self._transport.begin_step(step.number)
+            self._traced_steps.append(step.number)
+            yield step
+
+    def evaluate(self, *, every: int = 1) -> None:
+        """As `Flow.evaluate`; its calls are marked."""
+        self._transport.phase = "eval"
+        super().evaluate(every=every)
+        self._transport.phase = "train"
+
+    def _before_first_step(self) -> None:
+        if self._trace_settings.with_evaluation:
+            super()._before_first_step()
+
+    def _finish(self, step: Step) -> None:
+        self._transport.is_looking = False
+        super()._finish(step)
+        self._transport.is_looking = True
+        before = self._edges.values()
+        planned = self.caller.transfers.bytes.planned
+        self._edges[step.number] = {
+            edge: size - sum(earlier.get(edge, 0) for earlier in before)
+            for edge, size in planned.items()
+        }
+
+    def to_trace(self, notes: Sequence[str], script: ModuleType) -> Trace:
+        """What was written down."""
+        settings, transport = self._trace_settings, self._transport
+        used = [f"{name} = {value}" for name, value in sorted(self._examples.used.items())]
+        guessed = [f"column {name}: float32, one a row" for name in sorted(self._examples.guessed)]
+        return Trace(
+            world=settings.world,
+            nodes=tuple(settings.nodes[rank] for rank in settings.world),
+            pools=self._pools,
+            models=self._models,
+            links=tuple(self._pairs),
+            orders=tuple(transport.orders),
+            edges=dict(self.caller.transfers.bytes.planned),
+            steps=tuple(self._traced_steps),
+            reads=tuple(reads_of(script, transport.waits, transport.orders)),
+            assumptions=(*notes, *used, *guessed),
+            edges_by_step={n: _moved(edges) for n, edges in self._edges.items()},
+        )
+
+
+def _moved(edges: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], int]:
+    return {edge: size for edge, size in edges.items() if size}
+
+
+def pools_of(cfg: Any, world: tuple[int, ...]) -> dict[str, Pool]:
+    """The placement, counted within the ranks of the world, as global ranks."""
+    placed = resolve_placement(cfg.placement, roles_of(cfg), len(world))
+    return {
+        name: Pool(pool.roles, tuple(world[i] for i in pool.ranks)) for name, pool in placed.items()
+    }
+
+
+class _Quiet(Show):
+    """Shows nothing and writes no file."""
+
+    def __init__(self) -> None:
+        pass
+
+    def samples(self, step: int, scored: Batch | None) -> None:
+        """None are fetched."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing was measured."""
+
+    def spans(self, records: Sequence[CallRecord]) -> None:  # type: ignore[override]
+        """Nothing took time."""
+
+
+class _NoSaving(Saving):
+    """No checkpoints: a dry run starts at step 1 and writes nothing."""
+
+    def __init__(self) -> None:
+        self.due = False
+
+    def resume(self, caller: Caller, groups: Groups) -> dict[str, Any] | None:
+        """There is nothing to continue from."""
+        return None
+
+    def save(self, step: int, caller: Caller, groups: Groups, state: Mapping[str, Any]) -> None:
+        """Nothing is written."""
+        self.due = False

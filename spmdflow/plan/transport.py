@@ -1,0 +1,130 @@
+"""`TraceTransport`: sends nothing, answers at once, writes every order down with its line.
+
+The Transport surface of `controller.order`. Orders submitted while another is answered follow it,
+as with sockets.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FrameType
+
+from spmdflow.controller.order import Order, Pending, Replies, too_early
+from spmdflow.plan.answers import Answers
+from spmdflow.plan.record import COMPUTE, TracedOrder
+from spmdflow.plan.refusal import Refusal
+
+MOST_CALLS = 100
+"""Calls of one step; a script that makes more is taken for one that never ends its step."""
+
+
+class TraceTransport:
+    """Orders of a script that runs on no rank."""
+
+    def __init__(
+        self, nodes: Sequence[int], answers: Answers, *, script_file: str, most_calls: int
+    ) -> None:
+        """nodes: the machine of each rank of the world."""
+        self.world_size, self._nodes = len(nodes), tuple(nodes)
+        self.stop_requested = False
+        self._answers, self._file, self._most_calls = answers, script_file, most_calls
+        self.orders: list[TracedOrder] = []
+        self.waits: list[tuple[int, str]] = []
+        """(line, what was waited for) of every look at a result from the script."""
+        self.step, self.phase = 0, "train"
+        self.is_looking = True
+        """Whether results are asked for by the script, not by the end of a step."""
+        self._num_calls = 0
+        self._queue: deque[Callable[[], None]] = deque()
+        self._is_running = False
+
+    def begin_step(self, number: int) -> None:
+        """Calls are counted anew."""
+        self.step, self._num_calls = number, 0
+
+    def submit(self, order: Order) -> Pending:
+        """Write an order down and answer it; Refusal beyond the calls of a step."""
+        line = self.line()
+        if order.lane == COMPUTE and self.step:
+            self._num_calls += 1
+            if self._num_calls > self._most_calls:
+                raise Refusal(
+                    f"script line {line}: got call {self._num_calls} ({order.label}) in step "
+                    f"{self.step}, expected the step to end within {self._most_calls} calls; a "
+                    f"loop that waits for data may never see it here: declare what it waits for "
+                    f"with flow.assume(name=value), or raise --calls"
+                )
+        traced = TracedOrder(
+            len(self.orders),
+            order.number,
+            order.lane,
+            order.label,
+            self.step,
+            self.phase,
+            line,
+            dict(order.commands),
+        )
+        self.orders.append(traced)
+        pending = _Watched(order.label, _never_done, self)
+        self.post(partial(self._answer, order, pending))
+        return pending
+
+    def node_of(self, rank: int) -> int:
+        """The machine that a rank would run on."""
+        return self._nodes[rank]
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Run function after everything submitted before."""
+        self._queue.append(function)
+        if self._is_running:
+            return
+        self._is_running = True
+        try:
+            while self._queue:
+                self._queue.popleft()()
+        finally:
+            self._is_running = False
+            self._queue.clear()
+
+    def close(self) -> None:
+        """Nothing is left to end."""
+
+    def line(self) -> int | None:
+        """The script's line that is running; None outside of it."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename == self._file:
+                return frame.f_lineno
+            frame = frame.f_back
+        return None
+
+    def _answer(self, order: Order, pending: Pending) -> None:
+        replies = self._answers.to(order.label, order.number, order.commands)
+        if order.on_done:
+            order.on_done(replies)
+        pending.resolve(replies)
+
+
+class _Watched(Pending):
+    """Replies that are there; looking at them is written down."""
+
+    def __init__(
+        self, label: str, wait: Callable[[Pending], None], transport: TraceTransport
+    ) -> None:
+        super().__init__(label, wait)
+        self._transport = transport
+
+    def result(self) -> Replies:
+        if self._transport.is_looking and self._transport.step:
+            line = self._transport.line()
+            if line is not None:
+                self._transport.waits.append((line, self.label))
+        return super().result()
+
+
+def _never_done(pending: Pending) -> None:
+    """Waiting cannot help where everything is answered at once."""
+    raise too_early(pending)
