@@ -221,6 +221,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=64, help="longest response")
     parser.add_argument("--samples", type=int, default=10, help="responses shown of the last model")
     parser.add_argument("--json", type=Path, help="also write the rows there")
+    parser.add_argument("--no-start", action="store_true", help="leave the start out")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     return parser.parse_args()
 
@@ -232,7 +233,8 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
-    folders = {"start": args.data / REFERENCE} | {path.name: path for path in args.model}
+    folders = {} if args.no_start else {"start": args.data / REFERENCE}
+    folders |= {path.name: path for path in args.model}
     folders |= exports_of(args.run) if args.run else {}
     judge = Judge(args.data, max_new_tokens=args.max_new_tokens, num_prompts=args.num_prompts)
     rows = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from dataclasses import dataclass, replace
 
 
@@ -24,13 +25,15 @@ class Entry:
     target_step: int | None = None
     at_least: bool = True
     more_metrics: tuple[str, ...] = ()
-    judge: str | None = None
-    """Script of scripts/ that judges the export of the last step, or none."""
+    yaml: str | None = None
+    """Settings file of algos/ instead of the script's own."""
+    judged: bool = False
+    """Whether stories_metrics.py judges the export of the last step."""
 
     @property
     def key(self) -> str:
         """Eight hex digits of script and settings: other settings are another run."""
-        text = "\n".join((self.script, *self.settings))
+        text = "\n".join((self.script, *([self.yaml] if self.yaml else []), *self.settings))
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
     def run_name(self, seed: int) -> str:
@@ -39,12 +42,12 @@ class Entry:
 
     def words(self, seed: int, run_dir: str) -> list[str]:
         """Arguments of `spmdflow.run`."""
-        script = f"algos/{self.script}.py"
-        return [script, *self.settings, f"run.seed={seed}", f"run.dir={run_dir}"]
+        files = [f"algos/{self.script}.py", *([f"algos/{self.yaml}.yaml"] if self.yaml else [])]
+        return [*files, *self.settings, f"run.seed={seed}", f"run.dir={run_dir}"]
 
     def command(self, seed: int) -> str:
         """The same for a reader."""
-        words = " ".join(self.words(seed, f"runs/{self.name}"))
+        words = shlex.join(self.words(seed, f"runs/{self.name}"))
         return f"python -m spmdflow.run --inproc {words}"
 
     def with_settings(self, more: tuple[str, ...]) -> Entry:

@@ -63,16 +63,21 @@ def perform(entry: Entry, seed: int, folder: Path) -> Run:
     run_words = entry.words(seed, str(run_dir))
     launcher = [sys.executable, "-m", "spmdflow.run", "--inproc"]
     wall, cpu = _process([*launcher, *run_words], run_dir)
-    judged = None
-    if entry.judge is not None:
-        out = run_dir / "judged.json"
-        judge = str(ROOT / "scripts" / f"{entry.judge}.py")
-        _process([sys.executable, judge, "--run", str(run_dir), "--json", str(out)], run_dir)
-        judged = json.loads(out.read_text())
+    judged = judge(run_dir) if entry.judged else None
     run = Run(run_dir, seed, commit, round(wall, 1), round(cpu, 1), judged)
     kept = {name: value for name, value in asdict(run).items() if name != "run_dir"}
     (run_dir / _MARK).write_text(json.dumps(kept, indent=2) + "\n")
     return run
+
+
+def judge(run_dir: Path) -> list[dict[str, Any]]:
+    """Rows of stories_metrics.py for the checkpoints of a run; needs SPMDFLOW_DATA."""
+    out = run_dir / "judged.json"
+    script = str(ROOT / "scripts" / "stories_metrics.py")
+    options = ["--no-start", "--draws", "2", "--samples", "3", "--json", str(out)]
+    _process([sys.executable, script, "--run", str(run_dir), *options], run_dir)
+    rows: list[dict[str, Any]] = json.loads(out.read_text())
+    return rows
 
 
 def _process(command: list[str], run_dir: Path) -> tuple[float, float]:

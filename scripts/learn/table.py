@@ -10,12 +10,12 @@ from scripts.learn.entry import Entry
 BUNDLED = ("total_steps=20", "eval_every=2", "save_every=10", "actor.rollout.max_batch_size=1024")
 
 
-def _bundled(name: str, script: str, *more: str, seeds: tuple[int, ...] = (0, 1, 2)) -> Entry:
-    """Two-digit sums, 20 steps; greedy exact match on 992 held-out problems."""
+def _bundled(name: str, *more: str, script: str = "", seeds: tuple[int, ...] = (0, 1, 2)) -> Entry:
+    """Two-digit sums, 20 steps of 1,024 samples; greedy exact match on 992 held-out problems."""
     return Entry(
         name,
         "bundled",
-        script,
+        script or name,
         settings=(*BUNDLED, *more),
         seeds=seeds,
         target=0.9,
@@ -24,11 +24,68 @@ def _bundled(name: str, script: str, *more: str, seeds: tuple[int, ...] = (0, 1,
 
 
 BUNDLED_ENTRIES = (
-    _bundled("ppo", "ppo"),
-    _bundled("grpo", "grpo"),
-    _bundled("remax", "remax"),
-    _bundled("rloo", "rloo"),
-    _bundled("reinforce_pp", "reinforce_pp"),
-    _bundled("dapo", "dapo"),
+    _bundled("ppo"),
+    _bundled("grpo"),
+    _bundled("rloo"),
+    _bundled("remax"),
+    _bundled("reinforce_pp"),
+    _bundled("dapo"),
+    _bundled(
+        "reinforce_pp_baseline",
+        "advantage.estimator=reinforce_pp_baseline",
+        "data.prompts_per_step=128",
+        "data.samples_per_prompt=8",
+        "advantage.kl_coef=0",
+        "actor.loss.kl_coef=0.04",
+        "actor.loss.kl_estimator=k2",
+        script="reinforce_pp",
+        seeds=(0,),
+    ),
+    _bundled(
+        "dr_grpo",
+        "advantage.estimator=dr_grpo",
+        "actor.loss.aggregation=sequence-mean-token-sum-by-budget",
+        script="grpo",
+        seeds=(0,),
+    ),
+    _bundled(
+        "gspo",
+        "actor.loss.surrogate=gspo",
+        "actor.loss.clip_ratio=3e-3",
+        "actor.loss.clip_ratio_high=4e-3",
+        script="grpo",
+        seeds=(0,),
+    ),
 )
-ENTRIES: tuple[Entry, ...] = BUNDLED_ENTRIES
+
+STORIES = ("run.keep_checkpoints=1", "run.sample_every=0", "eval_every=4", "save_every=4")
+
+
+def _stories(name: str, *more: str, steps: int = 20) -> Entry:
+    """Cheerful stories, steps of 128 samples; greedy reward on prompts.test, 200 openings."""
+    return Entry(
+        f"stories_{name}",
+        "stories",
+        name,
+        settings=(*STORIES, f"total_steps={steps}", *more),
+        seeds=(0,),
+        metric="eval/mean",
+        target=2.5,
+        more_metrics=("reward/mean", "actor/reference_kl_per_response", "actor/entropy"),
+        yaml="grpo_stories",
+        judged=True,
+    )
+
+
+ONE_SAMPLE = ("data.prompts_per_step=128", "data.samples_per_prompt=1")
+REFERENCE = ("reference.engine.micro_batch=64 rows",)
+STORIES_ENTRIES = (
+    _stories("grpo", *REFERENCE, "actor.loss.kl_coef=0.04", "advantage.kl_coef=0", steps=12),
+    _stories("rloo", *REFERENCE),
+    _stories("remax", *REFERENCE, *ONE_SAMPLE),
+    _stories("reinforce_pp", *REFERENCE, *ONE_SAMPLE),
+    # every response is cut at 64 tokens: a penalty of length would teach to end, not to cheer
+    _stories("dapo", "advantage.kl_coef=0", "overlong.weight=0"),
+)
+
+ENTRIES: tuple[Entry, ...] = (*BUNDLED_ENTRIES, *STORIES_ENTRIES)
