@@ -175,7 +175,7 @@ class TextConfig(DataConfig):
     eval_path: ClassVar[None] = None  # type: ignore[misc]
     chat_template: ClassVar[bool] = False  # type: ignore[misc]
     samples_per_prompt: ClassVar[int] = 1  # type: ignore[misc]
-    eval_prompts: ClassVar[int] = 0  # type: ignore[misc]
+    eval_prompts: ClassVar[str] = "all"  # type: ignore[misc]
 
     prompt_column: str = setting("Column that holds the text.", "text")
     max_prompt_tokens: int = setting("Longer texts are left out and counted.", 512, at_least=1)

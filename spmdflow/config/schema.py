@@ -114,7 +114,10 @@ class DataConfig:
     max_bad_rows: int = setting(
         "Unreadable rows tolerated before the run is refused.", 0, at_least=0
     )
-    eval_prompts: int = setting("Held-out prompts used for an evaluation (0: all).", 0, at_least=0)
+    eval_prompts: str = setting(
+        "Held-out prompts of an evaluation: all, the first 512, or 512 x 8 samples for pass@k.",
+        "all",
+    )
 
 
 @dataclass

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spmdflow.config.eval_prompts import eval_prompts_of
 from spmdflow.config.schema import DataConfig
 from spmdflow.controller.batch import Batch
+from spmdflow.data.row_id import Ids, held_out_ids
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.datasets.source import source_settings
 from spmdflow.datasets.stream import PromptStream as PromptOrder
@@ -24,7 +26,8 @@ logger = logging.getLogger(__name__)
 _COLUMNS = {
     "prompts": ("prompts", "prompt_text", "row"),
     "examples": ("prompts", "responses", "loss_mask"),
-    "pairs": ("prompts", "responses", "chosen_tokens"),
+    "pairs": ("prompts", "responses", "loss_mask", "chosen_tokens"),
+    "labels": ("prompts", "responses", "loss_mask", "desirable"),
 }
 """What a row is (`rows` of its settings) -> columns of the batch."""
 
@@ -55,15 +58,18 @@ class PromptStream(Iterator[Batch]):
                 "PromptStream: used before it is registered, expected "
                 "flow.keep(prompts=PromptStream(cfg.data)); register it first"
             )
-        rows = self._order.next_rows()
-        return self._batch("train", self.train_scan, rows, self._cfg.samples_per_prompt)
+        rows, repeat = self._order.next_rows(), self._cfg.samples_per_prompt
+        ids, parents = self._flow.caller.row_ids.take_groups(len(rows), repeat)
+        return self._batch("train", self.train_scan, rows, ids, parents)
 
     def eval_batch(self) -> Batch | None:
-        """Every held-out prompt once (the first eval_prompts of them); None without a file."""
-        if self._flow is None or self.eval_scan is None:
-            return None
-        rows = eval_rows(self.eval_scan, self._cfg.eval_prompts)
-        return self._batch("eval", self.eval_scan, rows, 1)
+        """Every held-out prompt once (those of data.eval_prompts); None without a file."""
+        return self._held_out(1)
+
+    def eval_samples(self) -> Batch | None:
+        """The same prompts, each as often as data.eval_prompts asks for samples; None if never."""
+        num_samples = eval_prompts_of(self._cfg.eval_prompts).num_samples
+        return self._held_out(num_samples) if num_samples else None
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor."""
@@ -79,15 +85,33 @@ class PromptStream(Iterator[Batch]):
         flow.open_source(name, source_settings(self._cfg, report))
         return report
 
-    def _batch(self, part: str, report: ScanReport, rows: list[int], repeat: int) -> Batch:
+    def _held_out(self, repeat: int) -> Batch | None:
+        if self._flow is None or self.eval_scan is None:
+            return None
+        rows = eval_rows(self.eval_scan, eval_prompts_of(self._cfg.eval_prompts).num_prompts)
+        ids, parents = held_out_ids(np.asarray(rows), repeat)
+        return self._batch("eval", self.eval_scan, rows, ids, parents)
+
+    def _batch(
+        self, part: str, report: ScanReport, rows: list[int], ids: Ids, parents: Ids
+    ) -> Batch:
+        """Rows of a file, each as often as there are ids for it."""
         assert self._flow is not None
-        caller = self._flow.caller
-        ids, parents = caller.row_ids.take_groups(len(rows), repeat)
-        return caller.source_batch(
+        repeat = len(ids) // len(rows)
+        made = self._flow.caller.source_batch(
             f"{self._name}.{part}",
             _COLUMNS[self._cfg.rows],
             np.repeat(np.asarray(rows, dtype=np.int64), repeat),
             ids,
             parents,
             np.repeat(report.tokens_of(rows), repeat),
+        )
+        if self._cfg.rows != "labels":
+            return made
+        # each row brings the answer of the one before too, with which KTO measures the KL
+        others = np.roll(np.asarray(rows, dtype=np.int64), 1)
+        lengths = report.tokens_of(others)
+        source = f"{self._name}.{part}"
+        return made | self._flow.caller.source_batch(
+            source, ("answers",), others, ids, parents, lengths
         )

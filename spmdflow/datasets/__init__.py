@@ -3,6 +3,7 @@
 | extension | a row is |
 |---|---|
 | .jsonl, .jsonl.gz | a line: one JSON object; blank lines are none |
+| .jsonl.zst | the same (needs the extra `parquet`, which unpacks it) |
 | .parquet | a row; dates and decimals become text (needs the extra `parquet`) |
 
 The column `data.prompt_column` is text or, with `data.chat_template`, text or a list of messages

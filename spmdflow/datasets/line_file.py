@@ -1,7 +1,7 @@
 """A file of rows as lines of JSON that can be read in one pass or by number.
 
-Gzip and Parquet files are unpacked once into an unnamed temporary file, never into memory. Knows
-no columns.
+Packed files (gzip, zstd, Parquet) are unpacked once into an unnamed temporary file, never into
+memory. Knows no columns.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from spmdflow.datasets.parquet import write_as_lines
+from spmdflow.datasets.parquet import unpack_zstd, write_as_lines
 from spmdflow.errors import DataError
 
 _BLOCK_BYTES = 1 << 20
 
 
 class LineFile:
-    """The lines of a .jsonl, .jsonl.gz or .parquet file; numbered from 0, blank ones included."""
+    """The lines of a JSONL file, packed or not, or of a Parquet file's rows.
+
+    Numbered from 0, blank ones included. `_FORMATS` has the extensions.
+    """
 
     def __init__(self, path: str | Path) -> None:
         """DataError if there is no such file, or its extension or packing is unknown."""
@@ -89,17 +92,21 @@ def _unzipped(path: Path) -> BinaryIO:
     return target
 
 
-def _from_parquet(path: Path) -> BinaryIO:
-    target = tempfile.TemporaryFile()
-    write_as_lines(path, target)
-    target.flush()
-    return target
+def _by_pyarrow(write: Callable[[Path, BinaryIO], None]) -> Callable[[Path], BinaryIO]:
+    def unpack(path: Path) -> BinaryIO:
+        target = tempfile.TemporaryFile()
+        write(path, target)
+        target.flush()
+        return target
+
+    return unpack
 
 
 _FORMATS: dict[str, Callable[[Path], BinaryIO]] = {
     ".jsonl": _plain,
     ".jsonl.gz": _unzipped,
-    ".parquet": _from_parquet,
+    ".jsonl.zst": _by_pyarrow(unpack_zstd),
+    ".parquet": _by_pyarrow(write_as_lines),
 }
 
 

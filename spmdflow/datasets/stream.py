@@ -89,11 +89,11 @@ class PromptStream:
         return order
 
 
-def eval_rows(report: ScanReport, num_prompts: int) -> list[int]:
-    """The first num_prompts good rows of a file of held-out prompts; 0: all of them."""
-    if num_prompts > len(report.rows):
+def eval_rows(report: ScanReport, num_prompts: int | None) -> list[int]:
+    """The first num_prompts good rows of a file of held-out prompts; None: all of them."""
+    if num_prompts is not None and num_prompts > len(report.rows):
         raise DataError(
             f"{report.path}: got {len(report.rows)} usable prompts, expected at least "
-            f"{num_prompts} (data.eval_prompts); lower it, or set it to 0 to use all"
+            f"{num_prompts} (data.eval_prompts); lower it, or write all"
         )
-    return report.rows[:num_prompts] if num_prompts else list(report.rows)
+    return report.rows[:num_prompts]

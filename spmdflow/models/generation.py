@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from spmdflow.data.row_id import is_held_out
 from spmdflow.data.rows import total_length
 from spmdflow.data.seed import seed_of
 from spmdflow.transfer.worker import CallInfo, Mean, Metric, Sum, WorkerContext
 
 
 def row_seeds(context: WorkerContext, call: CallInfo) -> list[int]:
-    """A seed for each row of a call, from (seed, step, row id), never from a rank."""
-    return [seed_of(context.seed, "generate", call.step, row) for row in call.row_ids.tolist()]
+    """A seed for each row of a call, from (seed, step, row id), never from a rank.
+
+    Held-out rows have the same seed at every step: evaluations differ by their weights only.
+    """
+    return [
+        seed_of(context.seed, "generate", 0 if is_held_out(row) else call.step, row)
+        for row in call.row_ids.tolist()
+    ]
 
 
 def rollout_metrics(prompts: Tensor, responses: Tensor) -> dict[str, Metric]:

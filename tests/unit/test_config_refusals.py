@@ -65,6 +65,9 @@ VALUES = {
     "actor.optimizer.betas=[0.9]": "actor.optimizer.betas: got [0.9], expected two numbers; set "
     "actor.optimizer.betas=[0.9,0.95]",
     "run.name=a/b": "run.name: got 'a/b', expected a plain folder name; set run.dir for a path",
+    "'data.eval_prompts=8 samples'": "data.eval_prompts: got '8 samples', expected all or a number "
+    "of prompts, and how many samples of each pass@k takes, if any; write all, 512 or "
+    "'512 x 8 samples'",
 }
 SIZES = {
     "actor.update.mini_batch_size=48": "actor.update.mini_batch_size: got 48, expected a divisor "
@@ -108,7 +111,7 @@ FILES = {
     "data.train_path=nope.jsonl": "data.train_path: no file nope.jsonl in {folder}, expected "
     "prompts; correct the path",
     "data.train_path=reward.py": "data.train_path: got reward.py, expected a name that ends in "
-    ".jsonl or .parquet; convert the file",
+    ".jsonl or .jsonl.gz or .jsonl.zst or .parquet; convert the file",
     "data.train_path=empty.jsonl": "data.train_path: got the empty file empty.jsonl, expected "
     "prompts; give another",
     "data.eval_path=null": "data.eval_path: got none with eval_every 10, expected a file of "

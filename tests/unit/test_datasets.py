@@ -82,7 +82,7 @@ def test_no_rows_give_empty_columns_of_the_same_kinds(three_rows):
     assert list(batch["prompt_text"]) == list(batch["row"]) == []
 
 
-def test_gzip_and_parquet_give_the_rows_of_the_plain_file(tmp_path):
+def test_packed_files_and_parquet_give_the_rows_of_the_plain_file(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "n": n} for n in range(3000)]
@@ -90,6 +90,8 @@ def test_gzip_and_parquet_give_the_rows_of_the_plain_file(tmp_path):
     plain.write_text("".join(json.dumps(row) + "\n" for row in rows))
     packed = tmp_path / "p.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
+    with pyarrow.output_stream(str(tmp_path / "p.jsonl.zst"), compression="zstd") as zstd:
+        zstd.write(plain.read_bytes())
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
     numbers = [2999, 0, 1024, 1023, 7]
 
@@ -102,7 +104,7 @@ def test_gzip_and_parquet_give_the_rows_of_the_plain_file(tmp_path):
         ]
 
 
-FILES = ("p.jsonl", "p.jsonl.gz", "p.parquet")
+FILES = ("p.jsonl", "p.jsonl.gz", "p.jsonl.zst", "p.parquet")
 
 
 def test_parquet_dates_become_text(tmp_path):

@@ -162,8 +162,8 @@ def test_file_of_over_long_prompts_only_is_refused(tmp_path):
 
 def test_unknown_extension_is_refused_with_the_known_ones(tmp_path):
     assert message_of(DataError, tmp_path / "p.csv", "prompt\n1\n") == (
-        "FILE: got the extension '.csv', expected one of .jsonl, .jsonl.gz, .parquet; convert "
-        "the file, or rename it if it is one of these"
+        "FILE: got the extension '.csv', expected one of .jsonl, .jsonl.gz, .jsonl.zst, .parquet; "
+        "convert the file, or rename it if it is one of these"
     )
 
 
@@ -194,6 +194,18 @@ def test_damaged_gzip_file_is_refused(tmp_path):
         "FILE: got a damaged or cut-off gzip file (Not a gzipped file (b'pl')); "
         "expected gzip; copy it again"
     )
+
+
+def test_damaged_zstd_file_is_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    whole = tmp_path / "whole.jsonl.zst"
+    with pyarrow.output_stream(str(whole), compression="zstd") as file:
+        file.write(b'{"prompt": "1"}\n' * 500)
+
+    for name, content in {"p.jsonl.zst": whole.read_bytes()[:-5], "q.jsonl.zst": b"plain"}.items():
+        message = message_of(DataError, tmp_path / name, content)
+        assert message.startswith("FILE: got a damaged or cut-off zstd file (")
+        assert message.endswith("); expected zstd; copy it again")
 
 
 def test_damaged_parquet_file_is_refused(tmp_path):

@@ -138,10 +138,10 @@ def test_evaluation_takes_the_first_rows_or_all_and_refuses_more_than_there_are(
     report = report_of([2, 3, 5, 7])
 
     assert eval_rows(report, 2) == [2, 3]
-    assert eval_rows(report, 0) == [2, 3, 5, 7]
+    assert eval_rows(report, None) == [2, 3, 5, 7]
     with pytest.raises(DataError) as caught:
         eval_rows(report, 5)
     assert str(caught.value) == (
         "p.jsonl: got 4 usable prompts, expected at least 5 (data.eval_prompts); "
-        "lower it, or set it to 0 to use all"
+        "lower it, or write all"
     )
