@@ -4,9 +4,12 @@
     RUN_DIR/checkpoints/step-N        sealed: never changed again, removed only as a whole
         manifest.json                 step, meta, each file's size and sha256, its own sha256
         <group>/rank-K.safetensors    what a rank wrote (`write_tensors`): tensors + JSON metadata
+        <group>/hugging_face          a trained model as other programs read it
     RUN_DIR/checkpoints/latest        name of the folder that a resumed run loads
+    RUN_DIR/export/<group>            link to the hugging_face folder of the newest checkpoint
 
-Order of sealing: files synced and hashed -> manifest -> rename -> `latest` -> old ones removed.
+Order of sealing: files synced and hashed -> manifest -> rename -> `latest` -> links of export ->
+old ones removed.
 A kill between any two of these leaves the old or the new checkpoint loadable. `run_dir` holds
 the rules of RUN_DIR itself: who may start, who continues, which settings.
 """

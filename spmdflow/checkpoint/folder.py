@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdflow.checkpoint.disk import disk_errors, sync, write_atomically
+from spmdflow.checkpoint.export import link_exports
 from spmdflow.checkpoint.manifest import (
     CheckpointInfo,
     check_sizes,
@@ -92,6 +93,7 @@ class Checkpoints:
         except CheckpointError:
             shutil.rmtree(unsealed, ignore_errors=True)
             raise
+        link_exports(self.folder.parent, sealed)
         self._remove_old(sealed.name)
         return read_manifest(sealed)
 
