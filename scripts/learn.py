@@ -9,7 +9,9 @@ process of its own (`python -m spmdflow.run --inproc`, one thread), --jobs at a 
 is not repeated as long as its settings are the same, and the commit it ran at is shown; one that
 was interrupted continues from its last checkpoint. After each entry docs/learning/ gets its JSON
 file (points of every seed, commit, seeds, settings, hardware, seconds) and the picture and text of
-its group. Exit code 1 if a run failed; a missed target is no failure but is said.
+its group. Real input needs SPMDFLOW_DATA (see scripts/prepare_stories.py).
+
+Exit code 1 if a run failed; a missed target is no failure but is said.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ def main() -> None:
     if options.list:
         print(listing(chosen, options.runs))
         return
+    if any(entry.needs_pairs for entry in chosen):
+        runs.prepare(options.runs)
     failures = run_all(chosen, options.runs, options.docs, jobs=options.jobs)
     names = {entry.name for entry in chosen}
     done = [made for made in curves.read_all(options.docs) if made["name"] in names]

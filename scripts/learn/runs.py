@@ -60,7 +60,7 @@ def perform(entry: Entry, seed: int, folder: Path) -> Run:
     run_dir = folder / entry.run_name(seed)
     folder.mkdir(parents=True, exist_ok=True)
     commit = commit_of_code()
-    run_words = entry.words(seed, str(run_dir))
+    run_words = entry.words(seed, str(run_dir), str(folder / "data"))
     launcher = [sys.executable, "-m", "spmdflow.run", "--inproc"]
     wall, cpu = _process([*launcher, *run_words], run_dir)
     judged = judge(run_dir) if entry.judged else None
@@ -68,6 +68,22 @@ def perform(entry: Entry, seed: int, folder: Path) -> Run:
     kept = {name: value for name, value in asdict(run).items() if name != "run_dir"}
     (run_dir / _MARK).write_text(json.dumps(kept, indent=2) + "\n")
     return run
+
+
+def prepare(folder: Path) -> None:
+    """Make the short stories and pairs once; needs SPMDFLOW_DATA."""
+    out = folder / "data"
+    if (out / "pairs.test.jsonl").is_file():
+        return
+    if "SPMDFLOW_DATA" not in os.environ:
+        raise SystemExit(
+            "learn: SPMDFLOW_DATA is not set, expected the folder of real input; set it"
+        )
+    script = str(ROOT / "scripts" / "make_story_pairs.py")
+    folder.mkdir(parents=True, exist_ok=True)
+    _process(
+        [sys.executable, script, "--data", os.environ["SPMDFLOW_DATA"], "--out", str(out)], out
+    )
 
 
 def judge(run_dir: Path) -> list[dict[str, Any]]:
