@@ -1,0 +1,109 @@
+"""What several samples of each prompt say about a policy: pass@k, majority@k, with intervals.
+
+Pure functions of plain numbers. A prompt has n samples; each is right or wrong (1 or 0) and has
+an answer. Estimates are means over prompts, their intervals come from resampling prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import comb
+from typing import NamedTuple
+
+import numpy as np
+
+NUM_RESAMPLES = 1000
+COVERAGE = 0.95
+
+
+class Estimate(NamedTuple):
+    """A mean over prompts and the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Probability that k of a prompt's n samples, drawn without replacement, hold a right one.
+
+    pass@k = 1 - C(n - c, k) / C(n, k), unbiased for k fresh samples (Chen et al. 2021, eq. 1).
+    0 <= num_right <= num_samples, 1 <= k <= num_samples.
+    """
+    assert 0 <= num_right <= num_samples and 1 <= k <= num_samples, (num_samples, num_right, k)
+    return 1 - comb(num_samples - num_right, k) / comb(num_samples, k)
+
+
+def ks_of(num_samples: int) -> list[int]:
+    """The k that are reported for n samples: powers of two up to n, and n itself."""
+    powers = [1 << place for place in range(num_samples.bit_length())]
+    return sorted({k for k in powers if k <= num_samples} | {num_samples})
+
+
+def majority(answers: Sequence[str | None], right: Sequence[float]) -> float:
+    """How right the answer is that most of a prompt's samples give (Wang et al. 2023).
+
+    answers (n,): None gives no vote. right (n,): 1 or 0. Of answers that are equally common one is
+    drawn at random: the result is the expectation, the mean over them. Without any vote: 0.
+    """
+    votes: dict[str, list[float]] = {}
+    for answer, value in zip(answers, right, strict=True):
+        if answer is not None:
+            votes.setdefault(answer, []).append(value)
+    most = max(map(len, votes.values()), default=0)
+    winners = [sum(values) / most for values in votes.values() if len(values) == most]
+    return sum(winners) / len(winners) if winners else 0.0
+
+
+def normal_answer(text: str) -> str:
+    """The answer of a sample whose reward function names none: its text, spaces made single."""
+    return " ".join(text.split())
+
+
+def per_prompt(
+    answers: Sequence[Sequence[str | None]], right: Sequence[Sequence[float]]
+) -> dict[str, list[float]]:
+    """pass@k for each k of `ks_of` and maj@n, one number for each of P prompts.
+
+    answers, right: P lists of n samples each, n the same for all and at least 1.
+    """
+    num_samples = len(right[0])
+    counts = [sum(value >= 0.5 for value in row) for row in right]
+    found = {
+        f"pass@{k}": [pass_at_k(num_samples, count, k) for count in counts]
+        for k in ks_of(num_samples)
+    }
+    votes = [majority(names, row) for names, row in zip(answers, right, strict=True)]
+    return found | {f"maj@{num_samples}": votes}
+
+
+def estimates(numbers: Mapping[str, Sequence[float]], *, seed: int) -> dict[str, Estimate]:
+    """Mean and percentile bootstrap interval of each name's numbers, one for each prompt.
+
+    Interval: from the 2.5th to the 97.5th percentile of the means of `NUM_RESAMPLES` resamples of
+    the P prompts (Efron 1979). All names share the resamples; the same seed gives the same ones.
+    All names have as many numbers, at least 1.
+    """
+    table = np.array([numbers[name] for name in numbers], dtype=np.float64)  # (names, P)
+    num_prompts = table.shape[1]
+    noise = np.random.Generator(np.random.PCG64(seed))
+    drawn = [
+        table[:, noise.integers(num_prompts, size=num_prompts)].mean(1)
+        for _ in range(NUM_RESAMPLES)
+    ]
+    ends = [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2]
+    lows, highs = np.quantile(np.array(drawn), ends, axis=0)
+    return {
+        name: Estimate(float(mean), float(low), float(high))
+        for name, mean, low, high in zip(numbers, table.mean(1), lows, highs, strict=True)
+    }
+
+
+def as_metrics(found: Mapping[str, Estimate], prefix: str) -> dict[str, float]:
+    """prefix/name, prefix/name_low and prefix/name_high of each estimate."""
+    metrics: dict[str, float] = {}
+    for name, estimate in found.items():
+        metrics[f"{prefix}/{name}"] = estimate.value
+        metrics[f"{prefix}/{name}_low"] = estimate.low
+        metrics[f"{prefix}/{name}_high"] = estimate.high
+    return metrics
