@@ -35,7 +35,8 @@ from spmdflow.config.parallel import (
     training_sizes,
 )
 from spmdflow.config.placement import resolve_placement, roles_of
-from spmdflow.config.reward_source import check_reward_function
+from spmdflow.config.reward_source import check_rewards
+from spmdflow.config.reward_terms import reward_terms
 from spmdflow.config.schema import (
     AdvantageConfig,
     DataConfig,
@@ -195,14 +196,8 @@ def _check_kl(cfg: Any, roles: tuple[str, ...]) -> None:
 
 def _check_reward(cfg: Any) -> None:
     for key, reward in parts_of(cfg, RewardConfig):
-        if (reward.model is None) == (reward.function is None):
-            got = "neither" if reward.model is None else "both"
-            raise ConfigError(
-                f"{key}: got {got} of model and function, expected exactly one; set "
-                f"{key}.model.path=FOLDER or {key}.function=file.py:name (the other to null)"
-            )
-        if reward.function is not None:
-            check_reward_function(f"{key}.function", reward.function)
+        terms = reward_terms(f"{key}.function", reward.function)
+        check_rewards(key, terms, has_model=reward.model is not None)
 
 
 def _check_data(cfg: Any) -> None:

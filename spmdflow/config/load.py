@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from spmdflow.config.describe import to_yaml
 from spmdflow.config.leaf import Leaf, defaults, leaves, parts, type_name
+from spmdflow.config.reward_terms import with_located_files
 from spmdflow.config.schema import REQUIRED, PPOConfig
 from spmdflow.errors import ConfigError
 
@@ -130,7 +131,9 @@ def _locate_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Paths that are not in the current directory but in the YAML's become the latter."""
     located = {}
     for name, value in tree.items():
-        if isinstance(value, dict):
+        if name == "function":
+            value = with_located_files(value, lambda file: _locate(file, folder))
+        elif isinstance(value, dict):
             value = _locate_paths(value, folder)
         elif isinstance(value, str) and (name == "path" or str(name).endswith("_path")):
             value = _locate(value, folder)

@@ -5,15 +5,45 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+from collections.abc import Collection
 from pathlib import Path
 
+from spmdflow.config.reward_terms import RewardTerm
 from spmdflow.errors import ConfigError
 
 _PARAMETERS = ("prompt", "response", "row")
+_NEEDS = {"spmdflow.rewards.math": ("math_verify", "math")}
+"""Module -> the library it needs, and the extra that brings it."""
 
 
-def check_reward_function(key: str, reference: str) -> None:
-    """The file exists, parses, defines the name at top level and takes three arguments."""
+def check_rewards(key: str, terms: tuple[RewardTerm, ...], *, has_model: bool) -> None:
+    """Each function can be called; the model's score is a term exactly if there is both."""
+    if not terms and not has_model:
+        raise ConfigError(
+            f"{key}: got neither model nor function, expected one of them or both; set "
+            f"{key}.model.path=FOLDER or {key}.function=file.py:name"
+        )
+    of_model = [term for term in terms if term.is_model]
+    if len(of_model) > 1 or (of_model and not has_model):
+        got = "more than one term model" if has_model else "the term model without a reward model"
+        raise ConfigError(
+            f"{key}.function: got {got}, expected one for {key}.model; set {key}.model.path=FOLDER "
+            f"or take a term away"
+        )
+    if terms and has_model and not of_model:
+        raise ConfigError(
+            f"{key}: got a model beside functions without a weight for its score, expected the "
+            f"term model; write {key}.function={{judge: 1.0 * model, rule: file.py:name}} or set "
+            f"one of the two to null"
+        )
+    for term in terms:
+        if not term.is_model:
+            check_reward_function(f"{key}.function" + (term.name and f".{term.name}"), term)
+
+
+def check_reward_function(key: str, term: RewardTerm) -> None:
+    """The file exists, parses, defines the name at top level and takes these arguments."""
+    reference = term.function
     source, colon, name = reference.rpartition(":")
     if not colon or not source or not name.isidentifier():
         raise ConfigError(
@@ -34,7 +64,8 @@ def check_reward_function(key: str, reference: str) -> None:
         near = difflib.get_close_matches(name, found, 1)
         hint = f"did you mean {near[0]}?" if near else "define it there"
         raise ConfigError(f"{key}: no {name} in {file}, expected a function at top level; {hint}")
-    _check_parameters(key, file, found[name])
+    _check_parameters(key, file, found[name], [name for name, _ in term.arguments])
+    _check_library(key, source)
 
 
 def _module_file(key: str, module: str) -> Path:
@@ -66,7 +97,7 @@ def _top_level_names(tree: ast.Module) -> dict[str, ast.stmt]:
     return found
 
 
-def _check_parameters(key: str, file: Path, statement: ast.stmt) -> None:
+def _check_parameters(key: str, file: Path, statement: ast.stmt, given: Collection[str]) -> None:
     """Only of a plain function; what is imported or assigned shows itself when it is called."""
     if not isinstance(statement, ast.FunctionDef):
         return
@@ -78,4 +109,26 @@ def _check_parameters(key: str, file: Path, statement: ast.stmt) -> None:
         raise ConfigError(
             f"{key}: got {statement.name}({', '.join(positional)}) in {file}, expected "
             f"{statement.name}({', '.join(_PARAMETERS)}); change its parameters"
+        )
+    defaults = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    required = [argument.arg for argument, default in defaults if default is None]
+    known = positional[len(_PARAMETERS) :] + [argument.arg for argument in arguments.kwonlyargs]
+    unknown = [] if arguments.kwarg else [name for name in given if name not in known]
+    missing = [name for name in required if name not in given]
+    if unknown or missing:
+        takes = f"one or more of {', '.join(known)}" if known else "no arguments"
+        takes += f" ({', '.join(required)} always)" if required else ""
+        raise ConfigError(
+            f"{key}: got the arguments ({', '.join(given)}), but {statement.name} in {file} takes "
+            f"{takes}, expected these; write {statement.name}"
+            + (f"({known[0]}=...)" if known else "")
+        )
+
+
+def _check_library(key: str, source: str) -> None:
+    library, extra = _NEEDS.get(source, ("", ""))
+    if library and importlib.util.find_spec(library) is None:
+        raise ConfigError(
+            f"{key}: got {source}, but {library} is not installed, expected it; "
+            f"pip install 'spmdflow[{extra}]' or choose another function"
         )

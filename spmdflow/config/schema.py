@@ -331,19 +331,22 @@ class ReferenceConfig:
 
 @dataclass
 class RewardConfig:
-    """Scores: a model, or a user's function in worker processes."""
+    """Scores: a model, functions in worker processes, or a weighted sum of both."""
 
     model: ModelConfig | None = setting(
         "A sequence-classification model with one label; or use function.", None
     )
     engine: FrozenEngineConfig = part(FrozenEngineConfig)
-    function: str | None = setting(
-        "file.py:name or module:name of fn(prompt, response, row).", None
+    # Any: a name, or a map of terms; config/reward_terms.py reads it
+    function: Any = setting(
+        "file.py:name or module:name of fn(prompt, response, row), or a map name -> weight * "
+        "function; model is the model's score.",
+        None,
     )
-    num_processes: int = setting("Worker processes for the function, on each rank.", 1, at_least=1)
-    sample_seconds: float = setting("Limit for one sample.", 10.0, above=0)
+    num_processes: int = setting("Worker processes for functions, on each rank.", 1, at_least=1)
+    sample_seconds: float = setting("Limit for one function on one sample.", 10.0, above=0)
     on_error: str = setting(
-        "raise: end the run; zero: score 0, count and log the sample.",
+        "raise: end the run; zero: that function's score is 0, counted and logged.",
         "raise",
         one_of=("raise", "zero"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from spmdflow.tracking.tracker import Tracker
 logger = logging.getLogger(__name__)
 
 _NUM_SAMPLES = 4
-_SAMPLE_COLUMNS = ("prompt_text", "response_text", "scores")
+_SAMPLE_COLUMNS = ("prompt_text", "response_text", "scores", "score_terms")
 
 
 class Show:
@@ -34,11 +35,11 @@ class Show:
         """Fetch, print and write the first scored rows of a step that shows samples."""
         if scored is None or not self._table.is_due(step):
             return
-        values = scored[:_NUM_SAMPLES].fetch_for("samples", *_SAMPLE_COLUMNS)
-        prompts, responses, scores = (values[name] for name in _SAMPLE_COLUMNS)
+        names = [name for name in _SAMPLE_COLUMNS if name in scored.columns]
+        values = scored[:_NUM_SAMPLES].fetch_for("samples", *names)
         samples = [
-            Sample(str(prompt), str(response), float(score))
-            for prompt, response, score in zip(prompts, responses, scores, strict=True)
+            Sample(str(prompt), str(response), float(score), *map(json.loads, terms))
+            for prompt, response, score, *terms in zip(*map(values.get, names), strict=True)
         ]
         self._tracker.write_samples(step, samples)
         self._table.show(step, samples)

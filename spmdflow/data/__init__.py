@@ -20,6 +20,7 @@ last reference to them is gone.
 | scores | dense float32 (B,) | one score per response |
 | baseline_scores | dense float32 (B,) | the score of the greedy response (ReMax) |
 | response_text | text | the decoded response |
+| score_terms | text | what the score is made of, as JSON |
 
 `input_ids`, `attention_mask` and `position_ids` exist only inside an engine, padded, for one
 micro-batch (prompt and response joined).

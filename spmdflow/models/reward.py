@@ -1,46 +1,59 @@
-"""The reward: a score for each response, from a model or a user's function (paper Table 4)."""
+"""The reward: a score for each response, from a model, from functions, or from both weighted
+(paper Table 4)."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
+from spmdflow.config.reward_terms import MODEL, RewardTerm, reward_terms
 from spmdflow.config.schema import RewardConfig
 from spmdflow.data.ragged import lengths_of, ragged, rows_of
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.models.base import EngineWorker
 from spmdflow.parallel.layout import Layout
 from spmdflow.rewards.pool import RewardPool
+from spmdflow.rewards.weighted import Result, weighted
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import Mean, Metric, Sum, Worker, WorkerContext
 from spmdflow.workers.micro_batch import MicroBatch
 
 READS = ("prompts", "responses", "prompt_text", "row")
-_WRITES = ("scores", "token_level_rewards", "response_text")
+_WRITES = ("scores", "token_level_rewards", "response_text", "score_terms")
 
 
 class RewardWorker(Worker):
-    """Scores responses with `cfg.model` or with `cfg.function`; the settings say which."""
+    """Scores responses with `cfg.model`, `cfg.function` or a sum of both; the settings say which.
+
+    A function's `row` has the fields of the data row and `response_tokens`, their number.
+    """
 
     role = "reward"
 
     @classmethod
     def layout_of(cls, cfg: RewardConfig, ranks: tuple[int, ...]) -> Layout:
-        """That of the reward model; a function is data-parallel."""
+        """That of the reward model; functions alone are data-parallel."""
         return _ModelScorer.layout_of(cfg, ranks) if cfg.model else Layout.data_parallel(ranks)
 
     @classmethod
     def needed_groups(cls, cfg: RewardConfig, layout: Layout) -> list[tuple[int, ...]]:
-        """Those of the reward model; a function needs none but the pool's."""
+        """Those of the reward model; functions alone need none but the pool's."""
         return _ModelScorer.needed_groups(cfg, layout) if cfg.model else [layout.ranks]
 
     def __init__(self, cfg: RewardConfig, context: WorkerContext) -> None:
         super().__init__(cfg, context)
         self._tokenizer = load_tokenizer(context.config.data.tokenizer_path)
-        self._scorer = _ModelScorer(cfg, context) if cfg.model else _FunctionScorer(cfg)
+        terms = reward_terms(f"{self.role}.function", cfg.function) or (RewardTerm("", MODEL),)
+        self._model_terms = [term for term in terms if term.is_model]
+        self._model = _ModelScorer(cfg, context) if cfg.model else None
+        has_functions = len(self._model_terms) < len(terms)
+        self._functions = _FunctionScorer(cfg, context) if has_functions else None
 
     @register(
         transfer_mode="3D_PROTO",
@@ -48,29 +61,49 @@ class RewardWorker(Worker):
         writes=_WRITES,
     )
     def compute_reward(self, batch: TensorDict, *, prefix: str = "reward") -> TensorDict | None:
-        """scores (B,); token_level_rewards: the score at the last response token.
+        """scores (B,) float32; token_level_rewards: the score at the last response token.
 
-        prefix: of the metrics, for rows that are not those of the training batch.
+        score_terms: what the score is made of, as JSON. prefix: of the metrics, for rows that are
+        not those of the training batch.
         """
         texts = [
             self._tokenizer.decode(row.tolist(), skip_special_tokens=True)
             for row in rows_of(batch["responses"])
         ]
-        self._scorer.call = self.call
-        scored = self._scorer.scores(batch, texts)
-        if scored is None:
+        results = self._results(batch, texts)
+        if results is None:
             return None
-        scores, metrics = scored
-        metrics = {"mean": Mean(float(scores.sum()), len(scores))} | metrics
+        scores = torch.tensor([result["score"] for result in results], dtype=torch.float32)
+        metrics = {"mean": Mean(float(scores.sum()), len(scores))} | _means(results)
         self.report({f"{prefix}/{name}": metric for name, metric in metrics.items()})
         columns = {"scores": scores, "token_level_rewards": _at_last_token(scores, batch)}
         made = TensorDict(columns, batch_size=batch.batch_size)
         made.set_non_tensor("response_text", texts)
+        made.set_non_tensor("score_terms", [_without_score(result) for result in results])
         return made
 
     def close(self) -> None:
-        """End the worker processes of a reward function."""
-        self._scorer.close()
+        """End the worker processes of reward functions."""
+        if self._functions is not None:
+            self._functions.close()
+
+    def _results(self, batch: TensorDict, texts: list[str]) -> list[Result] | None:
+        """For each row {"score": the sum of all terms, ...}; None before the last stage."""
+        scores: Sequence[float] = ()
+        if self._model is not None:
+            self._model.call = self.call
+            found = self._model.scores(batch)
+            if found is None:
+                return None
+            scores = found.tolist()
+        by_model = [weighted(self._model_terms, [{"score": score}]) for score in scores]
+        if self._functions is None:
+            return by_model
+        results = self._functions.results(batch, texts, self.call.row_ids.tolist())
+        for result, judged in zip(results, by_model):
+            score = result["score"] + judged["score"]
+            result |= judged | {"score": score}
+        return results
 
 
 class _ModelScorer(EngineWorker):
@@ -81,39 +114,56 @@ class _ModelScorer(EngineWorker):
     def __init__(self, cfg: RewardConfig, context: WorkerContext) -> None:
         super().__init__(cfg, context, head="scalar")
 
-    def scores(
-        self, batch: TensorDict, texts: list[str]
-    ) -> tuple[Tensor, dict[str, Metric]] | None:
+    def scores(self, batch: TensorDict) -> Tensor | None:
         """(B,) scores; None before the last pipeline stage."""
         made = self.score(batch.select("prompts", "responses"), _last)
-        return None if made is None else (made["scores"].float().cpu(), {})
+        return None if made is None else made["scores"].float().cpu()
 
 
 class _FunctionScorer:
-    """A user's function in worker processes, with a limit for each sample."""
+    """Functions in worker processes of the first tensor-parallel rank, for all ranks of its tp
+    group: a function that takes too long on one of them must not score twice."""
 
-    def __init__(self, cfg: RewardConfig) -> None:
-        self._pool = RewardPool.from_config(cfg)
-        self.call: object = None
+    def __init__(self, cfg: RewardConfig, context: WorkerContext) -> None:
+        self._context = context
+        self._peers = context.layout.axis_group(context.rank, "tp")
+        place = context.layout.coordinate(context.rank)
+        runs = place.tp == 0 and place.pp == context.layout.pp_size - 1
+        self._pool = RewardPool.from_config(cfg) if runs else None
 
-    def scores(self, batch: TensorDict, texts: list[str]) -> tuple[Tensor, dict[str, Metric]]:
-        rows = [json.loads(row) for row in batch["row"]]
-        results = self._pool.score(list(batch["prompt_text"]), texts, rows)
-        scores = torch.tensor([result["score"] for result in results], dtype=torch.float32)
-        return scores, _means(results)
+    def results(self, batch: TensorDict, texts: list[str], row_ids: list[int]) -> list[Result]:
+        """For each row {"score": weighted sum, ...}; the same floats on every rank of the group."""
+        found: list[Any] = [None]
+        if self._pool is not None:
+            lengths = lengths_of(batch["responses"]).tolist()
+            rows = [
+                json.loads(row) | {"response_tokens": length}
+                for row, length in zip(batch["row"], lengths, strict=True)
+            ]
+            found = [self._pool.score(list(batch["prompt_text"]), texts, rows, row_ids=row_ids)]
+        if len(self._peers) > 1:
+            group, device = self._context.groups.get(self._peers), self._context.device
+            dist.broadcast_object_list(found, self._peers[0], group=group, device=device)
+        results: list[Result] = found[0]
+        return results
 
     def close(self) -> None:
-        self._pool.close()
+        if self._pool is not None:
+            self._pool.close()
 
 
-def _means(results: list[dict[str, float]]) -> dict[str, Metric]:
-    """Means of the further numbers that the function returned; errors are counted."""
+def _means(results: list[Result]) -> dict[str, Metric]:
+    """Means of each term and of further numbers that functions returned; errors are counted."""
     names = sorted({name for result in results for name in result} - {"score"})
     metrics: dict[str, Metric] = {}
     for name in names:
         values = [result[name] for result in results if name in result]
         metrics[name] = Sum(sum(values)) if name == "errors" else Mean(sum(values), len(values))
     return metrics
+
+
+def _without_score(result: Result) -> str:
+    return json.dumps({name: value for name, value in result.items() if name != "score"})
 
 
 def _last(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:

@@ -65,6 +65,7 @@ KNOWN: dict[str, ColumnForm] = {
     "prompt_text": _text(PROMPTS),
     "row": _text(PROMPTS),
     "response_text": _text(RESPONSES),
+    "score_terms": _text(PROMPTS),
     **{name: _ragged("float32", RESPONSES) for name in _PER_TOKEN},
     **{name: _dense("float32") for name in _PER_ROW},
 }

@@ -1,47 +1,56 @@
-"""The worker process's end: read chunks of samples, call the function, answer each sample.
+"""The worker process's end: read chunks of samples, call the functions, answer each call.
 
-Messages are lines of JSON. In: {"function": name}, then chunks [[prompt, response, row], ...].
-Out: {"ready": true}, {"refused": text} or {"broken": text}; then per sample {"scores": {...}} or
-{"failed": text}. Imports the user's module and little else: no torch.
+Messages are lines of JSON. In: {"functions": [[name, arguments], ...]}, then chunks
+[[[function numbers], prompt, response, row], ...]. Out: {"ready": [file:line, ...]},
+{"refused": text} or {"broken": [name, text]}; then for each function of each sample
+{"scores": {...}} or {"failed": text}. Imports the user's modules and little else: no torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import faulthandler
 import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 from spmdflow.errors import ConfigError
 from spmdflow.rewards.answer import BadAnswer, scores_of
-from spmdflow.rewards.load import RewardFunction, load_function
+from spmdflow.rewards.load import RewardFunction, load_function, place_of
 
 _TRACEBACK_LETTERS = 4000
+_MEMORY_SHARE = 0.5  # of the machine's: beyond it a function gets a MemoryError
 _OUR_MODULES = (__name__, "spmdflow.rewards.load", "importlib")
 
 
-def main(socket_fd: int, lifeline_fd: int) -> None:
+def main(socket_fd: int, lifeline_fd: int, stack_fd: int) -> None:
     """Serve until the pool's end of the socket is closed."""
     _set_up_signals()
     _die_with(lifeline_fd)
+    _show_stacks(stack_fd)
+    _limit_memory()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # whole lines, at once
     os.set_inheritable(socket_fd, False)
     channel = socket.socket(fileno=socket_fd)
     lines = channel.makefile("rb")
-    function = _load(json.loads(lines.readline())["function"], channel)
-    if function is None:
+    functions = _load(json.loads(lines.readline())["functions"], channel)
+    if functions is None:
         return
     for line in lines:
-        for sample in json.loads(line):
-            _send(channel, _answer(function, sample))
+        for numbers, *sample in json.loads(line):
+            for number in numbers:
+                _send(channel, _answer(functions[number], sample))
 
 
 def _set_up_signals() -> None:
@@ -76,28 +85,57 @@ def _die_with(lifeline_fd: int) -> None:
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
 
     def watch() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # it asks for main's stack
         os.read(lifeline_fd, 1)  # nothing is ever written: returns at the end of the pipe
         os.killpg(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
-def _load(name: str, channel: socket.socket) -> RewardFunction | None:
-    source = name.rpartition(":")[0]
-    if source.endswith(".py"):
-        sys.path.insert(0, str(Path(source).resolve().parent))  # as if the file were a script
-    function, error = _attempt(load_function, name)
-    if isinstance(error, ConfigError):
-        _send(channel, {"refused": str(error)})
-    elif error is not None:
-        _send(channel, {"broken": _describe(error)})
-    else:
-        _send(channel, {"ready": True})
-    return function
+def _show_stacks(stack_fd: int) -> None:
+    """Write the stack of the main thread to the pool on SIGUSR1 and on a crash.
+
+    C code does it at once, so it also shows a function that never gives up the GIL.
+    """
+    os.set_inheritable(stack_fd, False)
+    faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=False)
+    faulthandler.enable(file=stack_fd, all_threads=False)
 
 
-def _answer(function: RewardFunction, sample: tuple[str, str, dict[str, Any]]) -> dict[str, Any]:
-    value, error = _attempt(function, *sample)
+def _limit_memory() -> None:
+    """A hog gets a MemoryError; before that, the kernel picks this process and not the rank."""
+    limit = int(_MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [each for each in (limit, soft, hard) if each != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    with contextlib.suppress(OSError):  # a /proc that may not be written
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _load(
+    wanted: list[tuple[str, dict[str, Any]]], channel: socket.socket
+) -> list[RewardFunction] | None:
+    functions = []
+    for name, arguments in wanted:
+        source = name.rpartition(":")[0]
+        if source.endswith(".py"):
+            sys.path.insert(0, str(Path(source).resolve().parent))  # as if it were a script
+        function, error = _attempt(load_function, name, arguments)
+        if error is not None:
+            refused = isinstance(error, ConfigError)
+            answer = {"refused": str(error)} if refused else {"broken": [name, _describe(error)]}
+            _send(channel, answer)
+            return None
+        functions.append(function)
+    _send(channel, {"ready": [place_of(function) for function in functions]})
+    return functions
+
+
+def _answer(function: RewardFunction, sample: Sequence[Any]) -> dict[str, Any]:
+    prompt, response, row = sample
+    value, error = _attempt(
+        function, prompt, response, copy.deepcopy(row)
+    )  # the next sees it whole
     if error is not None:
         return {"failed": "raised " + _describe(error)}
     try:

@@ -9,7 +9,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,10 +21,11 @@ RewardFunction = Callable[[str, str, dict[str, Any]], Any]
 _FORM = '"path/file.py:name" or "module:name"'
 
 
-def load_function(name: str) -> RewardFunction:
-    """The function of that name; ConfigError if it is missing or cannot be called with three.
+def load_function(name: str, arguments: Mapping[str, Any] | None = None) -> RewardFunction:
+    """The function of that name, with its keyword arguments bound.
 
-    What the user's module itself raises while it is imported passes through.
+    ConfigError if it is missing or cannot be called with three and these. What the user's module
+    itself raises while it is imported passes through.
     """
     source, colon, attribute = name.rpartition(":")
     if not (source and colon and attribute):
@@ -33,8 +35,16 @@ def load_function(name: str) -> RewardFunction:
         )
     module = _from_file(name, Path(source)) if source.endswith(".py") else _module(name, source)
     function = _attribute(name, module, attribute)
-    _check_call(name, function)
-    return function
+    _check_call(name, function, arguments or {})
+    return partial(function, **arguments) if arguments else function
+
+
+def place_of(function: RewardFunction) -> str:
+    """file:line where a function is defined; "" for what Python did not compile."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
 
 def _from_file(name: str, path: Path) -> ModuleType:
@@ -44,6 +54,9 @@ def _from_file(name: str, path: Path) -> ModuleType:
             f"expected {_FORM}; correct the path"
         )
     module_name = f"spmdflow_reward_{path.stem}"
+    known = sys.modules.get(module_name)
+    if known is not None and known.__file__ == str(path.resolve()):
+        return known  # another function of the same file
     spec = importlib.util.spec_from_file_location(module_name, path.resolve())
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
@@ -82,7 +95,7 @@ def _attribute(name: str, module: ModuleType, attribute: str) -> Any:
     )
 
 
-def _check_call(name: str, function: Callable[..., Any]) -> None:
+def _check_call(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     expected = "expected fn(prompt, response, row) -> float | dict"
     if inspect.iscoroutinefunction(function):
         raise ConfigError(
@@ -94,9 +107,9 @@ def _check_call(name: str, function: Callable[..., Any]) -> None:
     except ValueError:  # a builtin without a signature: its first call will tell
         return
     try:
-        signature.bind("", "", {})
+        signature.bind("", "", {}, **arguments)
     except TypeError as err:
         raise ConfigError(
             f"reward.function: got {name!r} with the parameters {signature}; {expected}; "
-            f"give it these three ({err})"
+            f"give it these{' and its arguments' if arguments else ' three'} ({err})"
         ) from err

@@ -1,11 +1,13 @@
-"""A pool of worker processes that run one reward function on many samples.
+"""A pool of worker processes that run one reward function, or several, on many samples.
 
-The order of samples is kept. A sample that raises, returns nonsense, takes too long or takes its
-process down is named with its cause; a lost process is replaced and the rest goes on.
+The order of samples is kept; each process has all functions. A sample on which a function raises,
+returns nonsense, takes too long or takes its process down is named with its cause, its text and
+the place in the function; a lost process is replaced and the rest goes on.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import select
 from collections.abc import Sequence
@@ -13,9 +15,11 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+from spmdflow.config.reward_terms import RewardTerm, reward_terms
 from spmdflow.config.schema import RewardConfig
 from spmdflow.errors import ConfigError, RewardError
 from spmdflow.rewards.process import RewardProcess
+from spmdflow.rewards.weighted import Result, weighted
 from spmdflow.rewards.work import Work
 
 logger = logging.getLogger(__name__)
@@ -28,13 +32,14 @@ _EXCERPT_LETTERS = 200
 class RewardPool:
     """Worker processes of one rank; started at construction, gone at `close` or with the rank.
 
-    ConfigError if the function cannot be found; RewardError if its module cannot be imported
+    function is what the setting reward.function may be; the term model is left to the caller.
+    ConfigError if a function cannot be found; RewardError if its module cannot be imported
     within start_seconds. One `score` at a time; from any thread.
     """
 
     def __init__(
         self,
-        function_name: str,
+        function: object,
         num_processes: int = 1,
         *,
         sample_seconds: float = 10.0,
@@ -42,12 +47,17 @@ class RewardPool:
         start_seconds: float = 120.0,
     ) -> None:
         assert on_error in ("raise", "zero"), on_error
-        self._name, self._num_processes = function_name, num_processes
+        terms = reward_terms("reward.function", function)
+        self._terms: list[RewardTerm] = [term for term in terms if not term.is_model]
+        assert self._terms, function
+        self._places = [""] * len(self._terms)
+        self._num_processes = num_processes
         self._sample_seconds, self._start_seconds = sample_seconds, start_seconds
         self._strict = on_error == "raise"
         self._processes: list[RewardProcess] = []
         self._closed = False
         self._num_errors = 0
+        self._causes: set[tuple[str, str]] = set()
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
             self._fill()
@@ -57,8 +67,7 @@ class RewardPool:
 
     @classmethod
     def from_config(cls, cfg: RewardConfig) -> RewardPool:
-        """A pool with the settings of the reward section."""
-        assert cfg.function is not None
+        """A pool with the settings of the reward section, which has a function."""
         return cls(
             cfg.function,
             cfg.num_processes,
@@ -67,17 +76,26 @@ class RewardPool:
         )
 
     def score(
-        self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[dict[str, Any]]
-    ) -> list[dict[str, float]]:
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        rows: Sequence[dict[str, Any]],
+        *,
+        row_ids: Sequence[int] | None = None,
+    ) -> list[Result]:
         """For each sample {"score": float, ...}, in order. Lengths must agree; may be 0.
 
-        on_error=raise: RewardError for the first failed sample. zero: a failed sample scores 0,
-        and every sample has "errors", 0 or 1.
+        Several functions: the score is their weighted sum, and each one's own is there under its
+        name. on_error=raise: RewardError for the first failed sample. zero: where a function
+        failed its score is 0, and every sample has "errors", how many of them failed. row_ids
+        name samples in messages.
         """
         assert not self._closed, "score after close"
         assert len(prompts) == len(responses) == len(rows), (len(prompts), len(responses))
-        samples = list(zip(prompts, responses, rows))
-        work = Work(len(samples), self._num_processes, strict=self._strict)
+        ids = [""] * len(rows) if row_ids is None else [f" {number}" for number in row_ids]
+        samples = list(zip(prompts, responses, rows, ids, strict=True))
+        num_calls = len(samples) * len(self._terms)
+        work = Work(num_calls, self._num_processes, strict=self._strict)
         self._replace_ended()
         try:
             while not work.finished:
@@ -107,7 +125,7 @@ class RewardPool:
         while len(self._processes) < self._num_processes:
             self._processes.append(
                 RewardProcess(
-                    self._name,
+                    [(term.function, dict(term.arguments)) for term in self._terms],
                     start_seconds=self._start_seconds,
                     sample_seconds=self._sample_seconds,
                 )
@@ -129,7 +147,11 @@ class RewardPool:
     def _hand_out(self, work: Work, samples: Sequence[Any]) -> None:
         for process in self._processes:
             if process.idle and (numbers := work.next_chunk()):
-                process.give(numbers, [samples[number] for number in numbers])
+                calls: dict[int, list[int]] = {}  # sample -> functions: its texts are sent once
+                for number in numbers:
+                    sample, function = divmod(number, len(self._terms))
+                    calls.setdefault(sample, []).append(function)
+                process.give(numbers, [(calls[sample], *samples[sample][:3]) for sample in calls])
 
     def _advance(self, work: Work) -> None:
         """Wait for any process to say something, end or run out of time; take note of it."""
@@ -139,9 +161,10 @@ class RewardPool:
             for message in messages:
                 self._take(process, message, work)
             if end is not None:
-                self._lose(process, f"ended its worker process ({end})", work)
+                cause = f"ended its worker process ({end})"
+                self._lose(process, _with_stack(cause, process.stack()), work)
             elif process.seconds_left() <= 0:
-                self._lose(process, self._late(process), work)
+                self._lose(process, _with_stack(self._late(process), process.stack()), work)
 
     def _wait(self) -> None:
         poll = select.poll()
@@ -158,12 +181,13 @@ class RewardPool:
         elif "refused" in message:
             raise ConfigError(message["refused"])
         elif "broken" in message:
+            name, text = message["broken"]
             raise RewardError(
-                f"reward.function {self._name!r}: its module raised {message['broken'].rstrip()}\n"
+                f"reward.function {name!r}: its module raised {text.rstrip()}\n"
                 f"expected a module that can be imported; mend it"
             )
         else:
-            process.ready = True
+            process.ready, self._places = True, message["ready"]
 
     def _late(self, process: RewardProcess) -> str:
         if not process.ready:
@@ -174,44 +198,62 @@ class RewardPool:
         """Blame the sample that the process was at, put the others back, start another."""
         self._drop([process])
         if not process.ready:
+            names = ", ".join(repr(term.function) for term in self._terms)
+            what, _, stack = cause.partition("\n")
             raise RewardError(
-                f"reward.function {self._name!r}: importing its module {cause}; expected a module "
-                f"that can be imported by itself; run `python -c` on it to see why"
+                f"reward.function {names}: importing its module {what}; expected a module that can "
+                f"be imported by itself; run `python -c` on it to see why"
+                + (stack and f"\n{stack}")
             )
         if process.pending:
             work.fail(process.pending.popleft(), cause)
             work.give_back(list(process.pending))
         self._fill()
 
-    def _answers(self, work: Work, samples: Sequence[Any]) -> list[dict[str, float]]:
+    def _answers(self, work: Work, samples: Sequence[Any]) -> list[Result]:
         for number in sorted(work.failures):
-            text = self._describe(work.failures[number], samples[number])
-            if self._strict:
-                raise RewardError(text)
-            self._num_errors += 1
-            if self._num_errors % _LOG_EVERY == 1:
-                logger.warning("reward error %d, scored 0: %s", self._num_errors, text)
-        if self._strict:
-            return [work.scores[number] for number in range(len(samples))]
-        failed = {number: {"score": 0.0, "errors": 1.0} for number in work.failures}
+            self._report(number, work.failures[number], samples)
+        if not self._strict:
+            for result in work.scores.values():
+                result["errors"] = 0.0
+            work.scores |= {number: {"score": 0.0, "errors": 1.0} for number in work.failures}
+        width = len(self._terms)
         return [
-            failed.get(number) or work.scores[number] | {"errors": 0.0}
-            for number in range(len(samples))
+            weighted(self._terms, [work.scores[first + n] for n in range(width)])
+            for first in range(0, len(samples) * width, width)
         ]
 
-    def _describe(self, cause: str, sample: Sequence[Any]) -> str:
+    def _report(self, number: int, cause: str, samples: Sequence[Any]) -> None:
+        """Raise a failure, or log it: the first of each kind, and one in a hundred."""
+        sample, function = divmod(number, len(self._terms))
+        text = self._describe(cause, samples[sample], function)
+        if self._strict:
+            raise RewardError(text)
+        self._num_errors += 1
+        kind = (self._terms[function].function, cause.partition("\n")[0])
+        if self._num_errors % _LOG_EVERY == 1 or kind not in self._causes:
+            logger.warning("reward error %d, scored 0: %s", self._num_errors, text)
+        if len(self._causes) < _LOG_EVERY:
+            self._causes.add(kind)
+
+    def _describe(self, cause: str, sample: Sequence[Any], function: int) -> str:
         """The same text whichever rank and process the sample was on."""
         what, _, trace = cause.partition("\n")
+        prompt, response, row, row_id = sample
         text = (
-            f"reward.function {self._name!r} {what}; expected a finite number or a dict with "
-            f'"score" within {self._sample_seconds:g} s; mend the function, or set '
+            f"reward.function {self._terms[function].function!r} {what}; expected a finite number "
+            f'or a dict with "score" within {self._sample_seconds:g} s; mend the function, or set '
             f"reward.on_error=zero to score such samples 0\n"
-            f"prompt: {_excerpt(sample[0])}\nresponse: {_excerpt(sample[1])}"
+            f"prompt: {_excerpt(prompt)!r}\nresponse: {_excerpt(response)!r}\n"
+            f"row{row_id}: {_excerpt(json.dumps(row))}\nfunction: {self._places[function]}"
         )
         return f"{text}\n{trace.rstrip()}" if trace else text
 
 
+def _with_stack(cause: str, stack: str) -> str:
+    return f"{cause}\nIt was there (innermost call first):\n{stack}" if stack else cause
+
+
 def _excerpt(text: str) -> str:
     half = _EXCERPT_LETTERS // 2
-    shown = text if len(text) <= _EXCERPT_LETTERS else f"{text[:half]} ... {text[-half:]}"
-    return repr(shown)
+    return text if len(text) <= _EXCERPT_LETTERS else f"{text[:half]} ... {text[-half:]}"

@@ -8,36 +8,49 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 # Not multiprocessing: its spawn imports the main module again, and torch with it.
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from spmdflow.rewards.child import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from spmdflow.rewards.child import main; main(*map(int, sys.argv[2:]))"
 )
 _READ_BYTES = 1 << 16
 _REAP_SECONDS = 5.0
+_STACK_SECONDS = 0.5
+_OURS = ("/spmdflow/rewards/child.py", "/spmdflow/rewards/load.py")
+_OUTERMOST = _OURS[0].encode()
+"""In a stack: with the first of ours the user's frames end; with this one all of it has come."""
 
 
 class RewardProcess:
-    """A running worker process with the samples it has been given."""
+    """A running worker process with the calls it has been given: functions of samples."""
 
-    def __init__(self, function_name: str, *, start_seconds: float, sample_seconds: float) -> None:
+    def __init__(
+        self,
+        functions: Sequence[tuple[str, Mapping[str, Any]]],
+        *,
+        start_seconds: float,
+        sample_seconds: float,
+    ) -> None:
+        """functions: name and keyword arguments of each."""
         self.ready = False
         self.pending: deque[int] = deque()
-        """Numbers of the samples it has not answered yet; it is at the first of them."""
+        """Numbers of the calls it has not answered yet; it is at the first of them."""
         self._sample_seconds = sample_seconds
         self._deadline = time.monotonic() + start_seconds
         self._unread, self._unsent = b"", memoryview(b"")
-        self._popen, self._channel, self._lifeline = _start()
-        self._write({"function": function_name})
+        self._popen, self._channel, self._lifeline, self._stack = _start()
+        self._write({"functions": functions})
 
     @property
     def idle(self) -> bool:
@@ -63,12 +76,12 @@ class RewardProcess:
         """The socket, for poll."""
         return self._channel.fileno()
 
-    def give(self, numbers: Sequence[int], samples: Sequence[Any]) -> None:
-        """Send a chunk of (prompt, response, row); the first one's time starts now."""
-        assert self.idle and len(numbers) == len(samples), (self.pending, len(numbers))
+    def give(self, numbers: Sequence[int], calls: Sequence[Any]) -> None:
+        """Send ([function numbers], prompt, response, row) of these calls; the first starts now."""
+        assert self.idle, self.pending
         self.pending.extend(numbers)
         self._deadline = time.monotonic() + self._sample_seconds
-        self._write(samples)
+        self._write(calls)
 
     def advance(self) -> tuple[list[dict[str, Any]], str | None]:
         """Messages that have come, and how it ended if it did (after its last message)."""
@@ -80,8 +93,28 @@ class RewardProcess:
         return messages, None if status is None else _end_in_words(status)
 
     def seconds_left(self) -> float:
-        """Until the sample it is at, or its start, takes too long; infinite when idle."""
+        """Until the call it is at, or its start, takes too long; infinite when idle."""
         return float("inf") if self.idle else self._deadline - time.monotonic()
+
+    def stack(self) -> str:
+        """Where it is now, or was when it crashed: lines "  File ..., line ... in ...".
+
+        Innermost first; "" if it does not say so soon.
+        """
+        if not self.ended:
+            os.kill(self.pid, signal.SIGUSR1)
+        text = b""
+        limit = time.monotonic() + _STACK_SECONDS
+        while _OUTERMOST not in text and (left := limit - time.monotonic()) > 0:
+            if not select.select([self._stack], [], [], 0 if self.ended else left)[0]:
+                break
+            part = os.read(self._stack, _READ_BYTES)
+            if not part:
+                break
+            text += part
+        lines = text.decode(errors="replace").splitlines()
+        frames = takewhile(lambda line: not any(file in line for file in _OURS), lines)
+        return "\n".join(line for line in frames if line.startswith('  File "/'))
 
     def kill(self) -> None:
         """End it and whatever it started in its group; harmless when repeated."""
@@ -93,6 +126,7 @@ class RewardProcess:
             self._popen.wait(_REAP_SECONDS)
         self._channel.close()
         os.close(self._lifeline)
+        os.close(self._stack)
 
     def _write(self, message: object) -> None:
         data = bytes(self._unsent) + json.dumps(message).encode() + b"\n"
@@ -119,24 +153,26 @@ class RewardProcess:
         return [json.loads(line) for line in lines]
 
 
-def _start() -> tuple[subprocess.Popen[bytes], socket.socket, int]:
-    """The process, our end of its socket, and the pipe end whose closing kills it."""
+def _start() -> tuple[subprocess.Popen[bytes], socket.socket, int, int]:
+    """The process, our end of its socket, the pipe whose closing kills it, the one of its stack."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     watched, lifeline = os.pipe()
+    stack, shown = os.pipe()
     path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
-    arguments = [path, str(theirs.fileno()), str(watched)]
+    given = (theirs.fileno(), watched, shown)
     try:
         popen = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, *arguments],
+            [sys.executable, "-c", _BOOT, path, *map(str, given)],
             stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), watched),
+            pass_fds=given,
             start_new_session=True,  # torchrun signals the rank's whole group
         )
     finally:
         theirs.close()
         os.close(watched)
-    return popen, ours, lifeline
+        os.close(shown)
+    return popen, ours, lifeline, stack
 
 
 def _end_in_words(status: int) -> str:

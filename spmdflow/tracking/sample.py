@@ -7,8 +7,9 @@ format and unassigned characters are shown as escapes, and markup is not interpr
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import NamedTuple, TextIO
 
 from rich import box
@@ -23,6 +24,8 @@ class Sample(NamedTuple):
     prompt: str
     response: str
     score: float
+    terms: Mapping[str, float] = MappingProxyType({})
+    """What the score is made of, and what else the functions returned."""
 
 
 class SampleTable:

@@ -61,6 +61,7 @@ class Tracker:
             self._sinks.pop().close()
 
 
-def _record(sample: Sample) -> dict[str, str | float | None]:
+def _record(sample: Sample) -> dict[str, object]:
     score = float(sample.score) if isfinite(sample.score) else None
-    return {"prompt": sample.prompt, "response": sample.response, "score": score}
+    record = {"prompt": sample.prompt, "response": sample.response, "score": score}
+    return record | ({"terms": dict(sample.terms)} if sample.terms else {})

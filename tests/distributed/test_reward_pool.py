@@ -85,11 +85,12 @@ def score(pool: RewardPool, responses: list[str]) -> list[dict[str, float]]:
 
 
 def refusal(name: str, what: str, *, number: int, response: str) -> str:
-    """The message about one sample, without a traceback."""
+    """The message about one sample, without a traceback or stack."""
     return (
         f"reward.function {name!r} {what}; expected a finite number or a dict with "
         f'"score" within {LIMIT} s; mend the function, or set reward.on_error=zero to score such '
-        f"samples 0\nprompt: 'p{number}'\nresponse: {response!r}"
+        f"samples 0\nprompt: 'p{number}'\nresponse: {response!r}\nrow: "
+        f'{{"n": {number}}}\nfunction: {name.removesuffix(":score")}:4'
     )
 
 
@@ -118,21 +119,33 @@ def test_scores_keep_the_order_and_both_processes_work(pool):
 
 
 @pytest.mark.parametrize(
-    ("response", "what"),
+    ("response", "what", "line"),
     [
-        ("nan", "returned nan"),
-        ("text", "returned 'good' (str)"),
-        ("hang", f"ran longer than reward.sample_seconds ({LIMIT} s)"),
-        ("hold", f"ran longer than reward.sample_seconds ({LIMIT} s)"),
-        ("vanish", "ended its worker process (exit status 7)"),
-        ("segfault", "ended its worker process (signal SIGSEGV)"),
+        ("nan", "returned nan", None),
+        ("text", "returned 'good' (str)", None),
+        ("hang", f"ran longer than reward.sample_seconds ({LIMIT} s)", "time.sleep(60)"),
+        ("hold", f"ran longer than reward.sample_seconds ({LIMIT} s)", "re.match("),
+        ("vanish", "ended its worker process (exit status 7)", None),
+        ("segfault", "ended its worker process (signal SIGSEGV)", "signal.SIGSEGV"),
     ],
 )
-def test_bad_sample_is_named_with_its_cause_and_the_pool_goes_on(pool, function, response, what):
+def test_bad_sample_is_named_with_cause_and_place_and_the_pool_goes_on(
+    pool, function, response, what, line
+):
     with pytest.raises(RewardError) as caught:
         score(pool, ["", "", response, "", response, ""])
 
-    assert str(caught.value) == refusal(function, what, number=2, response=response)
+    message, _, stack = str(caught.value).partition("\nIt was there (innermost call first):\n")
+    assert message == refusal(function, what, number=2, response=response)
+    places = re.findall(r'^  File "(.*)", line (\d+) in (\w+)$', stack, re.MULTILINE)
+    assert len(places) == stack.count("\n") + bool(stack), stack
+    if line is None:
+        assert places == []
+    else:  # only the function's own frames, and the line that it was at
+        file, number, name = places[-1]
+        assert (file, name) == (function.removesuffix(":score"), "score")
+        assert line in FUNCTIONS.splitlines()[int(number) - 1]
+        assert not any("spmdflow" in file for file, _, _ in places)
     assert [result["score"] for result in score(pool, [""] * 5)] == [0, 1, 2, 3, 4]
 
 
@@ -175,16 +188,21 @@ def test_long_texts_are_shortened_in_the_message(pool):
     assert f"prompt: '{'a' * 100} ... {'b' * 100}'" in str(caught.value)
 
 
-def test_errors_score_zero_and_are_counted_and_logged_once(lenient, caplog):
+def test_errors_score_zero_are_counted_and_logged_once_of_each_kind(lenient, caplog):
     bad = {0: "raise", 3: "vanish", 8: "nan", 9: "hang"}
 
     results = score(lenient, [bad.get(n, "") for n in range(12)])
 
     assert [result["score"] for result in results] == [0 if n in bad else n for n in range(12)]
     assert [result["errors"] for result in results] == [float(n in bad) for n in range(12)]
-    (record,) = caplog.records
-    assert record.getMessage().startswith("reward error 1, scored 0: reward.function ")
-    assert "prompt: 'p0'\nresponse: 'raise'\nTraceback" in record.getMessage()
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 4  # one for each kind of error
+    assert messages[0].startswith("reward error 1, scored 0: reward.function ")
+    assert re.search(r"prompt: 'p0'\nresponse: 'raise'\nrow: .*\n.*\nTraceback", messages[0])
+
+    score(lenient, ["raise"] * 97)  # errors 5 to 101
+
+    assert [record.getMessage()[:17] for record in caplog.records[4:]] == ["reward error 101,"]
 
 
 def test_hung_process_is_killed_with_its_children_and_replaced(lenient):
@@ -315,20 +333,22 @@ def test_module_that_raises_is_refused_with_its_traceback(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds", "cause"),
+    ("text", "seconds", "cause", "line"),
     [
-        ("import time\ntime.sleep(60)", 0.3, "did not end within 0.3 s"),
-        ("import os\nos._exit(4)", 60, "ended its worker process (exit status 4)"),
+        ("import time\ntime.sleep(60)", 0.4, "did not end within 0.4 s", 2),
+        ("import os\nos._exit(4)", 60, "ended its worker process (exit status 4)", None),
     ],
 )
-def test_module_that_hangs_or_vanishes_is_refused(tmp_path, text, seconds, cause):
+def test_module_that_hangs_or_vanishes_is_refused(tmp_path, text, seconds, cause, line):
     path = tmp_path / "stuck.py"
     path.write_text(text)
 
     with pytest.raises(RewardError) as caught:
         RewardPool(f"{path}:score", 1, start_seconds=seconds)
 
-    assert str(caught.value) == (
+    message, _, stack = str(caught.value).partition("\nIt was there (innermost call first):\n")
+    assert stack in ("", f'  File "{path}", line {line} in <module>')  # "": not yet that far
+    assert message == (
         f"reward.function '{path}:score': importing its module {cause}; expected a module that "
         f"can be imported by itself; run `python -c` on it to see why"
     )

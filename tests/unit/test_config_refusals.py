@@ -130,12 +130,15 @@ FILES = {
     "expected an architecture ...ForCausalLM; give another folder than scorer",
 }
 REWARDS = {
-    "reward.function=null": "reward: got neither of model and function, expected exactly one; set "
-    "reward.model.path=FOLDER or reward.function=file.py:name (the other to null)",
-    "reward.model.path=scorer": "reward: got both of model and function, expected exactly one; set "
-    "reward.model.path=FOLDER or reward.function=file.py:name (the other to null)",
-    "reward.function=score": "reward.function: got 'score', expected file.py:name or module:name; "
-    "write for example my_reward.py:score",
+    "reward.function=null": "reward: got neither model nor function, expected one of them "
+    "or both; set reward.model.path=FOLDER or reward.function=file.py:name",
+    "reward.model.path=scorer": "reward: got a model beside functions without a weight for its "
+    "score, expected the term model; write reward.function={judge: 1.0 * model, rule: "
+    "file.py:name} or set one of "
+    "the two to null",
+    "reward.function=score": "reward.function: got 'score', expected file.py:name, module:name or "
+    "model, with a weight in front and name=value behind where wanted; write for example 0.2 * "
+    "my_reward.py:score(limit=100)",
     "reward.function=nope.py:score": "reward.function: no file nope.py in {folder}, expected a "
     "Python file; correct the path",
     "reward.function=reward.py:scor": "reward.function: no scor in reward.py, expected a function "
