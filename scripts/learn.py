@@ -37,7 +37,7 @@ def main() -> None:
     if options.list:
         print(listing(chosen, options.runs))
         return
-    if any(entry.needs_pairs for entry in chosen):
+    if any(entry.group == "offline" for entry in chosen):
         runs.prepare(options.runs)
     failures = run_all(chosen, options.runs, options.docs, jobs=options.jobs)
     names = {entry.name for entry in chosen}

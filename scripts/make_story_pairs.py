@@ -1,6 +1,6 @@
 """Writes what the stages before RL learn from: short stories, pairs of them, pairs of dialogues.
 
-    python scripts/make_story_pairs.py --data $SPMDFLOW_DATA --out FOLDER
+    python scripts/make_story_pairs.py [--data $SPMDFLOW_DATA] [--out runs/story_pairs]
 
 DATA is the folder of scripts/prepare_stories.py; its hh-rlhf/ may be missing. Every file comes out
 the same each time. A short story is the opening of a story with as many of its next sentences as
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -173,8 +174,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, required=True, help="folder of prepare_stories.py")
-    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    data = os.environ.get("SPMDFLOW_DATA")
+    parser.add_argument("--data", type=Path, default=data, required=data is None, help="folder")
+    parser.add_argument("--out", type=Path, default="runs/story_pairs", help="folder to make")
     parser.add_argument("--num-train", type=int, default=10000, help="pairs to train on")
     parser.add_argument("--num-test", type=int, default=1500, help="pairs held out")
     parser.add_argument("--least-gap", type=float, default=0.25, help="of a pair's sentiments")

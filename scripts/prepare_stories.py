@@ -128,7 +128,7 @@ def make_prompts(
     stories: Sequence[str], *, num_train: int, num_test: int, seed: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows of train and test prompts: different openings of different stories, shuffled."""
-    first = {}
+    first: dict[str, int] = {}
     for index, story in enumerate(stories):
         opening = opening_of(story)
         if opening is not None:

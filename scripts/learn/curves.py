@@ -147,10 +147,11 @@ def table(entries: Sequence[dict[str, Any]]) -> str:
         when = f" at step {made['target_step']}" if made["target_step"] is not None else ""
         target = "" if made["target"] is None else f"{sign} {made['target']:g}{when}: "
         verdict = ("met" if made["met"] else "**missed**") if target else "-"
-        cpu = statistics.median(made["cpu_seconds"])
+        known = [seconds for seconds in made["cpu_seconds"] if seconds is not None]
+        cpu = f"{statistics.median(known):.0f}" if known else "-"
         lines.append(
             f"| {made['name']} | {made['metric']} | {made['start']:.3f} | **{made['end']:.3f}** "
-            f"({ends}) | {target}{verdict} | {made['steps']} | {cpu:.0f} "
+            f"({ends}) | {target}{verdict} | {made['steps']} | {cpu} "
             f"| {', '.join(dict.fromkeys(made['commits']))} |"
         )
     return "\n".join(lines)

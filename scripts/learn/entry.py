@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 class Entry:
     """An algorithm with settings: run once for every seed, judged by one metric.
 
-    `{data}` in a setting is the folder that make_story_pairs.py made for these runs.
-
     `target` is what the median over seeds must reach at the last step, or at `target_step`;
     `at_least=False` turns it round, for losses and costs.
     """
@@ -42,20 +40,14 @@ class Entry:
         """Folder of one run below the folder of all runs."""
         return f"{self.name}-{self.key}-seed{seed}"
 
-    @property
-    def needs_pairs(self) -> bool:
-        """Whether a setting names that folder."""
-        return any("{data}" in setting for setting in self.settings)
-
-    def words(self, seed: int, run_dir: str, data: str) -> list[str]:
+    def words(self, seed: int, run_dir: str) -> list[str]:
         """Arguments of `spmdflow.run`."""
         files = [f"algos/{self.script}.py", *([f"algos/{self.yaml}.yaml"] if self.yaml else [])]
-        settings = [setting.replace("{data}", data) for setting in self.settings]
-        return [*files, *settings, f"run.seed={seed}", f"run.dir={run_dir}"]
+        return [*files, *self.settings, f"run.seed={seed}", f"run.dir={run_dir}"]
 
     def command(self, seed: int) -> str:
         """The same for a reader."""
-        words = shlex.join(self.words(seed, f"runs/{self.name}", "runs/learn/data"))
+        words = shlex.join(self.words(seed, f"runs/{self.name}"))
         return f"python -m spmdflow.run --inproc {words}"
 
     def with_settings(self, more: tuple[str, ...]) -> Entry:

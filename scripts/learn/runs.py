@@ -7,8 +7,7 @@ import os
 import resource
 import subprocess
 import sys
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,17 @@ _MARK = "learned.json"
 
 @dataclass(frozen=True)
 class Run:
-    """One finished run: where it lies and what it took, over all its attempts."""
+    """One finished run: where it lies and what it took.
+
+    seconds: of its steps, by the clock; cpu_seconds: of the whole process, none if the run was
+    continued from a checkpoint.
+    """
 
     run_dir: Path
     seed: int
     commit: str
     seconds: float
-    cpu_seconds: float
+    cpu_seconds: float | None
     judged: list[dict[str, Any]] | None
 
     def records(self) -> list[dict[str, Any]]:
@@ -60,30 +63,26 @@ def perform(entry: Entry, seed: int, folder: Path) -> Run:
     run_dir = folder / entry.run_name(seed)
     folder.mkdir(parents=True, exist_ok=True)
     commit = commit_of_code()
-    run_words = entry.words(seed, str(run_dir), str(folder / "data"))
+    run_words = entry.words(seed, str(run_dir))
     launcher = [sys.executable, "-m", "spmdflow.run", "--inproc"]
-    wall, cpu = _process([*launcher, *run_words], run_dir)
+    continued = (run_dir / "checkpoints" / "latest").exists()
+    cpu = _process([*launcher, *run_words], run_dir)
     judged = judge(run_dir) if entry.judged else None
-    run = Run(run_dir, seed, commit, round(wall, 1), round(cpu, 1), judged)
+    run = Run(run_dir, seed, commit, 0.0, None if continued else round(cpu, 1), judged)
+    seconds = sum(record.get("time/step_seconds", 0.0) for record in run.records())
+    run = replace(run, seconds=round(seconds, 1))
     kept = {name: value for name, value in asdict(run).items() if name != "run_dir"}
     (run_dir / _MARK).write_text(json.dumps(kept, indent=2) + "\n")
     return run
 
 
 def prepare(folder: Path) -> None:
-    """Make the short stories and pairs once; needs SPMDFLOW_DATA."""
-    out = folder / "data"
-    if (out / "pairs.test.jsonl").is_file():
-        return
-    if "SPMDFLOW_DATA" not in os.environ:
-        raise SystemExit(
-            "learn: SPMDFLOW_DATA is not set, expected the folder of real input; set it"
-        )
-    script = str(ROOT / "scripts" / "make_story_pairs.py")
-    folder.mkdir(parents=True, exist_ok=True)
-    _process(
-        [sys.executable, script, "--data", os.environ["SPMDFLOW_DATA"], "--out", str(out)], out
-    )
+    """Make the short stories and pairs of the stages before RL, once; needs SPMDFLOW_DATA."""
+    out = ROOT / "runs" / "story_pairs"
+    if not (out / "pairs.test.jsonl").is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        script = str(ROOT / "scripts" / "make_story_pairs.py")
+        _process([sys.executable, script, "--out", str(out)], folder / "story_pairs")
 
 
 def judge(run_dir: Path) -> list[dict[str, Any]]:
@@ -96,15 +95,14 @@ def judge(run_dir: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _process(command: list[str], run_dir: Path) -> tuple[float, float]:
-    """Seconds and CPU seconds of a command that must succeed."""
+def _process(command: list[str], run_dir: Path) -> float:
+    """CPU seconds of a command that must succeed."""
     log = run_dir.with_name(run_dir.name + ".log")
     one_thread = {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    started = time.monotonic()
     with open(log, "a") as output:
         process = subprocess.Popen(
             command, env={**os.environ, **one_thread}, cwd=ROOT, stdout=output, stderr=output
@@ -119,7 +117,7 @@ def _process(command: list[str], run_dir: Path) -> tuple[float, float]:
     if process.returncode != 0:
         tail = "\n".join(log.read_text().splitlines()[-15:])
         raise SystemExit(f"{' '.join(command)}: exit code {process.returncode}, expected 0\n{tail}")
-    return time.monotonic() - started, _cpu(usage)
+    return _cpu(usage)
 
 
 def _cpu(usage: resource.struct_rusage) -> float:

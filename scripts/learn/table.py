@@ -5,8 +5,6 @@ Tuned on training rewards with seeds that are not in this table; see docs/LEARNI
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from scripts.learn.entry import Entry
 
 BUNDLED = ("total_steps=20", "eval_every=2", "save_every=10", "actor.rollout.max_batch_size=1024")
@@ -90,41 +88,9 @@ STORIES_ENTRIES = (
     _stories("dapo", "advantage.kl_coef=0", "overlong.weight=0"),
 )
 
-WRITER = "${oc.env:SPMDFLOW_DATA}/models/stories260K-hd64"
-SFT_STORIES = (
-    f"actor.model.path={WRITER}",
-    "data.train_path={data}/sft.train.jsonl",
-    "data.eval_path={data}/sft.test.jsonl",
-    "data.response_column=response",
-    "data.max_prompt_tokens=160",
-    "data.prompts_per_step=64",
-    "actor.update.mini_batch_size=64",
-    "actor.engine.micro_batch=64 rows",
-    "actor.optimizer.lr=5e-4",
-    "total_steps=90",
-    "eval_every=10",
-    "save_every=30",
-)
-REWARD_MODEL = (
-    f"reward_model.model.path={WRITER}",
-    "data.prompts_per_step=64",
-    "reward_model.update.mini_batch_size=64",
-    "reward_model.engine.micro_batch=64 rows",
-    "eval_every=20",
-    "save_every=20",
-    "run.keep_checkpoints=1",
-)
-REWARD_MODEL_STORIES = (
-    *REWARD_MODEL,
-    "data.train_path={data}/pairs.train.jsonl",
-    "data.eval_path={data}/pairs.test.jsonl",
-    "data.max_prompt_tokens=320",
-    "total_steps=120",
-)
-REWARD_MODEL_HARMLESS = (
-    *REWARD_MODEL,
-    "data.train_path={data}/harmless.train.jsonl",
-    "data.eval_path={data}/harmless.test.jsonl",
+HARMLESS = (
+    "data.train_path=runs/story_pairs/harmless.train.jsonl",
+    "data.eval_path=runs/story_pairs/harmless.test.jsonl",
     "data.max_prompt_tokens=640",
     "data.prompts_per_step=32",
     "reward_model.update.mini_batch_size=32",
@@ -134,39 +100,36 @@ REWARD_MODEL_HARMLESS = (
 )
 
 
-def _offline(name: str, script: str, settings: tuple[str, ...], metric: str, *more: str) -> Entry:
-    """A stage before RL, on real input, judged on rows that it was not trained on."""
-    return Entry(
-        name,
-        "offline",
-        script,
-        settings=settings,
-        seeds=(0,),
-        metric=metric,
-        more_metrics=more,
-    )
-
-
+# The stages before RL, on real input, judged on rows that they were not trained on.
 OFFLINE_ENTRIES = (
-    _offline("sft_stories", "sft", SFT_STORIES, "eval/loss", "actor/loss"),
-    replace(
-        _offline(
-            "reward_model_stories",
-            "reward_model",
-            REWARD_MODEL_STORIES,
-            "eval/accuracy",
-            "eval/loss",
-            "eval/margin",
-        ),
-        target=0.78,
+    Entry(
+        "sft_stories",
+        "offline",
+        "sft",
+        seeds=(0,),
+        metric="eval/loss",
+        more_metrics=("actor/loss",),
+        yaml="sft_stories",
     ),
-    _offline(
-        "reward_model_harmless",
+    Entry(
+        "reward_model_stories",
+        "offline",
         "reward_model",
-        REWARD_MODEL_HARMLESS,
-        "eval/accuracy",
-        "eval/loss",
-        "reward_model/loss",
+        seeds=(0,),
+        metric="eval/accuracy",
+        target=0.78,
+        more_metrics=("eval/loss", "eval/margin", "reward_model/loss"),
+        yaml="reward_model_stories",
+    ),
+    Entry(
+        "reward_model_harmless",
+        "offline",
+        "reward_model",
+        settings=HARMLESS,
+        seeds=(0,),
+        metric="eval/accuracy",
+        more_metrics=("eval/loss", "reward_model/loss"),
+        yaml="reward_model_stories",
     ),
 )
 
