@@ -27,6 +27,7 @@ from spmdflow.config.model_folder import (
     read_model_folder,
     read_vocabulary,
 )
+from spmdflow.config.offline import PreferenceDataConfig, PreferenceLossConfig, check_preferences
 from spmdflow.config.parallel import (
     check_generation_sizes,
     check_model_sizes,
@@ -201,6 +202,10 @@ def _check_reward(cfg: Any) -> None:
 
 
 def _check_data(cfg: Any) -> None:
+    for key, loss in parts_of(cfg, PreferenceLossConfig):
+        preferences = _only(cfg, PreferenceDataConfig)
+        if preferences is not None:
+            check_preferences(key, loss, preferences)
     for key, data in parts_of(cfg, DataConfig):
         for name, path in (("train_path", data.train_path), ("eval_path", data.eval_path)):
             if path is not None:

@@ -1,4 +1,4 @@
-"""Settings of the stages before RL: supervised fine-tuning, and a reward model from preferences.
+"""Settings without generation: supervised fine-tuning, reward models, policies from preferences.
 
 Rows bring their answers along, so nothing generates: `prompts_per_step` counts whole rows.
 """
@@ -13,11 +13,13 @@ from spmdflow.config.schema import (
     EngineConfig,
     ModelConfig,
     OptimizerConfig,
+    ReferenceConfig,
     RunConfig,
     UpdateConfig,
     part,
     setting,
 )
+from spmdflow.errors import ConfigError
 
 
 @dataclass
@@ -51,6 +53,15 @@ class PairDataConfig(DataConfig):
     # No setting here: a pair is used as it is.
     samples_per_prompt: ClassVar[int] = 1  # type: ignore[misc]
 
+    prompt_column: str | None = setting(  # type: ignore[assignment]
+        "Column that holds the prompt (text, or chat messages); none: both answers begin with it.",
+        "prompt",
+    )
+    prompt_end: str = setting(  # type: ignore[misc]
+        "Without a prompt column: the last of these in an answer's text ends the prompt; of chat "
+        "messages the last one is the answer.",
+        "\n\nAssistant:",
+    )
     tokenizer_path: str = setting("Folder of the tokenizer.", "${reward_model.model.path}")
     chosen_column: str = setting("Column that holds the better answer.", "chosen")
     rejected_column: str = setting("Column that holds the worse answer.", "rejected")
@@ -67,6 +78,36 @@ class PairDataConfig(DataConfig):
 
 
 @dataclass
+class PreferenceDataConfig(PairDataConfig):
+    """Preferences for a policy: pairs of answers, or single answers with a label."""
+
+    tokenizer_path: str = setting("Folder of the tokenizer.", "${actor.model.path}")
+    completion_column: str = setting(
+        "Column that holds the answer where rows have a label.", "completion"
+    )
+    label_column: str | None = setting(
+        "Column that says whether the answer is good (true or false, for kto); none: pairs.", None
+    )
+    max_prompt_tokens: int = setting(
+        "Rows with more tokens, both sequences of a pair together, are left out and counted.",
+        1024,
+        at_least=1,
+    )
+
+    @property
+    def rows(self) -> str:  # type: ignore[override]
+        """pairs or labels."""
+        return "pairs" if self.label_column is None else "labels"
+
+    @property
+    def answer_columns(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Columns with answers, the better one first; or the answer's column and the label's."""
+        if self.label_column is None:
+            return (self.chosen_column, self.rejected_column)
+        return (self.completion_column, self.label_column)
+
+
+@dataclass
 class SupervisedConfig:
     """A policy that imitates: it trains and does not generate."""
 
@@ -79,6 +120,35 @@ class SupervisedConfig:
 @dataclass
 class RewardModelConfig(SupervisedConfig):
     """A model with one label; a causal LM's folder gets a zero head."""
+
+
+@dataclass
+class PreferenceLossConfig:
+    """Which loss of preferences, and how close to the reference it keeps the policy."""
+
+    name: str = setting(
+        "dpo, ipo, slic, hinge (pairs), kto (labels), or one of pairs that the script adds.", "dpo"
+    )
+    beta: float = setting(
+        "Weight of the distance from the reference (ipo: its tau); slic: 1 / its margin.",
+        0.1,
+        above=0,
+    )
+    label_smoothing: float = setting(
+        "Share of pairs whose order is taken to be wrong (dpo).", 0.0, at_least=0, below=0.5
+    )
+    per_token: bool = setting(
+        "Divide an answer's log-probability by its tokens (pairs; as IPO's authors ran it).", False
+    )
+    desirable_weight: float = setting("Weight of good answers (kto).", 1.0, above=0)
+    undesirable_weight: float = setting("Weight of bad answers (kto).", 1.0, above=0)
+
+
+@dataclass
+class PreferenceActorConfig(SupervisedConfig):
+    """A policy that learns from preferences."""
+
+    loss: PreferenceLossConfig = part(PreferenceLossConfig)
 
 
 @dataclass
@@ -107,3 +177,49 @@ class RewardModelRunConfig:
     total_steps: int = setting("Steps of the run.", 100, at_least=1)
     eval_every: int = setting("Steps between evaluations (0: never).", 10, at_least=0)
     save_every: int = setting("Steps between checkpoints (0: only on SIGTERM).", 0, at_least=0)
+
+
+@dataclass
+class DPOConfig:
+    """Everything `algos/dpo.py` reads."""
+
+    run: RunConfig = field(default_factory=lambda: RunConfig(name="dpo"))
+    data: PreferenceDataConfig = part(PreferenceDataConfig)
+    actor: PreferenceActorConfig = part(PreferenceActorConfig)
+    reference: ReferenceConfig = part(ReferenceConfig)
+    # Any: a preset's name or a map; config/placement.py reads it
+    placement: Any = setting(
+        "colocate, standalone, or a map pool -> {roles: [...], ranks: [...]}.", "colocate"
+    )
+    total_steps: int = setting("Steps of the run.", 100, at_least=1)
+    eval_every: int = setting("Steps between evaluations (0: never).", 10, at_least=0)
+    save_every: int = setting("Steps between checkpoints (0: only on SIGTERM).", 0, at_least=0)
+
+
+def check_preferences(key: str, loss: PreferenceLossConfig, data: PreferenceDataConfig) -> None:
+    """Refuse a loss that cannot use the rows, or settings that the loss does not have.
+
+    key: of the loss, such as "actor.loss". ConfigError.
+    """
+    if (loss.name == "kto") != (data.label_column is not None):
+        rows = "pairs (data.label_column none)" if data.label_column is None else "labelled rows"
+        other = "data.label_column=label" if loss.name == "kto" else "data.label_column=null"
+        raise ConfigError(
+            f"{key}.name: got {loss.name} with {rows}, expected kto for labelled rows and another "
+            f"loss for pairs; set {other} or change {key}.name"
+        )
+    if data.label_column is not None and data.prompts_per_step < 2:
+        raise ConfigError(
+            f"data.prompts_per_step: got {data.prompts_per_step} with {key}.name=kto, expected at "
+            f"least 2, as the KL is measured on a prompt with another row's answer; raise it"
+        )
+    if loss.label_smoothing and loss.name in ("ipo", "slic", "hinge", "kto"):
+        raise ConfigError(
+            f"{key}.label_smoothing: got {loss.label_smoothing:g} with {key}.name={loss.name}, "
+            f"expected 0, as only dpo knows it; set {key}.label_smoothing=0"
+        )
+    if loss.per_token and loss.name == "kto":
+        raise ConfigError(
+            f"{key}.per_token: got true with {key}.name=kto, expected false, as KTO compares whole "
+            f"answers; set {key}.per_token=false"
+        )

@@ -99,6 +99,7 @@ class DataConfig:
     # What a row is: prompts; classes of `offline` have examples and pairs, which bring answers.
     rows: ClassVar[str] = "prompts"
     answer_columns: ClassVar[tuple[str, ...]] = ()
+    prompt_end: ClassVar[str] = ""
 
     train_path: str = setting("JSONL or Parquet file of training prompts.")
     eval_path: str | None = setting("File of held-out prompts; none: no evaluation.", None)

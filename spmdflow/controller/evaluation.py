@@ -49,10 +49,18 @@ class Evaluation:
         for group in self._groups.values():
             method = getattr(group.target.worker_class, "evaluation", None)
             if method is not None:
-                getattr(group, method)(held_out, prefix="eval")
+                getattr(group, method)(self._prepared(held_out), prefix="eval")
                 return
         for link in self._links:
             link.sync()
         generating = self._groups.get("generator", self._groups["actor"])
         batch = generating.generate_sequences(held_out, greedy=True)
         self._groups["reward"].compute_reward(batch)
+
+    def _prepared(self, held_out: Batch) -> Batch:
+        """The held-out rows with the columns that other groups' `evaluation_columns` write."""
+        for group in self._groups.values():
+            method = getattr(group.target.worker_class, "evaluation_columns", None)
+            if method is not None:
+                held_out |= getattr(group, method)(held_out)
+        return held_out

@@ -110,7 +110,7 @@ class PromptStream(Iterator[Batch]):
             return made
         # each row brings the answer of the one before too, with which KTO measures the KL
         others = np.roll(np.asarray(rows, dtype=np.int64), 1)
-        lengths = report.tokens_of(others)
+        lengths = report.tokens_of(others.tolist())
         source = f"{self._name}.{part}"
         return made | self._flow.caller.source_batch(
             source, ("answers",), others, ids, parents, lengths

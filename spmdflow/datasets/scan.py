@@ -13,7 +13,7 @@ import numpy as np
 
 from spmdflow.config.schema import DataConfig
 from spmdflow.datasets.encode import RowEncoder, fields_of
-from spmdflow.datasets.examples import encoder_of
+from spmdflow.datasets.kind import encoder_of
 from spmdflow.datasets.line_file import LineFile
 from spmdflow.errors import DataError
 
@@ -72,6 +72,7 @@ def scan(cfg: DataConfig, path: str | Path, tokenizer: Any) -> ScanReport:
         column=cfg.prompt_column,
         answers=cfg.answer_columns,
         chat_template=cfg.chat_template,
+        prompt_end=cfg.prompt_end,
     )
     file = LineFile(path)
     report = _Pass(file, encoder, cfg).run()
@@ -136,7 +137,8 @@ class _Pass:
         all_ids = self._encoder.ids([text for _, text in texts])
         for (number, _), ids in zip(texts, all_ids):
             if not ids:
-                self._note(number, f"has no tokens in {self._cfg.prompt_column!r}")
+                column = self._cfg.prompt_column or self._cfg.answer_columns[0]
+                self._note(number, f"has no tokens in {column!r}")
             elif len(ids) > self._cfg.max_prompt_tokens:
                 self._num_too_long += 1
             else:

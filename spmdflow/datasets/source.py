@@ -12,7 +12,7 @@ from spmdflow.config.schema import DataConfig
 from spmdflow.data.ragged import lengths_of
 from spmdflow.data.rows import set_column
 from spmdflow.datasets.encode import fields_of
-from spmdflow.datasets.examples import encoder_of
+from spmdflow.datasets.kind import encoder_of
 from spmdflow.datasets.line_file import LineFile
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.datasets.tokenizer import load_tokenizer
@@ -27,6 +27,7 @@ def source_settings(cfg: DataConfig, report: ScanReport) -> dict[str, Any]:
         "prompt_column": cfg.prompt_column,
         "answer_columns": cfg.answer_columns,
         "chat_template": cfg.chat_template,
+        "prompt_end": cfg.prompt_end,
         "tokenizer_path": cfg.tokenizer_path,
         "max_prompt_tokens": cfg.max_prompt_tokens,
         "num_bytes": report.num_bytes,
@@ -40,13 +41,14 @@ class PromptSource:
         self,
         path: str,
         *,
-        prompt_column: str,
+        prompt_column: str | None,
         chat_template: bool,
         tokenizer_path: str,
         max_prompt_tokens: int,
         num_bytes: int | None = None,
         rows: str = "prompts",
         answer_columns: Sequence[str] = (),
+        prompt_end: str = "",
     ) -> None:
         """DataError if the file here is not num_bytes long: not the file that was scanned."""
         self._file = LineFile(path)
@@ -62,6 +64,7 @@ class PromptSource:
             column=prompt_column,
             answers=answer_columns,
             chat_template=chat_template,
+            prompt_end=prompt_end,
         )
 
     def read_rows(self, numbers: Sequence[int]) -> TensorDict:

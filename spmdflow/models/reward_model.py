@@ -88,7 +88,10 @@ class RewardModelWorker(EngineWorker):
         scores = self._scores(rows, num_micro_batches)
         if scores is None:
             scores = torch.zeros(rows.batch_size)
-        losses, slopes = score_slopes(*scores.chunk(2)) if len(scores) else (scores, scores)
+        losses, slopes = scores, scores
+        if len(scores):
+            chosen, rejected = scores.chunk(2)
+            losses, slopes = score_slopes(chosen, rejected)
         rows["pair_losses"], rows["score_slopes"] = torch.cat([losses, losses]), slopes
         return rows
 

@@ -30,6 +30,10 @@ class Micro(Protocol):
         """(b, R) bool: True where the policy chose the token; rows of weight 0 are all False."""
 
     @property
+    def row_weight(self) -> Tensor:
+        """(b,) float32: 1, or 0 for a padding row."""
+
+    @property
     def columns(self) -> Mapping[str, Tensor]:
         """The batch's columns: response-shaped (b, R) or dense (b, ...)."""
 

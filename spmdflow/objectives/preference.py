@@ -1,12 +1,14 @@
 """Preference losses: pure functions of scores or log-probabilities of pairs, one loss per pair.
 
 m = s_chosen - s_rejected is the margin of a reward model. For a policy, h = beta * (log pi(y) -
-log pi_ref(y)) is its implicit reward of a whole answer (Rafailov et al. 2023, eq. 5).
+log pi_ref(y)) is its implicit reward of a whole answer (Rafailov et al. 2023, eq. 5, without the
+term of the prompt, which cancels between two answers). Log-probabilities are sums over an answer's
+tokens, in nats. None of the losses takes an exp: extreme log-ratios stay finite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from tensordict import TensorDict
@@ -61,6 +63,17 @@ def slic(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     return torch.relu(1 - beta * (chosen - rejected))
 
 
+def hinge(
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float
+) -> Tensor:
+    """max(0, 1 - (h_c - h_r)): summed log-probs (n,) -> (n,).
+
+    SLiC's hinge on the log-ratios to a reference (hinge-norm of Liu et al. 2024, RSO); 1 at
+    pi = pi_ref.
+    """
+    return torch.relu(1 - beta * ((chosen - ref_chosen) - (rejected - ref_rejected)))
+
+
 def kto(
     log_probs: Tensor,
     ref_log_probs: Tensor,
@@ -82,6 +95,15 @@ def kto(
     return weight * (1 - torch.sigmoid(signed))
 
 
+SequenceScore = Callable[[Tensor, Micro], Tensor]
+"""(a model's output, its micro-batch) -> (b,): what a loss of pairs compares."""
+
+
+def last_score(output: Tensor, micro: Micro) -> Tensor:
+    """(b, T) -> (b,): a reward model's score of a sequence, the one of its last token."""
+    return micro.last(output)
+
+
 class PairLoss:
     """The mean loss of pairs whose two sequences may lie in different micro-batches.
 
@@ -90,6 +112,10 @@ class PairLoss:
     pair's loss, and to its exact gradient. Reads pair_losses and score_slopes, each (B,).
     """
 
+    def __init__(self, score: SequenceScore = last_score) -> None:
+        """score: what is compared; the columns must have been made with the same one."""
+        self._score = score
+
     def denominators(self, batch: TensorDict) -> dict[str, float]:
         """Local "pairs": two sequences each."""
         return {"pairs": batch.batch_size[0] / 2}
@@ -97,8 +123,8 @@ class PairLoss:
     def __call__(
         self, output: Tensor, micro: Micro, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of one micro-batch and no metric besides; output: scores (b, T)."""
-        score = micro.last(output)
+        """The loss of one micro-batch and no metric besides; output: what `score` reads."""
+        score = self._score(output, micro)
         slope = micro.columns["score_slopes"]
         shares = micro.columns["pair_losses"] / 2 + slope * (score - score.detach())
         return shares.sum() / max(totals["pairs"], 1.0), {}
@@ -108,10 +134,15 @@ class PairLoss:
         return metrics
 
 
-def score_slopes(chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
-    """Bradley-Terry losses (n,) of pairs, and their derivatives at (chosen, rejected), (2n,)."""
+def score_slopes(
+    chosen: Tensor, rejected: Tensor, loss: Callable[[Tensor, Tensor], Tensor] = bradley_terry
+) -> tuple[Tensor, Tensor]:
+    """Losses (n,) of pairs, and their derivatives at (chosen, rejected), (2n,).
+
+    loss: (n,), (n,) -> (n,), each pair by itself. Nothing of it reaches the graph.
+    """
     scores = torch.cat([chosen, rejected]).detach().requires_grad_()
     with torch.enable_grad():
-        losses = bradley_terry(*scores.chunk(2))
+        losses = loss(*scores.chunk(2))
         (slopes,) = torch.autograd.grad(losses.sum(), scores)
     return losses.detach(), slopes

@@ -88,6 +88,8 @@ class Worker:
     """Name under which placements know this class, such as "actor"."""
     evaluation: ClassVar[str | None] = None
     """Method that judges held-out rows by itself: `method(batch, prefix="eval")`."""
+    evaluation_columns: ClassVar[str | None] = None
+    """Method that writes columns which another class's `evaluation` reads: `method(batch)`."""
 
     def __init__(self, cfg: Any, context: WorkerContext) -> None:
         self.cfg, self.context = cfg, context

@@ -16,6 +16,9 @@ MOST_CHANGED_LINES = {
     "algos/remax.py": 14,
     "algos/dapo.py": 24,
     "algos/safe_rlhf.py": 18,
+    "algos/sft.py": 16,
+    "algos/reward_model.py": 16,
+    "algos/dpo.py": 15,
 }
 """Script -> lines of main that differ from ppo.py's, counted as a diff counts them (- and +)."""
 

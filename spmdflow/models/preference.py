@@ -1,0 +1,258 @@
+"""A policy that learns from preferences, and its frozen reference: log-probabilities of answers.
+
+Every row of data brings two sequences: a pair its chosen and its rejected answer, a labelled row
+its answer and, on the same prompt, the answer of another row, for KTO's estimate of the KL. They
+become rows of their own, each in any micro-batch of any rank; see `objectives.preference.PairLoss`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from spmdflow.config.offline import PreferenceActorConfig
+from spmdflow.config.schema import ReferenceConfig
+from spmdflow.data.ragged import pad, ragged_from_rows, rows_of
+from spmdflow.data.rows import select_rows
+from spmdflow.models.base import EngineWorker
+from spmdflow.objectives.answer import (
+    LabelLoss,
+    answer_log_probs,
+    implicit_rewards,
+    pair_losses,
+    pair_terms_of,
+)
+from spmdflow.objectives.loss import Loss
+from spmdflow.objectives.preference import PairLoss
+from spmdflow.tracking.metric import merge
+from spmdflow.transfer.register import register
+from spmdflow.transfer.worker import Mean, MiniBatch, WorkerContext
+from spmdflow.workers.micro_batch import MicroBatch
+
+ANSWERS = ("prompts", "loss_mask")
+KINDS = ("chosen_tokens", "answers", "desirable")
+"""Columns of a row of preferences: of every kind, and those of pairs or of labelled rows."""
+
+
+class AnswerWorker(EngineWorker):
+    """What policy and reference share: scoring both sequences of each row."""
+
+    def _scores(self, rows: TensorDict, num_micro_batches: int) -> Tensor | None:
+        """(n, 2) float32: log pi of both answers of n rows, given as 2n sequences (`answer_rows`).
+
+        num_micro_batches: of n rows. None before the last pipeline stage.
+        """
+        with self.resident("parameters"):
+            made = self.engine.forward(rows, _score, num_micro_batches=2 * num_micro_batches)
+        return None if made is None else _side_by_side(made["log_probs"])
+
+
+class AnswerReferenceWorker(AnswerWorker):
+    """Log-probabilities of answers under the policy that training started from; never updated."""
+
+    role = "reference"
+    evaluation_columns = "compute_ref_log_prob"
+
+    def __init__(self, cfg: ReferenceConfig, context: WorkerContext) -> None:
+        super().__init__(cfg, context, head="causal_lm")
+
+    @register(
+        transfer_mode="3D_PROTO", reads=ANSWERS, optional=KINDS, writes=("ref_answer_log_probs",)
+    )
+    def compute_ref_log_prob(self, batch: TensorDict) -> TensorDict | None:
+        """ref_answer_log_probs (B, 2): nats of each row's two answers, summed over tokens."""
+        scores = self._scores(answer_rows(batch), self.call.num_micro_batches)
+        if scores is None:
+            return None
+        return TensorDict({"ref_answer_log_probs": scores}, batch_size=batch.batch_size)
+
+
+class PreferenceWorker(AnswerWorker):
+    """Updates and held-out margins of a policy that learns from preferences."""
+
+    role = "actor"
+    evaluation = "compute_preference"
+    reads: ClassVar[tuple[str, ...]] = (*ANSWERS, "ref_answer_log_probs")
+
+    def __init__(self, cfg: PreferenceActorConfig, context: WorkerContext) -> None:
+        super().__init__(cfg, context, head="causal_lm")
+        self._seen: list[dict[str, Mean]] = []
+        if cfg.loss.name != "kto":
+            pair_terms_of(cfg.loss.name)  # refuses a name that nobody registered
+
+    @register(transfer_mode="3D_PROTO", reads=reads, optional=KINDS, writes=("margins",))
+    def compute_preference(self, batch: TensorDict, *, prefix: str = "actor") -> TensorDict | None:
+        """margins (B,): implicit reward of chosen - rejected; of a labelled answer +- its own.
+
+        Pairs report loss, accuracy (equal rewards count half), margin and both rewards; labelled
+        rows the mean rewards of both kinds and the KL estimate, which may be negative here.
+        """
+        rows, ref = answer_rows(batch), batch["ref_answer_log_probs"]
+        scores = self._scores(rows, self.call.num_micro_batches)
+        if scores is None:
+            return None
+        rewards = implicit_rewards(scores, ref, self.cfg.loss)
+        if is_pairs(batch):
+            losses, _ = pair_losses(scores, ref, answer_tokens(rows), self.cfg.loss)
+            shown = {"loss": _mean(losses)} | _pair_metrics(rewards)
+            margins = rewards[:, 0] - rewards[:, 1]
+        else:
+            good = batch["desirable"].bool()
+            margins = torch.where(good, rewards[:, 0], -rewards[:, 0])
+            shown = {
+                "desirable_reward": _mean(rewards[good, 0]),
+                "undesirable_reward": _mean(rewards[~good, 0]),
+                "kl": _mean(scores[:, 1] - ref[:, 1]),
+            }
+        self.report({f"{prefix}/{name}": mean for name, mean in shown.items()})
+        return TensorDict({"margins": margins}, batch_size=batch.batch_size)
+
+    @register(transfer_mode="3D_PROTO", reads=reads, optional=KINDS, minibatches=True)
+    def update_actor(self, batch: TensorDict) -> dict[str, Any]:
+        """One optimizer step for each mini-batch; metrics are means over the steps.
+
+        A step first scores its rows once without gradient: of pairs both answers, to know how each
+        counts, of labelled rows those that measure the KL.
+        """
+        steps, self._seen = [], []
+        update = self._pair_step if is_pairs(batch) else self._label_step
+        for mini in self.call.mini_batches:
+            steps.append(update(select_rows(batch, mini.index), mini.num_micro_batches))
+        self.report({f"actor/{name}": mean for name, mean in _summed(self._seen).items()})
+        return merge(steps) | {"actor/optimizer_steps": float(len(steps))}
+
+    def save_state(self, folder: Path) -> None:
+        """This rank's state, and beside it the policy as a Hugging Face folder."""
+        super().save_state(folder)
+        with self.resident("parameters"):
+            self.engine.export_hugging_face(folder / "hugging_face")
+
+    def _pair_step(self, batch: TensorDict, num_micro_batches: int) -> dict[str, float]:
+        """Pairs as 2n sequences with what `PairLoss` reads (zeros before the last stage)."""
+        ref, count = batch["ref_answer_log_probs"], batch.batch_size[0]
+        rows = answer_rows(batch)
+        scores = self._scores(rows, num_micro_batches)
+        losses, slopes = torch.zeros(count), torch.zeros(count, 2)
+        if scores is not None:
+            losses, slopes = pair_losses(scores, ref, answer_tokens(rows), self.cfg.loss)
+            rewards = implicit_rewards(scores, ref, self.cfg.loss)
+            self._seen.append(_pair_metrics(rewards))
+        rows["pair_losses"] = torch.cat([losses, losses])
+        rows["score_slopes"] = torch.cat([slopes[:, 0], slopes[:, 1]])
+        return self._step(rows, PairLoss(answer_log_probs), 2 * num_micro_batches)
+
+    def _label_step(self, batch: TensorDict, num_micro_batches: int) -> dict[str, float]:
+        """Labelled rows, after the other rows' answers have measured the KL."""
+        ref = batch["ref_answer_log_probs"]
+        with self.resident("parameters"):
+            made = self.engine.forward(
+                _as_rows(_other_answers(batch)), _score, num_micro_batches=num_micro_batches
+            )
+        rows = _as_rows(_own_answers(batch))
+        rows["ref_log_probs"], rows["desirable"] = ref[:, 0], batch["desirable"]
+        rows["kl_log_ratios"] = ref[:, 1] * 0 if made is None else made["log_probs"] - ref[:, 1]
+        return self._step(rows, LabelLoss(self.cfg.loss), num_micro_batches)
+
+    def _step(self, rows: TensorDict, loss: Loss, num_micro_batches: int) -> dict[str, float]:
+        every = torch.arange(rows.batch_size[0])
+        self.call = replace(self.call, mini_batches=(MiniBatch(every, num_micro_batches),))
+        return self.train(rows, loss, prefix="actor")
+
+
+def is_pairs(batch: TensorDict) -> bool:
+    """Whether the rows are pairs; else they have labels."""
+    return "chosen_tokens" in batch.keys()
+
+
+def answer_rows(batch: TensorDict) -> TensorDict:
+    """n rows -> 2n sequences: row i is the first answer of row i, row n + i the second one.
+
+    Prompts, responses and response_mask; first and second: chosen and rejected, or a labelled
+    row's answer and, after the same prompt, another row's answer.
+    """
+    if not is_pairs(batch):
+        return _as_rows([*_own_answers(batch), *_other_answers(batch)])
+    both, cuts = _marked(batch), batch["chosen_tokens"].tolist()
+    chosen = [_cut(ids[:cut], mask[:cut]) for (ids, mask), cut in zip(both, cuts, strict=True)]
+    rejected = [_cut(ids[cut:], mask[cut:]) for (ids, mask), cut in zip(both, cuts, strict=True)]
+    return _as_rows([*chosen, *rejected])
+
+
+def answer_tokens(rows: TensorDict) -> Tensor:
+    """(n, 2) float32: learnt tokens of both answers; rows: 2n sequences of `answer_rows`."""
+    return _side_by_side(pad(rows["response_mask"]).sum(-1).float())
+
+
+Sequence = tuple[Tensor, Tensor, Tensor]
+"""Ids of the prompt (P,), of the response (R,), and which of those are the answer's (R,) bool."""
+
+
+def _marked(batch: TensorDict) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(rows_of(batch["prompts"]), rows_of(batch["loss_mask"]), strict=True))
+
+
+def _cut(ids: Tensor, mask: Tensor) -> Sequence:
+    """A marked sequence, cut before its first learnt token."""
+    first = int(mask.int().argmax())
+    assert first > 0, mask  # the encoder starts rows with a prompt
+    return ids[:first], ids[first:], mask[first:]
+
+
+def _own_answers(batch: TensorDict) -> list[Sequence]:
+    return [_cut(*row) for row in _marked(batch)]
+
+
+def _other_answers(batch: TensorDict) -> list[Sequence]:
+    """Prompts of labelled rows with the answers of other rows."""
+    answers = rows_of(batch["answers"])
+    return [
+        (prompt, answer, torch.ones_like(answer, dtype=torch.bool))
+        for (prompt, _, _), answer in zip(_own_answers(batch), answers, strict=True)
+    ]
+
+
+def _as_rows(sequences: list[Sequence]) -> TensorDict:
+    columns = {
+        name: ragged_from_rows([row[place] for row in sequences], dtype=dtype)
+        for place, (name, dtype) in enumerate(_COLUMNS.items())
+    }
+    return TensorDict(columns, batch_size=[len(sequences)])
+
+
+_COLUMNS = {"prompts": torch.int64, "responses": torch.int64, "response_mask": torch.bool}
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """(2n,) in the order of `answer_rows` -> (n, 2)."""
+    return x.view(2, len(x) // 2).T
+
+
+def _pair_metrics(rewards: Tensor) -> dict[str, Mean]:
+    """Means over pairs of implicit rewards (n, 2)."""
+    margins = rewards[:, 0] - rewards[:, 1]
+    right = (margins > 0).double() + 0.5 * (margins == 0).double()
+    return {
+        "accuracy": _mean(right),
+        "margin": _mean(margins),
+        "chosen_reward": _mean(rewards[:, 0]),
+        "rejected_reward": _mean(rewards[:, 1]),
+    }
+
+
+def _summed(metrics: list[dict[str, Mean]]) -> dict[str, Mean]:
+    """The same means over the rows of all of them."""
+    names = metrics[0] if metrics else {}
+    return {n: Mean(*map(sum, zip(*(found[n] for found in metrics)))) for n in names}
+
+
+def _mean(x: Tensor) -> Mean:
+    return Mean(float(x.double().sum()), len(x))
+
+
+def _score(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
+    return {"log_probs": answer_log_probs(output, micro)}
