@@ -126,7 +126,7 @@ _MAY_BE_ZERO = ("reserved_bytes", *(n for n in COEFFICIENTS if n.endswith("_seco
 
 
 def load_hardware(name: str | Path) -> Hardware:
-    """A packaged file by name, or the file at a path. ConfigError if it cannot be used, with why."""
+    """A packaged file by name, or the file at a path. ConfigError if it cannot be used."""
     path = FOLDER / f"{name}.yaml" if str(name) in HARDWARE else Path(name)
     if not path.is_file():
         raise ConfigError(

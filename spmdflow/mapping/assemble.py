@@ -1,0 +1,153 @@
+"""A `Placed` from blocks, pool sizes and strategies: ranks, estimates of every call, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from spmdflow.errors import ConfigError
+from spmdflow.mapping.dataflow import Dataflow, Model
+from spmdflow.mapping.estimate import Estimate, call_seconds, transition_seconds
+from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.memory import call_bytes, resident_bytes, total
+from spmdflow.mapping.placed import Placed, PlacedPool
+from spmdflow.mapping.search import Block
+from spmdflow.mapping.strategy import Cut, Strategy
+from spmdflow.mapping.table import CostTable
+
+
+def assemble(
+    table: CostTable,
+    blocks: Sequence[Block],
+    sizes: Sequence[int],
+    rows: Sequence[np.ndarray],
+    *,
+    ranks: Sequence[Sequence[int]] | None = None,
+) -> Placed:
+    """From entries of a table; without ranks, pools follow one another, the largest first."""
+    pools = []
+    order = range(len(blocks)) if ranks is not None else _by_size(blocks, sizes)
+    start = 0
+    for place in order:
+        own = ranks[place] if ranks is not None else range(start, start + sizes[place])
+        start += sizes[place]
+        strategies = {}
+        for number, row in zip(blocks[place], rows[place].tolist()):
+            entries = table.entries[number]
+            generates = entries.model.rollout is not None
+            strategies[entries.model.name] = entries.cut.strategy(row, generates=generates)
+        pools.append(_pool(table.dataflow, table.hardware, strategies, own))
+    return _placed(table.dataflow, pools)
+
+
+def assemble_given(
+    dataflow: Dataflow,
+    hardware: Hardware,
+    pools: Sequence[tuple[Sequence[str], Sequence[int]]],
+    strategies: Mapping[str, Strategy],
+) -> Placed:
+    """From given pools and strategies, whether or not they fit; memory_bytes says so.
+
+    ConfigError if a strategy's sizes do not multiply to its pool.
+    """
+    found = []
+    for roles, ranks in pools:
+        for role in roles:
+            if strategies[role].num_ranks != len(ranks):
+                raise ConfigError(
+                    f"{role}: got strategy {strategies[role]} = {strategies[role].num_ranks} "
+                    f"ranks, expected {len(ranks)}, the size of its pool; change a size"
+                )
+        ordered = {m.name: strategies[m.name] for m in dataflow.models if m.name in roles}
+        found.append(_pool(dataflow, hardware, ordered, ranks))
+    return _placed(dataflow, found)
+
+
+def pool_memory(
+    members: Sequence[tuple[Model, Strategy]], dataflow: Dataflow, hardware: Hardware
+) -> dict[str, dict[str, float]]:
+    """Bytes of a rank of a pool in each call (`model.method`), by what holds them.
+
+    Residents of all members add; a call brings its own; a generation's KV cache is its
+    `kv_cache_bytes`, else what is left of the usable memory.
+    """
+    resident: dict[str, float] = {}
+    for model, strategy in members:
+        for part, size in resident_bytes(model, Cut.of([strategy])).items():
+            resident[part] = resident.get(part, 0.0) + float(size[0])
+    names = {model.name: (model, strategy) for model, strategy in members}
+    found = {}
+    for call in dataflow.calls:
+        if call.model not in names:
+            continue
+        model, strategy = names[call.model]
+        parts = dict(resident)
+        for part, size in call_bytes(model, call.kind, call.workload, Cut.of([strategy])).items():
+            parts[part] = parts.get(part, 0.0) + float(np.ravel(size)[0])
+        if call.kind == "generate":
+            parts["kv_cache"] = _cache(model, hardware, sum(parts.values()))
+        found[call.title] = parts
+    return found
+
+
+def _by_size(blocks: Sequence[Block], sizes: Sequence[int]) -> list[int]:
+    return sorted(range(len(blocks)), key=lambda place: (-sizes[place], blocks[place]))
+
+
+def _cache(model: Model, hardware: Hardware, used: float) -> float:
+    assert model.rollout is not None, model.name
+    free = hardware.usable_bytes - used
+    fixed = model.rollout.kv_cache_bytes
+    return free if fixed is None else min(fixed, free)
+
+
+def _pool(
+    dataflow: Dataflow,
+    hardware: Hardware,
+    strategies: Mapping[str, Strategy],
+    ranks: Sequence[int],
+) -> PlacedPool:
+    members = [(dataflow.model(name), strategy) for name, strategy in strategies.items()]
+    memory = pool_memory(members, dataflow, hardware)
+    estimates: dict[int, Estimate] = {}
+    stages = dict.fromkeys(dataflow.stages, 0.0)
+    moved: set[str] = set()
+    most, cache = 0.0, 0.0
+    for number, call in enumerate(dataflow.calls):
+        if call.model not in strategies:
+            continue
+        model, strategy = dataflow.model(call.model), strategies[call.model]
+        parts = memory[call.title]
+        free = parts.get("kv_cache", 0.0)
+        cache = max(cache, free)
+        found = call_seconds(call, model, strategy, hardware, kv_bytes=free)
+        if call.kind == "generate" and call.model not in moved:
+            moved.add(call.model)
+            found = found + transition_seconds(model, strategy, hardware)
+        estimates[number] = found
+        stages[call.stage] += found.seconds
+        most = max(most, sum(parts.values()))
+    if not estimates:
+        most = sum(float(total(resident_bytes(m, Cut.of([s])))[0]) for m, s in members)
+    return PlacedPool(
+        roles=tuple(strategies),
+        num_ranks=len(ranks),
+        ranks=tuple(ranks),
+        strategies=dict(strategies),
+        stage_seconds=stages,
+        memory_bytes=most,
+        estimates=estimates,
+        kv_bytes=cache,
+    )
+
+
+def _placed(dataflow: Dataflow, pools: Sequence[PlacedPool]) -> Placed:
+    stages = {stage: max(pool.stage_seconds[stage] for pool in pools) for stage in dataflow.stages}
+    return Placed(
+        pools=tuple(pools),
+        seconds=sum(stages.values()),
+        stage_seconds=stages,
+        titles={number: call.title for number, call in enumerate(dataflow.calls)},
+        stages={number: call.stage for number, call in enumerate(dataflow.calls)},
+    )

@@ -1,0 +1,257 @@
+"""Device mapping of a dataflow: Algorithm 1 over Algorithm 2's tables, exactly and fast.
+
+For each partition of the models, the ideal options (see `table`) give a bound and a first
+allocation; the exact fronts of that allocation give a cost that can be had. Only pool sizes that
+could still be part of something cheaper get exact fronts, and the search over those is final.
+Partitions are taken by their bound, and those whose bound is above the worst kept result are left
+out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping as MappingOf
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from spmdflow.errors import ConfigError
+from spmdflow.mapping.assemble import assemble, assemble_given
+from spmdflow.mapping.dataflow import Dataflow
+from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.placed import Placed
+from spmdflow.mapping.search import (
+    Block,
+    Options,
+    best_of_partition,
+    blocks_of,
+    least_cost,
+    partitions,
+    undominated,
+)
+from spmdflow.mapping.strategy import Strategy
+from spmdflow.mapping.table import CostTable
+
+TIE = 1.01
+"""Placements within one percent of the best count as equal."""
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """The best placement of each of the best partitions, best first."""
+
+    best: tuple[Placed, ...]
+    num_partitions: int
+    """Partitions of the models, also those that do not fit."""
+    num_ranks: int
+    unit: int
+    """Pools are multiples of so many ranks."""
+    seconds_searched: float
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether the second is within one percent of the first."""
+        return len(self.best) > 1 and self.best[1].seconds <= TIE * self.best[0].seconds
+
+
+def find_mapping(
+    dataflow: Dataflow,
+    hardware: Hardware,
+    num_ranks: int,
+    *,
+    unit: int | None = None,
+    keep: int = 10,
+) -> Mapping:
+    """The fastest placements of a dataflow on so many ranks (paper Algorithm 1).
+
+    unit: ranks by which pools grow; None: whole nodes if there are several, else single ranks.
+    Ranks may stay idle. ConfigError if nothing fits, with the smallest world that would.
+    """
+    started = time.perf_counter()
+    unit = unit or default_unit(num_ranks, hardware)
+    pool_sizes = range(unit, num_ranks + 1, unit)
+    table = CostTable(dataflow, hardware, pool_sizes)
+    found = _Search(table, num_ranks // unit, unit).best(keep)
+    if not found:
+        raise _nothing_fits(dataflow, hardware, num_ranks, unit)
+    placed = tuple(assemble(table, blocks, sizes, rows) for blocks, sizes, rows in found)
+    number = sum(1 for _ in partitions(len(dataflow.models)))
+    return Mapping(placed, number, num_ranks, unit, time.perf_counter() - started)
+
+
+def evaluate(
+    dataflow: Dataflow,
+    hardware: Hardware,
+    pools: Sequence[tuple[Sequence[str], Sequence[int]]],
+    *,
+    strategies: MappingOf[str, Strategy] | None = None,
+) -> Placed:
+    """A given placement, pools as (roles, ranks): with the given strategies, or the best ones.
+
+    ConfigError if a role is missing or no strategy fits into memory.
+    """
+    names = [model.name for model in dataflow.models]
+    placed = [role for roles, _ in pools for role in roles]
+    if sorted(placed) != sorted(names):
+        raise ConfigError(
+            f"placement: got roles {placed}, expected each of {', '.join(names)} once; correct it"
+        )
+    if strategies is not None:
+        return assemble_given(dataflow, hardware, pools, strategies)
+    table = CostTable(dataflow, hardware, sorted({len(ranks) for _, ranks in pools}))
+    blocks = [tuple(sorted(names.index(role) for role in roles)) for roles, _ in pools]
+    fronts = [table.front(block, len(ranks)) for block, (_, ranks) in zip(blocks, pools)]
+    for front, (roles, ranks) in zip(fronts, pools):
+        if not len(front.costs):
+            raise ConfigError(
+                f"placement: got {', '.join(roles)} on {len(ranks)} ranks, expected a strategy "
+                f"that fits into {hardware.usable_bytes / 1e9:.1f} GB a rank; use more ranks, "
+                f"or other pools"
+            )
+    ones = [Options(np.ones(len(front.costs), dtype=np.int64), front.costs) for front in fronts]
+    best = best_of_partition(ones, len(ones))
+    assert best is not None
+    rows = [front.entries[pick] for front, pick in zip(fronts, best[1])]
+    ranks_of = [tuple(ranks) for _, ranks in pools]
+    return assemble(table, blocks, [len(r) for r in ranks_of], rows, ranks=ranks_of)
+
+
+def memory_floor(
+    dataflow: Dataflow, models: Sequence[str], hardware: Hardware, *, unit: int = 1
+) -> int:
+    """Fewest ranks, in multiples of `unit`, of a pool that holds these models (A_min)."""
+    names = [model.name for model in dataflow.models]
+    block = tuple(sorted(names.index(dataflow.model(name).name) for name in models))
+    size = unit
+    while size <= _LARGEST_WORLD:
+        sizes = [size * factor for factor in range(1, 9)]
+        table = CostTable(dataflow, hardware, sizes)
+        for candidate in table.ideal(block).sizes.tolist():
+            if len(table.front(block, candidate).costs):
+                return int(candidate)
+        size = sizes[-1] + unit if size < 64 * unit else size * 2
+    raise ConfigError(
+        f"placement: got {', '.join(models)}, which fit on no pool of up to {_LARGEST_WORLD} "
+        f"ranks of {hardware.usable_bytes / 1e9:.1f} GB, expected a strategy that fits; use "
+        f"smaller models, shorter sequences or engine.options=[recompute]"
+    )
+
+
+def default_unit(num_ranks: int, hardware: Hardware) -> int:
+    """Whole nodes if there are several, else single ranks."""
+    node = int(hardware.gpus_per_node)
+    return node if num_ranks > node and num_ranks % node == 0 else 1
+
+
+_LARGEST_WORLD = 1 << 14
+
+Found = tuple[tuple[Block, ...], list[int], list[np.ndarray]]
+"""Blocks, their pool sizes in ranks, and each model's entry in the table."""
+
+
+class _Search:
+    """One run over all partitions."""
+
+    def __init__(self, table: CostTable, num_units: int, unit: int) -> None:
+        self.table, self.num_units, self.unit = table, num_units, unit
+        self.ideal = {
+            block: self._in_units(table.ideal(block))
+            for block in blocks_of(len(table.dataflow.models))
+        }
+
+    def best(self, keep: int) -> list[Found]:
+        """At most `keep` partitions' best, best first; equal costs: fewer pools, then in order."""
+        bounds = []
+        for blocks in partitions(len(self.table.dataflow.models)):
+            options = [self.ideal[block] for block in blocks]
+            if all(len(one) for one in options):
+                bound = least_cost(options, self.num_units)
+                if np.isfinite(bound):
+                    bounds.append((bound, blocks))
+        found: list[tuple[float, int, tuple[Block, ...], Found]] = []
+        for bound, blocks in sorted(bounds):
+            worst = found[keep - 1][0] if len(found) >= keep else np.inf
+            if bound > worst * (1 + 1e-9):
+                break
+            result = self._of_partition(blocks, worst)
+            if result is not None:
+                found.append((result[0], len(blocks), blocks, result[1]))
+                found = sorted(found, key=lambda one: one[:3])[:keep]
+        return [one[3] for one in found]
+
+    def _of_partition(self, blocks: tuple[Block, ...], worst: float) -> tuple[float, Found] | None:
+        """The exact best of one partition, None if it costs more than `worst`."""
+        ideal = [self.ideal[block] for block in blocks]
+        relaxed = best_of_partition(ideal, self.num_units, worst=worst)
+        if relaxed is None:
+            return None
+        sizes = [int(one.sizes[pick]) for one, pick in zip(ideal, relaxed[1])]
+        first = self._exact(blocks, [[size] for size in sizes], worst)
+        worst = min(worst, first[0]) if first else worst
+        if first is not None and first[0] <= relaxed[0] * (1 + 1e-12):
+            return first
+        survivors = [
+            _survivors(ideal, place, self.num_units, worst).tolist() for place in range(len(blocks))
+        ]
+        return self._exact(blocks, survivors, worst) or first
+
+    def _exact(
+        self, blocks: tuple[Block, ...], sizes: Sequence[Sequence[int]], worst: float
+    ) -> tuple[float, Found] | None:
+        """The best choice with exact fronts of these sizes (in units)."""
+        options, origins = [], []
+        for block, wanted in zip(blocks, sizes):
+            fronts = [(size, self.table.front(block, size * self.unit)) for size in wanted]
+            fronts = [(size, front) for size, front in fronts if len(front.costs)]
+            if not fronts:
+                return None
+            counts = np.concatenate([np.full(len(f.costs), size) for size, f in fronts])
+            pruned, kept = undominated(
+                Options(counts, np.concatenate([f.costs for _, f in fronts]))
+            )
+            options.append(pruned)
+            origins.append((counts[kept], np.concatenate([f.entries for _, f in fronts])[kept]))
+        best = best_of_partition(options, self.num_units, worst=worst)
+        if best is None:
+            return None
+        cost, picks = best
+        pool_sizes = [int(o[0][pick]) * self.unit for o, pick in zip(origins, picks)]
+        rows = [o[1][pick] for o, pick in zip(origins, picks)]
+        return cost, (blocks, pool_sizes, rows)
+
+    def _in_units(self, options: Options) -> Options:
+        return Options(options.sizes // self.unit, options.costs)
+
+
+def _survivors(ideal: Sequence[Options], place: int, size: int, worst: float) -> np.ndarray:
+    """Sizes of one pool that could be part of a choice of at most `worst`."""
+    one = ideal[place]
+    others = [other for number, other in enumerate(ideal) if number != place]
+    floors = sum(int(other.sizes.min()) for other in others)
+    reach = one.costs.copy()
+    for other in others:
+        spare = size - floors + int(other.sizes.min())
+        least = np.full((size + 1, one.costs.shape[1]), np.inf)
+        np.minimum.at(least, other.sizes, other.costs)
+        least = np.minimum.accumulate(least, axis=0)
+        left = spare - one.sizes
+        reach = np.maximum(
+            reach, np.where((left >= 0)[:, None], least[np.maximum(left, 0)], np.inf)
+        )
+    return one.sizes[reach.sum(axis=1) <= worst * (1 + 1e-9)]
+
+
+def _nothing_fits(dataflow: Dataflow, hardware: Hardware, num_ranks: int, unit: int) -> ConfigError:
+    world = num_ranks + unit
+    while world <= _LARGEST_WORLD:
+        table = CostTable(dataflow, hardware, range(unit, world + 1, unit))
+        if _Search(table, world // unit, unit).best(1):
+            break
+        world *= 2
+    least = f"at least about {world}" if world <= _LARGEST_WORLD else "more memory a rank"
+    models = ", ".join(f"{m.name} ({m.shape.name})" for m in dataflow.models)
+    return ConfigError(
+        f"placement: got {num_ranks} ranks of {hardware.usable_bytes / 1e9:.1f} GB for {models}, "
+        f"expected {least}; start more processes or use smaller models"
+    )

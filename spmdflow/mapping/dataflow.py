@@ -1,0 +1,307 @@
+"""`Dataflow`: the models of an algorithm and what one step asks of them. No ranks, no hardware.
+
+Calls of one stage that run on the same pool add; pools overlap within a stage; stages add (paper
+section 6, d_cost). A script that generates one step ahead gives all its calls one stage: then its
+pools overlap over the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from spmdflow.errors import ConfigError
+from spmdflow.mapping.shape import ModelShape
+
+Kind = Literal["generate", "infer", "train"]
+ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
+"""By dtype."""
+ENGINES = ("megatron", "fsdp", "zero1", "zero2", "zero3")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Rows of one call: `num_sequences` of `prompt_tokens` + `response_tokens`."""
+
+    num_sequences: int
+    prompt_tokens: int
+    response_tokens: int
+    num_updates: int = 1
+    """Optimizer steps of a training call, over all its epochs."""
+    num_epochs: int = 1
+    """Passes over the rows of a training call."""
+
+    def __post_init__(self) -> None:
+        smallest = min(self.num_sequences, self.prompt_tokens, self.num_updates, self.num_epochs)
+        if smallest < 1 or self.response_tokens < 0:
+            raise ConfigError(
+                f"workload: got {self}, expected at least one sequence, prompt token, update and "
+                f"epoch; correct it"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one sequence."""
+        return self.prompt_tokens + self.response_tokens
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How a model is held and cut; sizes that are None are searched."""
+
+    kind: str = "megatron"
+    """megatron (tensor and pipeline parallel), fsdp, zero1, zero2 or zero3 (data parallel)."""
+    layout: tuple[int, int] | None = None
+    """(tp_size, pp_size), or None: Algorithm 2 chooses; data-parallel engines have (1, 1)."""
+    options: tuple[str, ...] = ()
+    """recompute, keep_gathered, sequence_parallel, plain_optimizer."""
+    micro_batch_rows: int = 1
+    micro_batch_tokens: int | None = None
+    dtype: str = "bfloat16"
+    offload: bool = False
+    """Whether the model lives on the host between calls."""
+
+    def __post_init__(self) -> None:
+        _choice("engine.kind", self.kind, ENGINES)
+        _choice("engine.dtype", self.dtype, tuple(ELEMENT_BYTES))
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a weight in compute precision."""
+        return ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """How a model generates."""
+
+    kind: str = "vllm"
+    """vllm, or builtin: whole copies on single ranks."""
+    layout: tuple[int, int] | None = None
+    """(gen_tp_size, gen_pp_size), or None: searched among those that nest in training's."""
+    weights: str = "flat"
+    """flat, blocks (one copy of the weights) or copy (a second one)."""
+    dtype: str = "bfloat16"
+    kv_cache_bytes: float | None = None
+    """Of one rank; None: what the pool leaves free."""
+    max_batch_size: int | None = None
+    """Sequences decoded together by one replica at most."""
+    min_batch_size: int = 8
+    """Sequences for which the memory floor reserves cache, so that a plan does not crawl."""
+
+    def __post_init__(self) -> None:
+        _choice("rollout.kind", self.kind, ("vllm", "builtin"))
+        _choice("rollout.weights", self.weights, ("flat", "blocks", "copy"))
+        _choice("rollout.dtype", self.dtype, tuple(ELEMENT_BYTES))
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a weight and of a cached key."""
+        return ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Model:
+    """One role: a shape, whether it is trained, how it is held and how it generates."""
+
+    name: str
+    shape: ModelShape
+    trained: bool = False
+    engine: Engine = field(default_factory=Engine)
+    rollout: Rollout | None = None
+    """None: it never generates."""
+    weights_from: str | None = None
+    """A rollout pool of its own: this model receives that model's weights once a step."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One method call of a step."""
+
+    model: str
+    kind: Kind
+    stage: str
+    workload: Workload
+    name: str = ""
+    """The method, for tables; empty: the kind."""
+
+    @property
+    def title(self) -> str:
+        """`model.method`."""
+        return f"{self.model}.{self.name or self.kind}"
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """Models and the calls of one step. ConfigError if a call names no model or cannot be run."""
+
+    models: tuple[Model, ...]
+    calls: tuple[Call, ...]
+    apart: tuple[tuple[str, str], ...] = ()
+    """Pairs of models that may not share a pool."""
+
+    def __post_init__(self) -> None:
+        names = [model.name for model in self.models]
+        if len(set(names)) != len(names) or not names:
+            raise ConfigError(
+                f"dataflow: got models {names}, expected at least one, each name once; rename one"
+            )
+        for call in self.calls:
+            _check_call(call, self)
+        unknown = {name for pair in self.apart for name in pair} - set(names)
+        sources = {model.weights_from for model in self.models} - {None, *names}
+        if unknown or sources:
+            raise ConfigError(
+                f"dataflow: got {sorted(unknown | {str(s) for s in sources})} in apart or "
+                f"weights_from, expected some of {', '.join(names)}; correct the name"
+            )
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Names of the stages, in the order of their first call."""
+        return tuple(dict.fromkeys(call.stage for call in self.calls))
+
+    def model(self, name: str) -> Model:
+        """By name; ConfigError if there is none."""
+        for model in self.models:
+            if model.name == name:
+                return model
+        raise ConfigError(
+            f"dataflow: got model {name!r}, expected one of "
+            f"{', '.join(model.name for model in self.models)}; correct the name"
+        )
+
+    def calls_of(self, name: str) -> list[tuple[int, Call]]:
+        """(number, call) of a model's calls, in order."""
+        return [(number, call) for number, call in enumerate(self.calls) if call.model == name]
+
+
+Part = ModelShape | Model
+"""A model, or only its shape where the defaults will do."""
+
+GENERATION, PREPARATION, LEARNING = "generation", "preparation", "learning"
+
+
+def ppo(
+    actor: Part,
+    critic: Part,
+    *,
+    reference: Part,
+    reward: Part,
+    workload: Workload,
+    log_prob: bool = True,
+) -> Dataflow:
+    """The paper's PPO (Fig. 1); without log_prob the actor's recomputation is left out (Table 4
+    calls it optional)."""
+    frozen = (_frozen("reference", reference), _scorer("reward", reward))
+    models = (_policy(actor), _scorer("critic", critic, trained=True), *frozen)
+    calls = _generation(workload)
+    calls += _infer("actor", "compute_log_prob", workload) if log_prob else ()
+    calls += _infer("critic", "compute_values", workload)
+    calls += _infer("reference", "compute_ref_log_prob", workload)
+    calls += _infer("reward", "compute_reward", workload)
+    calls += _train("critic", "update_critic", workload)
+    calls += _train("actor", "update_actor", workload)
+    return Dataflow(models, calls)
+
+
+def remax(actor: Part, *, reference: Part, reward: Part, workload: Workload) -> Dataflow:
+    """ReMax: a sampled and a greedy response, both scored, no critic."""
+    models = (_policy(actor), _frozen("reference", reference), _scorer("reward", reward))
+    calls = (*_generation(workload), *_generation(workload, "generate_greedy"))
+    calls += _infer("actor", "compute_log_prob", workload)
+    calls += _infer("reference", "compute_ref_log_prob", workload)
+    calls += _infer("reward", "compute_reward_greedy", workload)
+    calls += _infer("reward", "compute_reward", workload)
+    return Dataflow(models, calls + _train("actor", "update_actor", workload))
+
+
+def grpo(actor: Part, *, reference: Part, reward: Part, workload: Workload) -> Dataflow:
+    """GRPO: groups of samples, no critic; num_sequences counts samples."""
+    models = (_policy(actor), _frozen("reference", reference), _scorer("reward", reward))
+    calls = _generation(workload)
+    calls += _infer("actor", "compute_log_prob", workload)
+    calls += _infer("reference", "compute_ref_log_prob", workload)
+    calls += _infer("reward", "compute_reward", workload)
+    return Dataflow(models, calls + _train("actor", "update_actor", workload))
+
+
+def grpo_async(actor: Part, *, reference: Part, reward: Part, workload: Workload) -> Dataflow:
+    """GRPO one step off policy: a generator on ranks of its own, one stage for all calls."""
+    flow = grpo(actor, reference=reference, reward=reward, workload=workload)
+    policy = flow.model("actor")
+    trainer = replace(policy, rollout=None)
+    generator = replace(policy, name="generator", trained=False, weights_from="actor")
+    models = (trainer, generator, *flow.models[1:])
+    calls = tuple(
+        replace(call, stage="step", model="generator" if call.kind == "generate" else call.model)
+        for call in flow.calls
+    )
+    apart = tuple(("generator", model.name) for model in models if model.name != "generator")
+    return Dataflow(models, calls, apart)
+
+
+def safe_rlhf(
+    actor: Part,
+    critic: Part,
+    *,
+    reference: Part,
+    reward: Part,
+    cost: Part,
+    workload: Workload,
+    cost_critic: Part | None = None,
+) -> Dataflow:
+    """Safe-RLHF: PPO with a cost model, and a critic of costs if given."""
+    flow = ppo(actor, critic, reference=reference, reward=reward, workload=workload)
+    models = (*flow.models, _scorer("cost", cost))
+    ahead, updates = flow.calls[:-2], flow.calls[-2:]
+    calls = (*ahead, *_infer("cost", "compute_cost", workload), *updates)
+    if cost_critic is not None:
+        models += (_scorer("cost_critic", cost_critic, trained=True),)
+        calls += _infer("cost_critic", "compute_cost_values", workload)
+        calls += _train("cost_critic", "update_cost_critic", workload)
+    return Dataflow(models, calls)
+
+
+def _policy(part: Part) -> Model:
+    if isinstance(part, Model):
+        return part
+    return Model("actor", part, trained=True, rollout=Rollout())
+
+
+def _frozen(name: str, part: Part) -> Model:
+    return part if isinstance(part, Model) else Model(name, part)
+
+
+def _scorer(name: str, part: Part, *, trained: bool = False) -> Model:
+    if isinstance(part, Model):
+        return part
+    return Model(name, replace(part, scalar_head=True), trained=trained)
+
+
+def _generation(workload: Workload, name: str = "generate_sequences") -> tuple[Call, ...]:
+    return (Call("actor", "generate", GENERATION, workload, name),)
+
+
+def _infer(model: str, name: str, workload: Workload) -> tuple[Call, ...]:
+    return (Call(model, "infer", PREPARATION, workload, name),)
+
+
+def _train(model: str, name: str, workload: Workload) -> tuple[Call, ...]:
+    return (Call(model, "train", LEARNING, workload, name),)
+
+
+def _check_call(call: Call, flow: Dataflow) -> None:
+    model = flow.model(call.model)
+    if call.kind == "generate" and model.rollout is None:
+        raise ConfigError(
+            f"dataflow: got {call.title}, expected a model with a rollout; give {call.model} one"
+        )
+    if call.kind == "train" and not model.trained:
+        raise ConfigError(f"dataflow: got {call.title}, expected a trained model; set trained=True")
+
+
+def _choice(key: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key}: got {value!r}, expected one of {', '.join(choices)}; choose one")

@@ -1,0 +1,178 @@
+"""Bytes of a rank, by phase: residents of a pool's models add, what a call needs comes on top.
+
+Megatron's distributed optimizer keeps weights and float32 gradients whole on every data-parallel
+rank and divides the rest: 6 + 12/d bytes a parameter in bfloat16 (2 + 4, and 4 + 4 + 4 over d),
+8 + 8/d in float32, which needs no second copy of the weights. FSDP and ZeRO 2, 3 divide all of it.
+
+Activations of a layer and token without recomputation (Korthikanti et al. 2022, without sequence
+parallelism and without the score matrix, which fused attention does not store):
+
+    5 hidden + (2 q + 2 kv + 3 ffn) / t        elements
+
+and with it the layer's input (hidden) plus one whole layer. The first stage of a pipeline holds
+min(m, p) micro-batches (1F1B). Models of a pool take turns: of what calls need, the most counts.
+Arrays over strategies.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spmdflow.mapping.dataflow import Kind, Model, Workload
+from spmdflow.mapping.generation import (
+    PREFILL_TOKENS,
+    rows_per_replica,
+    sequence_bytes,
+)
+from spmdflow.mapping.layer import kv_width
+from spmdflow.mapping.strategy import Array, Cut
+from spmdflow.mapping.training import micro_batch_rows, traffic_of
+
+Bytes = dict[str, Array]
+"""Bytes of one rank by what they hold."""
+
+LOGIT_BYTES = 4
+BUCKET_BYTES = 256 << 20
+"""The hybrid engine stages at most so many bytes at once."""
+
+
+def resident_bytes(model: Model, cut: Cut) -> Bytes:
+    """What a model keeps on a rank between calls; nothing if it lives on the host."""
+    if model.engine.offload:
+        return _nothing(cut)
+    return state_bytes(model, cut)
+
+
+def state_bytes(model: Model, cut: Cut) -> Bytes:
+    """Weights, gradients and optimizer of one rank."""
+    engine = model.engine
+    local = model.shape.num_parameters / (cut.tp * cut.pp)
+    size = engine.element_bytes
+    if model.weights_from is not None and model.rollout is not None:
+        return _nothing(cut) | {"parameters": local * model.rollout.element_bytes}
+    if engine.kind != "megatron":
+        return _data_parallel_state(model, cut)
+    if not model.trained:
+        return _nothing(cut) | {"parameters": local * size}
+    share = np.ones(len(cut)) if "plain_optimizer" in engine.options else cut.dp
+    second_copy = 4 if size == 2 else 0
+    return _nothing(cut) | {
+        "parameters": local * size,
+        "gradients": local * 4,
+        "optimizer": local * (8 + second_copy) / share,
+    }
+
+
+def call_bytes(model: Model, kind: Kind, workload: Workload, cut: Cut) -> Bytes:
+    """What one call needs beside all residents; generation without its cache."""
+    parts = {
+        "train": _training_bytes,
+        "infer": _inference_bytes,
+        "generate": _generation_bytes,
+    }[kind](model, workload, cut)
+    if model.engine.offload:
+        parts = parts | state_bytes(model, cut)
+    return parts
+
+
+def least_cache_bytes(model: Model, workload: Workload, cut: Cut) -> Array:
+    """Cache of one rank for the fewest sequences that a plan accepts."""
+    assert model.rollout is not None, model.name
+    least = np.minimum(rows_per_replica(workload, cut), model.rollout.min_batch_size)
+    return least * sequence_bytes(model, workload, cut)
+
+
+def total(parts: Bytes) -> Array:
+    """All of them."""
+    return np.asarray(sum(parts.values()))
+
+
+_STATE = ("parameters", "gradients", "optimizer")
+
+
+def _nothing(cut: Cut) -> Bytes:
+    return {name: np.zeros(len(cut)) for name in _STATE}
+
+
+def _data_parallel_state(model: Model, cut: Cut) -> Bytes:
+    """FSDP2 keeps float32 weights; zero1 divides the moments only."""
+    whole = model.shape.num_parameters * np.ones(len(cut))
+    share = cut.dp if traffic_of(model.engine).is_sharded else np.ones(len(cut))
+    parts = _nothing(cut) | {"parameters": 4 * whole / share}
+    if model.trained:
+        parts |= {"gradients": 4 * whole / share, "optimizer": 8 * whole / cut.dp}
+    return parts
+
+
+def _gathered_bytes(model: Model, cut: Cut, *, training: bool) -> Array:
+    """Weights that a sharded model gathers for its passes: all of them, or two layers."""
+    traffic, size = traffic_of(model.engine), model.engine.element_bytes
+    if not traffic.is_sharded:
+        return np.zeros(len(cut))
+    if traffic.each_micro or not training:
+        two_layers = 2 * model.shape.layer_parameters
+        return size * (two_layers + model.shape.vocab_size * model.shape.hidden_size + 0 * cut.dp)
+    return size * model.shape.num_parameters * np.ones(len(cut))
+
+
+def _training_bytes(model: Model, workload: Workload, cut: Cut) -> Bytes:
+    engine, shape = model.engine, model.shape
+    rows = np.ceil(workload.num_sequences * workload.num_epochs / workload.num_updates / cut.dp)
+    micro = np.minimum(micro_batch_rows(engine, workload.tokens), rows)
+    tokens, layers = micro * workload.tokens, np.ceil(shape.num_layers / cut.pp)
+    held = np.minimum(np.ceil(rows / micro), cut.pp)
+    one_layer = _layer_elements(model, cut)
+    kept = np.where(cut.recompute > 0, shape.hidden_size, one_layer) * layers * held
+    working = np.where(cut.recompute > 0, one_layer, 0.0)
+    parts = {
+        "activations": tokens * (kept + working) * engine.element_bytes,
+        "logits": 2 * _logit_bytes(model, tokens, cut),
+        "gather": _gathered_bytes(model, cut, training=True),
+    }
+    return parts
+
+
+def _inference_bytes(model: Model, workload: Workload, cut: Cut) -> Bytes:
+    rows = np.ceil(workload.num_sequences / cut.dp)
+    micro = np.minimum(micro_batch_rows(model.engine, workload.tokens), rows)
+    tokens = micro * workload.tokens
+    return {
+        "activations": tokens * _layer_elements(model, cut) * model.engine.element_bytes,
+        "logits": _logit_bytes(model, tokens, cut),
+        "gather": _gathered_bytes(model, cut, training=False),
+    }
+
+
+def _generation_bytes(model: Model, workload: Workload, cut: Cut) -> Bytes:
+    """Weights beyond training's (Table 2: M/(t_g p_g) at the peak, nothing twice) and buffers."""
+    rollout, shape = model.rollout, model.shape
+    assert rollout is not None, model.name
+    size, rows = rollout.element_bytes, rows_per_replica(workload, cut)
+    needed = shape.num_parameters * size / (cut.gen_tp * cut.gen_pp)
+    held = shape.num_parameters * size / (cut.tp * cut.pp)
+    shares = rollout.weights != "copy" and model.engine.kind == "megatron"
+    extra = np.maximum(needed - held, 0.0) if shares else needed
+    extra = np.zeros(len(cut)) if model.weights_from is not None else extra
+    tokens = np.minimum(rows * workload.prompt_tokens, PREFILL_TOKENS)
+    width = 2 * shape.hidden_size + (shape.q_size + 2 * shape.ffn_size) / cut.gen_tp
+    return {
+        "generation_weights": extra,
+        "gather": np.minimum(extra, BUCKET_BYTES),
+        "activations": tokens * (width + kv_width(shape, cut.gen_tp)) * size,
+        "logits": rows * shape.vocab_size * LOGIT_BYTES,
+    }
+
+
+def _layer_elements(model: Model, cut: Cut) -> Array:
+    shape = model.shape
+    divided = 2 * shape.q_size + 2 * shape.kv_size + (2 + shape.gated) * shape.ffn_size
+    whole = 5 * shape.hidden_size
+    if "sequence_parallel" in model.engine.options:
+        return (whole + divided) / cut.tp
+    return whole + divided / cut.tp
+
+
+def _logit_bytes(model: Model, tokens: Array, cut: Cut) -> Array:
+    if model.shape.scalar_head:
+        return 0.0 * tokens
+    return tokens * model.shape.vocab_size / cut.tp * LOGIT_BYTES

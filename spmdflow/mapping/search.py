@@ -1,0 +1,241 @@
+"""Algorithm 1 on cost tables, exactly: which sets of models share a pool, and how large each is.
+
+A table gives, for every set of models, options: devices and a vector of seconds, one a stage. A set
+may have several vectors for one size (strategies that trade one stage for another), none for some
+sizes (memory), and sizes may cost more with more devices. The best choice minimises
+
+    sum over stages of (max over pools of the vector)        pools' devices together at most N
+
+over all set partitions of the models; devices may stay idle. Algorithm 1 as printed keeps a
+reference to a placement that later iterations change; here a choice is a value.
+
+The sum of maxima does not decompose over pools, so partial choices are kept as a Pareto front over
+(devices used, maximum so far of each stage), and left out where even all remaining devices for each
+remaining pool could not bring them below a cost that is already known. Both steps keep an optimum.
+Knows no model and no hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Array = np.ndarray
+Block = tuple[int, ...]
+"""Numbers of the models of one pool, ascending."""
+
+_SLACK = 1 + 1e-12
+"""Sums of the same numbers in another order differ by less."""
+_BEAM = 64
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one set of models may cost: sizes (V,) int64 and seconds (V, stages) float64."""
+
+    sizes: Array
+    costs: Array
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One option for each pool of a partition."""
+
+    cost: float
+    blocks: tuple[Block, ...]
+    indices: tuple[int, ...]
+    """Which option of each block's `Options`."""
+
+    @property
+    def key(self) -> tuple[float, int, tuple[Block, ...], tuple[int, ...]]:
+        """Order of choices: cost, then fewer pools, then a fixed order."""
+        return self.cost, len(self.blocks), self.blocks, self.indices
+
+
+Table = Mapping[Block, Options]
+
+
+def partitions(number: int) -> Iterator[tuple[Block, ...]]:
+    """All set partitions of 0 .. number-1, each once; blocks by their lowest model: 5, 15, 52."""
+
+    def extend(blocks: tuple[Block, ...], model: int) -> Iterator[tuple[Block, ...]]:
+        if model == number:
+            yield blocks
+            return
+        for place, block in enumerate(blocks):
+            yield from extend((*blocks[:place], (*block, model), *blocks[place + 1 :]), model + 1)
+        yield from extend((*blocks, (model,)), model + 1)
+
+    yield from extend((), 0)
+
+
+def blocks_of(number: int) -> list[Block]:
+    """All sets of 0 .. number-1, by size, then in order."""
+    masks = range(1, 1 << number)
+    found = [tuple(m for m in range(number) if mask >> m & 1) for mask in masks]
+    return sorted(found, key=lambda block: (len(block), block))
+
+
+def search(table: Table, number: int, size: int, *, keep: int = 1) -> list[Choice]:
+    """The best choice of each partition of `number` models on `size` devices, best first.
+
+    At most `keep` of them: partitions that cannot be among those are left out. Empty if nothing
+    fits. Equal costs are ordered by `Choice.key`.
+    """
+    pruned = {block: undominated(options) for block, options in table.items()}
+    bounds = [
+        (least_cost([pruned[block][0] for block in blocks], size), blocks)
+        for blocks in partitions(number)
+        if all(block in pruned and len(pruned[block][0]) for block in blocks)
+    ]
+    found: list[Choice] = []
+    for bound, blocks in sorted(bounds):
+        worst = found[keep - 1].cost if len(found) >= keep else np.inf
+        if bound > worst * _SLACK:
+            break
+        choice = best_of_partition([pruned[block][0] for block in blocks], size, worst=worst)
+        if choice is None:
+            continue
+        cost, picks = choice
+        indices = tuple(int(pruned[block][1][pick]) for block, pick in zip(blocks, picks))
+        found = sorted([*found, Choice(cost, blocks, indices)], key=lambda c: c.key)[:keep]
+    return found
+
+
+def least_cost(options: Sequence[Options], size: int) -> float:
+    """A bound from below: every pool has all devices but the floors of the others."""
+    floors = [int(one.sizes.min()) for one in options]
+    rest = size - sum(floors)
+    if rest < 0:
+        return np.inf
+    least = np.zeros(options[0].costs.shape[1])
+    for one, floor in zip(options, floors):
+        fits = one.costs[one.sizes <= rest + floor]
+        least = np.maximum(least, fits.min(axis=0))
+    return float(least.sum())
+
+
+def best_of_partition(
+    options: Sequence[Options], size: int, *, worst: float = np.inf
+) -> tuple[float, tuple[int, ...]] | None:
+    """(cost, option of each pool) of the cheapest choice; None if none costs at most `worst`."""
+    floors = [int(one.sizes.min()) for one in options]
+    if sum(floors) > size:
+        return None
+    order = sorted(range(len(options)), key=lambda place: (len(options[place]), place))
+    ordered = [options[place] for place in order]
+    bounds = _least_by_rest(ordered, size)
+    known = _extended(ordered, size, bounds, worst, beam=_BEAM)
+    worst = min(worst, known[0]) if known else worst
+    exact = _extended(ordered, size, bounds, worst, beam=None) or known
+    if exact is None:
+        return None
+    cost, picks = exact
+    return cost, tuple(picks[order.index(place)] for place in range(len(options)))
+
+
+def undominated(options: Options) -> tuple[Options, Array]:
+    """Options that no other matches or beats in size and every stage, and their numbers."""
+    points = np.column_stack([options.sizes.astype(np.float64), options.costs])
+    points = np.where(np.isfinite(points), points, np.inf)
+    finite = np.isfinite(points).all(axis=1)
+    numbers = np.flatnonzero(finite)
+    kept = numbers[pareto(points[finite])]
+    return Options(options.sizes[kept], options.costs[kept]), kept
+
+
+def pareto(points: Array) -> Array:
+    """Numbers of rows (N, k) that no other row matches or beats everywhere, the first of equals.
+
+    Ascending by the sum of a row, which no dominated row can have less of.
+    """
+    if not len(points):
+        return np.empty(0, dtype=np.int64)
+    order = np.lexsort((*points.T[::-1], points.sum(axis=1)))
+    rows = points[order]
+    kept = []
+    alive = np.ones(len(rows), dtype=bool)
+    for place in range(len(rows)):
+        if not alive[place]:
+            continue
+        kept.append(place)
+        rest = slice(place + 1, None)
+        alive[rest] &= (rows[rest] < rows[place]).any(axis=1)
+    return order[kept]
+
+
+@dataclass
+class _Front:
+    """Partial choices: devices used, maxima so far, and where each came from."""
+
+    used: Array
+    costs: Array
+    parent: Array
+    pick: Array
+
+
+def _extended(
+    options: Sequence[Options], size: int, bounds: list[Array], worst: float, beam: int | None
+) -> tuple[float, list[int]] | None:
+    """Pools one after another; with a beam only the most promising partial choices live on."""
+    stages = options[0].costs.shape[1]
+    zero = np.zeros(1, dtype=np.int64)
+    fronts = [_Front(zero, np.zeros((1, stages)), zero, zero)]
+    for place, one in enumerate(options):
+        last = fronts[-1]
+        used = (last.used[:, None] + one.sizes[None, :]).ravel()
+        pairs = np.flatnonzero(used <= size - _floor_after(options, place))
+        parent, pick = np.divmod(pairs, len(one))
+        costs = np.maximum(last.costs[parent], one.costs[pick])
+        reach = np.maximum(costs, bounds[place][size - used[pairs]]).sum(axis=1)
+        alive = np.flatnonzero(reach <= worst * _SLACK)
+        if beam is not None and len(alive) > beam:
+            alive = alive[np.argsort(reach[alive], kind="stable")[:beam]]
+        elif place < len(options) - 1:
+            alive = alive[pareto(np.column_stack([used[pairs][alive], costs[alive]]))]
+        if not len(alive):
+            return None
+        fronts.append(_Front(used[pairs][alive], costs[alive], parent[alive], pick[alive]))
+    totals = fronts[-1].costs.sum(axis=1)
+    best = int(np.lexsort((fronts[-1].pick, fronts[-1].used, totals))[0])
+    return float(totals[best]), _picks(fronts, best)
+
+
+def _picks(fronts: list[_Front], state: int) -> list[int]:
+    picks: list[int] = []
+    for front in reversed(fronts[1:]):
+        picks.append(int(front.pick[state]))
+        state = int(front.parent[state])
+    return picks[::-1]
+
+
+def _floor_after(options: Sequence[Options], place: int) -> int:
+    return sum(int(one.sizes.min()) for one in options[place + 1 :])
+
+
+def _least_by_rest(options: Sequence[Options], size: int) -> list[Array]:
+    """After each pool: (size + 1, stages), the least that the remaining pools cost with so many
+    devices left, each of them having all that the others' floors leave."""
+    stages = options[0].costs.shape[1]
+    by_size = []
+    for one in options:
+        least = np.full((size + 1, stages), np.inf)
+        inside = one.sizes <= size
+        np.minimum.at(least, one.sizes[inside], one.costs[inside])
+        by_size.append(np.minimum.accumulate(least, axis=0))
+    found = []
+    for place in range(len(options)):
+        bound = np.zeros((size + 1, stages))
+        floors = _floor_after(options, place)
+        for later in range(place + 1, len(options)):
+            others = floors - int(options[later].sizes.min())
+            shifted = np.full((size + 1, stages), np.inf)
+            shifted[others:] = by_size[later][: size + 1 - others]
+            bound = np.maximum(bound, shifted)
+        found.append(bound)
+    return found

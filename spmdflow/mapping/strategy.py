@@ -1,0 +1,179 @@
+"""`Strategy`: how one model is cut on its pool, and which strategies there are. Integers only.
+
+Algorithm 2 as printed tries every t up to the machine and every p up to N/U, also those whose
+product does not divide the pool. Here tp*pp*dp is the pool's size, tp divides the heads and stays
+inside a node, pp divides the layers, and generation sizes divide training's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from spmdflow.errors import ConfigError
+from spmdflow.mapping.dataflow import Model
+from spmdflow.mapping.machine import Hardware
+from spmdflow.parallel.layout import divisors
+
+Array = np.ndarray
+"""float64, one entry a strategy."""
+
+
+@dataclass(frozen=True, order=True)
+class Strategy:
+    """Sizes of one model on one pool."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    gen_tp: int = 0
+    """0: the model does not generate."""
+    gen_pp: int = 0
+    recompute: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pool."""
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        """Such as t8p1d2-g(t2p1), with -recompute."""
+        name = f"t{self.tp}p{self.pp}d{self.dp}"
+        name += f"-g(t{self.gen_tp}p{self.gen_pp})" if self.gen_tp else ""
+        return name + "-recompute" * self.recompute
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Many strategies of one model at once: arrays of the same length."""
+
+    tp: Array
+    pp: Array
+    dp: Array
+    gen_tp: Array
+    gen_pp: Array
+    recompute: Array
+    """1 where activations are recomputed, else 0."""
+
+    @classmethod
+    def of(cls, strategies: Sequence[Strategy]) -> Cut:
+        """The strategies in their order; a model that does not generate has gen sizes 1."""
+        rows = [(s.tp, s.pp, s.dp, s.gen_tp or 1, s.gen_pp or 1, s.recompute) for s in strategies]
+        return cls.of_rows(np.array(rows, dtype=np.float64).reshape(-1, 6))
+
+    @classmethod
+    def of_rows(cls, rows: Array) -> Cut:
+        """Rows of (tp, pp, dp, gen_tp, gen_pp, recompute), (N, 6)."""
+        return cls(*rows.T)
+
+    def take(self, index: Array) -> Cut:
+        """Some of them."""
+        return Cut(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
+
+    def strategy(self, index: int, *, generates: bool) -> Strategy:
+        """One of them."""
+        return Strategy(
+            tp=int(self.tp[index]),
+            pp=int(self.pp[index]),
+            dp=int(self.dp[index]),
+            gen_tp=int(self.gen_tp[index]) * generates,
+            gen_pp=int(self.gen_pp[index]) * generates,
+            recompute=bool(self.recompute[index]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.tp)
+
+
+def strategies(model: Model, num_ranks: int, hardware: Hardware) -> list[Strategy]:
+    """All strategies of a model on so many ranks, in a fixed order; none if no size fits."""
+    rows = strategy_rows(model, [num_ranks], hardware)[1]
+    cut = Cut.of_rows(rows)
+    return [cut.strategy(i, generates=model.rollout is not None) for i in range(len(cut))]
+
+
+def strategy_rows(
+    model: Model, pool_sizes: Sequence[int], hardware: Hardware
+) -> tuple[Array, Array]:
+    """(pool size of each row, rows of `Cut.of_rows`) of all strategies on pools of these sizes."""
+    wanted = np.asarray(sorted(pool_sizes), dtype=np.int64)
+    counts: list[Array] = []
+    rows: list[Array] = []
+    for tp, pp in _training_sizes(model, hardware):
+        fitting = wanted[wanted % (tp * pp) == 0]
+        for gen_tp, gen_pp in _generation_sizes(model, tp, pp, hardware):
+            fits = fitting[fitting % (gen_tp * gen_pp) == 0]
+            for recompute in _recompute(model):
+                block = np.empty((len(fits), 6))
+                block[:] = (tp, pp, 0, gen_tp, gen_pp, recompute)
+                block[:, 2] = fits // (tp * pp)
+                counts.append(fits)
+                rows.append(block)
+    if not rows:
+        return np.empty(0, dtype=np.int64), np.empty((0, 6))
+    sizes, table = np.concatenate(counts), np.concatenate(rows)
+    order = np.argsort(sizes, kind="stable")
+    return sizes[order], table[order]
+
+
+def tensor_sizes(model: Model, hardware: Hardware) -> list[int]:
+    """Tensor-parallel sizes that a shape allows inside a node."""
+    heads, kv_heads = model.shape.num_heads, model.shape.num_kv_heads
+    return [
+        size
+        for size in divisors(heads)
+        if size <= hardware.gpus_per_node and (kv_heads % size == 0 or size % kv_heads == 0)
+    ]
+
+
+def _training_sizes(model: Model, hardware: Hardware) -> Iterator[tuple[int, int]]:
+    engine = model.engine
+    if engine.kind != "megatron":
+        yield 1, 1
+    elif engine.layout is not None:
+        _check_layout(model, engine.layout)
+        yield engine.layout
+    else:
+        for tp in tensor_sizes(model, hardware):
+            for pp in divisors(model.shape.num_layers):
+                yield tp, pp
+
+
+def _generation_sizes(
+    model: Model, tp: int, pp: int, hardware: Hardware
+) -> Iterator[tuple[int, int]]:
+    rollout = model.rollout
+    if rollout is None or rollout.kind == "builtin":
+        yield 1, 1
+    elif rollout.layout is not None:
+        yield rollout.layout
+    elif model.weights_from is not None:
+        yield tp, pp
+    elif model.engine.kind != "megatron":
+        for size in tensor_sizes(model, hardware):
+            yield size, 1
+    else:
+        sizes = tensor_sizes(model, hardware)
+        for gen_tp in (size for size in divisors(tp) if size in sizes):
+            for gen_pp in divisors(pp):
+                yield gen_tp, gen_pp
+
+
+def _recompute(model: Model) -> tuple[int, ...]:
+    if not model.trained:
+        return (0,)
+    if "recompute" in model.engine.options:
+        return (1,)
+    return (0, 1) if model.engine.layout is None and model.engine.kind == "megatron" else (0,)
+
+
+def _check_layout(model: Model, layout: tuple[int, int]) -> None:
+    tp, pp = layout
+    if model.shape.num_heads % tp or not 1 <= pp <= model.shape.num_layers:
+        raise ConfigError(
+            f"{model.name}: got layout t{tp}p{pp} for {model.shape.num_heads} attention heads and "
+            f"{model.shape.num_layers} layers, expected a divisor of the heads and at most a stage "
+            f"a layer; choose t among {divisors(model.shape.num_heads)}"
+        )
