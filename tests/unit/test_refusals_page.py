@@ -22,6 +22,7 @@ from spmdflow.checkpoint.manifest import CheckpointInfo, check_layout, verify
 from spmdflow.checkpoint.run_dir import open_run_dir
 from spmdflow.config.check import check
 from spmdflow.config.load import load
+from spmdflow.config.offline import PreferenceDataConfig
 from spmdflow.config.schema import DataConfig, RunConfig
 from spmdflow.controller.prompts import PromptStream
 from spmdflow.datasets.scan import scan
@@ -104,6 +105,25 @@ def prompts(lines: str) -> str:
     cfg = DataConfig(train_path="prompts.jsonl")
     scan(cfg, cfg.train_path, load_tokenizer(str(toy_flow.TASK / "model")))
     return ""
+
+
+def preference_settings(words: str) -> str:
+    """Overrides of algos/dpo.py."""
+    check(load(PAGE.parents[1] / "algos" / "dpo.py", None, shlex.split(words)).cfg, 1)
+    return ""
+
+
+def preferences(path: str, good: str, **settings: Any) -> Callable[[str], str]:
+    """Lines of a file of preferences behind a good one."""
+
+    def refuse(lines: str) -> str:
+        Path(path).write_text(f"{good}\n{lines}\n")
+        model = str(toy_flow.TASK / "model")
+        cfg = PreferenceDataConfig(train_path=path, tokenizer_path=model, **settings)
+        scan(cfg, cfg.train_path, load_tokenizer(model))
+        return ""
+
+    return refuse
 
 
 def reward(line: str) -> str:
@@ -201,6 +221,18 @@ WAYS: dict[str, Callable[[str], str]] = {
     "Files": settings,
     "Rewards": settings,
     "Prompts": prompts,
+    "Preferences": preference_settings,
+    "Pairs": preferences("pairs.jsonl", '{"prompt": "1", "chosen": "2", "rejected": "3"}'),
+    "Labels": preferences(
+        "labels.jsonl",
+        '{"prompt": "1", "completion": "2", "label": true}',
+        label_column="label",
+    ),
+    "Dialogues": preferences(
+        "dialogues.jsonl",
+        r'{"chosen": "1\n\nAssistant: 2", "rejected": "1\n\nAssistant: 3"}',
+        prompt_column=None,
+    ),
     "Scores": reward,
     "Script": script,
     "RUN_DIR and checkpoints": folder,
