@@ -30,4 +30,5 @@ stage algos/ppo.py algos/ppo_stories.yaml "run.dir=$runs/ppo" total_steps=20 \
     "actor.model.path=$runs/sft/export/actor" \
     "reward.model.path=$runs/reward_model/export/reward_model"
 
+"$python" scripts/pair_accuracy.py --model "$runs/reward_model/export/reward_model"
 "$python" scripts/stories_metrics.py --run "$runs/ppo" --model "$runs/sft/export/actor" --draws 2 --json "$runs/judged.json"

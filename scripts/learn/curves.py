@@ -7,6 +7,7 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def write_entry(entry: Entry, runs: Sequence[Run], docs: Path) -> dict[str, Any]
     """Write <name>.json; returns what it holds."""
     metrics = {
         name: {str(step): values for step, values in sorted(points_of(runs, name).items())}
-        for name in (entry.metric, *entry.more_metrics)
+        for name in (entry.metric, *(name for name, _ in entry.drawn), *entry.more_metrics)
     }
     curve = medians(points_of(runs, entry.metric))
     by_step = dict(curve)
@@ -62,6 +63,7 @@ def write_entry(entry: Entry, runs: Sequence[Run], docs: Path) -> dict[str, Any]
         "at_least": entry.at_least,
         "met": entry.target is None
         or (reached >= entry.target if entry.at_least else reached <= entry.target),
+        "drawn": [[entry.metric, entry.target], *map(list, entry.drawn)],
         "judged": [run.judged for run in runs if run.judged is not None],
         "points": metrics,
     }
@@ -98,36 +100,61 @@ def read_all(docs: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(docs.glob("*.json"))]
 
 
+@dataclass(frozen=True)
+class Panel:
+    """One metric of one entry."""
+
+    title: str
+    metric: str
+    level: float | None
+    points: Points
+
+
+def panels_of(entries: Sequence[dict[str, Any]]) -> list[Panel]:
+    """The curves of a group, in order."""
+    return [
+        Panel(
+            made["name"],
+            metric,
+            level,
+            {int(step): values for step, values in made["points"][metric].items()},
+        )
+        for made in entries
+        for metric, level in made["drawn"]
+    ]
+
+
 def write_group(group: str, entries: Sequence[dict[str, Any]], docs: Path) -> None:
-    """<group>.txt and <group>.png: the median curve of each entry, and each seed thinly."""
+    """<group>.txt and <group>.png: the median curves, in the picture each seed thinly too."""
+    panels = panels_of(entries)
     lines: list[str] = []
-    for made in entries:
-        curve = [(int(s), statistics.median(v)) for s, v in made["points"][made["metric"]].items()]
-        title = f"{made['name']}: {made['metric']}, median of seeds {made['seeds']}"
-        lines += [*text_curve(title, curve), ""]
+    for panel in panels:
+        seeds = max(map(len, panel.points.values()))
+        title = f"{panel.title}: {panel.metric}, median of {seeds} seed{'s'[: seeds > 1]}"
+        lines += [*text_curve(title, medians(panel.points), width=48, height=8), ""]
     (docs / f"{group}.txt").write_text("\n".join(lines))
-    _draw(group, entries, docs / f"{group}.png")
+    draw(panels, docs / f"{group}.png")
 
 
-def _draw(group: str, entries: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(panels: Sequence[Panel], path: Path) -> None:
+    """A picture with a plot for each; a dashed line where the level to reach is."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = min(4, len(entries))
-    rows = -(-len(entries) // columns)
-    figure = Figure(figsize=(2.6 * columns, 2.2 * rows), layout="constrained")
+    columns = 3 if len(panels) % 3 == 0 else min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(2.6 * columns, 2.1 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    for place, made in enumerate(entries):
-        axis = figure.add_subplot(rows, columns, place + 1)
-        points = {int(s): v for s, v in made["points"][made["metric"]].items()}
-        for seed in range(len(made["seeds"])):
-            own = [(s, v[seed]) for s, v in points.items() if seed < len(v)]
+    for place, panel in enumerate(panels, start=1):
+        axis = figure.add_subplot(rows, columns, place)
+        for seed in range(max(map(len, panel.points.values()))):
+            own = [(s, v[seed]) for s, v in panel.points.items() if seed < len(v)]
             axis.plot(*zip(*own), color="tab:blue", alpha=0.3, linewidth=0.8)
-        axis.plot(*zip(*medians(points)), color="tab:blue", marker="o", markersize=2)
-        if made["target"] is not None:
-            axis.axhline(made["target"], color="tab:red", linewidth=0.8, linestyle="--")
-        axis.set_title(made["name"], fontsize=8)
-        axis.set_ylabel(made["metric"], fontsize=6)
+        axis.plot(*zip(*medians(panel.points)), color="tab:blue", marker="o", markersize=2)
+        if panel.level is not None:
+            axis.axhline(panel.level, color="tab:red", linewidth=0.8, linestyle="--")
+        axis.set_title(panel.title, fontsize=8)
+        axis.set_ylabel(panel.metric, fontsize=6)
         axis.tick_params(labelsize=6)
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=80)

@@ -24,7 +24,10 @@ class Entry:
     target: float | None = None
     target_step: int | None = None
     at_least: bool = True
+    drawn: tuple[tuple[str, float | None], ...] = ()
+    """Further metrics with a curve, each with a level to draw."""
     more_metrics: tuple[str, ...] = ()
+    """Further metrics that are kept."""
     yaml: str | None = None
     """Settings file of algos/ instead of the script's own."""
     judged: bool = False

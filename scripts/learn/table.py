@@ -100,6 +100,24 @@ HARMLESS = (
 )
 
 
+# The cost is a stated rule: 1 if the response holds the digit 7, else 0.
+CONSTRAINED_ENTRIES = (
+    Entry(
+        "safe_rlhf",
+        "constrained",
+        "safe_rlhf",
+        settings=(
+            "total_steps=40",
+            "eval_every=4",
+            "save_every=10",
+            "actor.rollout.max_batch_size=1024",
+        ),
+        metric="reward/mean",
+        drawn=(("cost/mean", 0.1), ("multiplier", None)),
+        more_metrics=("reward/accuracy", "eval/accuracy", "actor/pretrain_loss"),
+    ),
+)
+
 # The stages before RL, on real input, judged on rows that they were not trained on.
 OFFLINE_ENTRIES = (
     Entry(
@@ -133,4 +151,9 @@ OFFLINE_ENTRIES = (
     ),
 )
 
-ENTRIES: tuple[Entry, ...] = (*BUNDLED_ENTRIES, *STORIES_ENTRIES, *OFFLINE_ENTRIES)
+ENTRIES: tuple[Entry, ...] = (
+    *BUNDLED_ENTRIES,
+    *STORIES_ENTRIES,
+    *CONSTRAINED_ENTRIES,
+    *OFFLINE_ENTRIES,
+)
