@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from spmdflow.controller.schedule import (
 )
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.protocol import Protocol
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ def assign_mini_batches(
     )
     shares = [union_of(plans, share) for share in range(num_shares)]
     whole = assign(protocol, layout, len(parents), limit=limit, lengths=lengths, shares=shares)
-    mini_batches = {rank: _within(plans, share, shares[share]) for rank, share in share_of.items()}
+    within = [_within(plans, share, rows) for share, rows in enumerate(shares)]
+    mini_batches = {rank: within[share] for rank, share in share_of.items()}
     return Assignment(
         whole.given, whole.holds, whole.answering, whole.num_micro_batches, mini_batches
     )
@@ -100,5 +105,14 @@ def _within(
     return [(np.searchsorted(given, plan.shares[share]), plan.num_micro_batches) for plan in plans]
 
 
+def by_share(given: Mapping[int, T], make: Callable[[T], R]) -> dict[int, R]:
+    """make(rows) for every rank; once for ranks that share one object, which share the answer."""
+    made: dict[int, R] = {}
+    for rows in given.values():
+        if id(rows) not in made:
+            made[id(rows)] = make(rows)
+    return {rank: made[id(rows)] for rank, rows in given.items()}
+
+
 def _arrays(positions: Mapping[int, Sequence[int]]) -> dict[int, np.ndarray]:
-    return {rank: np.asarray(rows, dtype=np.int64) for rank, rows in positions.items()}
+    return by_share(positions, lambda rows: np.asarray(rows, dtype=np.int64))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from spmdflow.controller.assignment import Assignment, assign, assign_mini_batches
+from spmdflow.controller.assignment import Assignment, assign, assign_mini_batches, by_share
 from spmdflow.controller.batch import Batch, ColumnRef
 from spmdflow.controller.check import check_arguments, check_extends, columns_read
 from spmdflow.controller.fetch import fetch_column
@@ -169,19 +169,27 @@ class Caller:
         groups: np.ndarray | None = None,
     ) -> Batch | Result:
         number = self.next_number()
+        rows = by_share(
+            assignment.given,
+            lambda positions: {
+                "ids": batch.ids[positions],
+                "inputs": inputs_of(batch, names, positions),
+                "micro": assignment.num_micro_batches,
+                **_groups_of(groups, positions),
+            },
+        )
+        held = by_share(assignment.holds, lambda positions: batch.ids[positions])
+        minis = assignment.mini_batches or {}
         commands = {
             rank: {
                 **head,
-                "ids": batch.ids[positions],
-                "inputs": inputs_of(batch, names, positions),
-                "holds": _held_ids(batch, assignment, rank) if spec.writes else None,
-                "micro": assignment.num_micro_batches,
-                "mini": (assignment.mini_batches or {}).get(rank, []),
-                **_groups_of(groups, positions),
+                **given,
+                "holds": held.get(rank) if spec.writes else None,
+                "mini": minis.get(rank, []),
             }
-            for rank, positions in assignment.given.items()
+            for rank, given in rows.items()
         }
-        frame = self._frame(number, label, batch, assignment, spec.writes) if spec.writes else None
+        frame = self._frame(number, label, held, assignment, spec.writes) if spec.writes else None
         on_done = _keep_until_done(batch, frame, self.transfers)
         self._need(batch, names, assignment.given)  # first: the rows are under way before the call
         pending = self._submit(number, label, commands, assignment.answering, on_done)
@@ -304,15 +312,19 @@ class Caller:
     def _need(self, batch: Batch, names: Sequence[str], given: Mapping[int, np.ndarray]) -> None:
         for frame, columns, ids in by_frame(batch, names):
             if isinstance(frame, Frame):
-                need = {rank: np.unique(ids[positions]) for rank, positions in given.items()}
+                need = by_share(given, partial(_ids_at, ids))
                 self.transfers.need(frame, columns, need)
 
     def _frame(
-        self, number: int, label: str, batch: Batch, assignment: Assignment, names: Sequence[str]
+        self,
+        number: int,
+        label: str,
+        held: dict[int, Ids],
+        assignment: Assignment,
+        names: Sequence[str],
     ) -> Frame:
-        held = {rank: batch.ids[rows] for rank, rows in assignment.holds.items()}
         answer = {rank: held[rank] for rank in assignment.answering}
-        by_column = {name: dict(held) for name in names}
+        by_column = dict.fromkeys(names, held)
         ranks = tuple(sorted(assignment.given))
         return Frame(number, label, ranks, tuple(names), answer, by_column, self.free)
 
@@ -369,13 +381,12 @@ def _keep_until_done(
     return done
 
 
+def _ids_at(ids: Ids, positions: np.ndarray) -> Ids:
+    return np.unique(ids[positions])
+
+
 def _groups_of(groups: np.ndarray | None, positions: np.ndarray) -> dict[str, Any]:
     """Message data of row maths over groups: the group of each row, and how many there are."""
     if groups is None:
         return {}
     return {"groups": groups[positions], "num_groups": int(groups.max(initial=-1)) + 1}
-
-
-def _held_ids(batch: Batch, assignment: Assignment, rank: int) -> Ids | None:
-    """Rows that the rank must return, in order; None: it returns nothing."""
-    return batch.ids[assignment.holds[rank]] if rank in assignment.holds else None

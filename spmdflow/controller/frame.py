@@ -51,7 +51,8 @@ class Frame:
     answer: Mapping[int, Ids]
     """Rows by answering rank: one holder of each row, in order."""
     held: dict[str, dict[int, Ids]]
-    """Rows by column and rank, transfers under way included."""
+    """Rows by column and rank, transfers under way included; columns with the same holders share
+    one mapping, which is replaced and never changed."""
     on_free: Callable[[int], None]
     facts: dict[str, ColumnFacts] = field(default_factory=dict)
     done: bool = False

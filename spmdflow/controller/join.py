@@ -89,7 +89,7 @@ def _made(caller: Caller, names: Sequence[str], parts: Parts, ids: Ids) -> Frame
     for rank, command in commands.items():
         command["ids"] = held[rank]
     ranks = sorted({rank for part in parts for rank in _ranks(part)})
-    by_column = {name: dict(held) for name in names}
+    by_column = dict.fromkeys(names, held)
     label = "batch.concatenate"
     frame = Frame(number, label, tuple(ranks), tuple(names), held, by_column, caller.free)
 

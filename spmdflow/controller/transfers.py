@@ -65,15 +65,21 @@ class Transfers:
         A rank that needs no rows and has never had the column gets an empty one, from itself.
         """
         edges: dict[tuple[int, int, bytes], tuple[list[str], RowEdge]] = {}
-        for name in names:
-            held = frame.held[name]
-            lacking = {rank: ids for rank, ids in need.items() if _lacks(held.get(rank), ids)}
+        for columns, held in _by_holders(frame, names):
+            unions: dict[tuple[int, int], Ids | None] = {}
+            for rank, ids in need.items():
+                pair = (id(held.get(rank)), id(ids))
+                if pair not in unions:
+                    unions[pair] = _union_or_none(held.get(rank), ids)
+            joined = {rank: unions[id(held.get(rank)), id(ids)] for rank, ids in need.items()}
+            after = {rank: ids for rank, ids in joined.items() if ids is not None}
+            lacking = {rank: need[rank] for rank in after}
             found = redistribute_rows(held, lacking, node_of=self._transport.node_of)
             empty = [RowEdge(rank, rank, ids) for rank, ids in lacking.items() if not len(ids)]
             for edge in found + empty:
                 key = (edge.source, edge.destination, edge.ids.tobytes())
-                edges.setdefault(key, ([], edge))[0].append(name)
-            frame.held[name] = {**held, **{r: _union(held.get(r), i) for r, i in lacking.items()}}
+                edges.setdefault(key, ([], edge))[0].extend(columns)
+            frame.held |= dict.fromkeys(columns, {**held, **after})
         if edges:
             planned = tuple(
                 _PlannedEdge(edge.source, edge.destination, tuple(columns), edge.ids)
@@ -105,12 +111,16 @@ class Transfers:
         frame = transfer.frame
         planned: dict[Edge, int] = {}
         commands: dict[int, dict[str, Any]] = {}
+        specs = {name: fact.spec.to_plain() for name, fact in frame.facts.items()}
         for edge in transfer.edges:
+            lengths = _lengths(edge, frame)
             destination = _command(commands, edge.destination, frame.number)
-            destination["receives"].append(_receive(edge, frame))
+            kinds = {name: specs[name] for name in edge.columns}
+            plain = [edge.source, list(edge.columns), edge.ids, kinds, lengths]
+            destination["receives"].append(plain)
             if edge.source == edge.destination:
                 continue
-            size = sum(frame.facts[name].num_bytes(edge.ids) for name in edge.columns)
+            size = _num_bytes(edge, frame, lengths)
             key = (edge.source, edge.destination)
             planned[key] = planned.get(key, 0) + size
             self.bytes.planned[key] = self.bytes.planned.get(key, 0) + size
@@ -150,18 +160,40 @@ def _command(commands: dict[int, dict[str, Any]], rank: int, frame: int) -> dict
     return commands.setdefault(rank, empty)
 
 
-def _receive(edge: _PlannedEdge, frame: Frame) -> list[Any]:
-    facts = {name: frame.facts[name] for name in edge.columns}
-    specs = {name: fact.spec.to_plain() for name, fact in facts.items()}
-    lengths = {
-        name: fact.lengths_of(edge.ids) for name, fact in facts.items() if fact.lengths is not None
-    }
-    return [edge.source, list(edge.columns), edge.ids, specs, lengths]
+def _lengths(edge: _PlannedEdge, frame: Frame) -> dict[str, np.ndarray]:
+    """Items of the edge's rows, by ragged or text column."""
+    lengths: dict[str, np.ndarray] = {}
+    place: np.ndarray | None = None
+    for name in edge.columns:
+        fact = frame.facts[name]
+        if fact.lengths is not None:
+            if place is None:  # the columns of a frame have the same rows
+                place = np.searchsorted(fact.ids, edge.ids)
+            lengths[name] = fact.lengths[place]
+    return lengths
 
 
-def _lacks(held: Ids | None, ids: Ids) -> bool:
-    return held is None or not np.isin(ids, held).all()
+def _num_bytes(edge: _PlannedEdge, frame: Frame, lengths: Mapping[str, np.ndarray]) -> int:
+    size = 0
+    for name in edge.columns:
+        items = int(lengths[name].sum()) if name in lengths else len(edge.ids)
+        size += items * frame.facts[name].spec.item_bytes
+    return size
 
 
-def _union(held: Ids | None, ids: Ids) -> Ids:
-    return ids if held is None else np.union1d(held, ids)
+def _by_holders(frame: Frame, names: Sequence[str]) -> list[tuple[list[str], dict[int, Ids]]]:
+    """Columns that the same ranks hold, together."""
+    groups: dict[int, tuple[list[str], dict[int, Ids]]] = {}
+    for name in names:
+        held = frame.held[name]
+        groups.setdefault(id(held), ([], held))[0].append(name)
+    return list(groups.values())
+
+
+def _union_or_none(held: Ids | None, ids: Ids) -> Ids | None:
+    """What a rank has after it was given the rows ids; None: it has them all."""
+    if held is None:
+        return ids
+    if held is ids or (len(held) == len(ids) and np.array_equal(held, ids)):
+        return None
+    return None if np.isin(ids, held).all() else np.union1d(held, ids)

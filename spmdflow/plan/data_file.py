@@ -14,6 +14,10 @@ SMALL_FILE_BYTES = 4 << 20
 """Files up to here are tokenised (about two seconds); of larger ones lengths are assumed."""
 
 
+ASSUMED_ROWS = 1 << 12
+"""Rows of a file that is not read; its number plays no part in what a step does."""
+
+
 class DataFiles:
     """Scans data files as rank 0 would, or says what it took instead."""
 
@@ -39,8 +43,8 @@ class DataFiles:
         return self._assumed(data, path, why)
 
     def _assumed(self, data: DataConfig, path: str, why: str) -> ScanReport:
-        longest: int = data.max_prompt_tokens
-        count: int = max(data.prompts_per_step, data.eval_prompts, 1)
+        longest = data.max_prompt_tokens
+        count = max(ASSUMED_ROWS, data.prompts_per_step)
         self.notes.append(f"prompts of {path}: {longest} tokens each, as {why}")
         return ScanReport(
             path=path,

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from spmdflow.config.check import parts_of
+from spmdflow.config.leaf import parts_of
 from spmdflow.config.placement import Pool, resolve_placement, roles_of
 from spmdflow.config.schema import DataConfig, RolloutConfig
 from spmdflow.controller.batch import Batch
