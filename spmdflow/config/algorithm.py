@@ -65,9 +65,12 @@ class GroupAdvantageConfig(AdvantageConfig):
     """Advantages from several samples of a prompt."""
 
     estimator: str = setting(
-        "grpo, dr_grpo, rloo, opo, reinforce_pp, reinforce_pp_baseline, or one that the script "
-        "adds.",
+        "grpo, dr_grpo, rloo, opo, pass_at_k, reinforce_pp, reinforce_pp_baseline, or one that "
+        "the script adds.",
         "grpo",
+    )
+    best_of: int = setting(  # type: ignore[misc]
+        "The k of pass_at_k; 0: all samples of a prompt.", 0, at_least=0
     )
     whiten: bool = setting("Normalise advantages over the global batch too.", False)
 

@@ -357,6 +357,9 @@ class RewardConfig:
 class AdvantageConfig:
     """Advantages and the KL in the reward."""
 
+    # No setting here; a class of `algorithm` makes it one.
+    best_of: ClassVar[int] = 0
+
     gamma: float = setting("Discount.", 1.0, at_least=0, at_most=1)
     lam: float = setting("GAE's lambda.", 0.95, at_least=0, at_most=1)
     whiten: bool = setting("Normalise advantages over the global batch.", True)

@@ -34,6 +34,7 @@ from spmdflow.controller.order import Order, Pending, Transport
 from spmdflow.controller.result import CallRecord, Result
 from spmdflow.controller.schedule import CutSettings, MicroLimit
 from spmdflow.controller.transfers import Transfers
+from spmdflow.data.group import places_in_groups
 from spmdflow.data.row_id import Ids, RowIds
 from spmdflow.errors import ColumnError, MessageError, ProtocolError
 from spmdflow.parallel.layout import Layout
@@ -386,7 +387,13 @@ def _ids_at(ids: Ids, positions: np.ndarray) -> Ids:
 
 
 def _groups_of(groups: np.ndarray | None, positions: np.ndarray) -> dict[str, Any]:
-    """Message data of row maths over groups: the group of each row, and how many there are."""
+    """Message data of row maths over groups: of each row its group and its place in there."""
     if groups is None:
         return {}
-    return {"groups": groups[positions], "num_groups": int(groups.max(initial=-1)) + 1}
+    places, largest = places_in_groups(groups)
+    return {
+        "groups": groups[positions],
+        "num_groups": int(groups.max(initial=-1)) + 1,
+        "places": places[positions],
+        "largest_group": largest,
+    }

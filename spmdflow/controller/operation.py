@@ -150,8 +150,10 @@ class RankState:
         reduce = self._groups.reducer(tuple(plain["ranks"]))
         arguments = dict(plain["arguments"])
         if "groups" in plain:
-            index = torch.from_numpy(plain["groups"])
-            arguments["groups"] = RowGroups(index, plain["num_groups"], reduce)
+            index, place = (torch.from_numpy(plain[name]) for name in ("groups", "places"))
+            arguments["groups"] = RowGroups(
+                index, plain["num_groups"], reduce, place, plain["largest_group"]
+            )
         made = function(self._batch(plain), reduce=reduce, report=metrics.update, **arguments)
         writes = row_maths_spec(function).writes
         kept = self._keep(f"map.{function.__name__}", number, plain["ids"], made, writes)

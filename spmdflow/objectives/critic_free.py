@@ -8,6 +8,8 @@ A = s.
 
 from __future__ import annotations
 
+from math import comb
+
 import torch
 from torch import Tensor
 
@@ -64,6 +66,30 @@ def opo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     return _alike(samples, torch.where(groups.sizes() > 1, scores - baseline, scores))
 
 
+@advantage("pass_at_k")
+def pass_at_k(samples: Samples, cfg: AdvantageConfig) -> Estimates:
+    """A_i = mean over S of (max_S s - max_{S without i} s), S all sets of k rows of G with row i.
+
+    What a sample adds to the best of k. k times the mean of A_i grad log pi(y_i) is an unbiased
+    estimate of the gradient of E[max of k scores], for scores of 0 and 1 of pass@k (PKPO, Walder
+    and Karkhanis 2025, each set with its leave-one-out baseline; k = n: Tang et al. 2025). Only
+    rows that beat others have an advantage: with scores in ascending order and C the binomial
+
+    A_i = sum_{j: s_j < s_i} (s_i - s_j) C(j, k - 2) / C(n - 1, k - 1),  j = 0, 1, ...
+
+    k is advantage.best_of, at most n and at least 2.
+    """
+    scores, groups = samples.scores, samples.groups
+    sizes = groups.sizes()
+    ordered = groups.members(scores).sort(-1).values  # nan comes last
+    weights = torch.zeros_like(ordered)
+    for n in set(sizes.int().tolist()):
+        weights[sizes == n] = _weights(n, ordered.shape[1], cfg.best_of).to(weights)
+    beaten = (scores[:, None] - ordered.nan_to_num(torch.inf)).clamp(min=0)
+    found = (beaten * weights).sum(-1)
+    return _alike(samples, torch.where(sizes > 1, found, scores))
+
+
 @advantage("remax", reads=("baseline_scores",))
 def remax(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     """A_t = sum_{u >= t} r_u - b, b the score of the greedy response to the same prompt.
@@ -109,6 +135,13 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
         following = torch.where(chosen, here, following)
         pending = torch.where(chosen, 0.0, reward)
     return to_go
+
+
+def _weights(n: int, width: int, best_of: int) -> Tensor:
+    """(width,) float64: C(j, k - 2) / C(n - 1, k - 1) at place j of n scores in ascending order."""
+    k = max(2, min(best_of or n, n))
+    table = [comb(j, k - 2) / comb(n - 1, k - 1) if j < n - 1 else 0.0 for j in range(width)]
+    return torch.tensor(table, dtype=torch.float64)
 
 
 def _centred(samples: Samples) -> Tensor:

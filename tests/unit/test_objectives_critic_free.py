@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.schema import AdvantageConfig
-from spmdflow.data.group import RowGroups
+from spmdflow.data.group import RowGroups, places_in_groups
 from spmdflow.data.ragged import pad, ragged
 from spmdflow.errors import ConfigError
 from spmdflow.objectives.advantage import compute_advantages
@@ -22,7 +24,7 @@ from spmdflow.objectives.estimator import Samples, advantage, estimator_of
 from tests.unit.replayed_ranks import run_ranks, take
 
 PLAIN = AdvantageConfig(whiten=False, gamma=0.9)
-GROUPED = ["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline"]
+GROUPED = ["grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp_baseline"]
 
 cases = st.builds(
     lambda seed, sizes: (seed, [g for g, n in enumerate(sizes) for _ in range(n)]),
@@ -44,6 +46,8 @@ def definition(name: str, scores: list[float], lengths: list[int], i: int) -> fl
     if name == "opo":
         tokens = max(sum(lengths), 1)
         return scores[i] - sum(x * y for x, y in zip(lengths, scores, strict=True)) / tokens
+    if name == "pass_at_k":  # of AdvantageConfig, where k is the whole group
+        return max(scores) - max(scores[:i] + scores[i + 1 :])
     return scores[i] - sum(scores) / n
 
 
@@ -78,10 +82,8 @@ def test_advantages_do_not_depend_on_which_rank_has_a_row(
     rows = [torch.nonzero(owner == rank)[:, 0].tolist() for rank in range(3)]
     cfg = AdvantageConfig(whiten=True)
 
-    def on_rank(rank: int, reduce: object) -> TensorDict:
-        return run(
-            take(batch, rows[rank]), [groups[row] for row in rows[rank]], name, cfg, reduce, groups
-        )
+    def on_rank(rank: int, reduce: Callable[[Tensor], Tensor]) -> TensorDict:
+        return run(take(batch, rows[rank]), groups, name, cfg, reduce, rows[rank])
 
     whole = run(batch, groups, name, cfg)
     parts = run_ranks(on_rank, 3)
@@ -210,17 +212,19 @@ def run(
     groups: list[int],
     name: str,
     cfg: AdvantageConfig = PLAIN,
-    reduce: object = None,
-    all_groups: list[int] | None = None,
+    reduce: Callable[[Tensor], Tensor] = lambda x: x,
+    rows: list[int] | None = None,
 ) -> TensorDict:
-    """compute_advantages of some rows; all_groups are those of the whole batch."""
-    total = reduce or (lambda x: x)
-    count = max(all_groups or groups or [0]) + 1
+    """compute_advantages of the rows that batch has; groups are those of the whole batch."""
+    places, largest = places_in_groups(np.array(groups, dtype=np.int64))
+    here = torch.tensor(range(len(groups)) if rows is None else rows, dtype=torch.int64)
+    index, place = torch.tensor(groups, dtype=torch.int64), torch.from_numpy(places)
+    count = max(groups, default=0) + 1
     return compute_advantages(
         batch,
         estimator=name,
         cfg=cfg,
-        groups=RowGroups(torch.tensor(groups, dtype=torch.int64), count, total),  # type: ignore[arg-type]
-        reduce=total,  # type: ignore[arg-type]
+        groups=RowGroups(index[here], count, reduce, place[here], largest),
+        reduce=reduce,
         report=lambda metrics: None,
     )

@@ -19,6 +19,7 @@ from spmdflow.objectives.preference import (
     PairLoss,
     bradley_terry,
     dpo,
+    hinge,
     ipo,
     kto,
     score_slopes,
@@ -46,6 +47,11 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., float], int]] = {
     "ipo": (
         lambda *x: ipo(*x, beta=BETA),
         lambda c, r, rc, rr: (c - rc - r + rr - 1 / (2 * BETA)) ** 2,
+        4,
+    ),
+    "hinge": (
+        lambda *x: hinge(*x, beta=BETA),
+        lambda c, r, rc, rr: max(0.0, 1 - BETA * (c - rc - r + rr)),
         4,
     ),
     "slic": (lambda *x: slic(*x, beta=BETA), lambda c, r: max(0.0, 1 - BETA * (c - r)), 2),
@@ -105,6 +111,7 @@ def test_policy_that_is_its_reference_has_the_known_losses() -> None:
     assert torch.allclose(bradley_terry(same, same), zero + math.log(2))
     assert torch.allclose(dpo(same, zero, same, zero, beta=BETA), zero + math.log(2))
     assert torch.allclose(ipo(same, zero, same, zero, beta=0.5), zero + 1)
+    assert torch.allclose(hinge(same, zero, same, zero, beta=BETA), zero + 1)
     assert torch.allclose(slic(same, same, beta=BETA), zero + 1)
     good = torch.ones(7, dtype=torch.bool)
     assert torch.allclose(kto(same, same, good, torch.tensor(0.0), beta=BETA), zero + 0.5)
@@ -148,7 +155,7 @@ def test_pairs_split_over_ranks_and_micro_batches_give_the_loss_of_whole_pairs(
         rows = pair_rows(mine)
         ends = [WEIGHTS[row[-1]] for row in rows["prompts"].unbind()]
         scores = torch.stack(ends) if ends else torch.zeros(0, dtype=torch.float64)
-        made = score_slopes(*scores.chunk(2)) if ends else (scores, scores)
+        made = score_slopes(scores[: len(mine)], scores[len(mine) :]) if ends else (scores, scores)
         rows["pair_losses"], rows["score_slopes"] = torch.cat([made[0], made[0]]), made[1]
         micros = micro_batches(
             rows, num_micro_batches=parts, by_tokens=False, device=torch.device("cpu")

@@ -31,6 +31,13 @@ def group_totals(
     return TensorDict(columns, batch_size=batch.batch_size)
 
 
+@row_maths(reads=("number",), writes=("members",), groups=True)
+def group_members(batch: TensorDict, *, groups: RowGroups, reduce: Any, report: Any) -> TensorDict:
+    """The numbers of each row's group, then -1."""
+    members = groups.members(batch["number"]).nan_to_num(-1.0)
+    return TensorDict({"members": members}, batch_size=batch.batch_size)
+
+
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[Rank]:
     with rank_of_one(tmp_path / "run", samples_per_prompt=3) as made:
@@ -63,6 +70,16 @@ def test_selected_rows_keep_their_groups_and_only_they_are_summed(rank: Rank) ->
     a, b, c, d, e = torch.from_numpy(batch.ids).double().tolist()
     assert found["group"].tolist() == [1, 0, 1, 2, 0]
     assert found["total"].tolist() == [a + c, b + e, a + c, d, b + e]
+
+
+def test_every_row_sees_the_numbers_of_its_whole_group(rank: Rank) -> None:
+    batch = numbers(rank).select([4, 0, 5, 17, 2])
+
+    found = batch.map(group_members).fetch("members")["members"]
+
+    a, b, c, d, e = torch.from_numpy(batch.ids).double().tolist()
+    alone = [d, -1.0]
+    assert found.tolist() == [[a, c], [b, e], [a, c], alone, [b, e]]  # type: ignore[union-attr]
 
 
 def test_repeated_rows_are_groups_of_their_original(rank: Rank) -> None:
