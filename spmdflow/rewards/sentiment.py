@@ -1,15 +1,17 @@
 """How cheerful a text is, from a lexicon of word valences (after Hutto and Gilbert 2014, VADER).
 
-A plain function, for evaluations and as a part of a user's own reward. Score range: -1 to 1.
-Simpler than the published rules: no capitals, idioms, emoticons or "but".
+Score range: -1 to 1. No column of the row is read. Simpler than the published rules: no capitals,
+idioms, emoticons or "but"; docs/REWARDS.md says how far that carries.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from math import sqrt
 from pathlib import Path
+from typing import Any
 
 _WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
 _NEGATIONS = frozenset("no not never none nobody nothing nor neither cannot without".split())
@@ -19,6 +21,19 @@ _NEGATED = -0.74
 _BOOST = 0.293
 _EXCLAMATION = 0.292
 _HALFWAY = 15.0  # squared sum of valences at which the score is 1 / sqrt(2)
+
+
+def score(
+    prompt: str, response: str, row: dict[str, Any], *, lexicon_path: str, with_prompt: bool = False
+) -> float:
+    """The lexicon score of the response, or of prompt and response as one text."""
+    text = prompt + response if with_prompt else response
+    return lexicon_score(text, _lexicon(lexicon_path))
+
+
+@cache
+def _lexicon(path: str) -> dict[str, float]:
+    return load_lexicon(Path(path))
 
 
 def load_lexicon(path: Path) -> dict[str, float]:

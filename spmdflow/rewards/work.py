@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 _MAX_CHUNK = 64
 
@@ -17,7 +18,7 @@ class Work:
     """Bookkeeping of num_samples samples over num_workers workers."""
 
     def __init__(self, num_samples: int, num_workers: int, *, strict: bool) -> None:
-        self.scores: dict[int, dict[str, float]] = {}
+        self.scores: dict[int, dict[str, Any]] = {}
         self.failures: dict[int, str] = {}
         """Sample number -> what went wrong, with the traceback if there is one."""
         self._waiting = deque(range(num_samples))

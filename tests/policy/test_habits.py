@@ -23,6 +23,7 @@ ENVIRONMENT = {
 """The files that may touch os.environ, and why."""
 
 HEAVY = {"vllm", "megatron", "transformers", "pyarrow", "tensorboard", "wandb", "matplotlib"}
+HEAVY |= {"math_verify"}
 """Libraries that are imported inside functions, where they are needed."""
 LATE_IMPORTERS = {"spmdflow/run.py": "a refusal needs no torch"}
 """Files that may import other things late, and why."""
@@ -30,6 +31,7 @@ LATE_IMPORTERS = {"spmdflow/run.py": "a refusal needs no torch"}
 SEAMS = {
     "omegaconf": {"spmdflow/config/load.py"},
     "msgpack": 1,
+    "math_verify": 1,
     "zmq": 1,
     "pyarrow": 1,
     "tensorboard": 1,

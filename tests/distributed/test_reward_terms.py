@@ -1,0 +1,108 @@
+"""Several reward functions in one pool, on any number of processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+
+import pytest
+
+from spmdflow.errors import RewardError
+from spmdflow.rewards.pool import RewardPool
+
+FUNCTIONS = '''
+import os, time
+
+def thirds(prompt, response, row):
+    """A number that has no short binary form."""
+    row["seen"] = True  # which the next function must not see
+    return {"score": len(response) / 3, "pid": os.getpid()}
+
+def faulty(prompt, response, row, *, bad="vanish"):
+    """Does what the response says, if that is its argument too."""
+    assert "seen" not in row
+    if response == bad == "vanish":
+        os._exit(7)
+    if response == bad == "hang":
+        time.sleep(60)
+    if response == "hog":
+        blocks = []
+        while True:
+            blocks.append(bytes(1 << 32))  # calloc: counted, never touched
+    return {"score": len(prompt) * 0.1, "pid": os.getpid()}
+'''
+RESPONSES = ["", "a", "bcd", "vanish", "hang", "xy"] * 2
+
+
+@pytest.fixture
+def terms(tmp_path: Path) -> dict[str, str]:
+    """Two functions of one file; the second one twice."""
+    path = tmp_path / "own.py"
+    path.write_text(FUNCTIONS)
+    return {
+        "long": f"0.7 * {path}:thirds",
+        "faulty": f"-0.1 * {path}:faulty(bad='vanish')",
+        "slow": f"{path}:faulty(bad='hang')",
+    }
+
+
+def score(terms: object, responses: list[str], *, processes: int) -> list[dict[str, float]]:
+    with RewardPool(terms, processes, sample_seconds=0.75, on_error="zero") as pool:
+        prompts = ["p" * number for number in range(len(responses))]
+        return pool.score(prompts, responses, [{} for _ in responses])
+
+
+def test_one_process_runs_all_functions_and_only_the_failed_one_scores_zero(terms):
+    results = score(terms, RESPONSES, processes=1)
+
+    for number, (response, result) in enumerate(zip(RESPONSES, results, strict=True)):
+        long, other = len(response) / 3, number * 0.1
+        faulty, slow = (0.0 if response == bad else other for bad in ("vanish", "hang"))
+        assert result["score"] == 0.7 * long + -0.1 * faulty + slow
+        assert (result["long"], result["faulty"], result["slow"]) == (long, faulty, slow)
+        assert result["errors"] == (response in ("vanish", "hang"))
+        if not result["errors"]:
+            assert result["pid"] == result["faulty_pid"] == result["slow_pid"]
+
+
+def test_scores_have_the_same_bits_on_any_number_of_processes(terms):
+    kept = [
+        [{k: v for k, v in result.items() if not k.endswith("pid")} for result in results]
+        for results in (score(terms, RESPONSES, processes=number) for number in (1, 3))
+    ]
+
+    assert kept[0] == kept[1]
+
+
+def test_message_names_the_function_that_failed_and_the_row(terms):
+    with RewardPool(terms, 2, sample_seconds=0.75) as pool:
+        with pytest.raises(RewardError) as caught:
+            pool.score(["p"] * 3, ["a", "hang", "b"], [{"n": 1}] * 3, row_ids=[70, 71, 72])
+
+    file = terms["slow"].partition(":")[0]
+    assert str(caught.value).startswith(f"reward.function '{file}:faulty' ran longer than ")
+    assert f"response: 'hang'\nrow 71: {{\"n\": 1}}\nfunction: {file}:9\n" in str(caught.value)
+
+
+def test_function_that_takes_all_memory_fails_alone(terms):
+    results = score({"faulty": terms["faulty"]}, ["a", "hog", "b"], processes=1)
+
+    assert [result["errors"] for result in results] == [0, 1, 0]
+    assert results[0]["pid"] == results[2]["pid"]  # a MemoryError, not a killed process
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed"
+)
+def test_library_that_stops_itself_by_a_signal_does_so_in_a_worker_process():
+    slow = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{1000000!}"]
+    responses = [r"\boxed{\frac{2}{4}}", *slow, r"\boxed{0.5}", r"\boxed{" + "(" * 900 + "}"]
+
+    with RewardPool("spmdflow.rewards.math:score(seconds=1)", 1, sample_seconds=20) as pool:
+        pool.score([""], ["0.5"], [{"answer": "1"}])  # imports the library
+        start = time.monotonic()
+        results = pool.score([""] * 5, responses, [{"answer": "1/2"}] * 5)
+
+    assert [result["score"] for result in results] == [1, 0, 0, 1, 0]
+    assert time.monotonic() - start < 15
