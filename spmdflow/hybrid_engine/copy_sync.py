@@ -7,9 +7,12 @@ rank, which is what data-parallel shards amount to when every rank generates by 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from spmdflow.hybrid_engine.stream import WeightStream
 from spmdflow.hybrid_engine.sync import WeightSync
 from spmdflow.rollout.generator import Generator
+from spmdflow.weights.move import Block
 from spmdflow.workers.engine import TrainEngine
 
 
@@ -39,7 +42,7 @@ class StreamSync(WeightSync):
         self._stream = stream
 
     def _move(self, version: int) -> int:
-        self._generator.wake("weights")
-        received = self._stream.run(self._engine.blocks(), self._generator.blocks())
-        self._generator.renew(version)
-        return received
+        def fill(target: Iterable[Block]) -> int:
+            return self._stream.run(self._engine.blocks(), target)
+
+        return self._generator.overwrite(fill, version=version)

@@ -5,6 +5,7 @@
 | blocks, flat | Megatron trains, vLLM generates in the same precision inside its replicas |
 | copy by boxes | other tensor- or pipeline-parallel layouts on either side |
 | copy of whole tensors | data-parallel trainer, each rank generating by itself |
+| vllm_transfer: by boxes | vLLM generates; its weight-transfer interface runs the plan |
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from spmdflow.hybrid_engine.shared_sync import SharedSync
 from spmdflow.hybrid_engine.stream import BUCKET_BYTES, WeightStream
 from spmdflow.hybrid_engine.sync import WeightSync
 from spmdflow.hybrid_engine.table import generation_tables, training_tables
+from spmdflow.hybrid_engine.wire import GroupWire
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import Generator
-from spmdflow.rollout.vllm import VllmGenerator
+from spmdflow.rollout.vllm import VLLM_TRANSFER, VllmGenerator
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.megatron import vocab_multiple
@@ -31,13 +33,13 @@ _STORAGES: dict[str, type[SharedStorage]] = {"blocks": BlockStorage, "flat": Fla
 
 
 def sync_mode(cfg: Any, layout: Layout) -> str:
-    """blocks, flat or copy: what rollout.weights of an actor's settings means on this layout.
+    """blocks, flat, copy or vllm_transfer: what rollout.weights of an actor's settings means here.
 
     auto is blocks where they apply, else copy. ConfigError if blocks or flat do not apply.
     """
     asked = cfg.rollout.weights
-    if asked == "copy":
-        return "copy"
+    if asked in ("copy", VLLM_TRANSFER):
+        return str(asked)
     obstacle = _obstacle(cfg, layout)
     if obstacle is None:
         return "blocks" if asked == "auto" else str(asked)
@@ -81,14 +83,15 @@ def hybrid_of(
             vocab_multiple=vocab_multiple(layout.tp_size),
             verify_every=verify_every,
         )
-    if layout.pp_size == layout.tp_size == 1 and layout.generation_dp_size == layout.size:
+    if _whole_by_rank(layout) and cfg.rollout.weights != VLLM_TRANSFER:
         return CopySync(
             engine, generator, verify_every=verify_every, frees_generator=frees_generator
         )
+    plan = _plan(cfg, layout, element_bytes=generator.dtype.itemsize)
     stream = WeightStream(
-        _plan(cfg, layout, element_bytes=generator.dtype.itemsize),
+        plan,
         rank=context.rank,
-        groups=context.groups,
+        wire=GroupWire(context.groups, plan, rank=context.rank),
         dtype=generator.dtype,
         device=context.device,
         seconds=context.config.run.call_seconds,
@@ -107,6 +110,11 @@ def _plan(cfg: Any, layout: Layout, *, element_bytes: int) -> ReshardPlan:
         element_bytes=element_bytes,
         bucket_bytes=BUCKET_BYTES,
     )
+
+
+def _whole_by_rank(layout: Layout) -> bool:
+    """Whether rank by rank is trained data-parallel and generates by itself."""
+    return layout.pp_size == layout.tp_size == 1 and layout.generation_dp_size == layout.size
 
 
 def _obstacle(cfg: Any, layout: Layout) -> str | None:

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdflow.blocks.hash import MODULUS, to_signed
+from spmdflow.errors import WeightSyncError
 from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, scopes_of
 from spmdflow.hybrid_engine.stream import BUCKET_BYTES, WeightStream
 from spmdflow.hybrid_engine.sync import compare
 from spmdflow.hybrid_engine.table import generation_tables, training_tables
+from spmdflow.hybrid_engine.wire import GroupWire
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import NEVER, Generator
 from spmdflow.transfer.worker import Max, Metric, Sum, WorkerContext
@@ -90,19 +92,23 @@ class WeightReceiver:
         header = route.header()
         route.share(header)
         version, verify, *hashes = header.tolist()
-        generator.wake("weights")
-        generator.weights_version = NEVER
-        received = route.stream.run((), generator.blocks())
+        received = generator.overwrite(lambda target: route.stream.run((), target), version=version)
         if verify:
             values = [value % MODULUS for value in hashes]
             expected = dict(zip(route.names, values, strict=True))
-            compare(expected, generator.hashes(), version)
-        generator.renew(version)
+            self._verify(expected, version)
         return {
             "rollout/synced_bytes": Sum(float(received)),
             "rollout/weights_verified": Max(float(verify)),
             "time/weight_sync_seconds": Max(time.perf_counter() - started),
         }
+
+    def _verify(self, expected: dict[str, int], version: int) -> None:
+        try:
+            compare(expected, self._generator.hashes(), version)
+        except WeightSyncError:
+            self._generator.weights_version = NEVER
+            raise
 
 
 def _route(context: WorkerContext, cfg: Any, *, training: Layout, generation: Layout) -> _Route:
@@ -118,7 +124,7 @@ def _route(context: WorkerContext, cfg: Any, *, training: Layout, generation: La
     stream = WeightStream(
         plan,
         rank=context.rank,
-        groups=context.groups,
+        wire=GroupWire(context.groups, plan, rank=context.rank),
         dtype=dtype,
         device=context.device,
         seconds=context.config.run.call_seconds,

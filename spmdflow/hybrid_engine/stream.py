@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spmdflow.errors import WeightSyncError
 from spmdflow.hybrid_engine.reshard import Bucket, Message, Part, ReshardPlan
-from spmdflow.parallel.group import GroupTable
+from spmdflow.hybrid_engine.wire import Wire
 from spmdflow.weights.move import Block, BlockReader, BlockWriter
 
 BUCKET_BYTES = 64 << 20
@@ -39,21 +39,20 @@ class WeightStream:
         plan: ReshardPlan,
         *,
         rank: int,
-        groups: GroupTable,
+        wire: Wire,
         dtype: torch.dtype,
         device: torch.device,
         seconds: float,
         alone_bytes: int = ALONE_BYTES,
     ) -> None:
-        """groups: has the plan's groups of several ranks; dtype, device: of what travels.
+        """wire: carries the plan's messages; dtype, device: of what travels.
 
         seconds: limit of one message. alone_bytes: equal on all ranks.
         """
         assert dtype.itemsize == plan.element_bytes, (dtype, plan.element_bytes)
-        self.plan, self._rank, self._groups = plan, rank, groups
+        self.plan, self._rank, self._wire = plan, rank, wire
         self._dtype, self._device, self._limit = dtype, device, timedelta(seconds=seconds)
         self._alone = alone_bytes // dtype.itemsize
-        self._scope = next((group for group in plan.groups if rank in group), (rank,))
 
     def run(self, source: Iterable[Block], target: Iterable[Block]) -> int:
         """Write all that this rank needs; source and target are its live views, or none.
@@ -91,7 +90,7 @@ class WeightStream:
                 else:
                     arrived.append((message, values))
             received += 0 if sends else values.nbytes
-            works += [(work, message) for work in self._start(message, values)]
+            works += [(work, message) for work in self._wire.start(message, values)]
         for work, message in works:
             self._wait(work, message)
         for message, values in arrived:
@@ -119,20 +118,6 @@ class WeightStream:
         fits = values.dtype == self._dtype and values.device == self._device
         return values.view(-1) if fits else None
 
-    def _start(self, message: Message, values: Tensor) -> list[dist.Work]:
-        """A broadcast where a group of just these ranks exists, else point to point."""
-        group = self._groups.get_or_none(message.ranks)
-        if group is not None:
-            work = dist.broadcast(values, src=message.source, group=group, async_op=True)
-            return [_started(work)]
-        group = self._groups.get(self._scope)
-        if message.source != self._rank:
-            return [_started(dist.irecv(values, message.source, group=group))]
-        return [
-            _started(dist.isend(values, destination, group=group))
-            for destination in message.destinations
-        ]
-
     def _wait(self, work: dist.Work, message: Message) -> None:
         try:
             work.wait(self._limit)
@@ -143,11 +128,6 @@ class WeightStream:
                 f"{message.destinations}: got nothing through on rank {self._rank}, expected it "
                 f"within {self._limit.total_seconds():g} s; look at the logs of those ranks"
             ) from err
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is not in the group"
-    return work
 
 
 def _pack(parts: Iterable[Part], reader: BlockReader, values: Tensor) -> None:

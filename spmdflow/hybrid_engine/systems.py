@@ -25,6 +25,7 @@ from spmdflow.hybrid_engine.cost import Case, Cost
 from spmdflow.hybrid_engine.reshard import ReshardPlan
 from spmdflow.hybrid_engine.shared_storage import BlockStorage, FlatStorage, SharedStorage
 from spmdflow.hybrid_engine.stream import ALONE_BYTES, WeightStream
+from spmdflow.hybrid_engine.wire import GroupWire
 from spmdflow.parallel.group import GroupTable
 from spmdflow.weights.move import Block, BlockReader, Read, blocks, fill
 from spmdflow.weights.piece import ShardTable
@@ -105,7 +106,7 @@ class Streamed(System):
         self._stream = WeightStream(
             cost.plan,
             rank=seat.rank,
-            groups=seat.groups,
+            wire=GroupWire(seat.groups, cost.plan, rank=seat.rank),
             dtype=seat.dtype,
             device=seat.device,
             seconds=seat.seconds,

@@ -17,6 +17,7 @@ from spmdflow.config.schema import ActorConfig
 from spmdflow.data.ragged import pad
 from spmdflow.data.rows import total_length
 from spmdflow.errors import SpmdflowError
+from spmdflow.hybrid_engine.outside_sender import WeightPublisher
 from spmdflow.hybrid_engine.remote import WeightSender
 from spmdflow.models.base import EngineWorker
 from spmdflow.models.pretraining import text_rows, with_text_rows
@@ -51,6 +52,7 @@ class PolicyWorker(EngineWorker):
         budget = cfg.rollout.max_new_tokens
         self.loss = PolicyLoss(cfg.loss, cfg.rollout.temperature, budget=budget)
         self._sender: WeightSender | None = None
+        self._publisher: WeightPublisher | None = None
 
     @register(transfer_mode="ONE_TO_ALL")
     def open_weights(self, peer: dict[str, Any]) -> None:
@@ -63,6 +65,21 @@ class PolicyWorker(EngineWorker):
         assert self._sender is not None, "open_weights comes first"
         with self.resident("parameters"):
             self._sender.send()
+
+    @register(transfer_mode="ONE_TO_ALL")
+    def connect_server(self, url: str) -> None:
+        """Prepare to publish weights to a vLLM server that runs elsewhere; url: http://host:port.
+
+        It must serve actor.model.path with the weight-transfer backend "spmdflow" (docs/HYBRID.md).
+        """
+        self._publisher = WeightPublisher(self.engine, self.context, self.cfg, url)
+
+    @register(transfer_mode="ONE_TO_ALL")
+    def publish_weights(self) -> None:
+        """Bring the weights to the connected server, which stops for that long."""
+        assert self._publisher is not None, "connect_server comes first"
+        with self.resident("parameters"):
+            self.report(self._publisher.publish())
 
     @register(
         transfer_mode="3D_PROTO",

@@ -20,7 +20,14 @@ from spmdflow.blocks.hash import positional_hash
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import lengths_of, mask_of, rows_of
 from spmdflow.rollout import llama
-from spmdflow.rollout.generator import NEVER, Arrivals, WakePart, check_prompts, response_columns
+from spmdflow.rollout.generator import (
+    NEVER,
+    Arrivals,
+    Fill,
+    WakePart,
+    check_prompts,
+    response_columns,
+)
 from spmdflow.rollout.hugging_face import HuggingFaceForward, causal_lm, end_tokens
 from spmdflow.rollout.sampling import Sampling, draw
 from spmdflow.rollout.storage import Storages
@@ -142,6 +149,14 @@ class BuiltinGenerator:
         """Every tensor whole."""
         for name, tensor in self._forward.weights.items():
             yield name, tensor, Box.of_shape(tensor.shape)
+
+    def overwrite(self, fill: Fill, *, version: int) -> int:
+        """See Generator.overwrite."""
+        self.wake("weights")
+        self.weights_version = NEVER
+        received = fill(self.blocks())
+        self.renew(version)
+        return received
 
     def renew(self, version: int) -> None:
         """See Generator.renew; no cache outlives a batch."""

@@ -6,7 +6,7 @@ Whoever generates compares it with the trainer's own (hybrid_engine.sync does).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -19,6 +19,8 @@ from spmdflow.rollout.sampling import Sampling
 from spmdflow.weights.move import Block
 
 NEVER = -1
+Fill = Callable[[Iterable[Block]], int]
+"""Writes live blocks in place; the bytes that it received."""
 WakePart = Literal["weights", "kv_cache"]
 
 
@@ -54,6 +56,12 @@ class Generator(Protocol):
         """(Hugging Face name, live view, its box) of what this rank's forward reads.
 
         Whoever overwrites them calls `renew` afterwards.
+        """
+
+    def overwrite(self, fill: Fill, *, version: int) -> int:
+        """Have `fill` write this rank's blocks, then `renew`; what fill returns.
+
+        Freed weights are had again first. The generator counts as never synced until the end.
         """
 
     def renew(self, version: int) -> None:

@@ -21,7 +21,14 @@ from torch import Tensor
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import rows_of
 from spmdflow.errors import WeightSyncError
-from spmdflow.rollout.generator import NEVER, Arrivals, WakePart, check_prompts, response_columns
+from spmdflow.rollout.generator import (
+    NEVER,
+    Arrivals,
+    Fill,
+    WakePart,
+    check_prompts,
+    response_columns,
+)
 from spmdflow.rollout.hugging_face import end_tokens
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling
@@ -30,6 +37,9 @@ from spmdflow.rollout.vllm_engine import Engine
 from spmdflow.rollout.vllm_weights import stock_reading
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Block
+
+VLLM_TRANSFER = "vllm_transfer"
+"""rollout.weights: copies, which vLLM's weight-transfer interface brings in."""
 
 
 class VllmGenerator:
@@ -45,6 +55,7 @@ class VllmGenerator:
         self._asleep: set[str] = set()
         self._end_tokens = end_tokens(model_path)
         eager = {"enforce_eager": True} if cfg.weights in ("blocks", "flat") else {}
+        self._by_transfer = cfg.weights == VLLM_TRANSFER
         self._engine = Engine(
             model_path,
             device,
@@ -52,6 +63,7 @@ class VllmGenerator:
             dtype=cfg.dtype,
             max_num_seqs=cfg.max_batch_size,
             kv_cache_memory_bytes=cfg.kv_cache_bytes,
+            weight_transfer=self._by_transfer,
             **eager,
         )
         self._reading = stock_reading(self._engine.model, model_path, replica)
@@ -83,6 +95,12 @@ class VllmGenerator:
                 f"trainer's shards, expected none; call shared(version) after they have changed"
             )
         self.wake("weights")
+        if self._by_transfer:
+            raise WeightSyncError(
+                f"weights of version {version}: got full tensors for a generator that is updated "
+                f"through vLLM's weight transfer, expected overwrite(); set "
+                f"actor.rollout.weights=copy"
+            )
         arrivals = Arrivals(self._reading.shapes)
         self._engine.model.load_weights(arrivals.fitting(tensors))
         arrivals.check(version)
@@ -110,6 +128,17 @@ class VllmGenerator:
     def blocks(self) -> Sequence[Block]:
         """This rank's views of vLLM's parameters; see Generator.blocks."""
         return self._reading.blocks
+
+    def overwrite(self, fill: Fill, *, version: int) -> int:
+        """See Generator.overwrite; through vLLM's own interface if rollout.weights says so."""
+        self.wake("weights")
+        self.weights_version = NEVER
+        if self._by_transfer:
+            received = self._engine.update(lambda: fill(self.blocks()), version)
+        else:
+            received = fill(self.blocks())
+        self.renew(version)
+        return received
 
     def renew(self, version: int) -> None:
         """See Generator.renew: cached prefixes are forgotten."""

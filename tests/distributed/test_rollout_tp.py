@@ -209,6 +209,23 @@ def test_name_that_vllm_moved_is_named_before_an_engine_is_built(ranks: list[dic
         assert f"which lacks {name};" in said and "set actor.rollout.engine=builtin" in said
 
 
+def test_weight_transfer_interface_that_moved_is_refused_only_where_it_is_used(
+    ranks: list[dict],
+) -> None:
+    found = dict(ranks[0]["transfer contract"])
+
+    assert [said for case, said in found.items() if case.endswith("unused")] == [""] * 4
+    assert found["installed"] == ""
+    for case, name in (
+        ("moved", "vllm.distributed.weight_transfer.WeightTransferEngineFactory.register_engine"),
+        ("offline", "vllm.LLM.init_weight_transfer_engine"),
+        ("wider", "a WeightTransferEngine without abstract send"),
+    ):
+        assert found[case].startswith("ConfigError: rollout.weights=vllm_transfer: got vllm 0.")
+        assert name in found[case]
+        assert "set actor.rollout.weights=copy" in found[case]
+
+
 def test_default_process_group_survives_every_engine(ranks: list[dict]) -> None:
     assert [found["world"]["size"] for found in ranks] == [4] * 4
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -223,6 +224,27 @@ def check_contract_moves() -> dict[str, Any]:
     return found
 
 
+def check_transfer_contract_moves() -> dict[str, Any]:
+    """The same for vllm_transfer: its own names, which other settings do not need."""
+    import vllm
+
+    transfer: Any = import_module("vllm.distributed.weight_transfer")
+    stock, found = transfer.WeightTransferEngine, {}
+    wider = type("Wider", (stock,), {"send": abstractmethod(lambda self: None)})
+    for case, owner, name, changed in (
+        ("installed", transfer, "WeightTransferEngine", stock),
+        ("moved", transfer, "WeightTransferEngineFactory", object()),
+        ("offline", vllm, "LLM", type("LLM", (), {"generate": 0, "reset_prefix_cache": 0})),
+        ("wider", transfer, "WeightTransferEngine", wider),
+    ):
+        kept = getattr(owner, name)
+        setattr(owner, name, changed)
+        found[case] = message(lambda: check_contract(weight_transfer=True))
+        found[f"{case}, unused"] = message(check_contract)
+        setattr(owner, name, kept)
+    return found
+
+
 def check_block_logits(world: World, family: str, *, dtype: str = "float32") -> dict[str, Any]:
     """Logits of one rank with its stock weights, and with 1, 2 and 4 shards of the same."""
     layout = Layout((world.rank,))
@@ -284,6 +306,7 @@ def default_checks(world: World) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "blocks with few kv heads", check_blocks(world, generator, t4, "qwen3", 4)
     generator.close()
     yield "contract", check_contract_moves()
+    yield "transfer contract", check_transfer_contract_moves()
     if world.rank > 1:
         yield "subset", one_layout(world, "mistral", "t2 on ranks 2 and 3")
     else:

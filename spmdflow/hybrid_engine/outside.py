@@ -1,0 +1,134 @@
+"""`Meeting`: what a trainer and the workers of another program's vLLM agree on.
+
+The trainer says it once, as plain data, through vLLM's own interface (vllm_server); from it each
+side derives the same plan. Over both is one numbering: the trainer's ranks keep their numbers, the
+workers follow. The data goes over sockets between them, past the job's process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmdflow.blocks.hash import MODULUS, to_signed
+from spmdflow.errors import ConfigError
+from spmdflow.hybrid_engine.reshard import boxes_of
+from spmdflow.hybrid_engine.table import training_tables
+from spmdflow.hybrid_engine.whole import WholeTensors
+from spmdflow.hybrid_engine.wire import SocketWire, address_towards
+from spmdflow.parallel.layout import Layout
+from spmdflow.weights.architecture import Architecture, RopeScaling
+from spmdflow.weights.table import parameters
+
+BACKEND = "spmdflow"
+"""Name under which vLLM knows the receiving side (`--weight-transfer-config`)."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What weights may travel as: the precision in which vLLM holds them."""
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Facts of one trainer and one server; both build the rest from them."""
+
+    host: str
+    """Where the trainer's first rank listens, as the workers reach it."""
+    port: int
+    num_workers: int
+    kind: str
+    """engine.kind of the trainer."""
+    layout: Mapping[str, Any]
+    """Of the trainer, as a dict."""
+    architecture: Mapping[str, Any]
+    """Of the model, as a dict."""
+    seconds: float
+    """Limit of every wait."""
+
+    @property
+    def training(self) -> Layout:
+        """The trainer's layout."""
+        return Layout(**{**self.layout, "ranks": tuple(self.layout["ranks"])})
+
+    @property
+    def model(self) -> Architecture:
+        """The model's architecture."""
+        facts = dict(self.architecture)
+        scaling = facts.pop("rope_scaling")
+        return Architecture(**facts, rope_scaling=RopeScaling(**scaling) if scaling else None)
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Numbers of the workers, after the trainer's."""
+        first = max(self.training.ranks) + 1
+        return tuple(range(first, first + self.num_workers))
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor, in the order of a header's hashes."""
+        return [parameter.name for parameter in parameters(self.model)]
+
+    def join(self, rank: int, store: dist.Store | None = None) -> SocketWire:
+        """Meet the others. store: the one that the trainer's first rank listens with."""
+        limit = timedelta(seconds=self.seconds)
+        store = store or dist.TCPStore(self.host, self.port, timeout=limit)
+        everyone = [*self.training.ranks, *self.workers]
+        address = address_towards(self.host, self.port)
+        return SocketWire(store, everyone, rank=rank, address=address, seconds=self.seconds)
+
+    def tensors(self, rank: int, wire: SocketWire, dtype: torch.dtype) -> WholeTensors:
+        """The way of the weights, to every worker."""
+        have = boxes_of(training_tables(self.model, self.training, kind=self.kind))
+        return WholeTensors(
+            self.model,
+            have,
+            self.workers,
+            lambda plan: wire,
+            rank=rank,
+            dtype=dtype,
+            device=_HOST,
+            seconds=self.seconds,
+        )
+
+    def to_facts(self) -> dict[str, Any]:
+        """Plain data; `Meeting(**facts)` is the same meeting."""
+        return asdict(self)
+
+
+def check_model(meeting: Meeting, served: Architecture) -> None:
+    """ConfigError that names what differs between the trainer's model and the server's."""
+    mine, theirs = dict(meeting.architecture), asdict(served)
+    wrong = [name for name in theirs if theirs[name] != mine.get(name)]
+    if wrong:
+        name = wrong[0]
+        raise ConfigError(
+            f"weight transfer: got a vLLM whose model has {name} {theirs[name]!r}, expected the "
+            f"trainer's {mine.get(name)!r} ({len(wrong)} facts differ: {wrong}); serve the folder "
+            f"that is actor.model.path"
+        )
+
+
+def header_of(meeting: Meeting) -> Tensor:
+    """Empty: the version of the weights, whether hashes follow, every tensor's hash; int64."""
+    return torch.zeros(2 + len(meeting.names), dtype=torch.int64)
+
+
+def verdict_of(meeting: Meeting) -> Tensor:
+    """Empty: whether the weights were taken, every tensor's hash; int64."""
+    return torch.zeros(1 + len(meeting.names), dtype=torch.int64)
+
+
+def packed_hashes(meeting: Meeting, hashes: Mapping[str, int]) -> Tensor:
+    """Hashes as int64, in the order of names."""
+    return torch.tensor([to_signed(hashes[name]) for name in meeting.names], dtype=torch.int64)
+
+
+def unpacked_hashes(meeting: Meeting, values: Tensor) -> dict[str, int]:
+    """The inverse."""
+    found = [value % MODULUS for value in values.tolist()]
+    return dict(zip(meeting.names, found, strict=True))

@@ -1,0 +1,98 @@
+"""The receiving end in a worker of another program's vLLM, and how vLLM comes to know it.
+
+`register` is an entry point of the package (vllm.general_plugins): a vLLM with spmdflow installed
+beside it takes `--weight-transfer-config '{"backend": "spmdflow"}'`. It loads whole tensors as a
+checkpoint is loaded, then hashes what its forward reads, and tells both sides.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from spmdflow.errors import ConfigError
+from spmdflow.hybrid_engine.outside import (
+    BACKEND,
+    DTYPES,
+    Meeting,
+    check_model,
+    header_of,
+    packed_hashes,
+    unpacked_hashes,
+    verdict_of,
+)
+from spmdflow.hybrid_engine.sync import compare
+from spmdflow.rollout.vllm_contract import check_reload
+from spmdflow.rollout.vllm_transfer import Target, register_backend
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Make the backend known to vLLM in this process.
+
+    A vLLM without the interface is warned about and otherwise left alone: it may serve something
+    that never updates.
+    """
+    try:
+        register_backend(BACKEND, OutsideReceiver)
+    except ConfigError as err:
+        logger.warning("no weight-transfer backend %s: %s", BACKEND, err)
+
+
+class OutsideReceiver:
+    """One worker's end; see rollout.vllm_transfer.Receiver."""
+
+    def __init__(self, facts: Mapping[str, Any], target: Target) -> None:
+        """facts: a Meeting's. Waits for the trainer; ConfigError if the models differ."""
+        check_reload()
+        self._target, self._meeting = target, Meeting(**facts)
+        check_model(self._meeting, target.architecture())
+        if target.dtype not in DTYPES:
+            raise ConfigError(
+                f"weight transfer: got a vLLM model in {target.dtype}, expected one of {DTYPES}; "
+                f"serve it with --dtype bfloat16"
+            )
+        self._rank = self._meeting.workers[target.place]
+        self._wire = self._meeting.join(self._rank)
+        precision = torch.tensor([DTYPES.index(target.dtype)])
+        self._wire.share(precision, self._meeting.workers[0])
+        self._tensors = self._meeting.tensors(self._rank, self._wire, target.dtype)
+        self._header = header_of(self._meeting)
+
+    def start(self) -> None:
+        """An update begins."""
+        self._target.start_reload()
+
+    def receive(self, facts: Mapping[str, Any]) -> None:
+        """Load what the trainer sends; takes all of it, also where loading fails."""
+        self._wire.share(self._header, self._meeting.training.ranks[0])
+        tensors = self._tensors.run(())
+        try:
+            self._target.load(tensors)
+        finally:
+            for _ in tensors:
+                pass
+
+    def finish(self) -> None:
+        """Use the weights. WeightSyncError names the first tensor that is not the trainer's."""
+        meeting, verdict = self._meeting, verdict_of(self._meeting)
+        version, verify = self._header[:2].tolist()
+        found: dict[str, int] = {}
+        try:
+            self._target.finish_reload()
+            if verify:
+                found = self._target.hashes(meeting.model)
+                verdict[1:] = packed_hashes(meeting, found)
+            verdict[0] = 1
+        finally:  # the trainer waits for it
+            self._wire.share(verdict.clone(), meeting.workers[0])
+        if verify:
+            compare(unpacked_hashes(meeting, self._header[2:]), found, version)
+
+    def close(self) -> None:
+        """Let go of the trainer."""
+        del self._wire, self._tensors

@@ -1,0 +1,163 @@
+"""`WeightPublisher`: a trainer's end of the way to a vLLM that runs elsewhere.
+
+Every rank of the trainer sends its boxes straight to every worker of the server, in chunks of
+whole tensors; the first rank also speaks to the server, through vLLM's own interface. The server
+stops while it is updated and goes on only if the certificate holds: hashes of what its workers'
+forward reads against those of the trainer's shards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spmdflow.errors import WeightSyncError
+from spmdflow.hybrid_engine.outside import (
+    DTYPES,
+    Meeting,
+    header_of,
+    packed_hashes,
+    unpacked_hashes,
+    verdict_of,
+)
+from spmdflow.hybrid_engine.sync import compare
+from spmdflow.hybrid_engine.vllm_server import VllmServer
+from spmdflow.hybrid_engine.wire import address_towards
+from spmdflow.transfer.worker import Max, Metric, Sum, WorkerContext
+from spmdflow.weights.architecture import Architecture
+from spmdflow.workers.engine import TrainEngine
+
+_ADDRESS_BYTES = 64
+
+
+class WeightPublisher:
+    """One rank's end."""
+
+    def __init__(self, engine: TrainEngine, context: WorkerContext, cfg: Any, url: str) -> None:
+        """cfg: the actor's settings; url: the server's. All ranks of the trainer together.
+
+        WeightSyncError if the server does not take part, ConfigError if it serves another model.
+        """
+        self._engine, self._every, self._count = engine, cfg.rollout.verify_every, 0
+        self._rank, layout = context.rank, context.layout
+        seconds = context.config.run.call_seconds
+        self._server = VllmServer(url, seconds=seconds)
+        self._is_first = self._rank == layout.ranks[0]
+        meeting = Meeting(
+            host="",
+            port=0,
+            num_workers=0,
+            kind=cfg.engine.kind,
+            layout=asdict(layout),
+            architecture=asdict(Architecture.from_folder(cfg.model.path)),
+            seconds=seconds,
+        )
+        group = context.groups.get(layout.ranks)
+        store = None
+        if self._is_first:
+            workers = self._server.num_workers()
+            limit = timedelta(seconds=seconds)
+            host = address_towards(self._server.host, self._server.port)
+            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+            meeting = replace(meeting, host=host, port=store.port, num_workers=workers)
+        self._meeting = _agreed(meeting, group, source=layout.ranks[0], device=context.device)
+        self._store = store  # the workers' meeting place, as long as they may look
+        facts = {"facts": self._meeting.to_facts()}
+        with _Asked(self._is_first, lambda: self._server.init_weight_transfer_engine(facts)) as ask:
+            self._wire = self._meeting.join(self._rank, store)
+            precision = torch.zeros(1, dtype=torch.int64)
+            self._wire.share(precision, self._meeting.workers[0], meanwhile=ask.check)
+        self.dtype = DTYPES[int(precision)]
+        """What the server holds its weights in; the trainer's are rounded to it."""
+        self._tensors = self._meeting.tensors(self._rank, self._wire, self.dtype)
+
+    def publish(self) -> dict[str, Metric]:
+        """Bring the trainer's weights to the server; all ranks of the trainer together.
+
+        WeightSyncError names a tensor that the server does not have; it then stays stopped.
+        """
+        started, version = time.perf_counter(), self._engine.weights_version
+        verify = self._every > 0 and self._count % self._every == 0
+        self._count += 1
+        meeting, header = self._meeting, header_of(self._meeting)
+        header[0] = version
+        if verify:
+            hashes = self._engine.shard_hashes(self.dtype)
+            header[1], header[2:] = 1, packed_hashes(meeting, hashes)
+        if self._is_first:
+            self._server.pause()
+            self._server.start_weight_update()
+        with _Asked(self._is_first, lambda: self._server.update_weights({"facts": {}})) as ask:
+            self._wire.share(header, meeting.training.ranks[0], meanwhile=ask.check)
+            for _ in self._tensors.run(self._engine.blocks()):
+                pass
+        self._finish(version, hashes if verify else None)
+        if self._is_first:
+            self._server.resume()
+        sent = sum(self._tensors.received_bytes_of(worker) for worker in meeting.workers)
+        return {
+            "publish/weights_version": Max(float(version)),
+            "publish/weights_verified": Max(float(verify)),
+            "publish/bytes": Sum(float(sent) if self._is_first else 0.0),
+            "time/publish_seconds": Max(time.perf_counter() - started),
+        }
+
+    def _finish(self, version: int, expected: dict[str, int] | None) -> None:
+        """Have the server use the weights, and compare what it then reads."""
+        meeting, verdict = self._meeting, verdict_of(self._meeting)
+        finish = self._server.finish_weight_update
+        with _Asked(self._is_first, lambda: finish(str(version))) as ask:
+            self._wire.share(verdict, meeting.workers[0], meanwhile=ask.check)
+            if expected is not None and verdict[0]:
+                compare(expected, unpacked_hashes(meeting, verdict[1:]), version)
+        if not verdict[0]:
+            raise WeightSyncError(
+                f"weight server {self._server.url}: got weights of version {version} that it could "
+                f"not use, expected it to take them; look at the server's log and restart it"
+            )
+
+
+class _Asked:
+    """A request that runs beside what this rank does meanwhile; on one rank only."""
+
+    def __init__(self, is_mine: bool, request: Callable[[], None]) -> None:
+        self._is_mine, self._request = is_mine, request
+
+    def __enter__(self) -> _Asked:
+        self._pool = ThreadPoolExecutor(max_workers=1)
+        self._answer: Future[None] | None = None
+        if self._is_mine:
+            self._answer = self._pool.submit(self._request)
+        return self
+
+    def check(self) -> None:
+        """Raise what the request has raised so far."""
+        if self._answer is not None and self._answer.done():
+            self._answer.result()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for the answer, unless something else went wrong already."""
+        self._pool.shutdown(wait=kind is None)
+        if kind is None and self._answer is not None:
+            self._answer.result()
+
+
+def _agreed(
+    meeting: Meeting, group: dist.ProcessGroup, *, source: int, device: torch.device
+) -> Meeting:
+    """The first rank's meeting on every rank."""
+    host = meeting.host.encode()
+    assert len(host) <= _ADDRESS_BYTES, meeting.host
+    facts = [meeting.port, meeting.num_workers, *host.ljust(_ADDRESS_BYTES, b"\0")]
+    values = torch.tensor(facts, dtype=torch.int64, device=device)
+    dist.broadcast(values, src=source, group=group)
+    port, num_workers, *letters = values.tolist()
+    host = bytes(letters).rstrip(b"\0")
+    return replace(meeting, host=host.decode(), port=port, num_workers=num_workers)

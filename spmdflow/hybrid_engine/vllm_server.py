@@ -1,0 +1,92 @@
+"""`VllmServer`: the weight-update routes of a vLLM server, over HTTP. Knows no weights.
+
+The routes are vLLM's (`VLLM_SERVER_DEV_MODE=1 vllm serve ... --weight-transfer-config ...`); a
+program with an `LLM` object of its own can offer the same ones. The methods are those of vLLM's
+`VLLMWeightSyncClient`, so an object of vLLM's or of the user's can stand in.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from spmdflow.errors import ConfigError, WeightSyncError
+
+_DETAIL = 400
+"""Characters of a server's answer that go into a message."""
+
+
+class VllmServer:
+    """One server."""
+
+    def __init__(self, url: str, *, seconds: float) -> None:
+        """url: http://host:port. seconds: limit of one request. ConfigError for another form."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or parts.hostname is None:
+            raise ConfigError(
+                f"weight server: got {url!r}, expected http://host:port of a vLLM server; correct "
+                f"the address"
+            )
+        self.url, self._seconds = url.rstrip("/"), seconds
+        self.host = parts.hostname
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+
+    def num_workers(self) -> int:
+        """Workers that hold weights, replicas included."""
+        return int(self._request("GET", "get_world_size")["world_size"])
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """Have every worker meet the trainer; returns when they have."""
+        self._request("POST", "init_weight_transfer_engine", {"init_info": dict(init_info)})
+
+    def pause(self) -> None:
+        """Let running requests end, start no others, and forget cached prefixes."""
+        self._request("POST", "pause?mode=wait&clear_cache=true")
+
+    def resume(self) -> None:
+        """Go on serving."""
+        self._request("POST", "resume")
+
+    def start_weight_update(self) -> None:
+        """An update begins."""
+        self._request("POST", "start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        """Have every worker receive; returns when they have."""
+        self._request("POST", "update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Use the new weights, under that name."""
+        self._request("POST", "finish_weight_update", {"weight_version": weight_version})
+
+    def _request(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"{self.url}/{route}",
+            data=data,
+            method=method,
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self._seconds) as answer:
+                return json.loads(answer.read() or b"{}")
+        except urllib.error.HTTPError as err:
+            raise self._refused(route, f"status {err.code}: {_text(err)}") from err
+        except (OSError, ValueError) as err:
+            raise self._refused(route, str(err)) from err
+
+    def _refused(self, route: str, problem: str) -> WeightSyncError:
+        return WeightSyncError(
+            f"weight server {self.url}: got {problem} from /{route}, expected a vLLM server that "
+            f"takes weight updates; start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-"
+            f'config \'{{"backend": "spmdflow"}}\' where spmdflow is installed, and look at its '
+            f"log"
+        )
+
+
+def _text(err: urllib.error.HTTPError) -> str:
+    return err.read().decode(errors="replace")[:_DETAIL]

