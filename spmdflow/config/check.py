@@ -7,15 +7,13 @@ are there. Messages say got, expected, do; the first fault is raised.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from spmdflow.config.algebra import batch_algebra_of
 from spmdflow.config.algorithm import TextConfig
 from spmdflow.config.eval_prompts import eval_prompts_of
-from spmdflow.config.leaf import Leaf, leaves
+from spmdflow.config.leaf import Leaf, leaves, parts_of
 from spmdflow.config.model_folder import (
     CAUSAL_LM,
     SCORER,
@@ -37,7 +35,7 @@ from spmdflow.config.parallel import (
 )
 from spmdflow.config.placement import resolve_placement, roles_of
 from spmdflow.config.reward_source import check_rewards
-from spmdflow.config.reward_terms import reward_terms
+from spmdflow.config.reward_terms import knows_right, reward_terms
 from spmdflow.config.schema import (
     AdvantageConfig,
     DataConfig,
@@ -84,16 +82,6 @@ def check(cfg: Any, world_size: int) -> None:
     facts = _check_models(cfg)
     _check_data(cfg)
     _check_vocabularies(cfg, facts)
-
-
-def parts_of(tree: Any, cls: type[T], prefix: str = "") -> Iterator[tuple[str, T]]:
-    """(dotted key, part) of every part of a settings object that is a `cls`."""
-    for field in fields(tree):
-        value = getattr(tree, field.name)
-        if isinstance(value, cls):
-            yield prefix + field.name, value
-        if is_dataclass(value):
-            yield from parts_of(value, cls, f"{prefix}{field.name}.")
 
 
 def _check_bounds(leaf: Leaf) -> None:
@@ -158,6 +146,8 @@ def _check_layouts(cfg: Any, num_ranks: dict[str, int], generating: int) -> None
         check_training_sizes(role, part.engine, num_ranks=ranks)
         if hasattr(part, "rollout"):
             check_generation_sizes(role, part, num_ranks=generating)
+    if "actor" not in num_ranks and hasattr(getattr(cfg, "actor", None), "rollout"):
+        check_generation_sizes("actor", cfg.actor, num_ranks=generating)  # it only generates
 
 
 def _check_sizes(cfg: Any, num_ranks: dict[str, int]) -> None:
@@ -211,7 +201,7 @@ def _check_data(cfg: Any) -> None:
             if path is not None:
                 _check_data_file(f"{key}.{name}", path)
         if eval_prompts_of(data.eval_prompts, f"{key}.eval_prompts").num_samples:
-            _check_sampled(key, data)
+            _check_sampled(key, data, _only(cfg, RewardConfig))
         if isinstance(data, TextConfig):
             _check_texts(key, data, cfg.data)
         held_out = not isinstance(data, TextConfig) and getattr(cfg, "eval_every", 0) > 0
@@ -233,11 +223,17 @@ def _check_data(cfg: Any) -> None:
             )
 
 
-def _check_sampled(key: str, data: DataConfig) -> None:
+def _check_sampled(key: str, data: DataConfig, reward: RewardConfig | None) -> None:
     if data.rows != "prompts":
         raise ConfigError(
             f"{key}.eval_prompts: got {data.eval_prompts!r} for {data.rows}, which bring their "
             f"answers along, expected no samples; write all or a number"
+        )
+    if reward is None or not knows_right(reward):
+        raise ConfigError(
+            f"{key}.eval_prompts: got {data.eval_prompts!r} with a reward model alone, expected a "
+            f"function that says what is right, for pass@k; write all or a number, or set "
+            f"reward.function"
         )
 
 

@@ -36,6 +36,9 @@ def batch_algebra(cfg: Any, world_size: int) -> str:
 
 
 def _batch(cfg: Any) -> Iterator[str]:
+    if cfg.data.train_path is None:
+        yield f"data   {cfg.data.eval_path}: {cfg.data.eval_prompts}"
+        return
     prompts, group = cfg.data.prompts_per_step, cfg.data.samples_per_prompt
     yield f"batch  {_count(prompts, 'prompt')} x {_count(group, 'sample')} = {prompts * group} rows"
 

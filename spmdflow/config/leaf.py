@@ -5,9 +5,11 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from spmdflow.config.schema import REQUIRED, Bounds
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,16 @@ def parts(cls: type) -> dict[str, type]:
             if isinstance(choice, type) and is_dataclass(choice):
                 found[field.name] = choice
     return found
+
+
+def parts_of(tree: Any, cls: type[T], prefix: str = "") -> Iterator[tuple[str, T]]:
+    """(dotted key, part) of every part of a settings object that is a `cls`."""
+    for field in fields(tree):
+        value = getattr(tree, field.name)
+        if isinstance(value, cls):
+            yield prefix + field.name, value
+        if is_dataclass(value):
+            yield from parts_of(value, cls, f"{prefix}{field.name}.")
 
 
 def type_name(hint: Any) -> str:

@@ -19,9 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from spmdflow.config.describe import to_yaml
-from spmdflow.config.leaf import Leaf, defaults, leaves, parts, type_name
+from spmdflow.config.exported import exported_folder
+from spmdflow.config.leaf import Leaf, defaults, leaves, parts, parts_of, type_name
 from spmdflow.config.reward_terms import with_located_files
-from spmdflow.config.schema import REQUIRED, PPOConfig
+from spmdflow.config.schema import REQUIRED, DataConfig, ModelConfig, PPOConfig
 from spmdflow.errors import ConfigError
 
 SCRIPT_MODULE = "spmdflow_script"
@@ -62,6 +63,7 @@ def load(script_path: str | Path, yaml_path: str | Path | None, overrides: Seque
     sources = [] if yaml_path is None else [_read_yaml(Path(yaml_path))]
     sources += [_read_override(text) for text in overrides]
     cfg = _build(schema, sources)
+    _locate_exports(cfg)
     return Loaded(cfg, script, to_yaml(cfg))
 
 
@@ -142,6 +144,14 @@ def _locate_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
             value = f"{_locate(file, folder)}:{function}"
         located[name] = value
     return located
+
+
+def _locate_exports(cfg: Any) -> None:
+    """Paths of models and tokenizers that mean a checkpoint become those of its export."""
+    for key, model in parts_of(cfg, ModelConfig):
+        model.path = exported_folder(f"{key}.path", model.path)
+    for key, data in parts_of(cfg, DataConfig):
+        data.tokenizer_path = exported_folder(f"{key}.tokenizer_path", data.tokenizer_path)
 
 
 def _locate(value: str, folder: Path) -> str:

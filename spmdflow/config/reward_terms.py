@@ -23,7 +23,7 @@ from typing import Any
 from spmdflow.errors import ConfigError
 
 MODEL = "model"
-RESERVED = ("errors", "mean", "overlong", "score")
+RESERVED = ("answer", "errors", "mean", "overlong", "score")
 """Names that metrics of a reward have already."""
 
 _TERM = re.compile(r"(?:([^*]*?)\s*\*\s*)?(model|.+?:[\w.]+)\s*(\(.*\))?", re.DOTALL)
@@ -66,6 +66,11 @@ def reward_terms(key: str, setting: object) -> tuple[RewardTerm, ...]:
     for name in written:
         _check_name(key, name)
     return tuple(_term(f"{key}.{name}", name, text) for name, text in written.items())
+
+
+def knows_right(reward: Any) -> bool:
+    """Whether reward settings have a function, which can say that a response is right."""
+    return any(not term.is_model for term in reward_terms("reward.function", reward.function))
 
 
 def with_located_files(setting: object, locate: Callable[[str], str]) -> object:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from spmdflow.config.placement import Pool
 from spmdflow.config.schema import DataConfig
+from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.evaluation import Evaluation
 from spmdflow.controller.group import (
@@ -62,7 +63,7 @@ class Flow:
         self.kept: dict[str, Any] = {}
         self.step: Step | None = None
         self.stopped = False
-        self._evaluation = Evaluation(caller, self.groups, self.kept, self._links)
+        self._evaluation = Evaluation(caller, self.groups, self.kept, self._links, settings.config)
         self._before = Counters()
 
     @property
@@ -189,12 +190,23 @@ class Flow:
     def evaluate(self, *, every: int = 1) -> None:
         """Generate greedily for the held-out prompts and score them, every so many steps.
 
+        Also samples, if data.eval_prompts asks for them: pass@k and maj@n (docs/EVALUATION.md).
         Uses the kept prompts and the groups "reward" and "generator", or else "actor"; a worker
         class with an `evaluation` judges the held-out rows by that method instead. Before
         step 1 this happens by itself if `eval_every` is set.
         """
         number = self.step.number if self.step else 0
-        self._evaluation.run(number, every=every)
+        found = self._evaluation.run(number, every=every)
+        if found and self.step is not None:
+            self.step.log(found)
+
+    def report(self, greedy: Batch, sampled: Batch) -> dict[str, float]:
+        """Estimates from scored responses to the held-out prompts, as metrics; waits for them.
+
+        sampled: of the same prompts, or no rows. Prints a table and writes
+        RUN_DIR/evaluation.jsonl.
+        """
+        return self._evaluation.report(greedy, sampled, self._settings.run_dir)
 
     def save(self, *, every: int = 1) -> None:
         """Write a checkpoint at the end of this step, every so many steps."""

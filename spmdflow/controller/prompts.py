@@ -46,8 +46,11 @@ class PromptStream(Iterator[Batch]):
     def bind(self, flow: Flow, name: str) -> None:
         """Scan the files and make them known to every rank; `flow.keep` calls this."""
         self._flow, self._name = flow, name
-        self.train_scan = self._open(flow, f"{name}.train", self._cfg.train_path)
-        self._order = PromptOrder.from_config(self._cfg, self.train_scan, seed=flow.seed)
+        self.train_scan: ScanReport | None = None
+        self._order: PromptOrder | None = None
+        if self._cfg.train_path is not None:
+            self.train_scan = self._open(flow, f"{name}.train", self._cfg.train_path)
+            self._order = PromptOrder.from_config(self._cfg, self.train_scan, seed=flow.seed)
         self.eval_scan: ScanReport | None = None
         if self._cfg.eval_path is not None:
             self.eval_scan = self._open(flow, f"{name}.eval", self._cfg.eval_path)
@@ -58,6 +61,11 @@ class PromptStream(Iterator[Batch]):
                 "PromptStream: used before it is registered, expected "
                 "flow.keep(prompts=PromptStream(cfg.data)); register it first"
             )
+        if self._order is None or self.train_scan is None:
+            raise ProtocolError(
+                "PromptStream: got no prompts to train on, expected data.train_path; set it, or "
+                "take eval_batch()"
+            )
         rows, repeat = self._order.next_rows(), self._cfg.samples_per_prompt
         ids, parents = self._flow.caller.row_ids.take_groups(len(rows), repeat)
         return self._batch("train", self.train_scan, rows, ids, parents)
@@ -67,17 +75,17 @@ class PromptStream(Iterator[Batch]):
         return self._held_out(1)
 
     def eval_samples(self) -> Batch | None:
-        """The same prompts, each as often as data.eval_prompts asks for samples; None if never."""
-        num_samples = eval_prompts_of(self._cfg.eval_prompts).num_samples
-        return self._held_out(num_samples) if num_samples else None
+        """The same prompts, each as often as data.eval_prompts asks for samples (maybe never)."""
+        return self._held_out(eval_prompts_of(self._cfg.eval_prompts).num_samples)
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor."""
-        return self._order.state_dict()
+        return {} if self._order is None else self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
-        self._order.load_state_dict(state)
+        if self._order is not None:
+            self._order.load_state_dict(state)
 
     def _open(self, flow: Flow, name: str, path: str) -> ScanReport:
         report = flow.scan(name, self._cfg, path)

@@ -1,6 +1,7 @@
 """The generator: a rollout engine on ranks of its own (disaggregated generation).
 
-Its weights come from a `PolicyWorker` on other ranks, which `flow.connect` joins it to.
+Its weights come from a `PolicyWorker` on other ranks, which `flow.connect` joins it to, or from the
+model's folder (`load_weights`), where nothing is trained.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from spmdflow.config.evaluate import EvaluatedConfig
 from spmdflow.config.parallel import generation_sizes
 from spmdflow.config.schema import ActorConfig
 from spmdflow.errors import WeightSyncError
@@ -17,6 +19,7 @@ from spmdflow.models.base import axis_groups
 from spmdflow.models.generation import rollout_metrics, row_seeds
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.factory import generator_of
+from spmdflow.rollout.from_folder import take_folder_weights
 from spmdflow.rollout.generator import NEVER
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling
@@ -30,18 +33,20 @@ class GeneratorWorker(Worker):
     role = "generator"
 
     @classmethod
-    def layout_of(cls, cfg: ActorConfig, ranks: tuple[int, ...]) -> Layout:
+    def layout_of(cls, cfg: ActorConfig | EvaluatedConfig, ranks: tuple[int, ...]) -> Layout:
         """rollout.layout on this pool."""
         sizes = generation_sizes("actor", cfg)
         dp_size = len(ranks) // sizes.replica
         return Layout(ranks, pp_size=sizes.pp, dp_size=dp_size, tp_size=sizes.tp)
 
     @classmethod
-    def needed_groups(cls, cfg: ActorConfig, layout: Layout) -> list[tuple[int, ...]]:
+    def needed_groups(
+        cls, cfg: ActorConfig | EvaluatedConfig, layout: Layout
+    ) -> list[tuple[int, ...]]:
         """The pool and the groups of its replicas."""
         return axis_groups(layout)
 
-    def __init__(self, cfg: ActorConfig, context: WorkerContext) -> None:
+    def __init__(self, cfg: ActorConfig | EvaluatedConfig, context: WorkerContext) -> None:
         super().__init__(cfg, context)
         replica = Replica.of(context.layout, context.rank, context.groups)
         self.generator = generator_of(cfg.rollout, cfg.model.path, context.device, replica)
@@ -59,6 +64,13 @@ class GeneratorWorker(Worker):
         assert self._receiver is not None, "open_weights comes first"
         self.report(self._receiver.receive())
 
+    @register(transfer_mode="ONE_TO_ALL")
+    def load_weights(self) -> None:
+        """Generate with the weights of model.path: a policy that nothing trains."""
+        verify = self.cfg.rollout.verify_every > 0
+        num_tensors = take_folder_weights(self.generator, self.cfg.model.path, verify=verify)
+        self.report({"rollout/weights_verified": Max(float(num_tensors > 0))})
+
     @register(
         transfer_mode="3D_ALL_MICRO_DP",
         reads=("prompts",),
@@ -70,7 +82,8 @@ class GeneratorWorker(Worker):
         if self.generator.weights_version == NEVER:
             raise WeightSyncError(
                 "generate: got a generator without weights, expected those of the policy; connect "
-                "the two with flow.connect(actor, generator) and call its sync() first"
+                "the two with flow.connect(actor, generator) and call its sync() first, or call "
+                "load_weights() for those of the folder"
             )
         sampling = self.sampling.to_greedy() if greedy else self.sampling
         seeds = row_seeds(self.context, self.call)

@@ -154,7 +154,7 @@ class _FunctionScorer:
 
 def _means(results: list[Result]) -> dict[str, Metric]:
     """Means of each term and of further numbers that functions returned; errors are counted."""
-    names = sorted({name for result in results for name in result} - {"score"})
+    names = sorted({name for result in results for name in result} - {"score", "answer"})
     metrics: dict[str, Metric] = {}
     for name in names:
         values = [result[name] for result in results if name in result]

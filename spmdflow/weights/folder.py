@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,17 @@ class HuggingFaceFolder:
                 f"Face folder; save the model with safetensors"
             )
         return dict.fromkeys(_open(single).keys(), single)
+
+
+def folder_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of every file of a folder, one at a time, on the host.
+
+    ConfigError for a file that does not read as safetensors.
+    """
+    for file in sorted(Path(path).glob("*.safetensors")):
+        opened = _open(file)
+        for name in opened.keys():
+            yield name, opened.get_tensor(name)
 
 
 def write_folder(

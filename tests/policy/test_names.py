@@ -24,6 +24,7 @@ PUBLIC_NAMES = [
     "DAPOConfig",
     "DPOConfig",
     "DynamicSampling",
+    "EvaluateConfig",
     "FSDPWorker",
     "Flow",
     "GRPOAsyncConfig",

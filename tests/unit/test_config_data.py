@@ -34,6 +34,22 @@ def test_number_of_eval_prompts_is_read_as_text(
     assert accept("data.eval_prompts=16 x 4 samples").data.eval_prompts == "16 x 4 samples"
 
 
+def test_reward_model_alone_cannot_say_what_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(write_config_folder(tmp_path))
+    model = ("reward.function=null", "reward.model.path=scorer")
+    accept(*model)
+
+    with pytest.raises(ConfigError) as caught:
+        accept(*model, "data.eval_prompts=all x 2 samples")
+
+    assert str(caught.value) == (
+        "data.eval_prompts: got 'all x 2 samples' with a reward model alone, expected a function "
+        "that says what is right, for pass@k; write all or a number, or set reward.function"
+    )
+
+
 @pytest.mark.parametrize(
     ("script", "overrides", "message"),
     [

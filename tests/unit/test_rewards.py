@@ -31,6 +31,9 @@ FORM = '"path/file.py:name" or "module:name"'
         (Fraction(1, 4), {"score": 0.25}),
         ({"score": 2, "length": np.int64(3)}, {"score": 2.0, "length": 3.0}),
         ({"score": 0.0, "verdict": "wrong", "why": None, 7: 8}, {"score": 0.0}),
+        ({"score": 1, "answer": "1/2"}, {"score": 1.0, "answer": "1/2"}),
+        ({"score": 1, "answer": Fraction(1, 2)}, {"score": 1.0, "answer": "1/2"}),
+        ({"score": 0, "answer": None}, {"score": 0.0, "answer": None}),
     ],
 )
 def test_numbers_and_dicts_with_a_score_are_kept(value, scores):
