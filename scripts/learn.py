@@ -8,8 +8,10 @@ The table is scripts/learn/table.py: name, script, settings, seeds, metric, targ
 process of its own (`python -m spmdflow.run --inproc`, one thread), --jobs at a time. A finished run
 is not repeated as long as its settings are the same, and the commit it ran at is shown; one that
 was interrupted continues from its last checkpoint. After each entry docs/learning/ gets its JSON
-file (points of every seed, commit, seeds, settings, hardware, seconds) and the picture and text of
-its group. Real input needs SPMDFLOW_DATA (see scripts/prepare_stories.py).
+file (points of every seed, commit, seeds, settings, hardware, seconds), the picture and text of its
+group, and docs/LEARNING.md its tables.
+
+Real input needs SPMDFLOW_DATA (see scripts/prepare_stories.py).
 
 Exit code 1 if a run failed; a missed target is no failure but is said.
 """
@@ -119,11 +121,17 @@ def one(entry: Entry, seed: int, folder: Path) -> runs.Run:
 
 
 def write(entry: Entry, finished: list[runs.Run], docs: Path) -> None:
-    """The entry's file, and its group's curves anew."""
+    """The entry's file, its group's curves and its table in docs/LEARNING.md anew."""
     made = curves.write_entry(entry, finished, docs)
-    group = [other for other in curves.read_all(docs) if other["group"] == entry.group]
     order = [other.name for other in ENTRIES]
-    curves.write_group(entry.group, sorted(group, key=lambda o: order.index(o["name"])), docs)
+    group = [other for other in curves.read_all(docs) if other["group"] == entry.group]
+    group.sort(key=lambda other: order.index(other["name"]))
+    curves.write_group(entry.group, group, docs)
+    page = docs.parent / "LEARNING.md"
+    if page.is_file():
+        judged = f"{entry.group} judged"
+        tables = {entry.group: curves.table(group), judged: curves.judged_table(group)}
+        curves.write_page(page, tables)
     verdict = "" if made["met"] else f"; target {entry.target:g} missed"
     print(f"{entry.name}: {entry.metric} {made['start']:.3f} -> {made['end']:.3f}{verdict}")
 

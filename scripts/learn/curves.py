@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,3 +182,31 @@ def table(entries: Sequence[dict[str, Any]]) -> str:
             f"| {', '.join(dict.fromkeys(made['commits']))} |"
         )
     return "\n".join(lines)
+
+
+def judged_table(entries: Sequence[dict[str, Any]]) -> str:
+    """Markdown: what stories_metrics.py says of the last checkpoints."""
+    lines = [
+        "| run | sampling | responses | reward | KL, nats per response "
+        "| distinct 3-grams within / corpus | VADER |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for made in entries:
+        for row in (row for rows in made["judged"] for row in rows):
+            lines.append(
+                f"| {made['name']}, {row['model']} | {row['sampling']} | {row['num_responses']} "
+                f"| {row['reward']:.2f} +- {row['reward_error']:.2f} | {row['kl']:.1f} "
+                f"| {row['within']:.3f} / {row['corpus']:.3f} | {row['vader']:.2f} |"
+            )
+    return "\n".join(lines)
+
+
+def write_page(page: Path, tables: Mapping[str, str]) -> None:
+    """Replace what stands between `<!-- NAME -->` and `<!-- end -->` by that table."""
+    text = page.read_text(encoding="utf-8")
+    for name, made in tables.items():
+        mark = f"<!-- {name} -->"
+        if mark in text:
+            before, _, rest = text.partition(mark)
+            text = f"{before}{mark}\n\n{made}\n\n{rest[rest.index('<!-- end -->') :]}"
+    page.write_text(text, encoding="utf-8")

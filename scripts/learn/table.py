@@ -93,11 +93,25 @@ HARMLESS = (
     "data.eval_path=runs/story_pairs/harmless.test.jsonl",
     "data.max_prompt_tokens=640",
     "data.prompts_per_step=32",
+    "total_steps=40",
+)
+HARMLESS_REWARD_MODEL = (
+    *HARMLESS,
     "reward_model.update.mini_batch_size=32",
     "reward_model.engine.micro_batch=16 rows",
     "reward_model.optimizer.lr=5e-4",
-    "total_steps=40",
 )
+HARMLESS_DPO = (
+    *HARMLESS,
+    "actor.model.path=${oc.env:SPMDFLOW_DATA}/models/stories260K-hd64",
+    "actor.update.mini_batch_size=32",
+    "actor.engine.micro_batch=16 rows",
+    "reference.engine.micro_batch=16 rows",
+    "actor.optimizer.lr=2e-4",
+    "save_every=20",
+    "run.keep_checkpoints=1",
+)
+PREFERENCE = ("eval/accuracy", "eval/loss", "actor/loss")
 
 
 # The cost is a stated rule: 1 if the response holds the digit 7, else 0.
@@ -118,7 +132,7 @@ CONSTRAINED_ENTRIES = (
     ),
 )
 
-# The stages before RL, on real input, judged on rows that they were not trained on.
+# Without generation; judged on rows that they were not trained on.
 OFFLINE_ENTRIES = (
     Entry(
         "sft_stories",
@@ -143,11 +157,28 @@ OFFLINE_ENTRIES = (
         "reward_model_harmless",
         "offline",
         "reward_model",
-        settings=HARMLESS,
+        settings=HARMLESS_REWARD_MODEL,
         seeds=(0,),
         metric="eval/accuracy",
         more_metrics=("eval/loss", "reward_model/loss"),
         yaml="reward_model_stories",
+    ),
+    Entry(
+        "dpo",
+        "offline",
+        "dpo",
+        settings=("total_steps=20", "eval_every=5", "save_every=10"),
+        metric="eval/margin",
+        more_metrics=PREFERENCE,
+    ),
+    Entry(
+        "dpo_harmless",
+        "offline",
+        "dpo",
+        settings=HARMLESS_DPO,
+        seeds=(0,),
+        metric="eval/margin",
+        more_metrics=PREFERENCE,
     ),
 )
 
