@@ -154,7 +154,7 @@ class PreferenceWorker(AnswerWorker):
                 _as_rows(_other_answers(batch)), _score, num_micro_batches=num_micro_batches
             )
         rows = _as_rows(_own_answers(batch))
-        rows["ref_log_probs"], rows["desirable"] = ref[:, 0], batch["desirable"]
+        rows["ref_answer_log_probs"], rows["desirable"] = ref, batch["desirable"]
         rows["kl_log_ratios"] = ref[:, 1] * 0 if made is None else made["log_probs"] - ref[:, 1]
         return self._step(rows, LabelLoss(self.cfg.loss), num_micro_batches)
 

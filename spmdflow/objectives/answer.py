@@ -109,7 +109,8 @@ class LabelLoss:
 
     kl_i = log pi - log pi_ref of row i's prompt with another row's answer: z is the paper's
     estimate of KL(pi || pi_ref), here over the rows of the mini-batch on all ranks; no gradient.
-    Reads ref_log_probs, kl_log_ratios (nats) and desirable, each (B,).
+    Reads ref_answer_log_probs (B, 2), of which the first is the row's own, kl_log_ratios (B,) in
+    nats and desirable (B,).
     """
 
     def __init__(self, cfg: PreferenceLossConfig) -> None:
@@ -134,7 +135,8 @@ class LabelLoss:
         Metrics: kl (nats, not below 0) and the mean implicit rewards of both kinds of answers.
         """
         cfg, good = self._cfg, micro.columns["desirable"].bool()
-        log_probs, ref = answer_log_probs(output, micro), micro.columns["ref_log_probs"]
+        log_probs = answer_log_probs(output, micro)
+        ref = micro.columns["ref_answer_log_probs"][:, 0]
         kl = log_probs.new_tensor(totals["kl"] / max(totals["rows"], 1.0))
         losses = preference.kto(
             log_probs,

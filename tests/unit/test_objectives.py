@@ -111,6 +111,19 @@ def test_mean_of_k1_and_k3_over_the_policys_samples_is_the_kl() -> None:
         torch.testing.assert_close(estimate, kl)
 
 
+def test_k2_has_half_the_mean_square_and_the_gradient_of_the_kl() -> None:
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    policy, other = logits.log_softmax(-1), torch.randn(6).double().log_softmax(-1)
+    weight, d = policy.exp().detach(), (policy - other).detach()
+
+    estimate = (weight * kl_estimate("k2", policy, other)).sum()
+
+    torch.testing.assert_close(estimate.detach(), (weight * d * d).sum() / 2)
+    (found,) = torch.autograd.grad(estimate, logits, retain_graph=True)
+    (exact,) = torch.autograd.grad((policy.exp() * (policy - other)).sum(), logits)
+    torch.testing.assert_close(found, exact)
+
+
 @settings(deadline=None)  # a loaded machine is no failure
 @given(st.floats(-500, 500))
 def test_kl_estimates_are_finite_and_k2_k3_abs_never_negative(difference: float) -> None:
