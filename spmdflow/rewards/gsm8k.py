@@ -28,7 +28,7 @@ def score(
     *,
     column: str = "answer",
     strict: bool = False,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """score = accuracy = 1 if the final number equals the row's, else 0; answered: it has one.
 
     The final number stands behind the last ####, or in the last box, or is the last one of the
@@ -39,7 +39,9 @@ def score(
         raise ValueError(f"got {row[column]!r} as the row's {column!r}, expected a number in it")
     given = final_number(response, strict=strict)
     correct = float(given == right)
-    return {"score": correct, "accuracy": correct, "answered": float(given is not None)}
+    answer = None if given is None else str(given)
+    answered = float(given is not None)
+    return {"score": correct, "accuracy": correct, "answered": answered, "answer": answer}
 
 
 def number_of(answer: str) -> Fraction | None:

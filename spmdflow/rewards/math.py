@@ -29,7 +29,7 @@ def score(
     column: str = "answer",
     strict: bool = False,
     seconds: int = 3,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """score = accuracy = 1 if the final answer equals the row's, else 0; answered: it has one.
 
     The final answer is the last box, or stands behind the last ####; failing both, the library
@@ -40,11 +40,12 @@ def score(
     if given is None and not strict:
         given = answer_part(response).strip()[-_MAX_LETTERS:] or None
     if given is None:
-        return {"score": 0.0, "accuracy": 0.0, "answered": 0.0}
+        return {"score": 0.0, "accuracy": 0.0, "answered": 0.0, "answer": None}
     text = str(row[column])
     reference = answer_of(text) or boxed(text)
-    same = float(_plain(given) == _plain(reference) or _equal(reference, given, seconds))
-    return {"score": same, "accuracy": same, "answered": 1.0}
+    plain = _plain(given)
+    same = float(plain == _plain(reference) or _equal(reference, given, seconds))
+    return {"score": same, "accuracy": same, "answered": 1.0, "answer": plain}
 
 
 def answer_of(text: str) -> str | None:

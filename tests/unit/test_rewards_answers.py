@@ -82,11 +82,20 @@ def test_final_number_is_found_and_exact(text: str, number: object) -> None:
 
 
 def test_strict_reading_takes_marked_numbers_only() -> None:
-    def score(response: str) -> dict[str, float]:
+    def score(response: str) -> dict[str, Any]:
         return gsm8k.score("", response, {"answer": "#### 72"}, strict=True)
 
-    assert score("It is 72") == {"score": 0, "accuracy": 0, "answered": 0}
-    assert score("#### 72") == score(r"\boxed{72}") == {"score": 1, "accuracy": 1, "answered": 1}
+    right = {"score": 1, "accuracy": 1, "answered": 1, "answer": "72"}
+    assert score("It is 72") == {"score": 0, "accuracy": 0, "answered": 0, "answer": None}
+    assert score("#### 72") == score(r"\boxed{72}") == right
+
+
+def test_equal_numbers_are_one_answer_to_vote_on() -> None:
+    said = ["#### 1,000", "#### $1000", "so 1000.00", r"\boxed{2000/2}", "#### 1000.5"]
+
+    answers = [gsm8k.score("", text, {"answer": "1000"})["answer"] for text in said]
+
+    assert answers == ["1000"] * 4 + ["2001/2"]
 
 
 def test_row_without_a_number_is_an_error_of_the_data() -> None:
