@@ -20,6 +20,7 @@ from spmdflow.data.column import Column, ColumnSpec
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.plan.column import PROMPTS, RESPONSES, ColumnForm
 from spmdflow.plan.example import Examples
+from spmdflow.plan.record import Tokens
 from spmdflow.plan.replay import Replay
 from spmdflow.transfer.register import method_spec
 from spmdflow.transfer.row_maths import row_maths_spec
@@ -88,6 +89,29 @@ class Answers:
         if answer is None:
             return {rank: {} for rank in commands}
         return answer(label, number, commands)
+
+    def tokens(self, number: int, commands: Mapping[int, Plain]) -> Tokens | None:
+        """Rows of a call and their mean tokens; None for orders without rows."""
+        given = {id(p["inputs"]): p for p in commands.values() if p.get("ids") is not None}
+        if not given or "inputs" not in next(iter(given.values())):
+            return None
+        rows = np.unique(np.concatenate([_NO_IDS, *(plain["ids"] for plain in given.values())]))
+        means = {}
+        for name in (PROMPTS, RESPONSES):
+            parts = [
+                (part["ids"], self._input_items(name, part))
+                for plain in given.values()
+                for part in plain["inputs"]
+                if name in part["columns"]
+            ]
+            made = self._frames.get(number, {}).get(name)
+            parts += [(made.ids, made.items)] if made else []
+            known = [(ids, items) for ids, items in parts if items is not None]
+            if known:
+                first = np.unique(np.concatenate([i for i, _ in known]), return_index=True)[1]
+                items = np.concatenate([n for _, n in known])[first]
+                means[name] = float(items.mean()) if len(items) else 0.0
+        return Tokens(len(rows), means.get(PROMPTS, 0.0), means.get(RESPONSES, 0.0))
 
     # Building
 
@@ -290,6 +314,3 @@ def received_bytes(edge: list[Any]) -> int:
         items = int(lengths[name].sum()) if name in lengths else len(ids)
         total += items * ColumnSpec.from_plain(specs[name]).item_bytes
     return total
-
-
-__all__ = ["Answers", "Lengths", "received_bytes", "PROMPTS", "RESPONSES"]

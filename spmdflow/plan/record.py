@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from spmdflow.config.placement import Pool
 from spmdflow.parallel.layout import Layout
+from spmdflow.transfer.worker import Worker
 
 COMPUTE, TRANSFER = "compute", "transfer"
 
@@ -54,11 +55,20 @@ class TracedOrder:
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """Rows of a call, each counted once, and the mean of their tokens."""
+
+    num_rows: int
+    prompts: float
+    responses: float
+
+
+@dataclass(frozen=True)
 class TracedModel:
     """A worker group that the script spawned."""
 
     name: str
-    worker_class: type
+    worker_class: type[Worker]
     cfg: Any
     layout: Layout
     pool: str
@@ -91,6 +101,8 @@ class Trace:
     links: tuple[tuple[str, str], ...]
     """Pairs of models that `flow.connect` joined: policy, generator."""
     orders: tuple[TracedOrder, ...]
+    tokens: Mapping[int, Tokens]
+    """Of orders that have rows, by place."""
     edges: Mapping[tuple[int, int], int]
     """Row bytes by (source, destination) as the controller's own account has them."""
     steps: tuple[int, ...]
@@ -99,11 +111,11 @@ class Trace:
     assumptions: tuple[str, ...] = ()
     """How each length and value was come by, as sentences."""
     edges_by_step: Mapping[int, Mapping[tuple[int, int], int]] = field(default_factory=dict)
-    """The same account, of each step alone."""
+    """The account of edges, of each step alone."""
 
     def node_of(self, rank: int) -> int:
         """The machine that a rank would run on."""
-        return self.nodes[self.world.index(rank) if self.world[rank] != rank else rank]
+        return self.nodes[self.world.index(rank)]
 
     def in_step(self, step: int | None = None) -> tuple[TracedOrder, ...]:
         """Orders of a step; without one, of the last that was traced."""
@@ -113,8 +125,3 @@ class Trace:
     def sequence(self, rank: int, lane: str) -> list[int]:
         """Places of the orders that a rank runs in a lane, in their order."""
         return [o.place for o in self.orders if o.lane == lane and rank in o.commands]
-
-
-def node_table(world: Sequence[int], node_of: Callable[[int], int]) -> tuple[int, ...]:
-    """Node of each rank of the world."""
-    return tuple(node_of(rank) for rank in world)

@@ -181,6 +181,7 @@ class _TracedFlow(Flow):
             models=self._models,
             links=tuple(self._pairs),
             orders=tuple(transport.orders),
+            tokens=transport.tokens,
             edges=dict(self.caller.transfers.bytes.planned),
             steps=tuple(self._traced_steps),
             reads=tuple(reads_of(script, transport.waits, transport.orders)),

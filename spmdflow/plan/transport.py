@@ -14,7 +14,7 @@ from types import FrameType
 
 from spmdflow.controller.order import Order, Pending, Replies, too_early
 from spmdflow.plan.answers import Answers
-from spmdflow.plan.record import COMPUTE, TracedOrder
+from spmdflow.plan.record import COMPUTE, Tokens, TracedOrder
 from spmdflow.plan.refusal import Refusal
 
 MOST_CALLS = 100
@@ -37,6 +37,7 @@ class TraceTransport:
         self.step, self.phase = 0, "train"
         self.is_looking = True
         """Whether results are asked for by the script, not by the end of a step."""
+        self.tokens: dict[int, Tokens] = {}
         self._num_calls = 0
         self._queue: deque[Callable[[], None]] = deque()
         self._is_running = False
@@ -69,7 +70,7 @@ class TraceTransport:
         )
         self.orders.append(traced)
         pending = _Watched(order.label, _never_done, self)
-        self.post(partial(self._answer, order, pending))
+        self.post(partial(self._answer, order, pending, traced.place))
         return pending
 
     def node_of(self, rank: int) -> int:
@@ -101,8 +102,11 @@ class TraceTransport:
             frame = frame.f_back
         return None
 
-    def _answer(self, order: Order, pending: Pending) -> None:
+    def _answer(self, order: Order, pending: Pending, place: int) -> None:
         replies = self._answers.to(order.label, order.number, order.commands)
+        tokens = self._answers.tokens(order.number, order.commands)
+        if tokens is not None:
+            self.tokens[place] = tokens
         if order.on_done:
             order.on_done(replies)
         pending.resolve(replies)

@@ -1,0 +1,122 @@
+"""The command line of a plan: `python -m spmdflow.plan SCRIPT [CONFIG.yaml] [key=value ...]`.
+
+    --world N          ranks of the run (8)
+    --hardware NAME    a100_80gb, h100, h200, cpu, or a file of scripts/calibrate.py (the machine's)
+    --node-size N      ranks that share a machine (the hardware's)
+    --assume NAME=X    an example of what only a run knows: scores=0,1 responses=200 actor/kl=0.1
+    --calls N          most calls of a step (100)
+    --no-data          prompts are as long as allowed; the data file is not read
+    --json             everything as data
+    --picture FILE     the schedule as .svg or .html
+    --auto             placement=auto: the ten best placements and why they lose
+
+Exit codes: 0 nothing is wrong, 1 something is, 2 the script or its settings cannot be planned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spmdflow.config.load import load
+from spmdflow.errors import ConfigError
+from spmdflow.mapping.machine import Hardware
+from spmdflow.plan.machine import hardware_of, nodes_of
+from spmdflow.plan.plain import report_plain
+from spmdflow.plan.refusal import Refusal
+from spmdflow.plan.report import plan
+from spmdflow.plan.text import report_text
+from spmdflow.plan.trace import TraceSettings
+from spmdflow.plan.transport import MOST_CALLS
+
+FINE, WRONG, REFUSED = 0, 1, 2
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Plan what the words of the command line say; returns the exit code."""
+    try:
+        options = _parser().parse_intermixed_args(words)
+        return _plan(options)
+    except (ConfigError, Refusal) as err:
+        sys.stderr.write(f"spmdflow: {err}\n")
+        return REFUSED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m spmdflow.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("words", nargs="+", metavar="SCRIPT [CONFIG.yaml] [key=value ...]")
+    parser.add_argument("--world", type=int, default=8, metavar="N")
+    parser.add_argument("--hardware", metavar="NAME")
+    parser.add_argument("--node-size", type=int, metavar="N")
+    parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--calls", type=int, default=MOST_CALLS, metavar="N")
+    parser.add_argument("--no-data", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--picture", type=Path, metavar="FILE")
+    parser.add_argument("--auto", action="store_true")
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> int:
+    script, config, overrides = _sorted(options.words)
+    if options.world < 1:
+        raise ConfigError(
+            f"command line: got --world {options.world}, expected at least 1 rank; correct it"
+        )
+    loaded = load(script, config, overrides)
+    hardware = hardware_of(options.hardware, options.node_size)
+    settings = _trace_settings(options, hardware)
+    report = plan(loaded.script, loaded.cfg, settings, hardware)
+    if options.json:
+        sys.stdout.write(json.dumps(report_plain(report)) + "\n")
+    else:
+        sys.stdout.write(report_text(report))
+    return WRONG if report.findings else FINE
+
+
+def _trace_settings(options: argparse.Namespace, hardware: Hardware) -> TraceSettings:
+    world = tuple(range(options.world))
+    return TraceSettings(
+        world=world,
+        nodes=nodes_of(world, hardware),
+        backend="gloo" if hardware.name.startswith("cpu") else "nccl",
+        examples=dict(_example(text) for text in options.assume),
+        most_calls=options.calls,
+        read_data=not options.no_data,
+    )
+
+
+def _sorted(words: Sequence[str]) -> tuple[str, str | None, list[str]]:
+    """SCRIPT, CONFIG.yaml and overrides."""
+    plain = [word for word in words if "=" not in word]
+    configs = [word for word in plain[1:] if word.endswith((".yaml", ".yml"))]
+    surplus = [word for word in plain[1:] if word not in configs] + configs[1:]
+    if not plain or surplus:
+        got = surplus[0] if surplus else "no SCRIPT"
+        raise ConfigError(
+            f"command line: got {got}, expected SCRIPT [CONFIG.yaml] [key=value ...]; --help "
+            f"shows the usage"
+        )
+    return plain[0], next(iter(configs), None), [word for word in words if "=" in word]
+
+
+def _example(text: str) -> tuple[str, Any]:
+    """ "scores=0,1" -> ("scores", [0, 1])."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(
+            f"command line: got --assume {text}, expected NAME=VALUE; write --assume scores=0,1"
+        )
+    if "," in value:
+        return name, [float(part) for part in value.split(",")]
+    return name, yaml.safe_load(value)

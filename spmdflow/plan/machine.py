@@ -1,0 +1,33 @@
+"""Which hardware a plan is for, and which ranks share a machine."""
+
+from __future__ import annotations
+
+import torch
+
+from spmdflow.mapping.machine import Hardware, load_hardware
+
+_BY_DEVICE = {"A100": "a100_80gb", "H100": "h100", "H200": "h200"}
+
+
+def hardware_of(name: str | None, node_size: int | None = None) -> Hardware:
+    """The named hardware, or this machine's kind; node_size: ranks that share a machine.
+
+    ConfigError if there is no such hardware.
+    """
+    hardware = load_hardware(name or _own())
+    return hardware if node_size is None else hardware.with_node(node_size)
+
+
+def nodes_of(world: tuple[int, ...], hardware: Hardware) -> tuple[int, ...]:
+    """The machine of each rank; on CPUs all are on one."""
+    if hardware.name.startswith("cpu"):
+        return (0,) * len(world)
+    return tuple(rank // int(hardware.gpus_per_node) for rank in world)
+
+
+def _own() -> str:
+    """The packaged file of the device at hand."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    device = torch.cuda.get_device_name()
+    return next((name for key, name in _BY_DEVICE.items() if key in device), "a100_80gb")

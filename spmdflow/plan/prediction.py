@@ -1,0 +1,240 @@
+"""Seconds and memory of a traced step, by the simulators of `mapping` on the trace's own order.
+
+A call begins when all its ranks are through with earlier calls and its rows have come; so pools
+overlap as the trace says, not as a table of stages would. Times are predictions from one stated
+file of coefficients; nothing is fitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from spmdflow.errors import ConfigError
+from spmdflow.mapping.assemble import pool_memory
+from spmdflow.mapping.estimate import Estimate, call_seconds, transition_seconds
+from spmdflow.mapping.machine import Hardware
+from spmdflow.plan.edge import RowEdge
+from spmdflow.plan.finding import Finding
+from spmdflow.plan.record import COMPUTE, Trace, TracedOrder
+from spmdflow.plan.workload import Simulated
+
+SIMULATED, FIXED, NONE = "simulated", "fixed", "none"
+
+
+@dataclass(frozen=True)
+class CallTime:
+    """When a call runs."""
+
+    place: int
+    label: str
+    ranks: tuple[int, ...]
+    start: float
+    end: float
+    limit: str
+    """What most of it is: compute, memory, kv_read, tensor_parallel, ...; empty: not simulated."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """How long."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes of a rank of one pool while one call runs, by what holds them."""
+
+    pool: str
+    phase: str
+    parts: Mapping[str, float]
+    budget: float
+    """Bytes that a plan may fill."""
+
+    @property
+    def total(self) -> float:
+        """All parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step takes."""
+
+    hardware: str
+    calls: tuple[CallTime, ...] = ()
+    memory: tuple[PhaseMemory, ...] = ()
+    seconds: float = 0.0
+    """Of the step: until its last call ends."""
+    tokens: float = 0.0
+    """Prompt and response tokens of the step's generations, or of its updates if none."""
+    findings: tuple[Finding, ...] = ()
+    without: Mapping[str, str] = field(default_factory=dict)
+    """Models that no simulator knows, and why."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """0 if nothing takes time."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def stage_seconds(self) -> dict[str, float]:
+        """Seconds by method, as a run's time/<method>_seconds: calls of one method add."""
+        found: dict[str, float] = {}
+        for call in self.calls:
+            method = call.label.partition(".")[2]
+            if method:
+                found[method] = found.get(method, 0.0) + call.seconds
+        return found
+
+
+def predict(
+    trace: Trace,
+    orders: tuple[TracedOrder, ...],
+    edges: list[RowEdge],
+    step: Simulated,
+    hardware: Hardware,
+) -> Prediction:
+    """Seconds of every call of a step, and memory by pool and phase."""
+    findings: list[Finding] = []
+    memory = _memory(trace, step, hardware, findings)
+    estimates = _estimates(step, hardware, memory, findings)
+    durations = {place: estimates[number] for place, number in step.calls.items()}
+    calls = _schedule(orders, edges, durations, hardware)
+    generated = [place for place in step.calls if _kind(step, place) == "generate"]
+    counted = generated or [place for place in step.calls if _kind(step, place) == "train"]
+    tokens = [trace.tokens[place] for place in counted]
+    return Prediction(
+        hardware=hardware.name,
+        calls=tuple(calls),
+        memory=tuple(memory.values()),
+        seconds=max((call.end for call in calls), default=0.0),
+        tokens=sum(t.num_rows * (t.prompts + t.responses) for t in tokens),
+        findings=tuple(findings),
+        without=step.without,
+    )
+
+
+def _kind(step: Simulated, place: int) -> str:
+    assert step.dataflow is not None
+    return step.dataflow.calls[step.calls[place]].kind
+
+
+def _memory(
+    trace: Trace, step: Simulated, hardware: Hardware, findings: list[Finding]
+) -> dict[str, PhaseMemory]:
+    """By call title; residents of all models of a pool add."""
+    found: dict[str, PhaseMemory] = {}
+    if step.dataflow is None:
+        return found
+    for pool in dict.fromkeys(model.pool for model in trace.models.values()):
+        members = [
+            (step.dataflow.model(name), strategy)
+            for name, strategy in step.strategies.items()
+            if trace.models[name].pool == pool
+        ]
+        if not members:
+            continue
+        for title, parts in pool_memory(members, step.dataflow, hardware).items():
+            cache = parts.get("kv_cache", 0.0)
+            kept = {**parts, "kv_cache": max(cache, 0.0)} if "kv_cache" in parts else dict(parts)
+            phase = PhaseMemory(pool, title, kept, hardware.usable_bytes)
+            found[title] = phase
+            if phase.total > hardware.usable_bytes * 1.0001:
+                findings.append(_too_much(phase, hardware))
+    return found
+
+
+def _too_much(phase: PhaseMemory, hardware: Hardware) -> Finding:
+    largest = max(phase.parts, key=lambda name: phase.parts[name])
+    role = phase.phase.partition(".")[0]
+    knob = {
+        "activations": f"set {role}.engine.options=[recompute] or a smaller "
+        f"{role}.engine.micro_batch",
+        "logits": f"set a smaller {role}.engine.micro_batch",
+        "kv_cache": f"lower {role}.rollout.kv_cache_bytes",
+        "optimizer": f"raise p or t of {role}.engine.layout, or {role}.engine.residency=offload",
+    }.get(largest, f"raise t or p of {role}.engine.layout, use more ranks, or another placement")
+    return Finding(
+        "memory",
+        f"pool {phase.pool}, {phase.phase}: got {phase.total / 1e9:.1f} GB a rank (most of it "
+        f"{largest}, {phase.parts[largest] / 1e9:.1f}), expected at most "
+        f"{hardware.usable_bytes / 1e9:.1f} of {hardware.memory_bytes / 1e9:.0f} GB "
+        f"({hardware.name}); {knob}",
+    )
+
+
+def _estimates(
+    step: Simulated,
+    hardware: Hardware,
+    memory: Mapping[str, PhaseMemory],
+    findings: list[Finding],
+) -> dict[int, Estimate]:
+    """By the call's number; a model's first generation includes the weights' way."""
+    found: dict[int, Estimate] = {}
+    if step.dataflow is None:
+        return found
+    moved: set[str] = set()
+    for number, call in enumerate(step.dataflow.calls):
+        model, strategy = step.dataflow.model(call.model), step.strategies[call.model]
+        cache = None
+        if call.kind == "generate":
+            cache = memory[call.title].parts.get("kv_cache", 0.0)
+        try:
+            estimate = call_seconds(call, model, strategy, hardware, kv_bytes=cache)
+        except ConfigError as err:
+            findings.append(Finding("memory", str(err)))
+            estimate = call_seconds(call, model, strategy, hardware, kv_bytes=1e15)
+        if call.kind == "generate" and call.model not in moved:
+            moved.add(call.model)
+            estimate = estimate + transition_seconds(model, strategy, hardware)
+        found[number] = estimate
+    return found
+
+
+def _schedule(
+    orders: tuple[TracedOrder, ...],
+    edges: list[RowEdge],
+    durations: Mapping[int, Estimate],
+    hardware: Hardware,
+) -> list[CallTime]:
+    """Every order of the compute lane as early as its ranks and rows allow."""
+    moved = _transfer_seconds(edges, hardware)
+    free: dict[int, float] = {}
+    done: dict[int, float] = {}
+    arrived = 0.0
+    calls = []
+    for order in orders:
+        if order.lane != COMPUTE:
+            frame = next(iter(order.commands.values()))["frame"]
+            arrived = max(arrived, done.get(frame, 0.0) + moved.get(order.place, 0.0))
+            continue
+        estimate = durations.get(order.place)
+        seconds = estimate.seconds if estimate else hardware.call_seconds
+        waits = [free.get(rank, 0.0) for rank in order.commands]
+        start = max([arrived, *waits])
+        end = start + seconds
+        for rank in order.commands:
+            free[rank] = end
+        done[order.number] = end
+        limit = estimate.limit if estimate else ""
+        notes = estimate.notes if estimate else ()
+        calls.append(CallTime(order.place, order.label, order.ranks, start, end, limit, notes))
+        arrived = 0.0
+    return calls
+
+
+def _transfer_seconds(edges: list[RowEdge], hardware: Hardware) -> dict[int, float]:
+    """Seconds of each transfer: the busiest rank's bytes over its share of the network.
+
+    Rows travel over gloo, between nodes and inside of them alike.
+    """
+    rate = hardware.network_rate / hardware.gpus_per_node
+    busy: dict[int, dict[int, int]] = {}
+    for edge in edges:
+        ranks = busy.setdefault(edge.release, {})
+        for rank in (edge.source, edge.destination):
+            ranks[rank] = ranks.get(rank, 0) + edge.num_bytes
+    return {
+        place: hardware.collective_base_seconds + max(ranks.values()) / rate
+        for place, ranks in busy.items()
+    }

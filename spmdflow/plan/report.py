@@ -1,0 +1,170 @@
+"""`PlanReport`: everything that a plan shows, put together from the record of a dry run."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from spmdflow.mapping.machine import Hardware
+from spmdflow.plan.check import check_batches, check_members, check_rows
+from spmdflow.plan.edge import Route, RowEdge, bytes_by_edge, routes_of, row_edges
+from spmdflow.plan.finding import Finding
+from spmdflow.plan.group import GroupKind, PlannedGroup, groups_of, kinds_of
+from spmdflow.plan.prediction import Prediction, predict
+from spmdflow.plan.record import COMPUTE, TRANSFER, Trace, TracedOrder
+from spmdflow.plan.replay import Replay
+from spmdflow.plan.setting import setting_findings
+from spmdflow.plan.trace import TraceSettings, trace
+from spmdflow.plan.wait import check_order, check_waits
+from spmdflow.plan.weight import WeightPlan, weight_plans
+from spmdflow.plan.workload import kind_of, simulated
+from spmdflow.transfer.register import method_spec
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One check, and over how much it went."""
+
+    name: str
+    what: str
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan of one step."""
+
+    script: str
+    world_size: int
+    trace: Trace
+    step: int
+    """Number of the step that is shown."""
+    orders: tuple[TracedOrder, ...]
+    """Of that step."""
+    edges: tuple[RowEdge, ...]
+    routes: tuple[Route, ...]
+    groups: tuple[PlannedGroup, ...]
+    group_kinds: tuple[GroupKind, ...]
+    weights: tuple[WeightPlan, ...]
+    prediction: Prediction
+    proofs: tuple[Proof, ...]
+    seconds: float
+    """That planning took."""
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Everything that is wrong."""
+        return [finding for proof in self.proofs for finding in proof.findings]
+
+    @property
+    def edge_bytes(self) -> dict[tuple[int, int], int]:
+        """Row bytes of the step by (source, destination)."""
+        return bytes_by_edge(self.edges)
+
+
+def plan(
+    script: ModuleType,
+    cfg: Any,
+    settings: TraceSettings,
+    hardware: Hardware,
+    *,
+    replay: Replay | None = None,
+) -> PlanReport:
+    """Trace a script and prove, count and predict its last traced step. Refusal: see `trace`.
+
+    Any: an object of the script's Config class.
+    """
+    started = time.perf_counter()
+    with _without_collections():
+        traced = trace(script, cfg, settings, replay)
+        if traced.links and settings.num_steps == 1:  # the first step fills a pipeline
+            traced = trace(script, cfg, _two_steps(settings), replay)
+        report = _report(script, cfg, traced, hardware, started)
+    return report
+
+
+def _two_steps(settings: TraceSettings) -> TraceSettings:
+    return TraceSettings(**{**vars(settings), "num_steps": 2})
+
+
+def _report(
+    script: ModuleType, cfg: Any, traced: Trace, hardware: Hardware, started: float
+) -> PlanReport:
+    step = traced.steps[-1] if traced.steps else 0
+    orders = tuple(order for order in traced.orders if order.step == step)
+    edges = list(row_edges(orders))
+    weights = weight_plans(traced, _syncs(traced, orders))
+    prediction = predict(traced, orders, edges, simulated(traced, orders), hardware)
+    groups = groups_of(traced)
+    proofs = _proofs(traced, cfg, edges, prediction)
+    return PlanReport(
+        script=str(script.__file__),
+        world_size=len(traced.world),
+        trace=traced,
+        step=step,
+        orders=orders,
+        edges=tuple(edges),
+        routes=tuple(routes_of(traced, edges)),
+        groups=tuple(groups),
+        group_kinds=tuple(kinds_of(groups, dict(traced.models))),
+        weights=tuple(weights),
+        prediction=prediction,
+        proofs=tuple(proofs),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _proofs(
+    traced: Trace, cfg: Any, edges: list[RowEdge], prediction: Prediction
+) -> Iterator[Proof]:
+    calls = sum(order.lane == COMPUTE for order in traced.orders)
+    transfers = sum(order.lane == TRANSFER for order in traced.orders)
+    phases = len(prediction.memory)
+    yield Proof("settings", "the settings' own checks", tuple(setting_findings(cfg, traced)))
+    yield Proof("rows", f"{len(edges)} edges bring each row once", tuple(check_rows(traced)))
+    yield Proof(
+        "members", f"all members enter {calls} calls and their groups", tuple(check_members(traced))
+    )
+    yield Proof(
+        "order", f"one order of commands on {len(traced.world)} ranks", tuple(check_order(traced))
+    )
+    yield Proof(
+        "waits",
+        f"no circle among {calls} calls and {transfers} transfers",
+        tuple(check_waits(traced)),
+    )
+    yield Proof("batches", "updates use each row once an epoch", tuple(check_batches(traced)))
+    if phases:
+        yield Proof("memory", f"{phases} phases fit ({prediction.hardware})", prediction.findings)
+
+
+def _syncs(traced: Trace, orders: tuple[TracedOrder, ...]) -> dict[str, int]:
+    """How often weights pass to each model that generates, in a step that follows an update."""
+    found: dict[str, int] = {}
+    for order in orders:
+        name, _, method = order.label.partition(".")
+        if order.operation != "call" or name not in traced.models:
+            continue
+        if method == "receive_weights":
+            found[name] = found.get(name, 0) + 1
+        elif kind_of(method_spec(traced.models[name].worker_class, method)) == "generate":
+            linked = any(generator == name for _, generator in traced.links)
+            found.setdefault(name, 0 if linked else 1)
+    return found
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """A plan of a thousand ranks makes millions of objects, none of them in circles."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,0 +1,204 @@
+"""Weights that pass from trainer to generator in a step: mode, bytes by rank, nodes crossed.
+
+The figures are the planner's that the ranks themselves use (`hybrid_engine.reshard`, `.cost`), not
+a formula: what each rank receives in one sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spmdflow.errors import ConfigError
+from spmdflow.hybrid_engine.cost import Case
+from spmdflow.hybrid_engine.factory import sync_mode
+from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, plan_shards, scopes_of
+from spmdflow.hybrid_engine.stream import BUCKET_BYTES
+from spmdflow.hybrid_engine.table import generation_tables, training_tables
+from spmdflow.parallel.layout import Layout
+from spmdflow.plan.record import Trace, TracedModel
+from spmdflow.plan.workload import settings_of
+from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.table import parameters
+
+MOST_BOX_RANKS = 64
+"""Ranks up to which copies are planned box by box; beyond, one training replica stands for all."""
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """One way of weights, as it is gone before a generation."""
+
+    source: str
+    target: str
+    """Models: the same, or a policy and its generator."""
+    mode: str
+    """blocks, flat or copy."""
+    scope: str
+    """Ranks that exchange weights: micro_dp, replica, shard or pool."""
+    received: Mapping[int, int]
+    """Bytes that reach each rank over the wire."""
+    inter_bytes: int
+    """Of all ranks' bytes, those from another node; -1: not told apart."""
+    syncs: int
+    """How often it happens in the step."""
+    note: str = ""
+
+
+def weight_plans(trace: Trace, syncs: Mapping[str, int]) -> list[WeightPlan]:
+    """The ways of all models that generate; syncs: by the model's name."""
+    nodes = dict(zip(trace.world, trace.nodes, strict=True))
+    plans = []
+    for name, traced in trace.models.items():
+        cfg = settings_of(traced)
+        linked = [policy for policy, generator in trace.links if generator == name]
+        if not hasattr(traced.worker_class, "generate_sequences") or not hasattr(cfg, "rollout"):
+            continue
+        try:
+            if linked:
+                plans.append(_remote(trace.models[linked[0]], traced, cfg, nodes, syncs))
+            else:
+                plans.append(_local(traced, cfg, nodes, syncs.get(name, 0)))
+        except ConfigError as err:
+            why = f"not planned: {err}"
+            plans.append(WeightPlan(name, name, "?", "?", {}, -1, syncs.get(name, 0), why))
+    return plans
+
+
+def _local(traced: TracedModel, cfg: Any, nodes: Mapping[int, int], syncs: int) -> WeightPlan:
+    layout, mode = traced.layout, sync_mode(cfg, traced.layout)
+    element_bytes = getattr(torch, cfg.rollout.dtype).itemsize
+    name = traced.name
+    if mode != "copy":
+        architecture = Architecture.from_folder(cfg.model.path)
+        case = Case(
+            architecture,
+            layout,
+            element_bytes=element_bytes,
+            distributed_optimizer="plain_optimizer" not in cfg.engine.options,
+        )
+        plan = plan_shards(layout, case.storage_numel, element_bytes=element_bytes)
+        received, inter = {}, 0
+        for group in plan.groups:
+            sizes = {rank: plan.numel[rank] * element_bytes for rank in group}
+            total = sum(sizes.values())
+            for rank in group:
+                received[rank] = total - sizes[rank]
+                inter += sum(sizes[peer] for peer in group if nodes[peer] != nodes[rank])
+        return WeightPlan(name, name, mode, "micro_dp", received, inter, syncs)
+    if layout.pp_size == layout.tp_size == 1 and layout.generation_dp_size == layout.size:
+        return _whole(name, cfg, layout, element_bytes, nodes, syncs)
+    return _boxes(name, name, cfg, layout, layout, nodes, syncs)
+
+
+def _whole(
+    name: str,
+    cfg: Any,
+    layout: Layout,
+    element_bytes: int,
+    nodes: Mapping[int, int],
+    syncs: int,
+) -> WeightPlan:
+    """Tensor by tensor from data-parallel shards: each rank lacks what the others hold."""
+    architecture = Architecture.from_folder(cfg.model.path)
+    note = "tensor by tensor"
+    if cfg.engine.kind in ("zero1", "megatron"):
+        return WeightPlan(
+            name,
+            name,
+            "copy",
+            "rank",
+            dict.fromkeys(layout.ranks, 0),
+            0,
+            syncs,
+            "every rank has all weights",
+        )
+    size = layout.size
+    total = sum(_numel(parameter.shape) for parameter in parameters(architecture)) * element_bytes
+    received = dict.fromkeys(layout.ranks, total * (size - 1) // size)
+    far = (
+        sum(
+            total // size
+            for rank in layout.ranks
+            for peer in layout.ranks
+            if nodes[peer] != nodes[rank]
+        )
+        if size <= MOST_BOX_RANKS
+        else -1
+    )
+    return WeightPlan(name, name, "copy", "pool", received, far, syncs, note)
+
+
+def _boxes(
+    source: str,
+    target: str,
+    cfg: Any,
+    training: Layout,
+    generation: Layout,
+    nodes: Mapping[int, int],
+    syncs: int,
+) -> WeightPlan:
+    note = ""
+    if training == generation and training.nests and training.size > MOST_BOX_RANKS:
+        replica = training.tp_size * training.pp_size
+        generation = training = Layout(
+            training.ranks[:replica],
+            pp_size=training.pp_size,
+            tp_size=training.tp_size,
+            gen_tp_size=training.gen_tp_size,
+            gen_pp_size=training.gen_pp_size,
+        )
+        note = "of the first replica; the others are alike"
+    architecture = Architecture.from_folder(cfg.model.path)
+    element_bytes = getattr(torch, cfg.rollout.dtype).itemsize
+    plan = plan_reshard(
+        boxes_of(training_tables(architecture, training, kind=cfg.engine.kind)),
+        boxes_of(generation_tables(architecture, generation, engine=cfg.rollout.engine)),
+        scopes=scopes_of(training, generation),
+        element_bytes=element_bytes,
+        bucket_bytes=BUCKET_BYTES,
+    )
+    inter = sum(
+        message.num_elements * element_bytes
+        for bucket in plan.buckets
+        for message in bucket.messages
+        for rank in message.destinations
+        if nodes[rank] != nodes[message.source]
+    )
+    received = {rank: plan.received_bytes(rank) for rank in generation.ranks}
+    return WeightPlan(source, target, "copy", plan.scope, received, inter, syncs, note)
+
+
+def _remote(
+    policy: TracedModel,
+    generator: TracedModel,
+    cfg: Any,
+    nodes: Mapping[int, int],
+    syncs: Mapping[str, int],
+) -> WeightPlan:
+    training = settings_of(policy)
+    if policy.layout.size + generator.layout.size > 4 * MOST_BOX_RANKS:
+        raise ConfigError(
+            f"{policy.name} to {generator.name}: {policy.layout.size} + {generator.layout.size} "
+            f"ranks, expected at most {4 * MOST_BOX_RANKS} for a plan of boxes; plan it at a "
+            f"smaller world"
+        )
+    return _boxes(
+        policy.name,
+        generator.name,
+        training,
+        policy.layout,
+        generator.layout,
+        nodes,
+        syncs.get(generator.name, 0),
+    )
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for extent in shape:
+        total *= extent
+    return total

@@ -1,0 +1,190 @@
+"""A traced step in the words of `mapping`: models, strategies and calls, for its simulators.
+
+A call is training if its method takes mini-batches, generation if it writes responses, else
+inference if its model has weights and reads tokens. Row maths, fetches and reward functions have
+no simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from spmdflow.config.schema import EngineConfig
+from spmdflow.errors import ConfigError
+from spmdflow.hybrid_engine.factory import sync_mode
+from spmdflow.mapping.dataflow import Call, Dataflow, Engine, Kind, Model, Rollout, Workload
+from spmdflow.mapping.shape import ModelShape
+from spmdflow.mapping.strategy import Strategy
+from spmdflow.models.base import EngineWorker
+from spmdflow.models.generator import GeneratorWorker
+from spmdflow.models.policy import PolicyWorker
+from spmdflow.models.reference import ReferenceWorker
+from spmdflow.models.supervised import SupervisedWorker
+from spmdflow.plan.record import Trace, TracedModel, TracedOrder
+from spmdflow.transfer.register import MethodSpec, method_spec
+from spmdflow.weights.architecture import Architecture
+
+_WITH_LOGITS = (PolicyWorker, GeneratorWorker, ReferenceWorker, SupervisedWorker)
+STAGES: dict[Kind, str] = {
+    "generate": "generation",
+    "infer": "preparation",
+    "train": "learning",
+}
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What the simulators can be asked about a step."""
+
+    dataflow: Dataflow | None
+    """None: no model of the script has weights."""
+    strategies: Mapping[str, Strategy]
+    calls: Mapping[int, int]
+    """Place of an order -> its call's number in the dataflow."""
+    without: Mapping[str, str]
+    """Models without a simulator, and why."""
+
+
+def simulated(trace: Trace, orders: tuple[TracedOrder, ...]) -> Simulated:
+    """The orders of one step, as far as there are simulators."""
+    models: dict[str, Model] = {}
+    without: dict[str, str] = {}
+    sources = {generator: policy for policy, generator in trace.links}
+    for name, traced in trace.models.items():
+        try:
+            models[name] = _model(traced, weights_from=sources.get(name))
+        except ConfigError as err:
+            without[name] = str(err)
+    calls: list[Call] = []
+    places: dict[int, int] = {}
+    one_stage = bool(trace.links)
+    for order in orders:
+        call = _call(trace, order, models)
+        if call is not None:
+            places[order.place] = len(calls)
+            calls.append(_in_one_stage(call) if one_stage else call)
+    if not models:
+        return Simulated(None, {}, {}, without)
+    flow = Dataflow(tuple(models.values()), tuple(calls))
+    strategies = {name: _strategy(trace.models[name], models[name]) for name in models}
+    return Simulated(flow, strategies, places, without)
+
+
+def kind_of(spec: MethodSpec) -> Kind:
+    """Training, generation or inference."""
+    if spec.minibatches:
+        return "train"
+    return "generate" if "responses" in spec.writes else "infer"
+
+
+def shape_of(path: str, *, scalar_head: bool) -> ModelShape:
+    """Sizes of a model folder; config.json is enough."""
+    try:
+        head = "scalar" if scalar_head else "causal_lm"
+        return ModelShape.from_architecture(
+            Architecture.from_folder(path, head=head),  # type: ignore[arg-type]
+            name=path.rstrip("/").rpartition("/")[2],
+        )
+    except ConfigError:
+        return ModelShape.from_folder(path, scalar_head=scalar_head)
+
+
+def settings_of(traced: TracedModel) -> Any:
+    """The role's settings, with the engine that its class binds (Any: the user's dataclass)."""
+    if issubclass(traced.worker_class, EngineWorker):
+        return traced.worker_class.bind_engine(traced.cfg)
+    return traced.cfg
+
+
+def has_logits(traced: TracedModel) -> bool:
+    """Whether the model's head is a vocabulary's, not a scalar."""
+    return issubclass(traced.worker_class, _WITH_LOGITS)
+
+
+def engine_of(engine: EngineConfig, *, tp: int, pp: int, dtype: str) -> Engine:
+    """The engine's settings in the simulators' words."""
+    return Engine(
+        kind=engine.kind,
+        layout=(tp, pp) if engine.kind == "megatron" else None,
+        options=tuple(engine.options),
+        micro_batch_rows=min(engine.micro_batch_size_per_rank, 1 << 20),
+        micro_batch_tokens=engine.max_micro_batch_tokens,
+        dtype=dtype,
+        offload=engine.residency == "offload",
+    )
+
+
+def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
+    cfg, layout = settings_of(traced), traced.layout
+    model = getattr(cfg, "model", None)
+    if model is None or not hasattr(cfg, "engine"):
+        raise ConfigError(
+            f"{traced.name}: got no model of weights, expected one for a prediction; its calls "
+            f"count as taking no time"
+        )
+    shape = shape_of(model.path, scalar_head=not has_logits(traced))
+    engine = engine_of(cfg.engine, tp=layout.tp_size, pp=layout.pp_size, dtype=model.dtype)
+    return Model(
+        traced.name,
+        shape,
+        trained=hasattr(cfg, "update") and not issubclass(traced.worker_class, GeneratorWorker),
+        engine=engine,
+        rollout=_rollout(traced, cfg),
+        weights_from=weights_from,
+    )
+
+
+def _rollout(traced: TracedModel, cfg: Any) -> Rollout | None:
+    if not hasattr(traced.worker_class, "generate_sequences") or not hasattr(cfg, "rollout"):
+        return None
+    rollout, layout = cfg.rollout, traced.layout
+    is_apart = issubclass(traced.worker_class, GeneratorWorker)
+    is_vllm = rollout.engine == "vllm"
+    return Rollout(
+        kind=rollout.engine,
+        layout=(layout.gen_tp_size, layout.gen_pp_size),
+        weights="copy" if is_apart else sync_mode(cfg, layout),
+        dtype=rollout.dtype,
+        kv_cache_bytes=float(rollout.kv_cache_bytes) if is_vllm else None,
+        max_batch_size=rollout.max_batch_size,
+    )
+
+
+def _strategy(traced: TracedModel, model: Model) -> Strategy:
+    layout, generates = traced.layout, model.rollout is not None
+    return Strategy(
+        tp=layout.tp_size,
+        pp=layout.pp_size,
+        dp=layout.dp_size,
+        gen_tp=layout.gen_tp_size if generates else 0,
+        gen_pp=layout.gen_pp_size if generates else 0,
+        recompute="recompute" in model.engine.options,
+    )
+
+
+def _call(trace: Trace, order: TracedOrder, models: Mapping[str, Model]) -> Call | None:
+    name, _, method = order.label.partition(".")
+    tokens = trace.tokens.get(order.place)
+    if order.operation != "call" or name not in models or tokens is None:
+        return None
+    if not tokens.num_rows or tokens.prompts + tokens.responses <= 0:
+        return None
+    spec = method_spec(trace.models[name].worker_class, method)
+    kind = kind_of(spec)
+    minis = [plain.get("mini", []) for plain in order.commands.values()]
+    workload = Workload(
+        num_sequences=tokens.num_rows,
+        prompt_tokens=max(1, ceil(tokens.prompts)),
+        response_tokens=ceil(tokens.responses),
+        num_updates=max(1, max(map(len, minis))) if kind == "train" else 1,
+        num_epochs=trace.models[name].cfg.update.num_epochs if kind == "train" else 1,
+    )
+    return Call(name, kind, STAGES[kind], workload, method)
+
+
+def _in_one_stage(call: Call) -> Call:
+    """A script whose generator has ranks of its own overlaps generation with all else."""
+    return Call(call.model, call.kind, "step", call.workload, call.name)
