@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -50,24 +50,23 @@ class WeightPublisher:
         seconds = context.config.run.call_seconds
         self._server = VllmServer(url, seconds=seconds)
         self._is_first = self._rank == layout.ranks[0]
-        meeting = Meeting(
-            host="",
-            port=0,
-            num_workers=0,
+        store, found = None, ("", 0, 0)
+        if self._is_first:
+            workers, limit = self._server.num_workers(), timedelta(seconds=seconds)
+            host = address_towards(self._server.host, self._server.port)
+            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+            found = host, store.port, workers
+        group = context.groups.get(layout.ranks)
+        host, port, workers = agreed_address(found, group, layout.ranks[0], context.device)
+        self._meeting = Meeting(
+            host=host,
+            port=port,
+            num_workers=workers,
             kind=cfg.engine.kind,
             layout=asdict(layout),
             architecture=asdict(Architecture.from_folder(cfg.model.path)),
             seconds=seconds,
         )
-        group = context.groups.get(layout.ranks)
-        store = None
-        if self._is_first:
-            workers = self._server.num_workers()
-            limit = timedelta(seconds=seconds)
-            host = address_towards(self._server.host, self._server.port)
-            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-            meeting = replace(meeting, host=host, port=store.port, num_workers=workers)
-        self._meeting = _agreed(meeting, group, source=layout.ranks[0], device=context.device)
         self._store = store  # the workers' meeting place, as long as they may look
         facts = {"facts": self._meeting.to_facts()}
         with _Asked(self._is_first, lambda: self._server.init_weight_transfer_engine(facts)) as ask:
@@ -149,15 +148,14 @@ class _Asked:
             self._answer.result()
 
 
-def _agreed(
-    meeting: Meeting, group: dist.ProcessGroup, *, source: int, device: torch.device
-) -> Meeting:
-    """The first rank's meeting on every rank."""
-    host = meeting.host.encode()
-    assert len(host) <= _ADDRESS_BYTES, meeting.host
-    facts = [meeting.port, meeting.num_workers, *host.ljust(_ADDRESS_BYTES, b"\0")]
+def agreed_address(
+    found: tuple[str, int, int], group: dist.ProcessGroup, source: int, device: torch.device
+) -> tuple[str, int, int]:
+    """(host, port, number of workers) of the source on every rank; collective."""
+    host, *numbers = found
+    assert len(host) <= _ADDRESS_BYTES, host
+    facts = [*numbers, *host.encode().ljust(_ADDRESS_BYTES, b"\0")]
     values = torch.tensor(facts, dtype=torch.int64, device=device)
     dist.broadcast(values, src=source, group=group)
     port, num_workers, *letters = values.tolist()
-    host = bytes(letters).rstrip(b"\0")
-    return replace(meeting, host=host.decode(), port=port, num_workers=num_workers)
+    return bytes(letters).rstrip(b"\0").decode(), port, num_workers

@@ -32,6 +32,8 @@ class VllmServer:
                 f"the address"
             )
         self.url, self._seconds = url.rstrip("/"), seconds
+        self.version: str | None = None
+        """Name of the next weights, where finish_weight_update is not told one."""
         self.host = parts.hostname
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
 
@@ -61,7 +63,8 @@ class VllmServer:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Use the new weights, under that name."""
-        self._request("POST", "finish_weight_update", {"weight_version": weight_version})
+        version = self.version if weight_version is None else weight_version
+        self._request("POST", "finish_weight_update", {"weight_version": version})
 
     def _request(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()

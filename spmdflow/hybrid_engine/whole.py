@@ -43,7 +43,7 @@ class WholeTensors:
         staging buffer beside them is not larger. dtype, device: of the tensors. seconds: limit of
         one message.
         """
-        self._wanted, self._dtype, self._device = rank in targets, dtype, device
+        self._wanted, self.dtype, self._device = rank in targets, dtype, device
         everyone = tuple(sorted({*have, *targets}))
         self._chunks = []
         for chunk in _chunks(parameters(arch), chunk_bytes // dtype.itemsize):
@@ -80,7 +80,7 @@ class WholeTensors:
             del made, target  # before the next chunk is there
 
     def _empty(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        return torch.empty(shape, dtype=self.dtype, device=self._device)
 
 
 def _chunks(tensors: Iterable[Parameter], limit: int) -> Iterator[list[Parameter]]:

@@ -16,7 +16,8 @@ from torch import Tensor
 from spmdflow.config.schema import ActorConfig
 from spmdflow.data.ragged import pad
 from spmdflow.data.rows import total_length
-from spmdflow.errors import SpmdflowError
+from spmdflow.errors import ConfigError, SpmdflowError
+from spmdflow.hybrid_engine.nccl_sender import NcclPublisher
 from spmdflow.hybrid_engine.outside_sender import WeightPublisher
 from spmdflow.hybrid_engine.remote import WeightSender
 from spmdflow.models.base import EngineWorker
@@ -33,6 +34,12 @@ from spmdflow.workers.micro_batch import MicroBatch
 UPDATE_READS = ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
 UPDATE_MAY = ("ref_log_probs", "rollout_weights", "pretrain_ids")
 """Columns of `update_actor`: those it needs, and those it uses if they are there."""
+
+
+_PUBLISHERS: dict[str, type[WeightPublisher] | type[NcclPublisher]] = {
+    "spmdflow": WeightPublisher,
+    "nccl": NcclPublisher,
+}
 
 
 class PolicyWorker(EngineWorker):
@@ -52,7 +59,7 @@ class PolicyWorker(EngineWorker):
         budget = cfg.rollout.max_new_tokens
         self.loss = PolicyLoss(cfg.loss, cfg.rollout.temperature, budget=budget)
         self._sender: WeightSender | None = None
-        self._publisher: WeightPublisher | None = None
+        self._publisher: WeightPublisher | NcclPublisher | None = None
 
     @register(transfer_mode="ONE_TO_ALL")
     def open_weights(self, peer: dict[str, Any]) -> None:
@@ -67,12 +74,18 @@ class PolicyWorker(EngineWorker):
             self._sender.send()
 
     @register(transfer_mode="ONE_TO_ALL")
-    def connect_server(self, url: str) -> None:
+    def connect_server(self, url: str, backend: str = "spmdflow") -> None:
         """Prepare to publish weights to a vLLM server that runs elsewhere; url: http://host:port.
 
-        It must serve actor.model.path with the weight-transfer backend "spmdflow" (docs/HYBRID.md).
+        It must serve actor.model.path, with the weight-transfer backend named here: spmdflow, or
+        nccl, which is vLLM's own (docs/HYBRID.md).
         """
-        self._publisher = WeightPublisher(self.engine, self.context, self.cfg, url)
+        if backend not in _PUBLISHERS:
+            raise ConfigError(
+                f"connect_server: got backend {backend!r}, expected one of "
+                f"{', '.join(_PUBLISHERS)}; choose the one that the server was started with"
+            )
+        self._publisher = _PUBLISHERS[backend](self.engine, self.context, self.cfg, url)
 
     @register(transfer_mode="ONE_TO_ALL")
     def publish_weights(self) -> None:

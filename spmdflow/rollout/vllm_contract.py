@@ -62,6 +62,18 @@ _WEIGHT_TRANSFER = {
     "vllm.distributed.parallel_state": ("get_world_group", "get_tensor_model_parallel_rank"),
 }
 """What a weight-transfer backend is made of (rollout.vllm_transfer)."""
+_NCCL = {
+    "vllm.distributed.weight_transfer": (
+        "ParamMeta",
+        "WeightSource.metadata",
+        "WeightTransferTrainerFactory.trainer_init",
+    ),
+    "vllm.distributed.weight_transfer.nccl_engine": (
+        "NCCLTrainerInitInfo",
+        "NCCLTrainerWeightTransferEngine.send_weights",
+    ),
+}
+"""vLLM's own way over NCCL, with our tensors."""
 _RELOAD = {
     "vllm.model_executor.model_loader.reload": (
         "initialize_layerwise_reload",
@@ -138,6 +150,11 @@ def missing_weight_transfer() -> list[str]:
         unknown = sorted(getattr(engine, "__abstractmethods__", set()) - TRANSFER_METHODS)
         missing += [f"a WeightTransferEngine without abstract {name}" for name in unknown]
     return missing
+
+
+def missing_nccl() -> list[str]:
+    """Names of vLLM's own NCCL weight transfer, the trainer's side, that this version lacks."""
+    return _missing(_NCCL)
 
 
 def check_reload() -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from spmdflow.blocks.hash import MODULUS, box_hash
 from spmdflow.errors import ConfigError, WeightSyncError
-from spmdflow.rollout.vllm_contract import missing_weight_transfer
+from spmdflow.rollout.vllm_contract import missing_nccl, missing_weight_transfer
 from spmdflow.rollout.vllm_weights import Slot, joined_hashes, slots_of, whole_shapes
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.piece import ShardTable
@@ -188,6 +188,65 @@ def register_backend(name: str, open_receiver: OpenReceiver) -> None:
     if name not in transfer.WeightTransferEngineFactory._registry:
         made = _engine_class(transfer.WeightTransferEngine, open_receiver)
         transfer.WeightTransferEngineFactory.register_engine(name, made)
+
+
+@dataclass(frozen=True)
+class NcclEnd:
+    """Where vLLM's own NCCL engines meet: the trainer's first rank and every worker."""
+
+    host: str
+    port: int
+    num_workers: int
+    is_sender: bool
+    """The trainer's first rank; the others only take part in `Tensors`."""
+
+
+Tensors = Callable[[], Iterable[tuple[str, Tensor]]]
+"""A fresh pass of (Hugging Face name, whole tensor); collective over the trainer."""
+
+
+def nccl_sender(
+    end: NcclEnd, client: Any, shapes: Mapping[str, torch.Size], tensors: Tensors, *, dtype: Any
+) -> Any:
+    """vLLM's NCCL trainer engine over our tensors; its `send_weights()` is one update.
+
+    client: the server's four methods (VLLMWeightSyncClient). shapes: of tensors, in their order.
+    ConfigError if the installed vLLM lacks the interface. Needs a CUDA device on every rank.
+    """
+    missing = missing_nccl()
+    if missing:
+        raise ConfigError(
+            f"weight transfer: got a vLLM that lacks {', '.join(missing)}, expected its NCCL "
+            f"engine as in 0.30 to 0.32 (read in 0.32, never run); install one of them, or serve "
+            f"with the backend spmdflow"
+        )
+    nccl = import_module("vllm.distributed.weight_transfer.nccl_engine")
+    transfer = import_module("vllm.distributed.weight_transfer")
+    facts = nccl.NCCLTrainerInitInfo(
+        master_address=end.host,
+        master_port=end.port,
+        world_size=1 + end.num_workers,
+        rank=0 if end.is_sender else 1,
+    )
+    return transfer.WeightTransferTrainerFactory.trainer_init(
+        facts, client=client, source=weight_source(shapes, tensors, dtype=dtype)
+    )
+
+
+def weight_source(shapes: Mapping[str, torch.Size], tensors: Tensors, *, dtype: Any) -> Any:
+    """Our tensors as a vLLM WeightSource, which all of its trainer engines take."""
+    transfer = import_module("vllm.distributed.weight_transfer")
+
+    class Source(transfer.WeightSource):  # type: ignore[misc, name-defined]
+        """Whole tensors, gathered while they are iterated."""
+
+        def metadata(self) -> list[Any]:
+            return [transfer.ParamMeta(name, dtype, tuple(shape)) for name, shape in shapes.items()]
+
+        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+            return iter(tensors())
+
+    return Source()
 
 
 def _engine_class(base: Any, open_receiver: OpenReceiver) -> Any:

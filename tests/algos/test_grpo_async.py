@@ -52,6 +52,15 @@ SMALL = (
             ),
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            4,
+            (
+                "actor.rollout.engine=vllm",
+                "actor.rollout.layout=t2",
+                "actor.rollout.weights=vllm_transfer",
+            ),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_samples_are_one_update_old_and_weights_arrive_as_they_were_sent(

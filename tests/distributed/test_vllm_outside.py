@@ -8,12 +8,16 @@ trainer's weights. Then a tensor is kept back.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -21,6 +25,7 @@ import pytest
 from tests.distributed.programs.vllm_trainer import (
     ROUNDS,
     ask,
+    check_source,
     connect_only,
     publish_faults,
     publish_rounds,
@@ -60,6 +65,61 @@ def program(folder: Path, model: str, dtype: str = "float32") -> Iterator[str]:
         process.wait()
 
 
+@contextmanager
+def serving(folder: Path, model: str, tp_size: int) -> Iterator[str]:
+    """Address of vLLM's own server, stock but for the backend, which it finds by entry point."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {
+        "model": model,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": "float32",
+        "max-num-seqs": 8,
+        "kv-cache-memory-bytes": 1 << 24,
+        "tensor-parallel-size": tp_size,
+        "weight-transfer-config": json.dumps({"backend": "spmdflow"}),
+    }
+    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    log = folder / "server.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
+            + ["--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out"],
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                "VLLM_SERVER_DEV_MODE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "VLLM_NO_USAGE_STATS": "1",
+                "HF_HUB_OFFLINE": "1",
+            },
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # its workers end with it
+        )
+    url, limit = f"http://127.0.0.1:{port}", time.monotonic() + 150
+    try:
+        while not _answers(url):
+            assert process.poll() is None and time.monotonic() < limit, log.read_text()[-3000:]
+            time.sleep(0.2)
+        yield url
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        ask(url, "is_paused")
+    except OSError:
+        return False
+    return True
+
+
 def check_rounds(found: list[dict], num_trainers: int) -> None:
     """Every update arrived, was certified, and is what generates."""
     assert len(found) == num_trainers * ROUNDS
@@ -94,6 +154,36 @@ def test_outside_llm_follows_fsdp_and_megatron_trainers_and_a_stale_tensor_is_ca
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not entry_points(group="vllm.general_plugins", name="spmdflow"),
+    reason="the package's entry point is not installed: run scripts/setup.sh",
+)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_vllm_server_follows_its_trainers_through_its_own_routes(
+    tmp_path: Path, tp_size: int
+) -> None:
+    path = write_family(tmp_path / "model", "qwen3", max_position_embeddings=256)
+
+    with serving(tmp_path, path, tp_size) as url:
+        found = run_ranks(publish_rounds, 2, path, url, TRAINERS, "float32", "serve")[0]
+
+    check_rounds(found, len(TRAINERS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "layout"), TRAINERS)
+def test_tensors_are_those_that_the_nccl_engine_of_vllm_wants(
+    tmp_path: Path, kind: str, layout: str
+) -> None:
+    path = write_family(tmp_path / "model", "qwen2", max_position_embeddings=256)
+
+    first, second = run_ranks(check_source, 2, path, kind, layout)
+
+    assert first["names"] and first["equal"] == [True, True]
+    assert second["names"] and second["bytes"] == 0  # only the first rank holds whole tensors
+
+
+@pytest.mark.slow
 def test_other_models_and_absent_servers_are_refused_before_anything_moves(tmp_path: Path) -> None:
     served = write_family(tmp_path / "model", "llama", max_position_embeddings=256)
     trained = write_family(tmp_path / "other", "qwen3", max_position_embeddings=256)
@@ -102,9 +192,11 @@ def test_other_models_and_absent_servers_are_refused_before_anything_moves(tmp_p
         other = run_ranks(connect_only, 1, trained, url)[0]
         alive = ask(url, "generate", {"prompts": [[5, 6, 7]]})
     gone = run_ranks(connect_only, 1, trained, url)[0]
+    nccl = run_ranks(connect_only, 1, trained, url, "nccl")[0]
 
     assert other.startswith(f"WeightSyncError: weight server {url}: got status 500")
     assert "family 'llama', expected the trainer's 'qwen3'" in other
     assert len(alive["tokens"][0]) == 8
+    assert nccl.startswith("ConfigError") and "got a trainer on cpu for the backend nccl" in nccl
     assert gone.startswith(f"WeightSyncError: weight server {url}: got ")
     assert "refused" in gone and "VLLM_SERVER_DEV_MODE=1" in gone

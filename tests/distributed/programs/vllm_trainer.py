@@ -21,9 +21,12 @@ from fsdp_reference import make_batch
 from spmdflow.config.leaf import defaults
 from spmdflow.config.schema import ActorConfig, RunConfig
 from spmdflow.errors import SpmdflowError
+from spmdflow.hybrid_engine.nccl_sender import source_of
 from spmdflow.models.policy import PolicyWorker
 from spmdflow.parallel.group import GroupSpec, GroupTable
+from spmdflow.rollout.vllm_transfer import weight_source
 from spmdflow.transfer.worker import WorkerContext
+from spmdflow.weights.table import parameters
 from tests.rollout_reference import MARGIN, load
 
 ROUNDS, MAX_TOKENS = 3, 8
@@ -63,11 +66,17 @@ def publish_rounds(
             update(worker, number)
             model = trained_model(worker, dtype)
             worker.publish_weights()
-            metrics = {name: float(value[0]) for name, value in worker.take_metrics().items()}
+            metrics: dict[str, Any] = worker.take_metrics()
             if dist.get_rank() == 0:
                 said = _GENERATED[server](url)
                 faults = disagreements(model, said["tokens"])
-                found.append({"faults": faults, "metrics": metrics, **said})
+                found.append(
+                    {
+                        "faults": faults,
+                        "metrics": {n: value[0] for n, value in metrics.items()},
+                        **said,
+                    }
+                )
     return found
 
 
@@ -90,12 +99,35 @@ def publish_faults(path: str, url: str, name: str) -> list[str]:
     return said
 
 
-def connect_only(path: str, url: str) -> str:
+def check_source(path: str, kind: str, layout: str) -> dict[str, Any]:
+    """Our tensors as vLLM's own NCCL engine takes them, before anything is broadcast."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+
+    worker = trainer_of(path, kind, layout, GroupTable(dist.get_rank(), timeout_seconds=60))
+    worker.cfg.rollout.dtype = "bfloat16"
+    ours = source_of(worker.engine, worker.context, worker.cfg)
+    shapes = {each.name: torch.Size(each.shape) for each in parameters(ours.arch)}
+    source = weight_source(shapes, ours.tensors, dtype=ours.dtype)
+    whole = {n: tensor.to(torch.bfloat16) for n, tensor in worker.engine.full_tensors()}
+    passes = []
+    for _ in range(2):
+        meta, checked = source.metadata(), NCCLTrainerWeightTransferEngine._checked_iter
+        pairs = checked(source, meta) if dist.get_rank() == 0 else source
+        passes.append({name: tensor.clone() for name, tensor in pairs})
+    groups = [names for names, _ in source.iter_groups()]
+    return {
+        "names": list(passes[0]) == list(shapes) == sum(groups, []),
+        "equal": [all(torch.equal(made[n], whole[n]) for n in whole) for made in passes],
+        "bytes": sum(tensor.nbytes for tensor in passes[0].values()),
+    }
+
+
+def connect_only(path: str, url: str, backend: str = "spmdflow") -> str:
     """The error of a connection that cannot be made."""
     groups = GroupTable(dist.get_rank(), timeout_seconds=60)
     worker = trainer_of(path, "fsdp", "t1", groups)
     try:
-        worker.connect_server(url)
+        worker.connect_server(url, backend)
     except SpmdflowError as err:
         return f"{type(err).__name__}: {err}"
     return ""
