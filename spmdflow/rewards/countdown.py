@@ -32,7 +32,7 @@ def score(
     *,
     use_all: bool = True,
     attempt: float = 0.1,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """1 if the answer's expression gives the target from the numbers, each used exactly once.
 
     attempt (0 to 1): the score of an expression with the right numbers and another value; 0 for
@@ -40,12 +40,13 @@ def score(
     """
     found = expression_of(response)
     if found is None:
-        return {"score": 0.0, "accuracy": 0.0, "answered": 0.0}
+        return {"score": 0.0, "accuracy": 0.0, "answered": 0.0, "answer": None}
     value, used = found
     allowed = Counter(map(int, row["numbers"]))
     fits = Counter(used) == allowed if use_all else Counter(used) <= allowed
     correct = float(fits and value == Fraction(row["target"]))
-    return {"score": correct or float(fits) * attempt, "accuracy": correct, "answered": 1.0}
+    earned = correct or float(fits) * attempt
+    return {"score": earned, "accuracy": correct, "answered": 1.0, "answer": f"{value}, {fits}"}
 
 
 def expression_of(response: str) -> tuple[Fraction | None, list[int]] | None:
