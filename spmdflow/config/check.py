@@ -1,12 +1,14 @@
 """Everything that is refused before a process group exists. Pure: reads files, changes nothing.
 
 `check` works on any settings object made of the parts in `schema`: a rule applies where its parts
-are there. Messages say got, expected, do; the first fault is raised.
+are there. Messages say got, expected, do; the first fault is raised (`faults`: one of every rule).
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,20 +70,35 @@ _KINDS = {
 
 def check(cfg: Any, world_size: int) -> None:
     """Refuse settings that cannot work on `world_size` ranks (ConfigError); return if all can."""
-    for leaf in leaves(cfg):
-        _check_bounds(leaf)
-    _check_run(cfg)
+    for fault in faults(cfg, world_size):
+        raise fault
+
+
+def faults(cfg: Any, world_size: int, *, here: bool = True) -> Iterator[ConfigError]:
+    """The first fault of every rule, in order; a placement that cannot be had ends them.
+
+    here: whether packages, weights and data must be on this machine; a plan for another does
+    without.
+    """
+    rules: list[Callable[[], object]] = [partial(_check_bounds, leaf) for leaf in leaves(cfg)]
+    rules += [partial(_check_run, cfg, here=here), partial(_check_placed, cfg, world_size)]
+    rules += [partial(_check_kl, cfg, roles_of(cfg)), partial(_check_reward, cfg)]
+    rules += [partial(_check_models, cfg, here=here)]
+    rules += [partial(_check_data, cfg), partial(_check_vocabularies, cfg)] if here else []
+    for rule in rules:
+        try:
+            rule()
+        except ConfigError as err:
+            yield err
+
+
+def _check_placed(cfg: Any, world_size: int) -> None:
     pools = resolve_placement(cfg.placement, roles_of(cfg), world_size)
     num_ranks = {role: len(pool.ranks) for pool in pools.values() for role in pool.roles}
     generating = num_ranks.get("generator", num_ranks.get("actor", world_size))
     num_ranks = {role: ranks for role, ranks in num_ranks.items() if hasattr(cfg, role)}
     _check_layouts(cfg, num_ranks, generating)
     _check_sizes(cfg, num_ranks)
-    _check_kl(cfg, roles_of(cfg))
-    _check_reward(cfg)
-    facts = _check_models(cfg)
-    _check_data(cfg)
-    _check_vocabularies(cfg, facts)
 
 
 def _check_bounds(leaf: Leaf) -> None:
@@ -111,17 +128,17 @@ def _as_item(leaf: Leaf, value: str) -> str:
     return f"[{value}]" if isinstance(leaf.value, list) else value
 
 
-def _check_run(cfg: Any) -> None:
+def _check_run(cfg: Any, *, here: bool) -> None:
     for key, run in parts_of(cfg, RunConfig):
         if not run.name or Path(run.name).name != run.name:
             raise ConfigError(
                 f"{key}.name: got {run.name!r}, expected a plain folder name; "
                 f"set {key}.dir for a path"
             )
-        for tracker in run.trackers:
+        for tracker in run.trackers if here else ():
             _check_installed(f"{key}.trackers", tracker)
     for key, rollout in parts_of(cfg, RolloutConfig):
-        if rollout.engine == "vllm":
+        if rollout.engine == "vllm" and here:
             _check_installed(f"{key}.engine", "vllm")
     for key, optimizer in parts_of(cfg, OptimizerConfig):
         if len(optimizer.betas) != 2:
@@ -261,10 +278,10 @@ def _check_data_file(key: str, path: str) -> None:
         raise ConfigError(f"{key}: got the empty file {path}, expected prompts; give another")
 
 
-def _check_models(cfg: Any) -> list[ModelFacts]:
+def _check_models(cfg: Any, *, here: bool = True) -> list[ModelFacts]:
     folders = [(f"{key}.path", part.path) for key, part in parts_of(cfg, ModelConfig)]
     folders.sort(key=lambda item: "critic." in item[0])  # it may repeat another's path
-    facts = [read_model_folder(key, path) for key, path in folders]
+    facts = [read_model_folder(key, path, weights=here) for key, path in folders]
     data, rollout = _only(cfg, DataConfig), _only(cfg, RolloutConfig)
     uses_vllm = rollout is not None and rollout.engine == "vllm"
     for model in facts:
@@ -284,7 +301,8 @@ def _check_model_layouts(cfg: Any, role: str, model: ModelFacts) -> None:
         check_model_sizes(f"{role}.rollout.layout", model, generation_sizes(role, part))
 
 
-def _check_vocabularies(cfg: Any, facts: list[ModelFacts]) -> None:
+def _check_vocabularies(cfg: Any) -> None:
+    facts = _check_models(cfg)
     for key, data in parts_of(cfg, DataConfig):
         tokenizer = Path(data.tokenizer_path)
         vocabulary = read_vocabulary(f"{key}.tokenizer_path", tokenizer)

@@ -38,8 +38,11 @@ class ModelFacts:
     num_labels: int
 
 
-def read_model_folder(key: str, path: str) -> ModelFacts:
-    """Facts of the Hugging Face folder named by the setting `key`; ConfigError if it is none."""
+def read_model_folder(key: str, path: str, *, weights: bool = True) -> ModelFacts:
+    """Facts of the Hugging Face folder named by the setting `key`; ConfigError if it is none.
+
+    weights: whether they must be there too.
+    """
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(
@@ -48,7 +51,7 @@ def read_model_folder(key: str, path: str) -> ModelFacts:
         )
     config = _read_json(key, folder / "config.json")
     config = {**config, **config.get("text_config", {})}
-    if not any(folder.glob("*.safetensors")):
+    if weights and not any(folder.glob("*.safetensors")):
         raise ConfigError(
             f"{key}: no *.safetensors in {path}, expected weights beside config.json; "
             f"save the model with safetensors"

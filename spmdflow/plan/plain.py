@@ -51,6 +51,7 @@ def report_plain(report: PlanReport) -> dict[str, Any]:
             "stages": prediction.stage_seconds(),
         },
         "assumed": list(trace.assumptions),
+        "missing_here": report.missing_here,
         "reads": [asdict(read) for read in trace.reads],
         "not_predicted": dict(prediction.without),
         "planning_seconds": report.seconds,

@@ -18,7 +18,7 @@ from spmdflow.plan.group import GroupKind, PlannedGroup, groups_of, kinds_of
 from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.record import COMPUTE, TRANSFER, Trace, TracedOrder
 from spmdflow.plan.replay import Replay
-from spmdflow.plan.setting import setting_findings
+from spmdflow.plan.setting import missing_here, setting_findings
 from spmdflow.plan.trace import TraceSettings, trace
 from spmdflow.plan.wait import check_order, check_waits
 from spmdflow.plan.weight import WeightPlan, weight_plans
@@ -53,6 +53,8 @@ class PlanReport:
     weights: tuple[WeightPlan, ...]
     prediction: Prediction
     proofs: tuple[Proof, ...]
+    missing_here: str | None
+    """Why this machine would refuse the run, though the plan is fine."""
     seconds: float
     """That planning took."""
 
@@ -115,6 +117,7 @@ def _report(
         weights=tuple(weights),
         prediction=prediction,
         proofs=tuple(proofs),
+        missing_here=missing_here(cfg, len(traced.world)),
         seconds=time.perf_counter() - started,
     )
 

@@ -202,9 +202,11 @@ def _orders_by_rank(report: PlanReport) -> Iterator[str]:
 
 def _assumed(report: PlanReport) -> Iterator[str]:
     trace = report.trace
-    if trace.assumptions or trace.reads:
+    if trace.assumptions or trace.reads or report.missing_here:
         yield ""
         yield "assumed"
+    if report.missing_here:
+        yield from wrapped("  - not on this machine", report.missing_here)
     for sentence in trace.assumptions:
         yield from wrapped("  -", sentence, colon="")
     for read in trace.reads:
