@@ -123,14 +123,13 @@ def memory_floor(
     """Fewest ranks, in multiples of `unit`, of a pool that holds these models (A_min)."""
     names = [model.name for model in dataflow.models]
     block = tuple(sorted(names.index(dataflow.model(name).name) for name in models))
-    size = unit
-    while size <= _LARGEST_WORLD:
-        sizes = [size * factor for factor in range(1, 9)]
-        table = CostTable(dataflow, hardware, sizes)
+    first, last = unit, 8 * unit
+    while first <= _LARGEST_WORLD:
+        table = CostTable(dataflow, hardware, range(first, last + 1, unit))
         for candidate in table.ideal(block).sizes.tolist():
             if len(table.front(block, candidate).costs):
                 return int(candidate)
-        size = sizes[-1] + unit if size < 64 * unit else size * 2
+        first, last = last + unit, 2 * last
     raise ConfigError(
         f"placement: got {', '.join(models)}, which fit on no pool of up to {_LARGEST_WORLD} "
         f"ranks of {hardware.usable_bytes / 1e9:.1f} GB, expected a strategy that fits; use "

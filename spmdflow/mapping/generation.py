@@ -3,15 +3,16 @@
 A replica of t_g * p_g ranks decodes its share of the sequences; where its KV cache holds fewer than
 all of them, they come in waves of equal size. A decode step reads the weights once (through the
 matrices' bytes), every sequence's keys and values (at the middle of its response), reduces twice a
-layer over t_g, and costs host time per step and per sequence. With p_g stages a wave is cut into
-p_g parts that follow one another through the pipeline.
+layer over t_g, and costs host time per step and per sequence. With p_g stages a step passes them
+one after another and the next step starts when the last one is done: an engine inside the trainer's
+processes (vLLM's external launcher) has one batch under way, so stages save memory and not time.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from spmdflow.mapping.collective import all_gather
+from spmdflow.mapping.collective import all_gather, point_to_point
 from spmdflow.mapping.dataflow import Model, Rollout, Workload
 from spmdflow.mapping.layer import Precision, head_seconds, kv_width, layer_pass
 from spmdflow.mapping.machine import Hardware
@@ -106,24 +107,20 @@ def _decode(
 ) -> Parts:
     """One token for every sequence of a wave, by cause."""
     shape, context = model.shape, workload.prompt_tokens + workload.response_tokens / 2
-    part = batch / cut.gen_pp
-    one = layer_pass(shape, part, np.asarray(context), cut.gen_tp, hw, how)
+    one = layer_pass(shape, batch, np.asarray(context), cut.gen_tp, hw, how)
     width = kv_width(shape, cut.gen_tp)
-    kv = 2 * part * context * width * how.element_bytes / hw.kv_rate
+    kv = 2 * batch * context * width * how.element_bytes / hw.kv_rate
     launch = np.maximum(hw.layer_floor_seconds - one.compute - one.memory - kv, 0)
-    head = head_seconds(shape, part, cut.gen_tp, hw, how)
-    layers = shape.num_layers
-    host = hw.step_seconds + hw.sequence_step_seconds * part
-    parts = {
-        "compute": layers * one.compute,
-        "weights": layers * one.memory + head,
-        "kv_read": layers * kv,
-        "launch": layers * launch,
-        "tensor_parallel": layers * one.tensor_parallel,
+    head = head_seconds(shape, batch, cut.gen_tp, hw, how)
+    return {
+        "compute": shape.num_layers * one.compute,
+        "weights": shape.num_layers * one.memory + head,
+        "kv_read": shape.num_layers * kv,
+        "launch": shape.num_layers * launch,
+        "tensor_parallel": shape.num_layers * one.tensor_parallel,
+        "pipeline": _hand_overs(model, cut, hw, how, batch),
+        "host": hw.step_seconds + hw.sequence_step_seconds * batch,
     }
-    busy: Array = sum(parts.values(), np.zeros(len(cut)))
-    parts["host"] = np.maximum(host, cut.gen_pp * host - busy)
-    return parts
 
 
 def _prefill(
@@ -135,5 +132,12 @@ def _prefill(
     one = layer_pass(
         shape, tokens / passes, np.asarray(workload.prompt_tokens / 2), cut.gen_tp, hw, how
     )
-    layers = np.ceil(shape.num_layers / cut.gen_pp)
-    return (passes + cut.gen_pp - 1) * layers * one.total
+    hand_overs = _hand_overs(model, cut, hw, how, tokens / passes)
+    return passes * (shape.num_layers * one.total + hand_overs)
+
+
+def _hand_overs(model: Model, cut: Cut, hw: Hardware, how: Precision, tokens: Array) -> Array:
+    """Activations from each generation stage to the next."""
+    size = tokens * model.shape.hidden_size * how.element_bytes
+    crosses = cut.gen_tp * cut.gen_pp > hw.gpus_per_node
+    return (cut.gen_pp - 1) * point_to_point(size, crosses, hw)

@@ -26,7 +26,7 @@ from spmdflow.mapping.generation import (
 )
 from spmdflow.mapping.layer import kv_width
 from spmdflow.mapping.strategy import Array, Cut
-from spmdflow.mapping.training import micro_batch_rows, traffic_of
+from spmdflow.mapping.training import local_parameters, micro_batch_rows, traffic_of
 
 Bytes = dict[str, Array]
 """Bytes of one rank by what they hold."""
@@ -46,7 +46,7 @@ def resident_bytes(model: Model, cut: Cut) -> Bytes:
 def state_bytes(model: Model, cut: Cut) -> Bytes:
     """Weights, gradients and optimizer of one rank."""
     engine = model.engine
-    local = model.shape.num_parameters / (cut.tp * cut.pp)
+    local = local_parameters(model, cut)
     size = engine.element_bytes
     if model.weights_from is not None and model.rollout is not None:
         return _nothing(cut) | {"parameters": local * model.rollout.element_bytes}
@@ -80,6 +80,11 @@ def least_cache_bytes(model: Model, workload: Workload, cut: Cut) -> Array:
     assert model.rollout is not None, model.name
     least = np.minimum(rows_per_replica(workload, cut), model.rollout.min_batch_size)
     return least * sequence_bytes(model, workload, cut)
+
+
+def full_cache_bytes(model: Model, workload: Workload, cut: Cut) -> Array:
+    """Cache of one rank for all sequences of its replica at once."""
+    return rows_per_replica(workload, cut) * sequence_bytes(model, workload, cut)
 
 
 def total(parts: Bytes) -> Array:

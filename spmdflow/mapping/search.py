@@ -154,19 +154,27 @@ def pareto(points: Array) -> Array:
 
     Ascending by the sum of a row, which no dominated row can have less of.
     """
-    if not len(points):
-        return np.empty(0, dtype=np.int64)
     order = np.lexsort((*points.T[::-1], points.sum(axis=1)))
-    rows = points[order]
+    columns = np.ascontiguousarray(points[order].T)
     kept = []
-    alive = np.ones(len(rows), dtype=bool)
-    for place in range(len(rows)):
-        if not alive[place]:
-            continue
-        kept.append(place)
-        rest = slice(place + 1, None)
-        alive[rest] &= (rows[rest] < rows[place]).any(axis=1)
-    return order[kept]
+    while len(order):
+        kept.append(int(order[0]))
+        better = columns[0, 1:] < columns[0, 0]
+        for column in columns[1:]:
+            better |= column[1:] < column[0]
+        columns, order = columns[:, 1:][:, better], order[1:][better]
+    return np.array(kept, dtype=np.int64)
+
+
+def unbeaten(points: Array, front: Array) -> Array:
+    """Numbers of rows (N, k) that no row of a front beats: matches everywhere, less somewhere."""
+    columns, order = np.ascontiguousarray(points.T), np.arange(len(points))
+    for row in front:
+        alive = (columns <= row[:, None]).all(axis=0)
+        for column, value in zip(columns, row):
+            alive |= column < value
+        columns, order = columns[:, alive], order[alive]
+    return order
 
 
 @dataclass

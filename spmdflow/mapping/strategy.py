@@ -1,8 +1,10 @@
 """`Strategy`: how one model is cut on its pool, and which strategies there are. Integers only.
 
-Algorithm 2 as printed tries every t up to the machine and every p up to N/U, also those whose
-product does not divide the pool. Here tp*pp*dp is the pool's size, tp divides the heads and stays
-inside a node, pp divides the layers, and generation sizes divide training's.
+Algorithm 2 as printed tries every t up to the machine's U and every p up to N/U, also those whose
+product does not divide the pool, and no p at all where N < U. Here tp*pp*dp is the pool's size, tp
+divides the heads and stays inside a node, pp is at most max(N/U, 1) and may leave stages uneven
+(the busiest one counts), gen_tp divides tp, and gen_pp is pp or 1. Sizes that a user fixes are
+taken as they are.
 """
 
 from __future__ import annotations
@@ -103,6 +105,8 @@ def strategy_rows(
     rows: list[Array] = []
     for tp, pp in _training_sizes(model, hardware):
         fitting = wanted[wanted % (tp * pp) == 0]
+        if model.engine.layout is None:
+            fitting = fitting[pp <= np.maximum(fitting // hardware.gpus_per_node, 1)]
         for gen_tp, gen_pp in _generation_sizes(model, tp, pp, hardware):
             fits = fitting[fitting % (gen_tp * gen_pp) == 0]
             for recompute in _recompute(model):
@@ -128,6 +132,17 @@ def tensor_sizes(model: Model, hardware: Hardware) -> list[int]:
     ]
 
 
+def pipeline_sizes(num_layers: int) -> list[int]:
+    """Numbers of stages that give the busiest stage fewer layers than any smaller number does."""
+    layers = [-(-num_layers // stages) for stages in range(1, num_layers + 1)]
+    return [1, *(s for s in range(2, num_layers + 1) if layers[s - 1] < layers[s - 2])]
+
+
+def stage_share(num_layers: int, pp: Array) -> Array:
+    """Part of the layers that the busiest of so many stages has."""
+    return np.ceil(num_layers / pp) / num_layers
+
+
 def _training_sizes(model: Model, hardware: Hardware) -> Iterator[tuple[int, int]]:
     engine = model.engine
     if engine.kind != "megatron":
@@ -137,7 +152,7 @@ def _training_sizes(model: Model, hardware: Hardware) -> Iterator[tuple[int, int
         yield engine.layout
     else:
         for tp in tensor_sizes(model, hardware):
-            for pp in divisors(model.shape.num_layers):
+            for pp in pipeline_sizes(model.shape.num_layers):
                 yield tp, pp
 
 
@@ -157,7 +172,7 @@ def _generation_sizes(
     else:
         sizes = tensor_sizes(model, hardware)
         for gen_tp in (size for size in divisors(tp) if size in sizes):
-            for gen_pp in divisors(pp):
+            for gen_pp in sorted({1, pp}):
                 yield gen_tp, gen_pp
 
 

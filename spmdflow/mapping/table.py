@@ -20,10 +20,20 @@ from spmdflow.mapping.dataflow import Call, Dataflow, Model
 from spmdflow.mapping.estimate import offload_parts
 from spmdflow.mapping.generation import generation_parts, transition_seconds
 from spmdflow.mapping.machine import Hardware
-from spmdflow.mapping.memory import call_bytes, least_cache_bytes, resident_bytes, total
-from spmdflow.mapping.search import Block, Options, pareto
+from spmdflow.mapping.memory import (
+    call_bytes,
+    full_cache_bytes,
+    least_cache_bytes,
+    resident_bytes,
+    total,
+)
+from spmdflow.mapping.search import Block, Options, pareto, unbeaten
 from spmdflow.mapping.strategy import Array, Cut, strategy_rows
 from spmdflow.mapping.training import inference_parts, training_parts
+
+_MANY = 1 << 20
+"""More than any size."""
+_MANY_COMBINATIONS = 4096
 
 
 @dataclass(frozen=True)
@@ -42,8 +52,15 @@ class Entries:
     generation_bytes: Array
     """What generation needs without its cache; 0 for models that do not generate."""
     least_cache: Array
+    full_cache: Array
+    """With so much cache all sequences of a replica are held at once."""
     starts: dict[int, slice]
     """Entries of each pool size."""
+
+    @property
+    def most_beside(self) -> Array:
+        """Most that any call needs beside the residents, generation with its least cache."""
+        return np.maximum(self.needed, self.generation_bytes + self.least_cache)
 
     def take(self, size: int) -> slice:
         """Entries of a pool size; an empty slice if there are none."""
@@ -68,6 +85,7 @@ class CostTable:
         self.sizes = np.asarray(sorted(pool_sizes), dtype=np.int64)
         self.entries = [self._entries_of(model) for model in dataflow.models]
         self._fronts: dict[tuple[Block, int], Front] = {}
+        self._useful_entries: dict[tuple[int, int], Array] = {}
         self._least = [self._least_resident(entries) for entries in self.entries]
 
     def ideal(self, block: Block) -> Options:
@@ -103,7 +121,7 @@ class CostTable:
         sizes, rows = strategy_rows(model, self.sizes.tolist(), self.hardware)
         cut, calls = Cut.of_rows(rows), self.dataflow.calls_of(model.name)
         costs = np.zeros((len(cut), len(self.dataflow.stages)))
-        needed, generation, cache = (np.zeros(len(cut)) for _ in range(3))
+        needed, generation, cache, full = (np.zeros(len(cut)) for _ in range(4))
         for call in (call for _, call in calls):
             stage = self.dataflow.stages.index(call.stage)
             costs[:, stage] += total(offload_parts(model, cut, self.hardware))
@@ -111,6 +129,7 @@ class CostTable:
             if call.kind == "generate":
                 generation = np.maximum(generation, beside)
                 cache = np.maximum(cache, least_cache_bytes(model, call.workload, cut))
+                full = np.maximum(full, full_cache_bytes(model, call.workload, cut))
                 continue
             simulate = training_parts if call.kind == "train" else inference_parts
             costs[:, stage] += total(simulate(model, call.workload, cut, self.hardware))
@@ -132,6 +151,7 @@ class CostTable:
             needed[kept],
             generation[kept],
             cache[kept],
+            full[kept],
             _slices(sizes[kept]),
         )
 
@@ -144,8 +164,7 @@ class CostTable:
         """(sizes, stages): each stage's least over strategies that fit beside `others` bytes."""
         place = np.searchsorted(self.sizes, entries.sizes)
         resident = entries.resident + others[place]
-        beside = np.maximum(entries.needed, entries.generation_bytes + entries.least_cache)
-        index = np.flatnonzero(resident + beside <= self.hardware.usable_bytes)
+        index = np.flatnonzero(resident + entries.most_beside <= self.hardware.usable_bytes)
         costs = entries.costs[index] + self._generation_costs(entries, index, resident[index])
         least = np.full((len(self.sizes), len(self.dataflow.stages)), np.inf)
         np.minimum.at(least, place[index], costs)
@@ -168,29 +187,87 @@ class CostTable:
         return [call for call in calls if call.kind == "generate"]
 
     def _front_of(self, block: Block, size: int) -> Front:
-        quiet = [n for n in block if not self._generations(self.entries[n].model)]
-        loud = [n for n in block if n not in quiet]
-        budget = self.hardware.usable_bytes
+        loud = [n for n in block if self._generations(self.entries[n].model)]
+        order = [*(n for n in block if n not in loud), *loud]
+        index = {number: self._useful(number, size) for number in block}
+        coupled = self._is_coupled(order, loud, index)
         mixed = _Mix.empty(len(self.dataflow.stages))
-        for number in (*quiet, *loud):
+        for number in order:
+            entries, some = self.entries[number], index[number]
+            costs = entries.costs[some]
+            if number in loud and not coupled:
+                costs = costs + self._generation_costs(entries, some, entries.resident[some])
+            mixed = mixed.with_model(entries, some, costs, self.hardware.usable_bytes)
+            if number != order[-1]:
+                mixed = mixed.pruned(memory_matters=coupled)
+        picks = mixed.picks[:, [order.index(number) for number in block]]
+        own = {number: picks[:, block.index(number)] for number in loud if coupled}
+        costs, kept = self._with_generation(mixed, own)
+        return Front(costs[kept], picks[kept])
+
+    def _with_generation(self, mixed: _Mix, own: dict[int, Array]) -> tuple[Array, Array]:
+        """Costs of all combinations, generation added for the models in `own`, and the front.
+
+        Of many combinations, only those are simulated that the front of the most promising ones
+        does not beat even if every generator had all the cache that it could have.
+        """
+        costs = mixed.costs.copy()
+        if not own:
+            return costs, pareto(costs)
+        alive = np.arange(len(costs))
+        if len(costs) > _MANY_COMBINATIONS:
+            bound = costs.copy()
+            for number, index in own.items():
+                entries, values = self.entries[number], np.unique(index)
+                best = self._generation_costs(entries, values, np.full(len(values), mixed.least))
+                bound += best[np.searchsorted(values, index)]
+            first = np.argpartition(bound.sum(axis=1), _MANY_COMBINATIONS // 4)
+            first = first[: _MANY_COMBINATIONS // 4]
+            known = self._generation_added(mixed, own, first)
+            alive = unbeaten(bound, known[pareto(known)])
+        costs[alive] = self._generation_added(mixed, own, alive)
+        return costs, alive[pareto(costs[alive])]
+
+    def _generation_added(self, mixed: _Mix, own: dict[int, Array], some: Array) -> Array:
+        costs = mixed.costs[some]
+        for number, index in own.items():
+            entries, resident = self.entries[number], mixed.resident[some]
+            costs = costs + self._generation_costs(entries, index[some], resident)
+        return costs
+
+    def _useful(self, number: int, size: int) -> Array:
+        """Entries of a model on a pool size that no other beats in memory and every stage; those
+        that generate in different sizes are not compared."""
+        key = number, size
+        if key not in self._useful_entries:
             entries = self.entries[number]
             index = np.arange(len(entries.sizes))[entries.take(size)]
-            beside = (
-                entries.needed
-                if number in quiet
-                else np.maximum(entries.needed, entries.generation_bytes + entries.least_cache)
-            )
-            mixed = mixed.with_model(index, entries.resident, beside, entries.costs, budget)
-            if number in quiet:
-                mixed = mixed.pruned()
-        order = [(*quiet, *loud).index(number) for number in block]
-        picks = mixed.picks[:, order]
-        costs = mixed.costs
+            memory = (entries.resident, entries.needed, entries.generation_bytes)
+            points = np.column_stack([*(part[index] for part in memory), entries.costs[index]])
+            groups = entries.cut.gen_tp[index] * _MANY + entries.cut.gen_pp[index]
+            found = [index[:0]]
+            for group in np.unique(groups):
+                members = np.flatnonzero(groups == group)
+                found.append(index[members[pareto(points[members])]])
+            self._useful_entries[key] = np.concatenate(found)
+        return self._useful_entries[key]
+
+    def _is_coupled(
+        self, order: Sequence[int], loud: Sequence[int], index: dict[int, Array]
+    ) -> bool:
+        """Whether some combination does not fit, or leaves a generator less cache than it uses."""
+        if not all(len(own) for own in index.values()):
+            return True
+        residents = sum(self.entries[n].resident[index[n]].max() for n in order)
+        needed = max(self.entries[n].needed[index[n]].max() for n in order)
+        if residents + needed > self.hardware.usable_bytes:
+            return True
         for number in loud:
-            index = picks[:, block.index(number)]
-            costs = costs + self._generation_costs(self.entries[number], index, mixed.resident)
-        kept = pareto(costs)
-        return Front(costs[kept], picks[kept])
+            entries, own = self.entries[number], index[number]
+            cache = self.cache_bytes(entries, own, np.asarray(residents))
+            if (cache < entries.full_cache[own]).any():
+                return True
+        return False
 
 
 @dataclass(frozen=True)
@@ -207,26 +284,32 @@ class _Mix:
         zero = np.zeros(1)
         return cls(zero, zero, np.zeros((1, stages)), np.empty((1, 0), dtype=np.int64))
 
-    def with_model(
-        self, index: Array, resident: Array, needed: Array, costs: Array, budget: float
-    ) -> _Mix:
-        """Every combination with a model's entries `index` that fits into the budget."""
-        mine, theirs = np.divmod(np.arange(len(self.resident) * len(index)), max(len(index), 1))
-        theirs = index[theirs] if len(index) else theirs
-        added = self.resident[mine] + resident[theirs]
-        most = np.maximum(self.needed[mine], needed[theirs])
+    def with_model(self, entries: Entries, index: Array, costs: Array, budget: float) -> _Mix:
+        """Every combination with a model's entries `index`, at these costs, that fits."""
+        count = len(index)
+        mine, theirs = np.divmod(np.arange(len(self.resident) * count), max(count, 1))
+        added = self.resident[mine] + entries.resident[index][theirs]
+        most = np.maximum(self.needed[mine], entries.most_beside[index][theirs])
         fits = np.flatnonzero(added + most <= budget)
         mine, theirs = mine[fits], theirs[fits]
         return _Mix(
             added[fits],
             most[fits],
             self.costs[mine] + costs[theirs],
-            np.column_stack([self.picks[mine], theirs]),
+            np.column_stack([self.picks[mine], index[theirs]]),
         )
 
-    def pruned(self) -> _Mix:
-        """Without combinations that another beats in memory and every stage."""
-        kept = pareto(np.column_stack([self.resident, self.needed, self.costs]))
+    @property
+    def least(self) -> float:
+        """Fewest resident bytes of any combination."""
+        return float(self.resident.min())
+
+    def pruned(self, *, memory_matters: bool) -> _Mix:
+        """Without combinations that another beats in every stage, and in memory if it matters."""
+        points = self.costs
+        if memory_matters:
+            points = np.column_stack([self.resident, self.needed, self.costs])
+        kept = pareto(points)
         return _Mix(self.resident[kept], self.needed[kept], self.costs[kept], self.picks[kept])
 
 

@@ -19,7 +19,7 @@ from spmdflow.mapping.collective import all_gather, dp_per_node, point_to_point
 from spmdflow.mapping.dataflow import Engine, Model, Workload
 from spmdflow.mapping.layer import Pass, Precision, head_seconds, layer_pass
 from spmdflow.mapping.machine import Hardware
-from spmdflow.mapping.strategy import Array, Cut
+from spmdflow.mapping.strategy import Array, Cut, stage_share
 
 Parts = dict[str, Array]
 """Seconds by cause, one entry a strategy."""
@@ -46,7 +46,7 @@ def training_parts(model: Model, workload: Workload, cut: Cut, hw: Hardware) -> 
     parts = _pipelined(parts, stage.num_micro, cut)
     parts["weight_gather"] = parts["weight_gather"] + traffic.gathers * stage.gather
     parts["gradient_sync"] = parts["gradient_sync"] + traffic.reductions * stage.reduce
-    local = model.shape.num_parameters / (cut.tp * cut.pp)
+    local = local_parameters(model, cut)
     parts["optimizer"] = local / _optimizer_share(model.engine, cut) * ADAM_BYTES / hw.memory_rate
     parts["host"] = np.full(len(cut), hw.update_seconds)
     total = {name: seconds * workload.num_updates for name, seconds in parts.items()}
@@ -71,6 +71,11 @@ def inference_parts(model: Model, workload: Workload, cut: Cut, hw: Hardware) ->
     parts["weight_gather"] = parts["weight_gather"] + once * stage.gather
     parts["host"] = np.full(len(cut), hw.call_seconds)
     return parts
+
+
+def local_parameters(model: Model, cut: Cut) -> Array:
+    """Weights of a rank of the busiest stage."""
+    return model.shape.num_parameters / cut.tp * stage_share(model.shape.num_layers, cut.pp)
 
 
 def precision(engine: Engine) -> Precision:
@@ -141,7 +146,7 @@ def _stage(model: Model, workload: Workload, rows: Array, cut: Cut, hw: Hardware
     size = tokens * shape.hidden_size * how.element_bytes
     crosses = cut.tp * cut.pp > hw.gpus_per_node
     hand_over = point_to_point(np.where(crosses, size, size / cut.tp), crosses, hw)
-    local = shape.num_parameters / (cut.tp * cut.pp)
+    local = local_parameters(model, cut)
     per_node = dp_per_node(cut.tp * cut.pp, cut.dp, hw)
     weight_bytes = GRADIENT_BYTES if engine.kind == "zero1" else how.element_bytes
     return _Stage(

@@ -1,0 +1,118 @@
+"""The placements of the HybridFlow paper's section 8.3 and figures 14 and 15, and their scores.
+
+A cell is won when the paper's placement costs at most 1 % more than the best one found. Nothing
+here is fitted: the coefficients are spmdflow/mapping/hardware/a100_80gb.yaml as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spmdflow.mapping.auto import Mapping, evaluate, find_mapping
+from spmdflow.mapping.dataflow import Dataflow, Engine, Model, Rollout, Workload, ppo
+from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.placed import Placed
+from spmdflow.mapping.shape import NOMINAL
+
+WORKLOAD = Workload(1024, 1024, 1024, num_updates=8)
+"""Section 8.1: 1024 prompts and responses of 1024 tokens each, 8 updates of 128 rows."""
+
+ALL = ("actor", "critic", "reference", "reward")
+SPLIT = (("actor", "reference"), ("critic", "reward"))
+ALONE = (("actor",), ("critic",), ("reference",), ("reward",))
+ASIDE = (("actor", "reference", "reward"), ("critic",))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of section 8.3: models, GPUs, and the placement that the paper's search chose."""
+
+    actor: str
+    """Also the reference's size."""
+    critic: str
+    """Also the reward model's."""
+    num_gpus: int
+    pools: tuple[tuple[str, ...], ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def models(self) -> str:
+        """Such as 13B x4 or 13B+70B."""
+        return f"{self.actor} x4" if self.actor == self.critic else f"{self.actor}+{self.critic}"
+
+    @property
+    def choice(self) -> str:
+        """The paper's placement as text."""
+        return " | ".join(
+            f"{{{', '.join(roles)}}}@{size}" for roles, size in zip(self.pools, self.sizes)
+        )
+
+    def dataflow(self, *, log_prob: bool) -> Dataflow:
+        """PPO on these models."""
+        actor, critic = NOMINAL[self.actor], NOMINAL[self.critic]
+        return ppo(
+            actor, critic, reference=actor, reward=critic, workload=WORKLOAD, log_prob=log_prob
+        )
+
+
+def _cell(actor: str, critic: str, num_gpus: int, pools: Sequence[tuple[str, ...]]) -> Cell:
+    """Pools of equal size."""
+    sizes = (num_gpus // len(pools),) * len(pools)
+    return Cell(actor, critic, num_gpus, tuple(pools), sizes)
+
+
+CELLS = (
+    _cell("13B", "13B", 16, [ALL]),
+    _cell("13B", "13B", 32, [ALL]),
+    _cell("13B", "13B", 64, [ALL]),
+    _cell("13B", "13B", 96, SPLIT),
+    Cell("13B", "13B", 128, ALONE, (64, 32, 16, 16)),
+    _cell("34B", "34B", 32, [ALL]),
+    _cell("34B", "34B", 64, [ALL]),
+    _cell("34B", "34B", 96, SPLIT),
+    _cell("34B", "34B", 128, SPLIT),
+    _cell("13B", "70B", 32, [ALL]),
+    _cell("13B", "70B", 64, [ALL]),
+    _cell("13B", "70B", 96, SPLIT),
+    _cell("13B", "70B", 128, ASIDE),
+)
+
+
+@dataclass(frozen=True)
+class Score:
+    """One cell's outcome."""
+
+    cell: Cell
+    mapping: Mapping
+    paper: Placed
+    """The paper's placement, with our strategies."""
+
+    @property
+    def ratio(self) -> float:
+        """Seconds of the paper's placement over the best's."""
+        return self.paper.seconds / self.mapping.best[0].seconds
+
+
+def score_cell(cell: Cell, hardware: Hardware, *, log_prob: bool, keep: int = 10) -> Score:
+    """Search, and evaluate the paper's choice."""
+    dataflow = cell.dataflow(log_prob=log_prob)
+    mapping = find_mapping(dataflow, hardware, cell.num_gpus, keep=keep)
+    starts = [sum(cell.sizes[:place]) for place in range(len(cell.sizes))]
+    pools = [
+        (roles, range(start, start + size))
+        for roles, start, size in zip(cell.pools, starts, cell.sizes)
+    ]
+    return Score(cell, mapping, evaluate(dataflow, hardware, pools))
+
+
+def generation_sizes(name: str, hardware: Hardware) -> dict[int, float]:
+    """Figure 15: t_g -> seconds of transition and generation, four models on 16 GPUs, 1-8-2."""
+    found = {}
+    for size in (1, 2, 4, 8):
+        shape = NOMINAL[name]
+        rollout = Rollout(layout=(size, 1), min_batch_size=1)
+        actor = Model("actor", shape, True, Engine(layout=(8, 1)), rollout)
+        flow = ppo(actor, shape, reference=shape, reward=shape, workload=WORKLOAD)
+        found[size] = evaluate(flow, hardware, [(ALL, range(16))]).stage_seconds["generation"]
+    return found

@@ -1,0 +1,291 @@
+"""Strategies that models of a pool choose together, and mappings of real dataflows, tried out."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmdflow.config.placement import resolve_placement
+from spmdflow.errors import ConfigError
+from spmdflow.mapping.assemble import pool_memory
+from spmdflow.mapping.auto import Mapping, evaluate, find_mapping, memory_floor
+from spmdflow.mapping.dataflow import (
+    Dataflow,
+    Workload,
+    grpo,
+    grpo_async,
+    ppo,
+    remax,
+    safe_rlhf,
+)
+from spmdflow.mapping.explain import explain
+from spmdflow.mapping.machine import Hardware, load_hardware
+from spmdflow.mapping.placed import Placed
+from spmdflow.mapping.search import Options, blocks_of
+from spmdflow.mapping.shape import NOMINAL, ModelShape
+from spmdflow.mapping.strategy import Strategy, strategies
+from spmdflow.mapping.table import CostTable
+from tests.unit.mapping_reference import algorithm_1
+
+A100 = load_hardware("a100_80gb")
+SMALL = ModelShape("small", 6, 1024, 2816, 8, 8, 128, 32000)
+WORK = Workload(256, 512, 512, num_updates=4)
+
+
+def _cramped(gigabytes: float, *, node: int = 4) -> Hardware:
+    """Devices with so little memory that models of a pool push one another."""
+    hardware = replace(A100, gpus_per_node=float(node))
+    bytes_needed = gigabytes * 1e9 + A100.reserved_bytes
+    return replace(hardware, memory_bytes=bytes_needed / A100.usable_memory_fraction)
+
+
+def _small_ppo(*, log_prob: bool = True) -> Dataflow:
+    return ppo(SMALL, SMALL, reference=SMALL, reward=SMALL, workload=WORK, log_prob=log_prob)
+
+
+def _tried_out(dataflow: Dataflow, hardware: Hardware, names: list[str], size: int) -> np.ndarray:
+    """(combinations, stages): every combination of strategies of a pool that fits, simulated one
+    by one through `evaluate`, which knows nothing of tables."""
+    models = [dataflow.model(name) for name in names]
+    calls = tuple(call for call in dataflow.calls if call.model in names)
+    part = Dataflow(tuple(models), calls)
+    rows = []
+    for combination in itertools.product(*(strategies(m, size, hardware) for m in models)):
+        chosen = dict(zip(names, combination))
+        if not _fits(part, hardware, chosen):
+            continue
+        placed = evaluate(part, hardware, [(names, range(size))], strategies=chosen)
+        stages = placed.pools[0].stage_seconds
+        rows.append([stages.get(stage, 0.0) for stage in dataflow.stages])
+    return np.array(rows).reshape(-1, len(dataflow.stages))
+
+
+def _fits(part: Dataflow, hardware: Hardware, chosen: dict[str, Strategy]) -> bool:
+    """Residents and each call's own bytes within memory, with cache for 8 sequences a replica."""
+    members = [(model, chosen[model.name]) for model in part.models]
+    memory = pool_memory(members, part, hardware)
+    for call in part.calls:
+        model, strategy = part.model(call.model), chosen[call.model]
+        parts = memory[call.title]
+        used = sum(size for name, size in parts.items() if name != "kv_cache")
+        if call.kind == "generate":
+            replicas = strategy.num_ranks // (strategy.gen_tp * strategy.gen_pp)
+            held = min(8, -(-call.workload.num_sequences // replicas))
+            layers = -(-model.shape.num_layers // strategy.gen_pp)
+            width = max(model.shape.kv_size / strategy.gen_tp, model.shape.head_dim)
+            used += held * 2 * layers * width * call.workload.tokens * 2
+        if used > hardware.usable_bytes:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("gigabytes", [1.6, 3.0, 6.0, 60.0])
+@pytest.mark.parametrize(
+    ("names", "size"),
+    [(("actor",), 4), (("actor", "critic"), 4), (("critic", "reference", "reward"), 4)]
+    + [(("actor", "reference"), 8), (("actor", "critic", "reference"), 2)],
+)
+def test_front_of_a_pool_is_what_trying_every_combination_finds(
+    names: tuple[str, ...], size: int, gigabytes: float
+) -> None:
+    dataflow, hardware = _small_ppo(), _cramped(gigabytes)
+    everything = _tried_out(dataflow, hardware, list(names), size)
+    order = [model.name for model in dataflow.models]
+
+    table = CostTable(dataflow, hardware, [2, 4, 8])
+    front = table.front(tuple(order.index(name) for name in names), size).costs
+
+    best = {
+        tuple(row)
+        for row in everything.round(9)
+        if not any((o <= row).all() and (o < row).any() for o in everything.round(9))
+    }
+    assert len(best) == 0 or len(front) > 0
+    for row in front:
+        assert np.isclose(everything, row).all(axis=1).any()
+    for wanted in best:
+        assert (front <= np.array(wanted) * (1 + 1e-9) + 1e-9).all(axis=1).any()
+
+
+@pytest.mark.parametrize("gigabytes", [1.6, 3.0, 6.0, 60.0])
+def test_ideal_options_are_never_above_the_exact_front(gigabytes: float) -> None:
+    table = CostTable(_small_ppo(), _cramped(gigabytes), range(1, 17))
+
+    for block in blocks_of(4):
+        ideal = table.ideal(block)
+        bound = dict(zip(ideal.sizes.tolist(), ideal.costs))
+        for size in range(1, 17):
+            front = table.front(block, size)
+            for vector in front.costs:
+                assert size in bound, (block, size)
+                assert (bound[size] <= vector * (1 + 1e-12)).all()
+
+
+def _all_fronts(table: CostTable, number: int, sizes: range, unit: int) -> dict:
+    found = {}
+    for block in blocks_of(number):
+        fronts = [(size, table.front(block, size).costs) for size in sizes]
+        counts = np.concatenate([np.full(len(c), size // unit) for size, c in fronts])
+        found[block] = Options(counts.astype(np.int64), np.concatenate([c for _, c in fronts]))
+    return found
+
+
+CASES = {
+    "13B": (lambda: _paper("13B", "13B"), 48, 8),
+    "7B and 13B": (lambda: _paper("7B", "13B"), 40, 8),
+    "34B": (lambda: _paper("34B", "34B"), 64, 8),
+    "small, cramped, single ranks": (_small_ppo, 6, 1),
+}
+
+
+def _paper(actor: str, critic: str) -> Dataflow:
+    a, c = NOMINAL[actor], NOMINAL[critic]
+    work = Workload(1024, 1024, 1024, num_updates=8)
+    return ppo(a, c, reference=a, reward=c, workload=work)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mapping_of_a_real_dataflow_costs_what_algorithm_1_finds(name: str) -> None:
+    make, size, unit = CASES[name]
+    dataflow = make()
+    hardware = A100 if unit == 8 else _cramped(2.4)
+    table = CostTable(dataflow, hardware, range(unit, size + 1, unit))
+    options = _all_fronts(table, len(dataflow.models), range(unit, size + 1, unit), unit)
+
+    expected = sorted(algorithm_1(options, len(dataflow.models), size // unit).values())
+    found = find_mapping(dataflow, hardware, size, unit=unit, keep=10)
+
+    assert [p.seconds for p in found.best] == pytest.approx(expected[: len(found.best)], rel=1e-9)
+    assert len(found.best) == min(len(expected), 10)
+
+
+FLOWS = {
+    "ppo": lambda a, b, w: ppo(a, b, reference=a, reward=b, workload=w),
+    "ppo without log_prob": lambda a, b, w: ppo(
+        a, b, reference=a, reward=b, workload=w, log_prob=False
+    ),
+    "remax": lambda a, b, w: remax(a, reference=a, reward=b, workload=w),
+    "grpo": lambda a, b, w: grpo(a, reference=a, reward=b, workload=w),
+    "grpo_async": lambda a, b, w: grpo_async(a, reference=a, reward=b, workload=w),
+    "safe_rlhf": lambda a, b, w: safe_rlhf(a, b, reference=a, reward=b, cost=b, workload=w),
+    "safe_rlhf, two critics": lambda a, b, w: safe_rlhf(
+        a, b, reference=a, reward=b, cost=b, cost_critic=b, workload=w
+    ),
+}
+
+
+def _check_placed(placed: Placed, dataflow: Dataflow, hardware: Hardware, world: int) -> None:
+    roles = [model.name for model in dataflow.models]
+    pools = resolve_placement(placed.to_config(), roles, world)
+    assert sorted(role for pool in pools.values() for role in pool.roles) == sorted(roles)
+    for pool in placed.pools:
+        assert pool.memory_bytes <= hardware.usable_bytes * (1 + 1e-9)
+        for role, strategy in pool.strategies.items():
+            assert strategy.num_ranks == len(pool.ranks)
+            heads, layers = dataflow.model(role).shape.num_heads, dataflow.model(role).shape
+            assert heads % strategy.tp == 0 and strategy.pp <= layers.num_layers
+            if strategy.gen_tp:
+                assert strategy.tp % strategy.gen_tp == 0 and strategy.pp % strategy.gen_pp == 0
+    slowest = [max(p.stage_seconds[stage] for p in placed.pools) for stage in dataflow.stages]
+    assert placed.seconds == pytest.approx(sum(slowest))
+    for pool in placed.pools:
+        for stage in dataflow.stages:
+            calls = [e.seconds for n, e in pool.estimates.items() if placed.stages[n] == stage]
+            assert pool.stage_seconds[stage] == pytest.approx(sum(calls))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    flow=st.sampled_from(sorted(FLOWS)),
+    world=st.integers(2, 24),
+    gigabytes=st.sampled_from([3.0, 8.0, 60.0]),
+    wide=st.booleans(),
+)
+def test_mapping_of_any_dataflow_is_a_placement_that_fits(
+    flow: str, world: int, gigabytes: float, wide: bool
+) -> None:
+    other = replace(SMALL, name="wide", hidden_size=2048, num_heads=16, num_kv_heads=4)
+    dataflow = FLOWS[flow](SMALL, other if wide else SMALL, WORK)
+    hardware = _cramped(gigabytes)
+    try:
+        found = find_mapping(dataflow, hardware, world)
+    except ConfigError as err:
+        assert "expected" in str(err)
+        return
+
+    seconds = [placed.seconds for placed in found.best]
+    assert seconds == sorted(seconds)
+    for placed in found.best:
+        _check_placed(placed, dataflow, hardware, world)
+    first = found.best[0]
+    pools = [(pool.roles, pool.ranks) for pool in first.pools]
+    again = evaluate(dataflow, hardware, pools)
+    assert again.seconds == pytest.approx(first.seconds)
+    chosen = {role: s for pool in first.pools for role, s in pool.strategies.items()}
+    given_back = evaluate(dataflow, hardware, pools, strategies=chosen)
+    assert given_back.seconds == pytest.approx(first.seconds)
+
+
+def test_mapping_is_the_same_every_time() -> None:
+    found = [find_mapping(_paper("13B", "70B"), A100, 64).best for _ in range(2)]
+
+    assert found[0] == found[1]
+
+
+def test_separate_rollout_pool_is_never_shared() -> None:
+    dataflow = FLOWS["grpo_async"](NOMINAL["7B"], NOMINAL["7B"], Workload(512, 512, 512))
+
+    for placed in find_mapping(dataflow, A100, 32).best:
+        assert placed.pool_of("generator").roles == ("generator",)
+
+
+def test_one_stage_for_all_calls_costs_the_slowest_pool() -> None:
+    dataflow = FLOWS["grpo_async"](NOMINAL["7B"], NOMINAL["7B"], Workload(512, 512, 512))
+    placed = find_mapping(dataflow, A100, 32).best[0]
+
+    assert dataflow.stages == ("step",)
+    assert placed.seconds == max(pool.stage_seconds["step"] for pool in placed.pools)
+
+
+def test_too_small_a_world_is_refused_with_one_that_fits() -> None:
+    with pytest.raises(ConfigError, match=r"got 8 ranks .* expected at least about \d+"):
+        find_mapping(_paper("70B", "70B"), A100, 8)
+
+
+@pytest.mark.parametrize("role", ["actor", "reference"])
+def test_memory_floor_is_the_smallest_pool_that_holds_the_models(role: str) -> None:
+    dataflow = _paper("34B", "34B")
+    floor = memory_floor(dataflow, [role], A100)
+
+    table = CostTable(dataflow, A100, range(1, floor + 1))
+    number = [model.name for model in dataflow.models].index(role)
+    fits = [size for size in range(1, floor + 1) if len(table.front((number,), size).costs)]
+    assert fits == [floor]
+
+
+def test_explanation_names_ratio_limit_and_a_tie() -> None:
+    mapping = find_mapping(_paper("34B", "34B"), A100, 128)
+
+    text = explain(mapping, count=5)
+
+    assert mapping.is_tie and "a tie: " in text
+    assert text.count("limit: ") == 5 and "x1.000" in text
+    alone = Mapping(mapping.best[:1], 15, 128, 8, 0.0)
+    assert "only " in explain(alone)
+
+
+def test_a_missing_role_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected each of actor, critic, reference, reward once"):
+        evaluate(_paper("7B", "7B"), A100, [(["actor", "critic"], range(8))])
+
+
+def test_strategies_of_the_wrong_size_are_refused() -> None:
+    wrong = dict.fromkeys(("actor", "critic", "reference", "reward"), Strategy(2, 1, 1, 1, 1))
+
+    with pytest.raises(ConfigError, match="expected 8, the size of its pool"):
+        evaluate(_paper("7B", "7B"), A100, [(sorted(wrong), range(8))], strategies=wrong)
