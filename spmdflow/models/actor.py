@@ -21,6 +21,8 @@ from spmdflow.transfer.worker import WorkerContext
 class ActorWorker(PolicyWorker):
     """Generates with the rollout engine, learns with the train engine, on the same ranks."""
 
+    generates = True
+
     def __init__(self, cfg: ActorConfig, context: WorkerContext) -> None:
         cfg = self.bind_engine(cfg)
         mode = sync_mode(cfg, context.layout)

@@ -40,12 +40,14 @@ class EngineWorker(Worker):
 
     engine_kinds: ClassVar[tuple[str, ...]] = ()
     """Engines that this class is bound to, its own choice first; none: any that settings name."""
+    generates: ClassVar[bool] = False
+    """Whether it generates where it trains: rollout.layout then cuts its pool too."""
 
     @classmethod
     def layout_of(cls, cfg: Any, ranks: tuple[int, ...]) -> Layout:
         """Sizes from engine.layout and, for a role that generates, rollout.layout."""
         sizes = training_sizes(cls.role, cfg.engine)
-        generation = generation_sizes(cls.role, cfg) if hasattr(cfg, "rollout") else sizes
+        generation = generation_sizes(cls.role, cfg) if cls.generates else sizes
         return Layout(
             ranks,
             pp_size=sizes.pp,

@@ -53,8 +53,10 @@ SMALL = (
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            4,
+            3,
             (
+                "placement={a: {roles: [actor, reference, reward], ranks: [0]}, "
+                "b: {roles: [generator], ranks: [1, 2]}}",
                 "actor.rollout.engine=vllm",
                 "actor.rollout.layout=t2",
                 "actor.rollout.weights=vllm_transfer",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from spmdflow.config.leaf import defaults
 from spmdflow.config.schema import ActorConfig, RewardConfig
 from spmdflow.models.actor import ActorWorker
+from spmdflow.models.generator import GeneratorWorker
+from spmdflow.models.policy import PolicyWorker
 from spmdflow.models.reward import RewardWorker
 from spmdflow.parallel.layout import Layout
 
@@ -40,6 +42,13 @@ def test_data_parallel_trainer_may_generate_in_replicas_of_several_ranks() -> No
     assert not layout.nests
     assert layout.axis_groups("gen_tp") == [(0, 1), (2, 3)]
     assert {(0, 1), (2, 3), (0, 1, 2, 3)} <= set(ActorWorker.needed_groups(cfg, layout))
+
+
+def test_policy_whose_samples_others_make_is_not_cut_by_their_layout() -> None:
+    cfg = actor_config("t1", rollout="t2")
+
+    assert PolicyWorker.layout_of(cfg, (0,)) == Layout((0,))
+    assert GeneratorWorker.layout_of(cfg, (1, 2)) == Layout((1, 2), tp_size=2)
 
 
 def test_every_group_of_a_3d_layout_is_asked_for_once_and_ascends() -> None:
