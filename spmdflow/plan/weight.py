@@ -21,6 +21,7 @@ from spmdflow.hybrid_engine.table import generation_tables, training_tables
 from spmdflow.parallel.layout import Layout
 from spmdflow.plan.record import Trace, TracedModel
 from spmdflow.plan.workload import settings_of
+from spmdflow.rollout.vllm import VLLM_TRANSFER
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.table import parameters
 
@@ -72,6 +73,8 @@ def _local(traced: TracedModel, cfg: Any, nodes: Mapping[int, int], syncs: int) 
     layout, mode = traced.layout, sync_mode(cfg, traced.layout)
     element_bytes = getattr(torch, cfg.rollout.dtype).itemsize
     name = traced.name
+    if mode == VLLM_TRANSFER:  # always by boxes
+        return _boxes(name, name, cfg, layout, layout, nodes, syncs)
     if mode != "copy":
         architecture = Architecture.from_folder(cfg.model.path)
         case = Case(
