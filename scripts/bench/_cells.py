@@ -1,4 +1,4 @@
-"""The placements of the HybridFlow paper's section 8.3 and figures 14 and 15, and their scores.
+"""The placements of the HybridFlow paper's section 8.3, and how ours compare with them.
 
 A cell is won when the paper's placement costs at most 1 % more than the best one found. Nothing
 here is fitted: the coefficients are spmdflow/mapping/hardware/a100_80gb.yaml as they are.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spmdflow.mapping.auto import Mapping, evaluate, find_mapping
-from spmdflow.mapping.dataflow import Dataflow, Engine, Model, Rollout, Workload, ppo
+from spmdflow.mapping.dataflow import Dataflow, Workload, ppo
 from spmdflow.mapping.machine import Hardware
 from spmdflow.mapping.placed import Placed
 from spmdflow.mapping.shape import NOMINAL
@@ -104,15 +104,3 @@ def score_cell(cell: Cell, hardware: Hardware, *, log_prob: bool, keep: int = 10
         for roles, start, size in zip(cell.pools, starts, cell.sizes)
     ]
     return Score(cell, mapping, evaluate(dataflow, hardware, pools))
-
-
-def generation_sizes(name: str, hardware: Hardware) -> dict[int, float]:
-    """Figure 15: t_g -> seconds of transition and generation, four models on 16 GPUs, 1-8-2."""
-    found = {}
-    for size in (1, 2, 4, 8):
-        shape = NOMINAL[name]
-        rollout = Rollout(layout=(size, 1), min_batch_size=1)
-        actor = Model("actor", shape, True, Engine(layout=(8, 1)), rollout)
-        flow = ppo(actor, shape, reference=shape, reward=shape, workload=WORKLOAD)
-        found[size] = evaluate(flow, hardware, [(ALL, range(16))]).stage_seconds["generation"]
-    return found
