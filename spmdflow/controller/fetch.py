@@ -38,7 +38,7 @@ def _fetch_parts(caller: Caller, frame: Frame | SourceFrame, name: str, ids: Ids
         for rank, own in parts.items()
     }
     replies = caller.submit(f"fetch {name}", commands).result()
-    joined = join([_read(replies[rank]["column"]) for rank in parts])
+    joined = join([read_column(replies[rank]["column"]) for rank in parts])
     order = np.argsort(np.concatenate(list(parts.values())), kind="stable")
     return joined.take(torch.from_numpy(order))
 
@@ -62,7 +62,8 @@ def to_message(column: Column) -> dict[str, Any]:
     return {"spec": column.spec.to_plain(), "rows": len(column), "lengths": lengths, "bytes": raw}
 
 
-def _read(plain: Mapping[str, Any]) -> Column:
+def read_column(plain: Mapping[str, Any]) -> Column:
+    """The inverse of `to_message`."""
     spec = ColumnSpec.from_plain(plain["spec"])
     raw = bytearray(plain["bytes"])
     flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.zeros(0, dtype=torch.uint8)

@@ -26,6 +26,7 @@ from spmdflow.controller.group import (
 from spmdflow.controller.saving import Saving
 from spmdflow.controller.show import Show
 from spmdflow.controller.step import Step, reported, stage_seconds
+from spmdflow.controller.transcript import Transcript
 from spmdflow.controller.weight_link import WeightLink
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.errors import ConfigError, ProtocolError
@@ -47,6 +48,8 @@ class FlowSettings:
     start_seconds: float
     publish: Callable[[str], None] | None = None
     """Tells ranks outside the run which groups are made."""
+    transcript: Transcript | None = None
+    """Told when steps begin and end."""
 
 
 class Stopped(Exception):
@@ -182,6 +185,8 @@ class Flow:
         for number in range(last + 1, total + 1):
             self.step = Step(number)
             self.caller.step = number
+            if self._settings.transcript is not None:
+                self._settings.transcript.begin_step()
             yield self.step
             self._finish(self.step)
             if self.caller.transport.stop_requested:
@@ -229,7 +234,11 @@ class Flow:
         transfers = self.caller.transfers.take_outstanding()
         for record in transfers:
             record.pending.result()
-        self._show.step(step.number, self._metrics(step, records))
+        metrics = self._metrics(step, records)
+        self._show.step(step.number, metrics)
+        if self._settings.transcript is not None:
+            edges = self.caller.transfers.bytes
+            self._settings.transcript.end_step(step.number, metrics, edges)
         self._show.spans([*records, *transfers])
         self._show.samples(step.number, self.caller.scored)
         self.caller.scored = None

@@ -32,6 +32,7 @@ from spmdflow.controller.order import Transport
 from spmdflow.controller.saving import Saving
 from spmdflow.controller.session import Member, SessionSettings, run_session
 from spmdflow.controller.show import Show
+from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
 from spmdflow.controller.transfers import Transfers
 from spmdflow.errors import ConfigError
 from spmdflow.parallel.group import GroupSpec, GroupTable
@@ -173,6 +174,9 @@ def _run_script(
 ) -> int:
     """Build what the script needs and run it; the exit status."""
     run_dir = open_run_dir(cfg.run, to_yaml(cfg))
+    transcript = None
+    if run_dir.checkpoint is None:  # a resumed run begins in the middle
+        transport = transcript = Transcript(transport, run_dir.path / TRANSCRIPT_FILE, ranks)
     transfers = Transfers(transport, seconds=cfg.run.transfer_seconds)
     settings = CallSettings(cfg.run.seed, cfg.run.call_seconds, ranks)
     caller = Caller(transport, transfers, settings)
@@ -184,6 +188,7 @@ def _run_script(
         backend="nccl" if _device().type == "cuda" else "gloo",
         start_seconds=cfg.run.start_seconds,
         publish=publish,
+        transcript=transcript,
     )
     show = Show(cfg, run_dir.path, last_step=run_dir.last_step)
     saving = Saving(run_dir.path, run_dir.checkpoint, keep=cfg.run.keep_checkpoints)

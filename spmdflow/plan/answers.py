@@ -88,6 +88,8 @@ class Answers:
         }.get(operation)
         if answer is None:
             return {rank: {} for rank in commands}
+        if operation in ("scan", "call", "map", "join", "fetch"):
+            self._replay.go_to(label)
         return answer(label, number, commands)
 
     def tokens(self, number: int, commands: Mapping[int, Plain]) -> Tokens | None:
@@ -118,7 +120,7 @@ class Answers:
     def _to_scan(self, label: str, number: int, commands: Mapping[int, Plain]) -> Replies:
         replies: Replies = {}
         for rank, plain in commands.items():
-            report = self._scan(plain["data"], plain["path"])
+            report = self._replay.report or self._scan(plain["data"], plain["path"])
             self._scans[label.removesuffix(".scan")] = report
             replies[rank] = {"report": report}
         return replies
@@ -137,7 +139,7 @@ class Answers:
         plain = next(iter(commands.values()))
         spec = method_spec(self._classes[plain["group"]], plain["method"])
         if plain.get("ids") is None or not spec.writes:
-            said = self._replay.values(label)
+            said = self._replay.values
             value = self.examples.answer(label)
             return {rank: {"value": said.get(rank, value)} for rank in commands}
         return self._rows(label, number, commands, spec.writes)
@@ -152,7 +154,7 @@ class Answers:
         self, label: str, number: int, commands: Mapping[int, Plain], writes: tuple[str, ...]
     ) -> Replies:
         frame = self._frames.setdefault(number, {})
-        recorded = self._replay.columns(label)
+        recorded = self._replay.columns
         everyone = self._all_ids(commands) if recorded else _NO_IDS
         known: dict[bytes, dict[str, Any]] = {}  # tensor-parallel peers hold the same rows
         replies: Replies = {}
@@ -165,26 +167,35 @@ class Answers:
             if key not in known:
                 columns = {}
                 for name in writes:
-                    facts = self._facts(frame, name, recorded)
-                    if facts.spec.kind != "dense":
-                        if recorded:
-                            items = recorded[name][1][np.searchsorted(everyone, ids)]
-                        else:
-                            items = self._items(name, plain, ids)
-                        facts.add(ids, items)
-                        columns[name] = [facts.spec.to_plain(), items]
-                    else:
-                        columns[name] = [facts.spec.to_plain(), None]
+                    at = np.atleast_1d(np.searchsorted(everyone, ids))
+                    place = at if name in recorded else None
+                    columns[name] = self._made(frame, name, plain, ids, place)
                 known[key] = {"columns": columns}
             replies[rank] = known[key]
         return replies
 
-    def _facts(self, frame: dict[str, _Facts], name: str, recorded: Mapping[str, Any]) -> _Facts:
+    def _made(
+        self,
+        frame: dict[str, _Facts],
+        name: str,
+        plain: Plain,
+        ids: np.ndarray,
+        recorded_at: np.ndarray | None,
+    ) -> list[Any]:
+        """Kind and items of the rows ids of one column; recorded_at: their places in the run's."""
+        recorded = self._replay.columns.get(name) if recorded_at is not None else None
         if name not in frame:
             form = self.examples.form(name)
-            spec = recorded[name][0] if recorded else form.spec
-            frame[name] = _Facts(spec, form.like)
-        return frame[name]
+            frame[name] = _Facts(recorded[0] if recorded else form.spec, form.like)
+        facts = frame[name]
+        if facts.spec.kind == "dense":
+            return [facts.spec.to_plain(), None]
+        if recorded and recorded[1] is not None:
+            items = recorded[1][recorded_at]
+        else:
+            items = self._items(name, plain, ids)
+        facts.add(ids, items)
+        return [facts.spec.to_plain(), items]
 
     @staticmethod
     def _all_ids(commands: Mapping[int, Plain]) -> np.ndarray:
@@ -215,7 +226,10 @@ class Answers:
                 if items is None:
                     continue
                 order = np.argsort(plain["ids"], kind="stable")
-                place = order[np.searchsorted(plain["ids"], ids, sorter=order)]
+                place = np.searchsorted(plain["ids"], ids, sorter=order)
+                place = order[np.minimum(place, len(order) - 1)] if len(ids) else order[:0]
+                if not np.array_equal(plain["ids"][place], ids):
+                    continue  # the rank holds rows that it was not given
                 return items[place] // other.items_per_token * form.items_per_token
         return None
 
@@ -247,7 +261,7 @@ class Answers:
     # Values
 
     def _to_fetch(self, label: str, number: int, commands: Mapping[int, Plain]) -> Replies:
-        recorded = self._replay.fetched(label)
+        recorded = self._replay.fetched
         ids = [plain["input"]["ids"] for plain in commands.values()]
         everyone = np.unique(np.concatenate([_NO_IDS, *ids]))
         replies: Replies = {}

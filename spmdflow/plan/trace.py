@@ -75,6 +75,20 @@ def trace(
     return flow.to_trace(files.notes, script)
 
 
+def trace_replayed(script: ModuleType, cfg: Any, replay: Replay) -> Trace:
+    """The steps of a run that a transcript has, with the run's own lengths and values."""
+    nodes = replay.nodes
+    settings = TraceSettings(
+        world=replay.ranks,
+        nodes=tuple(nodes.get(rank, 0) for rank in range(max(replay.ranks) + 1)),
+        num_steps=max(replay.steps),
+        with_evaluation=0 in replay.steps,
+        most_calls=1 << 30,
+        read_data=False,
+    )
+    return trace(script, cfg, settings, replay)
+
+
 def _located(err: Exception, file: str) -> str:
     lines = [f.lineno for f in traceback.extract_tb(err.__traceback__) if f.filename == file]
     text = str(err)
@@ -153,6 +167,13 @@ class _TracedFlow(Flow):
         self._transport.phase = "eval"
         super().evaluate(every=every)
         self._transport.phase = "train"
+
+    def report(self, greedy: Batch, sampled: Batch) -> dict[str, float]:
+        """The values are looked at, nothing is written."""
+        for batch in (greedy, sampled):
+            if len(batch):
+                batch.fetch_for("filter", *(set(batch.columns) & {"scores"}))
+        return {}
 
     def _before_first_step(self) -> None:
         if self._trace_settings.with_evaluation:

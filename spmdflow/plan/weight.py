@@ -73,9 +73,7 @@ def _local(traced: TracedModel, cfg: Any, nodes: Mapping[int, int], syncs: int) 
     layout, mode = traced.layout, sync_mode(cfg, traced.layout)
     element_bytes = getattr(torch, cfg.rollout.dtype).itemsize
     name = traced.name
-    if mode == VLLM_TRANSFER:  # always by boxes
-        return _boxes(name, name, cfg, layout, layout, nodes, syncs)
-    if mode != "copy":
+    if mode not in ("copy", VLLM_TRANSFER):
         architecture = Architecture.from_folder(cfg.model.path)
         case = Case(
             architecture,

@@ -1,0 +1,167 @@
+"""`Transcript`: what the ranks answered in the first steps, so that a plan can be held against it.
+
+Row lengths and values decide how many bytes travel; only a run knows them. RUN_DIR/transcript
+keeps them, with the bytes of every edge, for the first steps of a run that was not resumed: numbers
+of rows and tokens, values that the script fetched, plain answers. Recording stops at a size limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmdflow.controller.frame import Ids
+from spmdflow.controller.message import decode, encode
+from spmdflow.controller.order import Order, Pending, Replies, Transport
+from spmdflow.controller.transfers import EdgeBytes
+from spmdflow.errors import DataError, MessageError
+
+TRANSCRIPT_FILE = "transcript"
+NUM_STEPS = 3
+"""Steps that are kept, the evaluation before the first not counted."""
+MOST_BYTES = 16 << 20
+"""A step after which the transcript would be larger is left out, and those after it."""
+_RECORDED = ("scan", "call", "map", "join", "fetch")
+_NO_IDS = np.zeros(0, dtype=np.int64)
+
+
+class Transcript:
+    """A transport that listens: `Transport`'s surface, and a file at the end of the last step."""
+
+    def __init__(self, transport: Transport, path: Path, ranks: tuple[int, ...]) -> None:
+        """path: of the file; ranks: of the run."""
+        self._transport, self._path = transport, path
+        self._nodes = [transport.node_of(rank) for rank in ranks]
+        self._ranks = ranks
+        self._answers: dict[str, list[dict[str, Any]]] = {}
+        self._steps: list[dict[str, Any]] = []
+        self._before: dict[tuple[int, int], int] = {}
+        self._is_open, self._is_between_steps = True, False
+
+    # The transport's surface
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._transport.world_size
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the run was asked to save and end."""
+        return self._transport.stop_requested
+
+    def submit(self, order: Order) -> Pending:
+        """Send an order; what comes back is written down."""
+        command = next(iter(order.commands.values()))
+        recorded = self._is_open and not self._is_between_steps and order.lane == "compute"
+        if not recorded or command.get("operation") not in _RECORDED:
+            return self._transport.submit(order)
+        entry: dict[str, Any] = {}
+        self._answers.setdefault(order.label, []).append(entry)  # in the order of the script
+        done = order.on_done
+
+        def on_done(replies: Replies) -> None:
+            entry.update(_entry(str(command["operation"]), order.commands, replies))
+            if done is not None:
+                done(replies)
+
+        return self._transport.submit(replace(order, on_done=on_done))
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Run function in the io thread, after everything submitted before."""
+        self._transport.post(function)
+
+    def node_of(self, rank: int) -> int:
+        """The machine that a rank runs on."""
+        return self._transport.node_of(rank)
+
+    def close(self) -> None:
+        """Wait for all orders, then end every rank's lanes."""
+        self._transport.close()
+
+    # Steps
+
+    def begin_step(self) -> None:
+        """Orders belong to a step again; those between steps show samples and save."""
+        self._is_between_steps = False
+
+    def end_step(self, number: int, metrics: Mapping[str, float], edges: EdgeBytes) -> None:
+        """A step is over and everything has arrived."""
+        self._is_between_steps = True
+        if not self._is_open:
+            return
+        moved = {
+            edge: size - self._before.get(edge, 0)
+            for edge, size in edges.moved.items()
+            if size > self._before.get(edge, 0)
+        }
+        self._before = dict(edges.moved)
+        rows = [[source, destination, size] for (source, destination), size in moved.items()]
+        self._steps.append({"step": number, "edges": rows, "metrics": dict(metrics)})
+        data = self._encoded()
+        self._is_open = number < NUM_STEPS and data is not None
+        if data is not None:
+            self._path.write_bytes(data)
+
+    def _encoded(self) -> bytes | None:
+        """The file; None: it is too large, or an answer is no plain data."""
+        content = {
+            "ranks": list(self._ranks),
+            "nodes": self._nodes,
+            "steps": self._steps,
+            "answers": self._answers,
+        }
+        try:
+            data = encode(content)
+        except MessageError:
+            return None
+        return data if len(data) <= MOST_BYTES else None
+
+
+def read_transcript(path: Path) -> dict[str, Any]:
+    """What a run wrote; DataError if there is nothing that can be read."""
+    try:
+        content = decode(path.read_bytes())
+    except (OSError, MessageError) as err:
+        raise DataError(
+            f"{path}: got no transcript ({err}), expected that of a run's first steps; give the "
+            f"RUN_DIR of a run that was not resumed"
+        ) from err
+    assert isinstance(content, dict), path
+    return content
+
+
+def _entry(
+    operation: str, commands: Mapping[int, Mapping[str, Any]], replies: Replies
+) -> dict[str, Any]:
+    if operation == "scan":
+        return {"report": next(iter(replies.values()))["report"]}
+    if operation == "fetch":
+        ids = {rank: plain["input"]["ids"] for rank, plain in commands.items()}
+        return {"fetched": [[ids[rank], reply["column"]] for rank, reply in replies.items()]}
+    holds = {rank: plain.get("holds", plain.get("ids")) for rank, plain in commands.items()}
+    if any("columns" in reply for reply in replies.values()):
+        return {"columns": _columns(holds, replies)}
+    return {"values": {rank: reply.get("value") for rank, reply in replies.items()}}
+
+
+def _columns(holds: Mapping[int, Ids | None], replies: Replies) -> dict[str, Any]:
+    """Kind and items of every column, rows in the order of their ids."""
+    rows: dict[int, Ids] = {}
+    seen: set[bytes] = set()
+    for rank, ids in holds.items():
+        if ids is not None and replies[rank]["columns"] and ids.tobytes() not in seen:
+            seen.add(ids.tobytes())  # peers hold the same rows
+            rows[rank] = ids
+    first = np.unique(np.concatenate([_NO_IDS, *rows.values()]), return_index=True)[1]
+    found: dict[str, Any] = {}
+    for rank in rows:
+        for name, (spec, _) in replies[rank]["columns"].items():
+            if name not in found:
+                parts = [replies[r]["columns"][name][1] for r in rows]
+                found[name] = [spec, None if parts[0] is None else np.concatenate(parts)[first]]
+    return found
