@@ -5,7 +5,7 @@
 | blocks, flat | Megatron trains, vLLM generates in the same precision inside its replicas |
 | copy by boxes | other tensor- or pipeline-parallel layouts on either side |
 | copy of whole tensors | data-parallel trainer, each rank generating by itself |
-| vllm_transfer: by boxes | vLLM generates; its weight-transfer interface runs the plan |
+| vllm_transfer | vLLM generates; one of the two copies, inside its weight-transfer interface |
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def hybrid_of(
             vocab_multiple=vocab_multiple(layout.tp_size),
             verify_every=verify_every,
         )
-    if _whole_by_rank(layout) and cfg.rollout.weights != VLLM_TRANSFER:
+    if layout.pp_size == layout.tp_size == 1 and layout.generation_dp_size == layout.size:
         return CopySync(
             engine, generator, verify_every=verify_every, frees_generator=frees_generator
         )
@@ -110,11 +110,6 @@ def _plan(cfg: Any, layout: Layout, *, element_bytes: int) -> ReshardPlan:
         element_bytes=element_bytes,
         bucket_bytes=BUCKET_BYTES,
     )
-
-
-def _whole_by_rank(layout: Layout) -> bool:
-    """Whether rank by rank is trained data-parallel and generates by itself."""
-    return layout.pp_size == layout.tp_size == 1 and layout.generation_dp_size == layout.size
 
 
 def _obstacle(cfg: Any, layout: Layout) -> str | None:

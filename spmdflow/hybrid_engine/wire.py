@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdflow.errors import WeightSyncError
 from spmdflow.hybrid_engine.reshard import Message, ReshardPlan
 from spmdflow.parallel.group import GroupTable
 
@@ -61,14 +62,17 @@ class SocketWire:
     ) -> None:
         """Meet the others, who give the same ranks; address: this host's, as they reach it.
 
-        RuntimeError of torch if they have not come after `seconds`, the limit of every wait.
+        seconds: limit of every wait. WeightSyncError if they have not come by then.
         """
         self._ranks, self._rank = list(ranks), rank
         gloo: Any = dist.ProcessGroupGloo  # its methods are in no stub
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=seconds)
-        self._group = gloo(store, self._ranks.index(rank), len(self._ranks), options)
+        try:
+            self._group = gloo(store, self._ranks.index(rank), len(self._ranks), options)
+        except RuntimeError as err:
+            raise self._apart(f"no meeting within {seconds:g} s at {address}") from err
 
     def start(self, message: Message, values: Tensor) -> list[dist.Work]:
         """Point to point."""
@@ -83,6 +87,7 @@ class SocketWire:
         """The source's values on every rank, in place; collective.
 
         meanwhile: called again and again until it is done; what it raises ends the wait.
+        WeightSyncError if the other side is gone.
         """
         options = dist.BroadcastOptions()
         options.rootRank = self._ranks.index(source)
@@ -90,7 +95,16 @@ class SocketWire:
         while meanwhile is not None and not work.is_completed():
             meanwhile()
             time.sleep(_PAUSE_SECONDS)
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as err:
+            raise self._apart(f"nothing from rank {source}") from err
+
+    def _apart(self, what: str) -> WeightSyncError:
+        return WeightSyncError(
+            f"weights between two programs: got {what} on rank {self._rank} of {self._ranks}, "
+            f"expected all of them; look at the log of the other program, restart it and this run"
+        )
 
 
 def address_towards(host: str, port: int) -> str:

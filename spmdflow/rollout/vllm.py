@@ -11,7 +11,7 @@ checked by hash.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -95,17 +95,14 @@ class VllmGenerator:
                 f"trainer's shards, expected none; call shared(version) after they have changed"
             )
         self.wake("weights")
-        if self._by_transfer:
-            raise WeightSyncError(
-                f"weights of version {version}: got full tensors for a generator that is updated "
-                f"through vLLM's weight transfer, expected overwrite(); set "
-                f"actor.rollout.weights=copy"
-            )
         arrivals = Arrivals(self._reading.shapes)
-        self._engine.model.load_weights(arrivals.fitting(tensors))
-        arrivals.check(version)
-        self.renew(version)
-        return arrivals.num_bytes
+
+        def fill() -> int:
+            self._engine.model.load_weights(arrivals.fitting(tensors))
+            arrivals.check(version)
+            return arrivals.num_bytes
+
+        return self._update(fill, version)
 
     def share(self, shards: Shards, *, tp_size: int, vocab_multiple: int) -> None:
         """Read the trainer's shards from now on; vLLM's own weights are freed for good.
@@ -130,15 +127,10 @@ class VllmGenerator:
         return self._reading.blocks
 
     def overwrite(self, fill: Fill, *, version: int) -> int:
-        """See Generator.overwrite; through vLLM's own interface if rollout.weights says so."""
+        """See Generator.overwrite."""
         self.wake("weights")
         self.weights_version = NEVER
-        if self._by_transfer:
-            received = self._engine.update(lambda: fill(self.blocks()), version)
-        else:
-            received = fill(self.blocks())
-        self.renew(version)
-        return received
+        return self._update(lambda: fill(self.blocks()), version)
 
     def renew(self, version: int) -> None:
         """See Generator.renew: cached prefixes are forgotten."""
@@ -180,6 +172,12 @@ class VllmGenerator:
         """Free the engine; the process can build another."""
         del self._reading
         self._engine.close()
+
+    def _update(self, fill: Callable[[], int], version: int) -> int:
+        """Have fill change the weights: inside vLLM's own interface if rollout.weights says so."""
+        received = self._engine.update(fill, version) if self._by_transfer else fill()
+        self.renew(version)
+        return received
 
     def _joined(self, columns: Tensor) -> Tensor:
         """The last dimension over the tensor-parallel group."""

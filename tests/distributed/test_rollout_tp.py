@@ -102,6 +102,14 @@ def test_tensor_parallel_responses_equal_transformers_and_follow_a_load(
     judge_load([found[f"{check} loaded"] for found in ranks], replicas)
 
 
+def test_vllm_knows_the_version_that_its_own_interface_brought_and_tokens_carry_it(
+    ranks: list[dict],
+) -> None:
+    for found in (rank["vllm_transfer"] for rank in ranks):
+        assert found["version"] == "3" and found["same"] == ""
+        assert "made with weights ['of somebody else'], expected version 3" in found["other"]
+
+
 def test_pipeline_with_tensor_parallel_stages_equals_transformers(ranks: list[dict]) -> None:
     found = [rank["t2p2"] for rank in ranks]
     assert [place["ranks"] for place in found] == [

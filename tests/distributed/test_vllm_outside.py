@@ -154,6 +154,18 @@ def test_outside_llm_follows_fsdp_and_megatron_trainers_and_a_stale_tensor_is_ca
 
 
 @pytest.mark.slow
+def test_a_tied_head_that_still_computes_with_old_weights_is_caught(tmp_path: Path) -> None:
+    path = write_family(tmp_path / "model", "qwen3", max_position_embeddings=256)
+
+    with program(tmp_path, path) as url:
+        first, second = run_ranks(publish_faults, 2, path, url, "packed head")
+
+    assert "status 500" in first[0] and "got lm_head.weight with hash" in first[0]
+    assert "the tied model.embed_tokens.weight" in first[0]
+    assert "weights of version 1 that it could not use" in second[0]
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(
     not entry_points(group="vllm.general_plugins", name="spmdflow"),
     reason="the package's entry point is not installed: run scripts/setup.sh",

@@ -67,6 +67,16 @@ def check_load(world: World, generator: Any, layout: Layout, family: str) -> dic
     }
 
 
+def check_transfer(generator: Any) -> dict[str, Any]:
+    """vLLM knows what was loaded through its interface, and tokens of other weights are refused."""
+    engine, prompts = generator._engine, make_prompts(len(SEEDS), vocab_size=100)
+    found = {"version": engine._llm.get_weight_version()}
+    engine._llm.update_weight_version("of somebody else")
+    found["other"] = message(lambda: generator.generate(prompts, GREEDY, SEEDS))
+    engine._llm.update_weight_version(found["version"])
+    return found | {"same": message(lambda: generator.generate(prompts, GREEDY, SEEDS))}
+
+
 def view_of(generator: Any, name: str) -> Tensor | None:
     """This rank's view of a tensor, if it reads a part of it."""
     views = (view for held, view, _ in generator._reading.blocks if held == name)
@@ -289,9 +299,10 @@ def one_layout(world: World, family: str, name: str) -> dict[str, Any]:
 def default_checks(world: World) -> Iterator[tuple[str, dict[str, Any]]]:
     """Those of every day: each family and each kind of layout once."""
     strided = LAYOUTS["t2 strided"]
-    generator = world.generator("llama", strided)
+    generator = world.generator("llama", strided, weights="vllm_transfer")
     yield "llama", compare(world, generator, strided, load(world.path("llama")))
     yield "llama loaded", check_load(world, generator, strided, "llama")
+    yield "vllm_transfer", check_transfer(generator)
     yield "faults", check_faults(world, generator)
     yield "disagreement", check_disagreement(world, generator, strided)
     yield "sleep", check_sleep(world, generator, strided)

@@ -14,6 +14,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+from spmdflow.rollout.vllm_transfer import Target
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -75,7 +77,13 @@ class Program:
         ]
 
     def _plant(self, name: str) -> None:
-        """The tensor's old values come instead of the new ones, from now on."""
+        """The tensor's old values come instead of the new ones, from now on.
+
+        packed head: what vLLM packed of a tied head stays instead.
+        """
+        if name == "packed head":
+            Target._packed_layers = _unchanged_once(Target._packed_layers)  # type: ignore
+            return
         model = self._llm.apply_model(lambda model: model)[0]
         load, old = model.load_weights, dict[str, Any]()
 
@@ -87,6 +95,17 @@ class Program:
             return load(stale())
 
         model.load_weights = load_stale
+
+
+def _unchanged_once(packed_layers: Any) -> Any:
+    """Nothing to pack again, the first time that it is asked: by finish_reload."""
+    asked = []
+
+    def layers(self: Target) -> Any:
+        asked.append(1)
+        return packed_layers(self) if len(asked) > 1 else ()
+
+    return layers
 
 
 class Routes(BaseHTTPRequestHandler):
