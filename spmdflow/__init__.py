@@ -48,6 +48,8 @@ _HOMES = {
     "launch": "spmdflow.controller.launch",
     "compute_advantages": "spmdflow.objectives.advantage",
     "as_baseline": "spmdflow.objectives.baseline",
+    "AdaptiveKL": "spmdflow.objectives.kl_control",
+    "measure_kl": "spmdflow.objectives.kl_control",
     "compute_safe_advantages": "spmdflow.objectives.lagrange",
     "LagrangeMultiplier": "spmdflow.objectives.lagrange",
     "compute_rollout_weights": "spmdflow.objectives.correction",

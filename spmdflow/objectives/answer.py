@@ -103,7 +103,7 @@ def implicit_rewards(log_probs: Tensor, ref_log_probs: Tensor, cfg: PreferenceLo
 
 
 class LabelLoss:
-    """KTO over a mini-batch (Ethayarajh et al. 2024, eq. 8): each answer is good or bad by itself.
+    """KTO over a mini-batch: each answer is good or bad by itself (Ethayarajh et al. 2024, 4.1).
 
     L = 1/n sum_i w_i (1 - sigmoid(+-(h_i - beta z))),  z = max(0, 1/n sum_i kl_i)
 

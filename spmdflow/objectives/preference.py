@@ -86,7 +86,7 @@ def kto(
 ) -> Tensor:
     """w (1 - sigmoid(+-(h - beta KL))): + for desirable answers, - for others; (n,) -> (n,).
 
-    KTO (Ethayarajh et al. 2024, eq. 8). desirable: (n,) bool; kl: scalar estimate of KL(pi ||
+    KTO (Ethayarajh et al. 2024, section 4.1). desirable: (n,) bool; kl: scalar estimate of KL(pi ||
     pi_ref) in nats, which passes no gradient and counts as 0 if it is negative.
     """
     gain = beta * (log_probs - ref_log_probs - kl.detach().clamp(min=0))

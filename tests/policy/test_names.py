@@ -15,6 +15,7 @@ from tests.policy.house import REPOSITORY, files, imported_names, tree_of
 
 PUBLIC_NAMES = [
     "ActorWorker",
+    "AdaptiveKL",
     "AnswerReferenceWorker",
     "ConfigError",
     "CorrectionConfig",
@@ -56,6 +57,7 @@ PUBLIC_NAMES = [
     "compute_rollout_weights",
     "compute_safe_advantages",
     "launch",
+    "measure_kl",
     "part",
     "policy_loss",
     "preference_loss",

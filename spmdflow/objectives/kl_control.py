@@ -1,0 +1,81 @@
+"""An adaptive weight of the KL in the reward: it follows the KL that is measured.
+
+weight = flow.keep(weight=AdaptiveKL(cfg.advantage, target=6.0))
+...
+batch |= batch.map(measure_kl)
+weight.update(batch.mean("reference_kl"))
+batch |= batch.map(compute_advantages, estimator="gae", cfg=weight.applied_to(cfg.advantage))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from tensordict import TensorDict
+
+from spmdflow.config.schema import AdvantageConfig
+from spmdflow.data.ragged import pad
+from spmdflow.errors import ConfigError
+from spmdflow.objectives.advantage import Report
+from spmdflow.objectives.kl import kl_estimate
+from spmdflow.objectives.reduction import Reduce, inside
+from spmdflow.transfer.row_maths import row_maths
+from spmdflow.transfer.worker import Mean
+
+LARGEST_ERROR, GAIN = 0.2, 0.1
+
+A = TypeVar("A", bound=AdvantageConfig)
+
+
+@row_maths(reads=("response_mask", "old_log_probs", "ref_log_probs"), writes=("reference_kl",))
+def measure_kl(batch: TensorDict, *, reduce: Reduce, report: Report) -> TensorDict:
+    """reference_kl (B,) float32: each response's KL to the reference in nats, k1 over its tokens.
+
+    Reports its mean as advantage/measured_kl.
+    """
+    mask = pad(batch["response_mask"])
+    old, ref = (pad(batch[name]).double() for name in ("old_log_probs", "ref_log_probs"))
+    kl = inside(kl_estimate("k1", old, ref), mask).sum(-1)
+    report({"advantage/measured_kl": Mean(float(kl.sum()), float(len(kl)))})
+    return TensorDict({"reference_kl": kl.to(torch.float32)}, batch_size=batch.batch_size)
+
+
+class AdaptiveKL:
+    """kl_coef, which grows while the KL is above its target and shrinks while it is below.
+
+    e = clip(KL / target - 1, -0.2, 0.2),  kl_coef <- kl_coef (1 + 0.1 e)
+
+    Ziegler et al. 2019, section 2.2, eq. 4; their gain of 0.1 is for one update a step.
+    """
+
+    def __init__(self, cfg: AdvantageConfig, *, target: float) -> None:
+        """cfg.kl_coef: the weight to begin with. target: KL of a response in nats.
+
+        ConfigError unless both are above 0.
+        """
+        if not (cfg.kl_coef > 0 and target > 0):
+            raise ConfigError(
+                f"AdaptiveKL: got advantage.kl_coef {cfg.kl_coef:g} and target {target:g}, "
+                f"expected both above 0, as the weight is multiplied; set them"
+            )
+        self.value, self._target = cfg.kl_coef, target
+
+    def update(self, mean_kl: float) -> None:
+        """One step towards the target, by the mean KL of a batch's responses in nats."""
+        error = min(max(mean_kl / self._target - 1, -LARGEST_ERROR), LARGEST_ERROR)
+        self.value *= 1 + GAIN * error
+
+    def applied_to(self, cfg: A) -> A:
+        """The same settings with the weight as it is now."""
+        return replace(cfg, kl_coef=self.value)
+
+    def state_dict(self) -> dict[str, float]:
+        """Its value."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue with the value of `state_dict`."""
+        self.value = state["value"]
