@@ -26,7 +26,7 @@ stage algos/sft.py algos/sft_stories.yaml "run.dir=$runs/sft"
 stage algos/reward_model.py algos/reward_model_stories.yaml "run.dir=$runs/reward_model" \
     "reward_model.model.path=$runs/sft/export/actor"
 
-stage algos/ppo.py algos/ppo_stories.yaml "run.dir=$runs/ppo" total_steps=20 \
+stage algos/ppo.py algos/ppo_stories.yaml "run.dir=$runs/ppo" total_steps=12 eval_every=4 save_every=4 \
     "actor.model.path=$runs/sft/export/actor" \
     "reward.model.path=$runs/reward_model/export/reward_model"
 
