@@ -125,6 +125,8 @@ class Call:
     workload: Workload
     name: str = ""
     """The method, for tables; empty: the kind."""
+    fixed_seconds: float | None = None
+    """What it takes on any pool, such as a reward function in processes; None: simulated."""
 
     @property
     def title(self) -> str:

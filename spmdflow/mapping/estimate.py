@@ -115,6 +115,8 @@ def call_seconds(
     kv_bytes: float | None = None,
 ) -> Estimate:
     """One call by its kind; the transition is not part of it, offloading is."""
+    if call.fixed_seconds is not None:
+        return Estimate({"fixed": call.fixed_seconds})
     if call.kind == "generate":
         found = generate_seconds(model, call.workload, strategy, hardware, kv_bytes=kv_bytes)
     elif call.kind == "train":

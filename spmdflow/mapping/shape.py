@@ -156,3 +156,6 @@ NOMINAL: Mapping[str, ModelShape] = {
     "70B": _llama("70B", 70, 80, 8192, 28672, 8),
 }
 """The paper's models: Llama 2 (7B, 13B, 70B) and Code Llama's 34B, parameters as in their names."""
+
+EMPTY = ModelShape("none", 1, 1, 1, 1, 1, 1, 1, scalar_head=True, nominal_parameters=0)
+"""A role without weights, such as a reward function; its calls have fixed seconds."""

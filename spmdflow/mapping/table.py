@@ -124,6 +124,9 @@ class CostTable:
         needed, generation, cache, full = (np.zeros(len(cut)) for _ in range(4))
         for call in (call for _, call in calls):
             stage = self.dataflow.stages.index(call.stage)
+            if call.fixed_seconds is not None:
+                costs[:, stage] += call.fixed_seconds
+                continue
             costs[:, stage] += total(offload_parts(model, cut, self.hardware))
             beside = total(call_bytes(model, call.kind, call.workload, cut))
             if call.kind == "generate":
@@ -184,7 +187,7 @@ class CostTable:
 
     def _generations(self, model: Model) -> list[Call]:
         calls = [call for _, call in self.dataflow.calls_of(model.name)]
-        return [call for call in calls if call.kind == "generate"]
+        return [c for c in calls if c.kind == "generate" and c.fixed_seconds is None]
 
     def _front_of(self, block: Block, size: int) -> Front:
         loud = [n for n in block if self._generations(self.entries[n].model)]

@@ -27,7 +27,7 @@ from spmdflow.mapping.explain import explain
 from spmdflow.mapping.machine import Hardware, load_hardware
 from spmdflow.mapping.placed import Placed
 from spmdflow.mapping.search import Options, blocks_of
-from spmdflow.mapping.shape import NOMINAL, ModelShape
+from spmdflow.mapping.shape import EMPTY, NOMINAL, ModelShape
 from spmdflow.mapping.strategy import Strategy, strategies
 from spmdflow.mapping.table import CostTable
 from tests.unit.mapping_reference import algorithm_1
@@ -289,3 +289,21 @@ def test_strategies_of_the_wrong_size_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="expected 8, the size of its pool"):
         evaluate(_paper("7B", "7B"), A100, [(sorted(wrong), range(8))], strategies=wrong)
+
+
+def test_a_reward_function_takes_its_seconds_on_any_pool() -> None:
+    flow = FLOWS["grpo"](NOMINAL["7B"], NOMINAL["7B"], Workload(512, 512, 512))
+    models = tuple(replace(m, shape=EMPTY) if m.name == "reward" else m for m in flow.models)
+    calls = tuple(replace(c, fixed_seconds=2.5) if c.model == "reward" else c for c in flow.calls)
+
+    placed = find_mapping(Dataflow(models, calls), A100, 16).best[0]
+
+    number = [call.model for call in calls].index("reward")
+    assert placed.pool_of("reward").estimates[number].parts == {"fixed": 2.5}
+    alone = evaluate(
+        Dataflow(models, calls),
+        A100,
+        [(("actor", "reference"), range(8)), (("reward",), range(8, 9))],
+    )
+    assert alone.pools[1].stage_seconds["preparation"] == 2.5
+    assert alone.pools[1].memory_bytes < 1e7
