@@ -1,10 +1,10 @@
 """ReMax: the greedy response's score takes the critic's place (Li et al. 2024, algorithm 1).
 
 Departures from the paper:
-1. the greedy response has a row for each sample, so samples_per_prompt is best left at 1, the
-   paper's choice;
-2. the policy's ratio is clipped, so that a batch may be cut into several optimizer steps;
+1. the policy's ratio is clipped, so that a batch may be cut into several optimizer steps;
    actor.loss.surrogate=plain with one mini-batch is the paper's REINFORCE;
+2. several samples of a prompt (data.samples_per_prompt; the paper has one) share its greedy
+   response;
 3. the KL to the reference is in the reward of the samples (advantage.kl_coef), not in the
    baseline.
 
@@ -36,11 +36,11 @@ def main(flow: Flow, cfg: RemaxConfig) -> None:
         # Stage 1: generation, sampled and greedy
         drawn = next(prompts)
         batch = actor.generate_sequences(drawn)
-        greedy = actor.generate_sequences(drawn, greedy=True)
+        greedy = actor.generate_sequences(drawn.first_samples(), greedy=True)
         # Stage 2: preparation
         batch |= actor.compute_log_prob(batch)
         batch |= reference.compute_ref_log_prob(batch)
-        batch |= reward.compute_reward(greedy, prefix="greedy").map(as_baseline)
+        batch |= reward.compute_reward(greedy, prefix="greedy").map(as_baseline).shared_by(batch)
         batch |= reward.compute_reward(batch)
         batch |= batch.map(compute_advantages, estimator="remax", cfg=cfg.advantage)
         # Stage 3: learning

@@ -128,6 +128,31 @@ class Batch:
             )
         return Batch(self._caller, other.ids, other.parents, self._columns)
 
+    def first_samples(self) -> Batch:
+        """The first row of each group (samples of one prompt), in order; ids stay."""
+        _, first = np.unique(self.parents, return_index=True)
+        return self.select(np.sort(first))
+
+    def shared_by(self, samples: Batch) -> Batch:
+        """This batch's one row of each group as columns of all the group's rows in `samples`.
+
+        The answer has the ids of samples, so that the two can join. RowError unless each of its
+        groups has exactly one row here.
+        """
+        order = np.argsort(self.parents, kind="stable")
+        groups = self.parents[order]
+        if not np.array_equal(groups, np.unique(samples.parents)):
+            raise RowError(
+                f"shared_by: got {len(self)} rows of {len(np.unique(groups))} prompts for samples "
+                f"of {len(np.unique(samples.parents))} prompts, expected one row of each of their "
+                f"prompts; make them from samples.first_samples()"
+            )
+        place = order[np.searchsorted(groups, samples.parents)]
+        columns = {
+            name: ColumnRef(ref.frame, ref.ids[place]) for name, ref in self._columns.items()
+        }
+        return Batch(self._caller, samples.ids, samples.parents, columns)
+
     def drop(self, *names: str) -> Batch:
         """Without the columns `names`."""
         for name in names:

@@ -23,7 +23,11 @@ SMALL = (
     "eval_every=2",
 )
 SCRIPTS = {
-    "remax": ("actor.update.mini_batch_size=6",),
+    "remax": (  # two ranks cut the third prompt's samples, whose greedy response is on one of them
+        "data.prompts_per_step=5",
+        "data.samples_per_prompt=3",
+        "actor.update.mini_batch_size=15",
+    ),
     "rloo": ("actor.update.mini_batch_size=24",),
     "reinforce_pp": ("actor.update.mini_batch_size=6",),
 }
@@ -66,8 +70,9 @@ def test_remax_learns_nothing_from_a_sample_that_is_the_greedy_response(tmp_path
     steps = run("remax", tmp_path / "run", "actor.rollout.top_k=1", "advantage.kl_coef=0")
 
     for step in steps[1:]:
-        assert step["reward/mean"] == step["greedy/mean"] > 0
-        assert step["reward/accuracy"] == step["greedy/accuracy"]
+        assert step["reward/mean"] == pytest.approx(step["greedy/mean"])  # of 15 and of 5 rows
+        assert step["reward/accuracy"] == pytest.approx(step["greedy/accuracy"])
+        assert step["reward/mean"] > 0
         assert step["actor/pg_loss"] == step["actor/grad_norm"] == 0
 
 
@@ -75,6 +80,20 @@ def test_remax_keeps_the_scores_of_samples_and_greedy_responses_apart(tmp_path: 
     step = run("remax", tmp_path / "run", "total_steps=1", "eval_every=0")[0]
 
     assert step["greedy/mean"] > step["reward/mean"]  # at a temperature of 2.5
+
+
+def test_remax_has_one_greedy_response_for_each_prompt(tmp_path: Path) -> None:
+    short = ("total_steps=1", "eval_every=0")
+    alone = ("data.samples_per_prompt=1", "actor.update.mini_batch_size=5")
+
+    three, one = (
+        run("remax", tmp_path / "3", *short)[0],
+        run("remax", tmp_path / "1", *short, *alone)[0],
+    )
+
+    per_prompt = one["rollout/prompt_tokens"] / 2  # a sample and a greedy response
+    assert three["rollout/prompt_tokens"] == (3 + 1) * per_prompt
+    assert three["greedy/mean"] == one["greedy/mean"]
 
 
 def test_rloo_learns_nothing_from_samples_that_are_alike(tmp_path: Path) -> None:

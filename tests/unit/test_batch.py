@@ -210,6 +210,29 @@ def test_groups_are_kept_or_left_out_whole(batch: Batch) -> None:
 # Columns
 
 
+def test_row_of_each_prompt_is_shared_by_its_samples(batch: Batch, toy: WorkerGroup) -> None:
+    samples = batch.repeat(3).select([8, 0, 1, 16, 2, 15, 7])
+    firsts = samples.first_samples()
+    assert firsts.ids.tolist() == samples.ids[[0, 1, 3]].tolist()
+
+    shared = toy.add(firsts.select([2, 0, 1])).shared_by(samples)
+    joined = samples | shared
+
+    assert numbers(joined, "next") == [number + 1 for number in numbers(samples)]
+    assert joined.ids.tolist() == samples.ids.tolist()
+    assert sum(numbers(joined.map(share), "share")) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [0, 3, 5, 1], []])
+def test_other_rows_than_one_of_each_prompt_are_not_shared(
+    batch: Batch, toy: WorkerGroup, rows: list[int]
+) -> None:
+    samples = batch[:3].repeat(2)
+
+    with pytest.raises(RowError, match="rows of .* prompts for samples of 3 prompts, expected one"):
+        toy.add(samples.select(rows)).shared_by(samples)
+
+
 def test_drop_leaves_the_others_and_wants_a_column_that_is_there(batch: Batch) -> None:
     left = batch.drop("number", "row")
 
