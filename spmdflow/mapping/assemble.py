@@ -150,4 +150,5 @@ def _placed(dataflow: Dataflow, pools: Sequence[PlacedPool]) -> Placed:
         stage_seconds=stages,
         titles={number: call.title for number, call in enumerate(dataflow.calls)},
         stages={number: call.stage for number, call in enumerate(dataflow.calls)},
+        generators={m.name: m.weights_from for m in dataflow.models if m.weights_from},
     )

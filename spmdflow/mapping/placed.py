@@ -44,6 +44,8 @@ class Placed:
     """`model.method` of each call."""
     stages: Mapping[int, str]
     """Stage of each call."""
+    generators: Mapping[str, str]
+    """Models that only generate -> the trained model whose settings and weights they have."""
 
     @property
     def limit(self) -> tuple[str, str, str, str]:
@@ -75,10 +77,13 @@ class Placed:
         found = {}
         for pool in self.pools:
             for role, strategy in pool.strategies.items():
+                generation = f"t{strategy.gen_tp}p{strategy.gen_pp}"
+                if role in self.generators:
+                    found[f"{self.generators[role]}.rollout.layout"] = generation
+                    continue
                 found[f"{role}.engine.layout"] = f"t{strategy.tp}p{strategy.pp}"
                 if strategy.gen_tp:
-                    sizes = f"t{strategy.gen_tp}p{strategy.gen_pp}"
-                    found[f"{role}.rollout.layout"] = sizes
+                    found[f"{role}.rollout.layout"] = generation
                 if strategy.recompute:
                     found[f"{role}.engine.options"] = "[recompute]"
         return found

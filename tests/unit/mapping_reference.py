@@ -98,3 +98,28 @@ def algorithm_1_of_many(family: Family, costs: np.ndarray, blocks: Sequence[Bloc
                 best = np.minimum(best, np.maximum.reduce(chosen).sum(axis=1))
         columns.append(best)
     return np.stack(columns, axis=1)
+
+
+def printed_algorithm_1(table: Table, number: int, size: int) -> tuple[float, dict[Block, int]]:
+    """Algorithm 1 as printed, for one vector a size: `plm` is one object that `plm.update` changes
+    and that `best_plm_alloc` refers to. Returns C* and the placement that it then holds."""
+    best_cost, best_mapping = np.inf, {}
+    for blocks in get_placements(number):
+        plm: dict[Block, int] = dict.fromkeys(blocks, 0)
+        plm_cost, best_plm_alloc = np.inf, plm
+        for picks in itertools.product(*(range(len(table[block])) for block in blocks)):
+            if sum(int(table[b].sizes[i]) for b, i in zip(blocks, picks)) > size:
+                continue
+            plm.update(zip(blocks, picks))
+            cost = d_cost([table[b].costs[i] for b, i in plm.items()])
+            if cost < plm_cost:
+                plm_cost, best_plm_alloc = cost, plm
+        if plm_cost < best_cost:
+            best_cost, best_mapping = plm_cost, best_plm_alloc
+    return best_cost, best_mapping
+
+
+def printed_algorithm_2(num_ranks: int, node: int) -> list[tuple[int, int, float]]:
+    """(t, p, d) that Algorithm 2 as printed tries on N = num_ranks devices, U = node."""
+    sizes = itertools.product(range(1, node + 1), range(1, num_ranks // node + 1))
+    return [(t, p, num_ranks / (p * t)) for t, p in sizes]

@@ -23,6 +23,7 @@ from tests.unit.mapping_reference import (
     algorithm_1_of_many,
     d_cost,
     get_placements,
+    printed_algorithm_1,
     random_costs,
     table_of,
 )
@@ -104,15 +105,21 @@ def test_partitions_are_all_of_them_once(number: int, bell: int) -> None:
         assert set(found) == set(get_placements(number))
 
 
-def test_a_later_worse_allocation_does_not_change_the_kept_one() -> None:
-    """Printed, Algorithm 1 keeps a reference to a placement that the next allocation updates: the
-    mapping returned then has the last allocation's pools with the first one's cost."""
-    costs = np.array([[1.0, 1.0, 1.0], [9.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
-    table = {(0,): Options(np.array([1, 2, 3]), costs)}
+def test_the_kept_placement_costs_what_it_says_where_the_printed_algorithm_1_does_not() -> None:
+    """Printed, Algorithm 1 keeps a reference to a placement that the next allocation updates."""
+    family = Family(3, 5, 3, 1, 50, 0.0)
+    blocks, wrong = blocks_of(3), 0
+    for own in random_costs(family, 50, seed=4):
+        table = table_of(own, blocks)
 
-    found = search(table, 1, 3, keep=1)[0]
+        cost, mapping = printed_algorithm_1(table, family.number, family.size)
+        ours = search(table, family.number, family.size, keep=1)[0]
 
-    assert (found.cost, found.indices) == (3.0, (0,))
+        held = d_cost([table[block].costs[i] for block, i in mapping.items()])
+        wrong += held != cost
+        assert ours.cost == cost
+        _check_choice(ours, table, family)
+    assert wrong > 40
 
 
 def test_ties_are_answered_with_fewer_pools_and_always_the_same() -> None:

@@ -24,6 +24,7 @@ from spmdflow.mapping.memory import call_bytes, resident_bytes
 from spmdflow.mapping.shape import NOMINAL, ModelShape
 from spmdflow.mapping.strategy import Cut, Strategy, pipeline_sizes, strategies
 from spmdflow.parallel.layout import Layout
+from tests.unit.mapping_reference import printed_algorithm_2
 from tests.unit.weight_shapes import architecture
 
 A100 = load_hardware("a100_80gb")
@@ -282,9 +283,19 @@ def test_strategies_multiply_to_the_pool_and_divide_what_they_must(size: int, na
     assert Strategy(1, 1, size, 1, 1) in found
 
 
-def test_printed_sizes_that_do_not_divide_are_not_tried() -> None:
-    """Algorithm 2 as printed tries t = 3 on 8 devices, d = 8/3."""
-    assert {one.tp for one in strategies(ACTOR, 8, A100)} == {1, 2, 4, 8}
+@pytest.mark.parametrize("size", [4, 8, 16, 24, 48])
+def test_sizes_that_the_printed_algorithm_2_tries_and_that_do_not_divide_are_not_tried(
+    size: int,
+) -> None:
+    printed = printed_algorithm_2(size, 8)
+    uneven = {(t, p) for t, p, d in printed if d != int(d)}
+
+    ours = {(one.tp, one.pp) for one in strategies(ACTOR, size, A100)}
+
+    assert ours and not ours & uneven
+    assert uneven if size >= 8 else not printed
+    dividing = {(t, p) for t, p, d in printed if d == int(d) and SHAPE.num_heads % t == 0}
+    assert dividing <= ours
 
 
 def test_pipeline_sizes_each_relieve_the_busiest_stage() -> None:

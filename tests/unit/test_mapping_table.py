@@ -242,6 +242,10 @@ def test_separate_rollout_pool_is_never_shared() -> None:
 
     for placed in find_mapping(dataflow, A100, 32).best:
         assert placed.pool_of("generator").roles == ("generator",)
+        layouts = placed.engine_overrides()
+        generator = placed.pool_of("generator").strategies["generator"]
+        assert layouts["actor.rollout.layout"] == f"t{generator.gen_tp}p{generator.gen_pp}"
+        assert "generator.engine.layout" not in layouts
 
 
 def test_one_stage_for_all_calls_costs_the_slowest_pool() -> None:
