@@ -107,6 +107,12 @@ def messages_of(value: object, column: str) -> list[dict[str, Any]]:
                 f"has {column!r} with message {number} = {kind_of(message)}, "
                 f'expected {{"role": ..., "content": ...}}'
             )
+        content = message["content"]  # a template would write null as "None"
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise DataError(
+                f"has {column!r} with message {number}, whose content = {kind_of(content)}, "
+                f"expected text"
+            )
     return messages
 
 

@@ -89,6 +89,14 @@ def test_row_of_brackets_without_end_is_refused(tmp_path):
         ([], "has 'prompt' = list, expected text or messages"),
         (3, "has 'prompt' = number, expected text or messages"),
         (
+            [{"role": "user", "content": "1"}, {"role": "assistant", "content": None}],
+            "has 'prompt' with message 2, whose content = null, expected text",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "1"}]}],
+            "has 'prompt' with message 1, whose content = list, expected text",
+        ),
+        (
             [{"role": "user", "content": "1"}, "2"],
             'has \'prompt\' with message 2 = text, expected {"role": ..., "content": ...}',
         ),
