@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spmdflow.errors import ConfigError
+from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.hybrid_engine.outside import (
     Meeting,
     check_model,
@@ -180,6 +180,27 @@ def test_meeting_survives_json_with_scaled_positions_and_hashes_survive_int64() 
     assert Meeting(**facts).training == LAYOUTS["megatron t2"][1]
     assert meeting.workers == (2, 3, 4)
     assert unpacked_hashes(meeting, packed_hashes(meeting, hashes)) == hashes
+
+
+def test_program_that_does_not_come_is_an_error_within_the_limit() -> None:
+    meeting, store = met("one rank", 1)
+
+    with pytest.raises(WeightSyncError, match=r"no meeting within 1 s .* on rank 0 of \[0, 1\]"):
+        replace(meeting, seconds=1.0).join(0, store)
+
+
+def test_program_that_leaves_is_an_error_and_not_a_wait() -> None:
+    meeting, store = met("one rank", 1)
+
+    with ThreadPoolExecutor(2) as pool:
+        trainer = pool.submit(meeting.join, 0, store)
+        worker = pool.submit(meeting.join, 1)
+        wire = trainer.result(30)
+        worker.result(30)
+        del worker  # with it its end of the wire
+
+        with pytest.raises(WeightSyncError, match="nothing from rank 1 on rank 0"):
+            wire.share(torch.zeros(1), 1, meanwhile=lambda: None)
 
 
 def test_address_towards_this_host_is_loopback() -> None:
