@@ -33,7 +33,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from spmdflow.config.check import check
-from spmdflow.config.describe import batch_algebra
+from spmdflow.config.describe import batch_algebra, to_yaml
 from spmdflow.config.help import schema_help
 from spmdflow.config.load import Loaded, load, load_script, schema_of
 from spmdflow.config.schema import PPOConfig
@@ -149,9 +149,27 @@ def _prepare(arguments: Arguments, place: Place) -> Loaded:
             "write torchrun --standalone --nproc-per-node 4 -m spmdflow.run ... or add --inproc"
         )
     loaded = load(arguments.script, arguments.config, arguments.overrides)
+    loaded = _placed(loaded, place)
     check(loaded.cfg, place.world_size)
     _say(place, batch_algebra(loaded.cfg, place.world_size))
     return loaded
+
+
+def _placed(loaded: Loaded, place: Place) -> Loaded:
+    """With placement=auto: the settings with the pools and layouts that the search finds.
+
+    Every rank searches by itself and finds the same. ConfigError if nothing fits.
+    """
+    if getattr(loaded.cfg, "placement", None) != "auto":
+        return loaded
+    from spmdflow.plan.auto import resolve
+    from spmdflow.plan.auto_text import placed_text
+    from spmdflow.plan.machine import hardware_of
+
+    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
+    found = resolve(loaded.script, loaded.cfg, place.world_size, hardware_of(None, node_size))
+    _say(place, placed_text(found))
+    return Loaded(found.cfg, loaded.script, to_yaml(found.cfg))
 
 
 def _say(place: Place, text: str) -> None:
@@ -192,7 +210,7 @@ def _launch(loaded: Loaded, place: Place, *, inproc: bool) -> int:
     quiet_libraries()
     try:
         if inproc:
-            return launch(loaded.script, loaded.cfg, inproc=True)
+            return _compared(launch(loaded.script, loaded.cfg, inproc=True), loaded, place)
         if torch.cuda.is_available():
             torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
         limit = timedelta(seconds=loaded.cfg.run.start_seconds)
@@ -204,12 +222,21 @@ def _launch(loaded: Loaded, place: Place, *, inproc: bool) -> int:
         )
         status = launch(loaded.script, loaded.cfg, surroundings=surroundings)
         dist.destroy_process_group()
-        return status
+        return _compared(status, loaded, place)
     except SpmdflowError as err:
         message = f"rank {place.rank}: {type(err).__name__}: {err}"
         sys.stderr.write(f"spmdflow: {message}\n")
         _tell_torchrun(message)
         return REFUSED if isinstance(err, ConfigError) else FAILED
+
+
+def _compared(status: int, loaded: Loaded, place: Place) -> int:
+    """Lay prediction beside measurement where the controller ran; the status stays what it is."""
+    from spmdflow.plan.comparison import compare_run
+
+    if place.rank == 0 and status == FINISHED:
+        compare_run(loaded.script, loaded.cfg, place.world_size)
+    return status
 
 
 if __name__ == "__main__":

@@ -45,6 +45,11 @@ def resolve_placement(placement: Any, roles: Sequence[str], world_size: int) -> 
         _check_ranks(pools, world_size)
         _check_roles(pools, roles)
         return pools
+    if placement == "auto":
+        raise ConfigError(
+            "placement: got auto, expected pools that were found before; start the script with "
+            "spmdflow.run, or take them from spmdflow.plan --auto"
+        )
     if placement not in _PRESETS:
         raise ConfigError(
             f"placement: got {placement!r}, expected {', '.join(_PRESETS)} or a map "

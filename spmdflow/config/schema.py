@@ -380,7 +380,8 @@ class PPOConfig:
     advantage: AdvantageConfig = part(AdvantageConfig)
     # Any: a preset's name or a map; config/placement.py reads it
     placement: Any = setting(
-        "colocate, split, standalone, or a map pool -> {roles: [...], ranks: [...]}.", "colocate"
+        "colocate, split, standalone, auto, or a map pool -> {roles: [...], ranks: [...]}.",
+        "colocate",
     )
     total_steps: int = setting("Steps of the run.", 100, at_least=1)
     eval_every: int = setting("Steps between evaluations (0: never).", 10, at_least=0)

@@ -27,7 +27,10 @@ import yaml
 from spmdflow.config.load import load
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.machine import Hardware
+from spmdflow.plan.auto import is_auto, resolve
+from spmdflow.plan.auto_text import auto_plain, auto_text
 from spmdflow.plan.machine import hardware_of, nodes_of
+from spmdflow.plan.picture import write_picture
 from spmdflow.plan.plain import report_plain
 from spmdflow.plan.refusal import Refusal
 from spmdflow.plan.report import plan
@@ -76,10 +79,20 @@ def _plan(options: argparse.Namespace) -> int:
     loaded = load(script, config, overrides)
     hardware = hardware_of(options.hardware, options.node_size)
     settings = _trace_settings(options, hardware)
-    report = plan(loaded.script, loaded.cfg, settings, hardware)
+    cfg, found = loaded.cfg, None
+    if options.auto or is_auto(cfg):
+        found = resolve(
+            loaded.script, cfg, options.world, hardware, examples=dict(settings.examples)
+        )
+        cfg = found.cfg
+    report = plan(loaded.script, cfg, settings, hardware)
+    if options.picture is not None:
+        write_picture(report, options.picture)
     if options.json:
-        sys.stdout.write(json.dumps(report_plain(report)) + "\n")
+        plain = report_plain(report) | ({"auto": auto_plain(found)} if found else {})
+        sys.stdout.write(json.dumps(plain) + "\n")
     else:
+        sys.stdout.write(auto_text(found) if found else "")
         sys.stdout.write(report_text(report))
     return WRONG if report.findings else FINE
 

@@ -19,8 +19,6 @@ from spmdflow.plan.finding import Finding
 from spmdflow.plan.record import COMPUTE, Trace, TracedOrder
 from spmdflow.plan.workload import Simulated
 
-SIMULATED, FIXED, NONE = "simulated", "fixed", "none"
-
 
 @dataclass(frozen=True)
 class CallTime:
@@ -34,6 +32,10 @@ class CallTime:
     limit: str
     """What most of it is: compute, memory, kv_read, tensor_parallel, ...; empty: not simulated."""
     notes: tuple[str, ...] = ()
+    phase: str = "train"
+    """train or eval."""
+    kind: str = ""
+    """generate, infer or train; empty: not simulated."""
 
     @property
     def seconds(self) -> float:
@@ -82,7 +84,7 @@ class Prediction:
         found: dict[str, float] = {}
         for call in self.calls:
             method = call.label.partition(".")[2]
-            if method:
+            if method and call.phase == "train":
                 found[method] = found.get(method, 0.0) + call.seconds
         return found
 
@@ -99,9 +101,10 @@ def predict(
     memory = _memory(trace, step, hardware, findings)
     estimates = _estimates(step, hardware, memory, findings)
     durations = {place: estimates[number] for place, number in step.calls.items()}
-    calls = _schedule(orders, edges, durations, hardware)
-    generated = [place for place in step.calls if _kind(step, place) == "generate"]
-    counted = generated or [place for place in step.calls if _kind(step, place) == "train"]
+    kinds = {place: _kind(step, place) for place in step.calls}
+    calls = _schedule(orders, edges, durations, kinds, hardware)
+    generated = [place for place, kind in kinds.items() if kind == "generate"]
+    counted = generated or [place for place, kind in kinds.items() if kind == "train"]
     tokens = [trace.tokens[place] for place in counted]
     return Prediction(
         hardware=hardware.name,
@@ -195,6 +198,7 @@ def _schedule(
     orders: tuple[TracedOrder, ...],
     edges: list[RowEdge],
     durations: Mapping[int, Estimate],
+    kinds: Mapping[int, str],
     hardware: Hardware,
 ) -> list[CallTime]:
     """Every order of the compute lane as early as its ranks and rows allow."""
@@ -218,7 +222,19 @@ def _schedule(
         done[order.number] = end
         limit = estimate.limit if estimate else ""
         notes = estimate.notes if estimate else ()
-        calls.append(CallTime(order.place, order.label, order.ranks, start, end, limit, notes))
+        calls.append(
+            CallTime(
+                order.place,
+                order.label,
+                order.ranks,
+                start,
+                end,
+                limit,
+                notes,
+                order.phase,
+                kinds.get(order.place, ""),
+            )
+        )
         arrived = 0.0
     return calls
 

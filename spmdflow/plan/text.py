@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from spmdflow.plan.record import COMPUTE, TRANSFER
+from spmdflow.plan.record import COMPUTE, TRANSFER, Tokens
 from spmdflow.plan.report import PlanReport
-
-WIDTH = 100
-_MOST_LINES = 24
+from spmdflow.plan.table import bytes_of, seconds_of, spans, table, wrapped
 
 
 def report_text(report: PlanReport) -> str:
@@ -37,7 +34,7 @@ def _head(report: PlanReport) -> Iterator[str]:
     )
     if prediction.seconds:
         yield (
-            f"       {seconds(prediction.seconds)} a step predicted, "
+            f"       {seconds_of(prediction.seconds)} a step predicted, "
             f"{prediction.tokens_per_second:,.0f} tokens/s; {bytes_of(_moved(report))} of rows and "
             f"{bytes_of(_synced(report))} of weights move"
         )
@@ -81,9 +78,9 @@ def _calls(report: PlanReport) -> Iterator[str]:
                 order.label + " (eval)" * (order.phase == "eval"),
                 spans(order.ranks),
                 str(tokens.num_rows) if tokens else "",
-                f"{tokens.prompts:.5g}+{tokens.responses:.5g}" if tokens else "",
-                seconds(time.start) if time and report.prediction.seconds else "",
-                seconds(time.seconds) if time and report.prediction.seconds else "",
+                _tokens(tokens) if tokens else "",
+                seconds_of(time.start) if time and report.prediction.seconds else "",
+                seconds_of(time.seconds) if time and report.prediction.seconds else "",
                 time.limit if time else "",
             )
         )
@@ -93,8 +90,15 @@ def _calls(report: PlanReport) -> Iterator[str]:
     for call in report.prediction.calls:
         for note in call.notes:
             yield f"  {call.label}: {note}"
-    for name, why in report.prediction.without.items():
-        yield from wrapped(f"  {name}: not predicted", why)
+    for why in report.prediction.without.values():
+        yield from wrapped("  not predicted", why)
+
+
+def _tokens(tokens: Tokens) -> str:
+    """Of the prompt + of the response, where the call has them."""
+    if not tokens.prompts + tokens.responses:
+        return ""
+    return f"{tokens.prompts:.5g}+{tokens.responses:.5g}"
 
 
 def _routes(report: PlanReport) -> Iterator[str]:
@@ -158,13 +162,17 @@ def _memory(report: PlanReport) -> Iterator[str]:
         "generation_weights": "gen.wts",
         "kv_cache": "kv",
     }
+    digits = 1 if phases[0].budget > 1e10 else 3
+    methods = {phase.phase: phase.phase.partition(".")[2] for phase in phases}
+    methods_differ = len(set(methods.values())) == len(methods)
     heads = (short.get(name, name) for name in names)
-    rows = [("pool", "while", "all", "of it", *heads)]
+    rows = [("while", "all", "of it", *heads)]
     for phase in phases:
-        parts = [f"{phase.parts.get(name, 0.0) / 1e9:.2f}" for name in names]
+        parts = [f"{phase.parts.get(name, 0.0) / 1e9:.{digits}f}" for name in names]
         share = f"{100 * phase.total / phase.budget:.0f} %"
-        rows.append((phase.pool, phase.phase, f"{phase.total / 1e9:.2f}", share, *parts))
-    yield from table(rows, right=tuple(range(2, len(rows[0]))))
+        title = methods[phase.phase] if methods_differ else phase.phase
+        rows.append((title, f"{phase.total / 1e9:.{digits}f}", share, *parts))
+    yield from table(rows, right=tuple(range(1, len(rows[0]))))
 
 
 def _groups(report: PlanReport) -> Iterator[str]:
@@ -233,58 +241,3 @@ def _moved(report: PlanReport) -> int:
 
 def _synced(report: PlanReport) -> int:
     return sum(sum(way.received.values()) * way.syncs for way in report.weights)
-
-
-# Shapes of text
-
-
-def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> Iterator[str]:
-    """Columns side by side, the first row their heads; the last column is cut at the width."""
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    for number, row in enumerate(rows):
-        if number > _MOST_LINES and number < len(rows) - 1:
-            if number == _MOST_LINES + 1:
-                yield f"  ... {len(rows) - _MOST_LINES - 2} more"
-            continue
-        cells = [
-            cell.rjust(width) if place in right else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        line = ("  " + "  ".join(cells)).rstrip()
-        yield line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
-
-
-def wrapped(head: str, text: str, *, colon: str = ":") -> Iterator[str]:
-    """A paragraph that hangs below its head."""
-    yield from textwrap.wrap(
-        f"{head}{colon} {text}", WIDTH, subsequent_indent="      ", break_on_hyphens=False
-    )
-
-
-def spans(ranks: Sequence[int]) -> str:
-    """Ascending ranks as ranges: [0, 1, 2, 5] -> "0-2, 5"; of many only the first and last."""
-    found: list[list[int]] = []
-    for rank in ranks:
-        if found and rank == found[-1][-1] + 1:
-            found[-1][1:] = [rank]
-        else:
-            found.append([rank])
-    parts = [f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in found]
-    if len(parts) > 4:
-        parts = [*parts[:2], f"... {parts[-1]} ({len(ranks)} ranks)"]
-    return ", ".join(parts)
-
-
-def bytes_of(size: float) -> str:
-    """1234567 -> 1.23 MB."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}" if size < 1000 * factor else f"{size:.3g} B"
-    return f"{size:.0f} B"
-
-
-def seconds(value: float) -> str:
-    """0.0123 -> 12.3 ms."""
-    if value < 1e-3:
-        return f"{value * 1e6:.0f} us"
-    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.4g} s"

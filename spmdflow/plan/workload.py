@@ -123,7 +123,7 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
     if model is None or not hasattr(cfg, "engine"):
         raise ConfigError(
             f"{traced.name}: got no model of weights, expected one for a prediction; its calls "
-            f"count as taking no time"
+            f"count as host time alone"
         )
     shape = shape_of(model.path, scalar_head=not has_logits(traced))
     engine = engine_of(cfg.engine, tp=layout.tp_size, pp=layout.pp_size, dtype=model.dtype)

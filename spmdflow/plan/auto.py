@@ -1,0 +1,166 @@
+"""placement=auto: the search of `mapping` on what the script itself does (paper Algorithms 1, 2).
+
+The script is traced once on two ranks, which tells its models and calls; the search finds pools,
+layouts and generation sizes for the world. Sizes that the settings leave at their default (t1 of
+megatron, auto of vllm) are searched, others are kept. A reward function has no weights and so no
+simulator: it joins the pool that has least to do while rewards are computed.
+
+Deterministic: every rank finds the same from the same files. Data files are not read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping as MappingOf
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import yaml
+
+from spmdflow.config.parallel import MEGATRON, sizes_of
+from spmdflow.config.placement import roles_of
+from spmdflow.config.schema import EngineConfig, RolloutConfig
+from spmdflow.errors import ConfigError
+from spmdflow.mapping.auto import Mapping, find_mapping
+from spmdflow.mapping.dataflow import Dataflow, Model
+from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.placed import Placed
+from spmdflow.plan.refusal import Refusal
+from spmdflow.plan.trace import TraceSettings, trace
+from spmdflow.plan.workload import simulated
+
+AUTO = "auto"
+_GENERATOR = "generator"
+"""Role that generates on ranks of its own, with the actor's settings."""
+_SCORING = "preparation"
+
+
+@dataclass(frozen=True)
+class Automatic:
+    """Settings with a placement that was found, and the search."""
+
+    cfg: Any
+    """The script's settings, with pools and layouts (Any: its own dataclass)."""
+    mapping: Mapping
+    changed: MappingOf[str, Any]
+    """Settings that the search decided, by dotted key."""
+
+
+def resolve(
+    script: ModuleType,
+    cfg: Any,
+    world_size: int,
+    hardware: Hardware,
+    *,
+    examples: MappingOf[str, Any] | None = None,
+) -> Automatic:
+    """The fastest placement of a script; ConfigError if none fits, or the script has no model.
+
+    cfg is left as it is (Any: an object of the script's Config class).
+    """
+    flow = dataflow_of(script, cfg, examples or {})
+    mapping = find_mapping(flow, hardware, world_size)
+    best = mapping.best[0]
+    changed: dict[str, Any] = {"placement": _placement(cfg, best)}
+    found = copy.deepcopy(cfg)
+    for key, text in best.engine_overrides().items():
+        changed |= _override(found, key, text)
+    for key, value in changed.items():
+        *path, name = key.split(".")
+        part = found
+        for step in path:
+            part = getattr(part, step)
+        setattr(part, name, value)
+    return Automatic(found, mapping, changed)
+
+
+def dataflow_of(script: ModuleType, cfg: Any, examples: MappingOf[str, Any]) -> Dataflow:
+    """Models and calls of one step of a script, sizes that may be searched left open."""
+    small = copy.deepcopy(cfg)
+    apart = _GENERATOR in getattr(cfg, "more_roles", ())
+    small.placement = "split" if apart else "colocate"
+    for role in roles_of(cfg):
+        part = getattr(small, role, None)
+        if part is not None:
+            part.engine.layout = EngineConfig.layout
+        if part is not None and hasattr(part, "rollout"):
+            part.rollout.layout = RolloutConfig.layout
+    settings = TraceSettings((0, 1), (0, 0), num_steps=2, examples=examples, read_data=False)
+    try:
+        traced = trace(script, small, settings)
+    except Refusal as err:
+        raise ConfigError(
+            f"placement: got auto, but the script cannot be traced: {err}; expected a script that "
+            f"a plan can follow; declare what it waits for, or set placement=colocate"
+        ) from err
+    flow = simulated(traced, traced.in_step()).dataflow
+    if flow is None:
+        raise ConfigError(
+            "placement: got auto for a script without models of weights, expected at least one; "
+            "set placement=colocate"
+        )
+    models = tuple(_open(model, cfg) for model in flow.models)
+    pairs = tuple(
+        (generator, model.name)
+        for _, generator in traced.links
+        for model in models
+        if model.name != generator
+    )
+    return Dataflow(models, flow.calls, pairs)
+
+
+def _open(model: Model, cfg: Any) -> Model:
+    """The model with the user's sizes, and None where they may be searched."""
+    part = getattr(cfg, model.name, None) or cfg.actor
+    engine, rollout = model.engine, model.rollout
+    if engine.kind == MEGATRON and hasattr(cfg, model.name):
+        text = part.engine.layout
+        layout = None
+        if text != EngineConfig.layout:
+            layout = tuple(sizes_of(f"{model.name}.engine.layout", text))
+        engine = replace(engine, layout=layout)  # type: ignore[arg-type]
+    if rollout is not None and rollout.kind == "vllm":
+        text = part.rollout.layout
+        sizes = None
+        if text != RolloutConfig.layout:
+            sizes = tuple(sizes_of("actor.rollout.layout", text))
+        rollout = replace(rollout, layout=sizes)  # type: ignore[arg-type]
+    return replace(model, engine=engine, rollout=rollout)
+
+
+def _placement(cfg: Any, best: Placed) -> dict[str, Any]:
+    """Pools of all roles, those without a simulator too."""
+    pools = {name: dict(pool) for name, pool in best.to_config().items()}
+    placed = {role for pool in pools.values() for role in pool["roles"]}
+    for role in roles_of(cfg):
+        if role not in placed:
+            idle = min(
+                best.pools,
+                key=lambda pool: (pool.stage_seconds.get(_SCORING, 0.0), pool.ranks),
+            )
+            pools["+".join(idle.roles)]["roles"].append(role)
+    return {"+".join(pool["roles"]): pool for pool in pools.values()}
+
+
+def _override(cfg: Any, key: str, text: str) -> dict[str, Any]:
+    """What one of the search's settings means for the script's; empty: it is so already."""
+    role, _, rest = key.partition(".")
+    if role == _GENERATOR and not hasattr(cfg, role):
+        if rest != "rollout.layout":
+            return {}
+        role = "actor"
+    part = getattr(cfg, role)
+    if rest == "engine.options":
+        options = [*part.engine.options, *yaml.safe_load(text)]
+        return {f"{role}.engine.options": list(dict.fromkeys(options))}
+    if rest == "engine.layout" and part.engine.kind != MEGATRON:
+        return {}
+    if rest == "rollout.layout" and part.rollout.engine != "vllm":
+        return {}
+    return {f"{role}.{rest}": text}
+
+
+def is_auto(cfg: Any) -> bool:
+    """Whether the settings ask for a placement to be found."""
+    return getattr(cfg, "placement", None) == AUTO

@@ -1,0 +1,175 @@
+"""The schedule of a step as a picture: models over time on their pools (paper Table 1).
+
+Self-contained SVG, also inside of HTML, written by hand: no library, no script, no font file. One
+band a pool, as high as it has models; bars are calls, their colour the kind of work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from spmdflow.errors import ConfigError
+from spmdflow.plan.prediction import CallTime
+from spmdflow.plan.report import PlanReport
+from spmdflow.plan.table import seconds_of, spans
+
+_WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _GAP = 1000, 190, 20, 74, 30, 16
+_COLOURS = {
+    "generate": ("#3b7dd8", "generation"),
+    "infer": ("#8fbf6a", "inference"),
+    "train": ("#e08a3c", "training"),
+    "": ("#b9b9c2", "row maths and functions (host time alone)"),
+}
+_FONT = 'font-family="Helvetica, Arial, sans-serif"'
+
+
+@dataclass(frozen=True)
+class _Band:
+    """One pool's part of the picture."""
+
+    pool: str
+    ranks: str
+    models: tuple[str, ...]
+    top: int
+
+    @property
+    def height(self) -> int:
+        return _ROW * len(self.models)
+
+
+def write_picture(report: PlanReport, path: Path) -> None:
+    """Write the schedule as .svg or .html; ConfigError for another ending or without a schedule."""
+    if path.suffix not in (".svg", ".html"):
+        raise ConfigError(
+            f"command line: got --picture {path}, expected a name that ends in .svg or .html; "
+            f"rename it"
+        )
+    if not report.prediction.calls:
+        raise ConfigError(
+            f"command line: got --picture {path} for a step without calls, expected a schedule; "
+            f"plan a script that calls a model"
+        )
+    picture = schedule_svg(report)
+    if path.suffix == ".html":
+        title = escape(Path(report.script).name)
+        picture = (
+            f"<!DOCTYPE html>\n<html><head><meta charset='utf-8'><title>{title}</title></head>\n"
+            f"<body>{picture}</body></html>\n"
+        )
+    path.write_text(picture, encoding="utf-8")
+
+
+def schedule_svg(report: PlanReport) -> str:
+    """The picture as SVG text."""
+    bands = list(_bands(report))
+    bottom = bands[-1].top + bands[-1].height if bands else _TOP
+    height = bottom + 78
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
+        f'viewBox="0 0 {_WIDTH} {height}">',
+        f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
+        *_title(report),
+        *_axis(report, bottom),
+        *(line for band in bands for line in _frame(band)),
+        *(line for call in report.prediction.calls for line in _bars(report, bands, call)),
+        *_legend(bottom + 56),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _bands(report: PlanReport) -> Iterator[_Band]:
+    top = _TOP
+    for name, pool in report.trace.pools.items():
+        models = tuple(m.name for m in report.trace.models.values() if m.pool == name)
+        if not models:
+            continue
+        band = _Band(name, spans(pool.ranks), models, top)
+        yield band
+        top += band.height + _GAP
+
+
+def _title(report: PlanReport) -> Iterator[str]:
+    prediction = report.prediction
+    name = escape(Path(report.script).name)
+    yield _text(16, 28, f"{name}, step {report.step} on {report.world_size} ranks", size=17, bold=1)
+    yield _text(
+        16,
+        50,
+        f"{prediction.hardware}: {seconds_of(prediction.seconds)} a step predicted, "
+        f"{prediction.tokens_per_second:,.0f} tokens/s",
+        size=13,
+    )
+
+
+def _axis(report: PlanReport, bottom: int) -> Iterator[str]:
+    total = report.prediction.seconds or 1.0
+    for tick in range(6):
+        at = _LEFT + (_WIDTH - _LEFT - _RIGHT) * tick / 5
+        yield f'<line x1="{at:.1f}" y1="{_TOP - 6}" x2="{at:.1f}" y2="{bottom}" stroke="#e3e3e8"/>'
+        words = seconds_of(total * tick / 5) if tick else "0"
+        yield _text(at, bottom + 18, words, size=11, anchor="end" if tick == 5 else "middle")
+
+
+def _frame(band: _Band) -> Iterator[str]:
+    yield (
+        f'<rect x="{_LEFT}" y="{band.top}" width="{_WIDTH - _LEFT - _RIGHT}" '
+        f'height="{band.height}" fill="none" stroke="#9a9aa5"/>'
+    )
+    for row, model in enumerate(band.models):
+        yield _text(_LEFT - 10, band.top + _ROW * row + 20, model, size=13, anchor="end")
+    yield (
+        f'<text x="16" y="{band.top + 14}" {_FONT} font-size="10" fill="#77777f">'
+        f"{escape(f'ranks {band.ranks}')}</text>"
+    )
+
+
+def _bars(report: PlanReport, bands: list[_Band], call: CallTime) -> Iterator[str]:
+    model, _, method = call.label.partition(".")
+    scale = (_WIDTH - _LEFT - _RIGHT) / (report.prediction.seconds or 1.0)
+    left, width = _LEFT + call.start * scale, max(1.0, call.seconds * scale)
+    colour = _COLOURS[call.kind][0]
+    for band in bands:
+        if model in band.models:
+            rows = [band.models.index(model)]
+            height = _ROW - 6
+        elif model == "map" and set(call.ranks) & _ranks_of(report, band):
+            rows, height = [0], band.height - 6
+        else:
+            continue
+        for row in rows:
+            top = band.top + _ROW * row + 3
+            hint = escape(f"{call.label}: {seconds_of(call.seconds)} {call.limit}")
+            yield (
+                f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{height}" rx="2" '
+                f'fill="{colour}"><title>{hint}</title></rect>'
+            )
+            took = seconds_of(call.seconds)
+            fitting = [words for words in (f"{method} {took}", took) if width > 6.4 * len(words)]
+            for label in fitting[:1]:
+                yield _text(left + 5, top + min(height, _ROW - 6) / 2 + 4, label, size=11)
+
+
+def _ranks_of(report: PlanReport, band: _Band) -> set[int]:
+    return set(report.trace.pools[band.pool].ranks)
+
+
+def _legend(top: int) -> Iterator[str]:
+    at = _LEFT
+    for colour, words in _COLOURS.values():
+        yield f'<rect x="{at}" y="{top - 10}" width="12" height="12" fill="{colour}"/>'
+        yield _text(at + 18, top, words, size=11)
+        at += 40 + 7 * len(words)
+
+
+def _text(
+    x: float, y: float, words: str, *, size: int, anchor: str = "start", bold: bool | int = False
+) -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" {_FONT} font-size="{size}" text-anchor="{anchor}"'
+        f'{weight} fill="#222228">{escape(words)}</text>'
+    )
