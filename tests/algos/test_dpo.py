@@ -185,7 +185,6 @@ def test_reference_on_ranks_of_its_own_changes_no_number(tmp_path: Path) -> None
     ("num_ranks", "settings"),
     [
         (2, ()),
-        (4, ("actor.engine.micro_batch=2 rows",)),
         (2, ("actor.engine.kind=megatron", "actor.engine.layout=t2")),
         (2, ("actor.engine.kind=megatron", "actor.engine.layout=p2", "placement=colocate")),
         (
@@ -199,13 +198,22 @@ def test_reference_on_ranks_of_its_own_changes_no_number(tmp_path: Path) -> None
             ),
         ),
     ],
-    ids=["dp2", "dp4", "t2", "p2", "zero_apart"],
+    ids=["dp2", "t2", "p2", "zero_apart"],
 )
 def test_every_layout_gives_the_numbers_of_one_process(
     tmp_path: Path, kind: str, num_ranks: int, settings: tuple[str, ...]
 ) -> None:
     shared = labelled(tmp_path) if kind == "kto" else ()
     compare(tmp_path, *settings, num_ranks=num_ranks, shared=shared)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_ranks_without_rows_change_no_number(tmp_path: Path, kind: str) -> None:
+    few = ("data.prompts_per_step=6", "actor.update.mini_batch_size=3", "data.eval_prompts=2")
+    shared = (*(labelled(tmp_path) if kind == "kto" else ()), *few)
+
+    compare(tmp_path, num_ranks=4, shared=shared)
 
 
 def test_loss_that_nobody_registered_is_refused_with_the_choices(tmp_path: Path) -> None:
