@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from spmdflow.config.leaf import Leaf, defaults, is_required, leaves, type_name
 from spmdflow.config.schema import Bounds
 
@@ -19,6 +21,8 @@ def _entry(leaf: Leaf) -> str:
 def _as_yaml(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str) and not value.isprintable():
+        return json.dumps(value)  # as YAML's double quotes write it
     return str(value)
 
 

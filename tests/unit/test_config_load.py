@@ -12,6 +12,7 @@ from spmdflow.config.describe import batch_algebra, to_yaml
 from spmdflow.config.help import schema_help
 from spmdflow.config.leaf import defaults, leaves
 from spmdflow.config.load import SCRIPT_MODULE, load
+from spmdflow.config.offline import DPOConfig
 from spmdflow.config.schema import PPOConfig
 from tests.unit.config_folder import accept, write_config_folder
 
@@ -137,6 +138,12 @@ def test_frozen_models_have_no_settings_of_the_backward_pass() -> None:
     assert "actor.engine.options" in keys
     assert "reference.engine.options" not in keys
     assert accept().reference.engine.recompute is False
+
+
+def test_help_writes_a_default_with_line_breaks_in_one_line() -> None:
+    entry = r'data.prompt_end (str, default "\n\nAssistant:")'
+
+    assert entry in schema_help(DPOConfig).splitlines()
 
 
 def test_help_names_key_type_default_and_sentence_of_every_setting() -> None:
