@@ -9,11 +9,13 @@ A relative path in a YAML file means the current directory or, if nothing is the
 | file | does |
 |---|---|
 | schema | the dataclasses; a default that works, a sentence and bounds per key |
-| algorithm | the same for algorithms besides PPO |
+| algorithm, offline, evaluate | the same for algorithms besides PPO |
 | leaf | the keys of a dataclass tree as a flat list |
 | load | script + YAML + overrides -> one object; the only user of omegaconf |
 | placement | preset or map -> pools of ranks |
 | algebra | prompts -> samples -> mini-batches -> micro-batches, as integers |
+| eval_prompts, reward_terms | settings that are small texts of their own |
+| exported | the Hugging Face folder that a RUN_DIR or a checkpoint's step means |
 | check, model_folder, reward_source | everything refused before a process group exists |
 | help, describe | what `--help` and the first lines of a run print |
 """

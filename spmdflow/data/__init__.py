@@ -1,9 +1,9 @@
 """Rows and columns of a batch, as a rank holds them.
 
-A batch is a set of rows with ids unique in a run and a set of named columns. A column is dense
-(fixed row shape), ragged (values and lengths) or text (utf-8 bytes and lengths). The controller
-knows ids, shapes and lengths; the values live in each rank's `RowStore` until the controller's
-last reference to them is gone.
+A batch is a set of rows with ids unique in a run (held-out rows: unique in an evaluation, the same
+in each; `row_id`) and a set of named columns. A column is dense (fixed row shape), ragged (values
+and lengths) or text (utf-8 bytes and lengths). The controller knows ids, shapes and lengths; the
+values live in each rank's `RowStore` until the controller's last reference to them is gone.
 
 | column | kind | what |
 |---|---|---|

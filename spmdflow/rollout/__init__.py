@@ -19,6 +19,7 @@ time. The built-in generator is for replicas of one rank.
 
   generator      the surface, and what every generator checks and gives
   factory        `generator_of`: a generator by its name in the config
+  from_folder    the folder's own weights for a generator that no trainer feeds
   replica        the ranks that generate together, and their groups
   sampling       settings, noise and the draw: pure functions of (seed, position, logits)
   storage        freeing the memory of tensors, and having it again

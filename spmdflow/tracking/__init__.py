@@ -5,7 +5,9 @@ Files in RUN_DIR, each readable at any moment, also after a kill:
     metrics.jsonl   one object per step: `step` first, then names in order; null: not finite
     samples.jsonl   one object per shown sample: step, prompt, response, score
     trace.json      Chrome trace format (open in ui.perfetto.dev): process = rank, thread = lane
+    evaluation.jsonl   of algos/evaluate.py: one object per held-out prompt, its responses judged
 
 Metric prefixes: reward/ eval/ actor/ critic/ rollout/ time/ (seconds) perf/ transfer/ (bytes)
 controller/ (bytes). `merge` turns the Mean, Sum and Max of many ranks and calls into numbers.
+`estimate` turns judged samples of held-out prompts into pass@k and majority@k with intervals.
 """
