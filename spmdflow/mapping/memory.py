@@ -100,24 +100,27 @@ def _nothing(cut: Cut) -> Bytes:
 
 
 def _data_parallel_state(model: Model, cut: Cut) -> Bytes:
-    """FSDP2 keeps float32 weights; zero1 divides the moments only."""
+    """Trained weights are float32, frozen ones in compute precision; zero1 divides moments only."""
     whole = model.shape.num_parameters * np.ones(len(cut))
     share = cut.dp if traffic_of(model.engine).is_sharded else np.ones(len(cut))
-    parts = _nothing(cut) | {"parameters": 4 * whole / share}
+    size = 4 if model.trained else model.engine.element_bytes
+    parts = _nothing(cut) | {"parameters": size * whole / share}
     if model.trained:
         parts |= {"gradients": 4 * whole / share, "optimizer": 8 * whole / cut.dp}
     return parts
 
 
 def _gathered_bytes(model: Model, cut: Cut, *, training: bool) -> Array:
-    """Weights that a sharded model gathers for its passes: all of them, or two layers."""
+    """What a sharded model gathers for its passes: two layers, or all; all gradients too where they
+    stay whole until the step ends."""
     traffic, size = traffic_of(model.engine), model.engine.element_bytes
     if not traffic.is_sharded:
         return np.zeros(len(cut))
     if traffic.each_micro or not training:
         two_layers = 2 * model.shape.layer_parameters
         return size * (two_layers + model.shape.vocab_size * model.shape.hidden_size + 0 * cut.dp)
-    return size * model.shape.num_parameters * np.ones(len(cut))
+    copies = 1 if traffic.reductions_each_micro else 2
+    return copies * size * model.shape.num_parameters * np.ones(len(cut))
 
 
 def _training_bytes(model: Model, workload: Workload, cut: Cut) -> Bytes:
