@@ -30,7 +30,7 @@ def test_ten_steps_from_the_same_start_bring_most_of_the_way(entry: Entry, tmp_p
 def test_the_cost_is_driven_below_its_limit_and_the_multiplier_turns(
     entry: Entry, tmp_path: Path
 ) -> None:
-    short = entry.with_settings(("total_steps=16", "eval_every=0", "save_every=0"))
+    short = entry.with_settings(("total_steps=24", "eval_every=0", "save_every=0"))
 
     run = perform(short, 3, tmp_path)
 
