@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from spmdflow.controller.importing import find
-from spmdflow.plan.edge import consumer_of, producer_label
+from spmdflow.plan.edge import consumer_of
 from spmdflow.plan.finding import Finding
-from spmdflow.plan.record import COMPUTE, TRANSFER, Trace, TracedOrder
+from spmdflow.plan.record import TRANSFER, Trace, TracedOrder
 from spmdflow.transfer.register import method_spec
 from spmdflow.transfer.row_maths import row_maths_spec
 
@@ -37,7 +37,7 @@ def check_rows(trace: Trace) -> list[Finding]:
     account = _Rows(trace)
     for order in trace.orders:
         account.take(order)
-    return account.found[:_SHOWN]
+    return account.found[: 4 * _SHOWN]
 
 
 class _Rows:
@@ -89,10 +89,13 @@ class _Rows:
     def _lacking(self, order: TracedOrder, frame: int, name: str, keys: np.ndarray) -> None:
         rank = int(keys[0] >> _SHIFT)
         ids = _ids(keys[keys >> _SHIFT == rank])
+        held = self._held.get((frame, name), _NONE)
+        sources = held[_ids(held) == ids[0]] >> _SHIFT
+        source = int(sources[0]) if len(sources) else "?"
         self._wrong(
-            f"edge to rank {rank}: got no rows {_shown(ids)} of column {name!r} from "
-            f"{self._label.get(frame, frame)}, expected them before {order.name}; the transfer "
-            f"was dropped, or brings other rows"
+            f"edge {source} -> {rank}: got no rows {_shown(ids)} of column {name!r} of "
+            f"{self._label.get(frame, f'call {frame}')}, expected them before {order.name}; a "
+            f"transfer was dropped, or brings other rows"
         )
 
     def _transfer(self, order: TracedOrder) -> None:
@@ -122,57 +125,43 @@ class _Rows:
         order_of = np.argsort(arriving, kind="stable")
         arriving, sources, ids = arriving[order_of], sources[order_of], ids[order_of]
         names = list(columns)
-        twice = np.flatnonzero(arriving[1:] == arriving[:-1])
-        if len(twice):
-            at = int(twice[0]) + 1
-            self._edge(order, names, sources[at], arriving[at], "twice", "each row once")
+        twice = np.flatnonzero(arriving[1:] == arriving[:-1]) + 1
+        self._edges(order, names, sources, arriving, twice, "twice", "each row once")
         needed = _needed(consumer, frame, columns)
         strange = np.flatnonzero(~_among(arriving, needed))
-        if len(strange):
-            at = int(strange[0])
-            reader = consumer.label if consumer else "any call"
-            self._edge(
-                order,
-                names,
-                sources[at],
-                arriving[at],
-                f"where {reader} does not read it",
-                "only rows that are read",
-            )
+        reader = consumer.label if consumer else "any call"
+        what = f"where {reader} does not read it"
+        self._edges(order, names, sources, arriving, strange, what, "only rows that are read")
         for name in columns:
             held = self._held.get((frame, name), _NONE)
             absent = np.flatnonzero(~_among((sources << _SHIFT) + ids, held))
-            if len(absent):
-                at = int(absent[0])
-                self._edge(
-                    order,
-                    [name],
-                    sources[at],
-                    arriving[at],
-                    "which the source does not have",
-                    "a source that has it",
-                )
+            what, expected = "which the source does not have", "a source that has it"
+            self._edges(order, [name], sources, arriving, absent, what, expected)
             there = np.flatnonzero(_among(arriving, held))
-            if len(there):
-                at = int(there[0])
-                self._edge(
-                    order,
-                    [name],
-                    sources[at],
-                    arriving[at],
-                    "which is there already",
-                    "only rows that are missing",
-                )
+            what, expected = "which is there already", "only rows that are missing"
+            self._edges(order, [name], sources, arriving, there, what, expected)
             self._held[frame, name] = np.union1d(held, arriving)
 
-    def _edge(
-        self, order: TracedOrder, names: list[str], source: Any, key: Any, what: str, expected: str
+    def _edges(
+        self,
+        order: TracedOrder,
+        names: list[str],
+        sources: np.ndarray,
+        arriving: np.ndarray,
+        wrong: np.ndarray,
+        what: str,
+        expected: str,
     ) -> None:
-        rank, row = int(key) >> _SHIFT, int(_ids(np.array([key]))[0])
-        self._wrong(
-            f"edge {int(source)} -> {rank} of {order.name}: got row {row} of {', '.join(names)} "
-            f"{what}, expected {expected}; derive the transfer again"
-        )
+        """A finding for each edge of the rows at `wrong`."""
+        pairs: dict[tuple[int, int], int] = {}
+        for place in wrong.tolist():
+            pairs.setdefault((int(sources[place]), int(arriving[place]) >> _SHIFT), place)
+        for (source, rank), place in list(pairs.items())[:_SHOWN]:
+            row = int(_ids(arriving[place : place + 1])[0])
+            self._wrong(
+                f"edge {source} -> {rank} of {order.name}: got row {row} of {', '.join(names)} "
+                f"{what}, expected {expected}; derive the transfer again"
+            )
 
     def _check_pairs(self, order: TracedOrder) -> None:
         sends = {
@@ -385,6 +374,3 @@ def _shown(numbers: np.ndarray) -> str:
     if len(values) <= 8:
         return str(values)
     return f"[{', '.join(map(str, values[:4]))}, ... {values[-1]}; {len(values)}]"
-
-
-__all__ = ["COMPUTE", "check_batches", "check_members", "check_rows", "producer_label", "writes_of"]

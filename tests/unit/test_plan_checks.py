@@ -1,0 +1,311 @@
+"""Plans that are wrong in one place: every fault is found, and its message names the edge."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmdflow.plan.check import check_batches, check_members, check_rows
+from spmdflow.plan.edge import RowEdge, row_edges
+from spmdflow.plan.record import Trace, TracedOrder
+from spmdflow.plan.wait import check_order, check_waits, sequences_of
+from tests.unit.planned import SMALL, traced
+
+Commands = dict[int, Any]
+
+
+@pytest.fixture(scope="module")
+def right() -> Trace:
+    return traced("ppo", 4, *SMALL, "placement=split")
+
+
+@pytest.fixture(scope="module")
+def layered() -> Trace:
+    """With tensor and pipeline parallel models and peers that hold the same rows."""
+    megatron = [
+        text
+        for role in ("actor", "critic")
+        for text in (f"{role}.engine.kind=megatron", f"{role}.engine.layout=t2p2")
+    ]
+    return traced("ppo", 8, *SMALL, *megatron, "critic.update.num_epochs=2")
+
+
+def changed(trace: Trace, order: TracedOrder, change: Callable[[Commands], object]) -> Trace:
+    """The trace with the commands of one order changed."""
+    commands: Commands = {rank: dict(plain) for rank, plain in order.commands.items()}
+    for plain in commands.values():
+        for name in ("sends", "receives", "mini"):
+            if name in plain:
+                plain[name] = [list(entry) for entry in plain[name]]
+    change(commands)
+    orders = list(trace.orders)
+    orders[order.place] = replace(order, commands=commands)
+    return replace(trace, orders=tuple(orders))
+
+
+def find(trace: Trace, label: str) -> TracedOrder:
+    return next(order for order in trace.orders if order.label == label)
+
+
+def edges_of(trace: Trace) -> list[RowEdge]:
+    return list(row_edges(trace.orders))
+
+
+def texts(findings: list[Any]) -> str:
+    return "\n".join(finding.text for finding in findings)
+
+
+def named(edge: RowEdge) -> str:
+    return f"edge {edge.source} -> {edge.destination}"
+
+
+def send_of(commands: Commands, edge: RowEdge) -> list[Any]:
+    return next(
+        send
+        for send in commands[edge.source]["sends"]
+        if send[0] == edge.destination and tuple(send[1]) == edge.columns
+    )
+
+
+def receive_of(commands: Commands, edge: RowEdge) -> list[Any]:
+    return next(
+        receive
+        for receive in commands[edge.destination]["receives"]
+        if receive[0] == edge.source and tuple(receive[1]) == edge.columns
+    )
+
+
+def drop(commands: Commands, edge: RowEdge) -> None:
+    send, receive = send_of(commands, edge), receive_of(commands, edge)
+    commands[edge.source]["sends"].remove(send)
+    commands[edge.destination]["receives"] = [
+        other for other in commands[edge.destination]["receives"] if other is not receive
+    ]
+
+
+def double(commands: Commands, edge: RowEdge) -> None:
+    commands[edge.source]["sends"].append(list(send_of(commands, edge)))
+    commands[edge.destination]["receives"].append(list(receive_of(commands, edge)))
+
+
+def move(commands: Commands, edge: RowEdge, destination: int) -> None:
+    """The edge's rows go to another rank."""
+    receive = receive_of(commands, edge)
+    drop(commands, edge)
+    commands[edge.source]["sends"].append([destination, list(edge.columns), receive[2]])
+    there = commands.setdefault(destination, {**commands[edge.source], "sends": [], "receives": []})
+    there["receives"].append(receive)
+
+
+@pytest.mark.parametrize("name", ["right", "layered"])
+def test_plan_of_a_script_is_proved(name: str, request: pytest.FixtureRequest) -> None:
+    trace = request.getfixturevalue(name)
+
+    assert edges_of(trace)
+    for check in (check_rows, check_members, check_batches, check_order, check_waits):
+        assert check(trace) == []  # type: ignore[operator]
+
+
+@given(data=st.data())
+@settings(max_examples=30, deadline=None, derandomize=True)
+@pytest.mark.parametrize("name", ["right", "layered"])
+def test_dropped_edge_is_found(name: str, data: st.DataObject, request: Any) -> None:
+    trace = request.getfixturevalue(name)
+    edge = data.draw(st.sampled_from(edges_of(trace)))
+
+    found = check_rows(changed(trace, trace.orders[edge.release], lambda c: drop(c, edge)))
+
+    assert f"-> {edge.destination}: got no rows" in texts(found)
+
+
+@given(data=st.data())
+@settings(max_examples=30, deadline=None, derandomize=True)
+@pytest.mark.parametrize("name", ["right", "layered"])
+def test_doubled_edge_is_found(name: str, data: st.DataObject, request: Any) -> None:
+    trace = request.getfixturevalue(name)
+    edge = data.draw(st.sampled_from(edges_of(trace)))
+
+    found = check_rows(changed(trace, trace.orders[edge.release], lambda c: double(c, edge)))
+
+    assert f"{named(edge)} of transfer" in texts(found)
+    assert "twice, expected each row once" in texts(found)
+
+
+@given(data=st.data())
+@settings(max_examples=30, deadline=None, derandomize=True)
+@pytest.mark.parametrize("name", ["right", "layered"])
+def test_edge_that_goes_to_another_rank_is_found(
+    name: str, data: st.DataObject, request: Any
+) -> None:
+    trace = request.getfixturevalue(name)
+    edge = data.draw(st.sampled_from(edges_of(trace)))
+    others = [r for r in trace.world if r not in (edge.source, edge.destination)]
+    other = data.draw(st.sampled_from(others))
+
+    found = check_rows(changed(trace, trace.orders[edge.release], lambda c: move(c, edge, other)))
+
+    assert f"-> {edge.destination}: got no rows" in texts(found)
+
+
+def test_two_edges_with_swapped_rows_are_both_found(right: Trace) -> None:
+    release = find(right, "transfer 1 of actor.generate_sequences")
+    one, other = [edge for edge in edges_of(right) if edge.release == release.place][:2]
+
+    def swap(commands: Commands) -> None:
+        sends, receives = [], []
+        for edge in (one, other):
+            sends.append(send_of(commands, edge))
+            receives.append(receive_of(commands, edge))
+        sends[0][2], sends[1][2] = sends[1][2], sends[0][2]
+        receives[0][2], receives[1][2] = receives[1][2], receives[0][2]
+
+    found = texts(check_rows(changed(right, release, swap)))
+
+    for edge in (one, other):
+        assert f"{named(edge)} of transfer 1" in found
+    assert "which the source does not have" in found
+    assert f"-> {one.destination}: got no rows" in found
+
+
+def test_edge_that_only_one_end_knows_is_found(right: Trace) -> None:
+    edge = edges_of(right)[0]
+    release = right.orders[edge.release]
+
+    def forget(commands: Commands) -> None:
+        commands[edge.source]["sends"].remove(send_of(commands, edge))
+
+    found = texts(check_rows(changed(right, release, forget)))
+
+    assert f"{named(edge)} of transfer 1" in found
+    assert "awaited that are not sent" in found
+
+
+def test_rows_that_were_freed_before_they_are_read_are_found(right: Trace) -> None:
+    update = find(right, "actor.update_actor")
+    frame = update.commands[0]["inputs"][1]["frame"]
+
+    def free(commands: Commands) -> None:
+        commands[0]["free"] = [frame]
+
+    found = texts(check_rows(changed(right, update, free)))
+
+    assert f"actor.update_actor (call {update.number}, line 40) on rank 0 reads rows" in found
+
+
+def test_call_that_does_not_reach_a_member_of_its_group_is_found(layered: Trace) -> None:
+    update = find(layered, "critic.update_critic")
+
+    found = texts(check_members(changed(layered, update, lambda c: c.pop(5))))
+
+    assert (
+        f"critic.update_critic (call {update.number}, line 40): got no command for rank 5" in found
+    )
+
+
+def test_group_that_a_rank_does_not_make_or_makes_otherwise_is_found(layered: Trace) -> None:
+    groups = find(layered, "actor.groups")
+
+    def reorder(commands: Commands) -> None:
+        commands[3]["specs"] = commands[3]["specs"][::-1]
+
+    assert "got no command for rank 3" in texts(
+        check_members(changed(layered, groups, lambda c: c.pop(3)))
+    )
+    assert "got other groups on rank 3 than on rank 0" in texts(
+        check_members(changed(layered, groups, reorder))
+    )
+
+
+def test_group_that_nobody_makes_is_found(layered: Trace) -> None:
+    groups = find(layered, "actor.groups")
+
+    def leave_out(commands: Commands) -> None:
+        for plain in commands.values():
+            plain["specs"] = [spec for spec in plain["specs"] if spec[0] != [4, 5]]
+
+    found = texts(check_members(changed(layered, groups, leave_out)))
+
+    assert "actor.spawn" in found
+    assert "uses the group of ranks [4, 5], which no order made before" in found
+
+
+def test_commands_in_another_order_on_one_rank_are_found_as_a_circle(right: Trace) -> None:
+    sequences = sequences_of(right)
+    one, other = find(right, "actor.compute_log_prob"), find(right, "actor.update_actor")
+    places = sequences[0, "compute"]
+    i, j = places.index(one.place), places.index(other.place)
+    places[i], places[j] = places[j], places[i]
+
+    order, waits = texts(check_order(right, sequences)), texts(check_waits(right, sequences))
+
+    assert f"rank 0, compute lane: runs actor.update_actor (call {other.number}" in order
+    assert waits.startswith("a circle: ")
+    assert "compute lane of rank 0" in waits
+
+
+def test_transfers_released_in_another_order_on_one_rank_are_found(right: Trace) -> None:
+    sequences = sequences_of(right)
+    lane = sequences[1, "transfer"]
+    lane[0], lane[1] = lane[1], lane[0]
+
+    assert "rank 1, transfer lane" in texts(check_order(right, sequences))
+    assert "a circle" in texts(check_waits(right, sequences))
+
+
+def test_call_that_waits_for_rows_of_a_later_call_is_a_circle(right: Trace) -> None:
+    first = next(order for order in right.orders if order.lane == "transfer")
+    later = find(right, "actor.update_actor")
+
+    def produced_later(commands: Commands) -> None:
+        for plain in commands.values():
+            plain["frame"] = later.number
+
+    found = texts(check_waits(changed(right, first, produced_later)))
+
+    assert "transfer 1 of actor.generate_sequences" in found
+    assert f"waits for actor.update_actor (call {later.number}, line 40) (its producer)" in found
+
+
+def test_update_that_leaves_out_or_repeats_a_row_is_found(layered: Trace) -> None:
+    update = find(layered, "critic.update_critic")
+
+    def leave_out(commands: Commands) -> None:
+        for plain in commands.values():
+            plain["mini"][0][0] = plain["mini"][0][0][1:]
+
+    def repeat(commands: Commands) -> None:
+        for plain in commands.values():
+            index = plain["mini"][0][0]
+            plain["mini"][0][0] = np.concatenate([index, index[:1]])
+
+    assert "expected 2 (update.num_epochs) each" in texts(
+        check_batches(changed(layered, update, leave_out))
+    )
+    assert "got mini-batch 1 of" in texts(check_batches(changed(layered, update, repeat)))
+
+
+def test_rank_that_counts_other_forwards_is_found(layered: Trace) -> None:
+    update = find(layered, "actor.update_actor")
+
+    def more(commands: Commands) -> None:
+        commands[2]["mini"][1][1] += 1
+
+    found = texts(check_batches(changed(layered, update, more)))
+
+    assert "different numbers of forwards by rank" in found
+
+
+def test_mutations_leave_the_plan_itself_as_it_was(right: Trace) -> None:
+    before = copy.deepcopy([order.commands for order in right.orders[-3:]])
+    edge = edges_of(right)[-1]
+
+    changed(right, right.orders[edge.release], lambda c: drop(c, edge))
+
+    assert str(before) == str([order.commands for order in right.orders[-3:]])
