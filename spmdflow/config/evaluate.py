@@ -31,6 +31,19 @@ class HeldOutConfig(DataConfig):
 
 
 @dataclass
+class EvaluatedRolloutConfig(RolloutConfig):
+    """Generation without a trainer beside it."""
+
+    # No setting here: there are no weights but the generator's own.
+    weights: ClassVar[str] = "copy"  # type: ignore[misc]
+    max_drift: ClassVar[None] = None  # type: ignore[misc]
+
+    verify_every: int = setting(
+        "Whether the generator's weights are compared with the files (0: no).", 1, at_least=0
+    )
+
+
+@dataclass
 class EvaluatedConfig:
     """A policy that generates and is never trained: no gradients, no optimizer."""
 
@@ -38,7 +51,7 @@ class EvaluatedConfig:
     engine: ClassVar[EngineConfig] = EngineConfig()
 
     model: ModelConfig = part(ModelConfig)
-    rollout: RolloutConfig = part(RolloutConfig)
+    rollout: EvaluatedRolloutConfig = part(EvaluatedRolloutConfig)
 
 
 @dataclass

@@ -125,7 +125,7 @@ class DataConfig:
 class ModelConfig:
     """Which weights, in which precision."""
 
-    path: str = setting("Hugging Face folder (config.json, *.safetensors).")
+    path: str = setting("Hugging Face folder, or a RUN_DIR or checkpoint that holds one.")
     dtype: str = setting(
         "Compute precision; gradients and optimizer stay float32.",
         "float32",

@@ -46,7 +46,7 @@ KEYS_AND_TYPES = {
     "not found)",
     "reward.model.dtype=bfloat16": "missing reward.model.path, expected a value for each; set them "
     "in the YAML or as reward.model.path=VALUE\n"
-    "  reward.model.path: Hugging Face folder (config.json, *.safetensors).",
+    "  reward.model.path: Hugging Face folder, or a RUN_DIR or checkpoint that holds one.",
 }
 VALUES = {
     "run.resume=maybe": "run.resume: got 'maybe', expected auto or never; set run.resume=auto",
@@ -288,7 +288,7 @@ def test_missing_settings_are_listed_with_their_sentences() -> None:
         "missing data.train_path, actor.model.path, expected a value for each; set them in the "
         "YAML or as data.train_path=VALUE\n"
         "  data.train_path: JSONL or Parquet file of training prompts.\n"
-        "  actor.model.path: Hugging Face folder (config.json, *.safetensors)."
+        "  actor.model.path: Hugging Face folder, or a RUN_DIR or checkpoint that holds one."
     )
 
 
