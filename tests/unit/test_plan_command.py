@@ -1,0 +1,208 @@
+"""`python -m spmdflow.plan` as a user meets it: text, data, picture, refusals, exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from spmdflow.config.load import load
+from spmdflow.mapping.machine import load_hardware
+from spmdflow.plan.command import FINE, REFUSED, WRONG, main
+from spmdflow.plan.report import PlanReport, plan
+from spmdflow.plan.text import report_text
+from tests.unit.planned import ALGORITHMS, SMALL, settings_of
+
+PPO = str(ALGORITHMS / "ppo.py")
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+def large(folder: Path) -> list[str]:
+    """Four 70B models by their config.json alone, t8p8, 1024 prompts of 1024 tokens."""
+    names = {"actor": LLAMA_70B, "judge": LLAMA_70B | {"num_labels": 1}}
+    names["judge"]["architectures"] = ["LlamaForSequenceClassification"]
+    for name, config in names.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    words = [
+        "data.train_path=/nowhere/train.jsonl",
+        "data.max_prompt_tokens=1024",
+        "data.prompts_per_step=1024",
+        f"data.tokenizer_path={folder}/actor",
+        "eval_every=0",
+        "reward.function=null",
+        f"reward.model.path={folder}/judge",
+        f"actor.model.path={folder}/actor",
+        f"critic.model.path={folder}/judge",
+        "actor.rollout.engine=vllm",
+        "actor.rollout.layout=t8",
+        "actor.rollout.dtype=bfloat16",
+        "actor.rollout.max_new_tokens=1024",
+        "actor.rollout.kv_cache_bytes=20000000000",
+        "actor.update.mini_batch_size=128",
+        "critic.update.mini_batch_size=128",
+    ]
+    for role in ("actor", "critic", "reference", "reward"):
+        sizes = "t8p8" if role in ("actor", "critic") else "t8p4"
+        words += [
+            f"{role}.model.dtype=bfloat16",
+            f"{role}.engine.kind=megatron",
+            f"{role}.engine.layout={sizes}",
+            f"{role}.engine.micro_batch=1 rows",
+        ]
+    return words
+
+
+def planned(words: list[str], world: int, *, node_size: int = 8) -> PlanReport:
+    loaded = load(PPO, None, words)
+    settings = settings_of(world, node_size=node_size, backend="nccl")
+    return plan(loaded.script, loaded.cfg, settings, load_hardware("h100"))
+
+
+def test_text_is_at_most_100_columns_and_says_what_matters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [PPO, *SMALL, "placement=split", "--world", "4", "--hardware=h100", "--no-data"]
+
+    assert main(words) == FINE
+
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    for part in (
+        "pools",
+        "actor+reference ranks 0-1: actor, reference",
+        "tokens/s",
+        "rows between ranks: ",
+        "weights from trainer to generator",
+        "memory of a rank in GB",
+        "process groups: 5",
+        "order of commands by rank",
+        "nothing wrong",
+        "no circle among",
+    ):
+        assert part in text, part
+
+
+def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [PPO, *SMALL, "placement=split", "--world=4", "--hardware=h100", "--no-data", "--json"]
+
+    assert main(words) == FINE
+
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["ok"] is True
+    assert plain["pools"]["critic+reward"] == {"ranks": [2, 3], "roles": ["critic", "reward"]}
+    assert sum(edge[2] for edge in plain["edges"]) == sum(
+        route["intra_bytes"] + route["inter_bytes"] for route in plain["routes"]
+    )
+    assert plain["groups"][0] == {
+        "ranks": [0, 1, 2, 3], "lane": "transfer", "backend": "gloo", "made_by": "run",
+    }  # fmt: skip
+    assert plain["seconds"]["step"] > 0
+    assert plain["seconds"]["stages"]["update_actor"] > 0
+    assert {"ranks", "compute", "transfer"} == set(plain["order"][0])
+
+
+@pytest.mark.parametrize("ending", ["svg", "html"])
+def test_picture_shows_every_model_on_its_pool(ending: str, tmp_path: Path) -> None:
+    file = tmp_path / f"schedule.{ending}"
+    words = [PPO, *SMALL, "placement=split", "--world=4", "--hardware=h100", "--no-data"]
+
+    assert main([*words, "--picture", str(file)]) == FINE
+
+    text = file.read_text()
+    svg = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
+    words_shown = {element.text for element in svg.iter() if element.tag.endswith("text")}
+    assert {"actor", "critic", "reference", "reward", "ranks 0-1", "ranks 2-3"} <= words_shown
+    hints = " ".join(element.text or "" for element in svg.iter() if element.tag.endswith("title"))
+    assert all(call in hints for call in ("actor.generate_sequences", "critic.update_critic"))
+
+
+def test_calls_of_disjoint_pools_overlap_in_the_schedule() -> None:
+    report = planned([*SMALL, "placement=split"], 4)
+
+    times = {call.label: call for call in report.prediction.calls}
+    critic, actor = times["critic.update_critic"], times["actor.update_actor"]
+    assert critic.start < actor.end and actor.start < critic.end
+    assert times["critic.compute_values"].start >= times["actor.generate_sequences"].end
+
+
+COMMAND_LINES = {
+    "nothing.py --world 2": r"script: no file nothing\.py",
+    f"{PPO} more": r"got more, expected SCRIPT \[CONFIG\.yaml\]",
+    f"{PPO} --world 0": r"got --world 0, expected at least 1 rank",
+    f"{PPO} --hardware=abacus": r"got abacus, expected one of a100_80gb",
+    f"{PPO} --hardware=h100 --assume scores": r"got --assume scores, expected NAME=VALUE",
+    f"{PPO} --hardware=h100 --picture a.bmp --no-data": r"ends in \.svg or \.html",
+    f"{PPO} --hardware=h100 placement=splat": r"placement: got 'splat'",
+    f"{PPO} --hardware=h100 --no-data --assume responses='x'": r"expected a dtype",
+}
+
+
+@pytest.mark.parametrize("line", COMMAND_LINES)
+def test_command_line_that_makes_no_sense_is_refused(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == REFUSED
+    assert re.search(COMMAND_LINES[line], capsys.readouterr().err)
+
+
+def test_settings_that_cannot_work_are_told_all_at_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["actor.update.mini_batch_size=5", "actor.rollout.top_p=2", "advantage.gamma=3"]
+
+    status = main([PPO, *SMALL, *words, "--world=2", "--hardware=h100", "--no-data"])
+
+    text = capsys.readouterr().out
+    assert status == WRONG
+    assert "3 things wrong" in text
+    for key in ("mini_batch_size: got 5", "top_p: got 2", "gamma: got 3"):
+        assert key in text
+
+
+def test_models_that_do_not_fit_are_told_with_a_knob(tmp_path: Path) -> None:
+    words = [text.replace("t8p8", "t8p1").replace("t8p4", "t8p1") for text in large(tmp_path)]
+
+    report = planned([*words, "data.prompts_per_step=128"], 8)
+
+    memory = [finding.text for finding in report.findings if finding.check == "memory"]
+    assert any("actor.update_actor: got" in text and "expected at most" in text for text in memory)
+    assert any("engine.layout" in text or "residency=offload" in text for text in memory)
+
+
+def test_what_only_this_machine_lacks_is_no_fault_of_the_plan(tmp_path: Path) -> None:
+    report = planned(large(tmp_path), 64)
+
+    assert report.findings == [f for f in report.findings if f.check == "memory"]
+    assert "no *.safetensors" in (report.missing_here or "")
+    assert "not on this machine" in report_text(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["colocate", "split", "standalone"])
+def test_four_70b_models_on_1024_ranks_take_less_than_ten_seconds(
+    placement: str, tmp_path: Path
+) -> None:
+    started = time.perf_counter()
+
+    report = planned([*large(tmp_path), f"placement={placement}"], 1024)
+
+    assert time.perf_counter() - started < 10
+    assert [f for f in report.findings if f.check != "memory"] == []
+    assert len(report.edge_bytes) > 10_000

@@ -1,0 +1,111 @@
+"""After a run: predicted beside measured seconds, planned beside counted bytes, nothing fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmdflow.config.load import Loaded, load
+from spmdflow.controller.launch import launch
+from spmdflow.controller.message import decode, encode
+from spmdflow.controller.transcript import TRANSCRIPT_FILE
+from spmdflow.mapping.machine import load_hardware
+from spmdflow.plan.comparison import Comparison, compare, compare_run, comparison_text
+from spmdflow.plan.replay import Replay
+from spmdflow.plan.trace import trace_replayed
+from tests.unit.planned import ALGORITHMS
+
+SETTINGS = (
+    "data.prompts_per_step=4",
+    "data.samples_per_prompt=4",
+    "actor.rollout.temperature=0.7",
+    "actor.update.mini_batch_size=16",
+    "data.eval_prompts=4",
+    "eval_every=2",
+    "total_steps=2",
+    "run.sample_every=1",
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """Two steps of DAPO, which draws prompts until enough of their samples differ."""
+    run_dir = tmp_path_factory.mktemp("comparison") / "run"
+    loaded = load(ALGORITHMS / "dapo.py", None, [*SETTINGS, f"run.dir={run_dir}"])
+    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    return loaded
+
+
+def compared(run: Loaded, **more: Any) -> Comparison:
+    run_dir = Path(run.cfg.run.dir)
+    return compare(run.script, run.cfg, run_dir, world=(0,), hardware=load_hardware("h100"), **more)
+
+
+def test_replay_goes_round_the_scripts_loop_as_often_as_the_run_did(run: Loaded) -> None:
+    replay = Replay.of_run(run.cfg.run.dir)
+
+    found = trace_replayed(run.script, run.cfg, replay)
+
+    rounds = [replay.metrics(step)["sampling/rounds"] for step in (1, 2)]
+    drawn = [o.step for o in found.orders if o.label.startswith("actor.gen") and o.phase != "eval"]
+    assert replay.steps == (0, 1, 2)
+    assert [drawn.count(1), drawn.count(2)] == rounds
+    assert max(rounds) > 1
+
+
+def test_every_stage_has_predicted_and_measured_seconds(run: Loaded) -> None:
+    found = compared(run)
+
+    stages = {stage.stage: stage for stage in found.stages}
+    for name in ("generate_sequences", "compute_log_prob", "update_actor", "step"):
+        assert stages[name].measured and stages[name].from_lengths and stages[name].from_settings
+    text = comparison_text(found)
+    assert "predicted / measured" in text and "equal on every edge" in text
+
+
+def test_edge_with_other_bytes_than_planned_is_shown(run: Loaded, tmp_path: Path) -> None:
+    source = Path(run.cfg.run.dir)
+    content = decode((source / TRANSCRIPT_FILE).read_bytes())
+    content["steps"][1]["edges"] = [[0, 0, 40]]
+    (tmp_path / TRANSCRIPT_FILE).write_bytes(encode(content))
+    (tmp_path / "metrics.jsonl").write_text((source / "metrics.jsonl").read_text())
+
+    found = compare(run.script, run.cfg, tmp_path, world=(0,), hardware=load_hardware("h100"))
+
+    assert not found.bytes_agree
+    assert "1 edges differ" in comparison_text(found)
+    assert "NOT as planned" in found.describe()
+
+
+def test_files_are_written_and_one_line_is_logged(
+    run: Loaded, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("spmdflow").propagate = True
+    with caplog.at_level(logging.INFO, "spmdflow.plan.comparison"):
+        compare_run(run.script, run.cfg, 1)
+
+    plain = json.loads((Path(run.cfg.run.dir) / "prediction.json").read_text())
+    assert plain["bytes_agree"] is True
+    assert plain["steps"] == [0, 1, 2]
+    assert (Path(run.cfg.run.dir) / "prediction.txt").read_text().startswith("seconds of a step")
+    assert any(message.startswith("prediction (prediction.txt): ") for message in caplog.messages)
+
+
+def test_run_without_a_transcript_or_steps_is_no_error(
+    run: Loaded, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("spmdflow").propagate = True
+    cfg = load(ALGORITHMS / "dapo.py", None, [*SETTINGS, f"run.dir={tmp_path}"]).cfg
+
+    with caplog.at_level(logging.INFO, "spmdflow.plan.comparison"):
+        compare_run(run.script, cfg, 1)
+
+    assert any(message.startswith("no prediction: DataError: ") for message in caplog.messages)
+    (tmp_path / "metrics.jsonl").write_text((Path(run.cfg.run.dir) / "metrics.jsonl").read_text())
+    found = compare(run.script, cfg, tmp_path, world=(0,), hardware=load_hardware("h100"))
+    assert found.steps == ()
+    assert any(note.startswith("bytes are not compared: ") for note in found.notes)
