@@ -7,7 +7,8 @@ workers follow. The data goes over sockets between them, past the job's process 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdflow.blocks.hash import MODULUS, to_signed
-from spmdflow.errors import ConfigError
+from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.hybrid_engine.reshard import boxes_of
 from spmdflow.hybrid_engine.table import training_tables
 from spmdflow.hybrid_engine.whole import WholeTensors
@@ -31,6 +32,8 @@ BACKEND = "spmdflow"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What weights may travel as: the precision in which vLLM holds them."""
 _HOST = torch.device("cpu")
+_PAUSE_SECONDS = 0.01
+"""Between two looks for the workers."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,39 @@ class Meeting:
         """Every tensor, in the order of a header's hashes."""
         return [parameter.name for parameter in parameters(self.model)]
 
-    def join(self, rank: int, store: dist.Store | None = None) -> SocketWire:
-        """Meet the others. store: the one that the trainer's first rank listens with."""
+    def join(
+        self,
+        rank: int,
+        store: dist.Store | None = None,
+        *,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> SocketWire:
+        """Meet the others. store: the one that the trainer's first rank listens with.
+
+        meanwhile: called again and again until the workers have come; what it raises ends that.
+        WeightSyncError if somebody does not come in time.
+        """
         limit = timedelta(seconds=self.seconds)
         store = store or dist.TCPStore(self.host, self.port, timeout=limit)
         everyone = [*self.training.ranks, *self.workers]
         address = address_towards(self.host, self.port)
+        if rank in self.workers:
+            store.set(f"here/{rank}", "")
+        self._await_workers(store, meanwhile)
         return SocketWire(store, everyone, rank=rank, address=address, seconds=self.seconds)
+
+    def _await_workers(self, store: dist.Store, meanwhile: Callable[[], None]) -> None:
+        """A worker that refuses never comes: only what is asked meanwhile can say why."""
+        end = time.monotonic() + self.seconds
+        while missing := [each for each in self.workers if not store.check([f"here/{each}"])]:
+            meanwhile()
+            if time.monotonic() > end:
+                raise WeightSyncError(
+                    f"weight transfer: got no workers {missing} of the vLLM server within "
+                    f"{self.seconds:g} s at {self.host}:{self.port}, expected {self.workers}; look "
+                    f"at the server's log, and whether it reaches that address"
+                )
+            time.sleep(_PAUSE_SECONDS)
 
     def tensors(self, rank: int, wire: SocketWire, dtype: torch.dtype) -> WholeTensors:
         """The way of the weights, to every worker."""

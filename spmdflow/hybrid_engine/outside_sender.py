@@ -70,7 +70,7 @@ class WeightPublisher:
         self._store = store  # the workers' meeting place, as long as they may look
         facts = {"facts": self._meeting.to_facts()}
         with _Asked(self._is_first, lambda: self._server.init_weight_transfer_engine(facts)) as ask:
-            self._wire = self._meeting.join(self._rank, store)
+            self._wire = self._meeting.join(self._rank, store, meanwhile=ask.check)
             precision = torch.zeros(1, dtype=torch.int64)
             self._wire.share(precision, self._meeting.workers[0], meanwhile=ask.check)
         self.dtype = DTYPES[int(precision)]

@@ -22,19 +22,24 @@ from pathlib import Path
 
 import pytest
 
+from tests.algos.runs import finish, log_of, steps_of, torchrun
+from tests.algos.test_grpo import GRPO
+from tests.algos.test_grpo import SMALL as SMALL_GRPO
 from tests.distributed.programs.vllm_trainer import (
     ROUNDS,
     ask,
     check_source,
     connect_only,
+    disagreements,
     publish_faults,
     publish_rounds,
 )
 from tests.distributed.ranks import run_ranks
-from tests.rollout_reference import write_family
+from tests.rollout_reference import load, write_family
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "vllm_outside.py"
+PROMPTS = [[5, 6, 7], [8, 4], [9, 10, 11, 12]]
 STALE = "model.layers.1.mlp.down_proj.weight"
 TRAINERS = [("fsdp", "t1"), ("megatron", "t2")]
 
@@ -151,6 +156,26 @@ def test_outside_llm_follows_fsdp_and_megatron_trainers_and_a_stale_tensor_is_ca
         assert rank[0] == ""
         assert rank[1].startswith("WeightSyncError: weight sync of version 2: got rollout tensor")
         assert f"{STALE} with hash" in rank[1]
+
+
+@pytest.mark.slow
+def test_script_publishes_after_every_update_what_its_checkpoint_holds(tmp_path: Path) -> None:
+    model, run_dir = ROOT / "algos" / "arithmetic" / "model", tmp_path / "run"
+    script = ROOT / "tests" / "algos" / "programs" / "published.py"
+    words = (str(GRPO.with_suffix(".yaml")), "actor.loss.kl_coef=0", "eval_every=0", "save_every=2")
+
+    with program(tmp_path, str(model)) as url:
+        process = torchrun(
+            run_dir, *words, f"server={url}", num_ranks=2, script=script, small=SMALL_GRPO
+        )
+        assert finish(process, seconds=200) == 0, log_of(run_dir).read_text()[-3000:]
+        said = ask(url, "generate", {"prompts": PROMPTS})
+
+    steps = steps_of(run_dir)
+    (saved,) = run_dir.rglob("hugging_face")
+    assert [step["publish/weights_verified"] for step in steps] == [1, 1]
+    assert said["version"] == str(int(steps[-1]["publish/weights_version"])) == "4"
+    assert disagreements(load(saved), said["tokens"], PROMPTS) == []
 
 
 @pytest.mark.slow

@@ -185,8 +185,18 @@ def test_meeting_survives_json_with_scaled_positions_and_hashes_survive_int64() 
 def test_program_that_does_not_come_is_an_error_within_the_limit() -> None:
     meeting, store = met("one rank", 1)
 
-    with pytest.raises(WeightSyncError, match=r"no meeting within 1 s .* on rank 0 of \[0, 1\]"):
+    with pytest.raises(WeightSyncError, match=r"got no workers \[1\] .* within 1 s at"):
         replace(meeting, seconds=1.0).join(0, store)
+
+
+def test_refusal_of_the_other_program_ends_the_wait_for_it() -> None:
+    meeting, store = met("one rank", 1)
+
+    def refused() -> None:
+        raise ConfigError("another model")
+
+    with pytest.raises(ConfigError, match="another model"):
+        meeting.join(0, store, meanwhile=refused)
 
 
 def test_program_that_leaves_is_an_error_and_not_a_wait() -> None:

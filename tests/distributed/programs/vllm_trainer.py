@@ -178,10 +178,12 @@ def ask(url: str, route: str, body: dict[str, Any] | None = None) -> Any:
 
 
 @torch.no_grad()
-def disagreements(model: Any, answers: list[list[int]]) -> list[str]:
+def disagreements(
+    model: Any, answers: list[list[int]], prompts: list[list[int]] = PROMPTS
+) -> list[str]:
     """Greedy tokens that are not transformers', but where its two best logits nearly tie."""
     faults = []
-    for row, (prompt, tokens) in enumerate(zip(PROMPTS, answers, strict=True)):
+    for row, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
         ids = torch.tensor([prompt + tokens])
         best = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].topk(2)
         margins = best.values[:, 0] - best.values[:, 1]
