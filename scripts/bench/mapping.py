@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from bench._cells import CELLS, Score, score_cell
+from bench._cells import CELLS, Score, family_allocation, score_cell
 from bench._event import event_scores
 from bench._figures import (
     VOLUMES,
@@ -182,6 +182,9 @@ def _row(score: Score, log_prob: bool) -> dict[str, Any]:
         "paper's choice": score.cell.choice,
         "ratio": score.ratio,
         "our choice": best.title,
+        "sizes in the paper's pools": "+".join(
+            map(str, family_allocation(score.cell, load_hardware("a100_80gb"), log_prob=log_prob))
+        ),
         "tie": score.mapping.is_tie,
         "seconds": best.seconds,
         "why the paper's loses": reason(score.paper, best) if score.ratio > 1.01 else "",

@@ -6,7 +6,6 @@ What docs/MAPPING.md reports; a score may rise, not fall.
 from __future__ import annotations
 
 import importlib
-import sys
 from types import ModuleType
 
 import pytest
@@ -31,7 +30,6 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def _script(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
     monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
     return importlib.import_module(f"bench.{name}")
 
 
@@ -48,6 +46,16 @@ def test_cells_up_to_64_gpus_are_won_and_as_many_as_the_docs_say(
     assert min(ratios.values()) >= 1 - 1e-9
     assert sum(ratio <= 1.01 for ratio in ratios.values()) >= won
     assert sum(ratio <= 1.05 for ratio in ratios.values()) >= near
+
+
+@pytest.mark.parametrize("log_prob", [False, True])
+def test_allocations_inside_the_papers_pools_are_the_papers_but_for_one(
+    cells: ModuleType, log_prob: bool
+) -> None:
+    found = {cell: cells.family_allocation(cell, A100, log_prob=log_prob) for cell in cells.CELLS}
+
+    other = [(c.models, c.num_gpus, s) for c, s in found.items() if s != c.sizes]
+    assert other == [("13B+70B", 96, (32, 64))]
 
 
 def test_transition_volumes_are_table_2s(figures: ModuleType) -> None:

@@ -1,0 +1,348 @@
+"""Measures the machine at hand and writes a hardware file for the device mapping.
+
+    python scripts/calibrate.py --name mine --out mine.yaml [--processes 2] [--device cpu|cuda]
+
+Every process of a node measures at the same time, as ranks compute at the same time: on a CPU with
+fewer cores than processes each gets its share. Matrix rates, memory, collectives (gloo on a CPU,
+NCCL on CUDA), the least time of a layer, host time of an optimizer step, of a generation step (with
+--vllm: two measurements of the installed vLLM) and of a call through the controller. The network is
+taken as the link where there is one machine. The CUDA path is written and has never been run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+Values = dict[str, float]
+MODEL = ROOT / "algos/arithmetic/model"
+GENERATION_BATCHES = (4, 48)
+NEW_TOKENS = 40
+
+
+def main() -> None:
+    """Measure in torchrun and beside it, then write the file."""
+    arguments = _arguments()
+    if arguments.rank_folder:
+        run_rank(arguments.rank_folder, arguments.device)
+        return
+    if arguments.generation_of:
+        print(json.dumps(generation_seconds(arguments.generation_of)))
+        return
+    values = _in_torchrun(arguments.processes, arguments.device)
+    values |= _host_costs(arguments, values)
+    text = file_text(arguments, values)
+    arguments.out.write_text(text)
+    print(text)
+
+
+def run_rank(folder: Path, device_name: str) -> None:
+    """What each process measures, all at once; the mean over processes is kept."""
+    dist.init_process_group("nccl" if device_name == "cuda" else "gloo")
+    rank = dist.get_rank()
+    if device_name == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device(device_name)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+    values: Values = {"reserved_bytes": used if device_name == "cpu" else 2e9}
+    for part in (memory_rates, matrix_rates, layer_floor, update_seconds, collectives):
+        dist.barrier()
+        values |= part(device, values)
+    everyone: list[Values] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, values)
+    if rank == 0:
+        means = {name: statistics.mean(one[name] for one in everyone) for name in values}
+        (folder / "values.json").write_text(json.dumps(means))
+    dist.destroy_process_group()
+
+
+def memory_rates(device: torch.device, known: Values) -> Values:
+    """Bytes/s of a copy, read and write together; the same with scattered rows of 2 KB."""
+    numel = (1 << 24) if device.type == "cpu" else (1 << 30)
+    source = torch.ones(numel, device=device)
+    target = torch.empty_like(source)
+    copy = 8 * numel / best_of(lambda: target.copy_(source), device)
+    rows = source.view(-1, 512)
+    order = torch.randperm(len(rows), device=device)
+    out = target.view(-1, 512)
+    gather = 8 * numel / best_of(lambda: torch.index_select(rows, 0, order, out=out), device)
+    return {
+        "memory_bandwidth": copy,
+        "kv_read_efficiency": min(gather / copy, 1.0),
+        "memory_bytes": memory_bytes(device),
+        "host_bandwidth": host_bandwidth(device, copy),
+    }
+
+
+def matrix_rates(device: torch.device, known: Values) -> Values:
+    """The best rate of square matrices, and what a layer's matrices reach of it."""
+    sizes = (512, 1024) if device.type == "cpu" else (4096, 8192)
+    found: Values = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        rates = [_matrix_rate(n, n, n, dtype, device) for n in sizes]
+        found[f"peak_flops_{str(dtype).removeprefix('torch.')}"] = max(rates)
+    tokens, hidden, ffn = (512, 512, 2048) if device.type == "cpu" else (4096, 4096, 16384)
+    flops, moved = 2 * tokens * hidden * ffn, 4 * (tokens * (hidden + ffn) + hidden * ffn)
+    seconds = flops / _matrix_rate(tokens, hidden, ffn, torch.float32, device)
+    busy = max(seconds - moved / known["memory_bandwidth"], 0.2 * seconds)
+    found["compute_efficiency"] = min(flops / busy / found["peak_flops_float32"], 1.0)
+    return found
+
+
+def layer_floor(device: torch.device, known: Values) -> Values:
+    """What one more decoder layer takes for one token of a model so small that only calls count."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    seconds = {}
+    for layers in (2, 10):
+        config = LlamaConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_hidden_layers=layers,
+            vocab_size=32,
+        )
+        model = LlamaForCausalLM(config).to(device).eval()
+        ids = torch.zeros(1, 1, dtype=torch.long, device=device)
+        with torch.no_grad():
+            seconds[layers] = best_of(partial(model, ids, use_cache=False), device, least=20)
+    return {"layer_floor_seconds": max((seconds[10] - seconds[2]) / 8, 1e-7)}
+
+
+def update_seconds(device: torch.device, known: Values) -> Values:
+    """AdamW, clipping and clearing over 24 tensors that are too small to matter."""
+    parameters = [torch.nn.Parameter(torch.ones(64, device=device)) for _ in range(24)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    return {"update_seconds": best_of(step, device, least=20)}
+
+
+def collectives(device: torch.device, known: Values) -> Values:
+    """Ring latencies and bandwidth among all processes of this machine."""
+    number, rank = dist.get_world_size(), dist.get_rank()
+    word = torch.zeros(1, device=device)
+    reduce_seconds = best_of(lambda: dist.all_reduce(word), device, least=50, typical=True)
+    hop = best_of(lambda: _ping(word, rank), device, least=50, typical=True) / 2
+    hop = min(hop, reduce_seconds / (2 * (number - 1)) * 0.9)
+    size = (1 << 22) if device.type == "cpu" else (1 << 28)
+    own = torch.zeros(size // number, device=device)
+    whole = torch.zeros(size // number * number, device=device)
+    pieces = list(whole.chunk(number))
+    gathered = best_of(lambda: dist.all_gather(pieces, own), device, typical=True)
+    rate = 4 * own.numel() * (number - 1) / gathered
+    return {
+        "collective_base_seconds": reduce_seconds - 2 * (number - 1) * hop,
+        "link_hop_seconds": hop,
+        "link_bandwidth": rate,
+    }
+
+
+def generation_seconds(name: str) -> Values:
+    """Host time of a generation step and of each sequence in it, from two batch sizes of vLLM."""
+    from spmdflow.rollout.replica import Replica
+    from spmdflow.rollout.sampling import Sampling
+    from spmdflow.rollout.vllm_engine import Engine
+
+    device = torch.device(name)
+    engine = Engine(
+        str(MODEL),
+        device,
+        Replica.alone(),
+        dtype="float32",
+        max_num_seqs=max(GENERATION_BATCHES),
+        kv_cache_memory_bytes=1 << 26,
+    )
+    seconds = []
+    for batch in GENERATION_BATCHES:
+        prompts, seeds = [[1, 3, 4]] * batch, list(range(batch))
+        sampling = Sampling(max_new_tokens=NEW_TOKENS)
+
+        def run(p: list = prompts, s: list = seeds, how: Sampling = sampling) -> object:
+            return engine.generate(p, how, seeds=s, end_tokens=[])
+
+        seconds.append(best_of(run, device, least=3) / NEW_TOKENS)
+    few, many = GENERATION_BATCHES
+    each = max((seconds[1] - seconds[0]) / (many - few), 1e-7)
+    return {"sequence_step_seconds": each, "step_seconds": max(seconds[0] - few * each, 1e-6)}
+
+
+def best_of(
+    call: Callable[[], object], device: torch.device, *, least: int = 5, typical: bool = False
+) -> float:
+    """Seconds of a call: the least, or the median, of `least` runs after two to warm up."""
+    seconds = []
+    for number in range(least + 2):
+        _wait(device)
+        started = time.perf_counter()
+        call()
+        _wait(device)
+        if number > 1:
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds) if typical else min(seconds)
+
+
+def memory_bytes(device: torch.device) -> float:
+    """Of one device; on a CPU a process's share of the machine."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return pages / dist.get_world_size()
+
+
+def host_bandwidth(device: torch.device, copy: float) -> float:
+    """Bytes/s from pinned host memory; on a CPU half of a copy's reads and writes."""
+    if device.type == "cpu":
+        return copy / 2
+    source = torch.ones(1 << 28, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    return 4 * source.numel() / best_of(lambda: target.copy_(source, non_blocking=True), device)
+
+
+def file_text(arguments: argparse.Namespace, values: Values) -> str:
+    """The YAML file, each value with where it is from."""
+    from spmdflow.mapping.machine import COEFFICIENTS
+
+    when = time.strftime("%Y-%m-%d")
+    machine = f"{cpu_name()}, {os.cpu_count()} cores, {platform.machine()}"
+    if arguments.device == "cuda":
+        machine = f"{torch.cuda.get_device_name()}, {machine}"
+    measured = f"scripts/calibrate.py, {arguments.processes} processes, {when}"
+    lines = [
+        f"# Measured on {machine} with torch {torch.__version__}, {when}:",
+        f"# python scripts/calibrate.py {' '.join(sys.argv[1:])}",
+        f"name: {arguments.name}",
+    ]
+    for name in COEFFICIENTS:
+        source = SOURCES.get(name, measured)
+        if name in ("step_seconds", "sequence_step_seconds"):
+            source = measured + ", vLLM" if arguments.vllm else "estimate: run with --vllm"
+        value = {**FIXED, **values}[name]
+        lines.append(f'{name}: {{value: {value:.6g}, source: "{source}"}}')
+    return "\n".join(lines) + "\n"
+
+
+FIXED: Values = {
+    "usable_memory_fraction": 0.9,
+    "memory_efficiency": 1.0,
+    "link_efficiency": 1.0,
+    "network_efficiency": 1.0,
+}
+SOURCES = {
+    "usable_memory_fraction": "a plan's margin, as vLLM's default gpu_memory_utilization",
+    "memory_efficiency": "the bandwidth is measured, not a data sheet's",
+    "link_efficiency": "the bandwidth is measured, not a data sheet's",
+    "network_efficiency": "the bandwidth is measured, not a data sheet's",
+    "network_bandwidth": "one machine: its processes' links together",
+    "network_hop_seconds": "one machine: as link_hop_seconds",
+    "gpus_per_node": "processes of this measurement",
+}
+
+
+def cpu_name() -> str:
+    """The processor's name as Linux says it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--name", default="mine", help="name of the hardware")
+    parser.add_argument("--out", type=Path, default=Path("hardware.yaml"), help="file to write")
+    parser.add_argument("--processes", type=int, default=2, help="ranks of this machine")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--vllm", action="store_true", help="measure generation with vLLM")
+    parser.add_argument("--rank-folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--generation-of", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.processes < 2:
+        parser.error(
+            f"got --processes {arguments.processes}, expected at least 2, as collectives need a "
+            f"peer; start 2"
+        )
+    return arguments
+
+
+def _in_torchrun(processes: int, device: str) -> Values:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={processes}", __file__, "--device", device]
+        subprocess.run([*command, "--rank-folder", folder], check=True, timeout=600)
+        values: Values = json.loads((Path(folder) / "values.json").read_text())
+    values["network_bandwidth"] = values["link_bandwidth"] * processes
+    values["network_hop_seconds"] = values["link_hop_seconds"]
+    values["gpus_per_node"] = float(processes)
+    return values
+
+
+def _host_costs(arguments: argparse.Namespace, values: Values) -> Values:
+    """Generation and calls, each in processes of their own."""
+    found: Values = {"step_seconds": 2 * values["layer_floor_seconds"]}
+    found["sequence_step_seconds"] = 1e-5
+    if arguments.vllm:
+        command = [sys.executable, __file__, "--generation-of", arguments.device]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=600)
+        found |= json.loads(done.stdout.splitlines()[-1])
+        config = json.loads((MODEL / "config.json").read_text())
+        forward = config["num_hidden_layers"] * values["layer_floor_seconds"]
+        found["step_seconds"] = max(found["step_seconds"] - forward, 1e-6)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rpc.json"
+        command = [sys.executable, str(ROOT / "scripts/bench.py"), "rpc", "--calls", "500"]
+        command += ["--ranks", str(arguments.processes), "--simulated", "4", "--json", str(file)]
+        subprocess.run(command, check=True, capture_output=True, timeout=600)
+        rows = json.loads(file.read_text())["rows"]
+    found["call_seconds"] = next(r["p50_ms"] for r in rows if r["kind"] == "real") / 1e3
+    return found
+
+
+def _matrix_rate(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> float:
+    left = torch.ones(m, k, dtype=dtype, device=device)
+    right = torch.ones(k, n, dtype=dtype, device=device)
+    out = torch.empty(m, n, dtype=dtype, device=device)
+    return 2 * m * k * n / best_of(lambda: torch.mm(left, right, out=out), device)
+
+
+def _ping(word: torch.Tensor, rank: int) -> None:
+    """There and back between ranks 0 and 1; the others look on."""
+    if rank == 0:
+        dist.send(word, 1)
+        dist.recv(word, 1)
+    elif rank == 1:
+        dist.recv(word, 0)
+        dist.send(word, 0)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    main()
