@@ -26,7 +26,8 @@ from tests.algos.runs import (
 )
 
 STEPS = 4
-SETTINGS = (f"total_steps={STEPS}", "save_every=1", "eval_every=2")
+SAMPLED = "data.eval_prompts=16 x 2 samples"
+SETTINGS = (f"total_steps={STEPS}", "save_every=1", "eval_every=2", SAMPLED)
 POINTS = random.Random(20).sample(range(12, 62), 17)
 """Orders after which a run is interrupted: any call of any step, saving included."""
 
