@@ -120,6 +120,8 @@ def _open(model: Model, cfg: Any) -> Model:
         if text != EngineConfig.layout:
             layout = tuple(sizes_of(f"{model.name}.engine.layout", text))
         engine = replace(engine, layout=layout)  # type: ignore[arg-type]
+    if rollout is not None and rollout.kind == "builtin":
+        rollout = replace(rollout, kv_cache_bytes=None)  # it depends on the ranks that are found
     if rollout is not None and rollout.kind == "vllm":
         text = part.rollout.layout
         sizes = None

