@@ -7,12 +7,12 @@ here is fitted: the coefficients are spmdflow/mapping/hardware/a100_80gb.yaml as
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from spmdflow.mapping.auto import Mapping, evaluate, find_mapping
-from spmdflow.mapping.dataflow import Dataflow, Workload, ppo
+from spmdflow.mapping.dataflow import Dataflow, Engine, Workload, ppo
 from spmdflow.mapping.machine import Hardware
 from spmdflow.mapping.placed import Placed
 from spmdflow.mapping.search import Options, best_of_partition
@@ -26,6 +26,15 @@ ALL = ("actor", "critic", "reference", "reward")
 SPLIT = (("actor", "reference"), ("critic", "reward"))
 ALONE = (("actor",), ("critic",), ("reference",), ("reward",))
 ASIDE = (("actor", "reference", "reward"), ("critic",))
+
+
+TRAINED_WITH = {
+    "7B": Engine(tp_sizes=(8,), pp_sizes=(1,)),
+    "13B": Engine(tp_sizes=(8,), pp_sizes=(1,)),
+    "34B": Engine(tp_sizes=(8,), pp_sizes=(1, 2, 4)),
+    "70B": Engine(tp_sizes=(8,), pp_sizes=(1, 2, 4, 8)),
+}
+"""Sizes of the paper's figures 14 and 15: t = 8 and p = 1, 1, 4, 8, less where a pool is small."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +61,18 @@ class Cell:
             f"{{{', '.join(roles)}}}@{size}" for roles, size in zip(self.pools, self.sizes)
         )
 
-    def dataflow(self, *, log_prob: bool) -> Dataflow:
-        """PPO on these models."""
+    def dataflow(self, *, log_prob: bool, imposed: bool = False) -> Dataflow:
+        """PPO on these models; imposed: trained with the sizes that the paper trains with."""
         actor, critic = NOMINAL[self.actor], NOMINAL[self.critic]
-        return ppo(
+        flow = ppo(
             actor, critic, reference=actor, reward=critic, workload=WORKLOAD, log_prob=log_prob
         )
+        if not imposed:
+            return flow
+        models = tuple(
+            replace(m, engine=TRAINED_WITH[m.shape.name]) if m.trained else m for m in flow.models
+        )
+        return replace(flow, models=models)
 
 
 def _cell(actor: str, critic: str, num_gpus: int, pools: Sequence[tuple[str, ...]]) -> Cell:
@@ -98,9 +113,11 @@ class Score:
         return self.paper.seconds / self.mapping.best[0].seconds
 
 
-def score_cell(cell: Cell, hardware: Hardware, *, log_prob: bool, keep: int = 10) -> Score:
+def score_cell(
+    cell: Cell, hardware: Hardware, *, log_prob: bool, imposed: bool = False, keep: int = 10
+) -> Score:
     """Search, and evaluate the paper's choice."""
-    dataflow = cell.dataflow(log_prob=log_prob)
+    dataflow = cell.dataflow(log_prob=log_prob, imposed=imposed)
     mapping = find_mapping(dataflow, hardware, cell.num_gpus, keep=keep)
     starts = [sum(cell.sizes[:place]) for place in range(len(cell.sizes))]
     pools = [

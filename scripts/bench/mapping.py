@@ -82,6 +82,12 @@ def measure_cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         scores = [score_cell(cell, hardware, log_prob=log_prob) for cell in CELLS]
         rows += [_row(score, log_prob) for score in scores]
         print(f"log_prob={log_prob}: {_verdict([score.ratio for score in scores])}")
+        imposed = [score_cell(c, hardware, log_prob=log_prob, imposed=True) for c in CELLS]
+        print(f"  trained with the paper's sizes: {_verdict([one.ratio for one in imposed])}")
+        for one in imposed:
+            if one.ratio > 1.01:
+                best = one.mapping.best[0].title
+                print(f"    {one.cell.models}@{one.cell.num_gpus}: {one.ratio:.3f}, ours {best}")
         if arguments.explain:
             for score in scores:
                 print(f"\n{score.cell.models} on {score.cell.num_gpus}; paper: {score.cell.choice}")

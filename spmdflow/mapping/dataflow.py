@@ -54,6 +54,10 @@ class Engine:
     """megatron (tensor and pipeline parallel), fsdp, zero1, zero2 or zero3 (data parallel)."""
     layout: tuple[int, int] | None = None
     """(tp_size, pp_size), or None: Algorithm 2 chooses; data-parallel engines have (1, 1)."""
+    tp_sizes: tuple[int, ...] | None = None
+    """Tensor-parallel sizes among which it chooses; None: all."""
+    pp_sizes: tuple[int, ...] | None = None
+    """Pipeline sizes among which it chooses; None: all."""
     options: tuple[str, ...] = ()
     """recompute, keep_gathered, sequence_parallel, plain_optimizer."""
     micro_batch_rows: int = 1

@@ -153,7 +153,8 @@ def _training_sizes(model: Model, hardware: Hardware) -> Iterator[tuple[int, int
     else:
         for tp in tensor_sizes(model, hardware):
             for pp in pipeline_sizes(model.shape.num_layers):
-                yield tp, pp
+                if _among(tp, engine.tp_sizes) and _among(pp, engine.pp_sizes):
+                    yield tp, pp
 
 
 def _generation_sizes(
@@ -174,6 +175,10 @@ def _generation_sizes(
         for gen_tp in (size for size in divisors(tp) if size in sizes):
             for gen_pp in sorted({1, pp}):
                 yield gen_tp, gen_pp
+
+
+def _among(size: int, sizes: tuple[int, ...] | None) -> bool:
+    return sizes is None or size in sizes
 
 
 def _recompute(model: Model) -> tuple[int, ...]:

@@ -303,6 +303,12 @@ def test_pipeline_sizes_each_relieve_the_busiest_stage() -> None:
     assert pipeline_sizes(1) == [1]
 
 
+def test_sizes_can_be_limited_to_some() -> None:
+    model = replace(ACTOR, engine=Engine(tp_sizes=(8,), pp_sizes=(1, 2)))
+
+    assert {(one.tp, one.pp) for one in strategies(model, 64, A100)} == {(8, 1), (8, 2)}
+
+
 def test_fixed_layouts_are_taken_as_they_are() -> None:
     model = replace(ACTOR, engine=Engine(layout=(2, 3)), rollout=Rollout(layout=(1, 1)))
 
