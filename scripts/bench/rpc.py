@@ -179,15 +179,16 @@ def _endpoints_main(address: str, run_id: str, count: str) -> None:
 def _answer(endpoint: Endpoint, envelopes: Envelopes) -> bool:
     """Reply to what is there; True if the end was among it."""
     ended = False
-    while (data := endpoint.receive()) is not None:
-        envelope = envelopes.open(data, 0)
-        assert envelope is not None
-        kind, body = envelope
-        if kind is Kind.COMMAND:
-            endpoint.send(envelopes.seal(Kind.REPLY, [body[0], {}]))
-        elif kind is Kind.CLOSE:
-            endpoint.send(envelopes.seal(Kind.BYE))
-            ended = True
+    while (message := endpoint.receive()) is not None:
+        for data in message:
+            envelope = envelopes.open(data, 0)
+            assert envelope is not None
+            kind, body = envelope
+            if kind is Kind.COMMAND:
+                endpoint.send(envelopes.seal(Kind.REPLY, [body[0], {}]))
+            elif kind is Kind.CLOSE:
+                endpoint.send(envelopes.seal(Kind.BYE))
+                ended = True
     return ended
 
 

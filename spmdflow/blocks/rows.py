@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from spmdflow.errors import RowError
 
 Ids = np.ndarray
 """(n,) int64 row ids."""
+
+_Key = tuple[tuple[int, bytes], ...]
+_REMEMBERED_IDS = 1 << 13
 
 _Stretch = tuple[int, Ids]
 """A destination and ascending ids it lacks."""
@@ -43,6 +47,35 @@ def redistribute_rows(
     destination's node are preferred; among equals the load is levelled. The edges are sorted by
     (source, destination), at most one a pair. RowError for a repeated id or one nobody has.
     """
+    if sum(map(len, have.values())) + sum(map(len, need.values())) > _REMEMBERED_IDS:
+        return _redistribute(have, need, node_of)
+    base = min((int(ids.min()) for ids in have.values() if len(ids)), default=0)
+    try:
+        edges = _redistribute_again(_shifted(have, base), _shifted(need, base), node_of)
+    except RowError:
+        return _redistribute(have, need, node_of)  # whose message names the true ids
+    return [RowEdge(edge.source, edge.destination, edge.ids + base) for edge in edges]
+
+
+@lru_cache(maxsize=128)
+def _redistribute_again(have: _Key, need: _Key, node_of: NodeOf | None) -> list[RowEdge]:
+    """A step asks for the edges of the step before, with later ids: small ones are remembered."""
+    return _redistribute(_unshifted(have), _unshifted(need), node_of)
+
+
+def _shifted(by_rank: Mapping[int, Ids], base: int) -> _Key:
+    return tuple(
+        (rank, (np.asarray(ids, dtype=np.int64) - base).tobytes()) for rank, ids in by_rank.items()
+    )
+
+
+def _unshifted(key: _Key) -> dict[int, Ids]:
+    return {rank: np.frombuffer(ids, dtype=np.int64) for rank, ids in key}
+
+
+def _redistribute(
+    have: Mapping[int, Ids], need: Mapping[int, Ids], node_of: NodeOf | None
+) -> list[RowEdge]:
     holders = _Holders(have)
     loads = dict.fromkeys(have, 0)
     pieces: dict[tuple[int, int], list[Ids]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -43,7 +44,28 @@ def assign(
     lengths: np.ndarray | None = None,
     shares: Sequence[np.ndarray] | None = None,
 ) -> Assignment:
-    """Rows of a call without mini-batches."""
+    """Rows of a call without mini-batches. The arrays may be shared: do not write them."""
+    if lengths is None and shares is None:
+        return _assign_evenly(protocol, layout, num_rows, limit)
+    return _assign(protocol, layout, num_rows, limit, lengths, shares)
+
+
+@lru_cache(maxsize=256)
+def _assign_evenly(
+    protocol: Protocol, layout: Layout, num_rows: int, limit: MicroLimit
+) -> Assignment:
+    """As every step makes the same calls, this is worked out once."""
+    return _assign(protocol, layout, num_rows, limit, None, None)
+
+
+def _assign(
+    protocol: Protocol,
+    layout: Layout,
+    num_rows: int,
+    limit: MicroLimit,
+    lengths: np.ndarray | None,
+    shares: Sequence[np.ndarray] | None,
+) -> Assignment:
     lists = None if shares is None else [share.tolist() for share in shares]
     given = _arrays(protocol.distribute(layout, num_rows, lists))
     return Assignment(

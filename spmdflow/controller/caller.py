@@ -20,8 +20,9 @@ from spmdflow.controller.assignment import Assignment, assign, assign_mini_batch
 from spmdflow.controller.batch import Batch, ColumnRef
 from spmdflow.controller.check import check_arguments, check_extends, columns_read
 from spmdflow.controller.fetch import fetch_column
-from spmdflow.controller.frame import Frame, SourceFrame, facts_of
+from spmdflow.controller.frame import Frame, SourceFrame, facts_of, places_of
 from spmdflow.controller.inputs import (
+    ascending,
     by_frame,
     home_frame,
     inputs_of,
@@ -327,7 +328,7 @@ class Caller:
         answer = {rank: held[rank] for rank in assignment.answering}
         by_column = dict.fromkeys(names, held)
         ranks = tuple(sorted(assignment.given))
-        return Frame(number, label, ranks, tuple(names), answer, by_column, self.free)
+        return Frame(number, label, ranks, tuple(names), answer, by_column, self.free, held)
 
     def wait_for(self, frame: Frame) -> None:
         """Block until the call that makes the frame has replied."""
@@ -376,14 +377,14 @@ def _keep_until_done(
 
     def done(replies: dict[int, dict[str, Any]], _kept: Batch = batch) -> None:
         if frame is not None:
-            frame.facts = facts_of(replies, frame.answer)
+            frame.facts, frame.places = facts_of(replies, frame.answer), places_of(replies)
             transfers.producer_done(frame)
 
     return done
 
 
 def _ids_at(ids: Ids, positions: np.ndarray) -> Ids:
-    return np.unique(ids[positions])
+    return ascending(ids[positions])
 
 
 def _groups_of(groups: np.ndarray | None, positions: np.ndarray) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from spmdflow.controller.batch import Batch
@@ -47,7 +48,7 @@ def check_arguments(
 
     before: what comes first at the call, besides them. ProtocolError or MessageError.
     """
-    signature = inspect.signature(function)
+    signature = _signature(function)
     try:
         signature.bind(*before, **arguments)
     except TypeError as err:
@@ -59,3 +60,8 @@ def check_arguments(
         encode(dict(arguments))
     except MessageError as err:
         raise MessageError(f"{label}: {err}") from err
+
+
+@lru_cache(maxsize=256)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)

@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from spmdflow.controller.executor import COMPUTE, LANES, TRANSFER, Command, Lane, failure_of
+from spmdflow.controller.executor import (
+    COMPUTE,
+    LANES,
+    TRANSFER,
+    Command,
+    Lane,
+    SharedLane,
+    failure_of,
+)
 from spmdflow.controller.failure import Failure, as_record, write_failure
 from spmdflow.controller.link import Link
 from spmdflow.controller.peers import Peers
@@ -39,9 +45,6 @@ _DYING_SECONDS = 0.05
 _GONE_SECONDS = 0.3
 """After losing the controller: time for an ABORT that is already here to be read."""
 
-_Put = Callable[[Command | None], None]
-_Get = Callable[[], Command | None]
-
 
 class Comm:
     """One rank's connection to the controller; what the lanes report to."""
@@ -56,20 +59,14 @@ class Comm:
         settings: SessionSettings,
         signals: Signals,
     ) -> None:
-        self._link, self._envelopes = Link(endpoint, self._take), envelopes
+        self.compute = Lane(COMPUTE, rank, self)
+        self.transfers = SharedLane(TRANSFER, rank, self)
+        self.link, self._envelopes = Link(endpoint, self._take, self.transfers), envelopes
         self._rank, self._settings, self._signals = rank, settings, signals
         self._controller = controller
         self._is_controller = rank == settings.controller_rank
         self.thread = threading.Thread(target=self._run, name="comm", daemon=True)
-        self._transfers: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._lines: dict[str, tuple[_Put, _Get]] = {
-            COMPUTE: (self._link.put, self._link.next_command),
-            TRANSFER: (self._transfers.put, self._transfers.get),
-        }
-        self.lanes: Mapping[str, Lane] = {
-            name: Lane(name, rank, reporter=self, next_command=get)
-            for name, (_, get) in self._lines.items()
-        }
+        self._put = {COMPUTE: self.link.put, TRANSFER: self.link.put_transfer}
         self._ended_lanes: list[str] = []
         self._parent = os.getppid()
         self._neighbours: Peers | None = None
@@ -86,9 +83,16 @@ class Comm:
         self._send(Kind.HELLO)
         self.thread.start()
 
-    def reply(self, ticket: int, payload: dict[str, Any]) -> None:
-        """Answer a command. MessageError if payload is not plain data."""
-        self._send(Kind.REPLY, [ticket, payload])
+    def reply(self, ticket: int, payload: dict[str, Any], *, rides: bool = False) -> None:
+        """Answer a command. MessageError if payload is not plain data.
+
+        rides: it may wait for the next answer, at most a tick.
+        """
+        data = self._envelopes.seal(Kind.REPLY, [ticket, payload])
+        if rides:
+            self.link.send_with_next(data)
+        else:
+            self.link.send(data)
 
     def fail(self, failure: Failure) -> None:
         """End the run: tell the controller, then obey it or leave (any thread)."""
@@ -101,22 +105,22 @@ class Comm:
     def lane_ended(self, name: str) -> None:
         """A lane has run everything before CLOSE."""
         self._ended_lanes.append(name)
-        self._link.waiter.wake()
+        self.link.waiter.wake()
 
     def _send(self, kind: Kind, body: Any = None) -> None:
-        self._link.send(self._envelopes.seal(kind, body))
+        self.link.send(self._envelopes.seal(kind, body))
 
     # ---- the thread
 
     def _run(self) -> None:
         try:
-            self._link.waiter.watch(self._signals.descriptor)
+            self.link.waiter.watch(self._signals.descriptor)
             while len(self._ended_lanes) < len(LANES):
                 self._step()
             self._send(Kind.BYE)
             if self._neighbours:
-                self._neighbours.unwatch(self._link.waiter)
-            self._link.close()
+                self._neighbours.unwatch(self.link.waiter)
+            self.link.close()
         except BaseException as err:
             logger.exception("the comm thread failed")
             self._failures.append(failure_of(err, self._rank))
@@ -128,8 +132,8 @@ class Comm:
         if now >= self._next_tick:
             self._next_tick = now + _TICK_SECONDS
             self._tick(now)
-        self._link.receive()
-        self._notice(self._link.waiter.wait(max(0.0, self._next_tick - time.monotonic())))
+        self.link.receive()
+        self._notice(self.link.waiter.wait(max(0.0, self._next_tick - time.monotonic())))
 
     def _take(self, data: bytes) -> None:
         """React to one message (comm thread or compute lane)."""
@@ -143,11 +147,11 @@ class Comm:
         self._heard = time.monotonic()
         kind, body = envelope
         if kind is Kind.COMMAND:
-            self._lines[body[2]][0](Command(*body))
+            self._put[body[2]](Command(*body))
         elif kind is Kind.WELCOME:
             self._meet_neighbours(body)
         elif kind is Kind.CLOSE:
-            for put, _ in self._lines.values():
+            for put in self._put.values():
                 put(None)
         elif kind is Kind.ABORT:
             self._obey(body)
@@ -156,7 +160,7 @@ class Comm:
         """Where the controller cannot see how a process ends, its neighbours do."""
         neighbours = Peers(processes, own_rank=self._rank)
         if not self._controller.is_local():
-            neighbours.watch(self._link.waiter)
+            neighbours.watch(self.link.waiter)
         self._neighbours, self._welcome = neighbours, True
 
     # ---- watching
@@ -165,15 +169,15 @@ class Comm:
         """React at once to signals, a lost connection and ended neighbours."""
         if self._signals.descriptor in ready:
             self._next_tick = 0.0
-        if self._link.lost_connection(ready):
+        if self.link.lost_connection(ready):
             secret = "" if self._welcome else "; is SPMDFLOW_SECRET the same on every rank?"
             self._lost_controller(f"its connection is lost{secret}")
-        if self._neighbours and self._neighbours.unwatch(self._link.waiter, ready):
+        if self._neighbours and self._neighbours.unwatch(self.link.waiter, ready):
             for ended in self._neighbours.ended().items():
                 self._send(Kind.ENDED, list(ended))
 
     def _tick(self, now: float) -> None:
-        if now >= self._next_beat:
+        if now >= self._next_beat or self.link.has_riders:
             self._next_beat = now + self._settings.beat_seconds
             self._send(Kind.BEAT)
         self._check_signals()
@@ -192,7 +196,7 @@ class Comm:
                 self.fail(self._about("interrupt", self._rank, "SIGINT (Ctrl-C)"))
 
     def _check_lanes(self, now: float) -> None:
-        for lane in self.lanes.values():
+        for lane in (self.compute, self.transfers):
             if command := lane.overdue(now):
                 cause = f"still running after its limit of {command.seconds:g} s"
                 self.fail(
@@ -251,7 +255,7 @@ class Comm:
 
     def _about(self, kind: str, rank: int, cause: str) -> Failure:
         """A failure with what this rank is running."""
-        for lane in self.lanes.values():
+        for lane in (self.compute, self.transfers):
             if running := lane.running:
                 command = running[0]
                 return Failure(kind, rank, cause, command.label, command.number, lane.name)

@@ -15,6 +15,7 @@ import numpy as np
 
 from spmdflow.data.column import ColumnSpec
 from spmdflow.data.row_id import Ids
+from spmdflow.transfer.memory import Place
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,10 @@ class Frame:
     """Rows by column and rank, transfers under way included; columns with the same holders share
     one mapping, which is replaced and never changed."""
     on_free: Callable[[int], None]
+    made: Mapping[int, Ids] = field(default_factory=dict)
+    """Rows by rank that made them, in the order in which they lie there."""
+    places: dict[int, Mapping[str, Place]] = field(default_factory=dict)
+    """Where the rows that a rank made lie in its memory, as far as they can be read there."""
     facts: dict[str, ColumnFacts] = field(default_factory=dict)
     done: bool = False
     waiting: list[Any] = field(default_factory=list)
@@ -91,6 +96,11 @@ class SourceFrame:
     def _places(self, ids: Ids) -> np.ndarray:
         order = np.argsort(self.ids, kind="stable")
         return order[np.searchsorted(self.ids, ids, sorter=order)]
+
+
+def places_of(replies: Mapping[int, Mapping[str, Any]]) -> dict[int, Mapping[str, Place]]:
+    """Where the ranks that made rows keep them (transfer/memory.py)."""
+    return {rank: reply["places"] for rank, reply in replies.items() if "places" in reply}
 
 
 def facts_of(

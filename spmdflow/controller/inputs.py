@@ -25,6 +25,11 @@ def by_frame(batch: Batch, names: Sequence[str]) -> list[Group]:
     return list(groups.values())
 
 
+def ascending(ids: Ids) -> Ids:
+    """ids in order, each once."""
+    return ids if (ids[1:] > ids[:-1]).all() else np.unique(ids)
+
+
 def inputs_of(batch: Batch, names: Sequence[str], positions: np.ndarray) -> list[dict[str, Any]]:
     """Message data that tells a rank where its inputs are."""
     return [

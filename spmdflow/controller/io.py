@@ -62,6 +62,8 @@ class Io:
         self._inbox: deque[Callable[[], None]] = deque()
         self._tickets = itertools.count(1)
         self._open: dict[int, _Open] = {}
+        self._riding: dict[int, list[bytes]] = {}
+        """Commands by rank that wait for the next one, at most a tick."""
         self._ledger = Ledger()
         self._verdict = Verdict(peers, self._ledger, settings=settings)
         start_by = time.monotonic() + settings.start_seconds
@@ -235,7 +237,9 @@ class Io:
         with self._lock:
             self._guarded(self._work_through_inbox)
             while (message := self._hub.receive()) is not None:
-                self._guarded(self._handle, *message)
+                rank, envelopes = message
+                for data in envelopes:
+                    self._guarded(self._handle, rank, data)
                 if self._inbox:
                     self._guarded(self._work_through_inbox)
             if self._close_wanted:
@@ -274,8 +278,14 @@ class Io:
             self._ledger.sent(
                 rank, Entry(ticket, order.number, order.lane, order.label, order.seconds, now)
             )
-            if not self._hub.send(rank, body):
-                self._verdict.add_death(rank, LOST)
+            self._riding.setdefault(rank, []).append(body)
+            if not order.rides:
+                self._send_riders(rank)
+
+    def _send_riders(self, rank: int) -> None:
+        """Send rank's commands, as one message."""
+        if not self._hub.send(rank, *self._riding.pop(rank)):
+            self._verdict.add_death(rank, LOST)
 
     def _on_hello(self, rank: int, _: Any) -> None:
         self._peers.arrived(rank)
@@ -329,6 +339,8 @@ class Io:
 
     def _tick(self, now: float) -> None:
         with self._lock:
+            for rank in list(self._riding):
+                self._guarded(self._send_riders, rank)
             if now >= self._next_beat:
                 self._next_beat = now + self._settings.beat_seconds
                 beat = self._envelopes.seal(Kind.BEAT)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmdflow.controller.batch import ColumnRef
-from spmdflow.controller.frame import Frame, SourceFrame, facts_of
+from spmdflow.controller.frame import Frame, SourceFrame, facts_of, places_of
 from spmdflow.controller.inputs import input_of
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import ColumnError
@@ -91,10 +91,10 @@ def _made(caller: Caller, names: Sequence[str], parts: Parts, ids: Ids) -> Frame
     ranks = sorted({rank for part in parts for rank in _ranks(part)})
     by_column = dict.fromkeys(names, held)
     label = "batch.concatenate"
-    frame = Frame(number, label, tuple(ranks), tuple(names), held, by_column, caller.free)
+    frame = Frame(number, label, tuple(ranks), tuple(names), held, by_column, caller.free, held)
 
     def done(replies: dict[int, dict[str, Any]], _kept: Parts = tuple(parts)) -> None:
-        frame.facts = facts_of(replies, frame.answer)
+        frame.facts, frame.places = facts_of(replies, frame.answer), places_of(replies)
         caller.transfers.producer_done(frame)
 
     caller.submit(label, commands, done, number=number)

@@ -27,6 +27,7 @@ from spmdflow.controller.caller import Caller, CallSettings
 from spmdflow.controller.flow import Flow, FlowSettings, Stopped
 from spmdflow.controller.group import END_OF_GROUPS
 from spmdflow.controller.inproc import InprocTransport
+from spmdflow.controller.neighbours import readable_memory
 from spmdflow.controller.operation import RankSettings, RankState
 from spmdflow.controller.order import Transport
 from spmdflow.controller.saving import Saving
@@ -116,9 +117,8 @@ class _Run:
         transport = CountedTransport(lane, seconds=transfer_seconds)
 
         def operations_of(member: Member) -> Any:
-            state = RankState(
-                _rank_settings(self._cfg, member.rank, run_dir), self._groups, transport
-            )
+            settings = _rank_settings(self._cfg, member.rank, run_dir)
+            state = RankState(settings, self._groups, transport, member.rest)
             return state.operations()
 
         run_session(self._main, operations_of, settings)
@@ -174,10 +174,11 @@ def _run_script(
 ) -> int:
     """Build what the script needs and run it; the exit status."""
     run_dir = open_run_dir(cfg.run, to_yaml(cfg))
+    readable = readable_memory(transport, ranks, seconds=cfg.run.start_seconds)
     transcript = None
     if run_dir.checkpoint is None:  # a resumed run begins in the middle
         transport = transcript = Transcript(transport, run_dir.path / TRANSCRIPT_FILE, ranks)
-    transfers = Transfers(transport, seconds=cfg.run.transfer_seconds)
+    transfers = Transfers(transport, seconds=cfg.run.transfer_seconds, readable=readable)
     settings = CallSettings(cfg.run.seed, cfg.run.call_seconds, ranks)
     caller = Caller(transport, transfers, settings)
     flow_settings = FlowSettings(

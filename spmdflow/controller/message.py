@@ -99,8 +99,9 @@ def _extension_with_tuples(obj: Any) -> Any:
 def _array_bytes(array: np.ndarray) -> bytes:
     if array.dtype.kind not in _ARRAY_KINDS:
         raise TypeError(f"got a numpy array of dtype {array.dtype}")
-    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    return _pack([little.dtype.str, list(array.shape), little.tobytes()], None)
+    if array.dtype.str[0] == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    return _pack([array.dtype.str, list(array.shape), array.tobytes()], None)
 
 
 def _is_record(cls: type) -> bool:

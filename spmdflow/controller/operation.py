@@ -22,7 +22,7 @@ from spmdflow.data.column import Column, column_of, join
 from spmdflow.data.group import RowGroups
 from spmdflow.data.row_id import Ids
 from spmdflow.data.rows import names_of
-from spmdflow.data.store import RowStore
+from spmdflow.data.store import Rest, RowStore
 from spmdflow.datasets.scan import scan
 from spmdflow.datasets.source import PromptSource
 from spmdflow.datasets.tokenizer import load_tokenizer
@@ -30,6 +30,7 @@ from spmdflow.errors import ColumnError, SpmdflowError
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.lane import CountedTransport, Release, run_release
+from spmdflow.transfer.memory import Shelf, can_read
 from spmdflow.transfer.register import method_spec
 from spmdflow.transfer.row_maths import row_maths_spec
 from spmdflow.transfer.worker import CallInfo, Metric, MiniBatch, Worker, WorkerContext
@@ -55,16 +56,24 @@ class RankState:
     """Groups, workers and rows of one rank. The two lanes share only the store."""
 
     def __init__(
-        self, settings: RankSettings, groups: GroupTable, transport: CountedTransport
+        self,
+        settings: RankSettings,
+        groups: GroupTable,
+        transport: CountedTransport,
+        rest: Rest | None = None,
     ) -> None:
+        """rest: how the compute lane waits for rows."""
         self._settings, self._groups, self._transport = settings, groups, transport
-        self.store = RowStore()
+        self.store, self._shelf = RowStore(rest), Shelf()
+        self._has_neighbours = False
         self._workers: dict[str, Worker] = {}
         self._sources: dict[str, PromptSource] = {}
 
     def operations(self) -> dict[str, Operation]:
         """Operations by the name that commands use."""
         named: dict[str, Operation] = {
+            "memory": self._show_memory,
+            "neighbours": self._meet_neighbours,
             "groups": self._make_groups,
             "spawn": self._spawn,
             "scan": self._scan,
@@ -85,13 +94,25 @@ class RankState:
 
         def run(plain: Plain, number: int) -> dict[str, Any]:
             started = time.time()
-            self.store.free(plain.get("free", []))
+            freed = plain.get("free", [])
+            self._shelf.free(freed)
+            self.store.free(freed)
             reply = operation(plain, number)
             return reply | {"span": (started, time.time())}
 
         return run
 
     # Building
+
+    def _show_memory(self, plain: Plain, number: int) -> dict[str, Any]:
+        return {"process": self._shelf.owner()}
+
+    def _meet_neighbours(self, plain: Plain, number: int) -> dict[str, Any]:
+        """Which of the processes of this machine let their memory be read."""
+        readable = {rank: owner for rank, owner in plain["processes"].items() if can_read(owner)}
+        self._transport.neighbours = readable
+        self._has_neighbours = bool(readable)
+        return {"readable": list(readable)}
 
     def _make_groups(self, plain: Plain, number: int) -> dict[str, Any]:
         specs = [GroupSpec(tuple(ranks), lane, backend) for ranks, lane, backend in plain["specs"]]
@@ -163,8 +184,7 @@ class RankState:
         """Rows of several frames as rows of this one."""
         parts = [self._input(part) for part in plain["inputs"]]
         columns = {name: join([part[name] for part in parts]) for name in parts[0]}
-        self.store.put(number, plain["ids"], columns)
-        return {"columns": {name: _facts(column) for name, column in columns.items()}}
+        return self._put(number, plain["ids"], columns)
 
     def _batch(self, plain: Plain) -> TensorDict:
         """The rows of a command as a TensorDict on the device; waits for transfers."""
@@ -207,8 +227,14 @@ class RankState:
                 f"return exactly what `writes` declares"
             )
         columns = {name: _column_of(label, name, made[name], len(ids)) for name in writes}
+        return self._put(number, ids, columns)
+
+    def _put(self, number: int, ids: Ids, columns: dict[str, Column]) -> dict[str, Any]:
+        """Store rows that were made here; the reply says what they are and where they lie."""
         self.store.put(number, ids, columns)
-        return {"columns": {name: _facts(column) for name, column in columns.items()}}
+        facts = {name: _facts(column) for name, column in columns.items()}
+        places = self._shelf.put(number, columns) if self._has_neighbours else {}
+        return {"columns": facts, "places": places}
 
     def _fetch(self, plain: Plain, number: int) -> dict[str, Any]:
         (column,) = self._input(plain["input"]).values()

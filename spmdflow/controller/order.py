@@ -33,6 +33,8 @@ class Order:
     """Limit on each rank, from the moment it starts there."""
     on_done: Callable[[Replies], None] | None = None
     """Runs in the io thread once all ranks have replied, before `Pending` is done."""
+    rides: bool = False
+    """Every rank gets another order at once: both may travel as one message."""
 
 
 class Pending:

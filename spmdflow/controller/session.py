@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from torch import distributed as dist
 
 from spmdflow.controller.comm import Comm
-from spmdflow.controller.executor import COMPUTE, TRANSFER, Operation, failure_of, stay_until_ended
+from spmdflow.controller.executor import Operation, failure_of, stay_until_ended
 from spmdflow.controller.failure import remove_old_reports
 from spmdflow.controller.io import Io
 from spmdflow.controller.order import Transport
@@ -147,12 +147,13 @@ def _run_lanes(
 ) -> None:
     """Be the compute lane, with the transfer lane beside, until the controller closes."""
     try:
-        operations = operations_of(Member(rank, settings))
+        operations = operations_of(Member(rank, settings, comm.link))
+        comm.compute.operations = comm.transfers.operations = operations
         transfer = threading.Thread(
-            target=comm.lanes[TRANSFER].run, args=(operations,), name="transfer", daemon=True
+            target=comm.transfers.run_own_thread, name="transfer", daemon=True
         )
         transfer.start()
-        comm.lanes[COMPUTE].run(operations)
+        comm.compute.run(comm.link.next_command)
         _join([transfer])
     except BaseException as err:
         comm.fail(failure_of(err, rank))

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from spmdflow.data.store import Rest
+
 
 @dataclass(frozen=True)
 class SessionSettings:
@@ -52,3 +54,5 @@ class Member:
     rank: int
     """Global rank."""
     settings: SessionSettings
+    rest: Rest
+    """How the compute lane waits for rows."""

@@ -1,10 +1,11 @@
 """Envelopes and the two sockets: a ROUTER at the controller, a DEALER on every rank.
 
 The only file that imports zmq. Every envelope starts with the run's random id; what carries
-another one is dropped with a warning. Connections are never repaired: losing one means that the
-peer is gone (TCP keep-alive finds dead machines; a stopped process stays connected). Each socket
-is used by one thread only. With a secret the connection is CURVE: both key pairs derive from
-the secret and the run's id, the public ones are never published, so nobody else can connect.
+another one is dropped with a warning. Several envelopes may travel as one message. Connections
+are never repaired: losing one means that the peer is gone (TCP keep-alive finds dead machines; a
+stopped process stays connected). Each socket is used by one thread at a time. With a secret the
+connection is CURVE: both key pairs derive from the secret and the run's id, the public ones are
+never published, so nobody else can connect.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 import hmac
 import logging
 import struct
+from collections.abc import Sequence
 from typing import Any, cast
 
 import zmq
@@ -121,25 +123,23 @@ class Hub:
         self._socket.bind(f"tcp://{name}:0")
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def send(self, rank: int, data: bytes) -> bool:
-        """Queue data for rank; False if rank is not connected (any more)."""
+    def send(self, rank: int, *envelopes: bytes) -> bool:
+        """Queue envelopes for rank, as one message; False if rank is not connected (any more)."""
         try:
             self._socket.send(_identity(rank), _MORE)
-            self._socket.send(data, _NOW)
+            _send_parts(self._socket, envelopes)
         except zmq.ZMQError as err:
             if err.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
             raise
         return True
 
-    def receive(self) -> tuple[int, bytes] | None:
-        """The next message and its rank (-1: no rank of ours); None if there is none."""
+    def receive(self) -> tuple[int, list[bytes]] | None:
+        """The next message's rank (-1: no rank of ours) and envelopes; None if there is none."""
         if not self.has_input():
             return None
-        identity, data = self._socket.recv(_NOW), self._socket.recv(_NOW)
-        while self._socket.getsockopt(_RCVMORE):  # not sent by an Endpoint
-            identity, data = b"", self._socket.recv(_NOW)
-        return _rank(identity), data
+        identity, *envelopes = _receive_parts(self._socket)
+        return _rank(identity), envelopes
 
     def has_input(self) -> bool:
         """Whether `receive` would give a message."""
@@ -189,18 +189,19 @@ class Endpoint:
         self.descriptor = _descriptor(self._socket)
         """Readable when there may be input; only to be trusted after `receive` gave None."""
 
-    def send(self, data: bytes) -> bool:
-        """Queue data for the controller. True: input may have arrived unnoticed meanwhile.
+    def send(self, *envelopes: bytes) -> bool:
+        """Queue envelopes for the controller, as one message.
 
-        Without a connection data is dropped; `lost` has told or will tell.
+        True: input may have arrived unnoticed meanwhile. Without a connection they are dropped;
+        `lost` has told or will tell.
         """
         with contextlib.suppress(zmq.Again):
-            self._socket.send(data, _NOW)
+            _send_parts(self._socket, envelopes)
         return _has_input(self._socket)
 
-    def receive(self) -> bytes | None:
-        """The next message; None if there is none."""
-        return self._socket.recv(_NOW) if _has_input(self._socket) else None
+    def receive(self) -> list[bytes] | None:
+        """The next message's envelopes; None if there is none."""
+        return _receive_parts(self._socket) if _has_input(self._socket) else None
 
     def close(self) -> None:
         """Send what is queued (at most 2 s) and give everything back."""
@@ -250,6 +251,19 @@ def _set_options(socket: zmq.Socket[bytes]) -> None:
         (zmq.TCP_MAXRT, 60_000),
     ):
         socket.setsockopt(option, value)
+
+
+def _send_parts(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
+    for part in parts[:-1]:
+        socket.send(part, _MORE)
+    socket.send(parts[-1], _NOW)
+
+
+def _receive_parts(socket: zmq.Socket[bytes]) -> list[bytes]:
+    parts = [socket.recv(_NOW)]
+    while socket.getsockopt(_RCVMORE):
+        parts.append(socket.recv(_NOW))
+    return parts
 
 
 def _has_input(socket: zmq.Socket[bytes]) -> bool:

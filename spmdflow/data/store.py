@@ -8,14 +8,41 @@ a worker's inputs go to its device when the method starts.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from spmdflow.data.column import Column, join
 from spmdflow.errors import DeadlineError, RowError
+
+
+class Rest(Protocol):
+    """How a thread waits for what another thread does."""
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until condition() holds; False after seconds."""
+
+    def wake(self) -> None:
+        """Let `wait_until` look at its condition again."""
+
+
+class Sleep:
+    """Waiting and doing nothing else."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until condition() holds; False after seconds."""
+        with self._changed:
+            return self._changed.wait_for(condition, seconds)
+
+    def wake(self) -> None:
+        """Let `wait_until` look at its condition again."""
+        with self._changed:
+            self._changed.notify_all()
 
 
 class _Rows:
@@ -55,33 +82,34 @@ class _Rows:
 class RowStore:
     """Rows of this rank. Shared by the two lanes."""
 
-    def __init__(self) -> None:
+    def __init__(self, rest: Rest | None = None) -> None:
+        """rest: how `wait` waits."""
         self._frames: dict[int, dict[str, _Rows]] = {}
-        self._changed = threading.Condition()
+        self._lock, self._rest = threading.Lock(), rest or Sleep()
 
     def put(self, frame: int, ids: np.ndarray, columns: Mapping[str, Column]) -> None:
         """Add rows of a frame and wake whoever waits for them."""
-        with self._changed:
+        with self._lock:
             kept = self._frames.setdefault(frame, {})
             for name, column in columns.items():
                 assert len(column) == len(ids), (name, len(column), len(ids))
                 kept.setdefault(name, _Rows()).add(ids, column)
-            self._changed.notify_all()
+        self._rest.wake()
 
     def has(self, frame: int) -> bool:
         """Whether any row of the frame was put here."""
-        with self._changed:
+        with self._lock:
             return frame in self._frames
 
     def missing(self, frame: int, name: str, ids: np.ndarray) -> np.ndarray:
         """The ids among `ids` that are not here."""
-        with self._changed:
+        with self._lock:
             rows = self._frames.get(frame, {}).get(name)
             return ids if rows is None else rows.missing(ids)
 
     def take(self, frame: int, names: Iterable[str], ids: np.ndarray) -> dict[str, Column]:
         """The rows `ids`, in that order, of the columns `names`."""
-        with self._changed:
+        with self._lock:
             return {name: self._column(frame, name, ids) for name in names}
 
     def _column(self, frame: int, name: str, ids: np.ndarray) -> Column:
@@ -96,27 +124,25 @@ class RowStore:
 
     def wait(self, frame: int, names: Sequence[str], ids: np.ndarray, *, seconds: float) -> None:
         """Block until the rows are here; DeadlineError after `seconds`."""
-        limit = time.monotonic() + seconds
-        with self._changed:
-            while lacking := self._lacking(frame, names, ids):
-                if not self._changed.wait(max(0.0, limit - time.monotonic())):
-                    raise DeadlineError(
-                        f"columns {lacking} of call {frame}: rows not here after {seconds:g} s; "
-                        f"the producer is slow or its transfer was not released; "
-                        f"raise run.call_seconds if the producer needs longer"
-                    )
+        if not self._rest.wait_until(lambda: not self._lacking(frame, names, ids), seconds):
+            raise DeadlineError(
+                f"columns {self._lacking(frame, names, ids)} of call {frame}: rows not here after "
+                f"{seconds:g} s; the producer is slow or its transfer was not released; "
+                f"raise run.call_seconds if the producer needs longer"
+            )
 
     def _lacking(self, frame: int, names: Sequence[str], ids: np.ndarray) -> list[str]:
-        kept = self._frames.get(frame, {})
-        return [name for name in names if name not in kept or len(kept[name].missing(ids))]
+        with self._lock:
+            kept = self._frames.get(frame, {})
+            return [name for name in names if name not in kept or len(kept[name].missing(ids))]
 
     def free(self, frames: Iterable[int]) -> None:
         """Forget frames; unknown numbers are fine (a rank need not hold every frame)."""
-        with self._changed:
+        with self._lock:
             for frame in frames:
                 self._frames.pop(frame, None)
 
     def num_frames(self) -> int:
         """Frames held, for leak checks."""
-        with self._changed:
+        with self._lock:
             return len(self._frames)

@@ -177,3 +177,23 @@ def test_plan_for_1024_ranks_and_100_000_rows_takes_about_a_second(producer, con
     assert sum(len(edge.ids) for edge in edges) == sum(len(ids) for ids in need.values())
     assert seconds < 3, "measured 0.1 s; the limit leaves room for a slow machine"
     assert sets(need).keys() == {edge.destination for edge in edges}
+
+
+def test_plan_of_later_ids_is_the_plan_of_the_step_before_with_later_ids():
+    have, need = {0: [3, 5, 4], 1: [4, 9]}, {2: [9, 4], 3: [3, 4, 5]}
+    first = plain(redistribute_rows(arrays(have), arrays(need), node_of=node_of_4))
+
+    for later in (0, 17, 2**61):
+        shifted = [
+            {r: [i + later for i in ids] for r, ids in side.items()} for side in (have, need)
+        ]
+        edges = redistribute_rows(*map(arrays, shifted), node_of=node_of_4)
+        assert plain(edges) == [(s, d, [i + later for i in ids]) for s, d, ids in first]
+        for edge in edges:
+            edge.ids[:] = -1  # what is remembered must not change with it
+    assert plain(redistribute_rows(arrays(have), arrays(need), node_of=lambda rank: rank)) != []
+
+
+def test_row_that_nobody_holds_is_named_by_its_true_id():
+    with pytest.raises(RowError, match="first id 1007"):
+        redistribute_rows(arrays({0: [1000, 1001]}), arrays({1: [1001, 1007]}))

@@ -2,8 +2,9 @@
 
     torchrun ... session_drill.py RUN_DIR WHERE HOW VICTIM SECONDS
 
-WHERE is compute, transfer (a command of that lane) or idle; HOW is exception, exit or wait (the
-test does the harm from outside). Files RUN_DIR/running-<rank> say that a rank is where it should.
+WHERE is compute, transfer (a command of that lane), main (a transfer that the free compute lane
+runs) or idle; HOW is exception, exit or wait (the test does the harm from outside). Files
+RUN_DIR/running-<rank> say that a rank is where it should.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from spmdflow.controller.session import Member, SessionSettings, run_session
 from spmdflow.log import set_up_logging
 
 RUN_DIR, WHERE, HOW = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+LANE = "transfer" if WHERE == "main" else WHERE
 VICTIM, SECONDS = int(sys.argv[4]), float(sys.argv[5])
 
 
@@ -42,8 +44,8 @@ def main(transport: Transport) -> None:
             raise RuntimeError("drill in the script")
         time.sleep(60)
     else:
-        harm = dict.fromkeys(ranks, {"operation": "harm"})
-        transport.submit(Order(2, WHERE, "actor.harm", harm, SECONDS)).result()
+        harm = dict.fromkeys(ranks, {"operation": "harm", "precedes_call": WHERE == "main"})
+        transport.submit(Order(2, LANE, "actor.harm", harm, SECONDS)).result()
 
 
 def operations_of(member: Member) -> Mapping[str, Operation]:
@@ -57,7 +59,7 @@ def operations_of(member: Member) -> Mapping[str, Operation]:
         (RUN_DIR / f"running-{member.rank}").touch()
         if member.rank == VICTIM:
             _harm()
-        dist.all_reduce(torch.zeros(1), group=GROUPS[WHERE])  # waits for the victim
+        dist.all_reduce(torch.zeros(1), group=GROUPS[LANE])  # waits for the victim
         return {}
 
     def harm_later(payload: dict[str, Any], number: int) -> dict[str, Any]:

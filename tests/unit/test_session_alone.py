@@ -1,0 +1,136 @@
+"""A session of one rank, threads and sockets in one process: which thread runs what, and when."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from spmdflow.controller.executor import Operation
+from spmdflow.controller.order import Order, Pending, Transport
+from spmdflow.controller.session import Member, SessionSettings, run_session
+
+
+class Ranks:
+    """What the one rank does: notes who ran which command, in order."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[str, str]] = []
+        self.arrived: set[int] = set()
+
+    def operations_of(self, member: Member) -> Mapping[str, Operation]:
+        def move(payload: dict[str, Any], number: int) -> dict[str, Any]:
+            time.sleep(payload.get("seconds", 0.0))
+            self._note(f"transfer {number}")
+            self.arrived.add(number)
+            member.rest.wake()
+            return {}
+
+        def call(payload: dict[str, Any], number: int) -> dict[str, Any]:
+            awaited = payload["awaits"]
+            there = member.rest.wait_until(lambda: awaited <= len(self.arrived), 1)
+            self._note(f"call {number}")
+            return {"there": there}
+
+        return {"move": move, "call": call}
+
+    def _note(self, what: str) -> None:
+        self.ran.append((what, threading.current_thread().name))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ranks = Ranks()
+
+    def run_script(script: Any) -> list[tuple[str, str]]:
+        settings = SessionSettings(tmp_path, (0,), watch_parent=False)
+        assert run_session(script, ranks.operations_of, settings) == 0
+        return ranks.ran
+
+    yield run_script
+    dist.destroy_process_group()
+
+
+def move(
+    transport: Transport, number: int, *, rides: bool = False, own: bool = False, **payload: float
+) -> Pending:
+    command = {"operation": "move", "precedes_call": not own, **payload}
+    return transport.submit(
+        Order(number, "transfer", f"transfer {number}", {0: command}, 5.0, rides=rides)
+    )
+
+
+def call(transport: Transport, number: int, *, awaits: int) -> Pending:
+    command = {"operation": "call", "awaits": awaits}
+    return transport.submit(Order(number, "compute", f"call {number}", {0: command}, 5.0))
+
+
+def test_transfer_that_rides_with_its_call_is_run_before_it_by_the_free_thread(run: Any) -> None:
+    def script(transport: Transport) -> None:
+        for number in range(1, 51):
+            time.sleep(0.002)  # the rank is idle again
+            moved = move(transport, number, rides=True)
+            assert call(transport, number, awaits=number).result() == {0: {"there": True}}
+            moved.result()
+
+    ran = run(script)
+
+    assert [what for what, _ in ran] == [
+        f"{kind} {number}" for number in range(1, 51) for kind in ("transfer", "call")
+    ]
+    assert "MainThread" in {thread for what, thread in ran if "transfer" in what}
+
+
+def test_transfer_for_which_a_call_waits_is_run_by_the_waiting_thread(run: Any) -> None:
+    def script(transport: Transport) -> None:
+        for number in range(1, 21):
+            waiting = call(transport, number, awaits=number)
+            time.sleep(0.01)
+            move(transport, number).result()
+            assert waiting.result() == {0: {"there": True}}
+
+    ran = run(script)
+
+    assert [what for what, _ in ran] == [
+        f"{kind} {number}" for number in range(1, 21) for kind in ("transfer", "call")
+    ]
+    assert "MainThread" in {thread for what, thread in ran if "transfer" in what}
+
+
+def test_transfer_that_asks_for_rows_runs_beside_a_call_and_keeps_its_place(run: Any) -> None:
+    def script(transport: Transport) -> None:
+        slow = move(transport, 1, own=True, seconds=0.1)
+        bringing = move(transport, 2)
+        assert call(transport, 1, awaits=0).result() == {0: {"there": True}}
+        assert call(transport, 2, awaits=2).result() == {0: {"there": True}}
+        slow.result()
+        bringing.result()
+
+    ran = run(script)
+
+    assert [what for what, _ in ran if "transfer" in what] == ["transfer 1", "transfer 2"]
+    assert ("transfer 1", "transfer") in ran
+
+
+def test_transfer_that_rides_on_nothing_leaves_with_the_next_tick(run: Any) -> None:
+    def script(transport: Transport) -> None:
+        started = time.monotonic()
+        move(transport, 1, rides=True).result()
+        assert time.monotonic() - started < 2
+
+    assert [what for what, _ in run(script)] == ["transfer 1"]
+
+
+def test_rows_that_never_come_are_missed_at_the_limit(run: Any) -> None:
+    def script(transport: Transport) -> None:
+        assert call(transport, 1, awaits=1).result() == {0: {"there": False}}
+
+    ran = run(script)
+
+    assert ran == [("call 1", "MainThread")]
