@@ -8,7 +8,6 @@ forward reads against those of the trainer's shards.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -82,7 +81,7 @@ class WeightPublisher:
 
         WeightSyncError names a tensor that the server does not have; it then stays stopped.
         """
-        started, version = time.perf_counter(), self._engine.weights_version
+        version = self._engine.weights_version
         verify = self._every > 0 and self._count % self._every == 0
         self._count += 1
         meeting, header = self._meeting, header_of(self._meeting)
@@ -105,7 +104,6 @@ class WeightPublisher:
             "publish/weights_version": Max(float(version)),
             "publish/weights_verified": Max(float(verify)),
             "publish/bytes": Sum(float(sent) if self._is_first else 0.0),
-            "time/publish_seconds": Max(time.perf_counter() - started),
         }
 
     def _finish(self, version: int, expected: dict[str, int] | None) -> None:

@@ -75,7 +75,7 @@ class PolicyWorker(EngineWorker):
 
     @register(transfer_mode="ONE_TO_ALL")
     def connect_server(self, url: str, backend: str = "spmdflow") -> None:
-        """Prepare to publish weights to a vLLM server that runs elsewhere; url: http://host:port.
+        """Prepare to publish weights to a vLLM that runs elsewhere; url: http://host:port.
 
         It must serve actor.model.path, with the weight-transfer backend named here: spmdflow, or
         nccl, which is vLLM's own (docs/HYBRID.md).

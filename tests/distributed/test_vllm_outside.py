@@ -39,7 +39,8 @@ from tests.rollout_reference import load, write_family
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "vllm_outside.py"
-PROMPTS = [[5, 6, 7], [8, 4], [9, 10, 11, 12]]
+PROMPTS = [[1, 11, 12, 13, 7, 8, 14], [1, 4, 5, 13, 6, 3, 14], [1, 8, 11, 13, 9, 10, 14]]
+"""89+45=, 12+30= and 58+67= in the bundled model's tokens."""
 STALE = "model.layers.1.mlp.down_proj.weight"
 TRAINERS = [("fsdp", "t1"), ("megatron", "t2")]
 
