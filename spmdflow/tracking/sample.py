@@ -24,7 +24,7 @@ class Sample(NamedTuple):
     prompt: str
     response: str
     score: float
-    terms: Mapping[str, float] = MappingProxyType({})
+    terms: Mapping[str, float | str | None] = MappingProxyType({})
     """What the score is made of, and what else the functions returned."""
 
 
