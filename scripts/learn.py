@@ -19,9 +19,10 @@ Exit code 1 if a run failed; a missed target is no failure but is said.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,9 +40,14 @@ def main() -> None:
     if options.list:
         print(listing(chosen, options.runs))
         return
-    if any(entry.group == "offline" for entry in chosen):
-        runs.prepare(options.runs)
-    failures = run_all(chosen, options.runs, options.docs, jobs=options.jobs)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    processes = runs.Processes()
+    try:
+        if any(entry.group == "offline" for entry in chosen):
+            runs.prepare(options.runs, processes)
+        failures = run_all(chosen, options, processes)
+    except KeyboardInterrupt:
+        sys.exit("learn: stopped; the same command continues")
     names = {entry.name for entry in chosen}
     done = [made for made in curves.read_all(options.docs) if made["name"] in names]
     print(curves.table(done))
@@ -81,41 +87,38 @@ def listing(entries: Sequence[Entry], folder: Path) -> str:
     return "\n".join(lines)
 
 
-def run_all(entries: Sequence[Entry], folder: Path, docs: Path, *, jobs: int) -> list[str]:
+def run_all(
+    entries: Sequence[Entry], options: argparse.Namespace, processes: runs.Processes
+) -> list[str]:
     """Run what is open; write each entry when its last seed is done. Returns the failures."""
     failures = []
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(options.jobs) as pool:
         waiting = [
-            (entry, [pool.submit(one, entry, seed, folder) for seed in entry.seeds])
+            (entry, [pool.submit(one, entry, s, options.runs, processes) for s in entry.seeds])
             for entry in entries
         ]
-        for entry, futures in waiting:
-            try:
-                finished = [future.result() for future in futures]
-            except SystemExit as failure:
-                failures.append(str(failure))
-                print(f"{entry.name}: failed, see below", flush=True)
-                continue
-            except KeyboardInterrupt:
-                stop(waiting)
-                raise
-            write(entry, finished, docs)
+        try:
+            for entry, futures in waiting:
+                try:
+                    finished = [future.result() for future in futures]
+                except SystemExit as failure:
+                    failures.append(str(failure))
+                    print(f"{entry.name}: failed, see below", flush=True)
+                else:
+                    write(entry, finished, options.docs)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            processes.stop()
+            raise
     return failures
 
 
-def stop(waiting: Sequence[tuple[Entry, list[Future[runs.Run]]]]) -> None:
-    """Start no more runs."""
-    for _, futures in waiting:
-        for future in futures:
-            future.cancel()
-
-
-def one(entry: Entry, seed: int, folder: Path) -> runs.Run:
+def one(entry: Entry, seed: int, folder: Path, processes: runs.Processes) -> runs.Run:
     """A finished run as it is, or one that is run now."""
     done = runs.finished_or_none(entry, seed, folder)
     if done is None:
         print(f"{entry.name} seed {seed}: running", flush=True)
-        return runs.perform(entry, seed, folder)
+        return runs.perform(entry, seed, folder, processes)
     print(f"{entry.name} seed {seed}: finished at commit {done.commit}", flush=True)
     return done
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -55,7 +54,43 @@ def finished_or_none(entry: Entry, seed: int, folder: Path) -> Run | None:
     return Run(run_dir=run_dir, **kept)
 
 
-def perform(entry: Entry, seed: int, folder: Path) -> Run:
+class Processes:
+    """The processes that are running, so that all of them can be stopped."""
+
+    def __init__(self) -> None:
+        self._live: list[subprocess.Popen[bytes]] = []
+        self._stopped = False
+
+    def run(self, command: list[str], log: Path) -> float:
+        """CPU seconds of a command that must succeed; its output is appended to log."""
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        variables |= {"TOKENIZERS_PARALLELISM": "false"}
+        if self._stopped:
+            raise SystemExit(f"{' '.join(command)}: not started, the runs were stopped")
+        with open(log, "a") as output:
+            process = subprocess.Popen(
+                command, env={**os.environ, **variables}, cwd=ROOT, stdout=output, stderr=output
+            )
+        self._live.append(process)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        self._live.remove(process)
+        if process.returncode != 0:
+            tail = "\n".join(log.read_text().splitlines()[-15:])
+            raise SystemExit(
+                f"{' '.join(command)}: got exit code {process.returncode}, expected 0; see {log}\n"
+                f"{tail}"
+            )
+        return usage.ru_utime + usage.ru_stime
+
+    def stop(self) -> None:
+        """SIGTERM for all, and no further one is started; checkpoints make them continue later."""
+        self._stopped = True
+        for process in self._live:
+            process.terminate()
+
+
+def perform(entry: Entry, seed: int, folder: Path, processes: Processes) -> Run:
     """Run to the end, continuing from the last checkpoint of an interrupted attempt.
 
     Output goes to <run folder>.log. SystemExit with the log's end if the run fails.
@@ -66,8 +101,9 @@ def perform(entry: Entry, seed: int, folder: Path) -> Run:
     run_words = entry.words(seed, str(run_dir))
     launcher = [sys.executable, "-m", "spmdflow.run", "--inproc"]
     continued = (run_dir / "checkpoints" / "latest").exists()
-    cpu = _process([*launcher, *run_words], run_dir)
-    judged = judge(run_dir) if entry.judged else None
+    log = run_dir.with_name(run_dir.name + ".log")
+    cpu = processes.run([*launcher, *run_words], log)
+    judged = judge(run_dir, log, processes) if entry.judged else None
     run = Run(run_dir, seed, commit, 0.0, None if continued else round(cpu, 1), judged)
     seconds = sum(record.get("time/step_seconds", 0.0) for record in run.records())
     run = replace(run, seconds=round(seconds, 1))
@@ -76,49 +112,20 @@ def perform(entry: Entry, seed: int, folder: Path) -> Run:
     return run
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path, processes: Processes) -> None:
     """Make the short stories and pairs of the stages before RL, once; needs SPMDFLOW_DATA."""
     out = ROOT / "runs" / "story_pairs"
     if not (out / "pairs.test.jsonl").is_file():
         folder.mkdir(parents=True, exist_ok=True)
         script = str(ROOT / "scripts" / "make_story_pairs.py")
-        _process([sys.executable, script, "--out", str(out)], folder / "story_pairs")
+        processes.run([sys.executable, script, "--out", str(out)], folder / "story_pairs.log")
 
 
-def judge(run_dir: Path) -> list[dict[str, Any]]:
+def judge(run_dir: Path, log: Path, processes: Processes) -> list[dict[str, Any]]:
     """Rows of stories_metrics.py for the checkpoints of a run; needs SPMDFLOW_DATA."""
     out = run_dir / "judged.json"
     script = str(ROOT / "scripts" / "stories_metrics.py")
     options = ["--no-start", "--draws", "2", "--samples", "3", "--json", str(out)]
-    _process([sys.executable, script, "--run", str(run_dir), *options], run_dir)
+    processes.run([sys.executable, script, "--run", str(run_dir), *options], log)
     rows: list[dict[str, Any]] = json.loads(out.read_text())
     return rows
-
-
-def _process(command: list[str], run_dir: Path) -> float:
-    """CPU seconds of a command that must succeed."""
-    log = run_dir.with_name(run_dir.name + ".log")
-    one_thread = {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    with open(log, "a") as output:
-        process = subprocess.Popen(
-            command, env={**os.environ, **one_thread}, cwd=ROOT, stdout=output, stderr=output
-        )
-        try:
-            _, status, usage = os.wait4(process.pid, 0)
-        except BaseException:
-            process.terminate()  # the run saves a checkpoint and ends
-            process.wait()
-            raise
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != 0:
-        tail = "\n".join(log.read_text().splitlines()[-15:])
-        raise SystemExit(f"{' '.join(command)}: exit code {process.returncode}, expected 0\n{tail}")
-    return _cpu(usage)
-
-
-def _cpu(usage: resource.struct_rusage) -> float:
-    return usage.ru_utime + usage.ru_stime
