@@ -322,7 +322,7 @@ class Answers:
 
 def received_bytes(edge: list[Any]) -> int:
     """Row bytes of one entry of a transfer's `receives`."""
-    _, columns, ids, specs, lengths = edge
+    _, columns, ids, specs, lengths, *_ = edge
     total = 0
     for name in columns:
         items = int(lengths[name].sum()) if name in lengths else len(ids)

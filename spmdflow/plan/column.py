@@ -29,8 +29,8 @@ class ColumnForm:
     """Items of a row for each item of the column it is like (text: bytes)."""
 
 
-def _dense(dtype: str) -> ColumnForm:
-    return ColumnForm(ColumnSpec("dense", dtype, ()))
+def _dense(dtype: str, *row_shape: int) -> ColumnForm:
+    return ColumnForm(ColumnSpec("dense", dtype, row_shape))
 
 
 def _ragged(dtype: str, like: str) -> ColumnForm:
@@ -54,7 +54,15 @@ _PER_TOKEN = (
     "cost_returns",
     "rollout_weights",
 )
-_PER_ROW = ("scores", "costs", "baseline_scores", "pretrain_losses", "losses", "margins")
+_PER_ROW = (
+    "scores",
+    "costs",
+    "baseline_scores",
+    "reference_kl",
+    "pretrain_losses",
+    "losses",
+    "margins",
+)
 KNOWN: dict[str, ColumnForm] = {
     "prompts": _ragged("int64", PROMPTS),
     "pretrain_ids": _ragged("int64", PROMPTS),
@@ -62,6 +70,7 @@ KNOWN: dict[str, ColumnForm] = {
     "responses": _ragged("int64", RESPONSES),
     "response_mask": _ragged("bool", RESPONSES),
     "chosen_tokens": _dense("int64"),
+    "ref_answer_log_probs": _dense("float32", 2),
     "prompt_text": _text(PROMPTS),
     "row": _text(PROMPTS),
     "response_text": _text(RESPONSES),

@@ -31,7 +31,7 @@ class DataFiles:
         file = Path(path)
         why = "it is not here" if not file.is_file() else ""
         if not why and not self._read_data:
-            why = "as asked"
+            why = "data are not read"
         if not why and file.stat().st_size > SMALL_FILE_BYTES:
             why = f"it has more than {SMALL_FILE_BYTES >> 20} MiB"
         if not why:

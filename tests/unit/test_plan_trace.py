@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 
+import spmdflow
 from spmdflow.config.load import load
+from spmdflow.plan.column import KNOWN
 from spmdflow.plan.edge import bytes_by_edge, row_edges
 from spmdflow.plan.refusal import Refusal
 from spmdflow.plan.trace import trace
+from spmdflow.transfer.register import registered_methods
+from spmdflow.transfer.row_maths import row_maths_spec
+from spmdflow.transfer.worker import Worker
 from tests.unit.planned import (
     ALGORITHMS,
     SMALL,
@@ -29,6 +34,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "rloo": SMALL_GROUPS,
     "remax": SMALL[:2] + SMALL[3:],
     "reinforce_pp": SMALL[:2] + SMALL[3:],
+    "dpo": ("data.prompts_per_step=12", "actor.update.mini_batch_size=6", "eval_every=0"),
     "sft": ("data.prompts_per_step=12", "actor.update.mini_batch_size=6", "eval_every=0"),
     "reward_model": (
         "data.prompts_per_step=12",
@@ -62,6 +68,25 @@ def test_every_bundled_script_is_traced_to_the_end_of_its_step(script: str) -> N
     labels = [order.label.partition(".")[2] for order in found.in_step()]
     assert found.steps == (1,)
     assert any(label.startswith("update_") for label in labels)
+
+
+def test_every_column_of_a_built_in_role_or_row_maths_is_known() -> None:
+    written = {
+        name
+        for public in spmdflow.__all__
+        for thing in [getattr(spmdflow, public)]
+        for spec in [*_specs(thing)]
+        for name in spec.writes
+    }
+
+    assert len(written) > 20
+    assert written - set(KNOWN) == set(), "say in plan/column.py what they look like"
+
+
+def _specs(thing: Any) -> list[Any]:
+    if isinstance(thing, type):
+        return list(registered_methods(thing).values()) if issubclass(thing, Worker) else []
+    return [row_maths_spec(thing)] if hasattr(thing, "_spmdflow_row_maths") else []
 
 
 def test_bytes_of_the_recorded_transfers_are_those_of_the_controllers_account() -> None:
