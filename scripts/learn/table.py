@@ -91,12 +91,13 @@ STORIES_ENTRIES = (
 HARMLESS = (
     "data.train_path=runs/story_pairs/harmless.train.jsonl",
     "data.eval_path=runs/story_pairs/harmless.test.jsonl",
-    "data.max_prompt_tokens=640",
+    "data.max_prompt_tokens=400",
     "data.prompts_per_step=32",
     "reward_model.update.mini_batch_size=32",
     "reward_model.engine.micro_batch=16 rows",
     "reward_model.optimizer.lr=5e-4",
-    "total_steps=40",
+    "total_steps=20",
+    "eval_every=10",
 )
 
 # The cost is a stated rule: 1 if the response holds the digit 7, else 0.
