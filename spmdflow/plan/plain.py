@@ -7,6 +7,7 @@ from typing import Any
 
 from spmdflow.plan.record import COMPUTE
 from spmdflow.plan.report import PlanReport
+from spmdflow.plan.weight import WeightPlan
 
 
 def report_plain(report: PlanReport) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def report_plain(report: PlanReport) -> dict[str, Any]:
             for (source, destination), size in sorted(report.edge_bytes.items())
         ],
         "routes": [asdict(route) for route in report.routes],
-        "weights": [asdict(way) for way in report.weights],
+        "weights": [_weights(way, node) for way in report.weights],
         "order": _order(report),
         "memory": [asdict(phase) | {"total": phase.total} for phase in prediction.memory],
         "seconds": {
@@ -68,6 +69,14 @@ def _model(model: Any) -> dict[str, Any]:
         "layout": {size: getattr(layout, size) for size in sizes},
         "ranks": list(layout.ranks),
     }
+
+
+def _weights(way: WeightPlan, node: dict[int, int]) -> dict[str, Any]:
+    edges = [
+        [source, destination, size, node[source] != node[destination]]
+        for (source, destination), size in sorted(way.edges.items())
+    ]
+    return {**vars(way), "received": dict(way.received), "edges": edges}
 
 
 def _calls(report: PlanReport) -> list[dict[str, Any]]:

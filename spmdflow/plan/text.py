@@ -130,17 +130,17 @@ def _weights(report: PlanReport) -> Iterator[str]:
         return
     yield ""
     yield "weights from trainer to generator"
-    rows = [("from", "to", "way", "among", "a rank receives", "all", "between nodes", "syncs")]
+    rows = [("from", "to", "way", "among", "a rank receives", "edges", "all", "between", "syncs")]
     for way in report.weights:
         sizes = list(way.received.values()) or [0]
         mean = bytes_of(sum(sizes) / len(sizes))
         spread = mean if min(sizes) == max(sizes) else f"{mean} (most {bytes_of(max(sizes))})"
         far = bytes_of(way.inter_bytes) if way.inter_bytes >= 0 else "?"
         everything = bytes_of(sum(sizes))
-        rows.append(
-            (way.source, way.target, way.mode, way.scope, spread, everything, far, str(way.syncs))
-        )
-    yield from table(rows, right=(4, 5, 6, 7))
+        edges = str(len(way.edges)) if way.edges or not sum(sizes) else "?"
+        how = way.mode, way.scope, spread, edges
+        rows.append((way.source, way.target, *how, everything, far, str(way.syncs)))
+    yield from table(rows, right=(4, 5, 6, 7, 8))
     for way in report.weights:
         if way.note:
             yield from wrapped(f"  {way.target}", way.note)

@@ -25,6 +25,10 @@ from spmdflow.rollout.vllm import VLLM_TRANSFER
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.table import parameters
 
+Edge = tuple[int, int]
+Nodes = Mapping[int, int]
+"""The machine of each rank."""
+
 MOST_BOX_RANKS = 64
 """Ranks up to which copies are planned box by box; beyond, one training replica stands for all."""
 
@@ -42,6 +46,8 @@ class WeightPlan:
     """Ranks that exchange weights: micro_dp, replica, shard or pool."""
     received: Mapping[int, int]
     """Bytes that reach each rank over the wire."""
+    edges: Mapping[Edge, int]
+    """The same by (source, destination); empty where `inter_bytes` is -1."""
     inter_bytes: int
     """Of all ranks' bytes, those from another node; -1: not told apart."""
     syncs: int
@@ -65,11 +71,11 @@ def weight_plans(trace: Trace, syncs: Mapping[str, int]) -> list[WeightPlan]:
                 plans.append(_local(traced, cfg, nodes, syncs.get(name, 0)))
         except ConfigError as err:
             why = f"not planned: {err}"
-            plans.append(WeightPlan(name, name, "?", "?", {}, -1, syncs.get(name, 0), why))
+            plans.append(WeightPlan(name, name, "?", "?", {}, {}, -1, syncs.get(name, 0), why))
     return plans
 
 
-def _local(traced: TracedModel, cfg: Any, nodes: Mapping[int, int], syncs: int) -> WeightPlan:
+def _local(traced: TracedModel, cfg: Any, nodes: Nodes, syncs: int) -> WeightPlan:
     layout, mode = traced.layout, sync_mode(cfg, traced.layout)
     element_bytes = getattr(torch, cfg.rollout.dtype).itemsize
     name = traced.name
@@ -82,14 +88,14 @@ def _local(traced: TracedModel, cfg: Any, nodes: Mapping[int, int], syncs: int) 
             distributed_optimizer="plain_optimizer" not in cfg.engine.options,
         )
         plan = plan_shards(layout, case.storage_numel, element_bytes=element_bytes)
-        received, inter = {}, 0
-        for group in plan.groups:
-            sizes = {rank: plan.numel[rank] * element_bytes for rank in group}
-            total = sum(sizes.values())
-            for rank in group:
-                received[rank] = total - sizes[rank]
-                inter += sum(sizes[peer] for peer in group if nodes[peer] != nodes[rank])
-        return WeightPlan(name, name, mode, "micro_dp", received, inter, syncs)
+        edges = {
+            (peer, rank): plan.numel[peer] * element_bytes
+            for group in plan.groups
+            for rank in group
+            for peer in group
+            if peer != rank
+        }
+        return _of_edges(name, name, mode, "micro_dp", layout.ranks, edges, nodes, syncs)
     if layout.pp_size == layout.tp_size == 1 and layout.generation_dp_size == layout.size:
         return _whole(name, cfg, layout, element_bytes, nodes, syncs)
     return _boxes(name, name, cfg, layout, layout, nodes, syncs)
@@ -100,37 +106,45 @@ def _whole(
     cfg: Any,
     layout: Layout,
     element_bytes: int,
-    nodes: Mapping[int, int],
+    nodes: Nodes,
     syncs: int,
 ) -> WeightPlan:
     """Tensor by tensor from data-parallel shards: each rank lacks what the others hold."""
-    architecture = Architecture.from_folder(cfg.model.path)
-    note = "tensor by tensor"
     if cfg.engine.kind in ("zero1", "megatron"):
-        return WeightPlan(
-            name,
-            name,
-            "copy",
-            "rank",
-            dict.fromkeys(layout.ranks, 0),
-            0,
-            syncs,
-            "every rank has all weights",
-        )
-    size = layout.size
+        note = "every rank has all weights"
+        return _of_edges(name, name, "copy", "rank", layout.ranks, {}, nodes, syncs, note)
+    architecture = Architecture.from_folder(cfg.model.path)
     total = sum(_numel(parameter.shape) for parameter in parameters(architecture)) * element_bytes
-    received = dict.fromkeys(layout.ranks, total * (size - 1) // size)
-    far = (
-        sum(
-            total // size
-            for rank in layout.ranks
-            for peer in layout.ranks
-            if nodes[peer] != nodes[rank]
-        )
-        if size <= MOST_BOX_RANKS
-        else -1
-    )
-    return WeightPlan(name, name, "copy", "pool", received, far, syncs, note)
+    note = "tensor by tensor; shards of a tensor are taken as equal"
+    if layout.size > MOST_BOX_RANKS:
+        received = dict.fromkeys(layout.ranks, total * (layout.size - 1) // layout.size)
+        return WeightPlan(name, name, "copy", "pool", received, {}, -1, syncs, note)
+    edges = {
+        (peer, rank): total // layout.size
+        for rank in layout.ranks
+        for peer in layout.ranks
+        if peer != rank
+    }
+    return _of_edges(name, name, "copy", "pool", layout.ranks, edges, nodes, syncs, note)
+
+
+def _of_edges(
+    source: str,
+    target: str,
+    mode: str,
+    scope: str,
+    ranks: tuple[int, ...],
+    edges: Mapping[Edge, int],
+    nodes: Nodes,
+    syncs: int,
+    note: str = "",
+) -> WeightPlan:
+    """A way whose bytes are known by edge; ranks: that receive."""
+    received = dict.fromkeys(ranks, 0)
+    for (_, rank), size in edges.items():
+        received[rank] += size
+    far = sum(size for (peer, rank), size in edges.items() if nodes[peer] != nodes[rank])
+    return WeightPlan(source, target, mode, scope, received, edges, far, syncs, note)
 
 
 def _boxes(
@@ -139,7 +153,7 @@ def _boxes(
     cfg: Any,
     training: Layout,
     generation: Layout,
-    nodes: Mapping[int, int],
+    nodes: Nodes,
     syncs: int,
 ) -> WeightPlan:
     note = ""
@@ -162,22 +176,22 @@ def _boxes(
         element_bytes=element_bytes,
         bucket_bytes=BUCKET_BYTES,
     )
-    inter = sum(
-        message.num_elements * element_bytes
-        for bucket in plan.buckets
-        for message in bucket.messages
-        for rank in message.destinations
-        if nodes[rank] != nodes[message.source]
+    edges: dict[Edge, int] = {}
+    for bucket in plan.buckets:
+        for message in bucket.messages:
+            for rank in message.destinations:
+                pair = message.source, rank
+                edges[pair] = edges.get(pair, 0) + message.num_elements * element_bytes
+    return _of_edges(
+        source, target, "copy", plan.scope, generation.ranks, edges, nodes, syncs, note
     )
-    received = {rank: plan.received_bytes(rank) for rank in generation.ranks}
-    return WeightPlan(source, target, "copy", plan.scope, received, inter, syncs, note)
 
 
 def _remote(
     policy: TracedModel,
     generator: TracedModel,
     cfg: Any,
-    nodes: Mapping[int, int],
+    nodes: Nodes,
     syncs: Mapping[str, int],
 ) -> WeightPlan:
     training = settings_of(policy)
