@@ -147,14 +147,14 @@ def collectives(device: torch.device, known: Values) -> Values:
     """Ring latencies and bandwidth among all processes of this machine."""
     number, rank = dist.get_world_size(), dist.get_rank()
     word = torch.zeros(1, device=device)
-    reduce_seconds = best_of(lambda: dist.all_reduce(word), device, least=50, typical=True)
-    hop = best_of(lambda: _ping(word, rank), device, least=50, typical=True) / 2
+    reduce_seconds = best_of(lambda: dist.all_reduce(word), device, least=200)
+    hop = best_of(lambda: _ping(word, rank), device, least=200) / 2
     hop = min(hop, reduce_seconds / (2 * (number - 1)) * 0.9)
     size = (1 << 22) if device.type == "cpu" else (1 << 28)
     own = torch.zeros(size // number, device=device)
     whole = torch.zeros(size // number * number, device=device)
     pieces = list(whole.chunk(number))
-    gathered = best_of(lambda: dist.all_gather(pieces, own), device, typical=True)
+    gathered = best_of(lambda: dist.all_gather(pieces, own), device, least=15)
     rate = 4 * own.numel() * (number - 1) / gathered
     return {
         "collective_base_seconds": reduce_seconds - 2 * (number - 1) * hop,
@@ -192,10 +192,9 @@ def generation_seconds(name: str) -> Values:
     return {"sequence_step_seconds": each, "step_seconds": max(seconds[0] - few * each, 1e-6)}
 
 
-def best_of(
-    call: Callable[[], object], device: torch.device, *, least: int = 5, typical: bool = False
-) -> float:
-    """Seconds of a call: the least, or the median, of `least` runs after two to warm up."""
+def best_of(call: Callable[[], object], device: torch.device, *, least: int = 9) -> float:
+    """Least seconds of a call in `least` runs after two to warm up: what other work does not
+    disturb."""
     seconds = []
     for number in range(least + 2):
         _wait(device)
@@ -204,7 +203,7 @@ def best_of(
         _wait(device)
         if number > 1:
             seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds) if typical else min(seconds)
+    return min(seconds)
 
 
 def memory_bytes(device: torch.device) -> float:
@@ -234,7 +233,8 @@ def file_text(arguments: argparse.Namespace, values: Values) -> str:
         machine = f"{torch.cuda.get_device_name()}, {machine}"
     measured = f"scripts/calibrate.py, {arguments.processes} processes, {when}"
     lines = [
-        f"# Measured on {machine} with torch {torch.__version__}, {when}:",
+        f"# Measured on {machine} with torch {torch.__version__}, {when}, load average "
+        f"{os.getloadavg()[0]:.0f}:",
         f"# python scripts/calibrate.py {' '.join(sys.argv[1:])}",
         f"name: {arguments.name}",
     ]
@@ -314,7 +314,7 @@ def _host_costs(arguments: argparse.Namespace, values: Values) -> Values:
         found["step_seconds"] = max(found["step_seconds"] - forward, 1e-6)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rpc.json"
-        command = [sys.executable, str(ROOT / "scripts/bench.py"), "rpc", "--calls", "500"]
+        command = [sys.executable, str(ROOT / "scripts/bench.py"), "rpc", "--calls", "200"]
         command += ["--ranks", str(arguments.processes), "--simulated", "4", "--json", str(file)]
         subprocess.run(command, check=True, capture_output=True, timeout=600)
         rows = json.loads(file.read_text())["rows"]
