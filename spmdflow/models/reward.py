@@ -74,7 +74,7 @@ class RewardWorker(Worker):
         if results is None:
             return None
         scores = torch.tensor([result["score"] for result in results], dtype=torch.float32)
-        metrics = {"mean": Mean(float(scores.sum()), len(scores))} | _means(results)
+        metrics = {"mean": Mean(float(scores.double().sum()), len(scores))} | _means(results)
         self.report({f"{prefix}/{name}": metric for name, metric in metrics.items()})
         columns = {"scores": scores, "token_level_rewards": _at_last_token(scores, batch)}
         made = TensorDict(columns, batch_size=batch.batch_size)
