@@ -29,7 +29,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.mapping.machine import Hardware
 from spmdflow.plan.auto import is_auto, resolve
 from spmdflow.plan.auto_text import auto_plain, auto_text
-from spmdflow.plan.machine import hardware_of, nodes_of
+from spmdflow.plan.machine import hardware_of, is_cpu, nodes_of
 from spmdflow.plan.picture import write_picture
 from spmdflow.plan.plain import report_plain
 from spmdflow.plan.refusal import Refusal
@@ -77,7 +77,7 @@ def _plan(options: argparse.Namespace) -> int:
             f"command line: got --world {options.world}, expected at least 1 rank; correct it"
         )
     loaded = load(script, config, overrides)
-    hardware = hardware_of(options.hardware, options.node_size)
+    hardware = hardware_of(options.hardware, options.node_size, world_size=options.world)
     settings = _trace_settings(options, hardware)
     cfg, found = loaded.cfg, None
     if options.auto or is_auto(cfg):
@@ -102,7 +102,7 @@ def _trace_settings(options: argparse.Namespace, hardware: Hardware) -> TraceSet
     return TraceSettings(
         world=world,
         nodes=nodes_of(world, hardware),
-        backend="gloo" if hardware.name.startswith("cpu") else "nccl",
+        backend="gloo" if is_cpu(hardware) else "nccl",
         examples=dict(_example(text) for text in options.assume),
         most_calls=options.calls,
         read_data=not options.no_data,

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -103,11 +105,13 @@ class Comparison:
 def compare_run(script: ModuleType, cfg: Any, world_size: int) -> None:
     """Write the comparison of a run that has just ended, and log one line of it.
 
-    It never fails a run: what stands in its way is logged. Any: the script's settings.
+    It never fails a run: what stands in its way is logged. The script's main is called again, dry;
+    what it prints then is dropped. Any: the script's settings.
     """
     try:
         run_dir = path_of(cfg.run)
-        found = compare(script, cfg, run_dir, world=tuple(range(world_size)))
+        with redirect_stdout(StringIO()):
+            found = compare(script, cfg, run_dir, world=tuple(range(world_size)))
         (run_dir / JSON_FILE).write_text(json.dumps(found.to_plain(), indent=1), encoding="utf-8")
         (run_dir / TEXT_FILE).write_text(comparison_text(found), encoding="utf-8")
         logger.info("prediction (%s): %s", TEXT_FILE, found.describe())
@@ -125,8 +129,8 @@ def compare(
 ) -> Comparison:
     """Predict a run that was, and lay it beside what it measured."""
     notes: list[str] = []
-    hardware = hardware or _hardware(notes)
     replay, traced = _traced(script, cfg, run_dir, notes)
+    hardware = hardware or _hardware(len(world), replay, notes)
     measured = _measured(run_dir)
     before = after = None
     if hardware is not None:
@@ -144,9 +148,12 @@ def compare(
     )
 
 
-def _hardware(notes: list[str]) -> Hardware | None:
+def _hardware(world_size: int, replay: Replay, notes: list[str]) -> Hardware | None:
+    """This machine's kind, with as many ranks a node as the run had."""
+    nodes = list(replay.nodes.values())
+    node_size = max((nodes.count(node) for node in set(nodes)), default=world_size)
     try:
-        return hardware_of(None)
+        return hardware_of(None, node_size)
     except SpmdflowError as err:
         notes.append(f"seconds are not predicted: {err}")
         return None

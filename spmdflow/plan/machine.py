@@ -9,19 +9,26 @@ from spmdflow.mapping.machine import Hardware, load_hardware
 _BY_DEVICE = {"A100": "a100_80gb", "H100": "h100", "H200": "h200"}
 
 
-def hardware_of(name: str | None, node_size: int | None = None) -> Hardware:
-    """The named hardware, or this machine's kind; node_size: ranks that share a machine.
+def hardware_of(
+    name: str | None, node_size: int | None = None, *, world_size: int | None = None
+) -> Hardware:
+    """The named hardware, or this machine's kind. ConfigError if there is no such hardware.
 
-    ConfigError if there is no such hardware.
+    node_size: ranks that share a machine; without it the hardware's, on CPUs all of the world.
     """
     hardware = load_hardware(name or _own())
+    if node_size is None and is_cpu(hardware):
+        node_size = world_size
     return hardware if node_size is None else hardware.with_node(node_size)
 
 
+def is_cpu(hardware: Hardware) -> bool:
+    """Whether ranks are plain processes on processors."""
+    return hardware.name.startswith("cpu")
+
+
 def nodes_of(world: tuple[int, ...], hardware: Hardware) -> tuple[int, ...]:
-    """The machine of each rank; on CPUs all are on one."""
-    if hardware.name.startswith("cpu"):
-        return (0,) * len(world)
+    """The machine of each rank."""
     return tuple(rank // int(hardware.gpus_per_node) for rank in world)
 
 

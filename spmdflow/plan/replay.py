@@ -46,6 +46,11 @@ class Replay:
         """Numbers of the steps that were kept; 0 is the evaluation before the first."""
         return tuple(int(step["step"]) for step in self._content["steps"])
 
+    @property
+    def num_answers(self) -> int:
+        """Orders that were kept, over all steps."""
+        return sum(map(len, self._content["answers"].values()))
+
     def edges(self, step: int) -> dict[tuple[int, int], int]:
         """Row bytes that the run counted in a step, by (source, destination)."""
         kept = next(s for s in self._content["steps"] if s["step"] == step)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -69,10 +71,23 @@ def trace(
     )
     flow = _TracedFlow(cfg, settings, transport, examples)
     try:
-        script.main(flow, cfg)
+        with _in_silence():
+            script.main(flow, cfg)
     except (SpmdflowError, KeyError) as err:
         raise Refusal(_located(err, str(script.__file__))) from err
     return flow.to_trace(files.notes, script)
+
+
+@contextmanager
+def _in_silence() -> Iterator[None]:
+    """What the controller logs of a run is no news in a dry run; warnings are."""
+    logger = logging.getLogger("spmdflow.controller")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def trace_replayed(script: ModuleType, cfg: Any, replay: Replay) -> Trace:
@@ -83,7 +98,7 @@ def trace_replayed(script: ModuleType, cfg: Any, replay: Replay) -> Trace:
         nodes=tuple(nodes.get(rank, 0) for rank in range(max(replay.ranks) + 1)),
         num_steps=max(replay.steps),
         with_evaluation=0 in replay.steps,
-        most_calls=1 << 30,
+        most_calls=MOST_CALLS + replay.num_answers,
         read_data=False,
     )
     return trace(script, cfg, settings, replay)

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from spmdflow import run
+from spmdflow.config.check import check
 from spmdflow.config.load import Loaded, load
 from spmdflow.config.placement import resolve_placement, roles_of
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.machine import load_hardware
+from spmdflow.plan import machine
 from spmdflow.plan.auto import Automatic, dataflow_of, resolve
 from spmdflow.plan.command import FINE, main
 from spmdflow.plan.report import plan
@@ -105,6 +108,20 @@ def test_calls_of_the_search_are_those_of_the_script() -> None:
     ]
     assert flow.stages == ("generation", "preparation", "learning")
     assert [call.workload.num_updates for call in flow.calls[-2:]] == [2, 2]
+
+
+def test_run_resolves_it_before_its_checks_and_says_what_it_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "_own", lambda: "h100")
+    loaded = load(ALGORITHMS / "ppo.py", None, ["placement=auto", *SMALL])
+
+    placed = [run._placed(loaded, run.Place(rank, rank, 4)) for rank in range(4)]
+
+    assert capsys.readouterr().out.startswith("auto   {")
+    assert all(other.yaml_text == placed[0].yaml_text for other in placed)
+    assert len(pools_of(placed[0].cfg, 4)) >= 1
+    check(placed[0].cfg, 4)
 
 
 def test_auto_that_nobody_resolved_is_refused_with_what_to_do() -> None:
