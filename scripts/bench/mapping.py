@@ -1,10 +1,10 @@
 """Seconds of the device mapping's search, or with --cells how it compares with the paper's cells.
 
 Each search runs in a process of its own, so nothing is cached: what is timed is `find_mapping`
-from the dataflow to the ten best placements, without Python's start and imports. --plot draws its
-growth. --cells scores the 13 placements of the HybridFlow paper with the checked-in coefficients
-and prints its other figures, and with --draws N the scores when every coefficient is moved by up to
-15 %.
+from the dataflow to the ten best placements, without Python's start and imports, in seconds and,
+as other work on the machine changes those, in CPU seconds. --plot draws their growth. --cells
+scores the 13 placements of the HybridFlow paper with the checked-in coefficients and prints its
+other figures, and with --draws N the scores when every coefficient is moved by up to 15 %.
 """
 
 from __future__ import annotations
@@ -64,10 +64,16 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     if arguments.cells:
         return measure_cells(arguments)
     rows = [
-        {"case": name, "GPUs": gpus, "seconds": statistics.median(seconds), "most": max(seconds)}
+        {
+            "case": name,
+            "GPUs": gpus,
+            "seconds": statistics.median(wall for wall, _ in runs),
+            "CPU seconds": statistics.median(cpu for _, cpu in runs),
+            "most CPU seconds": max(cpu for _, cpu in runs),
+        }
         for name, actor, critic, models, sizes in CASES
         for gpus in sizes
-        for seconds in [_cold_seconds(name, actor, critic, models, gpus, arguments.repeat)]
+        for runs in [_cold_runs(name, actor, critic, models, gpus, arguments.repeat)]
     ]
     if arguments.plot:
         draw(rows, arguments.plot)
@@ -142,23 +148,24 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(6.4, 4), dpi=120)
     for name in dict.fromkeys(row["case"] for row in rows):
-        points = [(row["GPUs"], row["seconds"]) for row in rows if row["case"] == name]
+        points = [(row["GPUs"], row["CPU seconds"]) for row in rows if row["case"] == name]
         axes.plot(*zip(*points), marker="o", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="seconds, cold")
+    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="CPU seconds, cold")
     axes.grid(True, which="both", alpha=0.3)
     axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path)
 
 
-def _cold_seconds(
+def _cold_runs(
     name: str, actor: int, critic: int, models: int, gpus: int, repeat: int
-) -> list[float]:
+) -> list[tuple[float, float]]:
+    """(seconds, CPU seconds) of each process."""
     unit = 1 if "single" in name else 8
     command = [sys.executable, __file__, str(actor), str(critic), str(models), str(gpus), str(unit)]
     paths = os.pathsep.join((str(ROOT), str(ROOT / "scripts")))
     return [
-        float(
+        json.loads(
             subprocess.run(
                 command,
                 env=os.environ | {"PYTHONPATH": paths},
@@ -216,9 +223,9 @@ def _rounded(values: dict[Any, float]) -> dict[Any, float]:
 def _search_once(arguments: list[str]) -> None:
     actor, critic, models, gpus, unit = map(int, arguments)
     dataflow, hardware = _dataflow(actor, critic, models), load_hardware("a100_80gb")
-    started = time.perf_counter()
+    started, used = time.perf_counter(), time.process_time()
     find_mapping(dataflow, hardware, gpus, unit=unit)
-    print(json.dumps(time.perf_counter() - started))
+    print(json.dumps([time.perf_counter() - started, time.process_time() - used]))
 
 
 if __name__ == "__main__":
