@@ -139,9 +139,6 @@ def _locate_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
             value = _locate_paths(value, folder)
         elif isinstance(value, str) and (name == "path" or str(name).endswith("_path")):
             value = _locate(value, folder)
-        elif isinstance(value, str) and name == "function" and ".py:" in value:
-            file, _, function = value.rpartition(":")
-            value = f"{_locate(file, folder)}:{function}"
         located[name] = value
     return located
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 
 import pytest
 
@@ -39,15 +40,37 @@ def lines_of(file: str) -> list[str]:
     return lines[main.body[1].lineno - 1 : main.end_lineno]
 
 
-@pytest.mark.parametrize("file", MOST_CHANGED_LINES)
-def test_script_reads_as_a_diff_against_ppo(file: str) -> None:
-    changed = [
+def changed_lines(file: str) -> list[str]:
+    """Lines of main that a diff against ppo.py shows."""
+    return [
         line
         for line in difflib.unified_diff(lines_of("algos/ppo.py"), lines_of(file), n=0, lineterm="")
         if line[:1] in "+-" and line[:3] not in ("+++", "---")
     ]
 
+
+def loop_lines(file: str) -> int:
+    loops = [node for node in main_of(file).body if isinstance(node, ast.For)]
+    return sum(loop.end_lineno - loop.lineno + 1 for loop in loops if loop.end_lineno)
+
+
+@pytest.mark.parametrize("file", MOST_CHANGED_LINES)
+def test_script_reads_as_a_diff_against_ppo(file: str) -> None:
+    changed = changed_lines(file)
+
     assert 0 < len(changed) <= MOST_CHANGED_LINES[file], "\n".join(changed)
+
+
+def test_readme_states_the_lines_of_every_script() -> None:
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*) \| (\d+) \| (\d+) \|", readme, flags=re.MULTILINE)
+    stated = {
+        f"algos/{script}.py": (int(loop), int(diff))
+        for names, loop, diff in rows
+        for script in re.findall(r"`(\w+)`", names)
+    }
+
+    assert stated == {file: (loop_lines(file), len(changed_lines(file))) for file in SCRIPTS}
 
 
 @pytest.mark.parametrize("file", SCRIPTS)
