@@ -12,6 +12,7 @@ import json
 import pytest
 
 from tests.distributed.programs import ppo_layouts
+from tests.distributed.replayed import planned_as_counted, settings_of_run
 
 CASES = (
     "colocate-2", "colocate-4", "split-2", "split-4", "standalone-4", "standalone-8",
@@ -55,6 +56,15 @@ def test_no_tensor_passes_the_controller_and_bytes_moved_equal_bytes_planned(run
     for step in steps_of(runs, case):
         assert step["controller/tensor_bytes"] == 0
         assert step["transfer/bytes"] == step["transfer/planned_bytes"]
+
+
+@pytest.mark.parametrize("case", ("colocate-1", *CASES))
+def test_plan_has_the_bytes_that_were_counted_on_every_edge(runs, case):
+    cfg = settings_of_run(runs / case)
+
+    planned = planned_as_counted(ppo_layouts, cfg, runs / case)
+
+    assert any(planned.edges.values()) == (case != "colocate-1")
 
 
 def test_disjoint_pools_exchange_bytes_and_one_rank_none(runs):

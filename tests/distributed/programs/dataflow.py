@@ -198,7 +198,7 @@ def cases(world: int) -> dict[str, tuple[Any, tuple[int, ...] | None]]:
     }
 
 
-def run_case(name: str, placement: Any, ranks: Any, out: Path, data: str, tokenizer: str) -> None:
+def config_of(name: str, placement: Any, out: Path, data: str, tokenizer: str) -> Config:
     cfg = Config(
         run=RunConfig(dir=str(out / name), call_seconds=60, sample_every=0),
         data=DataConfig(train_path=data, tokenizer_path=tokenizer, prompts_per_step=ROWS),
@@ -206,6 +206,11 @@ def run_case(name: str, placement: Any, ranks: Any, out: Path, data: str, tokeni
     )
     cfg.second.update.mini_batch_size = 4
     cfg.second.update.num_epochs = 2
+    return cfg
+
+
+def run_case(name: str, placement: Any, ranks: Any, out: Path, data: str, tokenizer: str) -> None:
+    cfg = config_of(name, placement, out, data, tokenizer)
     with WireCounter() as counter:
         status = launch(sys.modules[__name__], cfg, ranks=ranks)
     counted = torch.tensor([counter.num_bytes, counter.num_read])

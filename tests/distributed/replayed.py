@@ -1,0 +1,40 @@
+"""Holds a run against the plan of its script: the same bytes on every edge of every step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from spmdflow.config.load import load
+from spmdflow.plan.record import Trace
+from spmdflow.plan.replay import Replay
+from spmdflow.plan.trace import trace_replayed
+from spmdflow.plan.weight import weight_plans
+
+PPO = Path(__file__).parents[2] / "algos" / "ppo.py"
+
+
+def settings_of_run(run_dir: Path, script: Path = PPO) -> Any:
+    """The settings that a run of a bundled script wrote down."""
+    return load(script, run_dir / "config.yaml", []).cfg
+
+
+def planned_as_counted(script: ModuleType, cfg: Any, run_dir: Path) -> Trace:
+    """The plan of a run; AssertionError names the edges whose bytes differ.
+
+    The plan is made here, in one process, from the settings and the lengths that the run reported.
+    """
+    replay = Replay.of_run(run_dir)
+    planned = trace_replayed(script, cfg, replay)
+    assert len(replay.steps) == 3 and sorted(planned.edges_by_step) == sorted(replay.steps)
+    for step in replay.steps:
+        assert planned.edges_by_step[step] == replay.edges(step), f"step {step}"
+    return planned
+
+
+def reported_weight_bytes(planned: Trace, model: str = "actor") -> int:
+    """What rollout/synced_bytes of one sync is to be: of the ranks that answer for a replica."""
+    (way,) = weight_plans(planned, {})
+    layout = planned.models[model].layout
+    return sum(way.received[group[0]] for group in layout.axis_groups("gen_replica"))
