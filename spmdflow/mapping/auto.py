@@ -200,8 +200,10 @@ class _Search:
     ) -> tuple[float, Found] | None:
         """The best choice with exact fronts of these sizes (in units)."""
         options, origins = [], []
+        alone = len(blocks) == 1
         for block, wanted in zip(blocks, sizes):
-            fronts = [(size, self.table.front(block, size * self.unit)) for size in wanted]
+            pools = [(size, size * self.unit) for size in wanted]
+            fronts = [(n, self.table.front(block, ranks, alone=alone)) for n, ranks in pools]
             fronts = [(size, front) for size, front in fronts if len(front.costs)]
             if not fronts:
                 return None

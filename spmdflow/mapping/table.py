@@ -72,7 +72,7 @@ class Front:
     """The vectors that one set offers on one pool size, and the strategies behind each."""
 
     costs: Array
-    """(V, stages)."""
+    """(V, stages), or (V, 1) of a set that is alone."""
     entries: Array
     """(V, models of the set): numbers in each model's `Entries`."""
 
@@ -84,7 +84,7 @@ class CostTable:
         self.dataflow, self.hardware = dataflow, hardware
         self.sizes = np.asarray(sorted(pool_sizes), dtype=np.int64)
         self.entries = [self._entries_of(model) for model in dataflow.models]
-        self._fronts: dict[tuple[Block, int], Front] = {}
+        self._fronts: dict[tuple[Block, int, bool], Front] = {}
         self._useful_entries: dict[tuple[int, int], Array] = {}
         self._least = [self._least_resident(entries) for entries in self.entries]
 
@@ -101,11 +101,14 @@ class CostTable:
         fits = np.isfinite(costs).all(axis=1)
         return Options(self.sizes[fits], costs[fits])
 
-    def front(self, block: Block, size: int) -> Front:
-        """All vectors that a set can have on one pool size."""
-        key = block, size
+    def front(self, block: Block, size: int, *, alone: bool = False) -> Front:
+        """All vectors that a set can have on one pool size.
+
+        alone: no other pool overlaps it, so only the sum over stages counts: one entry a vector.
+        """
+        key = block, size, alone
         if key not in self._fronts:
-            self._fronts[key] = self._front_of(block, size)
+            self._fronts[key] = self._front_of(block, size, alone)
         return self._fronts[key]
 
     def may_share(self, block: Block) -> bool:
@@ -189,17 +192,18 @@ class CostTable:
         calls = [call for _, call in self.dataflow.calls_of(model.name)]
         return [c for c in calls if c.kind == "generate" and c.fixed_seconds is None]
 
-    def _front_of(self, block: Block, size: int) -> Front:
+    def _front_of(self, block: Block, size: int, alone: bool) -> Front:
         loud = [n for n in block if self._generations(self.entries[n].model)]
         order = [*(n for n in block if n not in loud), *loud]
         index = {number: self._useful(number, size) for number in block}
         coupled = self._is_coupled(order, loud, index)
-        mixed = _Mix.empty(len(self.dataflow.stages))
+        mixed = _Mix.empty(1 if alone else len(self.dataflow.stages))
         for number in order:
             entries, some = self.entries[number], index[number]
             costs = entries.costs[some]
             if number in loud and not coupled:
                 costs = costs + self._generation_costs(entries, some, entries.resident[some])
+            costs = costs.sum(axis=1, keepdims=True) if alone else costs
             mixed = mixed.with_model(entries, some, costs, self.hardware.usable_bytes)
             if number != order[-1]:
                 mixed = mixed.pruned(memory_matters=coupled)
@@ -223,6 +227,7 @@ class CostTable:
             for number, index in own.items():
                 entries, values = self.entries[number], np.unique(index)
                 best = self._generation_costs(entries, values, np.full(len(values), mixed.least))
+                best = best.sum(axis=1, keepdims=True) if costs.shape[1] == 1 else best
                 bound += best[np.searchsorted(values, index)]
             first = np.argpartition(bound.sum(axis=1), _MANY_COMBINATIONS // 4)
             first = first[: _MANY_COMBINATIONS // 4]
@@ -235,7 +240,8 @@ class CostTable:
         costs = mixed.costs[some]
         for number, index in own.items():
             entries, resident = self.entries[number], mixed.resident[some]
-            costs = costs + self._generation_costs(entries, index[some], resident)
+            added = self._generation_costs(entries, index[some], resident)
+            costs = costs + (added.sum(axis=1, keepdims=True) if costs.shape[1] == 1 else added)
         return costs
 
     def _useful(self, number: int, size: int) -> Array:
