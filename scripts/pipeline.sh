@@ -31,4 +31,8 @@ stage algos/ppo.py algos/ppo_stories.yaml "run.dir=$runs/ppo" total_steps=12 eva
     "reward.model.path=$runs/reward_model/export/reward_model"
 
 "$python" scripts/pair_accuracy.py --model "$runs/reward_model/export/reward_model"
-"$python" scripts/stories_metrics.py --run "$runs/ppo" --model "$runs/sft/export/actor" --draws 2 --json "$runs/judged.json"
+mkdir -p "$runs/judged"
+ln -sfn ../sft/export/actor "$runs/judged/sft"
+ln -sfn ../ppo/export/actor "$runs/judged/ppo"
+"$python" scripts/stories_metrics.py --no-start --draws 1 --model "$runs/judged/sft" --model "$runs/judged/ppo" \
+    --json "$runs/judged.json"

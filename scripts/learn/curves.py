@@ -141,7 +141,7 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = 3 if len(panels) % 3 == 0 else min(4, len(panels))
+    columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(2.6 * columns, 2.1 * rows), layout="constrained")
     FigureCanvasAgg(figure)
