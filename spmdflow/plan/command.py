@@ -8,6 +8,8 @@
     --no-data          prompts are as long as allowed; the data file is not read
     --json             everything as data
     --picture FILE     the schedule as .svg or .html
+    --replay RUN_DIR   ranks, steps, lengths and values of a run that was; its settings, if no
+                       CONFIG.yaml is given; planned bytes are held against the run's counters
     --auto             placement=auto: the ten best placements and why they lose
 
 Exit codes: 0 nothing is wrong, 1 something is, 2 the script or its settings cannot be planned.
@@ -25,7 +27,7 @@ from typing import Any
 import yaml
 
 from spmdflow.config.load import load
-from spmdflow.errors import ConfigError
+from spmdflow.errors import ConfigError, DataError
 from spmdflow.mapping.machine import Hardware
 from spmdflow.plan.auto import is_auto, resolve
 from spmdflow.plan.auto_text import auto_plain, auto_text
@@ -33,9 +35,10 @@ from spmdflow.plan.machine import hardware_of, is_cpu, nodes_of
 from spmdflow.plan.picture import write_picture
 from spmdflow.plan.plain import report_plain
 from spmdflow.plan.refusal import Refusal
+from spmdflow.plan.replay import Replay
 from spmdflow.plan.report import plan
 from spmdflow.plan.text import report_text
-from spmdflow.plan.trace import TraceSettings
+from spmdflow.plan.trace import TraceSettings, settings_of_run
 from spmdflow.plan.transport import MOST_CALLS
 
 FINE, WRONG, REFUSED = 0, 1, 2
@@ -46,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_intermixed_args(words)
         return _plan(options)
-    except (ConfigError, Refusal) as err:
+    except (ConfigError, DataError, Refusal) as err:
         sys.stderr.write(f"spmdflow: {err}\n")
         return REFUSED
 
@@ -66,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-data", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--picture", type=Path, metavar="FILE")
+    parser.add_argument("--replay", type=Path, metavar="RUN_DIR")
     parser.add_argument("--auto", action="store_true")
     return parser
 
@@ -76,16 +80,21 @@ def _plan(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"command line: got --world {options.world}, expected at least 1 rank; correct it"
         )
+    replay = None if options.replay is None else Replay.of_run(options.replay)
+    if replay is not None:
+        config, options.world = config or str(options.replay / "config.yaml"), len(replay.ranks)
     loaded = load(script, config, overrides)
     hardware = hardware_of(options.hardware, options.node_size, world_size=options.world)
     settings = _trace_settings(options, hardware)
+    if replay is not None:
+        settings = settings_of_run(replay, backend=settings.backend)
     cfg, found = loaded.cfg, None
     if options.auto or is_auto(cfg):
         found = resolve(
             loaded.script, cfg, options.world, hardware, examples=dict(settings.examples)
         )
         cfg = found.cfg
-    report = plan(loaded.script, cfg, settings, hardware)
+    report = plan(loaded.script, cfg, settings, hardware, replay=replay)
     if options.picture is not None:
         write_picture(report, options.picture)
     if options.json:

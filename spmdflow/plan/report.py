@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -84,14 +84,37 @@ def plan(
     started = time.perf_counter()
     with _without_collections():
         traced = trace(script, cfg, settings, replay)
-        if traced.links and settings.num_steps == 1:  # the first step fills a pipeline
+        if (
+            traced.links and settings.num_steps == 1 and replay is None
+        ):  # the first step fills a pipeline
             traced = trace(script, cfg, _two_steps(settings), replay)
         report = _report(script, cfg, traced, hardware, started)
+        if replay is not None:
+            report = replace(report, proofs=(*report.proofs, _counted(traced, replay)))
     return report
 
 
+def _counted(traced: Trace, replay: Replay) -> Proof:
+    """Whether the ranks of the run counted the bytes that are planned."""
+    found, edges = [], 0
+    for step in replay.steps:
+        planned, counted = traced.edges_by_step.get(step, {}), replay.edges(step)
+        edges += len(counted)
+        for source, rank in sorted({*planned, *counted}):
+            sizes = planned.get((source, rank), 0), counted.get((source, rank), 0)
+            if sizes[0] != sizes[1]:
+                text = (
+                    f"edge {source} -> {rank} in step {step}: got {sizes[1]} bytes counted, "
+                    f"expected the {sizes[0]} that are planned; plan with the script and settings "
+                    f"of the run"
+                )
+                found.append(Finding("bytes", text))
+    what = f"{edges} edges of steps {', '.join(map(str, replay.steps))} as the run counted them"
+    return Proof("bytes", what, tuple(found[:5]))
+
+
 def _two_steps(settings: TraceSettings) -> TraceSettings:
-    return TraceSettings(**{**vars(settings), "num_steps": 2})
+    return replace(settings, num_steps=2)
 
 
 def _report(

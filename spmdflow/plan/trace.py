@@ -92,16 +92,21 @@ def _in_silence() -> Iterator[None]:
 
 def trace_replayed(script: ModuleType, cfg: Any, replay: Replay) -> Trace:
     """The steps of a run that a transcript has, with the run's own lengths and values."""
+    return trace(script, cfg, settings_of_run(replay), replay)
+
+
+def settings_of_run(replay: Replay, *, backend: str = "gloo") -> TraceSettings:
+    """The ranks, machines and steps of a run that was."""
     nodes = replay.nodes
-    settings = TraceSettings(
+    return TraceSettings(
         world=replay.ranks,
         nodes=tuple(nodes.get(rank, 0) for rank in range(max(replay.ranks) + 1)),
+        backend=backend,
         num_steps=max(replay.steps),
         with_evaluation=0 in replay.steps,
         most_calls=MOST_CALLS + replay.num_answers,
         read_data=False,
     )
-    return trace(script, cfg, settings, replay)
 
 
 def _located(err: Exception, file: str) -> str:

@@ -14,6 +14,7 @@ from spmdflow.controller.launch import launch
 from spmdflow.controller.message import decode, encode
 from spmdflow.controller.transcript import TRANSCRIPT_FILE
 from spmdflow.mapping.machine import load_hardware
+from spmdflow.plan.command import FINE, REFUSED, WRONG, main
 from spmdflow.plan.comparison import Comparison, compare, compare_run, comparison_text
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.trace import trace_replayed
@@ -79,6 +80,23 @@ def test_edge_with_other_bytes_than_planned_is_shown(run: Loaded, tmp_path: Path
     assert not found.bytes_agree
     assert "1 edges differ" in comparison_text(found)
     assert "NOT as planned" in found.describe()
+
+
+def test_plan_command_replays_a_run_and_holds_its_bytes_against_the_plan(
+    run: Loaded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, script = Path(run.cfg.run.dir), str(ALGORITHMS / "dapo.py")
+    content = decode((run_dir / TRANSCRIPT_FILE).read_bytes())
+    content["steps"][2]["edges"] = [[0, 0, 40]]
+    (tmp_path / TRANSCRIPT_FILE).write_bytes(encode(content))
+    (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
+
+    assert main([script, "--replay", str(run_dir), "--hardware=h100"]) == FINE
+    assert "0 edges of steps 0, 1, 2 as the run counted them" in capsys.readouterr().out
+    assert main([script, "--replay", str(tmp_path), "--hardware=h100"]) == WRONG
+    assert "edge 0 -> 0 in step 2: got 40 bytes counted" in capsys.readouterr().out
+    assert main([script, "--replay", str(tmp_path / "none"), "--hardware=h100"]) == REFUSED
+    assert "got no transcript" in capsys.readouterr().err
 
 
 def test_files_are_written_and_one_line_is_logged(
