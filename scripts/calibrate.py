@@ -94,12 +94,13 @@ def memory_rates(device: torch.device, known: Values) -> Values:
 
 def matrix_rates(device: torch.device, known: Values) -> Values:
     """The best rate of square matrices, and what a layer's matrices reach of it."""
-    sizes = (512, 1024) if device.type == "cpu" else (4096, 8192)
+    sizes = (256, 512) if device.type == "cpu" else (4096, 8192)
     found: Values = {}
     for dtype in (torch.float32, torch.bfloat16):
         rates = [_matrix_rate(n, n, n, dtype, device) for n in sizes]
         found[f"peak_flops_{str(dtype).removeprefix('torch.')}"] = max(rates)
-    tokens, hidden, ffn = (512, 512, 2048) if device.type == "cpu" else (4096, 4096, 16384)
+    # on a CPU a few milliseconds, which other work seldom interrupts
+    tokens, hidden, ffn = (256, 256, 1024) if device.type == "cpu" else (4096, 4096, 16384)
     flops, moved = 2 * tokens * hidden * ffn, 4 * (tokens * (hidden + ffn) + hidden * ffn)
     seconds = flops / _matrix_rate(tokens, hidden, ffn, torch.float32, device)
     busy = max(seconds - moved / known["memory_bandwidth"], 0.2 * seconds)
@@ -326,7 +327,7 @@ def _matrix_rate(m: int, k: int, n: int, dtype: torch.dtype, device: torch.devic
     left = torch.ones(m, k, dtype=dtype, device=device)
     right = torch.ones(k, n, dtype=dtype, device=device)
     out = torch.empty(m, n, dtype=dtype, device=device)
-    return 2 * m * k * n / best_of(lambda: torch.mm(left, right, out=out), device)
+    return 2 * m * k * n / best_of(lambda: torch.mm(left, right, out=out), device, least=30)
 
 
 def _ping(word: torch.Tensor, rank: int) -> None:
