@@ -122,7 +122,7 @@ def _routes(report: PlanReport) -> Iterator[str]:
     yield from table(rows, right=(2, 3, 4))
     ranked = sorted(report.edge_bytes.items(), key=lambda item: (-item[1], item[0]))
     shown = ", ".join(f"{a} -> {b} {bytes_of(size)}" for (a, b), size in ranked[:5])
-    yield f"  largest edges: {shown}"
+    yield from wrapped("  largest edges", shown)
 
 
 def _weights(report: PlanReport) -> Iterator[str]:

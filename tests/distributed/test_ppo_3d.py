@@ -16,6 +16,11 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.distributed.programs import ppo_3d
+from tests.distributed.replayed import (
+    planned_as_counted,
+    reported_weight_bytes,
+    settings_of_run,
+)
 
 MODEL = Path(__file__).parents[2] / "algos" / "arithmetic" / "model"
 SMALL = ("t4-t2", "t2p2-t2")
@@ -40,6 +45,9 @@ def check(runs, case, *, reference="one"):
         assert other["rollout/weights_verified"] == 1
         assert other["controller/tensor_bytes"] == 0
         assert other["transfer/bytes"] == other["transfer/planned_bytes"]
+    planned = planned_as_counted(ppo_3d, settings_of_run(runs / case), runs / case)
+    for step in steps_of(runs, case)[1:]:
+        assert step["rollout/synced_bytes"] == reported_weight_bytes(planned)
 
 
 @pytest.fixture(scope="module")
