@@ -188,6 +188,8 @@ def test_settings_that_do_not_apply_are_refused_and_all_others_accepted(
                 run = Combination(script, engine, placement, rollout, world)
                 if placement != "colocate" and len(ROLES[script]) == 1:
                     continue  # standalone is accepted: it is the same
+                if placement == "colocate" and script == "grpo_async":
+                    continue  # refused when its generator is connected: test_grpo_async.py
                 words = []
                 try:
                     words = list(settings_of(run, str(tmp_path / "run")))
