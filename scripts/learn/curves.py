@@ -193,9 +193,11 @@ def judged_table(entries: Sequence[dict[str, Any]]) -> str:
     ]
     for made in entries:
         for row in (row for rows in made["judged"] for row in rows):
+            # of greedy text it is no mean over the policy's samples
+            kl = f"{row['kl']:.1f}" if row["sampling"] == "sampled" else "-"
             lines.append(
                 f"| {made['name']}, {row['model']} | {row['sampling']} | {row['num_responses']} "
-                f"| {row['reward']:.2f} +- {row['reward_error']:.2f} | {row['kl']:.1f} "
+                f"| {row['reward']:.2f} +- {row['reward_error']:.2f} | {kl} "
                 f"| {row['within']:.3f} / {row['corpus']:.3f} | {row['vader']:.2f} |"
             )
     return "\n".join(lines)
