@@ -7,12 +7,19 @@ as they do with sockets.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import signal
+import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import FrameType
 
 from spmdflow.controller.executor import Operation, find_operation
 from spmdflow.controller.order import Order, Pending, too_early
+
+logger = logging.getLogger(__name__)
 
 
 class InprocTransport:
@@ -25,7 +32,7 @@ class InprocTransport:
         self._queue: deque[Callable[[], None]] = deque()
         self._is_running = False
         self.stop_requested = False
-        """Set by whoever catches SIGTERM; the script reads it between steps."""
+        """Set by `stop_on_sigterm`; the script reads it between steps."""
 
     def submit(self, order: Order) -> Pending:
         """Run an order; what it raises is raised here."""
@@ -62,6 +69,27 @@ class InprocTransport:
         if order.on_done:
             order.on_done(replies)
         pending.resolve(replies)
+
+
+@contextlib.contextmanager
+def stop_on_sigterm(transport: InprocTransport) -> Iterator[None]:
+    """Meanwhile SIGTERM asks the script to save and end after its step, as it does under torchrun.
+
+    Only a main thread may handle signals; in another one nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        logger.warning("received SIGTERM: the run is saved and ends after this step")
+        transport.stop_requested = True
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _never_done(pending: Pending) -> None:

@@ -26,7 +26,7 @@ from spmdflow.config.placement import Pool, resolve_placement, roles_of
 from spmdflow.controller.caller import Caller, CallSettings
 from spmdflow.controller.flow import Flow, FlowSettings, Stopped
 from spmdflow.controller.group import END_OF_GROUPS
-from spmdflow.controller.inproc import InprocTransport
+from spmdflow.controller.inproc import InprocTransport, stop_on_sigterm
 from spmdflow.controller.neighbours import readable_memory
 from spmdflow.controller.operation import RankSettings, RankState
 from spmdflow.controller.order import Transport
@@ -157,8 +157,10 @@ def _run_inproc(script: ModuleType, cfg: Any) -> int:
     run_dir = path_of(cfg.run)
     transport = CountedTransport(None, seconds=cfg.run.transfer_seconds)
     state = RankState(_rank_settings(cfg, 0, run_dir), groups, transport)
+    controller = InprocTransport(state.operations())
     try:
-        return _run_script(script, cfg, InprocTransport(state.operations()), (0,), None)
+        with stop_on_sigterm(controller):
+            return _run_script(script, cfg, controller, (0,), None)
     finally:
         state.close()
         if own_group:

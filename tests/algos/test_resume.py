@@ -38,7 +38,7 @@ class Interrupted(Exception):
 
 def run(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch | None = None, *, stop_after: int = 0
-) -> None:
+) -> int:
     loaded = load(SCRIPT, None, [*SMALL, *SETTINGS, f"run.dir={run_dir}"])
     if monkeypatch is not None:
         count, real = 0, InprocTransport._run_order
@@ -51,7 +51,7 @@ def run(
             real(self, order, pending)
 
         monkeypatch.setattr(InprocTransport, "_run_order", counted)
-    launch(loaded.script, loaded.cfg, inproc=True)
+    return launch(loaded.script, loaded.cfg, inproc=True)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,30 @@ def test_a_run_interrupted_anywhere_continues_to_the_same_bits(point, whole, tmp
         {k: (a.get(k), b.get(k)) for k in a.keys() | b.keys() if a.get(k) != b.get(k)}
         for a, b in zip(numbers_of(run_dir), numbers_of(whole), strict=False)
     ]
+
+
+def test_sigterm_in_one_process_saves_the_running_step_and_the_restart_ends_the_same(
+    whole, tmp_path, monkeypatch
+):
+    run_dir = tmp_path / "run"
+    real, seen = InprocTransport._run_order, []
+
+    def terminated(self, order, pending):
+        seen.append(order)
+        if len(seen) == POINTS[0]:
+            signal.raise_signal(signal.SIGTERM)
+        real(self, order, pending)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InprocTransport, "_run_order", terminated)
+        status = run(run_dir)
+    last = steps_of(run_dir)[-1]["step"]
+    saved = (run_dir / "checkpoints" / "latest").read_text().strip()
+
+    assert (status, saved) == (3, f"step-{last}") and last < STEPS
+    assert run(run_dir) == 0
+    assert last_checkpoint(run_dir) == last_checkpoint(whole)
+    assert numbers_of(run_dir) == numbers_of(whole)
 
 
 def test_a_finished_run_started_again_does_nothing(whole):
