@@ -71,7 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=4, metavar="R", help="runs of each")
     parser.add_argument("--steps", type=int, default=5, metavar="S", help="of a run, at least 2")
     parser.add_argument("--seed", type=int, default=0, help="of the drawing and the orders")
-    parser.add_argument("--hardware", default="cpu", metavar="FILE", help="of calibrate.py")
+    parser.add_argument(
+        "--hardware", default="cpu", metavar="FILE", help="of calibrate.py --name cpu..."
+    )
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "e2e.jsonl", metavar="FILE")
     parser.add_argument("--seconds", type=float, metavar="T", help="start no run after T seconds")
 
@@ -141,7 +143,7 @@ def run_missing(
         for configuration in order:
             if repeat in runs.get(configuration.title, {}):
                 continue
-            if arguments.seconds and time.monotonic() - started > arguments.seconds:
+            if arguments.seconds is not None and time.monotonic() - started >= arguments.seconds:
                 return
             try:
                 seconds = _run(configuration, model, arguments.steps)

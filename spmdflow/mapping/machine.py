@@ -64,6 +64,8 @@ class Hardware:
     """Host time of one call of a worker group."""
     sources: tuple[tuple[str, str], ...] = ()
     """(coefficient, where its value is from)."""
+    cores: float = math.inf
+    """Ranks of a machine that reach these rates at once; more share them. inf: devices."""
 
     @property
     def coefficients(self) -> dict[str, float]:
@@ -118,7 +120,7 @@ class Hardware:
         return replace(self, gpus_per_node=float(gpus_per_node))
 
 
-COEFFICIENTS = tuple(f.name for f in fields(Hardware) if f.name not in ("name", "sources"))
+COEFFICIENTS = tuple(f.name for f in fields(Hardware) if f.name not in ("name", "sources", "cores"))
 """Names of the values of a file."""
 
 _FRACTIONS = tuple(n for n in COEFFICIENTS if n.endswith(("_efficiency", "_fraction")))

@@ -16,7 +16,7 @@ controller's own; nothing is modelled twice. Knows no tensors, makes no process 
 | `record` | what was recorded, as frozen facts |
 | `check`, `wait` | proofs on the record: rows, members, order, waits, batch algebra |
 | `edge`, `reshard` | bytes by edge, of rows and of weights |
-| `workload`, `prediction` | seconds and memory, by the simulators of `mapping` |
+| `workload`, `prediction`, `timeline` | seconds and memory, by the simulators of `mapping` |
 | `report`, `text`, `picture` | what is shown |
 | `comparison` | prediction beside measurement, after a run |
 | `auto` | placement=auto |

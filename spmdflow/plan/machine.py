@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from spmdflow.mapping.machine import Hardware, load_hardware
@@ -14,9 +16,12 @@ def hardware_of(
 ) -> Hardware:
     """The named hardware, or this machine's kind. ConfigError if there is no such hardware.
 
-    node_size: ranks that share a machine; without it the hardware's, on CPUs all of the world.
+    node_size: ranks that share a machine; without it the hardware's, on CPUs all of the world. The
+    rates of a file of processors hold for as many ranks at once as were measured: more share them.
     """
     hardware = load_hardware(name or _own())
+    if is_cpu(hardware):
+        hardware = replace(hardware, cores=hardware.gpus_per_node)
     if node_size is None and is_cpu(hardware):
         node_size = world_size
     return hardware if node_size is None else hardware.with_node(node_size)

@@ -1,7 +1,8 @@
 """Seconds and memory of a traced step, by the simulators of `mapping` on the trace's own order.
 
 A call begins when all its ranks are through with earlier calls and its rows have come; so pools
-overlap as the trace says, not as a table of stages would. Times are predictions from one stated
+overlap as the trace says, not as a table of stages would; on processors, calls that run at once
+share the cores. Times are predictions from one stated
 file of coefficients; nothing is fitted.
 """
 
@@ -17,6 +18,7 @@ from spmdflow.mapping.machine import Hardware
 from spmdflow.plan.edge import RowEdge
 from spmdflow.plan.finding import Finding
 from spmdflow.plan.record import COMPUTE, Trace, TracedOrder
+from spmdflow.plan.timeline import Task, timeline
 from spmdflow.plan.workload import Simulated
 
 
@@ -203,40 +205,45 @@ def _schedule(
 ) -> list[CallTime]:
     """Every order of the compute lane as early as its ranks and rows allow."""
     moved = _transfer_seconds(edges, hardware)
-    free: dict[int, float] = {}
-    done: dict[int, float] = {}
-    arrived = 0.0
-    calls = []
+    last: dict[int, int] = {}
+    tasks: list[Task] = []
+    numbers: dict[int, int] = {}
+    rows: list[tuple[int | None, float]] = []
+    shown = [order for order in orders if order.lane == COMPUTE]
     for order in orders:
         if order.lane != COMPUTE:
             frame = next(iter(order.commands.values()))["frame"]
-            arrived = max(arrived, done.get(frame, 0.0) + moved.get(order.place, 0.0))
+            rows.append((numbers.get(frame), moved.get(order.place, 0.0)))
             continue
         estimate = durations.get(order.place)
-        seconds = estimate.seconds if estimate else hardware.call_seconds
-        waits = [free.get(rank, 0.0) for rank in order.commands]
-        start = max([arrived, *waits])
-        end = start + seconds
-        for rank in order.commands:
-            free[rank] = end
-        done[order.number] = end
-        limit = estimate.limit if estimate else ""
-        notes = estimate.notes if estimate else ()
-        calls.append(
-            CallTime(
-                order.place,
-                order.label,
+        before = {(last[rank], 0.0) for rank in order.commands if rank in last}
+        before |= {(place, wait) for place, wait in rows if place is not None}
+        tasks.append(
+            Task(
+                estimate.seconds if estimate else hardware.call_seconds,
                 order.ranks,
-                start,
-                end,
-                limit,
-                notes,
-                order.phase,
-                kinds.get(order.place, ""),
+                tuple(before),
+                max((wait for place, wait in rows if place is None), default=0.0),
             )
         )
-        arrived = 0.0
-    return calls
+        numbers[order.number] = len(tasks) - 1
+        last |= dict.fromkeys(order.commands, len(tasks) - 1)
+        rows = []
+    spans = timeline(tasks, node_size=hardware.gpus_per_node, cores=hardware.cores)
+    return [
+        CallTime(
+            order.place,
+            order.label,
+            order.ranks,
+            start,
+            end,
+            durations[order.place].limit if order.place in durations else "",
+            durations[order.place].notes if order.place in durations else (),
+            order.phase,
+            kinds.get(order.place, ""),
+        )
+        for order, (start, end) in zip(shown, spans, strict=True)
+    ]
 
 
 def _transfer_seconds(edges: list[RowEdge], hardware: Hardware) -> dict[int, float]:
