@@ -22,27 +22,14 @@ from spmdflow.controller.order import Order, Pending, too_early
 logger = logging.getLogger(__name__)
 
 
-class InprocTransport:
-    """Runs the commands of rank 0 in the caller."""
+class ImmediateTransport:
+    """What transports without threads share: what is posted runs at once, and in order."""
 
-    world_size = 1
-
-    def __init__(self, operations: Mapping[str, Operation]) -> None:
-        self._operations = operations
+    def __init__(self) -> None:
         self._queue: deque[Callable[[], None]] = deque()
         self._is_running = False
         self.stop_requested = False
         """Set by `stop_on_sigterm`; the script reads it between steps."""
-
-    def submit(self, order: Order) -> Pending:
-        """Run an order; what it raises is raised here."""
-        pending = Pending(order.label, _never_done)
-        self.post(partial(self._run_order, order, pending))
-        return pending
-
-    def node_of(self, rank: int) -> int:
-        """All on this machine."""
-        return 0
 
     def post(self, function: Callable[[], None]) -> None:
         """Run function after everything submitted before."""
@@ -59,6 +46,26 @@ class InprocTransport:
 
     def close(self) -> None:
         """Nothing is left to end."""
+
+
+class InprocTransport(ImmediateTransport):
+    """Runs the commands of rank 0 in the caller."""
+
+    world_size = 1
+
+    def __init__(self, operations: Mapping[str, Operation]) -> None:
+        super().__init__()
+        self._operations = operations
+
+    def submit(self, order: Order) -> Pending:
+        """Run an order; what it raises is raised here."""
+        pending = Pending(order.label, _never_done)
+        self.post(partial(self._run_order, order, pending))
+        return pending
+
+    def node_of(self, rank: int) -> int:
+        """All on this machine."""
+        return 0
 
     def _run_order(self, order: Order, pending: Pending) -> None:
         replies = {}

@@ -95,6 +95,7 @@ class _Pass:
         self._bad: list[tuple[int, str]] = []
 
     def run(self) -> ScanReport:
+        """Read the file once; DataError beyond the bad rows that are tolerated."""
         waiting: list[tuple[int, Any]] = []
         for number, text in self._texts():
             waiting.append((number, text))

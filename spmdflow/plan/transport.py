@@ -7,11 +7,11 @@ as with sockets.
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 
+from spmdflow.controller.inproc import ImmediateTransport
 from spmdflow.controller.order import Order, Pending, Replies, too_early
 from spmdflow.plan.answers import Answers
 from spmdflow.plan.record import COMPUTE, Tokens, TracedOrder
@@ -21,15 +21,15 @@ MOST_CALLS = 100
 """Calls of one step; a script that makes more is taken for one that never ends its step."""
 
 
-class TraceTransport:
+class TraceTransport(ImmediateTransport):
     """Orders of a script that runs on no rank."""
 
     def __init__(
         self, nodes: Sequence[int], answers: Answers, *, script_file: str, most_calls: int
     ) -> None:
         """nodes: the machine of each rank of the world."""
+        super().__init__()
         self.world_size, self._nodes = len(nodes), tuple(nodes)
-        self.stop_requested = False
         self._answers, self._file, self._most_calls = answers, script_file, most_calls
         self.orders: list[TracedOrder] = []
         self.waits: list[tuple[int, str]] = []
@@ -39,8 +39,6 @@ class TraceTransport:
         """Whether results are asked for by the script, not by the end of a step."""
         self.tokens: dict[int, Tokens] = {}
         self._num_calls = 0
-        self._queue: deque[Callable[[], None]] = deque()
-        self._is_running = False
 
     def begin_step(self, number: int) -> None:
         """Calls are counted anew."""
@@ -76,22 +74,6 @@ class TraceTransport:
     def node_of(self, rank: int) -> int:
         """The machine that a rank would run on."""
         return self._nodes[rank]
-
-    def post(self, function: Callable[[], None]) -> None:
-        """Run function after everything submitted before."""
-        self._queue.append(function)
-        if self._is_running:
-            return
-        self._is_running = True
-        try:
-            while self._queue:
-                self._queue.popleft()()
-        finally:
-            self._is_running = False
-            self._queue.clear()
-
-    def close(self) -> None:
-        """Nothing is left to end."""
 
     def line(self) -> int | None:
         """The script's line that is running; None outside of it."""

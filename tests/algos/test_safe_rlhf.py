@@ -153,7 +153,7 @@ def test_reward_rises_while_the_cost_is_driven_below_its_limit(tmp_path: Path) -
     mean = {name: [sum(s[name] for s in part) / 3 for part in (first, last)] for name in COMPARED}
     assert mean["reward/mean"][1] > mean["reward/mean"][0] + 0.03
     assert mean["cost/mean"][0] > 0.15 and min(s["cost/mean"] for s in steps) < 0.095
-    assert mean["cost/mean"][1] < 0.115  # it settles at the limit, and a batch's mean varies
+    assert sum(step["cost/mean"] for step in steps[-10:]) / 10 < 0.1  # the limit
     largest = max(step["multiplier"] for step in steps)
-    assert steps[0]["multiplier"] < largest - 0.1 and steps[-1]["multiplier"] < largest - 0.02
+    assert steps[0]["multiplier"] < largest - 0.1 and steps[-1]["multiplier"] < largest - 0.1
     assert mean["actor/pretrain_loss"][1] < mean["actor/pretrain_loss"][0]
