@@ -21,12 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bench._clock import best_of, usual
 
 ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
@@ -63,7 +63,7 @@ def run_rank(folder: Path, device_name: str) -> None:
     device = torch.device(device_name)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
     values: Values = {"reserved_bytes": used if device_name == "cpu" else 2e9}
-    for part in (memory_rates, matrix_rates, layer_floor, update_seconds, collectives):
+    for part in PARTS:
         dist.barrier()
         values |= part(device, values)
     everyone: list[Values] = [{} for _ in range(dist.get_world_size())]
@@ -93,36 +93,48 @@ def memory_rates(device: torch.device, known: Values) -> Values:
 
 
 def matrix_rates(device: torch.device, known: Values) -> Values:
-    """The best rate of square matrices, and what a layer's matrices reach of it."""
+    """The best rate of square matrices."""
     sizes = (256, 512) if device.type == "cpu" else (4096, 8192)
     found: Values = {}
     for dtype in (torch.float32, torch.bfloat16):
         rates = [_matrix_rate(n, n, n, dtype, device) for n in sizes]
         found[f"peak_flops_{str(dtype).removeprefix('torch.')}"] = max(rates)
-    # on a CPU a few milliseconds, which other work seldom interrupts
-    tokens, hidden, ffn = (256, 256, 1024) if device.type == "cpu" else (4096, 4096, 16384)
-    flops, moved = 2 * tokens * hidden * ffn, 4 * (tokens * (hidden + ffn) + hidden * ffn)
-    seconds = flops / _matrix_rate(tokens, hidden, ffn, torch.float32, device)
-    busy = max(seconds - moved / known["memory_bandwidth"], 0.2 * seconds)
-    found["compute_efficiency"] = min(flops / busy / found["peak_flops_float32"], 1.0)
     return found
+
+
+def layer_efficiency(device: torch.device, known: Values) -> Values:
+    """Part of the matrices' rate that whole decoder layers reach, forward and backward.
+
+    What the simulators count as memory traffic of the matrices is taken off first, as they add it.
+    Norms, rotations and activation functions are in it: nothing else accounts for them.
+    """
+    hidden, ffn, rows, length = (
+        (512, 1376, 16, 16) if device.type == "cpu" else (4096, 11008, 4, 1024)
+    )
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    ids = torch.zeros(rows, length, dtype=torch.long, device=device)
+    seconds = {}
+    for layers in (1, 5):
+        model = _llama(hidden, ffn, layers, heads=hidden // 64).to(device, dtype)
+
+        def run(model: torch.nn.Module = model) -> None:
+            model.zero_grad()
+            model(ids, use_cache=False).logits.float().sum().backward()
+
+        seconds[layers] = best_of(run, device)
+    tokens, weights = rows * length, 4 * hidden * hidden + 3 * hidden * ffn
+    flops = 3 * (2 * tokens * weights + 4 * tokens * length / 2 * hidden)
+    moved = 3 * dtype.itemsize * (weights + tokens * (8 * hidden + 3 * ffn))
+    busy = (seconds[5] - seconds[1]) / 4 - moved / known["memory_bandwidth"]
+    peak = known[f"peak_flops_{str(dtype).removeprefix('torch.')}"]
+    return {"compute_efficiency": min(flops / max(busy, 1e-9) / peak, 1.0)}
 
 
 def layer_floor(device: torch.device, known: Values) -> Values:
     """What one more decoder layer takes for one token of a model so small that only calls count."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     seconds = {}
     for layers in (2, 10):
-        config = LlamaConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_hidden_layers=layers,
-            vocab_size=32,
-        )
-        model = LlamaForCausalLM(config).to(device).eval()
+        model = _llama(32, 64, layers, heads=2).to(device).eval()
         ids = torch.zeros(1, 1, dtype=torch.long, device=device)
         with torch.no_grad():
             seconds[layers] = best_of(partial(model, ids, use_cache=False), device, least=20)
@@ -145,22 +157,25 @@ def update_seconds(device: torch.device, known: Values) -> Values:
 
 
 def collectives(device: torch.device, known: Values) -> Values:
-    """Ring latencies and bandwidth among all processes of this machine."""
+    """Ring latencies and bandwidth among all processes of this machine.
+
+    Latencies are what a run pays on average: a rank that waits is woken late now and then.
+    """
     number, rank = dist.get_world_size(), dist.get_rank()
-    word = torch.zeros(1, device=device)
-    reduce_seconds = best_of(lambda: dist.all_reduce(word), device, least=200)
-    hop = best_of(lambda: _ping(word, rank), device, least=200) / 2
-    hop = min(hop, reduce_seconds / (2 * (number - 1)) * 0.9)
+    words = torch.zeros(1024, device=device)  # gloo sends fewer messages for single numbers
+    reduce_seconds = usual(lambda: dist.all_reduce(words), device)
+    base = min(usual(lambda: _ping(words, rank), device) / 2, 0.5 * reduce_seconds)
+    hop = (reduce_seconds - base) / (2 * (number - 1))
     size = (1 << 22) if device.type == "cpu" else (1 << 28)
     own = torch.zeros(size // number, device=device)
     whole = torch.zeros(size // number * number, device=device)
     pieces = list(whole.chunk(number))
-    gathered = best_of(lambda: dist.all_gather(pieces, own), device, least=15)
-    rate = 4 * own.numel() * (number - 1) / gathered
+    gathered = usual(lambda: dist.all_gather(pieces, own), device, times=40)
+    busy = max(gathered - base - (number - 1) * hop, 0.2 * gathered)
     return {
-        "collective_base_seconds": reduce_seconds - 2 * (number - 1) * hop,
+        "collective_base_seconds": base,
         "link_hop_seconds": hop,
-        "link_bandwidth": rate,
+        "link_bandwidth": 4 * own.numel() * (number - 1) / busy,
     }
 
 
@@ -191,20 +206,6 @@ def generation_seconds(name: str) -> Values:
     few, many = GENERATION_BATCHES
     each = max((seconds[1] - seconds[0]) / (many - few), 1e-7)
     return {"sequence_step_seconds": each, "step_seconds": max(seconds[0] - few * each, 1e-6)}
-
-
-def best_of(call: Callable[[], object], device: torch.device, *, least: int = 9) -> float:
-    """Least seconds of a call in `least` runs after two to warm up: what other work does not
-    disturb."""
-    seconds = []
-    for number in range(least + 2):
-        _wait(device)
-        started = time.perf_counter()
-        call()
-        _wait(device)
-        if number > 1:
-            seconds.append(time.perf_counter() - started)
-    return min(seconds)
 
 
 def memory_bytes(device: torch.device) -> float:
@@ -323,6 +324,21 @@ def _host_costs(arguments: argparse.Namespace, values: Values) -> Values:
     return found
 
 
+def _llama(hidden: int, ffn: int, layers: int, *, heads: int) -> torch.nn.Module:
+    """Random weights and hardly a vocabulary."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        num_hidden_layers=layers,
+        vocab_size=32,
+    )
+    return LlamaForCausalLM(config)
+
+
 def _matrix_rate(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> float:
     left = torch.ones(m, k, dtype=dtype, device=device)
     right = torch.ones(k, n, dtype=dtype, device=device)
@@ -340,10 +356,7 @@ def _ping(word: torch.Tensor, rank: int) -> None:
         dist.send(word, 0)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
+PARTS = (memory_rates, matrix_rates, layer_efficiency, layer_floor, update_seconds, collectives)
 
 if __name__ == "__main__":
     main()

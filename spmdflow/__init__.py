@@ -45,7 +45,7 @@ _HOMES = {
     "Flow": "spmdflow.controller.flow",
     "PromptStream": "spmdflow.controller.prompts",
     "DynamicSampling": "spmdflow.controller.dynamic_sampling",
-    "launch": "spmdflow.controller.launch",
+    "launch": "spmdflow.program",
     "compute_advantages": "spmdflow.objectives.advantage",
     "as_baseline": "spmdflow.objectives.baseline",
     "AdaptiveKL": "spmdflow.objectives.kl_control",

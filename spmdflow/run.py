@@ -203,18 +203,22 @@ def _launch(loaded: Loaded, place: Place, *, inproc: bool) -> int:
     import torch
     import torch.distributed as dist
 
-    from spmdflow.controller.launch import Surroundings, launch
+    from spmdflow.controller.launch import Surroundings
     from spmdflow.log import quiet_libraries, set_up_logging
+    from spmdflow.program import launch
 
     set_up_logging(place.rank)
     quiet_libraries()
     try:
         if inproc:
-            return _compared(launch(loaded.script, loaded.cfg, inproc=True), loaded, place)
+            return launch(loaded.script, loaded.cfg, inproc=True)
         if torch.cuda.is_available():
-            torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
-        limit = timedelta(seconds=loaded.cfg.run.start_seconds)
-        dist.init_process_group("gloo", timeout=limit)
+            _take_device(place)
+        run = loaded.cfg.run
+        dist.init_process_group("gloo", timeout=timedelta(seconds=run.start_seconds))
+        if torch.cuda.is_available():  # NCCL's communicators are made in the first calls
+            store = dist.distributed_c10d._get_default_store()
+            store.set_timeout(timedelta(seconds=max(run.start_seconds, run.call_seconds)))
         surroundings = Surroundings(
             job=os.environ.get("TORCHELASTIC_RUN_ID", ""),
             attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
@@ -222,7 +226,7 @@ def _launch(loaded: Loaded, place: Place, *, inproc: bool) -> int:
         )
         status = launch(loaded.script, loaded.cfg, surroundings=surroundings)
         dist.destroy_process_group()
-        return _compared(status, loaded, place)
+        return status
     except SpmdflowError as err:
         message = f"rank {place.rank}: {type(err).__name__}: {err}"
         sys.stderr.write(f"spmdflow: {message}\n")
@@ -230,13 +234,23 @@ def _launch(loaded: Loaded, place: Place, *, inproc: bool) -> int:
         return REFUSED if isinstance(err, ConfigError) else FAILED
 
 
-def _compared(status: int, loaded: Loaded, place: Place) -> int:
-    """Lay prediction beside measurement where the controller ran; the status stays what it is."""
-    from spmdflow.plan.comparison import compare_run
+def _take_device(place: Place) -> None:
+    """The device of the local rank, or the only one there is; ConfigError if they do not suffice.
 
-    if place.rank == 0 and status == FINISHED:
-        compare_run(loaded.script, loaded.cfg, place.world_size)
-    return status
+    NCCL's watchdog is told to leave failures to this program, which writes their cause first and
+    then ends every process (controller/comm.py).
+    """
+    import torch
+
+    devices, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 1 < devices < ranks:
+        raise ConfigError(
+            f"devices: got {ranks} ranks on a machine with {devices} GPUs, expected a GPU for each "
+            f"rank; lower --nproc-per-node"
+        )
+    torch.cuda.set_device(place.local_rank % devices)
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
 
 
 if __name__ == "__main__":

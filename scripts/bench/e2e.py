@@ -38,21 +38,21 @@ ROOT = Path(__file__).parents[2]
 ALGORITHM = ROOT / "algos" / "ppo.py"
 BUNDLED = ROOT / "algos" / "arithmetic" / "model"
 SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 688,
+    "hidden_size": 512,
+    "intermediate_size": 1376,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
     "head_dim": 64,
 }
-"""3.2 M random parameters: ten times the bundled model, so that computing counts."""
+"""12.6 M random parameters: forty times the bundled model, so that computing counts."""
 ROLES = ("actor", "critic", "reference")
 WORKLOAD = (
     "data.prompts_per_step=128",
     "actor.rollout.max_new_tokens=8",
     "actor.rollout.verify_every=0",
-    *(f"{role}.engine.micro_batch=16 rows" for role in ROLES),
-    *(f"{role}.update.mini_batch_size=32" for role in ROLES[:2]),
+    *(f"{role}.engine.micro_batch=32 rows" for role in ROLES),
+    *(f"{role}.update.mini_batch_size=64" for role in ROLES[:2]),
     *(f"{role}.optimizer.schedule=constant" for role in ROLES[:2]),
     *(f"{role}.optimizer.warmup_steps=0" for role in ROLES[:2]),
     *(f"{role}.optimizer.lr=1.0e-6" for role in ROLES[:2]),  # lengths of responses stay
@@ -68,8 +68,8 @@ Runs = dict[str, dict[int, float]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How much, and with which coefficients."""
     parser.add_argument("--configurations", type=int, default=24, metavar="N")
-    parser.add_argument("--repeats", type=int, default=4, metavar="R", help="runs of each")
-    parser.add_argument("--steps", type=int, default=5, metavar="S", help="of a run, at least 2")
+    parser.add_argument("--repeats", type=int, default=3, metavar="R", help="runs of each")
+    parser.add_argument("--steps", type=int, default=4, metavar="S", help="of a run, at least 2")
     parser.add_argument("--seed", type=int, default=0, help="of the drawing and the orders")
     parser.add_argument(
         "--hardware", default="cpu", metavar="FILE", help="of calibrate.py --name cpu..."

@@ -61,11 +61,14 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors, no two on one storage: what safetensors accepts."""
+    """Contiguous tensors in host memory, no two on one storage: what safetensors accepts.
+
+    Cloned there, as a device may have no room.
+    """
     seen: set[int] = set()
     apart = {}
     for name, tensor in tensors.items():
-        tensor = tensor.detach().contiguous()
+        tensor = tensor.detach().cpu().contiguous()
         storage = tensor.untyped_storage().data_ptr()
         apart[name] = tensor.clone() if storage in seen else tensor
         seen.add(storage)

@@ -273,6 +273,8 @@ class Flow:
         state = self._saving.resume(self.caller, self.groups)
         if state is None:
             return None
+        if self._settings.transcript is not None:
+            self._settings.transcript.continue_from(state)
         self.caller.row_ids.next_id = state["next_id"]
         for name, saved in state["kept"].items():
             self.kept[name].load_state_dict(saved)

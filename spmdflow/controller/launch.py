@@ -177,9 +177,7 @@ def _run_script(
     """Build what the script needs and run it; the exit status."""
     run_dir = open_run_dir(cfg.run, to_yaml(cfg))
     readable = readable_memory(transport, ranks, seconds=cfg.run.start_seconds)
-    transcript = None
-    if run_dir.checkpoint is None:  # a resumed run begins in the middle
-        transport = transcript = Transcript(transport, run_dir.path / TRANSCRIPT_FILE, ranks)
+    transport = transcript = Transcript(transport, run_dir.path / TRANSCRIPT_FILE, ranks)
     transfers = Transfers(transport, seconds=cfg.run.transfer_seconds, readable=readable)
     settings = CallSettings(cfg.run.seed, cfg.run.call_seconds, ranks)
     caller = Caller(transport, transfers, settings)

@@ -187,12 +187,12 @@ class RankState:
         return self._put(number, plain["ids"], columns)
 
     def _batch(self, plain: Plain) -> TensorDict:
-        """The rows of a command as a TensorDict on the device; waits for transfers."""
+        """The rows of a command as a TensorDict in host memory; waits for transfers."""
         ids = plain["ids"]
         batch = TensorDict({}, batch_size=[len(ids)])
         for part in plain["inputs"]:
             for name, column in self._input(part).items():
-                value = column.to_value(self._settings.device)
+                value = column.to_value()
                 if isinstance(value, list):
                     batch.set_non_tensor(name, value)
                 else:

@@ -1,8 +1,8 @@
 """`Transcript`: what the ranks answered in the first steps, so that a plan can be held against it.
 
 Row lengths and values decide how many bytes travel; only a run knows them. RUN_DIR/transcript
-keeps them, with the bytes of every edge, for the first steps of a run that was not resumed: numbers
-of rows and tokens, values that the script fetched, plain answers. Recording stops at a size limit.
+keeps them, with the bytes of every edge, for the first steps of a run's last launch: numbers of
+rows and tokens, values that the script fetched, plain answers. Recording stops at a size limit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spmdflow.errors import DataError, MessageError
 
 TRANSCRIPT_FILE = "transcript"
 NUM_STEPS = 3
-"""Steps that are kept, the evaluation before the first not counted."""
+"""Steps of a launch that are kept, the evaluation before the first not counted."""
 MOST_BYTES = 16 << 20
 """A step after which the transcript would be larger is left out, and those after it."""
 _RECORDED = ("scan", "call", "map", "join", "fetch")
@@ -39,6 +39,7 @@ class Transcript:
         self._ranks = ranks
         self._answers: dict[str, list[dict[str, Any]]] = {}
         self._steps: list[dict[str, Any]] = []
+        self._start: dict[str, Any] | None = None
         self._before: dict[tuple[int, int], int] = {}
         self._is_open, self._is_between_steps = True, False
 
@@ -85,6 +86,10 @@ class Transcript:
 
     # Steps
 
+    def continue_from(self, state: Mapping[str, Any]) -> None:
+        """The flow's part of the checkpoint that this launch continues from."""
+        self._start = dict(state)
+
     def begin_step(self) -> None:
         """Orders belong to a step again; those between steps show samples and save."""
         self._is_between_steps = False
@@ -103,7 +108,8 @@ class Transcript:
         rows = [[source, destination, size] for (source, destination), size in moved.items()]
         self._steps.append({"step": number, "edges": rows, "metrics": dict(metrics)})
         data = self._encoded()
-        self._is_open = number < NUM_STEPS and data is not None
+        first = 0 if self._start is None else int(self._start["step"])
+        self._is_open = number < first + NUM_STEPS and data is not None
         if data is not None:
             self._path.write_bytes(data)
 
@@ -112,6 +118,7 @@ class Transcript:
         content = {
             "ranks": list(self._ranks),
             "nodes": self._nodes,
+            "start": self._start,
             "steps": self._steps,
             "answers": self._answers,
         }
@@ -128,8 +135,8 @@ def read_transcript(path: Path) -> dict[str, Any]:
         content = decode(path.read_bytes())
     except (OSError, MessageError) as err:
         raise DataError(
-            f"{path}: got no transcript ({err}), expected that of a run's first steps; give the "
-            f"RUN_DIR of a run that was not resumed"
+            f"{path}: got no transcript ({err}), expected that of a launch's first steps; give "
+            f"the RUN_DIR of a run that finished a step"
         ) from err
     assert isinstance(content, dict), path
     return content

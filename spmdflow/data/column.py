@@ -80,12 +80,11 @@ class Column:
         lengths = self.lengths[start:stop]
         return Column(self.kind, self.values[first : first + int(lengths.sum())], lengths)
 
-    def to_value(self, device: torch.device | None = None) -> Tensor | list[str]:
-        """What a worker sees: a tensor, a jagged tensor or a list of str."""
+    def to_value(self) -> Tensor | list[str]:
+        """What a worker sees: a tensor, a jagged tensor or a list of str, in host memory."""
         if self.kind == "text":
             return _decode(self.values, self.lengths)
-        values = self.values if device is None else self.values.to(device)
-        return values if self.lengths is None else ragged(values, self.lengths)
+        return self.values if self.lengths is None else ragged(self.values, self.lengths)
 
 
 def column_of(name: str, value: Any, num_rows: int) -> Column:

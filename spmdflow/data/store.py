@@ -1,8 +1,8 @@
 """The rows a rank holds, by frame (the call that made them), column and row id.
 
 Two lanes use it: the compute lane puts results and takes inputs, the transfer lane takes rows
-to send and puts rows received. Waiting for rows has a limit. Rows are kept in host memory;
-a worker's inputs go to its device when the method starts.
+to send and puts rows received. Waiting for rows has a limit. Rows are kept in host memory,
+and a method gets them there; engines bring their micro-batches to the device.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Megatron's distributed optimizer keeps weights and float32 gradients whole on every data-parallel
 rank and divides the rest: 6 + 12/d bytes a parameter in bfloat16 (2 + 4, and 4 + 4 + 4 over d),
-8 + 8/d in float32, which needs no second copy of the weights. FSDP and ZeRO 2, 3 divide all of it.
+8 + 8/d in float32, which needs no second copy of the weights. FSDP and ZeRO 2, 3 divide all of it,
+and like ZeRO 1 they have gradients only while they train.
 
 Activations of a layer and token without recomputation (Korthikanti et al. 2022, without sequence
 parallelism and without the score matrix, which fused attention does not store):
@@ -44,7 +45,7 @@ def resident_bytes(model: Model, cut: Cut) -> Bytes:
 
 
 def state_bytes(model: Model, cut: Cut) -> Bytes:
-    """Weights, gradients and optimizer of one rank."""
+    """Weights, optimizer and Megatron's gradient buffer of one rank."""
     engine = model.engine
     local = local_parameters(model, cut)
     size = engine.element_bytes
@@ -71,7 +72,8 @@ def call_bytes(model: Model, kind: Kind, workload: Workload, cut: Cut) -> Bytes:
         "generate": _generation_bytes,
     }[kind](model, workload, cut)
     if model.engine.offload:
-        parts = parts | state_bytes(model, cut)
+        state = state_bytes(model, cut)
+        parts = parts | {name: size + parts.get(name, 0.0) for name, size in state.items()}
     return parts
 
 
@@ -106,8 +108,16 @@ def _data_parallel_state(model: Model, cut: Cut) -> Bytes:
     size = 4 if model.trained else model.engine.element_bytes
     parts = _nothing(cut) | {"parameters": size * whole / share}
     if model.trained:
-        parts |= {"gradients": 4 * whole / share, "optimizer": 8 * whole / cut.dp}
+        parts |= {"optimizer": 8 * whole / cut.dp}
     return parts
+
+
+def _passing_gradients(model: Model, cut: Cut) -> Array:
+    """What a data-parallel engine frees after the step."""
+    if model.engine.kind == "megatron":
+        return np.zeros(len(cut))
+    share = cut.dp if traffic_of(model.engine).is_sharded else np.ones(len(cut))
+    return 4 * model.shape.num_parameters / share
 
 
 def _gathered_bytes(model: Model, cut: Cut, *, training: bool) -> Array:
@@ -132,12 +142,12 @@ def _training_bytes(model: Model, workload: Workload, cut: Cut) -> Bytes:
     one_layer = _layer_elements(model, cut)
     kept = np.where(cut.recompute > 0, shape.hidden_size, one_layer) * layers * held
     working = np.where(cut.recompute > 0, one_layer, 0.0)
-    parts = {
+    return {
+        "gradients": _passing_gradients(model, cut),
         "activations": tokens * (kept + working) * engine.element_bytes,
         "logits": 2 * _logit_bytes(model, tokens, cut),
         "gather": _gathered_bytes(model, cut, training=True),
     }
-    return parts
 
 
 def _inference_bytes(model: Model, workload: Workload, cut: Cut) -> Bytes:

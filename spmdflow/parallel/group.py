@@ -100,12 +100,12 @@ class GroupTable:
         ranks = tuple(ranks)
         if len(ranks) == 1:
             return lambda tensor: tensor.detach().to(torch.float64)
-        group = self.get(ranks)
+        group = self.get(ranks, backend="gloo")
 
         def reduce(tensor: Tensor) -> Tensor:
-            total = tensor.detach().to(torch.float64, copy=True)
+            total = tensor.detach().to("cpu", torch.float64, copy=True)
             dist.all_reduce(total, group=group)
-            return total
+            return total.to(tensor.device)
 
         return reduce
 

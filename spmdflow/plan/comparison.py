@@ -102,8 +102,8 @@ class Comparison:
         return "; ".join([*parts, *missing])
 
 
-def compare_run(script: ModuleType, cfg: Any, world_size: int) -> None:
-    """Write the comparison of a run that has just ended, and log one line of it.
+def compare_run(script: ModuleType, cfg: Any, ranks: tuple[int, ...]) -> None:
+    """Write the comparison of a run on `ranks` that has just ended, and log one line of it.
 
     It never fails a run: what stands in its way is logged. The script's main is called again, dry;
     what it prints then is dropped. Any: the script's settings.
@@ -111,7 +111,7 @@ def compare_run(script: ModuleType, cfg: Any, world_size: int) -> None:
     try:
         run_dir = path_of(cfg.run)
         with redirect_stdout(StringIO()):
-            found = compare(script, cfg, run_dir, world=tuple(range(world_size)))
+            found = compare(script, cfg, run_dir, world=ranks)
         (run_dir / JSON_FILE).write_text(json.dumps(found.to_plain(), indent=1), encoding="utf-8")
         (run_dir / TEXT_FILE).write_text(comparison_text(found), encoding="utf-8")
         logger.info("prediction (%s): %s", TEXT_FILE, found.describe())

@@ -2,8 +2,7 @@
 
 A call begins when all its ranks are through with earlier calls and its rows have come; so pools
 overlap as the trace says, not as a table of stages would; on processors, calls that run at once
-share the cores. Times are predictions from one stated
-file of coefficients; nothing is fitted.
+share the cores. Times are predictions from one stated file of coefficients; nothing is fitted.
 """
 
 from __future__ import annotations
@@ -224,6 +223,7 @@ def _schedule(
                 order.ranks,
                 tuple(before),
                 max((wait for place, wait in rows if place is None), default=0.0),
+                _busy(estimate),
             )
         )
         numbers[order.number] = len(tasks) - 1
@@ -244,6 +244,13 @@ def _schedule(
         )
         for order, (start, end) in zip(shown, spans, strict=True)
     ]
+
+
+def _busy(estimate: Estimate | None) -> float:
+    """Part of a call that its ranks work: all but the pipeline's bubble."""
+    if estimate is None or not estimate.seconds:
+        return 1.0
+    return 1.0 - estimate.parts.get("bubble", 0.0) / estimate.seconds
 
 
 def _transfer_seconds(edges: list[RowEdge], hardware: Hardware) -> dict[int, float]:

@@ -17,12 +17,14 @@ from spmdflow.datasets.scan import ScanReport
 Columns = Mapping[str, tuple[ColumnSpec, np.ndarray | None]]
 """Column -> kind, and items by row where it is not dense; rows in the order of their ids."""
 
+_NOTHING: Mapping[str, Any] = {"answers": {}, "steps": [], "ranks": [], "nodes": [], "start": None}
+
 
 class Replay:
     """Answers of a run by label, each label's in the order of the script; without a file: none."""
 
     def __init__(self, content: Mapping[str, Any] | None = None) -> None:
-        self._content = content or {"answers": {}, "steps": [], "ranks": [], "nodes": []}
+        self._content = content or _NOTHING
         self._taken: dict[str, int] = {}
         self._entry: Mapping[str, Any] = {}
 
@@ -40,6 +42,12 @@ class Replay:
     def nodes(self) -> dict[int, int]:
         """The machine of each rank of the run."""
         return dict(zip(self.ranks, self._content["nodes"], strict=True))
+
+    @property
+    def start(self) -> Mapping[str, Any] | None:
+        """The flow's part of the checkpoint that the steps follow; None: they are the first."""
+        start: Mapping[str, Any] | None = self._content["start"]
+        return start
 
     @property
     def steps(self) -> tuple[int, ...]:

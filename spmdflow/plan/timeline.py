@@ -1,8 +1,9 @@
 """When tasks run that wait for one another and share the processors of their machines.
 
-Every rank of a running task is busy. Where more ranks of a machine are busy than it has cores, they
-share these evenly: the tasks go on at cores / busy of their speed, a task on several machines at
-that of the slowest. A device of its own for every rank is `cores=inf`. Knows no model.
+Every rank of a running task asks for a core, for the part of the time that it works. Where the
+ranks of a machine ask for more cores than it has, they share them evenly: the tasks go on at
+cores / asked of their speed, a task on several machines at that of the slowest. A device of its own
+for every rank is `cores=inf`. Knows no model.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ class Task:
     after: tuple[tuple[int, float], ...] = ()
     """(earlier task, seconds from its end until this one may begin)."""
     earliest: float = 0.0
+    busy: float = 1.0
+    """Part of its time that a rank works; in the rest, such as a pipeline's bubble, it waits."""
 
 
 @dataclass
 class _Running:
-    machines: Counter[int]
-    """Machine -> ranks of the task on it."""
+    asked: dict[int, float]
+    """Machine -> cores that the task's ranks on it ask for."""
     left: float
     """Seconds of work when the speed was last set."""
     since: float
@@ -60,7 +63,8 @@ def timeline(
         for place in (place for place, time in begin.items() if time <= now):
             task, starts[place] = tasks[place], begin[place]
             machines = Counter(int(rank // node_size) for rank in task.ranks)
-            running[place] = _Running(machines, task.seconds, now, now + task.seconds)
+            asked = {machine: count * task.busy for machine, count in machines.items()}
+            running[place] = _Running(asked, task.seconds, now, now + task.seconds)
         waiting = [place for place in waiting if place not in starts]
         _share(running, now, cores)
         now = min(_events(running, [begin[place] for place in waiting]))
@@ -75,11 +79,13 @@ def _ready(task: Task, ends: dict[int, float]) -> float:
 
 
 def _share(running: dict[int, _Running], now: float, cores: float) -> None:
-    busy: Counter[int] = Counter()
+    asked: dict[int, float] = {}
     for task in running.values():
-        busy.update(task.machines)
+        for machine, number in task.asked.items():
+            asked[machine] = asked.get(machine, 0.0) + number
     for task in running.values():
-        task.go_at(min([1.0, *(cores / busy[machine] for machine in task.machines)]), now)
+        shares = (cores / asked[machine] for machine in task.asked if asked[machine] > cores)
+        task.go_at(min(shares, default=1.0), now)
 
 
 def _events(running: dict[int, _Running], begins: list[float]) -> Iterator[float]:

@@ -44,6 +44,8 @@ class TraceSettings:
     backend: str = "gloo"
     """Backend of compute-lane groups: nccl on GPUs."""
     num_steps: int = 1
+    start: Mapping[str, Any] | None = None
+    """The flow's part of a checkpoint that the steps follow; None: they are the first."""
     with_evaluation: bool = False
     """Whether the evaluation before step 1 is traced too."""
     examples: Mapping[str, Any] = field(default_factory=dict)
@@ -102,7 +104,8 @@ def settings_of_run(replay: Replay, *, backend: str = "gloo") -> TraceSettings:
         world=replay.ranks,
         nodes=tuple(nodes.get(rank, 0) for rank in range(max(replay.ranks) + 1)),
         backend=backend,
-        num_steps=max(replay.steps),
+        num_steps=max(replay.steps) - (int(replay.start["step"]) if replay.start else 0),
+        start=replay.start,
         with_evaluation=0 in replay.steps,
         most_calls=MOST_CALLS + replay.num_answers,
         read_data=False,
@@ -156,7 +159,7 @@ class _TracedFlow(Flow):
         )
         self._pools = pools
         self._edges: dict[int, dict[tuple[int, int], int]] = {}
-        super().__init__(caller, facts, _NoSaving(), _Quiet())
+        super().__init__(caller, facts, _NoSaving(settings.start), _Quiet())
 
     def assume(self, examples: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Keep the script's examples."""
@@ -176,8 +179,10 @@ class _TracedFlow(Flow):
         return super().connect(policy, generator)
 
     def steps(self, total: int) -> Iterator[Step]:
-        """The first steps of the run."""
-        for step in super().steps(min(total, self._trace_settings.num_steps)):
+        """The first steps of the run, or of its continuation."""
+        settings = self._trace_settings
+        first = int(settings.start["step"]) if settings.start else 0
+        for step in super().steps(min(total, first + settings.num_steps)):
             self._transport.begin_step(step.number)
             self._traced_steps.append(step.number)
             yield step
@@ -260,14 +265,14 @@ class _Quiet(Show):
 
 
 class _NoSaving(Saving):
-    """No checkpoints: a dry run starts at step 1 and writes nothing."""
+    """No checkpoints: a dry run loads and writes nothing; it may start where a run did."""
 
-    def __init__(self) -> None:
-        self.due = False
+    def __init__(self, start: Mapping[str, Any] | None) -> None:
+        self._start, self.due = start, False
 
     def resume(self, caller: Caller, groups: Groups) -> dict[str, Any] | None:
-        """There is nothing to continue from."""
-        return None
+        """The state that the run had; the weights are nowhere."""
+        return None if self._start is None else dict(self._start)
 
     def save(self, step: int, caller: Caller, groups: Groups, state: Mapping[str, Any]) -> None:
         """Nothing is written."""

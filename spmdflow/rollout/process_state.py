@@ -24,6 +24,7 @@ _REPLACED_IN_TORCH: tuple[tuple[Any, tuple[str, ...]], ...] = (
 """Functions that vLLM replaces on CPU for the whole process, though it works without that.
 
 Those of torch.accelerator stay replaced: on CPU the originals only raise, and shutdown calls them.
+On CUDA vLLM replaces torch.cuda.set_stream to know the stream that it launches on: that stays.
 """
 
 
@@ -40,7 +41,9 @@ def process_state_kept(*, own_variables: str) -> Iterator[None]:
         stack.callback(np.random.set_state, np.random.get_state())
         stack.callback(torch.set_rng_state, torch.get_rng_state())
         stack.callback(torch.set_num_threads, torch.get_num_threads())
-        for owner, names in _REPLACED_IN_TORCH:
+        if torch.cuda.is_available():
+            stack.callback(torch.cuda.set_rng_state, torch.cuda.get_rng_state())
+        for owner, names in () if torch.cuda.is_available() else _REPLACED_IN_TORCH:
             for name in names:
                 stack.callback(setattr, owner, name, getattr(owner, name))
         if gc.isenabled():

@@ -115,6 +115,7 @@ class VllmGenerator:
             arch, shards, self._replica, tp_size=tp_size, vocab_multiple=vocab_multiple
         )
         install(self._engine.model, arch, shards, self._replica, self._joined)
+        self._engine.trim()
         self.weights_version, self._shared = NEVER, True
 
     def shared(self, version: int) -> None:

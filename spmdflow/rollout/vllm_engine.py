@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spmdflow.errors import ConfigError, WeightSyncError
+from spmdflow.rollout import vllm_cuda
 from spmdflow.rollout.process_state import process_state_kept, replaced
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling, draw
@@ -87,6 +88,8 @@ class Engine:
 
         if self._on_cpu:
             _run_without_compiling()
+        else:
+            vllm_cuda.keep_caches_apart(device)
         with _plain_weights(self._on_cpu), _our_stages():
             self._llm = vllm.LLM(
                 model_path,
@@ -96,9 +99,8 @@ class Engine:
                 skip_tokenizer_init=True,
                 generation_config="vllm",
                 async_scheduling=False,  # a row's position is the number of tokens it has
-                enable_sleep_mode=not self._on_cpu,
                 use_tqdm_on_load=False,
-                **({"enforce_eager": self._on_cpu} | settings),
+                **(({"enforce_eager": True} if self._on_cpu else vllm_cuda.SETTINGS) | settings),
             )
         client = self._llm.llm_engine.engine_core
         if hasattr(client, "_finalizer"):  # absent in 0.27; it would end the default process group
@@ -195,6 +197,11 @@ class Engine:
             self._llm.wake_up(tags=[part])
         if part == "kv_cache":
             self.forget()
+
+    def trim(self) -> None:
+        """Give back the memory of weights that are gone; on CPU it was when they went."""
+        if not self._on_cpu:
+            vllm_cuda.trim_weights()
 
     def close(self) -> None:
         """Free the engine and its private group; the trainer's groups stay."""

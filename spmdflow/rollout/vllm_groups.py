@@ -84,6 +84,9 @@ def release(*_: Any, **__: Any) -> None:
     """In place of vLLM's cleanup, which would end the default process group."""
     state = _state()
     for name in _ALL:
+        communicator = getattr(getattr(state, name, None), "device_communicator", None)
+        if communicator is not None and hasattr(communicator, "destroy"):
+            communicator.destroy()  # vLLM's own NCCL communicators, never our groups
         if hasattr(state, name):
             setattr(state, name, None)
 

@@ -227,6 +227,7 @@ def nccl_sender(
         master_port=end.port,
         world_size=1 + end.num_workers,
         rank=0 if end.is_sender else 1,
+        packed=False,  # packing reads our tensors on streams that do not wait for the trainer's
     )
     return transfer.WeightTransferTrainerFactory.trainer_init(
         facts, client=client, source=weight_source(shapes, tensors, dtype=dtype)

@@ -110,6 +110,9 @@ class CausalAttention(nn.Module):
         assert attention_mask is None, "rows are padded on the right: causality is mask enough"
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # (b, heads, T, d)
         mask = self._band(len(query), query.device)
+        if q.is_cuda and (mask is not None or q.dtype == torch.float32):
+            # of CUDA's kernels only flash takes grouped heads: half precision and no mask
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         mixed = functional.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
         )

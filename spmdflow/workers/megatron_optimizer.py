@@ -133,8 +133,9 @@ class StageOptimizer:
     def restored(self, steps_done: int) -> None:
         """After writing into what `owned` gave: weights follow their masters."""
         self.steps_done = steps_done
-        for group in self._adam.param_groups:
-            if "step" in group:
+        if not isinstance(self._adam, torch.optim.AdamW):
+            # TransformerEngine's Adam counts in its groups, and not before its first step
+            for group in self._adam.param_groups:
                 group["step"] = steps_done
         for parameter in self._stepped():
             if "step" in self._adam.state[parameter]:

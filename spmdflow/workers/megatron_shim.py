@@ -39,8 +39,9 @@ def _initialise_process() -> None:
     """Scratch memory and a random-number tracker, once a process; what a host made is kept."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
-    if not megatron_random.get_cuda_rng_tracker().is_initialized():
-        # no dropout anywhere: a tracker that never forks a stream
+    tracker = megatron_random.get_cuda_rng_tracker()
+    if not (tracker.is_initialized() or getattr(tracker, "is_inference_rng_tracker", False)):
+        # no dropout anywhere: a tracker that never forks a stream, made once
         megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -139,6 +140,9 @@ def test_kill_9_of_a_rank_and_a_restart_give_the_same_bits(step, victim, whole_o
 
     assert last_checkpoint(run_dir) == last_checkpoint(whole_on_ranks)
     assert numbers_of(run_dir) == numbers_of(whole_on_ranks)
+    compared = json.loads((run_dir / "prediction.json").read_text())
+    assert compared["bytes_agree"] and compared["edges"], compared
+    assert compared["steps"] == list(range(step + 1, STEPS + 1))[:3]  # of the second launch
 
 
 def test_sigterm_saves_the_running_step_and_the_restart_continues_after_it(tmp_path):

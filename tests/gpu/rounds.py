@@ -31,6 +31,7 @@ from spmdflow.transfer.worker import WorkerContext
 from tests.rollout_reference import load, make_prompts
 
 ROUNDS, NUM_ROWS, NEW_TOKENS = 3, 6, 8
+KV_CACHE_BYTES = 1 << 26
 SEEDS = [2**62 + row for row in range(NUM_ROWS)]
 
 
@@ -39,7 +40,7 @@ def actor_on(device: str, path: str, settings: dict[str, str]) -> Iterator[Actor
     """An actor over all ranks; settings: "engine.kind": "megatron" and the like."""
     cfg = defaults(ActorConfig)
     cfg.model.path, cfg.optimizer.lr = path, 5e-3
-    cfg.rollout.max_batch_size, cfg.rollout.kv_cache_bytes = 8, 1 << 26
+    cfg.rollout.max_batch_size, cfg.rollout.kv_cache_bytes = 8, KV_CACHE_BYTES
     for key, value in settings.items():
         section, name = key.split(".")
         setattr(getattr(cfg, section), name, value)
@@ -102,7 +103,7 @@ def stale(device: str, path: str, settings: dict[str, str]) -> str:
 
 
 def phases(device: str, path: str, settings: dict[str, str]) -> dict[str, int]:
-    """Bytes that torch has allocated on the device after each phase (0 on the CPU)."""
+    """Bytes in use on the device after each phase (0 on the CPU)."""
     found = {}
     with actor_on(device, path, settings) as actor:
         prompts = make_prompts(NUM_ROWS, vocab_size=100)
@@ -115,8 +116,16 @@ def phases(device: str, path: str, settings: dict[str, str]) -> dict[str, int]:
             ("trained again", lambda: update(actor, 1)),
         ):
             phase()
-            found[name] = torch.cuda.memory_allocated() if device == "cuda" else 0
+            found[name] = used_bytes() if device == "cuda" else 0
     return found
+
+
+def used_bytes() -> int:
+    """Of the device, by the driver: torch's own counters do not see vLLM's sleep."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, whole = torch.cuda.mem_get_info()
+    return whole - free
 
 
 def update(actor: ActorWorker, seed: int) -> None:

@@ -85,6 +85,22 @@ def test_grpo_in_bfloat16_runs_certified_and_without_drift(
     show(f"grpo, {engine}", steps, capsys)
 
 
+@pytest.mark.parametrize("engine", ["fsdp, vllm", "megatron, blocks"])
+def test_grpo_over_two_devices_compares_samples_of_both(
+    tmp_path: Path, engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"{torch.cuda.device_count()} CUDA devices here, 2 needed")
+    settings = (*BFLOAT16, *ENGINES[engine], "total_steps=4")
+
+    for name in ("one", "two"):  # the second run finds what vLLM compiled in the first
+        steps = run(tmp_path / name, *settings, script=GRPO, small=SMALL_GRPO, num_ranks=2)
+
+    assert all(step["rollout/weights_verified"] == 1 for step in steps[1:])
+    assert all(step["rollout/drift"] <= MAX_DRIFT for step in steps[1:])
+    show(f"grpo, {engine}, two devices", steps, capsys)
+
+
 @pytest.mark.parametrize("script", [SCRIPT, GRPO], ids=["ppo", "grpo"])
 def test_bundled_task_is_learned_in_bfloat16(
     tmp_path: Path, script: Path, capsys: pytest.CaptureFixture[str]

@@ -12,12 +12,14 @@ from spmdflow.blocks.hash import positional_hash
 from spmdflow.rollout.sampling import Sampling, draw
 from spmdflow.rollout.storage import Storages
 from tests.distributed.ranks import run_ranks
-from tests.gpu.rounds import follow, phases, stale
+from tests.gpu.rounds import KV_CACHE_BYTES, follow, phases, stale
 from tests.rollout_reference import write_family
 
 pytestmark = pytest.mark.gpu
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Log-prob gap to transformers in float32 on the CPU, which is shown the same rounded weights."""
+TOLERANCE = {"float32": 5e-3, "bfloat16": 0.1}
+"""Log-prob gap to transformers in float32 on the CPU, which is shown the same rounded weights.
+
+In float32 vLLM attends with Triton, whose products have 10 bits of mantissa (tf32) by default."""
 MEGATRON = {"engine.kind": "megatron", "rollout.engine": "vllm"}
 WAYS = {
     "fsdp, builtin": {},
@@ -95,9 +97,9 @@ def test_kv_cache_and_moments_leave_the_device_when_they_are_not_used(
     (found,) = run_ranks(phases, 1, "cuda", path, way | {"rollout.dtype": "bfloat16"}, seconds=280)
 
     with capsys.disabled():
-        print("\nallocated bytes:", {name: f"{size:,}" for name, size in found.items()})
-    assert found["asleep"] <= found["generated"]
-    assert found["trained again"] <= found["trained"] * 1.05  # nothing is left behind
+        print("\nbytes in use:", {name: f"{size:,}" for name, size in found.items()})
+    assert found["asleep"] + KV_CACHE_BYTES * 9 // 10 <= found["generated"]
+    assert found["trained again"] <= found["trained"] + (64 << 20)  # nothing is left behind
 
 
 def test_hashes_draws_and_freed_storages_are_those_of_the_cpu() -> None:

@@ -18,6 +18,7 @@ ENVIRONMENT = {
     "spmdflow/run.py": "reads what torchrun set",
     "spmdflow/config/load.py": "resolves settings",
     "spmdflow/rollout/vllm_contract.py": "vLLM is configured by variables only",
+    "spmdflow/rollout/vllm_cuda.py": "vLLM's cache is moved by a variable only",
     "spmdflow/rollout/process_state.py": "puts back what vLLM changes",
 }
 """The files that may touch os.environ, and why."""

@@ -13,7 +13,7 @@ LAYERS = [
     ["controller", "workers", "rollout", "mapping"],
     ["hybrid_engine"],
     ["models"],
-    ["run", "plan", "report", "status", "export", "replay", "__init__"],
+    ["run", "program", "plan", "report", "status", "export", "replay", "__init__"],
 ]
 LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 STRANGERS = LAYERS[3]

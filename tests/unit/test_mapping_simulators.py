@@ -148,10 +148,10 @@ def test_kv_cache_counts_kv_heads(name: str, megabytes: float) -> None:
         ("megatron", "bfloat16", (), 6 + 12 / 4),
         ("megatron", "bfloat16", ("plain_optimizer",), 18),
         ("megatron", "float32", (), 8 + 8 / 4),
-        ("fsdp", "bfloat16", (), 16 / 4),
-        ("zero1", "float32", (), 8 + 8 / 4),
-        ("zero2", "float32", (), 16 / 4),
-        ("zero3", "float32", (), 16 / 4),
+        ("fsdp", "bfloat16", (), 12 / 4),
+        ("zero1", "float32", (), 4 + 8 / 4),
+        ("zero2", "float32", (), 12 / 4),
+        ("zero3", "float32", (), 12 / 4),
     ],
 )
 def test_resident_bytes_of_a_trained_parameter(
@@ -163,6 +163,17 @@ def test_resident_bytes_of_a_trained_parameter(
 
     total = sum(float(size[0]) for size in parts.values())
     assert total / SHAPE.num_parameters == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("megatron", 0), ("fsdp", 4 / 4), ("zero1", 4), ("zero3", 4 / 4)]
+)
+def test_gradients_that_are_freed_after_a_step_count_while_it_trains(
+    kind: str, expected: float
+) -> None:
+    parts = call_bytes(_model(kind), "train", WORK, Cut.of([Strategy(1, 1, 4, 1, 1)]))
+
+    assert float(parts["gradients"][0]) == pytest.approx(expected * SHAPE.num_parameters)
 
 
 def test_recomputation_and_tensor_parallelism_need_less_activation_memory() -> None:

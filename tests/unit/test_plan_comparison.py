@@ -104,7 +104,7 @@ def test_files_are_written_and_one_line_is_logged(
 ) -> None:
     logging.getLogger("spmdflow").propagate = True
     with caplog.at_level(logging.INFO, "spmdflow.plan.comparison"):
-        compare_run(run.script, run.cfg, 1)
+        compare_run(run.script, run.cfg, (0,))
 
     plain = json.loads((Path(run.cfg.run.dir) / "prediction.json").read_text())
     assert plain["bytes_agree"] is True
@@ -120,7 +120,7 @@ def test_run_without_a_transcript_or_steps_is_no_error(
     cfg = load(ALGORITHMS / "dapo.py", None, [*SETTINGS, f"run.dir={tmp_path}"]).cfg
 
     with caplog.at_level(logging.INFO, "spmdflow.plan.comparison"):
-        compare_run(run.script, cfg, 1)
+        compare_run(run.script, cfg, (0,))
 
     assert any(message.startswith("no prediction: DataError: ") for message in caplog.messages)
     (tmp_path / "metrics.jsonl").write_text((Path(run.cfg.run.dir) / "metrics.jsonl").read_text())

@@ -1,8 +1,7 @@
 """Predicted memory of a rank against the tensors that a run allocates, by torch's own account.
 
 One rank, float32, FSDP, a random model of 25 M parameters: parameters, moments and activations all
-count. Tolerance: a plan takes gradients as kept between steps (they are freed) and activations at
-the mean length (rows are padded to the longest), so it errs on both sides.
+count. Tolerance: a plan takes activations at the mean length, while rows are padded to the longest.
 """
 
 from __future__ import annotations

@@ -33,6 +33,15 @@ def test_cores_are_shared_only_while_more_ranks_are_busy() -> None:
     assert timeline(tasks, node_size=4, cores=2) == [(0, 3), (0, 2)]
 
 
+def test_ranks_that_wait_in_a_bubble_leave_their_cores_to_others() -> None:
+    halves = [Task(3.0, (0, 1, 2, 3), busy=0.5)]
+    most = [Task(3.0, (0, 1, 2, 3), busy=0.75)]
+
+    assert timeline(halves, node_size=4, cores=2) == [(0, 3)]
+    assert timeline(most, node_size=4, cores=2) == [(0, 4.5)]
+    assert timeline(most, node_size=2, cores=2) == [(0, 3)]
+
+
 def test_call_over_two_machines_is_as_slow_as_on_the_busier_one() -> None:
     tasks = [Task(1.0, (0, 1)), Task(4.0, (2, 3, 4)), Task(1.0, (5,))]
 
@@ -42,32 +51,34 @@ def test_call_over_two_machines_is_as_slow_as_on_the_busier_one() -> None:
     assert [end for _, end in spans] == pytest.approx([1.5, 4.5, 1.5])
 
 
+Drawn = tuple[float, set[int], int, float, float]
 LISTS = st.lists(
     st.tuples(
         st.floats(0.01, 10),
         st.sets(st.integers(0, 5), min_size=1),
         st.integers(0, 3),
         st.floats(0, 1),
+        st.floats(0.1, 1),
     ),
     min_size=1,
     max_size=10,
 )
 
 
-def _tasks(drawn: list[tuple[float, set[int], int, float]]) -> list[Task]:
+def _tasks(drawn: list[Drawn]) -> list[Task]:
     """Each waits for the last task of its ranks, and for the one that lies `back` before it."""
     found: list[Task] = []
-    for seconds, ranks, back, wait in drawn:
+    for seconds, ranks, back, wait, busy in drawn:
         after = [(i, 0.0) for i, task in enumerate(found) if ranks & set(task.ranks)]
         if 0 < back <= len(found):
             after.append((len(found) - back, wait))
-        found.append(Task(seconds, tuple(sorted(ranks)), tuple(after)))
+        found.append(Task(seconds, tuple(sorted(ranks)), tuple(after), busy=busy))
     return found
 
 
 @given(LISTS)
 def test_without_sharing_a_task_begins_when_the_last_that_it_waits_for_is_through(
-    drawn: list[tuple[float, set[int], int, float]],
+    drawn: list[Drawn],
 ) -> None:
     tasks = _tasks(drawn)
     spans = timeline(tasks)
@@ -79,7 +90,7 @@ def test_without_sharing_a_task_begins_when_the_last_that_it_waits_for_is_throug
 
 @given(LISTS, st.integers(1, 6))
 def test_shared_cores_do_all_the_work_and_never_more_than_they_can(
-    drawn: list[tuple[float, set[int], int, float]], cores: int
+    drawn: list[Drawn], cores: int
 ) -> None:
     tasks = _tasks(drawn)
     spans = timeline(tasks, node_size=6, cores=cores)
@@ -88,7 +99,7 @@ def test_shared_cores_do_all_the_work_and_never_more_than_they_can(
         longest = max(1.0, 6 / cores) * task.seconds
         assert task.seconds * (1 - 1e-9) <= end - start <= longest * (1 + 1e-9)
         assert start == max([0.0, *(spans[i][1] + wait for i, wait in task.after)])
-    work = sum(task.seconds * len(task.ranks) for task in tasks)
+    work = sum(task.seconds * task.busy * len(task.ranks) for task in tasks)
     assert max(end for _, end in spans) >= work / cores * (1 - 1e-9)
 
 

@@ -41,6 +41,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
         "reward_model.update.mini_batch_size=6",
         "eval_every=0",
     ),
+    "evaluate": ("data.eval_prompts=12 x 2 samples",),
 }
 
 
@@ -66,8 +67,13 @@ def test_every_bundled_script_is_traced_to_the_end_of_its_step(script: str) -> N
     found = traced(script, 4, *SCRIPTS[script])
 
     labels = [order.label.partition(".")[2] for order in found.in_step()]
+    ends_with = "compute_reward" if script == "evaluate" else "update_"
     assert found.steps == (1,)
-    assert any(label.startswith("update_") for label in labels)
+    assert any(label.startswith(ends_with) for label in labels)
+
+
+def test_no_bundled_script_is_left_out() -> None:
+    assert sorted(SCRIPTS) == sorted(path.stem for path in ALGORITHMS.glob("*.py"))
 
 
 def test_every_column_of_a_built_in_role_or_row_maths_is_known() -> None:
