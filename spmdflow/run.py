@@ -149,10 +149,19 @@ def _prepare(arguments: Arguments, place: Place) -> Loaded:
             "write torchrun --standalone --nproc-per-node 4 -m spmdflow.run ... or add --inproc"
         )
     loaded = load(arguments.script, arguments.config, arguments.overrides)
+    _check_hardware(loaded.cfg.run.hardware)
     loaded = _placed(loaded, place)
     check(loaded.cfg, place.world_size)
     _say(place, batch_algebra(loaded.cfg, place.world_size))
     return loaded
+
+
+def _check_hardware(name: str | None) -> None:
+    """A file that placement=auto or the prediction after the run needs can be read."""
+    if name is not None:
+        from spmdflow.mapping.machine import load_hardware
+
+        load_hardware(name)
 
 
 def _placed(loaded: Loaded, place: Place) -> Loaded:
@@ -167,7 +176,8 @@ def _placed(loaded: Loaded, place: Place) -> Loaded:
     from spmdflow.plan.machine import hardware_of
 
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
-    found = resolve(loaded.script, loaded.cfg, place.world_size, hardware_of(None, node_size))
+    hardware = hardware_of(loaded.cfg.run.hardware, node_size, world_size=place.world_size)
+    found = resolve(loaded.script, loaded.cfg, place.world_size, hardware)
     _say(place, placed_text(found))
     return Loaded(found.cfg, loaded.script, to_yaml(found.cfg))
 

@@ -90,6 +90,11 @@ class RunConfig:
         "Besides metrics.jsonl: tensorboard, wandb.", [], one_of=("tensorboard", "wandb")
     )
     sample_every: int = setting("Steps between sample tables (0: none).", 10, at_least=0)
+    hardware: str | None = setting(
+        "Hardware that placement=auto and predictions count with: a100_80gb, h100, h200, cpu, or a "
+        "file of scripts/calibrate.py; none: this machine's kind.",
+        None,
+    )
 
 
 @dataclass

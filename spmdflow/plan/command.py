@@ -84,7 +84,8 @@ def _plan(options: argparse.Namespace) -> int:
     if replay is not None:
         config, options.world = config or str(options.replay / "config.yaml"), len(replay.ranks)
     loaded = load(script, config, overrides)
-    hardware = hardware_of(options.hardware, options.node_size, world_size=options.world)
+    name = options.hardware or loaded.cfg.run.hardware
+    hardware = hardware_of(name, options.node_size, world_size=options.world)
     settings = _trace_settings(options, hardware)
     if replay is not None:
         settings = settings_of_run(replay, backend=settings.backend)

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from spmdflow import run
 from spmdflow.config.check import check
 from spmdflow.config.load import Loaded, load
 from spmdflow.config.placement import resolve_placement, roles_of
 from spmdflow.errors import ConfigError
-from spmdflow.mapping.machine import load_hardware
+from spmdflow.mapping.machine import FOLDER, load_hardware
 from spmdflow.plan import machine
 from spmdflow.plan.auto import Automatic, dataflow_of, resolve
 from spmdflow.plan.command import FINE, main
@@ -145,3 +146,46 @@ def test_command_explains_the_best_and_why_the_others_lose(
     assert len(plain["best"]) == 5 == plain["partitions"]
     assert plain["best"][0]["ratio"] == 1
     assert all(placed["why"] for placed in plain["best"][1:])
+
+
+def test_hardware_of_the_settings_is_what_a_run_searches_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = yaml.safe_load((FOLDER / "h100.yaml").read_text())
+    slow["peak_flops_float32"]["value"] = 1e6
+    (tmp_path / "slow.yaml").write_text(yaml.safe_dump(slow))
+    words = ["placement=auto", *SMALL]
+
+    said = []
+    for name in ("h100", str(tmp_path / "slow.yaml")):
+        loaded = load(ALGORITHMS / "ppo.py", None, [*words, f"run.hardware={name}"])
+        run._placed(loaded, run.Place(0, 0, 4))
+        said.append(capsys.readouterr().out)
+
+    seconds = [float(text.partition(": ")[2].split()[0]) for text in said]
+    assert seconds[1] > 100 * seconds[0]
+
+
+@pytest.mark.parametrize("placement", ["auto", "colocate"])
+def test_hardware_that_does_not_exist_is_refused_before_the_run_starts(
+    placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    words = [str(ALGORITHMS / "ppo.py"), f"placement={placement}", "run.hardware=mine.yaml"]
+
+    with pytest.raises(ConfigError, match=r"hardware: got mine\.yaml, expected one of a100_80gb"):
+        run._prepare(run.parse_arguments(words), run.Place(0, 0, 4))
+
+
+def test_command_plans_for_the_hardware_of_the_settings_unless_another_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [str(ALGORITHMS / "ppo.py"), *SMALL, "run.hardware=h200", "--world=2", "--no-data"]
+
+    assert main(words) == FINE
+    of_settings = capsys.readouterr().out
+    assert main([*words, "--hardware=h100"]) == FINE
+    named = capsys.readouterr().out
+
+    assert "on 2 ranks of 1 node, h200" in of_settings
+    assert "on 2 ranks of 1 node, h100" in named
