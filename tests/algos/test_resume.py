@@ -144,7 +144,7 @@ def test_kill_9_of_a_rank_and_a_restart_give_the_same_bits(step, victim, whole_o
 
 def test_sigterm_saves_the_running_step_and_the_restart_continues_after_it(tmp_path):
     run_dir = tmp_path / "run"
-    settings = ("eval_every=0", "placement=split")
+    settings = ("eval_every=0", "save_every=0", "placement=split")
     process = torchrun(run_dir, "total_steps=1000", *settings, num_ranks=2)
     wait_for_step(run_dir, 1, seconds=100)
     process.send_signal(signal.SIGTERM)
