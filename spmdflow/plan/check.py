@@ -1,4 +1,4 @@
-"""Proofs on the record of a dry run: rows, members, batch algebra. Pure functions, integers only.
+"""Proofs on the record of a dry run: rows and members. Pure functions, integers only.
 
 Each returns what is wrong, at most a few findings of a kind; nothing: proved. They share no step
 with the controller: rows are followed from rank to rank by what each command says.
@@ -9,7 +9,8 @@ few array operations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from spmdflow.transfer.row_maths import row_maths_spec
 _SHIFT = 40
 _NONE = np.zeros(0, dtype=np.int64)
 _SHOWN = 5
+_MOST_SOURCES = 64
 Key = tuple[int, str]
 """Frame and column."""
 
@@ -89,11 +91,9 @@ class _Rows:
     def _lacking(self, order: TracedOrder, frame: int, name: str, keys: np.ndarray) -> None:
         rank = int(keys[0] >> _SHIFT)
         ids = _ids(keys[keys >> _SHIFT == rank])
-        held = self._held.get((frame, name), _NONE)
-        sources = held[_ids(held) == ids[0]] >> _SHIFT
-        source = int(sources[0]) if len(sources) else "?"
+        sources = _holders_of_all(ids, self._held.get((frame, name), _NONE))
         self._wrong(
-            f"edge {source} -> {rank}: got no rows {_shown(ids)} of column {name!r} of "
+            f"edge {_either(sources)} -> {rank}: got no rows {_shown(ids)} of column {name!r} of "
             f"{self._label.get(frame, f'call {frame}')}, expected them before {order.name}; a "
             f"transfer was dropped, or brings other rows"
         )
@@ -164,17 +164,17 @@ class _Rows:
             )
 
     def _check_pairs(self, order: TracedOrder) -> None:
-        sends = {
+        sends = Counter(
             (rank, to, tuple(columns), ids.tobytes())
             for rank, plain in order.commands.items()
             for to, columns, ids in plain["sends"]
-        }
-        receives = {
+        )
+        receives = Counter(
             (source, rank, tuple(columns), ids.tobytes())
             for rank, plain in order.commands.items()
             for source, columns, ids, *rest in plain["receives"]
             if source != rank and (len(rest) < 3 or rest[2] is None)  # else it reads by itself
-        }
+        )
         for alone, what, other in (
             (sends - receives, "sent", "received"),
             (receives - sends, "awaited", "sent"),
@@ -182,7 +182,8 @@ class _Rows:
             for source, rank, columns, _ in sorted(alone)[:1]:
                 self._wrong(
                     f"edge {source} -> {rank} of {order.name}: got rows of {', '.join(columns)} "
-                    f"{what} that are not {other}, expected both ends alike; tell both ranks"
+                    f"{what} that are not {other} as often, expected both ends "
+                    f"alike; tell both ranks"
                 )
 
     def _wrong(self, text: str) -> None:
@@ -221,52 +222,6 @@ def check_members(trace: Trace) -> list[Finding]:
                 )
                 made.add(ranks)
     return found[:_SHOWN]
-
-
-def check_batches(trace: Trace) -> list[Finding]:
-    """Updates use every row of the batch once in each epoch, in whole mini-batches, and every
-    rank of a model counts the same forwards."""
-    found: list[Finding] = []
-    for order in trace.orders:
-        if order.operation == "call" and any(p.get("mini") for p in order.commands.values()):
-            found += _check_update(trace, order)
-    return found[:_SHOWN]
-
-
-def _check_update(trace: Trace, order: TracedOrder) -> Iterator[Finding]:
-    model = trace.models[order.label.partition(".")[0]]
-    firsts = [rank for rank in model.layout.ranks if model.layout.coordinate(rank)[::2] == (0, 0)]
-    shares = [order.commands[rank] for rank in firsts if rank in order.commands]
-    counts = {len(plain["mini"]) for plain in shares}
-    forwards = {tuple(n for _, n in plain["mini"]) for plain in order.commands.values()}
-    if len(counts) > 1 or len(forwards) > 1:
-        yield Finding(
-            "batches",
-            f"{order.name}: got {sorted(counts)} mini-batches with different numbers of forwards "
-            f"by rank, expected the same on every rank; a rank would wait in a collective",
-        )
-        return
-    update = model.cfg.update
-    rows = [
-        np.concatenate([plain["ids"][plain["mini"][number][0]] for plain in shares])
-        for number in range(counts.pop())
-    ]
-    every = np.unique(np.concatenate([_NONE, *rows]))
-    for number, used in enumerate(rows):
-        if len(np.unique(used)) != len(used) or len(used) > update.mini_batch_size:
-            yield Finding(
-                "batches",
-                f"{order.name}: got mini-batch {number + 1} of {len(used)} rows, "
-                f"{len(used) - len(np.unique(used))} of them twice, expected at most "
-                f"{update.mini_batch_size}, each once; report this plan",
-            )
-    times = np.unique(np.concatenate([_NONE, *rows]), return_counts=True)[1]
-    if len(every) and not (times == update.num_epochs).all():
-        yield Finding(
-            "batches",
-            f"{order.name}: got rows used {sorted(set(times.tolist()))} times, expected "
-            f"{update.num_epochs} (update.num_epochs) each; report this plan",
-        )
 
 
 def writes_of(trace: Trace, order: TracedOrder) -> tuple[str, ...]:
@@ -363,6 +318,26 @@ def _among(keys: np.ndarray, ascending: np.ndarray) -> np.ndarray:
         return np.zeros(len(keys), dtype=bool)
     places = np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)
     return ascending[places] == keys
+
+
+def _holders_of_all(ids: np.ndarray, held: np.ndarray) -> list[int]:
+    """Ranks that have all of the rows; where no rank has: those that have the first one."""
+    for rows in (ids, ids[:1]):
+        having = held[np.isin(_ids(held), rows)] >> _SHIFT
+        ranks, counts = np.unique(having, return_counts=True)
+        if (counts == len(rows)).any():
+            return ranks[counts == len(rows)].tolist()
+    return []
+
+
+def _either(ranks: Sequence[int]) -> str:
+    """Any of which could be meant: [0, 4, 6] -> "0, 4 or 6"."""
+    if not ranks:
+        return "?"
+    *others, last = ranks
+    if len(others) > _MOST_SOURCES:
+        return f"{', '.join(map(str, others[:_MOST_SOURCES]))}, ... or {last}"
+    return f"{', '.join(map(str, others))} or {last}" if others else str(last)
 
 
 def _ids(keys: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmdflow.config.placement import Pool
+from spmdflow.data.row_id import Ids
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.worker import Worker
 
@@ -112,6 +113,8 @@ class Trace:
     """How each length and value was come by, as sentences."""
     edges_by_step: Mapping[int, Mapping[tuple[int, int], int]] = field(default_factory=dict)
     """The account of edges, of each step alone."""
+    batches: Mapping[int, tuple[Ids, Ids]] = field(default_factory=dict)
+    """Row ids of the batch that each update is given, and their parents, by place."""
 
     def node_of(self, rank: int) -> int:
         """The machine that a rank would run on."""

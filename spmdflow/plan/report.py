@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from spmdflow.mapping.machine import Hardware
-from spmdflow.plan.check import check_batches, check_members, check_rows
+from spmdflow.plan.check import check_members, check_rows
 from spmdflow.plan.edge import Route, RowEdge, bytes_by_edge, routes_of, row_edges
 from spmdflow.plan.finding import Finding
 from spmdflow.plan.group import GroupKind, PlannedGroup, groups_of, kinds_of
@@ -20,6 +20,7 @@ from spmdflow.plan.record import COMPUTE, TRANSFER, Trace, TracedOrder
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.setting import missing_here, setting_findings
 from spmdflow.plan.trace import TraceSettings, trace
+from spmdflow.plan.update import check_batches
 from spmdflow.plan.wait import check_order, check_waits
 from spmdflow.plan.weight import WeightPlan, weight_plans
 from spmdflow.plan.workload import kind_of, simulated

@@ -15,13 +15,14 @@ from spmdflow.config.leaf import parts_of
 from spmdflow.config.placement import Pool, resolve_placement, roles_of
 from spmdflow.config.schema import DataConfig, RolloutConfig
 from spmdflow.controller.batch import Batch
-from spmdflow.controller.caller import Caller, CallSettings
+from spmdflow.controller.caller import Caller, CallSettings, Target
 from spmdflow.controller.flow import Flow, FlowSettings
-from spmdflow.controller.result import CallRecord
+from spmdflow.controller.result import CallRecord, Result
 from spmdflow.controller.saving import Groups, Saving
 from spmdflow.controller.show import Show
 from spmdflow.controller.step import Step
 from spmdflow.controller.transfers import Transfers
+from spmdflow.data.row_id import Ids
 from spmdflow.errors import SpmdflowError
 from spmdflow.plan.answers import Answers, Lengths
 from spmdflow.plan.data_file import DataFiles
@@ -31,6 +32,7 @@ from spmdflow.plan.record import Trace, TracedModel
 from spmdflow.plan.refusal import Refusal
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.transport import MOST_CALLS, TraceTransport
+from spmdflow.transfer.register import method_spec
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,28 @@ def _lengths(cfg: Any) -> Lengths:
     )
 
 
+class _TracedCaller(Caller):
+    """Writes down which rows updates are given; `Caller` itself does all the work."""
+
+    def __init__(
+        self, transport: TraceTransport, transfers: Transfers, settings: CallSettings
+    ) -> None:
+        super().__init__(transport, transfers, settings)
+        self._orders = transport.orders
+        self.batches: dict[int, tuple[Ids, Ids]] = {}
+
+    def invoke(
+        self, target: Target, method: str, batch: Batch | None, arguments: Mapping[str, Any]
+    ) -> Batch | Result:
+        """As `Caller.invoke`."""
+        made = super().invoke(target, method, batch, arguments)
+        if batch is not None and method_spec(target.worker_class, method).minibatches:
+            label = f"{target.name}.{method}"
+            order = next(order for order in reversed(self._orders) if order.label == label)
+            self.batches[order.place] = batch.ids, batch.parents
+        return made
+
+
 class _TracedFlow(Flow):
     """The script's view of a run that does not run; `Flow` itself does all the work."""
 
@@ -147,7 +171,7 @@ class _TracedFlow(Flow):
         self._pairs: list[tuple[str, str]] = []
         transfers = Transfers(transport, seconds=cfg.run.transfer_seconds)
         limits = CallSettings(cfg.run.seed, cfg.run.call_seconds, settings.world)
-        caller = Caller(transport, transfers, limits)
+        caller = self._traced_caller = _TracedCaller(transport, transfers, limits)
         pools = pools_of(cfg, settings.world)
         facts = FlowSettings(
             config=cfg,
@@ -233,6 +257,7 @@ class _TracedFlow(Flow):
             reads=tuple(reads_of(script, transport.waits, transport.orders)),
             assumptions=(*notes, *used, *guessed),
             edges_by_step={n: _moved(edges) for n, edges in self._edges.items()},
+            batches=self._traced_caller.batches,
         )
 
 

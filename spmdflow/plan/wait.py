@@ -4,6 +4,11 @@ Per rank and lane, orders run one after the other. An order that several ranks r
 of them have run it (a collective, or the two ends of an edge). A transfer is released when its
 producer has replied; a call waits for the transfers that bring its rows. If orders can be put in
 one row in which each comes after all that it waits for, nothing can wait in a circle.
+
+The trace of a real script has its orders in one row already, as the controller numbers and sends
+them one by one: for it, `check_order` holds by that construction and cannot fail, and
+`check_waits` could only for a transfer that is released before its producer. They are there for
+another source of sequences (what ranks have run, a controller that would reorder, a test).
 """
 
 from __future__ import annotations
@@ -30,7 +35,8 @@ def sequences_of(trace: Trace) -> dict[tuple[int, str], list[int]]:
 def check_order(trace: Trace, sequences: Sequences | None = None) -> list[Finding]:
     """Orders that ranks share run in the same order on all of them, each as often as it is given.
 
-    sequences: what the ranks run; without it, what they are told.
+    sequences: what the ranks run; without it, what they are told, which is in one order by the
+    controller's construction (one stream of orders): then this proves nothing new.
     """
     found = []
     for (rank, lane), places in (sequences or sequences_of(trace)).items():
@@ -48,7 +54,11 @@ def check_order(trace: Trace, sequences: Sequences | None = None) -> list[Findin
 
 
 def check_waits(trace: Trace, sequences: Sequences | None = None) -> list[Finding]:
-    """No order waits, over others, for itself. Names the circle if there is one."""
+    """No order waits, over others, for itself. Names the circle if there is one.
+
+    sequences: as for `check_order`. Of what ranks are told, only a transfer of rows that a later
+    call makes can close a circle.
+    """
     waits = waits_of(trace, sequences or sequences_of(trace))
     circle = _circle(waits)
     if circle is None:

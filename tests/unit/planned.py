@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from spmdflow.config.load import load
-from spmdflow.plan.record import Trace
+from spmdflow.plan.record import Trace, TracedOrder
 from spmdflow.plan.trace import TraceSettings, trace
+
+Commands = dict[int, Any]
 
 ROOT = Path(__file__).parents[2]
 ALGORITHMS = ROOT / "algos"
@@ -51,3 +55,39 @@ def write_script(folder: Path, body: str) -> Path:
     )
     (folder / "own.yaml").write_text((ALGORITHMS / "ppo.yaml").read_text())
     return path
+
+
+def layered_trace() -> Trace:
+    """PPO with tensor and pipeline parallel models and peers that hold the same rows."""
+    megatron = [
+        text
+        for role in ("actor", "critic")
+        for text in (f"{role}.engine.kind=megatron", f"{role}.engine.layout=t2p2")
+    ]
+    return traced("ppo", 8, *SMALL, *megatron, "critic.update.num_epochs=2")
+
+
+def grouped_trace() -> Trace:
+    """GRPO; samples of one prompt stay together: two prompts fill a mini-batch."""
+    return traced("grpo", 4, *SMALL_GROUPS, "placement=split")
+
+
+def changed(trace: Trace, order: TracedOrder, change: Callable[[Commands], object]) -> Trace:
+    """The trace with the commands of one order changed."""
+    commands: Commands = {rank: dict(plain) for rank, plain in order.commands.items()}
+    for plain in commands.values():
+        for name in ("sends", "receives", "mini"):
+            if name in plain:
+                plain[name] = [list(entry) for entry in plain[name]]
+    change(commands)
+    orders = list(trace.orders)
+    orders[order.place] = replace(order, commands=commands)
+    return replace(trace, orders=tuple(orders))
+
+
+def find(trace: Trace, label: str) -> TracedOrder:
+    return next(order for order in trace.orders if order.label == label)
+
+
+def texts(findings: list[Any]) -> str:
+    return "\n".join(finding.text for finding in findings)

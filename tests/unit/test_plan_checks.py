@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import replace
+import re
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdflow.plan.check import check_batches, check_members, check_rows
+from spmdflow.plan.check import check_members, check_rows
 from spmdflow.plan.edge import RowEdge, row_edges
-from spmdflow.plan.record import Trace, TracedOrder
+from spmdflow.plan.record import Trace
+from spmdflow.plan.update import check_batches
 from spmdflow.plan.wait import check_order, check_waits, sequences_of
-from tests.unit.planned import SMALL, traced
-
-Commands = dict[int, Any]
+from tests.unit.planned import (
+    SMALL,
+    Commands,
+    changed,
+    find,
+    grouped_trace,
+    layered_trace,
+    texts,
+    traced,
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,41 +35,27 @@ def right() -> Trace:
 @pytest.fixture(scope="module")
 def layered() -> Trace:
     """With tensor and pipeline parallel models and peers that hold the same rows."""
-    megatron = [
-        text
-        for role in ("actor", "critic")
-        for text in (f"{role}.engine.kind=megatron", f"{role}.engine.layout=t2p2")
-    ]
-    return traced("ppo", 8, *SMALL, *megatron, "critic.update.num_epochs=2")
+    return layered_trace()
 
 
-def changed(trace: Trace, order: TracedOrder, change: Callable[[Commands], object]) -> Trace:
-    """The trace with the commands of one order changed."""
-    commands: Commands = {rank: dict(plain) for rank, plain in order.commands.items()}
-    for plain in commands.values():
-        for name in ("sends", "receives", "mini"):
-            if name in plain:
-                plain[name] = [list(entry) for entry in plain[name]]
-    change(commands)
-    orders = list(trace.orders)
-    orders[order.place] = replace(order, commands=commands)
-    return replace(trace, orders=tuple(orders))
-
-
-def find(trace: Trace, label: str) -> TracedOrder:
-    return next(order for order in trace.orders if order.label == label)
+@pytest.fixture(scope="module")
+def grouped() -> Trace:
+    """With samples of one prompt that stay together: two prompts fill a mini-batch."""
+    return grouped_trace()
 
 
 def edges_of(trace: Trace) -> list[RowEdge]:
     return list(row_edges(trace.orders))
 
 
-def texts(findings: list[Any]) -> str:
-    return "\n".join(finding.text for finding in findings)
-
-
 def named(edge: RowEdge) -> str:
     return f"edge {edge.source} -> {edge.destination}"
+
+
+def lacking_sources(text: str, edge: RowEdge) -> set[int]:
+    """Ranks that messages name as those that could have sent an edge's rows."""
+    pattern = rf"edge ([\d, or]+) -> {edge.destination}: got no rows"
+    return {int(n) for found in re.findall(pattern, text) for n in re.findall(r"\d+", found)}
 
 
 def send_of(commands: Commands, edge: RowEdge) -> list[Any]:
@@ -104,7 +96,7 @@ def move(commands: Commands, edge: RowEdge, destination: int) -> None:
     there["receives"].append(receive)
 
 
-@pytest.mark.parametrize("name", ["right", "layered"])
+@pytest.mark.parametrize("name", ["right", "layered", "grouped"])
 def test_plan_of_a_script_is_proved(name: str, request: pytest.FixtureRequest) -> None:
     trace = request.getfixturevalue(name)
 
@@ -122,7 +114,9 @@ def test_dropped_edge_is_found(name: str, data: st.DataObject, request: Any) -> 
 
     found = check_rows(changed(trace, trace.orders[edge.release], lambda c: drop(c, edge)))
 
-    assert f"-> {edge.destination}: got no rows" in texts(found)
+    sources = lacking_sources(texts(found), edge)
+    assert edge.source in sources
+    assert edge.destination not in sources
 
 
 @given(data=st.data())
@@ -151,7 +145,8 @@ def test_edge_that_goes_to_another_rank_is_found(
 
     found = check_rows(changed(trace, trace.orders[edge.release], lambda c: move(c, edge, other)))
 
-    assert f"-> {edge.destination}: got no rows" in texts(found)
+    assert edge.source in lacking_sources(texts(found), edge)
+    assert f"edge {edge.source} -> {other} of transfer" in texts(found)
 
 
 def test_two_edges_with_swapped_rows_are_both_found(right: Trace) -> None:
@@ -185,6 +180,25 @@ def test_edge_that_only_one_end_knows_is_found(right: Trace) -> None:
 
     assert f"{named(edge)} of transfer 1" in found
     assert "awaited that are not sent" in found
+
+
+@pytest.mark.parametrize(("end", "said"), [("sends", "sent"), ("receives", "awaited")])
+@pytest.mark.parametrize("name", ["right", "layered"])
+def test_edge_that_is_doubled_on_one_end_only_is_found(
+    name: str, end: str, said: str, request: Any
+) -> None:
+    trace = request.getfixturevalue(name)
+    edge = edges_of(trace)[0]
+    entry_of = {"sends": send_of, "receives": receive_of}[end]
+
+    def double_one_end(commands: Commands) -> None:
+        rank = edge.source if end == "sends" else edge.destination
+        commands[rank][end].append(list(entry_of(commands, edge)))
+
+    found = texts(check_rows(changed(trace, trace.orders[edge.release], double_one_end)))
+
+    assert f"{named(edge)} of transfer 1" in found
+    assert f"{said} that are not" in found
 
 
 def test_rows_that_were_freed_before_they_are_read_are_found(right: Trace) -> None:
@@ -271,35 +285,6 @@ def test_call_that_waits_for_rows_of_a_later_call_is_a_circle(right: Trace) -> N
 
     assert "transfer 1 of actor.generate_sequences" in found
     assert f"waits for actor.update_actor (call {later.number}, line 40) (its producer)" in found
-
-
-def test_update_that_leaves_out_or_repeats_a_row_is_found(layered: Trace) -> None:
-    update = find(layered, "critic.update_critic")
-
-    def leave_out(commands: Commands) -> None:
-        for plain in commands.values():
-            plain["mini"][0][0] = plain["mini"][0][0][1:]
-
-    def repeat(commands: Commands) -> None:
-        for plain in commands.values():
-            index = plain["mini"][0][0]
-            plain["mini"][0][0] = np.concatenate([index, index[:1]])
-
-    assert "expected 2 (update.num_epochs) each" in texts(
-        check_batches(changed(layered, update, leave_out))
-    )
-    assert "got mini-batch 1 of" in texts(check_batches(changed(layered, update, repeat)))
-
-
-def test_rank_that_counts_other_forwards_is_found(layered: Trace) -> None:
-    update = find(layered, "actor.update_actor")
-
-    def more(commands: Commands) -> None:
-        commands[2]["mini"][1][1] += 1
-
-    found = texts(check_batches(changed(layered, update, more)))
-
-    assert "different numbers of forwards by rank" in found
 
 
 def test_mutations_leave_the_plan_itself_as_it_was(right: Trace) -> None:
