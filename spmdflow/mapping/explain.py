@@ -14,8 +14,8 @@ def explain(mapping: Mapping, *, count: int = 10) -> str:
     """
     best = mapping.best[0]
     lines = [
-        f"{mapping.num_partitions} partitions of {_count(best)} models on {mapping.num_ranks} "
-        f"ranks, pools in multiples of {mapping.unit}; searched in "
+        f"{_counted(mapping.num_partitions, 'partition')} of {_counted(_count(best), 'model')} on "
+        f"{_counted(mapping.num_ranks, 'rank')}, pools in multiples of {mapping.unit}; searched in "
         f"{mapping.seconds_searched:.2f} s",
         _verdict(mapping),
     ]
@@ -46,6 +46,8 @@ def _verdict(mapping: Mapping) -> str:
     if len(equals) > 1:
         titles = "; ".join(placed.title for placed in equals)
         return f"a tie: {len(equals)} placements within 1 %, the first is taken: {titles}"
+    if mapping.num_partitions == 1:
+        return f"one model: there is one way to share ranks, {best.title}"
     if len(mapping.best) == 1:
         return f"only {best.title} fits"
     ratio = mapping.best[1].seconds / best.seconds
@@ -74,6 +76,10 @@ def _slowest(placed: Placed, stage: str) -> tuple[str, str, str]:
     calls = {n: e for n, e in pool.estimates.items() if placed.stages[n] == stage}
     number = max(calls, key=lambda n: calls[n].seconds)
     return str(pool), placed.titles[number], calls[number].limit
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _count(placed: Placed) -> int:

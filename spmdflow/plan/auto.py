@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from spmdflow.config.leaf import parts_of
 from spmdflow.config.parallel import MEGATRON, sizes_of
 from spmdflow.config.placement import roles_of
 from spmdflow.config.schema import EngineConfig, RolloutConfig
@@ -25,10 +26,11 @@ from spmdflow.errors import ConfigError
 from spmdflow.mapping.auto import Mapping, find_mapping
 from spmdflow.mapping.dataflow import Dataflow, Model
 from spmdflow.mapping.machine import Hardware
-from spmdflow.mapping.placed import Placed
+from spmdflow.mapping.placed import Placed, PlacedPool
+from spmdflow.plan.record import Trace
 from spmdflow.plan.refusal import Refusal
 from spmdflow.plan.trace import TraceSettings, trace
-from spmdflow.plan.workload import simulated
+from spmdflow.plan.workload import Simulated, settings_of, simulated
 
 AUTO = "auto"
 _GENERATOR = "generator"
@@ -77,37 +79,62 @@ def resolve(
 
 def dataflow_of(script: ModuleType, cfg: Any, examples: MappingOf[str, Any]) -> Dataflow:
     """Models and calls of one step of a script, sizes that may be searched left open."""
-    small = copy.deepcopy(cfg)
-    apart = _GENERATOR in getattr(cfg, "more_roles", ())
-    small.placement = "split" if apart else "colocate"
-    for role in roles_of(cfg):
-        part = getattr(small, role, None)
-        if part is not None:
-            part.engine.layout = EngineConfig.layout
-        if part is not None and hasattr(part, "rollout"):
-            part.rollout.layout = RolloutConfig.layout
-    settings = TraceSettings((0, 1), (0, 0), num_steps=2, examples=examples, read_data=False)
-    try:
-        traced = trace(script, small, settings)
-    except Refusal as err:
-        raise ConfigError(
-            f"placement: got auto, but the script cannot be traced: {err}; expected a script that "
-            f"a plan can follow; declare what it waits for, or set placement=colocate"
-        ) from err
-    flow = simulated(traced, traced.in_step()).dataflow
-    if flow is None:
-        raise ConfigError(
-            "placement: got auto for a script without models of weights, expected at least one; "
-            "set placement=colocate"
-        )
-    models = tuple(_open(model, cfg) for model in flow.models)
+    traced = _traced(script, cfg, examples)
+    _check_names(traced, cfg)
+    known = simulated(traced, traced.in_step())
+    _check_shapes(known, traced)
+    assert known.dataflow is not None, known.without
+    models = tuple(_open(model, cfg) for model in known.dataflow.models)
     pairs = tuple(
         (generator, model.name)
         for _, generator in traced.links
         for model in models
         if model.name != generator
     )
-    return Dataflow(models, flow.calls, pairs)
+    return Dataflow(models, known.dataflow.calls, pairs)
+
+
+def _traced(script: ModuleType, cfg: Any, examples: MappingOf[str, Any]) -> Trace:
+    """The script on two ranks, every size at its default."""
+    small = copy.deepcopy(cfg)
+    apart = _GENERATOR in getattr(cfg, "more_roles", ())
+    small.placement = "split" if apart else "colocate"
+    for _, engine in parts_of(small, EngineConfig):
+        engine.layout = EngineConfig.layout
+    for _, rollout in parts_of(small, RolloutConfig):
+        rollout.layout = RolloutConfig.layout
+    settings = TraceSettings((0, 1), (0, 0), num_steps=2, examples=examples, read_data=False)
+    try:
+        return trace(script, small, settings)
+    except Refusal as err:
+        raise ConfigError(
+            f"placement: got auto, but the script cannot be traced: {err}; expected a script that "
+            f"a plan can follow; declare what it waits for, or set placement=colocate"
+        ) from err
+
+
+def _check_names(traced: Trace, cfg: Any) -> None:
+    """Every model is the only one of its role: a placement is a map of roles (ConfigError)."""
+    roles = roles_of(cfg)
+    others = [name for name in traced.models if name not in roles]
+    if others:
+        raise ConfigError(
+            f"placement: got auto for a script with {', '.join(others)} beside its roles, expected "
+            f"one model of each of {', '.join(roles)}, as a placement says where a role lives; "
+            f"set placement=colocate or pools of your own"
+        )
+
+
+def _check_shapes(known: Simulated, traced: Trace) -> None:
+    """The sizes of every model of weights are known, and there is one (ConfigError)."""
+    reasons = "; ".join(known.without.values())
+    models = [getattr(settings_of(traced.models[name]), "model", None) for name in known.without]
+    if known.dataflow is None or any(model is not None for model in models):
+        raise ConfigError(
+            f"placement: got auto, but the sizes of {', '.join(known.without)} are not known "
+            f"({reasons}), expected a model folder with config.json for each that has weights, and "
+            f"at least one; correct model.path or set placement=colocate"
+        )
 
 
 def _open(model: Model, cfg: Any) -> Model:
@@ -115,20 +142,21 @@ def _open(model: Model, cfg: Any) -> Model:
     part = getattr(cfg, model.name, None) or cfg.actor
     engine, rollout = model.engine, model.rollout
     if engine.kind == MEGATRON and hasattr(cfg, model.name):
-        text = part.engine.layout
-        layout = None
-        if text != EngineConfig.layout:
-            layout = tuple(sizes_of(f"{model.name}.engine.layout", text))
-        engine = replace(engine, layout=layout)  # type: ignore[arg-type]
+        key = f"{model.name}.engine.layout"
+        engine = replace(engine, layout=_sizes(key, part.engine.layout, EngineConfig.layout))
     if rollout is not None and rollout.kind == "builtin":
         rollout = replace(rollout, kv_cache_bytes=None)  # it depends on the ranks that are found
     if rollout is not None and rollout.kind == "vllm":
-        text = part.rollout.layout
-        sizes = None
-        if text != RolloutConfig.layout:
-            sizes = tuple(sizes_of("actor.rollout.layout", text))
-        rollout = replace(rollout, layout=sizes)  # type: ignore[arg-type]
+        sizes = _sizes("actor.rollout.layout", part.rollout.layout, RolloutConfig.layout)
+        rollout = replace(rollout, layout=sizes)
+        if not hasattr(cfg, model.name):  # a generator of its own is cut as it generates
+            engine = replace(engine, layout=sizes)
     return replace(model, engine=engine, rollout=rollout)
+
+
+def _sizes(key: str, text: str, default: str) -> tuple[int, int] | None:
+    """The sizes that a layout names, None where it is the setting's default."""
+    return None if text == default else tuple(sizes_of(key, text))  # type: ignore[return-value]
 
 
 def _placement(cfg: Any, best: Placed) -> dict[str, Any]:
@@ -137,12 +165,16 @@ def _placement(cfg: Any, best: Placed) -> dict[str, Any]:
     placed = {role for pool in pools.values() for role in pool["roles"]}
     for role in roles_of(cfg):
         if role not in placed:
-            idle = min(
-                best.pools,
-                key=lambda pool: (pool.stage_seconds.get(_SCORING, 0.0), pool.ranks),
-            )
+            idle = min(best.pools, key=lambda pool: (_busy_seconds(pool, best), pool.ranks))
             pools["+".join(idle.roles)]["roles"].append(role)
     return {"+".join(pool["roles"]): pool for pool in pools.values()}
+
+
+def _busy_seconds(pool: PlacedPool, best: Placed) -> float:
+    """What a pool has to do while rewards are computed: in a script of one stage, all the time."""
+    if _SCORING in best.stage_seconds:
+        return pool.stage_seconds.get(_SCORING, 0.0)
+    return sum(pool.stage_seconds.values())
 
 
 def _override(cfg: Any, key: str, text: str) -> dict[str, Any]:

@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import math
+import shlex
+import textwrap
 from typing import Any
+
+import yaml
 
 from spmdflow.mapping.explain import explain, reason
 from spmdflow.plan.auto import Automatic
-from spmdflow.plan.table import wrapped
+from spmdflow.plan.table import WIDTH, wrapped
 
 COUNT = 10
+_EACH_LINE = "each line: the best sizes and layouts for one way to share the models out into pools"
+_CONTINUED = " \\"
 
 
 def auto_text(found: Automatic) -> str:
     """The explanation, and the settings that give the same without a search."""
-    lines = ["placement=auto", ""]
+    lines = ["placement=auto", "", f"  {_EACH_LINE}"]
     for line in explain(found.mapping, count=COUNT).splitlines():
         lines += wrapped("  " + line, "", colon="") if line.strip() else [""]
-    lines += ["", "  the first as settings:"]
-    for key, value in found.changed.items():
-        shown = value if isinstance(value, str) else _shown(value)
-        lines += wrapped(f"    {key}={shown}", "", colon="")
+    lines += ["", "  the first as settings of a command line:", "", *settings_text(found)]
     return "\n".join(lines) + "\n\n"
+
+
+def settings_text(found: Automatic) -> list[str]:
+    """Lines to paste behind a command: words of a shell, all ranks in full."""
+    lines: list[str] = []
+    for key, value in found.changed.items():
+        lines += textwrap.wrap(
+            shlex.quote(f"{key}={value if isinstance(value, str) else _flow_style(value)}"),
+            WIDTH - len(_CONTINUED),
+            initial_indent="    ",
+            subsequent_indent="        ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines[-1] += _CONTINUED
+    lines[-1] = lines[-1].removesuffix(_CONTINUED)
+    return lines
 
 
 def placed_text(found: Automatic) -> str:
@@ -53,13 +74,7 @@ def auto_plain(found: Automatic) -> dict[str, Any]:
     }
 
 
-def _shown(value: Any) -> str:
-    """YAML's flow style; ranks as they are written in a file would fill pages."""
-    if isinstance(value, dict):
-        pools = (
-            f"{name}: {{roles: [{', '.join(pool['roles'])}], ranks: [{pool['ranks'][0]}, ..., "
-            f"{pool['ranks'][-1]}]}}"
-            for name, pool in value.items()
-        )
-        return "{" + ", ".join(pools) + "}"
-    return f"[{', '.join(map(str, value))}]"
+def _flow_style(value: Any) -> str:
+    """YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
+    return text.strip()

@@ -130,13 +130,29 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
         )
     shape = shape_of(model.path, scalar_head=not has_logits(traced))
     engine = engine_of(cfg.engine, tp=layout.tp_size, pp=layout.pp_size, dtype=model.dtype)
+    generates_apart = issubclass(traced.worker_class, GeneratorWorker)
+    if generates_apart:
+        engine = _cut_as_it_generates(engine, traced)
     return Model(
         traced.name,
         shape,
-        trained=hasattr(cfg, "update") and not issubclass(traced.worker_class, GeneratorWorker),
+        trained=hasattr(cfg, "update") and not generates_apart,
         engine=engine,
         rollout=_rollout(traced, cfg),
         weights_from=weights_from,
+    )
+
+
+def _cut_as_it_generates(engine: Engine, traced: TracedModel) -> Engine:
+    """A generator on ranks of its own has no engine, its settings are the trainer's: its weights
+    stay where it generates, in that precision."""
+    return replace(
+        engine,
+        kind="megatron",
+        layout=(traced.layout.tp_size, traced.layout.pp_size),
+        options=(),
+        dtype=traced.cfg.rollout.dtype,
+        offload=False,
     )
 
 
@@ -149,7 +165,7 @@ def _rollout(traced: TracedModel, cfg: Any) -> Rollout | None:
     return Rollout(
         kind=rollout.engine,
         layout=(layout.gen_tp_size, layout.gen_pp_size),
-        weights="copy" if is_apart else sync_mode(cfg, layout),
+        weights="flat" if is_apart else sync_mode(cfg, layout),
         dtype=rollout.dtype,
         kv_cache_bytes=float(rollout.kv_cache_bytes) if is_vllm else None,
         max_batch_size=rollout.max_batch_size,

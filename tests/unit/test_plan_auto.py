@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from spmdflow import run
 from spmdflow.config.check import check
 from spmdflow.config.load import Loaded, load
+from spmdflow.config.parallel import sizes_of
 from spmdflow.config.placement import resolve_placement, roles_of
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.machine import FOLDER, load_hardware
@@ -19,8 +21,9 @@ from spmdflow.plan import machine
 from spmdflow.plan.auto import Automatic, dataflow_of, resolve
 from spmdflow.plan.command import FINE, main
 from spmdflow.plan.report import plan
-from tests.unit.planned import ALGORITHMS, SMALL, SMALL_GROUPS, settings_of
+from tests.unit.planned import ALGORITHMS, SMALL, SMALL_GROUPS, settings_of, write_script
 from tests.unit.test_plan_command import large
+from tests.unit.test_plan_trace import SCRIPTS
 
 MEGATRON = tuple(f"{role}.engine.kind=megatron" for role in ("actor", "critic", "reference"))
 
@@ -34,19 +37,9 @@ def pools_of(cfg: Any, world: int) -> dict[str, Any]:
     return resolve_placement(cfg.placement, roles_of(cfg), world)
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ("ppo", SMALL),
-        ("grpo", SMALL_GROUPS),
-        ("dapo", SMALL_GROUPS),
-        ("sft", ("data.prompts_per_step=12", "actor.update.mini_batch_size=6", "eval_every=0")),
-    ],
-)
-def test_placement_of_a_script_has_every_role_and_is_proved(
-    script: str, words: tuple[str, ...]
-) -> None:
-    loaded, auto = found(script, 4, *words)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_placement_of_every_bundled_script_has_every_role_and_is_proved(script: str) -> None:
+    loaded, auto = found(script, 4, *SCRIPTS[script])
 
     report = plan(loaded.script, auto.cfg, settings_of(4), load_hardware("h100"))
 
@@ -55,12 +48,61 @@ def test_placement_of_a_script_has_every_role_and_is_proved(
     assert report.findings == []
 
 
+def large_groups(folder: Path) -> list[str]:
+    """GRPO with a generator of its own: three 70B models, sizes at their defaults."""
+    words = [w for w in large(folder) if not w.startswith("critic") and "layout" not in w]
+    return [*words, "data.samples_per_prompt=1"]
+
+
+@pytest.mark.parametrize("layout", ["", "t8", "t4p2"])
+def test_sizes_of_a_large_generator_of_its_own_are_searched_or_those_of_the_settings(
+    layout: str, tmp_path: Path
+) -> None:
+    words = [f"actor.rollout.layout={layout}"] if layout else []
+    offload = ["actor.engine.residency=offload", "actor.engine.options=[recompute]"]
+    hardware = load_hardware("h100")
+
+    loaded, auto = found("grpo_async", 128, *large_groups(tmp_path), *words, *offload)
+
+    pool = auto.mapping.best[0].pool_of("generator")
+    strategy = pool.strategies["generator"]
+    assert str(strategy).startswith(layout or "t")
+    assert (strategy.tp, strategy.pp) == (strategy.gen_tp, strategy.gen_pp)
+    assert not strategy.recompute
+    weights = 2 * 69e9 / (strategy.tp * strategy.pp)
+    assert weights < pool.memory_bytes <= hardware.usable_bytes
+    sizes = sizes_of("actor.rollout.layout", auto.changed["actor.rollout.layout"])
+    assert sizes == (strategy.tp, strategy.pp)
+    settings = settings_of(128, node_size=8, backend="nccl")
+    assert plan(loaded.script, auto.cfg, settings, hardware).findings == []
+
+
+def test_models_of_different_sizes_get_layouts_of_their_own(tmp_path: Path) -> None:
+    words = [w for w in large(tmp_path) if "layout" not in w]
+    config = json.loads((tmp_path / "actor/config.json").read_text())
+    sizes = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40}
+    heads = {"num_attention_heads": 40, "num_key_value_heads": 40}
+    (tmp_path / "actor/config.json").write_text(json.dumps(config | sizes | heads))
+
+    loaded, auto = found("ppo", 128, *words)
+
+    actor, critic = (
+        auto.mapping.best[0].pool_of(role).strategies[role] for role in ("actor", "critic")
+    )
+    assert actor.tp * actor.pp < critic.tp * critic.pp
+    settings = settings_of(128, node_size=8, backend="nccl")
+    assert plan(loaded.script, auto.cfg, settings, load_hardware("h100")).findings == []
+
+
 def test_generator_of_its_own_gets_ranks_of_its_own() -> None:
     loaded, auto = found("grpo_async", 4, *SMALL_GROUPS)
 
     pools = pools_of(auto.cfg, 4).values()
     (generating,) = [pool for pool in pools if "generator" in pool.roles]
     assert set(generating.roles) <= {"generator", "reward"}
+    idle = min(auto.mapping.best[0].pools, key=lambda pool: sum(pool.stage_seconds.values()))
+    (scoring,) = [pool for pool in pools if "reward" in pool.roles]
+    assert set(idle.roles) < set(scoring.roles)
     report = plan(loaded.script, auto.cfg, settings_of(4), load_hardware("h100"))
     assert report.findings == []
 
@@ -111,6 +153,39 @@ def test_calls_of_the_search_are_those_of_the_script() -> None:
     assert [call.workload.num_updates for call in flow.calls[-2:]] == [2, 2]
 
 
+def test_second_model_of_a_role_is_refused(tmp_path: Path) -> None:
+    body = "batch = actor.generate_sequences(next(prompts))\nbatch |= other.compute_log_prob(batch)"
+    path = write_script(tmp_path, body)
+    second = "    other = flow.spawn(ActorWorker, cfg.actor, name='other')\n    for step"
+    path.write_text(path.read_text().replace("    for step", second))
+    model = ALGORITHMS / "arithmetic/model"
+    loaded = load(path, None, ["placement=auto", f"actor.model.path={model}"])
+
+    with pytest.raises(
+        ConfigError, match=r"got auto .* other beside its roles, expected one model"
+    ):
+        resolve(loaded.script, loaded.cfg, 4, load_hardware("h100"))
+
+
+def test_evaluation_keeps_the_sizes_of_its_settings(tmp_path: Path) -> None:
+    words = [w for w in large(tmp_path) if w.startswith(("actor.model", "actor.rollout"))]
+
+    loaded, auto = found("evaluate", 16, *SCRIPTS["evaluate"], *words)
+
+    assert auto.cfg.actor.rollout.layout == "t8p1"
+    assert loaded.cfg.actor.rollout.layout == "t8"
+    settings = settings_of(16, node_size=8, backend="nccl")
+    assert plan(loaded.script, auto.cfg, settings, load_hardware("h100")).findings == []
+
+
+@pytest.mark.parametrize("folders", [("critic",), ("actor", "critic", "reference")])
+def test_missing_model_folder_is_refused_with_its_name(folders: tuple[str, ...]) -> None:
+    words = [f"{role}.model.path=/nowhere/{role}" for role in folders]
+
+    with pytest.raises(ConfigError, match=rf"the sizes of .*{folders[0]}.* /nowhere/{folders[0]}"):
+        found("ppo", 4, *SMALL, *words, "data.tokenizer_path=/nowhere")
+
+
 def test_run_resolves_it_before_its_checks_and_says_what_it_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,10 +217,44 @@ def test_command_explains_the_best_and_why_the_others_lose(
 
     assert max(map(len, text.splitlines())) <= 100
     assert "partitions of 3 models on 4 ranks" in text
-    assert "the first as settings:" in text
+    assert "for one way to share the models out into pools" in text
     assert len(plain["best"]) == 5 == plain["partitions"]
     assert plain["best"][0]["ratio"] == 1
     assert all(placed["why"] for placed in plain["best"][1:])
+
+
+@pytest.mark.parametrize("world", [4, 128])
+def test_printed_settings_give_the_same_without_a_search(
+    world: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SMALL, *MEGATRON, "data.prompts_per_step=120", "actor.engine.options=[recompute]"]
+    path = str(ALGORITHMS / "ppo.py")
+    _, auto = found("ppo", world, *words)
+
+    main([path, *words, f"--world={world}", "--hardware=h100", "--no-data", "--auto"])
+    text = capsys.readouterr().out
+    printed = text.partition("settings of a command line:\n\n")[2].partition("\n\n")[0]
+    pasted = load(path, None, [*words, *words_of_shell(printed)])
+
+    assert max(map(len, text.splitlines())) <= 100
+    assert pasted.cfg == auto.cfg
+
+
+def words_of_shell(text: str) -> list[str]:
+    """What a program is given when the text is pasted behind its name."""
+    command = ["bash", "-c", f"printf '%s\\0' {text}"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return done.stdout.split("\0")[:-1]
+
+
+def test_one_model_is_shared_out_in_one_way(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(ALGORITHMS / "sft.py"), *SCRIPTS["sft"], "--world=4", "--hardware=h100"]
+
+    assert main([*words, "--no-data", "--auto"]) == FINE
+
+    text = capsys.readouterr().out
+    assert "one model: there is one way to share ranks, {actor}@1" in text
+    assert "fits" not in text
 
 
 def test_hardware_of_the_settings_is_what_a_run_searches_with(
