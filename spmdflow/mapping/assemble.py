@@ -70,14 +70,16 @@ def pool_memory(
     """Bytes of a rank of a pool in each call (`model.method`), by what holds them.
 
     Residents of all members add; a call brings its own; a generation's KV cache is its
-    `kv_cache_bytes`, else what is left of the usable memory.
+    `kv_cache_bytes`, whether or not it fits, else what is left of the usable memory. Of calls of
+    one title, such as a greedy and a sampled generation, the one that needs most is kept.
     """
     resident: dict[str, float] = {}
     for model, strategy in members:
         for part, size in resident_bytes(model, Cut.of([strategy])).items():
             resident[part] = resident.get(part, 0.0) + float(size[0])
     names = {model.name: (model, strategy) for model, strategy in members}
-    found = {}
+    found: dict[str, dict[str, float]] = {}
+    most: dict[str, float] = {}
     for call in dataflow.calls:
         if call.model not in names:
             continue
@@ -85,8 +87,12 @@ def pool_memory(
         parts = dict(resident)
         for part, size in call_bytes(model, call.kind, call.workload, Cut.of([strategy])).items():
             parts[part] = parts.get(part, 0.0) + float(np.ravel(size)[0])
+        used = sum(parts.values())
+        if used < most.get(call.title, 0.0):
+            continue
+        most[call.title] = used
         if call.kind == "generate":
-            parts["kv_cache"] = _cache(model, hardware, sum(parts.values()))
+            parts["kv_cache"] = _cache(model, hardware, used)
         found[call.title] = parts
     return found
 
@@ -97,9 +103,8 @@ def _by_size(blocks: Sequence[Block], sizes: Sequence[int]) -> list[int]:
 
 def _cache(model: Model, hardware: Hardware, used: float) -> float:
     assert model.rollout is not None, model.name
-    free = hardware.usable_bytes - used
     fixed = model.rollout.kv_cache_bytes
-    return free if fixed is None else min(fixed, free)
+    return hardware.usable_bytes - used if fixed is None else fixed
 
 
 def _pool(

@@ -78,8 +78,11 @@ def call_bytes(model: Model, kind: Kind, workload: Workload, cut: Cut) -> Bytes:
 
 
 def least_cache_bytes(model: Model, workload: Workload, cut: Cut) -> Array:
-    """Cache of one rank for the fewest sequences that a plan accepts."""
+    """Cache of one rank: what is set, which is taken whole; else for the fewest sequences that a
+    plan accepts."""
     assert model.rollout is not None, model.name
+    if model.rollout.kv_cache_bytes is not None:
+        return np.full(len(cut), model.rollout.kv_cache_bytes)
     least = np.minimum(rows_per_replica(workload, cut), model.rollout.min_batch_size)
     return least * sequence_bytes(model, workload, cut)
 

@@ -274,7 +274,7 @@ class CostTable:
         for number in loud:
             entries, own = self.entries[number], index[number]
             cache = self.cache_bytes(entries, own, np.asarray(residents))
-            if (cache < entries.full_cache[own]).any():
+            if (cache < np.maximum(entries.full_cache, entries.least_cache)[own]).any():
                 return True
         return False
 

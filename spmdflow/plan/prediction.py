@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.assemble import pool_memory
+from spmdflow.mapping.dataflow import Rollout
 from spmdflow.mapping.estimate import Estimate, call_seconds, transition_seconds
 from spmdflow.mapping.machine import Hardware
 from spmdflow.plan.edge import RowEdge
@@ -144,24 +145,28 @@ def _memory(
             phase = PhaseMemory(pool, title, kept, hardware.usable_bytes)
             found[title] = phase
             if phase.total > hardware.usable_bytes * 1.0001:
-                findings.append(_too_much(phase, hardware))
+                rollout = step.dataflow.model(title.partition(".")[0]).rollout
+                findings.append(_too_much(phase, rollout, hardware))
     return found
 
 
-def _too_much(phase: PhaseMemory, hardware: Hardware) -> Finding:
+def _too_much(phase: PhaseMemory, rollout: Rollout | None, hardware: Hardware) -> Finding:
     largest = max(phase.parts, key=lambda name: phase.parts[name])
-    role = phase.phase.partition(".")[0]
+    role, cache = phase.phase.partition(".")[0], phase.parts.get("kv_cache", 0.0)
+    if cache and phase.total - cache <= hardware.usable_bytes:
+        largest = "kv_cache"  # all else fits
+    is_vllm = rollout is not None and rollout.kind == "vllm"
     knob = {
         "activations": f"set {role}.engine.options=[recompute] or a smaller "
         f"{role}.engine.micro_batch",
         "logits": f"set a smaller {role}.engine.micro_batch",
-        "kv_cache": f"lower {role}.rollout.kv_cache_bytes",
+        "kv_cache": f"lower {role}.rollout.{'kv_cache_bytes' if is_vllm else 'max_batch_size'}",
         "optimizer": f"raise p or t of {role}.engine.layout, or {role}.engine.residency=offload",
     }.get(largest, f"raise t or p of {role}.engine.layout, use more ranks, or another placement")
     return Finding(
         "memory",
-        f"pool {phase.pool}, {phase.phase}: got {phase.total / 1e9:.1f} GB a rank (most of it "
-        f"{largest}, {phase.parts[largest] / 1e9:.1f}), expected at most "
+        f"pool {phase.pool}, {phase.phase}: got {phase.total / 1e9:.1f} GB a rank "
+        f"({phase.parts[largest] / 1e9:.1f} of it {largest}), expected at most "
         f"{hardware.usable_bytes / 1e9:.1f} of {hardware.memory_bytes / 1e9:.0f} GB "
         f"({hardware.name}); {knob}",
     )

@@ -48,6 +48,15 @@ def _small_ppo(*, log_prob: bool = True) -> Dataflow:
     return ppo(SMALL, SMALL, reference=SMALL, reward=SMALL, workload=WORK, log_prob=log_prob)
 
 
+def _with_fixed_cache(dataflow: Dataflow, kv_cache_bytes: float) -> Dataflow:
+    """The actor's rollout takes so much cache, no less and no more."""
+    models = tuple(
+        replace(m, rollout=replace(m.rollout, kv_cache_bytes=kv_cache_bytes)) if m.rollout else m
+        for m in dataflow.models
+    )
+    return Dataflow(models, dataflow.calls)
+
+
 def _tried_out(dataflow: Dataflow, hardware: Hardware, names: list[str], size: int) -> np.ndarray:
     """(combinations, stages): every combination of strategies of a pool that fits, simulated one
     by one through `evaluate`, which knows nothing of tables."""
@@ -78,7 +87,8 @@ def _fits(part: Dataflow, hardware: Hardware, chosen: dict[str, Strategy]) -> bo
             held = min(8, -(-call.workload.num_sequences // replicas))
             layers = -(-model.shape.num_layers // strategy.gen_pp)
             width = max(model.shape.kv_size / strategy.gen_tp, model.shape.head_dim)
-            used += held * 2 * layers * width * call.workload.tokens * 2
+            fixed = model.rollout.kv_cache_bytes
+            used += fixed or held * 2 * layers * width * call.workload.tokens * 2
         if used > hardware.usable_bytes:
             return False
     return True
@@ -93,7 +103,19 @@ def _fits(part: Dataflow, hardware: Hardware, chosen: dict[str, Strategy]) -> bo
 def test_front_of_a_pool_is_what_trying_every_combination_finds(
     names: tuple[str, ...], size: int, gigabytes: float
 ) -> None:
-    dataflow, hardware = _small_ppo(), _cramped(gigabytes)
+    _check_front(_small_ppo(), names, size, _cramped(gigabytes))
+
+
+@pytest.mark.parametrize("cache", [0.2e9, 1e9, 8e9])
+@pytest.mark.parametrize("gigabytes", [1.6, 3.0, 12.0])
+@pytest.mark.parametrize(("names", "size"), [(("actor",), 4), (("actor", "critic"), 4)])
+def test_front_beside_a_fixed_cache_is_what_trying_every_combination_finds(
+    names: tuple[str, ...], size: int, gigabytes: float, cache: float
+) -> None:
+    _check_front(_with_fixed_cache(_small_ppo(), cache), names, size, _cramped(gigabytes))
+
+
+def _check_front(dataflow: Dataflow, names: tuple[str, ...], size: int, hardware: Hardware) -> None:
     everything = _tried_out(dataflow, hardware, list(names), size)
     order = [model.name for model in dataflow.models]
 
@@ -105,7 +127,7 @@ def test_front_of_a_pool_is_what_trying_every_combination_finds(
         for row in everything.round(9)
         if not any((o <= row).all() and (o < row).any() for o in everything.round(9))
     }
-    assert len(best) == 0 or len(front) > 0
+    assert (len(best) == 0) == (len(front) == 0)
     for row in front:
         assert np.isclose(everything, row).all(axis=1).any()
     for wanted in best:
@@ -229,6 +251,38 @@ def test_mapping_of_any_dataflow_is_a_placement_that_fits(
     chosen = {role: s for pool in first.pools for role, s in pool.strategies.items()}
     given_back = evaluate(dataflow, hardware, pools, strategies=chosen)
     assert given_back.seconds == pytest.approx(first.seconds)
+
+
+@pytest.mark.parametrize("cache", [5e9, 20e9, 40e9])
+def test_placement_leaves_room_for_the_cache_that_is_set(cache: float) -> None:
+    dataflow = _with_fixed_cache(_paper("13B", "13B"), cache)
+
+    for placed in find_mapping(dataflow, A100, 16).best:
+        _check_placed(placed, dataflow, A100, 16)
+        pool = placed.pool_of("actor")
+        members = [(dataflow.model(role), s) for role, s in pool.strategies.items()]
+        parts = pool_memory(members, dataflow, A100)["actor.generate_sequences"]
+        assert parts["kv_cache"] == cache
+        assert sum(parts.values()) <= A100.usable_bytes
+
+
+def test_cache_that_no_device_can_hold_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"got 16 ranks"):
+        find_mapping(_with_fixed_cache(_paper("13B", "13B"), 200e9), A100, 16)
+
+
+def test_of_two_calls_of_one_title_the_larger_need_is_kept() -> None:
+    flow = _small_ppo()
+    sampled = next(call for call in flow.calls if call.kind == "generate")
+    greedy = replace(sampled, workload=replace(sampled.workload, num_sequences=8))
+    actor, strategy = flow.model("actor"), Strategy(1, 1, 2, 1, 1)
+    found = [
+        pool_memory([(actor, strategy)], Dataflow(flow.models, calls), A100)[sampled.title]
+        for calls in ((sampled,), (greedy,), (greedy, sampled), (sampled, greedy))
+    ]
+
+    assert found[1]["logits"] < found[0]["logits"]
+    assert found[2] == found[3] == found[0]
 
 
 def test_mapping_is_the_same_every_time() -> None:

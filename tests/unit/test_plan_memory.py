@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import json
 import shutil
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -19,13 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdflow.config.load import load
 from spmdflow.controller.launch import launch
-from spmdflow.mapping.machine import load_hardware
+from spmdflow.mapping.machine import Hardware, load_hardware
 from spmdflow.plan.edge import row_edges
-from spmdflow.plan.prediction import predict
+from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.trace import trace_replayed
 from spmdflow.plan.workload import simulated
-from tests.unit.planned import ALGORITHMS
+from tests.unit.planned import ALGORITHMS, SMALL, traced
 
 LEAST, MOST = 0.75, 1.4
 """Predicted / measured peak of every call; measured on two CPUs: 0.80 to 1.33."""
@@ -59,6 +60,58 @@ def measured_peaks(run_dir: Path, found: profile) -> dict[str, int]:
             last = bisect.bisect_right(times, (event["ts"] + event["dur"]) * 1000)
             peaks[event["name"]] = max(held[max(first - 1, 0) : last], default=0)
     return peaks
+
+
+def memory_of(*settings: str, hardware: Hardware) -> Prediction:
+    """Of a dry step of PPO on two ranks."""
+    found = traced("ppo", 2, *SMALL, *settings)
+    orders = found.in_step()
+    return predict(found, orders, list(row_edges(orders)), simulated(found, orders), hardware)
+
+
+def test_cache_of_vllm_that_is_set_too_large_is_reported_with_its_setting() -> None:
+    setting = ("actor.rollout.engine=vllm", "actor.rollout.kv_cache_bytes=200000000000")
+
+    found = memory_of(*setting, hardware=load_hardware("h100"))
+
+    (finding,) = found.findings
+    assert finding.check == "memory" and "actor.generate_sequences: got 200.0 GB" in finding.text
+    assert finding.text.endswith("; lower actor.rollout.kv_cache_bytes")
+
+
+def with_usable(num_bytes: float) -> Hardware:
+    """A device of which a plan may fill so many bytes."""
+    whole = load_hardware("h100")
+    return replace(
+        whole, memory_bytes=(num_bytes + whole.reserved_bytes) / whole.usable_memory_fraction
+    )
+
+
+def test_small_cache_is_what_is_to_be_lowered_where_all_else_fits() -> None:
+    vllm = "actor.rollout.engine=vllm"
+    phases = memory_of(vllm, hardware=load_hardware("h100")).memory
+    (parts,) = [phase.parts for phase in phases if "kv_cache" in phase.parts]
+    largest = max(size for name, size in parts.items() if name != "kv_cache")
+    others, cache = sum(parts.values()) - parts["kv_cache"], int(largest / 2)
+    words = (vllm, f"actor.rollout.kv_cache_bytes={cache}")
+
+    fits = memory_of(*words, hardware=with_usable(others + cache))
+    found = memory_of(*words, hardware=with_usable(others + cache / 2))
+
+    assert not [f for f in fits.findings if "actor.generate_sequences" in f.text]
+    (said,) = [f.text for f in found.findings if "actor.generate_sequences" in f.text]
+    assert said.endswith("; lower actor.rollout.kv_cache_bytes")
+
+
+def test_rows_that_the_built_in_generator_cannot_hold_together_are_reported() -> None:
+    phases = memory_of(hardware=load_hardware("h100")).memory
+    (parts,) = [phase.parts for phase in phases if "kv_cache" in phase.parts]
+    others = sum(parts.values()) - parts["kv_cache"]
+
+    found = memory_of(hardware=with_usable(others + parts["kv_cache"] / 2))
+
+    (said,) = [f.text for f in found.findings if "actor.generate_sequences" in f.text]
+    assert said.endswith("; lower actor.rollout.max_batch_size")
 
 
 @pytest.mark.slow
