@@ -7,12 +7,15 @@ a formula: what each rank receives in one sync.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
 
+from spmdflow.blocks.plan import PlanError
 from spmdflow.errors import ConfigError
+from spmdflow.hybrid_engine.amount import weights
 from spmdflow.hybrid_engine.cost import Case
 from spmdflow.hybrid_engine.factory import sync_mode
 from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, plan_shards, scopes_of
@@ -29,8 +32,10 @@ Edge = tuple[int, int]
 Nodes = Mapping[int, int]
 """The machine of each rank."""
 
-MOST_BOX_RANKS = 64
-"""Ranks up to which copies are planned box by box; beyond, one training replica stands for all."""
+MOST_RANKS, MOST_SHARDED_RANKS = 128, 16
+"""Ranks up to which copies are planned box by box, and where every rank holds a shard of each
+tensor: what takes a second or two. Beyond, ranks count as alike."""
+_SHARDED = ("fsdp", "zero2", "zero3")
 
 
 @dataclass(frozen=True)
@@ -66,10 +71,10 @@ def weight_plans(trace: Trace, syncs: Mapping[str, int]) -> list[WeightPlan]:
             continue
         try:
             if linked:
-                plans.append(_remote(trace.models[linked[0]], traced, cfg, nodes, syncs))
+                plans.append(_remote(trace.models[linked[0]], traced, nodes, syncs))
             else:
                 plans.append(_local(traced, cfg, nodes, syncs.get(name, 0)))
-        except ConfigError as err:
+        except (ConfigError, PlanError) as err:
             why = f"not planned: {err}"
             plans.append(WeightPlan(name, name, "?", "?", {}, {}, -1, syncs.get(name, 0), why))
     return plans
@@ -96,6 +101,9 @@ def _local(traced: TracedModel, cfg: Any, nodes: Nodes, syncs: int) -> WeightPla
             if peer != rank
         }
         return _of_edges(name, name, mode, "micro_dp", layout.ranks, edges, nodes, syncs)
+    if cfg.engine.kind not in _SHARDED and layout.pp_size == layout.tp_size == 1:
+        note = "every rank has all weights"
+        return _of_edges(name, name, "copy", "rank", layout.ranks, {}, nodes, syncs, note)
     if layout.pp_size == layout.tp_size == 1 and layout.generation_dp_size == layout.size:
         return _whole(name, cfg, layout, element_bytes, nodes, syncs)
     return _boxes(name, name, cfg, layout, layout, nodes, syncs)
@@ -110,13 +118,10 @@ def _whole(
     syncs: int,
 ) -> WeightPlan:
     """Tensor by tensor from data-parallel shards: each rank lacks what the others hold."""
-    if cfg.engine.kind in ("zero1", "megatron"):
-        note = "every rank has all weights"
-        return _of_edges(name, name, "copy", "rank", layout.ranks, {}, nodes, syncs, note)
     architecture = Architecture.from_folder(cfg.model.path)
     total = sum(_numel(parameter.shape) for parameter in parameters(architecture)) * element_bytes
     note = "tensor by tensor; shards of a tensor are taken as equal"
-    if layout.size > MOST_BOX_RANKS:
+    if layout.size > MOST_RANKS:
         received = dict.fromkeys(layout.ranks, total * (layout.size - 1) // layout.size)
         return WeightPlan(name, name, "copy", "pool", received, {}, -1, syncs, note)
     edges = {
@@ -156,21 +161,19 @@ def _boxes(
     nodes: Nodes,
     syncs: int,
 ) -> WeightPlan:
-    note = ""
-    if training == generation and training.nests and training.size > MOST_BOX_RANKS:
-        replica = training.tp_size * training.pp_size
-        generation = training = Layout(
-            training.ranks[:replica],
-            pp_size=training.pp_size,
-            tp_size=training.tp_size,
-            gen_tp_size=training.gen_tp_size,
-            gen_pp_size=training.gen_pp_size,
-        )
-        note = "of the first replica; the others are alike"
-    architecture = Architecture.from_folder(cfg.model.path)
+    """From the boxes that ranks have and need; replicas that train and generate are alike."""
+    whole = training, generation
+    if training == generation and training.nests:
+        training = generation = _first_replica(training)
+    architecture, kind = Architecture.from_folder(cfg.model.path), cfg.engine.kind
     element_bytes = getattr(torch, cfg.rollout.dtype).itemsize
+    most = MOST_SHARDED_RANKS if kind in _SHARDED else MOST_RANKS
+    if len({*training.ranks, *generation.ranks}) > most:
+        received = _alike(architecture, cfg, *whole, element_bytes=element_bytes)
+        note = f"ranks are taken as alike: more than {most} are not planned one by one"
+        return WeightPlan(source, target, "copy", "pool", received, {}, -1, syncs, note)
     plan = plan_reshard(
-        boxes_of(training_tables(architecture, training, kind=cfg.engine.kind)),
+        boxes_of(training_tables(architecture, training, kind=kind)),
         boxes_of(generation_tables(architecture, generation, engine=cfg.rollout.engine)),
         scopes=scopes_of(training, generation),
         element_bytes=element_bytes,
@@ -182,29 +185,54 @@ def _boxes(
             for rank in message.destinations:
                 pair = message.source, rank
                 edges[pair] = edges.get(pair, 0) + message.num_elements * element_bytes
-    return _of_edges(
-        source, target, "copy", plan.scope, generation.ranks, edges, nodes, syncs, note
-    )
+    if training != whole[0]:
+        edges = _of_every_replica(edges, training, whole[0])
+    return _of_edges(source, target, "copy", plan.scope, whole[1].ranks, edges, nodes, syncs)
+
+
+def _first_replica(layout: Layout) -> Layout:
+    """The ranks of one training replica, in which all its generation replicas nest."""
+    ranks = layout.ranks[: layout.tp_size * layout.pp_size]
+    return replace(layout, ranks=ranks, dp_size=1, shard_size=1)
+
+
+def _of_every_replica(edges: Mapping[Edge, int], first: Layout, layout: Layout) -> dict[Edge, int]:
+    """Edges of the first replica and the same ones of all others, whose ranks follow it."""
+    place = {rank: number for number, rank in enumerate(first.ranks)}
+    return {
+        (layout.ranks[start + place[source]], layout.ranks[start + place[rank]]): num_bytes
+        for start in range(0, layout.size, first.size)
+        for (source, rank), num_bytes in edges.items()
+    }
+
+
+def _alike(
+    architecture: Architecture,
+    cfg: Any,
+    training: Layout,
+    generation: Layout,
+    *,
+    element_bytes: int,
+) -> dict[int, int]:
+    """Bytes that reach each rank: what it needs, less the trainer's share of it that it holds."""
+    tables = generation_tables(architecture, generation, engine=cfg.rollout.engine)
+    needed = weights(architecture, tables, element_bytes=element_bytes)
+    replica = training.tp_size * training.pp_size
+    holders = training.size if cfg.engine.kind in _SHARDED else replica
+    lacking = 1 - Fraction(1, holders) if training == generation else Fraction(1)
+    return {rank: int((amount.total - amount.padding) * lacking) for rank, amount in needed.items()}
 
 
 def _remote(
     policy: TracedModel,
     generator: TracedModel,
-    cfg: Any,
     nodes: Nodes,
     syncs: Mapping[str, int],
 ) -> WeightPlan:
-    training = settings_of(policy)
-    if policy.layout.size + generator.layout.size > 4 * MOST_BOX_RANKS:
-        raise ConfigError(
-            f"{policy.name} to {generator.name}: {policy.layout.size} + {generator.layout.size} "
-            f"ranks, expected at most {4 * MOST_BOX_RANKS} for a plan of boxes; plan it at a "
-            f"smaller world"
-        )
     return _boxes(
         policy.name,
         generator.name,
-        training,
+        settings_of(policy),
         policy.layout,
         generator.layout,
         nodes,

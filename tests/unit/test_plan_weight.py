@@ -1,0 +1,235 @@
+"""Weights on their way to the generator, against bytes counted here from the tensors' shapes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from spmdflow.blocks.plan import PlanError
+from spmdflow.config.schema import PPOConfig
+from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, scopes_of
+from spmdflow.hybrid_engine.table import generation_tables, training_tables
+from spmdflow.models.actor import ActorWorker
+from spmdflow.models.generator import GeneratorWorker
+from spmdflow.parallel.layout import Layout
+from spmdflow.plan import weight
+from spmdflow.plan.record import Trace, TracedModel
+from spmdflow.plan.weight import WeightPlan, weight_plans
+from spmdflow.weights.architecture import Architecture
+
+SIZES = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+GIANT = SIZES | {
+    "vocab_size": 32000,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "head_dim": 128,
+}
+EMBEDDING, NORM = 256 * 64, 64
+LAYER = 4 * 64 * 64 + 3 * 64 * 96
+"""Elements of a layer's matrices; two norms come on top."""
+TOTAL = 2 * EMBEDDING + 4 * (LAYER + 2 * NORM) + NORM
+
+
+def planned(
+    folder: Path,
+    layout: Layout,
+    *,
+    kind: str = "megatron",
+    engine: str = "vllm",
+    node_size: int = 2,
+    generator: Layout | None = None,
+    sizes: dict | None = None,
+) -> WeightPlan:
+    """The way of an actor's copies in bfloat16, on nodes of some ranks."""
+    (folder / "config.json").write_text(json.dumps(sizes or SIZES))
+    cfg = PPOConfig().actor
+    cfg.model.path, cfg.engine.kind = str(folder), kind
+    cfg.rollout.engine, cfg.rollout.dtype, cfg.rollout.weights = engine, "bfloat16", "copy"
+    models = {"actor": TracedModel("actor", ActorWorker, cfg, layout, "pool")}
+    if generator is not None:
+        models["generator"] = TracedModel("generator", GeneratorWorker, cfg, generator, "pool")
+    world = tuple(rank for model in models.values() for rank in model.layout.ranks)
+    nodes = tuple(rank // node_size for rank in world)
+    links = (("actor", "generator"),) if generator is not None else ()
+    trace = Trace(world, nodes, {}, models, links, (), {}, {}, (1,))
+    return weight_plans(trace, {"actor": 1, "generator": 1})[-1]
+
+
+def grid(t: int, p: int, d: int, *, gen: tuple[int, int] = (1, 1), start: int = 0) -> Layout:
+    ranks = tuple(range(start, start + t * p * d))
+    return Layout(ranks, tp_size=t, pp_size=p, dp_size=d, gen_tp_size=gen[0], gen_pp_size=gen[1])
+
+
+def test_fsdp_to_whole_copies_brings_what_the_other_ranks_hold(tmp_path: Path) -> None:
+    found = planned(tmp_path, grid(1, 1, 4), kind="fsdp", engine="builtin")
+
+    each = 2 * TOTAL * 3 // 4
+    assert dict(found.received) == dict.fromkeys(range(4), each)
+    assert len(found.edges) == 12
+    assert found.inter_bytes == 4 * 2 * (2 * TOTAL // 4)
+
+
+@pytest.mark.parametrize("kind", ["zero1", "megatron"])
+@pytest.mark.parametrize("gen", [(1, 1), (4, 1)])
+def test_ranks_that_hold_all_weights_receive_none(
+    tmp_path: Path, kind: str, gen: tuple[int, int]
+) -> None:
+    found = planned(tmp_path, grid(1, 1, 4, gen=gen), kind=kind)
+
+    assert dict(found.received) == dict.fromkeys(range(4), 0)
+    assert found.note == "every rank has all weights"
+
+
+def test_megatron_t4_to_t2_brings_a_quarter_of_the_matrices_from_one_peer(tmp_path: Path) -> None:
+    found = planned(tmp_path, grid(4, 1, 1, gen=(2, 1)))
+
+    quarter = 2 * (2 * EMBEDDING + 4 * LAYER) // 4
+    assert dict(found.received) == dict.fromkeys(range(4), quarter)
+    assert set(found.edges.values()) == {quarter} and found.scope == "micro_dp"
+    far = sum(a // 2 != b // 2 for a, b in found.edges)
+    assert found.inter_bytes == far * quarter
+
+
+def test_megatron_t2p2_to_t1_brings_all_that_a_rank_does_not_hold(tmp_path: Path) -> None:
+    found = planned(tmp_path, grid(2, 2, 1))
+
+    first = EMBEDDING // 2 + 2 * (LAYER // 2 + 2 * NORM)
+    last = first + NORM
+    held = {0: first, 1: first, 2: last, 3: last}
+    assert dict(found.received) == {rank: 2 * (TOTAL - own) for rank, own in held.items()}
+    other = {0: last, 1: last, 2: first, 3: first}
+    norms = {0: 4 * NORM + NORM, 1: 4 * NORM + NORM, 2: 4 * NORM, 3: 4 * NORM}
+    crossing = sum(2 * (2 * (other[rank] - norms[rank]) + norms[rank]) for rank in range(4))
+    assert found.inter_bytes == crossing
+
+
+@pytest.mark.parametrize("sizes", [(4, 1, (2, 1)), (2, 2, (1, 1)), (4, 2, (2, 2)), (8, 1, (2, 1))])
+def test_replicas_are_what_a_plan_of_all_ranks_says(
+    tmp_path: Path, sizes: tuple[int, int, tuple[int, int]]
+) -> None:
+    t, p, gen = sizes
+    layout = grid(t, p, 3, gen=gen)
+
+    found = planned(tmp_path, layout)
+
+    arch = Architecture.from_folder(str(tmp_path))
+    whole = plan_reshard(
+        boxes_of(training_tables(arch, layout, kind="megatron")),
+        boxes_of(generation_tables(arch, layout, engine="vllm")),
+        scopes=scopes_of(layout, layout),
+        element_bytes=2,
+        bucket_bytes=1 << 20,
+    )
+    assert dict(found.received) == {rank: whole.received_bytes(rank) for rank in layout.ranks}
+    assert found.inter_bytes <= sum(found.received.values())
+
+
+def test_twice_the_replicas_move_twice_the_weights_within_and_between_nodes(
+    tmp_path: Path,
+) -> None:
+    half, full = (planned(tmp_path, grid(4, 2, d, gen=(2, 1))) for d in (8, 16))
+
+    assert sum(full.received.values()) == 2 * sum(half.received.values()) > 0
+    assert full.inter_bytes == 2 * half.inter_bytes > 0
+    assert len(full.edges) == 2 * len(half.edges)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        (grid(1, 1, 128, gen=(8, 1)), "fsdp"),
+        (grid(1, 1, 1024, gen=(8, 1)), "fsdp"),
+        (grid(1, 1, 16, gen=(8, 1)), "fsdp"),
+        (grid(8, 4, 32, gen=(4, 1)), "megatron"),
+        (grid(4, 1, 256, gen=(8, 1)), "megatron"),
+        (grid(4, 1, 32, gen=(8, 1)), "megatron"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value.size} ranks",
+)
+def test_a_giant_model_is_planned_in_seconds(tmp_path: Path, layout: Layout, kind: str) -> None:
+    started = time.process_time()
+
+    found = planned(tmp_path, layout, kind=kind, sizes=GIANT, node_size=8)
+
+    assert time.process_time() - started < 6, "about 2 s on an idle core"
+    assert set(found.received) == set(layout.ranks)
+    assert bool(found.edges) == (found.inter_bytes >= 0)
+
+
+def test_a_giant_generator_apart_is_planned_in_seconds(tmp_path: Path) -> None:
+    policy, generator = grid(1, 1, 128, gen=(1, 1)), grid(8, 1, 16, gen=(8, 1), start=128)
+    started = time.process_time()
+
+    found = planned(tmp_path, policy, kind="fsdp", sizes=GIANT, generator=generator)
+
+    assert time.process_time() - started < 6
+    assert set(found.received) == set(generator.ranks) and "as alike" in found.note
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        (grid(1, 1, 8, gen=(2, 1)), "fsdp"),
+        (grid(2, 1, 4, gen=(4, 1)), "megatron"),
+        (grid(2, 2, 2, gen=(4, 1)), "megatron"),
+    ],
+)
+def test_ranks_taken_as_alike_receive_what_the_planner_moves(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: Layout,
+    kind: str,
+) -> None:
+    """Within 2 %: norms, which every rank of Megatron holds, count as divided like all else."""
+    exact = planned(tmp_path, layout, kind=kind)
+    monkeypatch.setattr(weight, "MOST_RANKS", 1)
+    monkeypatch.setattr(weight, "MOST_SHARDED_RANKS", 1)
+
+    alike = planned(tmp_path, layout, kind=kind)
+
+    assert exact.edges and not alike.edges and alike.inter_bytes == -1
+    wanted = sum(exact.received.values())
+    assert sum(alike.received.values()) == pytest.approx(wanted, rel=0.02)
+
+
+def test_generator_apart_receives_all_that_it_needs_whether_or_not_ranks_are_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, generator = grid(2, 1, 2), grid(2, 1, 2, gen=(2, 1), start=4)
+    exact = planned(tmp_path, policy, generator=generator)
+    monkeypatch.setattr(weight, "MOST_RANKS", 1)
+
+    alike = planned(tmp_path, policy, generator=generator)
+
+    half = 2 * ((2 * EMBEDDING + 4 * LAYER) // 2 + 9 * NORM)
+    assert dict(exact.received) == dict(alike.received) == dict.fromkeys(generator.ranks, half)
+    assert exact.inter_bytes == 4 * half
+
+
+def test_way_that_no_planner_finds_is_a_note_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object, **__: object) -> None:
+        raise PlanError("reshard: got nothing")
+
+    monkeypatch.setattr(weight, "plan_reshard", refuses)
+
+    found = planned(tmp_path, grid(4, 1, 1, gen=(2, 1)))
+
+    assert found.note == "not planned: reshard: got nothing"
+    assert not found.received and found.inter_bytes == -1
