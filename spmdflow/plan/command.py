@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ from spmdflow.plan.picture import write_picture
 from spmdflow.plan.plain import report_plain
 from spmdflow.plan.refusal import Refusal
 from spmdflow.plan.replay import Replay
-from spmdflow.plan.report import plan
+from spmdflow.plan.report import PlanReport, plan
 from spmdflow.plan.text import report_text
 from spmdflow.plan.trace import TraceSettings, settings_of_run
 from spmdflow.plan.transport import MOST_CALLS
@@ -80,6 +81,7 @@ def _plan(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"command line: got --world {options.world}, expected at least 1 rank; correct it"
         )
+    _check_folder(options.picture)
     replay = None if options.replay is None else Replay.of_run(options.replay)
     if replay is not None:
         config, options.world = config or str(options.replay / "config.yaml"), len(replay.ranks)
@@ -97,7 +99,7 @@ def _plan(options: argparse.Namespace) -> int:
         cfg = found.cfg
     report = plan(loaded.script, cfg, settings, hardware, replay=replay)
     if options.picture is not None:
-        write_picture(report, options.picture)
+        _write_picture(report, options.picture)
     if options.json:
         plain = report_plain(report) | ({"auto": auto_plain(found)} if found else {})
         sys.stdout.write(json.dumps(plain) + "\n")
@@ -105,6 +107,25 @@ def _plan(options: argparse.Namespace) -> int:
         sys.stdout.write(auto_text(found) if found else "")
         sys.stdout.write(report_text(report))
     return WRONG if report.findings else FINE
+
+
+def _write_picture(report: PlanReport, path: Path) -> None:
+    try:
+        write_picture(report, path)
+    except OSError as err:
+        raise ConfigError(
+            f"command line: got --picture {path}: {err.strerror}, expected a file that can be "
+            f"written; give another"
+        ) from err
+
+
+def _check_folder(picture: Path | None) -> None:
+    """Before the work is done: a picture can be written there."""
+    if picture is not None and not (picture.parent.is_dir() and os.access(picture.parent, os.W_OK)):
+        raise ConfigError(
+            f"command line: got --picture {picture}, expected a name in a folder that can be "
+            f"written; make {picture.parent} or give another"
+        )
 
 
 def _trace_settings(options: argparse.Namespace, hardware: Hardware) -> TraceSettings:
@@ -140,6 +161,17 @@ def _example(text: str) -> tuple[str, Any]:
         raise ConfigError(
             f"command line: got --assume {text}, expected NAME=VALUE; write --assume scores=0,1"
         )
-    if "," in value:
-        return name, [float(part) for part in value.split(",")]
-    return name, yaml.safe_load(value)
+    try:
+        return name, [float(part) for part in value.split(",")] if "," in value else _read(value)
+    except ValueError:  # a word among them: one declaration, such as int64[2,3]
+        return name, _read(value)
+
+
+def _read(value: str) -> Any:
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError as err:
+        raise ConfigError(
+            f"command line: got --assume ...={value}, expected a number, numbers with commas, or "
+            f"a text such as 'float32 like responses', in YAML; quote it or close its brackets"
+        ) from err

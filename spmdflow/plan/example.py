@@ -6,7 +6,7 @@ of the columns that the built-in algorithms read. Every example that was used is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,11 @@ _BUILT_IN: dict[str, Any] = {"scores": (0.0, 1.0), "costs": 0.0, "reference_kl":
 class Examples:
     """Declared values by name: of columns, of metrics, and of answers as "group.method"."""
 
-    def __init__(self, declared: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, declared: Mapping[str, Any] | None = None, *, is_replayed: bool = False
+    ) -> None:
+        """is_replayed: metrics are a run's own, so none that is read is an example."""
+        self._is_replayed = is_replayed
         self._declared: dict[str, Any] = dict(declared or {})
         self._overruling = set(self._declared)
         self.used: dict[str, Any] = {}
@@ -70,6 +74,11 @@ class Examples:
             for name, value in self._declared.items()
             if isinstance(value, int | float) and name not in KNOWN
         }
+
+    def use(self, names: Iterable[str]) -> None:
+        """The script came to see these metrics."""
+        declared = {} if self._is_replayed else self.metrics()
+        self.used.update({name: self._declared[name] for name in names if name in declared})
 
     def answer(self, label: str) -> Any:
         """The plain value of a call "group.method", if one was declared; else the metrics.

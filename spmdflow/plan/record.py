@@ -88,6 +88,8 @@ class Read:
     what: str
     in_loop: bool
     """Whether a loop inside of the step encloses the line: a run may go round more often."""
+    waits: bool = True
+    """Whether data is looked at there; else it is a loop that only repeats its calls."""
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,8 @@ def _assumed(report: PlanReport) -> Iterator[str]:
         yield from wrapped("  -", sentence, colon="")
     for read in trace.reads:
         again = "; inside a loop, traced as often as the examples say" if read.in_loop else ""
-        yield from wrapped(f"  - line {read.line}", f"waits for data ({read.what}){again}")
+        what = f"waits for data ({read.what}){again}" if read.waits else f"repeats ({read.what})"
+        yield from wrapped(f"  - line {read.line}", what)
 
 
 def _proofs(report: PlanReport) -> Iterator[str]:

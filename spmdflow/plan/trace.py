@@ -15,16 +15,16 @@ from spmdflow.config.leaf import parts_of
 from spmdflow.config.placement import Pool, resolve_placement, roles_of
 from spmdflow.config.schema import DataConfig, RolloutConfig
 from spmdflow.controller.batch import Batch
-from spmdflow.controller.caller import Caller, CallSettings, Target
+from spmdflow.controller.caller import Caller, CallSettings
 from spmdflow.controller.flow import Flow, FlowSettings
-from spmdflow.controller.result import CallRecord, Result
+from spmdflow.controller.result import CallRecord
 from spmdflow.controller.saving import Groups, Saving
 from spmdflow.controller.show import Show
 from spmdflow.controller.step import Step
 from spmdflow.controller.transfers import Transfers
-from spmdflow.data.row_id import Ids
 from spmdflow.errors import SpmdflowError
 from spmdflow.plan.answers import Answers, Lengths
+from spmdflow.plan.caller import TracedCaller, UnknownMetric
 from spmdflow.plan.data_file import DataFiles
 from spmdflow.plan.example import Examples
 from spmdflow.plan.loop import reads_of
@@ -32,7 +32,6 @@ from spmdflow.plan.record import Trace, TracedModel
 from spmdflow.plan.refusal import Refusal
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.transport import MOST_CALLS, TraceTransport
-from spmdflow.transfer.register import method_spec
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def trace(
 
     Any: an object of the script's Config class.
     """
-    examples = Examples(settings.examples)
+    examples = Examples(settings.examples, is_replayed=replay is not None)
     files = DataFiles(cfg, read_data=settings.read_data)
     answers = Answers(examples, _lengths(cfg), files.scan, replay or Replay())
     transport = TraceTransport(
@@ -77,8 +76,11 @@ def trace(
     try:
         with _in_silence():
             script.main(flow, cfg)
-    except (SpmdflowError, KeyError) as err:
-        raise Refusal(_located(err, str(script.__file__))) from err
+    except (Exception, SystemExit) as err:
+        line = _line_of(err, str(script.__file__))
+        if line is None and not isinstance(err, SpmdflowError):
+            raise  # no mistake of the script
+        raise Refusal(_located(err, line, examples)) from err
     return flow.to_trace(files.notes, script)
 
 
@@ -114,17 +116,29 @@ def settings_of_run(replay: Replay, *, backend: str = "gloo") -> TraceSettings:
     )
 
 
-def _located(err: Exception, file: str) -> str:
+def _line_of(err: BaseException, file: str) -> int | None:
+    """The script's line that was running."""
     lines = [f.lineno for f in traceback.extract_tb(err.__traceback__) if f.filename == file]
+    return lines[-1] if lines else None
+
+
+def _located(err: BaseException, line: int | None, examples: Examples) -> str:
     text = str(err)
-    if isinstance(err, KeyError):
+    if isinstance(err, UnknownMetric):
         text = (
             f"reads {err.args[0]!r}, which only a run knows, expected an example; declare it with "
             f"flow.assume({{{err.args[0]!r}: 0.5}}) at the top of main"
         )
-    if not lines or text.startswith("script line"):
+    elif not isinstance(err, SpmdflowError):
+        seen = ", ".join(f"{name} = {value}" for name, value in sorted(examples.used.items()))
+        text = (
+            f"got {type(err).__name__}: {err}, expected main to run to the end of its steps on "
+            f"examples ({seen or 'none was read'}); mend the line, or declare an example that it "
+            f"can work with: flow.assume(name=value) at the top of main, or --assume name=value"
+        )
+    if line is None or text.startswith("script line"):
         return text
-    return f"script line {lines[-1]}: {text}"
+    return f"script line {line}: {text}"
 
 
 def _lengths(cfg: Any) -> Lengths:
@@ -134,28 +148,6 @@ def _lengths(cfg: Any) -> Lengths:
         prompts=data.max_prompt_tokens if data else 1,
         responses=rollout.max_new_tokens if rollout else 1,
     )
-
-
-class _TracedCaller(Caller):
-    """Writes down which rows updates are given; `Caller` itself does all the work."""
-
-    def __init__(
-        self, transport: TraceTransport, transfers: Transfers, settings: CallSettings
-    ) -> None:
-        super().__init__(transport, transfers, settings)
-        self._orders = transport.orders
-        self.batches: dict[int, tuple[Ids, Ids]] = {}
-
-    def invoke(
-        self, target: Target, method: str, batch: Batch | None, arguments: Mapping[str, Any]
-    ) -> Batch | Result:
-        """As `Caller.invoke`."""
-        made = super().invoke(target, method, batch, arguments)
-        if batch is not None and method_spec(target.worker_class, method).minibatches:
-            label = f"{target.name}.{method}"
-            order = next(order for order in reversed(self._orders) if order.label == label)
-            self.batches[order.place] = batch.ids, batch.parents
-        return made
 
 
 class _TracedFlow(Flow):
@@ -171,7 +163,7 @@ class _TracedFlow(Flow):
         self._pairs: list[tuple[str, str]] = []
         transfers = Transfers(transport, seconds=cfg.run.transfer_seconds)
         limits = CallSettings(cfg.run.seed, cfg.run.call_seconds, settings.world)
-        caller = self._traced_caller = _TracedCaller(transport, transfers, limits)
+        caller = self._traced_caller = TracedCaller(transport, transfers, limits, examples)
         pools = pools_of(cfg, settings.world)
         facts = FlowSettings(
             config=cfg,
@@ -254,7 +246,7 @@ class _TracedFlow(Flow):
             tokens=transport.tokens,
             edges=dict(self.caller.transfers.bytes.planned),
             steps=tuple(self._traced_steps),
-            reads=tuple(reads_of(script, transport.waits, transport.orders)),
+            reads=tuple(reads_of(script, transport.waits, transport.paths)),
             assumptions=(*notes, *used, *guessed),
             edges_by_step={n: _moved(edges) for n, edges in self._edges.items()},
             batches=self._traced_caller.batches,

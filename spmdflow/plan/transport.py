@@ -14,11 +14,13 @@ from types import FrameType
 from spmdflow.controller.inproc import ImmediateTransport
 from spmdflow.controller.order import Order, Pending, Replies, too_early
 from spmdflow.plan.answers import Answers
+from spmdflow.plan.loop import Path
 from spmdflow.plan.record import COMPUTE, Tokens, TracedOrder
 from spmdflow.plan.refusal import Refusal
 
 MOST_CALLS = 100
-"""Calls of one step; a script that makes more is taken for one that never ends its step."""
+"""Calls of one step, or before the first; a script that makes more is taken for one that never
+ends its step."""
 
 
 class TraceTransport(ImmediateTransport):
@@ -32,8 +34,10 @@ class TraceTransport(ImmediateTransport):
         self.world_size, self._nodes = len(nodes), tuple(nodes)
         self._answers, self._file, self._most_calls = answers, script_file, most_calls
         self.orders: list[TracedOrder] = []
-        self.waits: list[tuple[int, str]] = []
-        """(line, what was waited for) of every look at a result from the script."""
+        self.waits: list[tuple[Path, str]] = []
+        """(lines, what was waited for) of every look at a result from the script."""
+        self.paths: list[Path] = []
+        """Of every order of a step: the script's lines that led to it."""
         self.step, self.phase = 0, "train"
         self.is_looking = True
         """Whether results are asked for by the script, not by the end of a step."""
@@ -46,16 +50,12 @@ class TraceTransport(ImmediateTransport):
 
     def submit(self, order: Order) -> Pending:
         """Write an order down and answer it; Refusal beyond the calls of a step."""
-        line = self.line()
-        if order.lane == COMPUTE and self.step:
-            self._num_calls += 1
-            if self._num_calls > self._most_calls:
-                raise Refusal(
-                    f"script line {line}: got call {self._num_calls} ({order.label}) in step "
-                    f"{self.step}, expected the step to end within {self._most_calls} calls; a "
-                    f"loop that waits for data may never see it here: declare what it waits for "
-                    f"with flow.assume(name=value), or raise --calls"
-                )
+        path = self.lines()
+        line = path[0] if path else None
+        if order.lane == COMPUTE:
+            self._count(order.label, line)
+        if self.step:
+            self.paths.append(path)
         traced = TracedOrder(
             len(self.orders),
             order.number,
@@ -75,14 +75,27 @@ class TraceTransport(ImmediateTransport):
         """The machine that a rank would run on."""
         return self._nodes[rank]
 
-    def line(self) -> int | None:
-        """The script's line that is running; None outside of it."""
+    def lines(self) -> Path:
+        """The script's lines that are running, the innermost first; none outside of it."""
+        found = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename == self._file:
-                return frame.f_lineno
+                found.append(frame.f_lineno)
             frame = frame.f_back
-        return None
+        return tuple(found)
+
+    def _count(self, label: str, line: int | None) -> None:
+        self._num_calls += 1
+        if self._num_calls <= self._most_calls:
+            return
+        when = f"in step {self.step}" if self.step else "before the first step"
+        what = "the step to end" if self.step else "flow.steps(...) to begin"
+        raise Refusal(
+            f"script line {line}: got call {self._num_calls} ({label}) {when}, expected {what} "
+            f"within {self._most_calls} calls; a loop that waits for data may never see it here: "
+            f"declare what it waits for with flow.assume(name=value), or raise --calls"
+        )
 
     def _answer(self, order: Order, pending: Pending, place: int) -> None:
         replies = self._answers.to(order.label, order.number, order.commands)
@@ -105,9 +118,9 @@ class _Watched(Pending):
 
     def result(self) -> Replies:
         if self._transport.is_looking and self._transport.step:
-            line = self._transport.line()
-            if line is not None:
-                self._transport.waits.append((line, self.label))
+            path = self._transport.lines()
+            if path:
+                self._transport.waits.append((path, self.label))
         return super().result()
 
 

@@ -149,6 +149,9 @@ COMMAND_LINES = {
     f"{PPO} --hardware=abacus": r"got abacus, expected one of a100_80gb",
     f"{PPO} --hardware=h100 --assume scores": r"got --assume scores, expected NAME=VALUE",
     f"{PPO} --hardware=h100 --picture a.bmp --no-data": r"ends in \.svg or \.html",
+    f"{PPO} --hardware=h100 --picture /nonexist/a.svg": r"got --picture /nonexist/a\.svg, .* in a f",
+    f"{PPO} --hardware=h100 --assume scores={{": r"got --assume \.\.\.=\{, expected a number",
+    f"{PPO} --hardware=h100 --no-data --assume responses=a,b": r"'a,b', expected a dtype",
     f"{PPO} --hardware=h100 placement=splat": r"placement: got 'splat'",
     f"{PPO} --hardware=h100 --no-data --assume responses='x'": r"expected a dtype",
 }
@@ -160,6 +163,28 @@ def test_command_line_that_makes_no_sense_is_refused(
 ) -> None:
     assert main(line.split()) == REFUSED
     assert re.search(COMMAND_LINES[line], capsys.readouterr().err)
+
+
+def test_assumed_column_may_have_a_shape_with_commas(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [PPO, *SMALL, "placement=split", "--world=4", "--hardware=h100", "--no-data", "--json"]
+
+    sizes = []
+    for form in ("float32", "float32[2,3]"):
+        assert main([*words, "--assume", f"values={form}"]) == FINE
+        sizes.append(sum(edge[2] for edge in json.loads(capsys.readouterr().out)["edges"]))
+
+    assert sizes[1] > sizes[0]
+
+
+def test_picture_that_cannot_be_written_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.svg").mkdir()
+    words = [PPO, *SMALL, "--world=2", "--hardware=h100", "--no-data"]
+
+    assert main([*words, "--picture", str(tmp_path / "a.svg")]) == REFUSED
+
+    assert "a.svg: Is a directory, expected a file" in capsys.readouterr().err
 
 
 def test_settings_that_cannot_work_are_told_all_at_once(

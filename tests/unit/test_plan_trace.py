@@ -45,6 +45,17 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
 }
 
 
+UPDATED = """\
+from spmdflow import compute_advantages
+batch = actor.generate_sequences(next(prompts))
+batch |= actor.compute_log_prob(batch)
+batch |= reward.compute_reward(batch)
+batch |= batch.map(compute_advantages, estimator='reinforce_pp', cfg=cfg.advantage)
+result = actor.update_actor(batch)
+"""
+"""The lines of a step up to an update, whose metrics are `result`."""
+
+
 def own_script(folder: Path, body: str, **settings: Any) -> Any:
     loaded = load(write_script(folder, body), None, [*_own(), "eval_every=0"])
     return trace(loaded.script, loaded.cfg, settings_of(2, **settings))
@@ -145,6 +156,80 @@ def test_loop_that_never_sees_its_data_is_refused_with_its_line(tmp_path: Path) 
         own_script(tmp_path, body)
 
 
+def test_loop_before_the_first_step_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = write_script(tmp_path, "pass")
+    text = path.read_text()
+    at = text.index("    for step in")
+    path.write_text(
+        f"{text[:at]}    while True:\n        actor.generate_sequences(next(prompts))\n{text[at:]}"
+    )
+    loaded = load(path, None, [*_own(), "eval_every=0"])
+
+    with pytest.raises(Refusal, match=r"script line 9: got call 101 .* before the first step"):
+        trace(loaded.script, loaded.cfg, settings_of(2))
+
+
+def test_loop_of_a_helper_that_waits_for_data_is_marked(tmp_path: Path) -> None:
+    body = (
+        "def refill():\n"
+        "    batch = next(prompts)\n"
+        "    while True:\n"
+        "        batch = actor.generate_sequences(batch)\n"
+        "        batch |= reward.compute_reward(batch)\n"
+        "        if batch.mean('scores') < 1:\n"
+        "            return batch\n"
+        "batch = refill()"
+    )
+
+    found = own_script(tmp_path, body)
+
+    marked = {read.line: (read.in_loop, read.waits) for read in found.reads}
+    assert marked == {11: (True, True), 14: (True, True)}
+
+
+def test_read_of_a_helper_that_a_loop_calls_is_marked(tmp_path: Path) -> None:
+    body = (
+        "batch = reward.compute_reward(actor.generate_sequences(next(prompts)))\n"
+        "def is_low():\n"
+        "    return batch.mean('scores') < 0.2\n"
+        "while is_low():\n"
+        "    pass\n"
+        "batch.mean('scores')"
+    )
+
+    found = own_script(tmp_path, body)
+
+    assert [(read.line, read.in_loop) for read in found.reads] == [
+        (11, True),
+        (14, False),
+        (12, True),
+    ]
+
+
+def test_loop_that_reads_nothing_only_repeats(tmp_path: Path) -> None:
+    body = "for _ in range(2):\n    batch = actor.generate_sequences(next(prompts))\n"
+    body += "batch |= reward.compute_reward(batch)\nbatch.mean('scores')"
+
+    found = own_script(tmp_path, body)
+
+    assert [(r.line, r.in_loop, r.waits) for r in found.reads] == [
+        (12, False, True),
+        (9, True, False),
+    ]
+    assert found.reads[1].what == "loop over lines 9-10"
+
+
+def test_loop_before_the_first_step_is_no_loop_of_the_step(tmp_path: Path) -> None:
+    path = write_script(tmp_path, "batch = actor.generate_sequences(next(prompts))")
+    text = path.read_text()
+    at = text.index("    for step in")
+    early = "    for _ in range(2):\n        actor.generate_sequences(next(prompts))\n"
+    path.write_text(text[:at] + early + text[at:])
+    loaded = load(path, None, [*_own(), "eval_every=0"])
+
+    assert trace(loaded.script, loaded.cfg, settings_of(2)).reads == ()
+
+
 def test_value_without_an_example_is_refused_with_its_line_and_what_to_declare(
     tmp_path: Path,
 ) -> None:
@@ -156,19 +241,46 @@ def test_value_without_an_example_is_refused_with_its_line_and_what_to_declare(
 
 
 def test_metric_that_the_script_reads_comes_from_the_example(tmp_path: Path) -> None:
-    body = "result = actor.update_actor(batch)\nif result['actor/kl'] > 0.5:\n    step.log(big=1.0)"
-    before = "batch = actor.generate_sequences(next(prompts))\n"
-    before += "batch |= actor.compute_log_prob(batch)\nbatch |= reward.compute_reward(batch)\n"
-    before += "from spmdflow import compute_advantages\n"
-    before += (
-        "batch |= batch.map(compute_advantages, estimator='reinforce_pp', cfg=cfg.advantage)\n"
-    )
+    body = "if result['actor/kl'] > 0.5:\n    step.log(big=1.0)"
 
     with pytest.raises(Refusal, match=r"script line 15: reads 'actor/kl', .* flow\.assume"):
-        own_script(tmp_path, before + body)
-    found = own_script(tmp_path, before + body, examples={"actor/kl": 0.1})
+        own_script(tmp_path, UPDATED + body)
+    found = own_script(tmp_path, UPDATED + body, examples={"actor/kl": 0.1})
 
     assert any(read.line == 15 for read in found.reads)
+    assert "actor/kl = 0.1" in found.assumptions
+    assert (
+        "big/kl = 0.2"
+        not in own_script(
+            tmp_path, UPDATED + body, examples={"actor/kl": 0.1, "big/kl": 0.2}
+        ).assumptions
+    )
+
+
+def test_metric_that_is_lacking_has_the_default_of_get(tmp_path: Path) -> None:
+    found = own_script(tmp_path, UPDATED + "assert result.get('actor/kl', 0.25) == 0.25")
+
+    assert found.steps == (1,)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("1 / batch.mean('scores')", r"line 11: got ZeroDivisionError: .* \(scores = 0\.0\)"),
+        ("len(batch.mean('scores'))", r"line 11: got TypeError: .* flow\.assume\(name=value\)"),
+        ("{'a': 1}['b']", r"line 11: got KeyError: 'b', expected main to run"),
+        ("raise SystemExit(0)", r"line 11: got SystemExit: 0, expected main to run"),
+        ("import math\nmath.sqrt(-1)", r"line 12: got ValueError: .* \(none was read\)"),
+    ],
+)
+def test_error_of_the_script_on_its_examples_is_refused_with_its_line(
+    body: str, said: str, tmp_path: Path
+) -> None:
+    before = "batch = actor.generate_sequences(next(prompts))\n"
+    before += "batch |= reward.compute_reward(batch)\n"
+
+    with pytest.raises(Refusal, match=f"script {said}"):
+        own_script(tmp_path, before + body, examples={"scores": 0.0})
 
 
 def test_examples_of_the_script_are_taken_and_the_command_line_overrules_them(

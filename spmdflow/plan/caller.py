@@ -1,0 +1,80 @@
+"""`TracedCaller`: the controller's own caller, with what a dry run must know of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spmdflow.controller.batch import Batch
+from spmdflow.controller.caller import Caller, CallSettings, Target
+from spmdflow.controller.result import Result
+from spmdflow.controller.transfers import Transfers
+from spmdflow.data.row_id import Ids
+from spmdflow.plan.example import Examples
+from spmdflow.plan.transport import TraceTransport
+from spmdflow.transfer.register import method_spec
+
+
+class UnknownMetric(KeyError):
+    """A metric that the script reads and nobody has declared."""
+
+
+class TracedCaller(Caller):
+    """Writes down the rows of updates and the metrics that are read; `Caller` does all the work."""
+
+    def __init__(
+        self,
+        transport: TraceTransport,
+        transfers: Transfers,
+        settings: CallSettings,
+        examples: Examples,
+    ) -> None:
+        super().__init__(transport, transfers, settings)
+        self._trace, self._examples = transport, examples
+        self.batches: dict[int, tuple[Ids, Ids]] = {}
+        """Row ids of the batch that each update was given, and their parents, by place."""
+
+    def invoke(
+        self, target: Target, method: str, batch: Batch | None, arguments: Mapping[str, Any]
+    ) -> Batch | Result:
+        """As `Caller.invoke`."""
+        made = super().invoke(target, method, batch, arguments)
+        if batch is not None and method_spec(target.worker_class, method).minibatches:
+            label = f"{target.name}.{method}"
+            order = next(o for o in reversed(self._trace.orders) if o.label == label)
+            self.batches[order.place] = batch.ids, batch.parents
+        return made if isinstance(made, Batch) else self._watched(made)
+
+    def invoke_each(
+        self, target: Target, method: str, items: Sequence[Any], arguments: Mapping[str, Any]
+    ) -> Result:
+        """As `Caller.invoke_each`."""
+        return self._watched(super().invoke_each(target, method, items, arguments))
+
+    def _watched(self, result: Result) -> Result:
+        return _WatchedResult(result, self._trace, self._examples)
+
+
+class _WatchedResult(Result):
+    """Metrics of a call; those that the script reads count as used examples."""
+
+    def __init__(self, result: Result, transport: TraceTransport, examples: Examples) -> None:
+        super().__init__(result._label, result._pending, result._ranks)
+        self._transport, self._examples = transport, examples
+
+    def metrics(self) -> dict[str, float]:
+        """As `Result.metrics`."""
+        metrics = super().metrics()
+        self._note(*metrics)
+        return metrics
+
+    def __getitem__(self, key: str) -> float:
+        metrics = super().metrics()
+        if key not in metrics:
+            raise UnknownMetric(key)
+        self._note(key)
+        return metrics[key]
+
+    def _note(self, *names: str) -> None:
+        if self._transport.is_looking:
+            self._examples.use(names)
