@@ -1,6 +1,10 @@
 """Measures the machine at hand and writes a hardware file for the device mapping.
 
-    python scripts/calibrate.py --name mine --out mine.yaml [--processes 2] [--device cpu|cuda]
+    python scripts/calibrate.py --out cpu_here.yaml [--name cpu_here] [--processes 2] [--vllm]
+    python scripts/calibrate.py --out gpu_here.yaml --device cuda [--name gpu_here] [--processes 8]
+
+The setting run.hardware and the option --hardware of spmdflow.plan take the file. Whether it is of
+processors or of GPUs is read from its name: of processors it begins with cpu.
 
 Every process of a node measures at the same time, as ranks compute at the same time: on a CPU with
 fewer cores than processes each gets its share. Matrix rates, memory, collectives (gloo on a CPU,
@@ -266,6 +270,17 @@ SOURCES = {
 }
 
 
+def hardware_name(name: str | None, device: str) -> str:
+    """What the file is called: plans take a name that begins with cpu for processors."""
+    name = name or {"cpu": "cpu_here", "cuda": "gpu_here"}[device]
+    if device == "cuda" and name.startswith("cpu"):
+        raise ValueError(f"got --name {name}, expected none with cpu for GPUs; choose another")
+    if device == "cpu" and not name.startswith("cpu"):
+        sys.stderr.write(f"calibrate: named cpu_{name}, as files of processors begin with cpu\n")
+        return f"cpu_{name}"
+    return name
+
+
 def cpu_name() -> str:
     """The processor's name as Linux says it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -275,7 +290,7 @@ def cpu_name() -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--name", default="mine", help="name of the hardware")
+    parser.add_argument("--name", help="of the hardware; cpu... (cpu_here), or of GPUs (gpu_here)")
     parser.add_argument("--out", type=Path, default=Path("hardware.yaml"), help="file to write")
     parser.add_argument("--processes", type=int, default=2, help="ranks of this machine")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -283,6 +298,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rank-folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--generation-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    try:
+        arguments.name = hardware_name(arguments.name, arguments.device)
+    except ValueError as err:
+        parser.error(str(err))
     if arguments.processes < 2:
         parser.error(
             f"got --processes {arguments.processes}, expected at least 2, as collectives need a "

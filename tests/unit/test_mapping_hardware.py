@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 import yaml
 
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.machine import COEFFICIENTS, FOLDER, HARDWARE, load_hardware
+from spmdflow.plan.machine import hardware_of, is_cpu
+from tests.policy.house import REPOSITORY
 
 
 @pytest.mark.parametrize("name", HARDWARE)
@@ -84,3 +90,116 @@ def test_a_node_has_at_least_one_device() -> None:
     assert load_hardware("a100_80gb").with_node(4).gpus_per_node == 4
     with pytest.raises(ConfigError, match="got 0 devices a node"):
         load_hardware("a100_80gb").with_node(0)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100_80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100_80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+    ],
+)
+def test_device_that_a_packaged_file_describes_is_found_by_what_cuda_calls_it(
+    device: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+
+    assert hardware_of(None).name == name
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "NVIDIA A100-SXM4-40GB",
+        "NVIDIA A100-PCIE-40GB",
+        "NVIDIA H100 PCIe",
+        "NVIDIA H100 NVL",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GH200 480GB",
+        "NVIDIA L4",
+        "AMD Instinct MI300X",
+    ],
+)
+def test_other_device_is_refused_with_how_to_measure_and_name_it(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+
+    with pytest.raises(
+        ConfigError, match=rf"got {device}, .* scripts/calibrate\.py .* run\.hardware .*--hardware"
+    ):
+        hardware_of(None)
+    assert hardware_of("h100").name == "h100"
+
+
+def test_more_ranks_of_a_machine_than_were_measured_share_its_memory() -> None:
+    whole = load_hardware("cpu")
+    measured = int(whole.gpus_per_node)
+
+    memory = {
+        ranks: hardware_of("cpu", ranks).memory_bytes
+        for ranks in (1, measured, 2 * measured, 4 * measured)
+    }
+
+    assert memory[1] == memory[measured] == whole.memory_bytes
+    assert memory[2 * measured] == whole.memory_bytes / 2
+    assert memory[4 * measured] == whole.memory_bytes / 4
+    assert hardware_of("cpu", world_size=2 * measured).memory_bytes == whole.memory_bytes / 2
+    assert hardware_of("cpu", measured, world_size=64).memory_bytes == whole.memory_bytes
+    assert hardware_of("h100", 64).memory_bytes == load_hardware("h100").memory_bytes
+    with pytest.raises(ConfigError, match="got 0 devices a node"):
+        hardware_of("cpu", 0)
+
+
+@pytest.fixture
+def calibrate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """scripts/calibrate.py."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    return importlib.import_module("calibrate")
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("", "cpu_here"),
+        ("--name mine", "cpu_mine"),
+        ("--name cpu7", "cpu7"),
+        ("--device cuda", "gpu_here"),
+        ("--device cuda --name mine", "mine"),
+    ],
+)
+def test_calibrated_file_is_taken_for_the_device_that_was_measured(
+    words: str,
+    name: str,
+    calibrate: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["calibrate.py", *words.split()])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
+
+    arguments = calibrate._arguments()
+    measured = load_hardware("cpu").coefficients
+    (tmp_path / "mine.yaml").write_text(calibrate.file_text(arguments, measured))
+
+    assert arguments.name == name
+    assert is_cpu(load_hardware(tmp_path / "mine.yaml")) == (arguments.device == "cpu")
+    renamed = "named cpu_mine, as files of processors begin with cpu"
+    assert (renamed in capsys.readouterr().err) == (name == "cpu_mine")
+
+
+def test_name_of_processors_for_a_file_of_gpus_is_refused(
+    calibrate: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["calibrate.py", "--device", "cuda", "--name", "cpu7"])
+
+    with pytest.raises(SystemExit) as refused:
+        calibrate._arguments()
+
+    assert refused.value.code == 2
+    assert "got --name cpu7, expected none with cpu for GPUs" in capsys.readouterr().err
