@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from spmdflow import run
@@ -20,6 +21,7 @@ from spmdflow.mapping.machine import FOLDER, load_hardware
 from spmdflow.plan import machine
 from spmdflow.plan.auto import Automatic, dataflow_of, resolve
 from spmdflow.plan.command import FINE, main
+from spmdflow.plan.comparison import compare_run
 from spmdflow.plan.report import plan
 from tests.unit.planned import ALGORITHMS, SMALL, SMALL_GROUPS, settings_of, write_script
 from tests.unit.test_plan_command import large
@@ -298,3 +300,19 @@ def test_command_plans_for_the_hardware_of_the_settings_unless_another_is_named(
 
     assert "on 2 ranks of 1 node, h200" in of_settings
     assert "on 2 ranks of 1 node, h100" in named
+
+
+def test_run_on_a_device_that_no_file_describes_says_why_nothing_is_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
+    loaded = load(ALGORITHMS / "ppo.py", None, [*SMALL, f"run.dir={tmp_path}"])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step_seconds": 2.0}\n')
+
+    compare_run(loaded.script, loaded.cfg, (0, 1))
+
+    text = (tmp_path / "prediction.txt").read_text()
+    assert "not predicted: hardware: got NVIDIA L4, expected a device that a packaged" in text
+    with pytest.raises(ConfigError, match=r"got NVIDIA L4, .*; measure it with scripts/calibrate"):
+        run._placed(load(ALGORITHMS / "ppo.py", None, ["placement=auto"]), run.Place(0, 0, 2))
