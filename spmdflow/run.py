@@ -28,7 +28,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -48,6 +48,7 @@ usage: torchrun [...] -m spmdflow.run SCRIPT [CONFIG.yaml] [key=value ...]
 
 SCRIPT         Python file with main(flow, cfg), such as algos/ppo.py
 CONFIG.yaml    settings; without it, the script's name with .yaml if that is there
+               its section assume (NAME: example) is for spmdflow.plan; a run ignores it
 key=value      one setting, such as actor.optimizer.lr=3e-4; wins over the file
 --inproc       one process, no torchrun, every call runs at once
 --help         this text and every setting of SCRIPT (of PPO without one)
@@ -177,9 +178,9 @@ def _placed(loaded: Loaded, place: Place) -> Loaded:
 
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
     hardware = hardware_of(loaded.cfg.run.hardware, node_size, world_size=place.world_size)
-    found = resolve(loaded.script, loaded.cfg, place.world_size, hardware)
+    found = resolve(loaded.script, loaded.cfg, place.world_size, hardware, examples=loaded.assume)
     _say(place, placed_text(found))
-    return Loaded(found.cfg, loaded.script, to_yaml(found.cfg))
+    return replace(loaded, cfg=found.cfg, yaml_text=to_yaml(found.cfg))
 
 
 def _say(place: Place, text: str) -> None:

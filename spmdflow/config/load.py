@@ -8,8 +8,8 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +28,8 @@ from spmdflow.errors import ConfigError
 SCRIPT_MODULE = "spmdflow_script"
 """Name under which every rank imports the script: its functions are `spmdflow_script:name`."""
 
+ASSUME = "assume"
+"""Section of examples that only a plan reads; a script's Config may have a field of that name."""
 _EXAMPLES = {"int": "8", "float": "0.5", "bool": "true", "str": "text"}
 
 
@@ -39,6 +41,8 @@ class Loaded:
     script: ModuleType
     yaml_text: str
     """Every setting, resolved, as YAML: what RUN_DIR/config.yaml holds."""
+    assume: Mapping[str, Any] = field(default_factory=dict)
+    """Examples by name, from the section `assume`: a run takes no notice, a plan reads them."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,10 @@ def load(script_path: str | Path, yaml_path: str | Path | None, overrides: Seque
         yaml_path = beside
     sources = [] if yaml_path is None else [_read_yaml(Path(yaml_path))]
     sources += [_read_override(text) for text in overrides]
+    assume = {} if ASSUME in {part.name for part in fields(schema)} else _take_examples(sources)
     cfg = _build(schema, sources)
     _locate_exports(cfg)
-    return Loaded(cfg, script, to_yaml(cfg))
+    return Loaded(cfg, script, to_yaml(cfg), assume)
 
 
 def load_script(path: str | Path) -> ModuleType:
@@ -174,6 +179,29 @@ def _read_override(text: str) -> _Source:
     return _Source("command line", {str(name): value for name, value in tree.items()})
 
 
+def _take_examples(sources: Sequence[_Source]) -> dict[str, Any]:
+    """Take the section `assume` out of every source; the last word on a name counts."""
+    found: dict[str, Any] = {}
+    for source in sources:
+        section = source.tree.pop(ASSUME, None)
+        if section is not None and not isinstance(section, dict):
+            raise ConfigError(
+                f"{source.name}: {ASSUME} got {section!r}, expected examples by name; write "
+                f"{ASSUME}: {{scores: [0, 1]}} or {ASSUME}.scores=0.5"
+            )
+        found |= _flat(section or {})
+    return found
+
+
+def _flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """{"judge": {"describe": x}} -> {"judge.describe": x}."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        found |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
+    return found
+
+
 def _build(schema: type, sources: Iterable[_Source]) -> Any:
     OmegaConf.register_resolver("first_of", _first_of, replace=True)
     known = {leaf.key: leaf for leaf in leaves(defaults(schema))}
@@ -222,7 +250,7 @@ def _check_keys(
         key = f"{prefix}{name}"
         if name not in names:
             raise ConfigError(
-                f"{source}: unknown key {key}{_nearest(key, known)}; --help lists every key"
+                f"{source}: unknown key {key}{_nearest(key, [*known, ASSUME])}; --help lists every key"
             )
         if name in groups and isinstance(value, dict):
             _check_keys(value, groups[name], key + ".", source, known)

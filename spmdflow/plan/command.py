@@ -4,6 +4,7 @@
     --hardware NAME    a100_80gb, h100, h200, cpu, or a file of scripts/calibrate.py (the machine's)
     --node-size N      ranks that share a machine (the hardware's)
     --assume NAME=X    an example of what only a run knows: scores=0,1 responses=200 actor/kl=0.1
+                       (wins over the section assume of CONFIG.yaml, that over flow.assume)
     --calls N          most calls of a step (100)
     --no-data          prompts are as long as allowed; the data file is not read
     --json             everything as data
@@ -21,7 +22,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def _plan(options: argparse.Namespace) -> int:
     loaded = load(script, config, overrides)
     name = options.hardware or loaded.cfg.run.hardware
     hardware = hardware_of(name, options.node_size, world_size=options.world)
-    settings = _trace_settings(options, hardware)
+    settings = _trace_settings(options, hardware, loaded.assume)
     if replay is not None:
         settings = settings_of_run(replay, backend=settings.backend)
     cfg, found = loaded.cfg, None
@@ -128,13 +129,16 @@ def _check_folder(picture: Path | None) -> None:
         )
 
 
-def _trace_settings(options: argparse.Namespace, hardware: Hardware) -> TraceSettings:
+def _trace_settings(
+    options: argparse.Namespace, hardware: Hardware, assume: Mapping[str, Any]
+) -> TraceSettings:
+    """assume: examples of the configuration; those of the command line overrule them."""
     world = tuple(range(options.world))
     return TraceSettings(
         world=world,
         nodes=nodes_of(world, hardware),
         backend="gloo" if is_cpu(hardware) else "nccl",
-        examples=dict(_example(text) for text in options.assume),
+        examples={**assume, **dict(_example(text) for text in options.assume)},
         most_calls=options.calls,
         read_data=not options.no_data,
     )

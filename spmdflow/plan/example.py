@@ -1,7 +1,8 @@
 """Examples of what only a run knows: values that a script reads, tokens of a response.
 
-They come from `flow.assume(...)` in the script, from `--assume NAME=VALUE`, or from a short table
-of the columns that the built-in algorithms read. Every example that was used is reported.
+They come from `--assume NAME=VALUE`, from the section `assume` of the configuration, from
+`flow.assume(...)` in the script, or from a short table of the columns that the built-in algorithms
+read; the first of them that names a thing counts. Every example that was used is reported.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Examples:
         """Columns that nobody has declared."""
 
     def add(self, declared: Mapping[str, Any]) -> None:
-        """What the script says; the command line's word counts more."""
+        """What the script says; the word of configuration and command line counts more."""
         for name, value in declared.items():
             if name not in self._overruling:
                 self._declared[name] = value

@@ -15,7 +15,7 @@ from spmdflow.mapping.machine import load_hardware
 from spmdflow.plan.command import FINE, REFUSED, WRONG, main
 from spmdflow.plan.report import PlanReport, plan
 from spmdflow.plan.text import report_text
-from tests.unit.planned import ALGORITHMS, SMALL, settings_of
+from tests.unit.planned import ALGORITHMS, SMALL, settings_of, write_script
 
 PPO = str(ALGORITHMS / "ppo.py")
 LLAMA_70B = {
@@ -67,6 +67,12 @@ def large(folder: Path) -> list[str]:
             f"{role}.engine.micro_batch=1 rows",
         ]
     return words
+
+
+def located_settings() -> str:
+    """PPO's settings, as a file of any folder."""
+    text = (ALGORITHMS / "ppo.yaml").read_text()
+    return text.replace("arithmetic/", f"{ALGORITHMS}/arithmetic/")
 
 
 def planned(words: list[str], world: int, *, node_size: int = 8) -> PlanReport:
@@ -149,7 +155,7 @@ COMMAND_LINES = {
     f"{PPO} --hardware=abacus": r"got abacus, expected one of a100_80gb",
     f"{PPO} --hardware=h100 --assume scores": r"got --assume scores, expected NAME=VALUE",
     f"{PPO} --hardware=h100 --picture a.bmp --no-data": r"ends in \.svg or \.html",
-    f"{PPO} --hardware=h100 --picture /nonexist/a.svg": r"got --picture /nonexist/a\.svg, .* in a f",
+    f"{PPO} --hardware=h100 --picture /nonexist/a.svg": r"got --picture /nonexist/a\.svg",
     f"{PPO} --hardware=h100 --assume scores={{": r"got --assume \.\.\.=\{, expected a number",
     f"{PPO} --hardware=h100 --no-data --assume responses=a,b": r"'a,b', expected a dtype",
     f"{PPO} --hardware=h100 placement=splat": r"placement: got 'splat'",
@@ -185,6 +191,51 @@ def test_picture_that_cannot_be_written_is_refused(
     assert main([*words, "--picture", str(tmp_path / "a.svg")]) == REFUSED
 
     assert "a.svg: Is a directory, expected a file" in capsys.readouterr().err
+
+
+def test_examples_of_the_configuration_win_over_the_script_and_lose_to_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = "flow.assume({'scores': 0.1, 'responses': 3})\n"
+    body += "batch = actor.generate_sequences(next(prompts))\n"
+    body += "batch |= reward.compute_reward(batch)\nbatch.mean('scores')"
+    script = write_script(tmp_path, body)
+    config = tmp_path / "own.yaml"
+    section = "assume:\n  scores: [0.2, 0.4]\n  judge.describe: short\n"
+    config.write_text(located_settings() + section)
+    words = [str(script), "--world=2", "--hardware=h100", "--no-data", "--json"]
+
+    said = {}
+    for more in ("", "assume.scores=0.5", "--assume=scores=0.6"):
+        assert main([*words, *SMALL, *filter(None, [more])]) == FINE
+        said[more] = json.loads(capsys.readouterr().out)["assumed"]
+
+    assert "scores = [0.2, 0.4]" in said[""] and "responses = 3" in said[""]
+    assert "scores = 0.5" in said["assume.scores=0.5"]
+    assert "scores = 0.6" in said["--assume=scores=0.6"]
+
+
+def test_run_takes_no_notice_of_examples(tmp_path: Path) -> None:
+    plain, assuming = tmp_path / "plain.yaml", tmp_path / "assuming.yaml"
+    plain.write_text(located_settings())
+    assuming.write_text(located_settings() + "assume: {scores: 0.2, actor: {kl: 1}}\n")
+
+    loaded = load(PPO, assuming, ["assume.scores=[0, 1]"])
+
+    assert loaded.assume == {"scores": [0, 1], "actor.kl": 1}
+    assert loaded.cfg == load(PPO, plain, []).cfg
+    assert "assume" not in loaded.yaml_text
+
+
+def test_examples_of_the_configuration_that_have_no_names_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.yaml").write_text(located_settings() + "assume: 0.5\n")
+
+    assert main([PPO, str(tmp_path / "own.yaml"), "--world=2"]) == REFUSED
+    assert "assume got 0.5, expected examples by name" in capsys.readouterr().err
+    assert main([PPO, "asume.scores=1", "--world=2"]) == REFUSED
+    assert "unknown key asume, nearest is assume" in capsys.readouterr().err
 
 
 def test_settings_that_cannot_work_are_told_all_at_once(
