@@ -56,11 +56,14 @@ def large_groups(folder: Path) -> list[str]:
     return [*words, "data.samples_per_prompt=1"]
 
 
-@pytest.mark.parametrize("layout", ["", "t8", "t4p2"])
+@pytest.mark.parametrize(
+    ("engine", "layout"), [("megatron", ""), ("megatron", "t8"), ("megatron", "t4p2"), ("fsdp", "")]
+)
 def test_sizes_of_a_large_generator_of_its_own_are_searched_or_those_of_the_settings(
-    layout: str, tmp_path: Path
+    engine: str, layout: str, tmp_path: Path
 ) -> None:
     words = [f"actor.rollout.layout={layout}"] if layout else []
+    words.append(f"actor.engine.kind={engine}")
     offload = ["actor.engine.residency=offload", "actor.engine.options=[recompute]"]
     hardware = load_hardware("h100")
 
