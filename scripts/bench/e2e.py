@@ -75,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hardware", default="cpu", metavar="FILE", help="of calibrate.py --name cpu..."
     )
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "e2e.jsonl", metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw measured over predicted")
     parser.add_argument("--seconds", type=float, metavar="T", help="start no run after T seconds")
 
 
@@ -97,6 +98,8 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         sys.exit(f"e2e: got {len(rows)} configurations with a run, expected 2; run it longer")
     full = [c for c in found if len(runs.get(c.title, ())) == arguments.repeats]
     print(verdict(rows, [list(runs[c.title].values()) for c in full], len(found)))
+    if arguments.plot:
+        draw(rows, arguments.plot)
     return sorted(rows, key=lambda row: float(row["measured_s"]))
 
 
@@ -208,6 +211,38 @@ def verdict(rows: list[dict[str, Any]], repeats: list[list[float]], wanted: int)
         f"{choice.loss:.1%} behind the best (aim 5 %)"
     )
     return "\n".join(lines)
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Every configuration as a point, its slowest and fastest run as a bar."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4.5), layout="constrained")
+    for ranks, colour in (("1", "tab:green"), ("2", "tab:blue"), ("4", "tab:orange")):
+        some = [row for row in rows if row["configuration"].startswith(ranks + " ")]
+        if not some:
+            continue
+        mean = [row["measured_s"] for row in some]
+        below = [row["measured_s"] - row["fastest_s"] for row in some]
+        above = [row["slowest_s"] - row["measured_s"] for row in some]
+        axes.errorbar(
+            [row["predicted_s"] for row in some],
+            mean,
+            yerr=[below, above],
+            fmt="o",
+            color=colour,
+            capsize=2,
+            label=f"{ranks} rank{'s' * (ranks != '1')} on {os.cpu_count()} cores",
+        )
+    axes.set_xlabel("predicted seconds of a step")
+    axes.set_ylabel("measured: mean, fastest to slowest run")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def write_model(folder: Path) -> None:

@@ -36,7 +36,8 @@ class Hardware:
     peak_flops_bfloat16: float
     peak_flops_float32: float
     compute_efficiency: float
-    """Part of the peak that large matrices reach, their reads and writes counted apart."""
+    """Part of the peak that a layer's matrices reach, their reads and writes counted apart; what
+    calibrate.py measures includes norms and activation functions."""
     memory_bandwidth: float
     memory_efficiency: float
     kv_read_efficiency: float
