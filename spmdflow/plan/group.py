@@ -33,7 +33,13 @@ class GroupKind:
     backend: str
     size: int
     """Ranks of each, at most."""
-    count: int
+    members: tuple[tuple[int, ...], ...]
+    """The ranks of every one, in the order in which they are made."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.members)
 
 
 def groups_of(trace: Trace) -> list[PlannedGroup]:
@@ -53,14 +59,17 @@ def groups_of(trace: Trace) -> list[PlannedGroup]:
 def kinds_of(groups: Iterable[PlannedGroup], models: dict[str, TracedModel]) -> list[GroupKind]:
     """The groups by model, axis, backend and size, in their order."""
     axes = {name: _axes_of(model.layout) for name, model in models.items()}
-    counts: dict[tuple[str, str, str, str], list[int]] = {}
+    members: dict[tuple[str, str, str, str], list[tuple[int, ...]]] = {}
     for group in groups:
         spec = group.spec
         axis = axes.get(group.made_by, {}).get(spec.ranks)
         axis = axis or ("all ranks" if group.made_by == "run" else "both pools")
         key = (group.made_by, axis, spec.lane, spec.backend)
-        counts.setdefault(key, []).append(len(spec.ranks))
-    return [GroupKind(*key, size=max(sizes), count=len(sizes)) for key, sizes in counts.items()]
+        members.setdefault(key, []).append(spec.ranks)
+    return [
+        GroupKind(*key, size=max(map(len, ranks)), members=tuple(ranks))
+        for key, ranks in members.items()
+    ]
 
 
 def _axes_of(layout: Layout) -> dict[tuple[int, ...], str]:

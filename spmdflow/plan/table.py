@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 
 WIDTH = 100
 _MOST_LINES = 24
+_ROUNDED_UP = 0.9995
+"""From here on three digits read 1."""
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> Iterator[str]:
@@ -47,15 +49,19 @@ def spans(ranks: Sequence[int]) -> str:
 
 
 def bytes_of(size: float) -> str:
-    """1234567 -> 1.23 MB."""
+    """1234567 -> 1.23 MB; the unit is that of the rounded number: 999999 -> 1 MB."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}" if size < 1000 * factor else f"{size:.3g} B"
+        if size >= _ROUNDED_UP * factor:
+            return f"{_three_digits(size / factor)} {unit}"
     return f"{size:.0f} B"
 
 
 def seconds_of(value: float) -> str:
     """0.0123 -> 12.3 ms."""
-    if value < 1e-3:
+    if value < _ROUNDED_UP * 1e-3:
         return f"{value * 1e6:.0f} us"
-    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.4g} s"
+    return f"{_three_digits(value * 1e3)} ms" if value < _ROUNDED_UP else f"{value:.4g} s"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"

@@ -8,6 +8,10 @@ from spmdflow.plan.record import COMPUTE, TRANSFER, Tokens
 from spmdflow.plan.report import PlanReport
 from spmdflow.plan.table import bytes_of, seconds_of, spans, table, wrapped
 
+MOST_LISTED = 16
+"""Ranks of a world of which every process group and transfer is printed."""
+_MOST_EDGES = 16
+
 
 def report_text(report: PlanReport) -> str:
     """All sections."""
@@ -87,6 +91,10 @@ def _calls(report: PlanReport) -> Iterator[str]:
     yield ""
     yield f"calls of step {report.step}, in the order of their numbers"
     yield from table(rows, right=(0, 3, 5, 6))
+    stages = report.prediction.stage_seconds().items()
+    if report.prediction.seconds and stages:
+        shown = ", ".join(f"{stage} {seconds_of(seconds)}" for stage, seconds in stages)
+        yield from wrapped("  by stage", shown)
     for call in report.prediction.calls:
         for note in call.notes:
             yield f"  {call.label}: {note}"
@@ -184,6 +192,12 @@ def _groups(report: PlanReport) -> Iterator[str]:
             (kind.made_by, kind.axis, kind.lane, kind.backend, str(kind.count), str(kind.size))
         )
     yield from table(rows, right=(4, 5))
+    if report.world_size > MOST_LISTED:
+        yield "  --json lists every one with its ranks"
+        return
+    for kind in report.group_kinds:
+        everyone = ", ".join(str(list(ranks)) for ranks in kind.members)
+        yield from wrapped(f"  {kind.made_by} {kind.axis} ({kind.lane}, {kind.backend})", everyone)
 
 
 def _orders_by_rank(report: PlanReport) -> Iterator[str]:
@@ -206,6 +220,17 @@ def _orders_by_rank(report: PlanReport) -> Iterator[str]:
         counts = [transfers.get(rank, 0) for rank in ranks]
         many = f"{min(counts)}-{max(counts)}" if min(counts) != max(counts) else str(counts[0])
         yield from wrapped(f"  ranks {spans(ranks)}, {many} transfers", ", ".join(labels) or "none")
+    if released and report.world_size > MOST_LISTED:
+        yield "  --json lists the transfers of every rank"
+        return
+    edges: dict[int, list[str]] = {}
+    for edge in sorted(report.edges, key=lambda e: (e.release, e.source, e.destination)):
+        size = bytes_of(edge.num_bytes)
+        edges.setdefault(edge.release, []).append(f"{edge.source} -> {edge.destination} {size}")
+    for place, shown in edges.items():
+        more = [f"... {len(shown) - _MOST_EDGES} more"] if len(shown) > _MOST_EDGES else []
+        label = report.trace.orders[place].label
+        yield from wrapped(f"  {label}", ", ".join(shown[:_MOST_EDGES] + more))
 
 
 def _assumed(report: PlanReport) -> Iterator[str]:

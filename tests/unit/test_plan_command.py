@@ -14,6 +14,7 @@ from spmdflow.config.load import load
 from spmdflow.mapping.machine import load_hardware
 from spmdflow.plan.command import FINE, REFUSED, WRONG, main
 from spmdflow.plan.report import PlanReport, plan
+from spmdflow.plan.table import bytes_of, seconds_of
 from spmdflow.plan.text import report_text
 from tests.unit.planned import ALGORITHMS, SMALL, settings_of, write_script
 
@@ -98,11 +99,52 @@ def test_text_is_at_most_100_columns_and_says_what_matters(
         "weights from trainer to generator",
         "memory of a rank in GB",
         "process groups: 5",
+        "run all ranks (transfer, gloo): [0, 1, 2, 3]",
+        "critic pool (compute, nccl): [2, 3]",
+        "transfer 1 of actor.generate_sequences: 0 -> 2 ",
+        "by stage: generate_sequences ",
         "order of commands by rank",
         "nothing wrong",
         "no circle among",
     ):
         assert part in text, part
+
+
+def test_text_prints_every_group_and_transfer_of_small_worlds_only() -> None:
+    sizes = [f"{role}.engine.kind=megatron" for role in ("actor", "critic")]
+    sizes += [f"{role}.engine.layout=t2p2" for role in ("actor", "critic")]
+
+    small, large = (report_text(planned([*SMALL, *sizes], world)) for world in (16, 24))
+
+    assert "actor tp (compute, nccl): [0, 1], [2, 3], [4, 5], [6, 7], [8, 9]" in small
+    assert "  transfer 1 of" in small and "--json" not in small
+    assert "--json lists every one with its ranks" in large
+    assert "--json lists the transfers of every rank" in large
+    assert "[0, 1]" not in large and "  transfer 1 of" not in large
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (999_499, "999 kB"),
+        (999_999, "1 MB"),
+        (1_234_567, "1.23 MB"),
+        (999_999_999, "1 GB"),
+        (1_234e12, "1,234 TB"),
+    ],
+)
+def test_bytes_have_three_digits_and_the_unit_of_the_rounded_number(size: float, text: str) -> None:
+    assert bytes_of(size) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0123, "12.3 ms"), (0.99999, "1 s"), (0.00099999, "1 ms"), (1e-5, "10 us")],
+)
+def test_seconds_have_the_unit_of_the_rounded_number(value: float, text: str) -> None:
+    assert seconds_of(value) == text
 
 
 def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
