@@ -2,7 +2,8 @@
 
 Seconds: predicted from the settings, as before the run, and from the lengths that the run had;
 measured is the median over its steps, the first left out where there are more. Bytes: the plan of
-the first steps with the run's own lengths, edge by edge, beside what the ranks counted.
+the first steps with the run's own lengths, edge by edge, and of the weights sync by sync, beside
+what the ranks counted.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from statistics import median
@@ -28,6 +29,7 @@ from spmdflow.plan.record import Trace
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.table import bytes_of, seconds_of, table
 from spmdflow.plan.trace import TraceSettings, trace, trace_replayed
+from spmdflow.plan.weight import syncs_by_step, weight_plans
 from spmdflow.plan.workload import simulated
 from spmdflow.tracking.line import read_lines
 
@@ -59,6 +61,17 @@ class EdgeCount:
 
 
 @dataclass(frozen=True)
+class SyncCount:
+    """Weights that passed to generators in the training calls of a step."""
+
+    step: int
+    syncs: int
+    planned: int
+    """Bytes that rollout/synced_bytes was to say."""
+    counted: int
+
+
+@dataclass(frozen=True)
 class Comparison:
     """What was predicted and what was measured."""
 
@@ -67,6 +80,8 @@ class Comparison:
     edges: tuple[EdgeCount, ...] = ()
     steps: tuple[int, ...] = ()
     """Steps whose bytes are compared."""
+    syncs: tuple[SyncCount, ...] = ()
+    """Of those steps that moved weights."""
     notes: tuple[str, ...] = field(default_factory=tuple)
     """What could not be predicted, and why."""
 
@@ -83,6 +98,7 @@ class Comparison:
             "steps": list(self.steps),
             "bytes_agree": self.bytes_agree,
             "edges": [[e.source, e.destination, e.planned, e.counted] for e in self.edges],
+            "weight_syncs": [vars(sync) for sync in self.syncs],
             "notes": list(self.notes),
         }
 
@@ -130,7 +146,7 @@ def compare(
     """Predict a run that was, and lay it beside what it measured."""
     notes: list[str] = []
     replay, traced = _traced(script, cfg, run_dir, notes)
-    hardware = hardware or _hardware(len(world), replay, notes)
+    hardware = hardware or _hardware(cfg, len(world), replay, notes)
     measured = _measured(run_dir)
     before = after = None
     if hardware is not None:
@@ -139,21 +155,23 @@ def compare(
         before = _of_settings(script, cfg, settings, hardware, notes)
         after = None if traced is None else _of_trace(traced, hardware)
     notes += after.without.values() if after else ()
+    syncs = tuple(_syncs(replay, traced, notes)) if traced else ()
     return Comparison(
         hardware=hardware.name if hardware else "",
         stages=tuple(_stages(before, after, measured)),
         edges=tuple(_edges(replay, traced)) if traced else (),
         steps=tuple(step for step in replay.steps) if traced else (),
+        syncs=syncs,
         notes=tuple(notes),
     )
 
 
-def _hardware(world_size: int, replay: Replay, notes: list[str]) -> Hardware | None:
-    """This machine's kind, with as many ranks a node as the run had."""
+def _hardware(cfg: Any, world_size: int, replay: Replay, notes: list[str]) -> Hardware | None:
+    """run.hardware or this machine's kind, with as many ranks a node as the run had."""
     nodes = list(replay.nodes.values())
     node_size = max((nodes.count(node) for node in set(nodes)), default=world_size)
     try:
-        return hardware_of(None, node_size)
+        return hardware_of(cfg.run.hardware, node_size)
     except SpmdflowError as err:
         notes.append(f"seconds are not predicted: {err}")
         return None
@@ -173,8 +191,12 @@ def _traced(
 def _of_settings(
     script: ModuleType, cfg: Any, settings: TraceSettings, hardware: Hardware, notes: list[str]
 ) -> Prediction | None:
+    """As a plan: where a generator has ranks of its own, the first step fills a pipeline."""
     try:
-        return _of_trace(trace(script, cfg, settings), hardware)
+        traced = trace(script, cfg, settings)
+        if traced.links:
+            traced = trace(script, cfg, replace(settings, num_steps=2))
+        return _of_trace(traced, hardware)
     except SpmdflowError as err:
         notes.append(f"not predicted from the settings: {err}")
         return None
@@ -185,7 +207,8 @@ def _of_trace(traced: Trace, hardware: Hardware) -> Prediction:
     steps = [traced.in_step(step) for step in traced.steps]
     plain = [orders for orders in steps if all(order.phase == "train" for order in orders)]
     orders = (plain or steps)[-1]
-    return predict(traced, orders, list(row_edges(orders)), simulated(traced, orders), hardware)
+    edges, step = list(row_edges(orders)), simulated(traced, orders)
+    return predict(traced, orders, edges, step, hardware, ways=weight_plans(traced, {}))
 
 
 def _measured(run_dir: Path) -> dict[str, float]:
@@ -232,6 +255,23 @@ def _edges(replay: Replay, traced: Trace) -> Iterator[EdgeCount]:
         yield EdgeCount(*edge, planned.get(edge, 0), counted.get(edge, 0))
 
 
+def _syncs(replay: Replay, traced: Trace, notes: list[str]) -> Iterator[SyncCount]:
+    ways = {way.target: way for way in weight_plans(traced, {})}
+    unknown = [way for way in ways.values() if way.inter_bytes < 0]
+    if unknown:
+        notes += [
+            f"bytes of weights to {way.target} are not compared: {way.note}" for way in unknown
+        ]
+        return
+    expected = syncs_by_step(traced)
+    for step in replay.steps:
+        times = expected.get(step, {})
+        planned = sum(number * ways[name].reported for name, number in times.items())
+        counted = int(replay.metrics(step).get("rollout/synced_bytes", 0))
+        if times or counted:
+            yield SyncCount(step, sum(times.values()), planned, counted)
+
+
 def comparison_text(found: Comparison) -> str:
     """The table of RUN_DIR/prediction.txt."""
     lines = [f"seconds of a step, predicted for {found.hardware or 'no hardware'} and measured", ""]
@@ -258,5 +298,13 @@ def comparison_text(found: Comparison) -> str:
         verdict = "equal on every edge" if not odd else f"{len(odd)} edges differ"
         counts.append((f"all {len(found.edges)}", str(planned), str(counted), verdict))
         lines += table(counts, right=(1, 2))
+    if found.syncs:
+        lines += ["", "weights from trainer to generator: bytes planned and counted", ""]
+        syncs = [("step", "syncs", "planned", "counted", "")]
+        for sync in found.syncs:
+            verdict = "" if sync.planned == sync.counted else "differs"
+            sizes = str(sync.planned), str(sync.counted)
+            syncs.append((str(sync.step), str(sync.syncs), *sizes, verdict))
+        lines += table(syncs, right=(1, 2, 3))
     lines += [f"note: {note}" for note in found.notes]
     return "\n".join(lines) + "\n"

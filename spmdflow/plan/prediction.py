@@ -7,7 +7,7 @@ share the cores. Times are predictions from one stated file of coefficients; not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spmdflow.errors import ConfigError
@@ -19,6 +19,7 @@ from spmdflow.plan.edge import RowEdge
 from spmdflow.plan.finding import Finding
 from spmdflow.plan.record import COMPUTE, Trace, TracedOrder
 from spmdflow.plan.timeline import Task, timeline
+from spmdflow.plan.weight import WeightPlan
 from spmdflow.plan.workload import Simulated
 
 
@@ -97,11 +98,18 @@ def predict(
     edges: list[RowEdge],
     step: Simulated,
     hardware: Hardware,
+    *,
+    ways: Sequence[WeightPlan] = (),
 ) -> Prediction:
-    """Seconds of every call of a step, and memory by pool and phase."""
+    """Seconds of every call of a step, and memory by pool and phase.
+
+    ways: of the weights, `weight_plans`; a model without one, or whose bytes are not known by edge,
+    has the seconds of the paper's formula (Table 2).
+    """
     findings: list[Finding] = []
     memory = _memory(trace, step, hardware, findings)
-    estimates = _estimates(step, hardware, memory, findings)
+    planned = {way.target: way for way in ways if way.inter_bytes >= 0}
+    estimates = _estimates(step, hardware, memory, planned, findings)
     durations = {place: estimates[number] for place, number in step.calls.items()}
     kinds = {place: _kind(step, place) for place in step.calls}
     calls = _schedule(orders, edges, durations, kinds, hardware)
@@ -176,6 +184,7 @@ def _estimates(
     step: Simulated,
     hardware: Hardware,
     memory: Mapping[str, PhaseMemory],
+    ways: Mapping[str, WeightPlan],
     findings: list[Finding],
 ) -> dict[int, Estimate]:
     """By the call's number; a model's first generation includes the weights' way."""
@@ -195,9 +204,31 @@ def _estimates(
             estimate = call_seconds(call, model, strategy, hardware, kv_bytes=1e15)
         if call.kind == "generate" and call.model not in moved:
             moved.add(call.model)
-            estimate = estimate + transition_seconds(model, strategy, hardware)
+            way = ways.get(call.model)
+            if way is None:
+                estimate = estimate + transition_seconds(model, strategy, hardware)
+            else:
+                estimate = estimate + planned_transition(way, hardware)
         found[number] = estimate
     return found
+
+
+def planned_transition(way: WeightPlan, hardware: Hardware) -> Estimate:
+    """Seconds in which the busiest rank has received its bytes, and the busiest machine its own.
+
+    The ranks of a machine share its network; a broadcast passes it once. One hop for each rank that
+    the rank with most of them receives from.
+    """
+    if not way.edges:
+        return Estimate({"transition": 0.0})
+    far = max(way.entering.values(), default=0)
+    bytes_time = max(max(way.received.values()) / hardware.link_rate, far / hardware.network_rate)
+    sources: dict[int, int] = {}
+    for _, rank in way.edges:
+        sources[rank] = sources.get(rank, 0) + 1
+    hop = hardware.network_hop_seconds if far else hardware.link_hop_seconds
+    hops = max(sources.values()) * hop + hardware.collective_base_seconds
+    return Estimate({"transition": bytes_time + hops})
 
 
 def _schedule(

@@ -125,7 +125,8 @@ def _report(
     orders = tuple(order for order in traced.orders if order.step == step)
     edges = list(row_edges(orders))
     weights = weight_plans(traced, _syncs(traced, orders))
-    prediction = predict(traced, orders, edges, simulated(traced, orders), hardware)
+    step_calls = simulated(traced, orders)
+    prediction = predict(traced, orders, edges, step_calls, hardware, ways=weights)
     groups = groups_of(traced)
     proofs = _proofs(traced, cfg, edges, prediction)
     return PlanReport(

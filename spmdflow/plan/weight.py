@@ -6,8 +6,8 @@ a formula: what each rank receives in one sync.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -23,8 +23,10 @@ from spmdflow.hybrid_engine.stream import BUCKET_BYTES
 from spmdflow.hybrid_engine.table import generation_tables, training_tables
 from spmdflow.parallel.layout import Layout
 from spmdflow.plan.record import Trace, TracedModel
-from spmdflow.plan.workload import settings_of
+from spmdflow.plan.workload import kind_of, settings_of
 from spmdflow.rollout.vllm import VLLM_TRANSFER
+from spmdflow.transfer.protocol import protocol
+from spmdflow.transfer.register import method_spec
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.table import parameters
 
@@ -36,6 +38,7 @@ MOST_RANKS, MOST_SHARDED_RANKS = 128, 16
 """Ranks up to which copies are planned box by box, and where every rank holds a shard of each
 tensor: what takes a second or two. Beyond, ranks count as alike."""
 _SHARDED = ("fsdp", "zero2", "zero3")
+_FULL_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,11 @@ class WeightPlan:
     syncs: int
     """How often it happens in the step."""
     note: str = ""
+    entering: Mapping[int, int] = field(default_factory=dict)
+    """Bytes that come to each machine from others; what several of its ranks receive comes once."""
+    reported: int = 0
+    """What rollout/synced_bytes of one sync is to say, over the ranks that answer: bytes received,
+    or of tensor by tensor the whole tensors."""
 
 
 def weight_plans(trace: Trace, syncs: Mapping[str, int]) -> list[WeightPlan]:
@@ -71,13 +79,41 @@ def weight_plans(trace: Trace, syncs: Mapping[str, int]) -> list[WeightPlan]:
             continue
         try:
             if linked:
-                plans.append(_remote(trace.models[linked[0]], traced, nodes, syncs))
+                plan = _remote(trace.models[linked[0]], traced, nodes, syncs)
+                ranks = traced.layout.ranks
             else:
-                plans.append(_local(traced, cfg, nodes, syncs.get(name, 0)))
+                plan, ranks = _local(traced, cfg, nodes, syncs.get(name, 0)), _answering(traced)
+            counted = plan.reported or sum(plan.received[rank] for rank in ranks)
+            plans.append(replace(plan, reported=counted))
         except (ConfigError, PlanError) as err:
             why = f"not planned: {err}"
             plans.append(WeightPlan(name, name, "?", "?", {}, {}, -1, syncs.get(name, 0), why))
     return plans
+
+
+def syncs_by_step(trace: Trace) -> dict[int, dict[str, int]]:
+    """How often weights pass to each model that generates in the training calls of each step.
+
+    A model's first generation, and the first one after an update, brings its weights along.
+    """
+    found: dict[int, dict[str, int]] = {step: {} for step in trace.steps}
+    linked = {generator for _, generator in trace.links}
+    fresh: set[str] = set()
+    for order in trace.orders:
+        name, _, method = order.label.partition(".")
+        if order.operation != "call" or name not in trace.models:
+            continue
+        kind = kind_of(method_spec(trace.models[name].worker_class, method))
+        comes = method == "receive_weights"
+        if kind == "train":
+            fresh.discard(name)
+        elif kind == "generate" and name not in linked and name not in fresh:
+            fresh.add(name)
+            comes = True
+        if comes and order.phase == "train":
+            step = found.setdefault(order.step, {})
+            step[name] = step.get(name, 0) + 1
+    return found
 
 
 def _local(traced: TracedModel, cfg: Any, nodes: Nodes, syncs: int) -> WeightPlan:
@@ -101,36 +137,36 @@ def _local(traced: TracedModel, cfg: Any, nodes: Nodes, syncs: int) -> WeightPla
             if peer != rank
         }
         return _of_edges(name, name, mode, "micro_dp", layout.ranks, edges, nodes, syncs)
-    if cfg.engine.kind not in _SHARDED and layout.pp_size == layout.tp_size == 1:
-        note = "every rank has all weights"
-        return _of_edges(name, name, "copy", "rank", layout.ranks, {}, nodes, syncs, note)
     if layout.pp_size == layout.tp_size == 1 and layout.generation_dp_size == layout.size:
-        return _whole(name, cfg, layout, element_bytes, nodes, syncs)
+        return _whole(traced, cfg, nodes, syncs)
     return _boxes(name, name, cfg, layout, layout, nodes, syncs)
 
 
-def _whole(
-    name: str,
-    cfg: Any,
-    layout: Layout,
-    element_bytes: int,
-    nodes: Nodes,
-    syncs: int,
-) -> WeightPlan:
-    """Tensor by tensor from data-parallel shards: each rank lacks what the others hold."""
+def _whole(traced: TracedModel, cfg: Any, nodes: Nodes, syncs: int) -> WeightPlan:
+    """Tensor by tensor in float32 from data-parallel shards: each rank lacks what the others
+    hold."""
+    name, ranks, size = traced.name, traced.layout.ranks, traced.layout.size
     architecture = Architecture.from_folder(cfg.model.path)
-    total = sum(_numel(parameter.shape) for parameter in parameters(architecture)) * element_bytes
+    total = sum(_numel(parameter.shape) for parameter in parameters(architecture)) * _FULL_BYTES
+    reported = total * len(_answering(traced))
+    if cfg.engine.kind not in _SHARDED:
+        note = "every rank has all weights"
+        plan = _of_edges(name, name, "copy", "rank", ranks, {}, nodes, syncs, note)
+        return replace(plan, reported=reported)
     note = "tensor by tensor; shards of a tensor are taken as equal"
-    if layout.size > MOST_RANKS:
-        received = dict.fromkeys(layout.ranks, total * (layout.size - 1) // layout.size)
-        return WeightPlan(name, name, "copy", "pool", received, {}, -1, syncs, note)
-    edges = {
-        (peer, rank): total // layout.size
-        for rank in layout.ranks
-        for peer in layout.ranks
-        if peer != rank
-    }
-    return _of_edges(name, name, "copy", "pool", layout.ranks, edges, nodes, syncs, note)
+    if size > MOST_RANKS:
+        received = dict.fromkeys(ranks, total * (size - 1) // size)
+        plan = WeightPlan(name, name, "copy", "pool", received, {}, -1, syncs, note)
+        return replace(plan, reported=reported)
+    edges = {(peer, rank): total // size for rank in ranks for peer in ranks if peer != rank}
+    plan = _of_edges(name, name, "copy", "pool", ranks, edges, nodes, syncs, note)
+    return replace(plan, reported=reported)
+
+
+def _answering(traced: TracedModel) -> tuple[int, ...]:
+    """Ranks whose metrics of a generation count."""
+    spec = method_spec(traced.worker_class, "generate_sequences")
+    return tuple(protocol(spec.transfer_mode).collect(traced.layout).ranks)
 
 
 def _of_edges(
@@ -149,11 +185,25 @@ def _of_edges(
     for (_, rank), size in edges.items():
         received[rank] += size
     far = sum(size for (peer, rank), size in edges.items() if nodes[peer] != nodes[rank])
-    return WeightPlan(source, target, mode, scope, received, edges, far, syncs, note)
+    crossing: dict[tuple[int, int], int] = {}
+    for (peer, rank), size in edges.items():  # a shard is the same for all who receive it
+        if nodes[peer] != nodes[rank]:
+            way = peer, nodes[rank]
+            crossing[way] = max(crossing.get(way, 0), size)
+    entering = _by_node(crossing)
+    return WeightPlan(source, target, mode, scope, received, edges, far, syncs, note, entering)
+
+
+def _by_node(crossing: Mapping[tuple[int, int], int]) -> dict[int, int]:
+    """Bytes by machine, of those by (source, machine)."""
+    found: dict[int, int] = {}
+    for (_, node), size in crossing.items():
+        found[node] = found.get(node, 0) + size
+    return found
 
 
 def _boxes(
-    source: str,
+    source_name: str,
     target: str,
     cfg: Any,
     training: Layout,
@@ -171,7 +221,7 @@ def _boxes(
     if len({*training.ranks, *generation.ranks}) > most:
         received = _alike(architecture, cfg, *whole, element_bytes=element_bytes)
         note = f"ranks are taken as alike: more than {most} are not planned one by one"
-        return WeightPlan(source, target, "copy", "pool", received, {}, -1, syncs, note)
+        return WeightPlan(source_name, target, "copy", "pool", received, {}, -1, syncs, note)
     plan = plan_reshard(
         boxes_of(training_tables(architecture, training, kind=kind)),
         boxes_of(generation_tables(architecture, generation, engine=cfg.rollout.engine)),
@@ -180,14 +230,17 @@ def _boxes(
         bucket_bytes=BUCKET_BYTES,
     )
     edges: dict[Edge, int] = {}
-    for bucket in plan.buckets:
-        for message in bucket.messages:
-            for rank in message.destinations:
-                pair = message.source, rank
-                edges[pair] = edges.get(pair, 0) + message.num_elements * element_bytes
-    if training != whole[0]:
-        edges = _of_every_replica(edges, training, whole[0])
-    return _of_edges(source, target, "copy", plan.scope, whole[1].ranks, edges, nodes, syncs)
+    crossing: dict[Edge, int] = {}
+    for shift in _shifts(training, whole[0]):
+        for message in (m for bucket in plan.buckets for m in bucket.messages):
+            source, size = shift[message.source], message.num_elements * element_bytes
+            destinations = [shift[rank] for rank in message.destinations]
+            for rank in destinations:
+                edges[source, rank] = edges.get((source, rank), 0) + size
+            for node in {nodes[rank] for rank in destinations} - {nodes[source]}:
+                crossing[source, node] = crossing.get((source, node), 0) + size
+    found = _of_edges(source_name, target, "copy", plan.scope, whole[1].ranks, edges, nodes, syncs)
+    return replace(found, entering=_by_node(crossing))
 
 
 def _first_replica(layout: Layout) -> Layout:
@@ -196,14 +249,21 @@ def _first_replica(layout: Layout) -> Layout:
     return replace(layout, ranks=ranks, dp_size=1, shard_size=1)
 
 
-def _of_every_replica(edges: Mapping[Edge, int], first: Layout, layout: Layout) -> dict[Edge, int]:
-    """Edges of the first replica and the same ones of all others, whose ranks follow it."""
-    place = {rank: number for number, rank in enumerate(first.ranks)}
-    return {
-        (layout.ranks[start + place[source]], layout.ranks[start + place[rank]]): num_bytes
-        for start in range(0, layout.size, first.size)
-        for (source, rank), num_bytes in edges.items()
-    }
+def _shifts(first: Layout, layout: Layout) -> Iterator[Mapping[int, int]]:
+    """The ranks of the first replica as those of each replica; all ranks as they are, if planned
+    all together."""
+    if first == layout:
+        yield _Same()
+        return
+    for start in range(0, layout.size, first.size):
+        yield dict(zip(first.ranks, layout.ranks[start : start + first.size], strict=True))
+
+
+class _Same(dict[int, int]):
+    """Every rank as itself."""
+
+    def __missing__(self, rank: int) -> int:
+        return rank
 
 
 def _alike(

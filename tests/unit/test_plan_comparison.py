@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+import os
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
+from spmdflow import program
 from spmdflow.config.load import Loaded, load
-from spmdflow.controller.launch import launch
+from spmdflow.controller.launch import STOPPED, launch
 from spmdflow.controller.message import decode, encode
 from spmdflow.controller.transcript import TRANSCRIPT_FILE
 from spmdflow.mapping.machine import load_hardware
 from spmdflow.plan.command import FINE, REFUSED, WRONG, main
 from spmdflow.plan.comparison import Comparison, compare, compare_run, comparison_text
 from spmdflow.plan.replay import Replay
-from spmdflow.plan.trace import trace_replayed
+from spmdflow.plan.report import plan
+from spmdflow.plan.trace import TraceSettings, trace_replayed
 from tests.unit.planned import ALGORITHMS
 
 SETTINGS = (
@@ -68,6 +77,17 @@ def test_every_stage_has_predicted_and_measured_seconds(run: Loaded) -> None:
     assert "predicted / measured" in text and "equal on every edge" in text
 
 
+def test_weights_that_pass_are_counted_as_planned(run: Loaded) -> None:
+    found = compared(run)
+
+    model = Path(run.cfg.actor.model.path)
+    folder = model if model.is_absolute() else Path.cwd() / model
+    whole = sum(t.numel() for t in load_file(folder / "model.safetensors").values())
+    assert [(sync.step, sync.syncs) for sync in found.syncs] == [(2, 1)], "step 1 follows step 0"
+    assert found.syncs[0].planned == found.syncs[0].counted == 4 * whole
+    assert "weights from trainer to generator" in comparison_text(found)
+
+
 def test_edge_with_other_bytes_than_planned_is_shown(run: Loaded, tmp_path: Path) -> None:
     source = Path(run.cfg.run.dir)
     content = decode((source / TRANSCRIPT_FILE).read_bytes())
@@ -111,6 +131,79 @@ def test_files_are_written_and_one_line_is_logged(
     assert plain["steps"] == [0, 1, 2]
     assert (Path(run.cfg.run.dir) / "prediction.txt").read_text().startswith("seconds of a step")
     assert any(message.startswith("prediction (prediction.txt): ") for message in caplog.messages)
+
+
+def stopping(script: ModuleType, dry: Callable[[], None]) -> ModuleType:
+    """The script, whose run is asked to stop as it begins; `dry` is called in its dry runs."""
+    found = ModuleType(script.__name__)
+    found.__dict__.update(script.__dict__)
+    calls = []
+
+    def main(flow: Any, cfg: Any) -> None:
+        calls.append(flow)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            dry()
+        script.main(flow, cfg)
+
+    found.__dict__["main"] = main
+    return found
+
+
+def test_stopped_run_is_compared_and_a_second_signal_changes_nothing(tmp_path: Path) -> None:
+    loaded = load(ALGORITHMS / "dapo.py", None, [*SETTINGS, f"run.dir={tmp_path}"])
+    signals = []
+
+    def signal_again() -> None:
+        signals.append(os.kill(os.getpid(), signal.SIGTERM))
+
+    status = program.launch(stopping(loaded.script, signal_again), loaded.cfg, inproc=True)
+
+    assert status == STOPPED and signals
+    plain = json.loads((tmp_path / "prediction.json").read_text())
+    assert plain["steps"] == [0, 1] and plain["bytes_agree"] is True
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_comparison_of_a_stopped_run_is_given_up_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("spmdflow").propagate = True
+    monkeypatch.setattr(program, "_STOPPED_SECONDS", 0.3)
+    loaded = load(ALGORITHMS / "dapo.py", None, [*SETTINGS, f"run.dir={tmp_path}"])
+
+    status = program.launch(
+        stopping(loaded.script, lambda: time.sleep(60)), loaded.cfg, inproc=True
+    )
+
+    assert status == STOPPED
+    assert not (tmp_path / "prediction.json").exists()
+    assert any("a stopped run has 0.3 s for it" in message for message in caplog.messages)
+
+
+def test_step_of_a_pipeline_is_predicted_when_it_is_full(tmp_path: Path) -> None:
+    words = ("placement=split", "data.prompts_per_step=4", "data.samples_per_prompt=2")
+    words += ("actor.update.mini_batch_size=4", "eval_every=0", "total_steps=1")
+    loaded = load(ALGORITHMS / "grpo_async.py", None, [*words, f"run.dir={tmp_path}"])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step_seconds": 1.0}\n')
+    hardware = load_hardware("h100")
+
+    found = compare(loaded.script, loaded.cfg, tmp_path, world=(0, 1), hardware=hardware)
+
+    settings = TraceSettings(world=(0, 1), nodes=(0, 0), read_data=False)
+    planned = plan(loaded.script, loaded.cfg, settings, hardware).prediction
+    assert found.stages[-1].stage == "step"
+    assert found.stages[-1].from_settings == pytest.approx(planned.seconds)
+
+
+def test_hardware_that_is_set_is_that_of_the_prediction(run: Loaded) -> None:
+    cfg = copy.deepcopy(run.cfg)
+    cfg.run.hardware = "a100_80gb"
+
+    found = compare(run.script, cfg, Path(run.cfg.run.dir), world=(0,))
+
+    assert found.hardware == load_hardware("a100_80gb").name
 
 
 def test_run_without_a_transcript_or_steps_is_no_error(
