@@ -79,9 +79,10 @@ class RunConfig:
         "Limit for all ranks to meet and models to be built.", 600.0, above=0
     )
     call_seconds: float = setting("Limit for one worker method.", 3600.0, above=0)
-    transfer_seconds: float = setting("Limit for one released transfer.", 60.0, above=0)
-    heartbeat_seconds: float = setting(
-        "Silence of a rank after which it counts as stopped.", 120.0, above=0
+    transfer_seconds: float = setting(
+        "Limit for one released transfer; a rank that is silent twice as long is warned of.",
+        60.0,
+        above=0,
     )
     keep_checkpoints: int = setting(
         "Newest checkpoints kept; older ones are removed.", 2, at_least=1

@@ -141,7 +141,7 @@ class _Run:
             start_seconds=run.start_seconds,
             call_seconds=run.call_seconds,
             transfer_seconds=run.transfer_seconds,
-            heartbeat_seconds=run.heartbeat_seconds,
+            heartbeat_seconds=2 * run.transfer_seconds,
             secret=around.secret,
             job=around.job,
             attempt=around.attempt,
