@@ -91,6 +91,15 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def check_prediction(run_dir: Path) -> None:
+    """RUN_DIR/prediction.json: rows and weights had the planned bytes, edge by edge."""
+    found = json.loads((run_dir / "prediction.json").read_text())
+    assert found["steps"], found["notes"]
+    odd = [edge for edge in found["edges"] if edge[2] != edge[3]]
+    odd += [sync for sync in found["weight_syncs"] if sync["planned"] != sync["counted"]]
+    assert odd == [] and found["bytes_agree"]
+
+
 def numbers_of(run_dir: Path) -> list[dict[str, Any]]:
     """Every metric but what a clock or a restart changes."""
     skipped = ("time/", "perf/", "rollout/weights_", "rollout/synced_bytes")

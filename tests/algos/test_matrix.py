@@ -36,6 +36,7 @@ from tests.algos.matrix import (
 )
 from tests.algos.programs.matrix import ALGOS, run_all
 from tests.distributed.ranks import RanksFailed, run_ranks
+from tests.distributed.replayed import check_planned_bytes
 
 FULL = full_matrix()
 COVERING = covering_set(FULL, seed=21)
@@ -119,6 +120,7 @@ def check_run(folder: Path, run: Combination) -> None:
             compared += 1
             assert steps[0][name] == pytest.approx(first[name], **tolerance), name
     assert compared >= 2
+    check_planned_bytes(ALGOS / f"{run.script}.py", folder / str(run))
 
 
 def run_group(folder: Path, runs: Sequence[Combination], *, seconds: float = 280) -> None:

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from spmdflow.config.load import load
+from spmdflow.plan.comparison import compare
 from spmdflow.plan.record import Trace
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.trace import trace_replayed
@@ -31,6 +32,19 @@ def planned_as_counted(script: ModuleType, cfg: Any, run_dir: Path) -> Trace:
     for step in replay.steps:
         assert planned.edges_by_step[step] == replay.edges(step), f"step {step}"
     return planned
+
+
+def check_planned_bytes(script: Path, run_dir: Path) -> None:
+    """Rows on every edge, and weights of every sync, had the bytes that are planned.
+
+    Of the run's first steps; made here, in one process, as `spmdflow.run` does after a run.
+    """
+    loaded = load(script, run_dir / "config.yaml", [])
+    ranks = Replay.of_run(run_dir).ranks
+    found = compare(loaded.script, loaded.cfg, run_dir, world=ranks)
+    assert found.steps, found.notes
+    assert [edge for edge in found.edges if edge.planned != edge.counted] == []
+    assert [sync for sync in found.syncs if sync.planned != sync.counted] == []
 
 
 def reported_weight_bytes(planned: Trace, model: str = "actor") -> int:

@@ -49,6 +49,8 @@ def check(ranks, case):
         assert [step["faults"] for step in rounds] == [[], [], []]
         assert len({json.dumps(step["tokens"]) for step in rounds}) == 3  # the weights do change
         assert all(step["synced"]["rollout/weights_verified"] == 1 for step in rounds)
+        counted = {step["synced"]["rollout/synced_bytes"] for step in rounds}
+        assert counted == {found[case]["planned"]}  # each rank's own, as spmdflow.plan has it
     drifts = [found[case]["drift"] for found in ranks if found[case]["drift"] is not None]
     assert drifts and max(drifts) <= 1e-5
 

@@ -25,7 +25,7 @@ import pytest
 
 from spmdflow.config.load import load
 from spmdflow.controller.launch import launch
-from tests.algos.runs import SCRIPT, SMALL, finish, log_of, start, steps_of
+from tests.algos.runs import SCRIPT, SMALL, check_prediction, finish, log_of, start, steps_of
 
 SETTINGS = (*SMALL, "total_steps=2", "eval_every=0", "placement=split")
 DEVICE, PORT = "veth0", 29400
@@ -178,6 +178,7 @@ def judge(run_dir: Path, one_process: Path) -> None:
             assert step[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-6), name
         assert step["transfer/bytes"] == step["transfer/planned_bytes"] > 0
         assert step["controller/tensor_bytes"] == 0
+    check_prediction(run_dir)
 
 
 @needs_namespaces

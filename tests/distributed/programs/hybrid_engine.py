@@ -31,6 +31,8 @@ from spmdflow.data.ragged import lengths_of
 from spmdflow.models.actor import ActorWorker
 from spmdflow.objectives.log_prob import log_probs_from_logits
 from spmdflow.parallel.group import GroupSpec, GroupTable
+from spmdflow.plan.record import Trace, TracedModel
+from spmdflow.plan.weight import weight_plans
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.worker import CallInfo, WorkerContext
 from tests.rollout_reference import END, disagreements, load, make_prompts, reference
@@ -104,7 +106,17 @@ def check_rounds(actor: ActorWorker) -> dict[str, Any]:
             faults += disagreements(made, expected, tolerance=TOLERANCE)
             tokens.append(made["responses"].values().tolist())
         found.append({"faults": faults, "tokens": tokens, "synced": synced})
-    return {"rounds": found, "drift": drift(actor, COMMON)}
+    return {"rounds": found, "drift": drift(actor, COMMON), "planned": planned_bytes(actor)}
+
+
+def planned_bytes(actor: ActorWorker) -> int:
+    """What a plan says that this rank receives in a sync."""
+    context = actor.context
+    model = TracedModel("actor", ActorWorker, actor.cfg, context.layout, "all")
+    ranks = context.layout.ranks
+    trace = Trace(ranks, (0,) * len(ranks), {}, {"actor": model}, (), (), {}, {}, ())
+    (way,) = weight_plans(trace, {})
+    return way.received[context.rank]
 
 
 def drift(actor: ActorWorker, prompts: Tensor) -> float | None:
