@@ -10,6 +10,7 @@ class Finding:
     """A fault: what is wrong, and which knob to turn."""
 
     check: str
-    """Which proof failed: rows, members, order, waits, batches, memory, settings, budget."""
+    """Which proof failed: rows, members, order, waits, batches, weights, memory,
+    settings, bytes."""
     text: str
     """Got, expected, do; names the edge, the call or the setting."""

@@ -76,7 +76,8 @@ def _weights(way: WeightPlan, node: dict[int, int]) -> dict[str, Any]:
         [source, destination, size, node[source] != node[destination]]
         for (source, destination), size in sorted(way.edges.items())
     ]
-    return {**vars(way), "received": dict(way.received), "edges": edges}
+    known = {name: value for name, value in vars(way).items() if name != "copies"}
+    return {**known, "received": dict(way.received), "edges": edges}
 
 
 def _calls(report: PlanReport) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from spmdflow.plan.group import GroupKind, PlannedGroup, groups_of, kinds_of
 from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.record import COMPUTE, TRANSFER, Trace, TracedOrder
 from spmdflow.plan.replay import Replay
+from spmdflow.plan.reshard import check_weights
 from spmdflow.plan.setting import missing_here, setting_findings
 from spmdflow.plan.trace import TraceSettings, trace
 from spmdflow.plan.update import check_batches
@@ -128,7 +129,7 @@ def _report(
     step_calls = simulated(traced, orders)
     prediction = predict(traced, orders, edges, step_calls, hardware, ways=weights)
     groups = groups_of(traced)
-    proofs = _proofs(traced, cfg, edges, prediction)
+    proofs = _proofs(traced, cfg, edges, weights, prediction)
     return PlanReport(
         script=str(script.__file__),
         world_size=len(traced.world),
@@ -148,7 +149,11 @@ def _report(
 
 
 def _proofs(
-    traced: Trace, cfg: Any, edges: list[RowEdge], prediction: Prediction
+    traced: Trace,
+    cfg: Any,
+    edges: list[RowEdge],
+    weights: list[WeightPlan],
+    prediction: Prediction,
 ) -> Iterator[Proof]:
     calls = sum(order.lane == COMPUTE for order in traced.orders)
     transfers = sum(order.lane == TRANSFER for order in traced.orders)
@@ -167,8 +172,20 @@ def _proofs(
         tuple(check_waits(traced)),
     )
     yield Proof("batches", "updates use each row once an epoch", tuple(check_batches(traced)))
+    yield from _weights_proved(weights)
     if phases:
         yield Proof("memory", f"{phases} phases fit ({prediction.hardware})", prediction.findings)
+
+
+def _weights_proved(weights: list[WeightPlan]) -> Iterator[Proof]:
+    """Copies that are planned box by box; of other ways whole shards go to fixed groups."""
+    ways = [(way, way.copies) for way in weights if way.copies is not None]
+    if ways:
+        names = {way.target: f"weights of {way.source} to {way.target}" for way, _ in ways}
+        found = [check_weights(copies, way=names[way.target]) for way, copies in ways]
+        ranks = sum(len(copies.need) for _, copies in ways)
+        what = f"{ranks} ranks get each element that they lack once"
+        yield Proof("weights", what, tuple(finding for faults in found for finding in faults))
 
 
 def _syncs(traced: Trace, orders: tuple[TracedOrder, ...]) -> dict[str, int]:

@@ -23,6 +23,7 @@ from spmdflow.hybrid_engine.stream import BUCKET_BYTES
 from spmdflow.hybrid_engine.table import generation_tables, training_tables
 from spmdflow.parallel.layout import Layout
 from spmdflow.plan.record import Trace, TracedModel
+from spmdflow.plan.reshard import Copies
 from spmdflow.plan.workload import kind_of, settings_of
 from spmdflow.rollout.vllm import VLLM_TRANSFER
 from spmdflow.transfer.protocol import protocol
@@ -66,6 +67,8 @@ class WeightPlan:
     reported: int = 0
     """What rollout/synced_bytes of one sync is to say, over the ranks that answer: bytes received,
     or of tensor by tensor the whole tensors."""
+    copies: Copies | None = field(default=None, repr=False, compare=False)
+    """What was planned box by box, for its proof; None: nothing was."""
 
 
 def weight_plans(trace: Trace, syncs: Mapping[str, int]) -> list[WeightPlan]:
@@ -222,9 +225,11 @@ def _boxes(
         received = _alike(architecture, cfg, *whole, element_bytes=element_bytes)
         note = f"ranks are taken as alike: more than {most} are not planned one by one"
         return WeightPlan(source_name, target, "copy", "pool", received, {}, -1, syncs, note)
+    have = boxes_of(training_tables(architecture, training, kind=kind))
+    need = boxes_of(generation_tables(architecture, generation, engine=cfg.rollout.engine))
     plan = plan_reshard(
-        boxes_of(training_tables(architecture, training, kind=kind)),
-        boxes_of(generation_tables(architecture, generation, engine=cfg.rollout.engine)),
+        have,
+        need,
         scopes=scopes_of(training, generation),
         element_bytes=element_bytes,
         bucket_bytes=BUCKET_BYTES,
@@ -240,7 +245,7 @@ def _boxes(
             for node in {nodes[rank] for rank in destinations} - {nodes[source]}:
                 crossing[source, node] = crossing.get((source, node), 0) + size
     found = _of_edges(source_name, target, "copy", plan.scope, whole[1].ranks, edges, nodes, syncs)
-    return replace(found, entering=_by_node(crossing))
+    return replace(found, entering=_by_node(crossing), copies=Copies(plan, have, need))
 
 
 def _first_replica(layout: Layout) -> Layout:

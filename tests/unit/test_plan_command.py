@@ -6,11 +6,13 @@ import json
 import re
 import time
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from spmdflow.config.load import load
+from spmdflow.hybrid_engine.reshard import ReshardPlan, plan_reshard
 from spmdflow.mapping.machine import load_hardware
 from spmdflow.plan.command import FINE, REFUSED, WRONG, main
 from spmdflow.plan.report import PlanReport, plan
@@ -278,6 +280,29 @@ def test_examples_of_the_configuration_that_have_no_names_are_refused(
     assert "assume got 0.5, expected examples by name" in capsys.readouterr().err
     assert main([PPO, "asume.scores=1", "--world=2"]) == REFUSED
     assert "unknown key asume, nearest is assume" in capsys.readouterr().err
+
+
+def test_copies_of_weights_are_proved_and_their_faults_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["actor.engine.kind=megatron", "actor.engine.layout=t2p2"]
+    words = [PPO, *SMALL, *sizes, "actor.rollout.weights=copy", "--world=4", "--hardware=h100"]
+    words.append("--no-data")
+
+    assert main(words) == FINE
+    assert "ok       weights   4 ranks get each element" in capsys.readouterr().out
+
+    def without_last_bucket(*parts: object, **more: object) -> ReshardPlan:
+        right = plan_reshard(*parts, **more)  # type: ignore[arg-type]
+        return replace(right, buckets=right.buckets[:-1])
+
+    monkeypatch.setattr("spmdflow.plan.weight.plan_reshard", without_last_bucket)
+    assert main(words) == WRONG
+    assert re.search(
+        r"weights: weights of actor to actor: edge \d.* -> \d: got no", capsys.readouterr().out
+    )
+    assert main([*words, "--json"]) == WRONG
+    assert json.loads(capsys.readouterr().out)["checks"]["weights"] is False
 
 
 def test_settings_that_cannot_work_are_told_all_at_once(

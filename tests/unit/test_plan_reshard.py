@@ -1,0 +1,157 @@
+"""Plans of weights that are wrong in one place: found, and the message names the edge."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmdflow.blocks.box import Box
+from spmdflow.hybrid_engine.reshard import (
+    BoxesByRank,
+    Bucket,
+    Message,
+    Part,
+    ReshardPlan,
+    boxes_of,
+    plan_reshard,
+    scopes_of,
+)
+from spmdflow.hybrid_engine.table import generation_tables, training_tables
+from spmdflow.parallel.layout import Layout
+from spmdflow.plan.reshard import Copies, check_weights
+from tests.unit.resharding import arch_for
+
+Case = tuple[ReshardPlan, BoxesByRank, BoxesByRank]
+WAYS = {
+    "shards": (Layout((0, 1, 2, 3), dp_size=4, shard_size=4), None, "fsdp"),
+    "nested": (
+        Layout(tuple(range(8)), tp_size=2, pp_size=2, dp_size=2, gen_tp_size=1, gen_pp_size=1),
+        None,
+        "megatron",
+    ),
+    "apart": (
+        Layout((0, 1, 2, 3), tp_size=2, pp_size=2),
+        Layout((4, 5, 6, 7), tp_size=2, dp_size=2, gen_tp_size=2),
+        "megatron",
+    ),
+}
+
+
+@lru_cache
+def planned(way: str) -> Case:
+    """The plan of a way, what ranks have and what they need."""
+    training, generation, kind = WAYS[way]
+    architecture = arch_for(2)
+    have = boxes_of(training_tables(architecture, training, kind=kind))
+    need = boxes_of(generation_tables(architecture, generation or training, engine="vllm"))
+    scopes = scopes_of(training, generation or training)
+    # buckets of 40 kB: tensors are cut into slabs
+    plan = plan_reshard(have, need, scopes=scopes, element_bytes=2, bucket_bytes=40_000)
+    return plan, have, need
+
+
+def messages(plan: ReshardPlan) -> list[tuple[int, int]]:
+    return [
+        (number, place)
+        for number, bucket in enumerate(plan.buckets)
+        for place in range(len(bucket.messages))
+    ]
+
+
+def with_message(
+    plan: ReshardPlan, at: tuple[int, int], change: Callable[[Message], list[Message]]
+) -> ReshardPlan:
+    """The plan with one message replaced by others."""
+    number, place = at
+    found = list(plan.buckets)
+    here = list(found[number].messages)
+    here[place : place + 1] = change(here[place])
+    found[number] = Bucket(tuple(here))
+    return replace(plan, buckets=tuple(found))
+
+
+def texts(case: Case, plan: ReshardPlan) -> str:
+    found = check_weights(Copies(plan, *case[1:]), way="actor to generator")
+    return "\n".join(finding.text for finding in found)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_plan_of_weights_is_proved(way: str) -> None:
+    plan, have, need = planned(way)
+
+    assert len(messages(plan)) > 2
+    assert check_weights(Copies(plan, have, need), way=way) == []
+
+
+@given(data=st.data())
+@settings(max_examples=30, deadline=None, derandomize=True)
+@pytest.mark.parametrize("way", WAYS)
+def test_dropped_weight_edge_is_found(way: str, data: st.DataObject) -> None:
+    plan = planned(way)[0]
+    number, place = data.draw(st.sampled_from(messages(plan)))
+    message = plan.buckets[number].messages[place]
+    rank = data.draw(st.sampled_from(message.destinations))
+    others = tuple(other for other in message.destinations if other != rank)
+
+    found = texts(
+        planned(way),
+        with_message(
+            plan, (number, place), lambda m: [replace(m, destinations=others)] if others else []
+        ),
+    )
+
+    named = re.findall(rf"actor to generator: edge ([\d or]+) -> {rank}: got no ", found)
+    assert any(str(message.source) in sources.split(" or ") for sources in named)
+
+
+@given(data=st.data())
+@settings(max_examples=30, deadline=None, derandomize=True)
+@pytest.mark.parametrize("way", WAYS)
+def test_doubled_weight_edge_is_found(way: str, data: st.DataObject) -> None:
+    plan = planned(way)[0]
+    number, place = data.draw(st.sampled_from(messages(plan)))
+    message = plan.buckets[number].messages[place]
+    rank = data.draw(st.sampled_from(message.destinations))
+
+    found = texts(
+        planned(way),
+        with_message(plan, (number, place), lambda m: [m, replace(m, destinations=(rank,))]),
+    )
+
+    assert f"actor to generator: edge {message.source} -> {rank}: got " in found
+    assert "twice, expected each element once" in found
+
+
+def test_weights_from_a_rank_that_lacks_them_or_to_one_that_has_them_are_found() -> None:
+    plan = planned("shards")[0]
+    message = plan.buckets[0].messages[0]
+    source, rank = message.source, message.destinations[0]
+    part = Part(message.parts[0].name, message.parts[0].box)
+
+    lacking = with_message(plan, (0, 0), lambda m: [replace(m, source=rank)])
+    there = with_message(plan, (0, 0), lambda m: [m, Message(rank, (source,), (part,))])
+
+    assert f"edge {rank} -> {rank}: got " in texts(planned("shards"), lacking)
+    assert "which the source does not have" in texts(planned("shards"), lacking)
+    assert f"edge {rank} -> {source}: got " in texts(planned("shards"), there)
+    assert "which is there already" in texts(planned("shards"), there)
+
+
+def test_box_that_is_kept_but_not_there_or_not_needed_is_found() -> None:
+    plan, _, need = planned("apart")
+    name = next(iter(need[4]))
+    box = need[4][name][0]
+
+    kept = replace(plan, kept={4: (Part(name, box),)})
+    strange = with_message(
+        plan, (0, 0), lambda m: [m, Message(m.source, (4,), (Part("no.such", Box(((0, 1),))),))]
+    )
+
+    assert f"rank 4: keeps {box.bounds} of {name}" in texts(planned("apart"), kept)
+    assert "which is not needed there" in texts(planned("apart"), strange)
