@@ -166,16 +166,18 @@ def _example(text: str) -> tuple[str, Any]:
             f"command line: got --assume {text}, expected NAME=VALUE; write --assume scores=0,1"
         )
     try:
-        return name, [float(part) for part in value.split(",")] if "," in value else _read(value)
+        return name, [float(part) for part in value.split(",")] if "," in value else _read(
+            name, value
+        )
     except ValueError:  # a word among them: one declaration, such as int64[2,3]
-        return name, _read(value)
+        return name, _read(name, value)
 
 
-def _read(value: str) -> Any:
+def _read(name: str, value: str) -> Any:
     try:
         return yaml.safe_load(value)
     except yaml.YAMLError as err:
         raise ConfigError(
-            f"command line: got --assume ...={value}, expected a number, numbers with commas, or "
-            f"a text such as 'float32 like responses', in YAML; quote it or close its brackets"
+            f"command line: got --assume {name}={value}, expected a number, numbers with commas, "
+            f"or a text such as 'float32 like responses', in YAML; quote it or close its brackets"
         ) from err

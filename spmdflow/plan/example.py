@@ -55,7 +55,7 @@ class Examples:
         if declared is None or isinstance(declared, str):
             return np.full(len(ids), otherwise, dtype=np.int64)
         self.used[name] = declared
-        return _in_turn(declared, ids).astype(np.int64)
+        return _in_turn(name, declared, ids).astype(np.int64)
 
     def values(self, name: str, ids: np.ndarray) -> np.ndarray:
         """(n,) float64: example values of a dense column; Refusal if there is none."""
@@ -66,7 +66,7 @@ class Examples:
                 f"write flow.assume({name}=0.5) at the top of main, or add --assume {name}=0.5"
             )
         self.used[name] = declared
-        return _in_turn(declared, ids)
+        return _in_turn(name, declared, ids)
 
     def metrics(self) -> dict[str, float]:
         """Declared numbers under names; what a script finds in the answer of any call."""
@@ -92,9 +92,16 @@ class Examples:
         return self.metrics()
 
 
-def _in_turn(declared: float | Sequence[float], ids: np.ndarray) -> np.ndarray:
-    """A number for every row, or those of a list in turn, by row id."""
+def _in_turn(name: str, declared: Any, ids: np.ndarray) -> np.ndarray:
+    """A number for every row, or those of a list in turn, by row id. Any: what a user declared."""
     if isinstance(declared, int | float):
         return np.full(len(ids), float(declared))
-    values = np.asarray(declared, dtype=np.float64)
-    return values[ids % len(values)]
+    values = declared.tolist() if isinstance(declared, np.ndarray) else declared
+    values = values if isinstance(values, Sequence) else ()
+    if not values or not all(isinstance(value, int | float) for value in values):
+        raise Refusal(
+            f"assume {name}: got {declared!r}, expected a number or a list of numbers; write "
+            f"{name}=0.5 or {name}=[0, 1]"
+        )
+    numbers = np.asarray(values, dtype=np.float64)
+    return numbers[ids % len(numbers)]
