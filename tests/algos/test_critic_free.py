@@ -10,7 +10,7 @@ import pytest
 
 from spmdflow.config.load import load
 from spmdflow.controller.launch import launch
-from tests.algos.runs import ROOT, finish, log_of, steps_of, torchrun
+from tests.algos.runs import ROOT, check_prediction, finish, log_of, steps_of, torchrun
 
 SMALL = (
     "data.prompts_per_step=6",
@@ -56,6 +56,7 @@ def test_two_ranks_give_the_numbers_of_one_process(name: str, tmp_path: Path) ->
     process = torchrun(run_dir, num_ranks=2, script=ROOT / "algos" / f"{name}.py", small=small)
 
     assert finish(process, seconds=200) == 0, log_of(run_dir).read_text()[-3000:]
+    check_prediction(run_dir)
     two = steps_of(run_dir)
     assert [step["step"] for step in two] == [step["step"] for step in one] == [0, 1, 2]
     for mine, other in zip(one, two, strict=True):

@@ -11,7 +11,7 @@ import pytest
 from spmdflow.config.load import load
 from spmdflow.controller.launch import launch
 from spmdflow.errors import RowError
-from tests.algos.runs import ROOT, finish, log_of, steps_of, torchrun
+from tests.algos.runs import ROOT, check_prediction, finish, log_of, steps_of, torchrun
 
 DAPO = ROOT / "algos" / "dapo.py"
 ROWS = 16
@@ -80,6 +80,7 @@ def test_two_ranks_refill_with_the_same_rows_and_give_the_same_numbers(
     process = torchrun(run_dir, *settings, num_ranks=2, script=DAPO, small=SMALL)
 
     assert finish(process, seconds=200) == 0, log_of(run_dir).read_text()[-3000:]
+    check_prediction(run_dir)
     steps = steps_of(run_dir)
     assert [step["step"] for step in steps] == [0, 1, 2]
     for one, two in zip(in_one_process, steps, strict=True):

@@ -15,7 +15,16 @@ from spmdflow.config.check import check
 from spmdflow.config.load import load
 from spmdflow.controller.launch import launch
 from spmdflow.errors import ConfigError
-from tests.algos.runs import ROOT, finish, last_checkpoint, log_of, numbers_of, steps_of, torchrun
+from tests.algos.runs import (
+    ROOT,
+    check_prediction,
+    finish,
+    last_checkpoint,
+    log_of,
+    numbers_of,
+    steps_of,
+    torchrun,
+)
 
 SCRIPT, TASK = ROOT / "algos" / "dpo.py", ROOT / "algos" / "arithmetic"
 SMALL = (
@@ -168,6 +177,7 @@ def compare(tmp_path: Path, *words: str, num_ranks: int, shared: tuple[str, ...]
     )
 
     assert finish(process, seconds=200) == 0, log_of(tmp_path / "many").read_text()[-3000:]
+    check_prediction(tmp_path / "many")
     for alone, many in zip(one, steps_of(tmp_path / "many"), strict=True):
         for name in COMPARED:
             if name in alone:  # float32 sums in another order

@@ -11,7 +11,7 @@ import pytest
 
 from spmdflow.config.load import load
 from spmdflow.controller.launch import launch
-from tests.algos.runs import ROOT, SCRIPT, finish, log_of, steps_of, torchrun
+from tests.algos.runs import ROOT, SCRIPT, check_prediction, finish, log_of, steps_of, torchrun
 
 GRPO = ROOT / "algos" / "grpo.py"
 OWN = ROOT / "tests" / "algos" / "programs" / "own_estimator.py"
@@ -53,6 +53,7 @@ def test_groups_over_two_ranks_give_the_numbers_of_one_process(
     process = torchrun(run_dir, f"placement={placement}", num_ranks=2, script=GRPO, small=SMALL)
 
     assert finish(process, seconds=200) == 0, log_of(run_dir).read_text()[-3000:]
+    check_prediction(run_dir)
     steps = steps_of(run_dir)
     assert [step["step"] for step in steps] == [0, 1, 2]
     for one, two in zip(in_one_process, steps, strict=True):

@@ -10,7 +10,7 @@ import pytest
 from spmdflow.config.load import load
 from spmdflow.controller.launch import launch
 from spmdflow.errors import ConfigError
-from tests.algos.runs import ROOT, finish, log_of, steps_of, torchrun
+from tests.algos.runs import ROOT, check_prediction, finish, log_of, steps_of, torchrun
 
 ASYNC = ROOT / "algos" / "grpo_async.py"
 SMALL = (
@@ -72,6 +72,7 @@ def test_samples_are_one_update_old_and_weights_arrive_as_they_were_sent(
     process = torchrun(run_dir, *settings, num_ranks=num_ranks, script=ASYNC, small=SMALL)
 
     assert finish(process, seconds=250) == 0, log_of(run_dir).read_text()[-3000:]
+    check_prediction(run_dir)
     steps = steps_of(run_dir)
     assert [step["step"] for step in steps] == [0, 1, 2, 3, 4]
     for step in steps:

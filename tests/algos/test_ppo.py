@@ -14,7 +14,16 @@ import yaml
 
 from spmdflow.config.load import load
 from spmdflow.controller.launch import launch
-from tests.algos.runs import ROOT, SCRIPT, SMALL, finish, log_of, steps_of, torchrun
+from tests.algos.runs import (
+    ROOT,
+    SCRIPT,
+    SMALL,
+    check_prediction,
+    finish,
+    log_of,
+    steps_of,
+    torchrun,
+)
 
 SETTINGS = ("total_steps=2", "eval_every=2", "run.sample_every=1")
 SOME_METRICS = {
@@ -50,6 +59,7 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_on_ranks(run_dir: Path, *settings: str) -> Path:
     status = finish(torchrun(run_dir, *SETTINGS, *settings, num_ranks=2), seconds=200)
     assert status == 0, log_of(run_dir).read_text()[-3000:]
+    check_prediction(run_dir)
     return run_dir
 
 

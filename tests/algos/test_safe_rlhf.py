@@ -13,7 +13,16 @@ from transformers import AutoConfig, AutoTokenizer, LlamaForSequenceClassificati
 from spmdflow.config.load import load
 from spmdflow.controller.launch import launch
 from spmdflow.errors import RowError
-from tests.algos.runs import ROOT, SMALL, finish, log_of, numbers_of, steps_of, torchrun
+from tests.algos.runs import (
+    ROOT,
+    SMALL,
+    check_prediction,
+    finish,
+    log_of,
+    numbers_of,
+    steps_of,
+    torchrun,
+)
 
 SAFE = ROOT / "algos" / "safe_rlhf.py"
 TINY = (
@@ -75,6 +84,7 @@ def test_two_ranks_give_the_numbers_of_one_process(
     process = torchrun(run_dir, *settings, num_ranks=2, script=SAFE, small=TINY)
 
     assert finish(process, seconds=200) == 0, log_of(run_dir).read_text()[-3000:]
+    check_prediction(run_dir)
     for one, two in zip(in_one_process, steps_of(run_dir), strict=True):
         for name in COMPARED:  # float32 sums in another order
             assert two[name] == pytest.approx(one[name], rel=5e-5, abs=1e-6), name

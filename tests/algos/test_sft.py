@@ -15,7 +15,16 @@ from spmdflow.config.check import check
 from spmdflow.config.load import load
 from spmdflow.controller.launch import launch
 from spmdflow.errors import ConfigError
-from tests.algos.runs import ROOT, finish, last_checkpoint, log_of, numbers_of, steps_of, torchrun
+from tests.algos.runs import (
+    ROOT,
+    check_prediction,
+    finish,
+    last_checkpoint,
+    log_of,
+    numbers_of,
+    steps_of,
+    torchrun,
+)
 
 SFT, REWARD_MODEL = ROOT / "algos" / "sft.py", ROOT / "algos" / "reward_model.py"
 COMMON = ("data.prompts_per_step=32", "data.eval_prompts=24", "total_steps=3", "eval_every=3")
@@ -125,6 +134,7 @@ def test_two_ranks_give_the_numbers_of_one_process(
     process = torchrun(tmp_path / "two", *words, num_ranks=2, script=script, small=SMALL[script])
 
     assert finish(process, seconds=120) == 0, log_of(tmp_path / "two").read_text()[-3000:]
+    check_prediction(tmp_path / "two")
     for alone, both in zip(one, steps_of(tmp_path / "two"), strict=True):
         for name in (f"{role}/loss", f"{role}/grad_norm", "eval/loss", "eval/margin"):
             if name in alone:  # float32 sums in another order

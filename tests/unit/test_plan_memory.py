@@ -28,8 +28,8 @@ from spmdflow.plan.trace import trace_replayed
 from spmdflow.plan.workload import simulated
 from tests.unit.planned import ALGORITHMS, SMALL, traced
 
-LEAST, MOST = 0.75, 1.4
-"""Predicted / measured peak of every call; measured on two CPUs: 0.80 to 1.33."""
+LEAST, MOST = 0.75, 1.2
+"""Predicted / measured peak of every call; on two CPUs, micro-batches of 8 and 16: 0.79 to 1.09."""
 
 
 def write_model(folder: Path) -> None:
