@@ -16,6 +16,7 @@ from spmdflow.controller.launch import launch
 from tests.algos.runs import (
     SCRIPT,
     SMALL,
+    check_prediction,
     finish,
     last_checkpoint,
     log_of,
@@ -149,6 +150,7 @@ def test_sigterm_saves_the_running_step_and_the_restart_continues_after_it(tmp_p
     wait_for_step(run_dir, 1, seconds=100)
     process.send_signal(signal.SIGTERM)
     finish(process, seconds=30)
+    check_prediction(run_dir)  # of a run that was stopped, too
     assert ranks_of(run_dir) == []
     last = steps_of(run_dir)[-1]["step"]
     saved = [path.name for path in (run_dir / "checkpoints").glob("step-*")]
