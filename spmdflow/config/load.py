@@ -250,7 +250,8 @@ def _check_keys(
         key = f"{prefix}{name}"
         if name not in names:
             raise ConfigError(
-                f"{source}: unknown key {key}{_nearest(key, [*known, ASSUME])}; --help lists every key"
+                f"{source}: unknown key {key}{_nearest(key, [*known, ASSUME])}; "
+                f"--help lists every key"
             )
         if name in groups and isinstance(value, dict):
             _check_keys(value, groups[name], key + ".", source, known)

@@ -205,6 +205,8 @@ class Engine:
 
     def close(self) -> None:
         """Free the engine and its private group; the trainer's groups stay."""
+        if not self._on_cpu and self._llm.llm_engine.is_sleeping():
+            self._llm.wake_up()  # vLLM would unmap a second time what sleeps when it is freed
         module = import_module("vllm.v1.engine.core")
         with replaced(module, "cleanup_dist_env_and_memory", release):
             self._core.shutdown()

@@ -9,4 +9,6 @@ import torch
 @pytest.fixture(autouse=True)
 def _cuda() -> None:
     if not torch.cuda.is_available():
-        pytest.skip("no CUDA device: run `scripts/test.sh -m gpu` on a machine that has one")
+        pytest.skip(
+            "no CUDA device: run `python -m pytest -m gpu tests/gpu` where one is (docs/GPU.md)"
+        )

@@ -116,6 +116,9 @@ def phases(device: str, path: str, settings: dict[str, str]) -> dict[str, int]:
             ("trained again", lambda: update(actor, 1)),
         ):
             phase()
+            if name.startswith("trained") and settings.get("engine.residency") == "offload":
+                places = {t.device.type for t in actor.engine.state_blocks().values()}
+                assert places == {"cpu"}, places  # weights and moments have left the device
             found[name] = used_bytes() if device == "cuda" else 0
     return found
 

@@ -1,6 +1,6 @@
 """PPO and GRPO in bfloat16 on one GPU, from end to end, and a table of what they took.
 
-`scripts/test.sh -m gpu tests/gpu/test_algorithms.py` prints the table.
+`python -m pytest -m gpu tests/gpu/test_algorithms.py` prints the table (docs/GPU.md).
 """
 
 from __future__ import annotations
@@ -43,6 +43,14 @@ def run(run_dir: Path, *settings: str, script: Path, **named: Any) -> list[dict[
     return steps_of(run_dir)
 
 
+def check_certified(steps: list[dict[str, Any]]) -> None:
+    """Every sync of a step; weights that an evaluation has brought need none in the next step."""
+    found = [
+        step["rollout/weights_verified"] for step in steps if "rollout/weights_verified" in step
+    ]
+    assert found and set(found) == {1}
+
+
 def show(name: str, steps: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     """One line: seconds of each stage and tokens a second, medians over the steps."""
     done = [step for step in steps if step["step"] > 1] or steps
@@ -62,9 +70,9 @@ def test_ppo_in_bfloat16_runs_certified_and_without_drift(
 
     steps = run(tmp_path / "run", *settings, "total_steps=4", script=SCRIPT)
 
+    check_certified(steps)
     for step in steps[1:]:
         assert all(math.isfinite(value) for value in step.values())
-        assert step["rollout/weights_verified"] == 1
         assert step["rollout/drift"] <= MAX_DRIFT
         assert step["controller/tensor_bytes"] == 0
     show(f"ppo, {engine}", steps, capsys)
@@ -78,9 +86,9 @@ def test_grpo_in_bfloat16_runs_certified_and_without_drift(
 
     steps = run(tmp_path / "run", *settings, script=GRPO, small=SMALL_GRPO)
 
+    check_certified(steps)
     for step in steps[1:]:
         assert all(math.isfinite(value) for value in step.values())
-        assert step["rollout/weights_verified"] == 1
         assert step["rollout/drift"] <= MAX_DRIFT
     show(f"grpo, {engine}", steps, capsys)
 
@@ -96,7 +104,7 @@ def test_grpo_over_two_devices_compares_samples_of_both(
     for name in ("one", "two"):  # the second run finds what vLLM compiled in the first
         steps = run(tmp_path / name, *settings, script=GRPO, small=SMALL_GRPO, num_ranks=2)
 
-    assert all(step["rollout/weights_verified"] == 1 for step in steps[1:])
+    check_certified(steps)
     assert all(step["rollout/drift"] <= MAX_DRIFT for step in steps[1:])
     show(f"grpo, {engine}, two devices", steps, capsys)
 
@@ -122,5 +130,5 @@ def test_policy_and_generator_on_two_devices_one_step_apart(
 
     steps = run(tmp_path / "run", *settings, script=script, small=SMALL_GRPO, num_ranks=2)
 
-    assert all(step["rollout/weights_verified"] == 1 for step in steps[1:])
+    check_certified(steps)
     show("grpo_async on two devices", steps, capsys)
