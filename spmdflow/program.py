@@ -32,9 +32,9 @@ def launch(
 
     Collective over the default process group, which must exist unless inproc. On GPUs every rank
     has called torch.cuda.set_device before. After a run, also one that was stopped, the first of
-    its ranks writes RUN_DIR/prediction.txt before it returns. ConfigError
-    if the script has no main or ranks are no ascending ranks of the group; other failures end
-    the processes of the session with status 1.
+    its ranks writes RUN_DIR/prediction.txt before it returns. ConfigError if the script has no
+    main or ranks are no ascending ranks of the group; other failures end the processes of the
+    session with status 1.
 
     Any: an object of the script's Config class.
     """
