@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -65,7 +66,7 @@ class PlanReport:
         """Everything that is wrong."""
         return [finding for proof in self.proofs for finding in proof.findings]
 
-    @property
+    @cached_property
     def edge_bytes(self) -> dict[tuple[int, int], int]:
         """Row bytes of the step by (source, destination)."""
         return bytes_by_edge(self.edges)
