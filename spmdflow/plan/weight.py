@@ -21,6 +21,7 @@ from spmdflow.hybrid_engine.factory import sync_mode
 from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, plan_shards, scopes_of
 from spmdflow.hybrid_engine.stream import BUCKET_BYTES
 from spmdflow.hybrid_engine.table import generation_tables, training_tables
+from spmdflow.models.generator import GeneratorWorker
 from spmdflow.parallel.layout import Layout
 from spmdflow.plan.record import Trace, TracedModel
 from spmdflow.plan.reshard import Copies
@@ -80,6 +81,8 @@ def weight_plans(trace: Trace, syncs: Mapping[str, int]) -> list[WeightPlan]:
         linked = [policy for policy, generator in trace.links if generator == name]
         if not hasattr(traced.worker_class, "generate_sequences") or not hasattr(cfg, "rollout"):
             continue
+        if not linked and _only_generates(traced):
+            continue  # its weights come from files
         try:
             if linked:
                 plan = _remote(trace.models[linked[0]], traced, nodes, syncs)
@@ -100,7 +103,6 @@ def syncs_by_step(trace: Trace) -> dict[int, dict[str, int]]:
     A model's first generation, and the first one after an update, brings its weights along.
     """
     found: dict[int, dict[str, int]] = {step: {} for step in trace.steps}
-    linked = {generator for _, generator in trace.links}
     fresh: set[str] = set()
     for order in trace.orders:
         name, _, method = order.label.partition(".")
@@ -110,13 +112,19 @@ def syncs_by_step(trace: Trace) -> dict[int, dict[str, int]]:
         comes = method == "receive_weights"
         if kind == "train":
             fresh.discard(name)
-        elif kind == "generate" and name not in linked and name not in fresh:
+        elif _only_generates(trace.models[name]):
+            pass
+        elif kind == "generate" and name not in fresh:
             fresh.add(name)
             comes = True
         if comes and order.phase == "train":
             step = found.setdefault(order.step, {})
             step[name] = step.get(name, 0) + 1
     return found
+
+
+def _only_generates(traced: TracedModel) -> bool:
+    return issubclass(traced.worker_class, GeneratorWorker)
 
 
 def _local(traced: TracedModel, cfg: Any, nodes: Nodes, syncs: int) -> WeightPlan:

@@ -23,8 +23,9 @@ from spmdflow.parallel.layout import Layout
 from spmdflow.plan import weight
 from spmdflow.plan.prediction import planned_transition
 from spmdflow.plan.record import Trace, TracedModel
-from spmdflow.plan.weight import WeightPlan, weight_plans
+from spmdflow.plan.weight import WeightPlan, syncs_by_step, weight_plans
 from spmdflow.weights.architecture import Architecture
+from tests.unit.planned import SMALL_GROUPS, traced
 
 SIZES = {
     "model_type": "llama",
@@ -271,3 +272,12 @@ def test_way_that_no_planner_finds_is_a_note_and_no_traceback(
 
     assert found.note == "not planned: reshard: got nothing"
     assert not found.received and found.inter_bytes == -1
+
+
+def test_generator_whose_weights_come_from_files_has_no_sync() -> None:
+    alone = traced("evaluate", 4, "data.eval_prompts=12 x 2 samples")
+    apart = traced("grpo_async", 4, *SMALL_GROUPS)
+
+    assert (weight_plans(alone, {}), syncs_by_step(alone)) == ([], {1: {}})
+    assert [(way.source, way.target) for way in weight_plans(apart, {})] == [("actor", "generator")]
+    assert syncs_by_step(apart)[1].keys() == {"generator"}
