@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from collections.abc import Mapping
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -27,6 +28,7 @@ def launch(
     ranks: tuple[int, ...] | None = None,
     inproc: bool = False,
     surroundings: controller.Surroundings | None = None,
+    examples: Mapping[str, Any] | None = None,
 ) -> int:
     """Run script.main(flow, cfg) on `ranks` (default: all). Exit status: 0 finished, 3 stopped.
 
@@ -36,16 +38,17 @@ def launch(
     main or ranks are no ascending ranks of the group; other failures end the processes of the
     session with status 1.
 
-    Any: an object of the script's Config class.
+    Any: an object of the script's Config class; examples of what only a run knows, by name, for
+    the prediction (`flow.assume`).
     """
     status = controller.launch(script, cfg, ranks=ranks, inproc=inproc, surroundings=surroundings)
     members = (0,) if inproc else tuple(range(dist.get_world_size())) if ranks is None else ranks
     if not inproc and dist.get_rank() != members[0]:
         return status
     if status == controller.FINISHED:
-        compare_run(script, cfg, tuple(members))
+        compare_run(script, cfg, tuple(members), examples)
     elif len(members) <= _MOST_STOPPED_RANKS:
-        _compare_in_haste(script, cfg, tuple(members))
+        _compare_in_haste(script, cfg, tuple(members), examples)
     return status
 
 
@@ -53,7 +56,9 @@ class _TooLateError(BaseException):
     """The time of a stopped run is over; no Exception, so that nothing on the way answers it."""
 
 
-def _compare_in_haste(script: ModuleType, cfg: Any, ranks: tuple[int, ...]) -> None:
+def _compare_in_haste(
+    script: ModuleType, cfg: Any, ranks: tuple[int, ...], examples: Mapping[str, Any] | None
+) -> None:
     """Compare a run that was stopped, for a few seconds: launchers kill what does not end.
 
     They also repeat SIGTERM when other ranks have ended, which is ignored meanwhile. Signals belong
@@ -69,7 +74,7 @@ def _compare_in_haste(script: ModuleType, cfg: Any, ranks: tuple[int, ...]) -> N
     alarm = signal.signal(signal.SIGALRM, give_up)
     try:
         signal.setitimer(signal.ITIMER_REAL, _STOPPED_SECONDS)
-        compare_run(script, cfg, ranks)
+        compare_run(script, cfg, ranks, examples)
     except _TooLateError:
         logger.warning("no prediction: a stopped run has %s s for it", _STOPPED_SECONDS)
     finally:

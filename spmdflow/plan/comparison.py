@@ -118,7 +118,9 @@ class Comparison:
         return "; ".join([*parts, *missing])
 
 
-def compare_run(script: ModuleType, cfg: Any, ranks: tuple[int, ...]) -> None:
+def compare_run(
+    script: ModuleType, cfg: Any, ranks: tuple[int, ...], examples: Mapping[str, Any] | None = None
+) -> None:
     """Write the comparison of a run on `ranks` that has just ended, and log one line of it.
 
     It never fails a run: what stands in its way is logged. The script's main is called again, dry;
@@ -127,7 +129,7 @@ def compare_run(script: ModuleType, cfg: Any, ranks: tuple[int, ...]) -> None:
     try:
         run_dir = path_of(cfg.run)
         with redirect_stdout(StringIO()):
-            found = compare(script, cfg, run_dir, world=ranks)
+            found = compare(script, cfg, run_dir, world=ranks, examples=examples)
         (run_dir / JSON_FILE).write_text(json.dumps(found.to_plain(), indent=1), encoding="utf-8")
         (run_dir / TEXT_FILE).write_text(comparison_text(found), encoding="utf-8")
         logger.info("prediction (%s): %s", TEXT_FILE, found.describe())
@@ -142,8 +144,12 @@ def compare(
     *,
     world: tuple[int, ...],
     hardware: Hardware | None = None,
+    examples: Mapping[str, Any] | None = None,
 ) -> Comparison:
-    """Predict a run that was, and lay it beside what it measured."""
+    """Predict a run that was, and lay it beside what it measured.
+
+    examples: of what only a run knows, for the prediction from the settings; over the script's.
+    """
     notes: list[str] = []
     replay, traced = _traced(script, cfg, run_dir, notes)
     hardware = hardware or _hardware(cfg, len(world), replay, notes)
@@ -151,7 +157,7 @@ def compare(
     before = after = None
     if hardware is not None:
         nodes = tuple(replay.nodes.get(rank, 0) for rank in range(max(world) + 1))
-        settings = TraceSettings(world=world, nodes=nodes, read_data=False)
+        settings = TraceSettings(world=world, nodes=nodes, read_data=False, examples=examples or {})
         before = _of_settings(script, cfg, settings, hardware, notes)
         after = None if traced is None else _of_trace(traced, hardware)
     notes += after.without.values() if after else ()

@@ -99,7 +99,8 @@ def test_kv_cache_and_moments_leave_the_device_when_they_are_not_used(
     with capsys.disabled():
         print("\nbytes in use:", {name: f"{size:,}" for name, size in found.items()})
     assert found["asleep"] + KV_CACHE_BYTES * 9 // 10 <= found["generated"]
-    assert found["trained again"] <= found["trained"] + (64 << 20)  # nothing is left behind
+    # nothing is left behind; 64 MiB for libraries' workspaces, made at their first use
+    assert found["trained again"] <= found["trained"] + (64 << 20)
 
 
 def test_hashes_draws_and_freed_storages_are_those_of_the_cpu() -> None:

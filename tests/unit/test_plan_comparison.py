@@ -88,6 +88,17 @@ def test_weights_that_pass_are_counted_as_planned(run: Loaded) -> None:
     assert "weights from trainer to generator" in comparison_text(found)
 
 
+def test_examples_of_the_configuration_reach_the_prediction_from_the_settings(run: Loaded) -> None:
+    plain, short = (
+        {stage.stage: stage for stage in found.stages}["generate_sequences"]
+        for found in (compared(run), compared(run, examples={"responses": 1}))
+    )
+
+    assert short.from_settings and plain.from_settings
+    assert short.from_settings < plain.from_settings
+    assert short.from_lengths == plain.from_lengths  # those that the run had
+
+
 def test_edge_with_other_bytes_than_planned_is_shown(run: Loaded, tmp_path: Path) -> None:
     source = Path(run.cfg.run.dir)
     content = decode((source / TRANSCRIPT_FILE).read_bytes())
