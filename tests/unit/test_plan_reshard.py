@@ -89,21 +89,24 @@ def test_plan_of_weights_is_proved(way: str) -> None:
     assert check_weights(Copies(plan, have, need), way=way) == []
 
 
+def drawn_edge(plan: ReshardPlan, data: st.DataObject) -> tuple[tuple[int, int], Message, int]:
+    """Where a message stands, the message, and one of its destinations."""
+    at = data.draw(st.sampled_from(messages(plan)))
+    message = plan.buckets[at[0]].messages[at[1]]
+    return at, message, data.draw(st.sampled_from(message.destinations))
+
+
 @given(data=st.data())
 @settings(max_examples=30, deadline=None, derandomize=True)
 @pytest.mark.parametrize("way", WAYS)
 def test_dropped_weight_edge_is_found(way: str, data: st.DataObject) -> None:
     plan = planned(way)[0]
-    number, place = data.draw(st.sampled_from(messages(plan)))
-    message = plan.buckets[number].messages[place]
-    rank = data.draw(st.sampled_from(message.destinations))
+    at, message, rank = drawn_edge(plan, data)
     others = tuple(other for other in message.destinations if other != rank)
 
     found = texts(
         planned(way),
-        with_message(
-            plan, (number, place), lambda m: [replace(m, destinations=others)] if others else []
-        ),
+        with_message(plan, at, lambda m: [replace(m, destinations=others)] if others else []),
     )
 
     named = re.findall(rf"actor to generator: edge ([\d or]+) -> {rank}: got no ", found)
@@ -115,13 +118,11 @@ def test_dropped_weight_edge_is_found(way: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_doubled_weight_edge_is_found(way: str, data: st.DataObject) -> None:
     plan = planned(way)[0]
-    number, place = data.draw(st.sampled_from(messages(plan)))
-    message = plan.buckets[number].messages[place]
-    rank = data.draw(st.sampled_from(message.destinations))
+    at, message, rank = drawn_edge(plan, data)
 
     found = texts(
         planned(way),
-        with_message(plan, (number, place), lambda m: [m, replace(m, destinations=(rank,))]),
+        with_message(plan, at, lambda m: [m, replace(m, destinations=(rank,))]),
     )
 
     assert f"actor to generator: edge {message.source} -> {rank}: got " in found
