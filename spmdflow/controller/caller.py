@@ -16,43 +16,22 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from spmdflow.controller.assignment import Assignment, assign, assign_mini_batches, by_share
+from spmdflow.controller.assignment import Assignment, by_share
 from spmdflow.controller.batch import Batch, ColumnRef
+from spmdflow.controller.call import Target, assign_rows, commands_on_rows, frame_of, ids_at
 from spmdflow.controller.check import check_arguments, check_extends, columns_read
 from spmdflow.controller.fetch import fetch_column
 from spmdflow.controller.frame import Frame, SourceFrame, facts_of, places_of
-from spmdflow.controller.inputs import (
-    ascending,
-    by_frame,
-    home_frame,
-    inputs_of,
-    positions_held,
-    source_lengths,
-    widest_frame,
-)
+from spmdflow.controller.inputs import by_frame, home_frame, positions_held, source_lengths
 from spmdflow.controller.join import joined
 from spmdflow.controller.order import Order, Pending, Transport
 from spmdflow.controller.result import CallRecord, Result
-from spmdflow.controller.schedule import CutSettings, MicroLimit
 from spmdflow.controller.transfers import Transfers
-from spmdflow.data.group import places_in_groups
 from spmdflow.data.row_id import Ids, RowIds
-from spmdflow.errors import ColumnError, MessageError, ProtocolError
-from spmdflow.parallel.layout import Layout
+from spmdflow.errors import MessageError, ProtocolError
 from spmdflow.transfer.protocol import protocol
 from spmdflow.transfer.register import MethodSpec, method_spec
 from spmdflow.transfer.row_maths import row_maths_spec
-
-
-@dataclass(frozen=True)
-class Target:
-    """What the caller knows of a worker group."""
-
-    name: str
-    worker_class: type
-    layout: Layout
-    limit: MicroLimit
-    cut: CutSettings | None
 
 
 @dataclass(frozen=True)
@@ -134,7 +113,7 @@ class Caller:
             return Result(label, pending, ranks)
         names = columns_read(spec, batch, label)
         check_extends(spec, batch, label)
-        assignment = self._assign(target, spec, batch, names)
+        assignment = assign_rows(self, target, spec, batch, names, seed=self._settings.seed)
         return self._run_on_rows(label, head, batch, names, assignment, spec)
 
     def invoke_each(
@@ -171,27 +150,10 @@ class Caller:
         groups: np.ndarray | None = None,
     ) -> Batch | Result:
         number = self.next_number()
-        rows = by_share(
-            assignment.given,
-            lambda positions: {
-                "ids": batch.ids[positions],
-                "inputs": inputs_of(batch, names, positions),
-                "micro": assignment.num_micro_batches,
-                **_groups_of(groups, positions),
-            },
-        )
-        held = by_share(assignment.holds, lambda positions: batch.ids[positions])
-        minis = assignment.mini_batches or {}
-        commands = {
-            rank: {
-                **head,
-                **given,
-                "holds": held.get(rank) if spec.writes else None,
-                "mini": minis.get(rank, []),
-            }
-            for rank, given in rows.items()
-        }
-        frame = self._frame(number, label, held, assignment, spec.writes) if spec.writes else None
+        commands, held = commands_on_rows(head, batch, names, assignment, spec, groups)
+        frame = None
+        if spec.writes:
+            frame = frame_of(number, label, held, assignment, spec.writes, self.free)
         on_done = _keep_until_done(batch, frame, self.transfers)
         self._need(batch, names, assignment.given)  # first: the rows are under way before the call
         pending = self._submit(number, label, commands, assignment.answering, on_done)
@@ -270,65 +232,11 @@ class Caller:
         )
         return Batch(self, ids, parents, {name: ColumnRef(frame, ids) for name in columns})
 
-    def _assign(
-        self, target: Target, spec: MethodSpec, batch: Batch, names: Sequence[str]
-    ) -> Assignment:
-        rules = protocol(spec.transfer_mode)
-        lengths = self._token_lengths(batch, target, spec)
-        if not spec.minibatches:
-            return assign(rules, target.layout, len(batch), limit=target.limit, lengths=lengths)
-        if target.cut is None:
-            raise ProtocolError(
-                f"{target.name}: its method takes mini-batches, but its config has no `update`; "
-                f"add an UpdateConfig"
-            )
-        frame = widest_frame(batch, names, target.layout.ranks)
-        held = {} if frame is None else positions_held(batch, frame)
-        return assign_mini_batches(
-            rules,
-            target.layout,
-            batch.parents,
-            held,
-            cut=target.cut,
-            limit=target.limit,
-            lengths=lengths,
-            seed=self._settings.seed,
-            step=self.step,
-        )
-
-    def _token_lengths(self, batch: Batch, target: Target, spec: MethodSpec) -> np.ndarray | None:
-        """Prompt + response tokens, if this call is cut by tokens (waits for the lengths)."""
-        balanced = spec.minibatches and target.cut is not None and target.cut.balance_tokens
-        if target.limit.max_tokens is None and not balanced:
-            return None
-        known = [name for name in ("prompts", "responses") if name in batch.columns]
-        if "responses" not in known:
-            if balanced:
-                raise ColumnError(
-                    f"{target.name}: the batch has {sorted(batch.columns)}, expected responses "
-                    f"too, as update.balance_tokens is set; turn that off or generate first"
-                )
-            return None
-        return np.sum([self.lengths(batch.column(name), name) for name in known], axis=0)
-
     def _need(self, batch: Batch, names: Sequence[str], given: Mapping[int, np.ndarray]) -> None:
         for frame, columns, ids in by_frame(batch, names):
             if isinstance(frame, Frame):
-                need = by_share(given, partial(_ids_at, ids))
+                need = by_share(given, partial(ids_at, ids))
                 self.transfers.need(frame, columns, need)
-
-    def _frame(
-        self,
-        number: int,
-        label: str,
-        held: dict[int, Ids],
-        assignment: Assignment,
-        names: Sequence[str],
-    ) -> Frame:
-        answer = {rank: held[rank] for rank in assignment.answering}
-        by_column = dict.fromkeys(names, held)
-        ranks = tuple(sorted(assignment.given))
-        return Frame(number, label, ranks, tuple(names), answer, by_column, self.free, held)
 
     def wait_for(self, frame: Frame) -> None:
         """Block until the call that makes the frame has replied."""
@@ -381,20 +289,3 @@ def _keep_until_done(
             transfers.producer_done(frame)
 
     return done
-
-
-def _ids_at(ids: Ids, positions: np.ndarray) -> Ids:
-    return ascending(ids[positions])
-
-
-def _groups_of(groups: np.ndarray | None, positions: np.ndarray) -> dict[str, Any]:
-    """Message data of row maths over groups: of each row its group and its place in there."""
-    if groups is None:
-        return {}
-    places, largest = places_in_groups(groups)
-    return {
-        "groups": groups[positions],
-        "num_groups": int(groups.max(initial=-1)) + 1,
-        "places": places[positions],
-        "largest_group": largest,
-    }

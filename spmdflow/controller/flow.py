@@ -7,7 +7,7 @@ metrics; no tensors, no devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from spmdflow.config.placement import Pool
 from spmdflow.config.schema import DataConfig
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
+from spmdflow.controller.counters import Counters
 from spmdflow.controller.evaluation import Evaluation
 from spmdflow.controller.group import (
     END_OF_GROUPS,
@@ -25,7 +26,7 @@ from spmdflow.controller.group import (
 )
 from spmdflow.controller.saving import Saving
 from spmdflow.controller.show import Show
-from spmdflow.controller.step import Step, reported, stage_seconds
+from spmdflow.controller.step import Step
 from spmdflow.controller.transcript import Transcript
 from spmdflow.controller.weight_link import WeightLink
 from spmdflow.datasets.scan import ScanReport
@@ -247,21 +248,7 @@ class Flow:
             self._save(step.number)
 
     def _metrics(self, step: Step, records: list[Any]) -> dict[str, float]:
-        train, evaluation = reported(records, "train"), reported(records, "eval")
-        metrics = train | step.logged() | stage_seconds(records, "train")
-        for name, value in evaluation.items():
-            if name.startswith("eval/"):
-                metrics[name] = value
-            if name.startswith("reward/"):
-                metrics["eval/" + name.removeprefix("reward/")] = value
-        eval_seconds = sum(stage_seconds(records, "eval").values())
-        if eval_seconds:
-            metrics["time/evaluate_seconds"] = eval_seconds
-        seconds = step.seconds()
-        metrics["time/step_seconds"] = seconds
-        tokens = train.get("rollout/prompt_tokens", 0) + train.get("rollout/response_tokens", 0)
-        if tokens:
-            metrics["perf/tokens_per_second"] = tokens / seconds
+        metrics = step.metrics(records)
         now = Counters.read(self.caller)
         metrics |= now.since(self._before)
         self._before = now
@@ -304,32 +291,3 @@ class Flow:
             f"role {worker_class.role!r} of {worker_class.__name__}: the placement has {roles}, "
             f"expected it too; add it to a pool, or spawn on a pool: flow.pool(...).spawn(...)"
         )
-
-
-@dataclass(frozen=True)
-class Counters:
-    """Byte counters at one moment."""
-
-    bytes: int = 0
-    planned_bytes: int = 0
-    header_bytes: int = 0
-    tensor_bytes: int = 0
-    fetched_bytes: int = 0
-
-    @classmethod
-    def read(cls, caller: Caller) -> Counters:
-        """The counters now."""
-        edges, fetched = caller.transfers.bytes, caller.fetched_bytes
-        script = fetched.get("script", 0)
-        shown = sum(fetched.values()) - script
-        moved, planned = edges.total("moved"), edges.total("planned")
-        return cls(moved, planned, edges.header_bytes, script, shown)
-
-    def since(self, before: Counters) -> dict[str, float]:
-        """What was added, as metrics."""
-        prefix = dict.fromkeys(("bytes", "planned_bytes", "header_bytes"), "transfer")
-        old = asdict(before)
-        return {
-            f"{prefix.get(name, 'controller')}/{name}": float(value - old[name])
-            for name, value in asdict(self).items()
-        }

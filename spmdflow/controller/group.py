@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spmdflow.controller.batch import Batch
-from spmdflow.controller.caller import Caller, Target
+from spmdflow.controller.call import Target
+from spmdflow.controller.caller import Caller
 from spmdflow.controller.importing import name_of
 from spmdflow.controller.result import Result
 from spmdflow.controller.schedule import CutSettings, MicroLimit

@@ -33,6 +33,26 @@ class Step:
         """The logged metrics, waited for and merged."""
         return merge([dict(result) for result in self._logged])
 
+    def metrics(self, records: Iterable[CallRecord]) -> dict[str, float]:
+        """All of the step: reported by its calls, logged, and seconds."""
+        records = list(records)
+        train, evaluation = reported(records, "train"), reported(records, "eval")
+        metrics = train | self.logged() | stage_seconds(records, "train")
+        for name, value in evaluation.items():
+            if name.startswith("eval/"):
+                metrics[name] = value
+            if name.startswith("reward/"):
+                metrics["eval/" + name.removeprefix("reward/")] = value
+        eval_seconds = sum(stage_seconds(records, "eval").values())
+        if eval_seconds:
+            metrics["time/evaluate_seconds"] = eval_seconds
+        seconds = self.seconds()
+        metrics["time/step_seconds"] = seconds
+        tokens = train.get("rollout/prompt_tokens", 0) + train.get("rollout/response_tokens", 0)
+        if tokens:
+            metrics["perf/tokens_per_second"] = tokens / seconds
+        return metrics
+
 
 def reported(records: Iterable[CallRecord], phase: str) -> dict[str, float]:
     """Metrics that workers reported during calls of a phase, merged over answering ranks."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmdflow.controller.batch import Batch
-from spmdflow.controller.caller import Caller, CallSettings, Target
+from spmdflow.controller.call import Target
+from spmdflow.controller.caller import Caller, CallSettings
 from spmdflow.controller.result import Result
 from spmdflow.controller.transfers import Transfers
 from spmdflow.data.row_id import Ids
