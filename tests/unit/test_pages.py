@@ -48,7 +48,7 @@ def test_blocks_are_told_apart_and_settings_are_added_to_the_run(tmp_path: Path)
     assert (made.file_name, ran.file_name) == ("made.py", None)
     assert [block.is_run for block in (made, ran, left_out, output)] == [True, True, False, False]
     assert left_out.skipped == "needs docker"
-    assert shortened.text.split()[-5:] == ["run.dir=there", "total_steps=2", "#", "a", "comment"]
+    assert shortened.text.split()[-3:] == ["ppo", "run.dir=there", "total_steps=2"]
     assert (made.line, ran.line) == (3, 10)
 
 
