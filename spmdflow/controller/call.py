@@ -78,11 +78,13 @@ def commands_on_rows(
     names: Sequence[str],
     assignment: Assignment,
     spec: MethodSpec,
+    per_row: Mapping[str, np.ndarray],
     groups: np.ndarray | None = None,
 ) -> tuple[dict[int, dict[str, Any]], dict[int, Ids]]:
     """The command of each rank, and the rows that each holds afterwards.
 
-    groups (B,): the group of each row, for map functions that ask for it.
+    per_row: further numbers of each row (B,), by name. groups (B,): the group of each row, for map
+    functions that ask for it.
     """
     rows = by_share(
         assignment.given,
@@ -90,6 +92,7 @@ def commands_on_rows(
             "ids": batch.ids[positions],
             "inputs": inputs_of(batch, names, positions),
             "micro": assignment.num_micro_batches,
+            **{name: numbers[positions] for name, numbers in per_row.items()},
             **_groups_of(groups, positions),
         },
     )

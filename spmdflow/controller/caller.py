@@ -20,6 +20,7 @@ from spmdflow.controller.assignment import Assignment, by_share
 from spmdflow.controller.batch import Batch, ColumnRef
 from spmdflow.controller.call import Target, assign_rows, commands_on_rows, frame_of, ids_at
 from spmdflow.controller.check import check_arguments, check_extends, columns_read
+from spmdflow.controller.draws import Draws
 from spmdflow.controller.fetch import fetch_column
 from spmdflow.controller.frame import Frame, SourceFrame, facts_of, places_of
 from spmdflow.controller.inputs import by_frame, home_frame, positions_held, source_lengths
@@ -57,6 +58,7 @@ class Caller:
         self.records: list[CallRecord] = []
         self.fetched_bytes: dict[str, int] = {}
         self.row_ids = RowIds()
+        self._draws = Draws()
         self._last_number = 0
         self._freed: deque[int] = deque()
         self._unsent: dict[int, list[int]] = {}
@@ -150,7 +152,13 @@ class Caller:
         groups: np.ndarray | None = None,
     ) -> Batch | Result:
         number = self.next_number()
-        commands, held = commands_on_rows(head, batch, names, assignment, spec, groups)
+        per_row = {}
+        if spec.draws:
+            greedy = bool(head["arguments"].get("greedy"))
+            per_row["generation"] = self._draws.take(
+                self.step, self.phase, batch.ids, greedy=greedy
+            )
+        commands, held = commands_on_rows(head, batch, names, assignment, spec, per_row, groups)
         frame = None
         if spec.writes:
             frame = frame_of(number, label, held, assignment, spec.writes, self.free)

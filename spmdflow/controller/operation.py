@@ -293,4 +293,5 @@ def _facts(column: Column) -> list[Any]:
 def _call_info(plain: Plain, number: int) -> CallInfo:
     minis = tuple(MiniBatch(torch.from_numpy(index), micro) for index, micro in plain["mini"])
     ids = torch.from_numpy(plain["ids"])
-    return CallInfo(number, plain["step"], ids, plain["micro"], minis)
+    generation = torch.from_numpy(plain["generation"]) if "generation" in plain else None
+    return CallInfo(number, plain["step"], ids, plain["micro"], minis, generation)

@@ -39,6 +39,7 @@ class ActorWorker(PolicyWorker):
         reads=("prompts",),
         writes=("responses", "response_mask", "rollout_log_probs"),
         extends=True,
+        draws=True,
     )
     def generate_sequences(self, batch: TensorDict, *, greedy: bool = False) -> TensorDict:
         """One response for each row; the answer keeps the columns of the prompts.

@@ -7,17 +7,32 @@ from torch import Tensor
 from spmdflow.data.row_id import is_held_out
 from spmdflow.data.rows import total_length
 from spmdflow.data.seed import seed_of
+from spmdflow.errors import ProtocolError
 from spmdflow.transfer.worker import CallInfo, Mean, Metric, Sum, WorkerContext
 
 
 def row_seeds(context: WorkerContext, call: CallInfo) -> list[int]:
-    """A seed for each row of a call, from (seed, step, row id), never from a rank.
+    """A seed for each row of a call, from (seed, step, row id, generation), never from a rank.
 
-    Held-out rows have the same seed at every step: evaluations differ by their weights only.
+    generation: which one of the step it is for the row; the first one adds no number. Held-out
+    rows have the same seeds at every step: evaluations differ by their weights only.
+    ProtocolError if the method is not marked as drawing.
     """
+    if call.generation is None:
+        raise ProtocolError(
+            f"{context.name}: got a call that generates in a method without draws=True, expected "
+            f"the mark, as a second call on the same rows must not repeat the noise of the first; "
+            f"write @register(..., draws=True) above the method"
+        )
     return [
-        seed_of(context.seed, "generate", 0 if is_held_out(row) else call.step, row)
-        for row in call.row_ids.tolist()
+        seed_of(
+            context.seed,
+            "generate",
+            0 if is_held_out(row) else call.step,
+            row,
+            *([generation] if generation else []),
+        )
+        for row, generation in zip(call.row_ids.tolist(), call.generation.tolist(), strict=True)
     ]
 
 

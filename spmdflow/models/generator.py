@@ -76,6 +76,7 @@ class GeneratorWorker(Worker):
         reads=("prompts",),
         writes=("responses", "response_mask", "rollout_log_probs"),
         extends=True,
+        draws=True,
     )
     def generate_sequences(self, batch: TensorDict, *, greedy: bool = False) -> TensorDict:
         """One response for each row, with the weights that came last."""

@@ -32,6 +32,8 @@ class MethodSpec:
     """Whether the controller cuts the rows into mini-batches (update methods)."""
     extends: bool
     """Whether the answer also carries the columns of the batch that was given."""
+    draws: bool = False
+    """Whether the method draws random numbers for its rows."""
 
 
 def register(
@@ -42,10 +44,16 @@ def register(
     writes: Iterable[str] = (),
     minibatches: bool = False,
     extends: bool = False,
+    draws: bool = False,
 ) -> Callable[[F], F]:
-    """Mark a worker method for the controller (paper section 4.1, Table 3 for the modes)."""
+    """Mark a worker method for the controller (paper section 4.1, Table 3 for the modes).
+
+    draws: `self.call.generation` then says how often rows were drawn for before in the step, so
+    that a second call on the same rows takes other random numbers. A call with greedy=True draws
+    none and is not counted.
+    """
     spec = MethodSpec(
-        transfer_mode, tuple(reads), tuple(optional), tuple(writes), minibatches, extends
+        transfer_mode, tuple(reads), tuple(optional), tuple(writes), minibatches, extends, draws
     )
 
     def mark(method: F) -> F:

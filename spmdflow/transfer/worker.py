@@ -61,6 +61,9 @@ class CallInfo:
     num_micro_batches: int = 1
     """Forward passes that every rank of the dp group makes."""
     mini_batches: tuple[MiniBatch, ...] = ()
+    generation: Tensor | None = None
+    """(B,) int64: calls of this step that drew for each row before this one; None: the method is
+    not marked with draws=True."""
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,8 @@ def drift(actor: ActorWorker, prompts: Tensor) -> float | None:
         },
         batch_size=[len(SEEDS)],
     )
-    actor.call = CallInfo(1, 1, torch.arange(len(SEEDS)))
+    ids = torch.arange(len(SEEDS))
+    actor.call = CallInfo(1, 1, ids, generation=torch.zeros_like(ids))
 
     def score(logits: Any, micro: Any) -> dict[str, Tensor]:
         return {"log_probs": micro.gather(log_probs_from_logits(logits, micro.next_ids))}

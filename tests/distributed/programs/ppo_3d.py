@@ -74,7 +74,13 @@ LARGE = {"t2p2d2-t2": Case(8, "t2p2", "t2", "blocks")}
 class ReplayActor(ActorWorker):
     """Records its responses in the first case and replays them in the others."""
 
-    @register(transfer_mode="3D_ALL_MICRO_DP", reads=("prompts",), writes=_COLUMNS, extends=True)
+    @register(
+        transfer_mode="3D_ALL_MICRO_DP",
+        reads=("prompts",),
+        writes=_COLUMNS,
+        extends=True,
+        draws=True,
+    )
     def generate_sequences(self, batch: TensorDict, *, greedy: bool = False) -> TensorDict:
         made = super().generate_sequences(batch, greedy=greedy)
         run_dir = Path(self.context.config.run.dir)

@@ -38,7 +38,13 @@ _COLUMNS = ("responses", "response_mask", "rollout_log_probs")
 class ReplayActor(ActorWorker):
     """Records its responses in the first case and replays them in the others."""
 
-    @register(transfer_mode="3D_ALL_MICRO_DP", reads=("prompts",), writes=_COLUMNS, extends=True)
+    @register(
+        transfer_mode="3D_ALL_MICRO_DP",
+        reads=("prompts",),
+        writes=_COLUMNS,
+        extends=True,
+        draws=True,
+    )
     def generate_sequences(self, batch: TensorDict, *, greedy: bool = False) -> TensorDict:
         made = super().generate_sequences(batch, greedy=greedy)
         if greedy:
