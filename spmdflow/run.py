@@ -222,7 +222,7 @@ def _launch(loaded: Loaded, place: Place, *, inproc: bool) -> int:
     quiet_libraries()
     try:
         if inproc:
-            return launch(loaded.script, loaded.cfg, inproc=True, examples=loaded.assume)
+            return launch(loaded.script, loaded.cfg, inproc=True)
         if torch.cuda.is_available():
             _take_device(place)
         run = loaded.cfg.run
@@ -235,9 +235,7 @@ def _launch(loaded: Loaded, place: Place, *, inproc: bool) -> int:
             attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
             secret=os.environ.get("SPMDFLOW_SECRET"),
         )
-        status = launch(
-            loaded.script, loaded.cfg, surroundings=surroundings, examples=loaded.assume
-        )
+        status = launch(loaded.script, loaded.cfg, surroundings=surroundings)
         dist.destroy_process_group()
         return status
     except SpmdflowError as err:

@@ -103,7 +103,7 @@ def commands_on_rows(
             **head,
             **given,
             "holds": held.get(rank) if spec.writes else None,
-            "mini": minis.get(rank, []),
+            "mini": minis.get(rank, ()),
         }
         for rank, given in rows.items()
     }

@@ -265,7 +265,7 @@ class Caller:
     ) -> Pending:
         self._add_freed(commands)
         limit = self._settings.call_seconds if seconds is None else seconds
-        order = Order(number, "compute", label, commands, limit, on_done)
+        order = Order(number, "compute", label, commands, limit, on_done, phase=self.phase)
         try:
             pending = self.transport.submit(order)
         except MessageError:  # nothing was sent, and the script may go on

@@ -187,7 +187,7 @@ class Flow:
             self.step = Step(number)
             self.caller.step = number
             if self._settings.transcript is not None:
-                self._settings.transcript.begin_step()
+                self._settings.transcript.begin_step(number)
             yield self.step
             self._finish(self.step)
             if self.caller.transport.stop_requested:

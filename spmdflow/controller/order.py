@@ -35,6 +35,8 @@ class Order:
     """Runs in the io thread once all ranks have replied, before `Pending` is done."""
     rides: bool = False
     """Every rank gets another order at once: both may travel as one message."""
+    phase: str = "train"
+    """train or eval."""
 
 
 class Pending:

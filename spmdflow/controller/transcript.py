@@ -1,8 +1,9 @@
-"""`Transcript`: what the ranks answered in the first steps, so that a plan can be held against it.
+"""`Transcript`: what ranks were told and what they answered in the first steps of a launch.
 
-Row lengths and values decide how many bytes travel; only a run knows them. RUN_DIR/transcript
-keeps them, with the bytes of every edge, for the first steps of a run's last launch: numbers of
-rows and tokens, values that the script fetched, plain answers. Recording stops at a size limit.
+RUN_DIR/transcript has every order, by rank, as a dry run records it, with what the ranks said of
+the rows (numbers of rows and tokens, values that the script fetched, plain answers), and the bytes
+of every edge. The prediction after a run is made from it; a plan of the script can be held against
+it. Recording stops at a size limit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ NUM_STEPS = 3
 """Steps of a launch that are kept, the evaluation before the first not counted."""
 MOST_BYTES = 16 << 20
 """A step after which the transcript would be larger is left out, and those after it."""
-_RECORDED = ("scan", "call", "map", "join", "fetch")
+_ANSWERED = ("scan", "call", "map", "join", "fetch")
+_LEFT_OUT = ("free", "sends", "precedes_call")
+"""Parts of commands that no later reader needs."""
 _NO_IDS = np.zeros(0, dtype=np.int64)
 
 
@@ -37,10 +40,11 @@ class Transcript:
         self._transport, self._path = transport, path
         self._nodes = [transport.node_of(rank) for rank in ranks]
         self._ranks = ranks
-        self._answers: dict[str, list[dict[str, Any]]] = {}
+        self._orders: list[dict[str, Any]] = []
         self._steps: list[dict[str, Any]] = []
         self._start: dict[str, Any] | None = None
         self._before: dict[tuple[int, int], int] = {}
+        self._step = 0
         self._is_open, self._is_between_steps = True, False
 
     # The transport's surface
@@ -56,21 +60,13 @@ class Transcript:
         return self._transport.stop_requested
 
     def submit(self, order: Order) -> Pending:
-        """Send an order; what comes back is written down."""
-        command = next(iter(order.commands.values()))
-        recorded = self._is_open and not self._is_between_steps and order.lane == "compute"
-        if not recorded or command.get("operation") not in _RECORDED:
+        """Send an order; it is written down, and what comes back."""
+        if not self._is_open or self._is_between_steps:
             return self._transport.submit(order)
-        entry: dict[str, Any] = {}
-        self._answers.setdefault(order.label, []).append(entry)  # in the order of the script
-        done = order.on_done
-
-        def on_done(replies: Replies) -> None:
-            entry.update(_entry(str(command["operation"]), order.commands, replies))
-            if done is not None:
-                done(replies)
-
-        return self._transport.submit(replace(order, on_done=on_done))
+        entry = _recorded(order, self._step)
+        pending = self._transport.submit(_listening(order, entry))
+        self._orders.append(entry)  # compute orders in the order of the script
+        return pending
 
     def post(self, function: Callable[[], None]) -> None:
         """Run function in the io thread, after everything submitted before."""
@@ -90,9 +86,9 @@ class Transcript:
         """The flow's part of the checkpoint that this launch continues from."""
         self._start = dict(state)
 
-    def begin_step(self) -> None:
+    def begin_step(self, number: int) -> None:
         """Orders belong to a step again; those between steps show samples and save."""
-        self._is_between_steps = False
+        self._step, self._is_between_steps = number, False
 
     def end_step(self, number: int, metrics: Mapping[str, float], edges: EdgeBytes) -> None:
         """A step is over and everything has arrived."""
@@ -110,17 +106,19 @@ class Transcript:
         data = self._encoded()
         first = 0 if self._start is None else int(self._start["step"])
         self._is_open = number < first + NUM_STEPS and data is not None
+        if not self._is_open:
+            self._orders = []
         if data is not None:
             self._path.write_bytes(data)
 
     def _encoded(self) -> bytes | None:
-        """The file; None: it is too large, or an answer is no plain data."""
+        """The file; None: it is too large, or something in it is no plain data."""
         content = {
             "ranks": list(self._ranks),
             "nodes": self._nodes,
             "start": self._start,
             "steps": self._steps,
-            "answers": self._answers,
+            "orders": self._orders,
         }
         try:
             data = encode(content)
@@ -142,7 +140,41 @@ def read_transcript(path: Path) -> dict[str, Any]:
     return content
 
 
-def _entry(
+def _recorded(order: Order, step: int) -> dict[str, Any]:
+    """An order as plain data; ranks that are told the same stand together."""
+    alike: dict[Any, tuple[list[int], dict[str, Any]]] = {}
+    for rank, plain in order.commands.items():
+        kept = {name: value for name, value in plain.items() if name not in _LEFT_OUT}
+        if order.lane == "transfer":  # without the places in memory, which tell nothing later
+            kept["receives"] = [edge[:5] for edge in plain["receives"]]
+        key = tuple((name, id(value)) for name, value in kept.items())
+        alike.setdefault(key, ([], kept))[0].append(rank)
+    return {
+        "number": order.number,
+        "lane": order.lane,
+        "label": order.label,
+        "step": step,
+        "phase": order.phase,
+        "commands": list(alike.values()),
+    }
+
+
+def _listening(order: Order, entry: dict[str, Any]) -> Order:
+    """The order, which adds the ranks' answers to its entry."""
+    operation = next(iter(order.commands.values())).get("operation")
+    if operation not in _ANSWERED:
+        return order
+    done = order.on_done
+
+    def on_done(replies: Replies) -> None:
+        entry["answer"] = _answer(str(operation), order.commands, replies)
+        if done is not None:
+            done(replies)
+
+    return replace(order, on_done=on_done)
+
+
+def _answer(
     operation: str, commands: Mapping[int, Mapping[str, Any]], replies: Replies
 ) -> dict[str, Any]:
     if operation == "scan":

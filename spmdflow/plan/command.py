@@ -83,10 +83,12 @@ def _plan(options: argparse.Namespace) -> int:
             f"command line: got --world {options.world}, expected at least 1 rank; correct it"
         )
     _check_folder(options.picture)
+    if options.replay is not None and (options.replay / "config.yaml").exists():
+        config = config or str(options.replay / "config.yaml")
+    loaded = load(script, config, overrides)  # first: the record has objects of its classes
     replay = None if options.replay is None else Replay.of_run(options.replay)
     if replay is not None:
-        config, options.world = config or str(options.replay / "config.yaml"), len(replay.ranks)
-    loaded = load(script, config, overrides)
+        options.world = len(replay.ranks)
     name = options.hardware or loaded.cfg.run.hardware
     hardware = hardware_of(name, options.node_size, world_size=options.world)
     settings = _trace_settings(options, hardware, loaded.assume)

@@ -1,9 +1,9 @@
 """Prediction beside measurement: RUN_DIR/prediction.json and prediction.txt, after a run.
 
-Seconds: predicted from the settings, as before the run, and from the lengths that the run had;
-measured is the median over its steps, the first left out where there are more. Bytes: the plan of
-the first steps with the run's own lengths, edge by edge, and of the weights sync by sync, beside
-what the ranks counted.
+All of it is made from what the run recorded of its first steps (`controller.transcript`). Seconds:
+predicted for its calls, with their rows and lengths, and measured, the median over the steps, the
+first left out where there are more. Bytes: of the transfers that the controller ordered, edge by
+edge, and of the weights sync by sync, beside what the ranks counted.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stdout
-from dataclasses import dataclass, field, replace
-from io import StringIO
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from types import ModuleType
 from typing import Any
 
 from spmdflow.checkpoint.run_dir import path_of
@@ -26,9 +23,9 @@ from spmdflow.plan.edge import row_edges
 from spmdflow.plan.machine import hardware_of
 from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.record import Trace
+from spmdflow.plan.recorded import recorded_trace
 from spmdflow.plan.replay import Replay
-from spmdflow.plan.table import bytes_of, seconds_of, table
-from spmdflow.plan.trace import TraceSettings, trace, trace_replayed
+from spmdflow.plan.table import seconds_of, table
 from spmdflow.plan.weight import syncs_by_step, weight_plans
 from spmdflow.plan.workload import simulated
 from spmdflow.tracking.line import read_lines
@@ -45,8 +42,7 @@ class StageTime:
     """Seconds of one method in a step; None: not known."""
 
     stage: str
-    from_settings: float | None
-    from_lengths: float | None
+    predicted: float | None
     measured: float | None
 
 
@@ -102,109 +98,57 @@ class Comparison:
             "notes": list(self.notes),
         }
 
-    def describe(self) -> str:
-        """One line for the log."""
-        step = next((stage for stage in self.stages if stage.stage == "step"), None)
-        parts = []
-        if step is not None and step.measured is not None:
-            known = step.from_lengths or step.from_settings
-            said = "not predicted" if known is None else f"predicted {seconds_of(known)}"
-            parts.append(f"a step: {said}, measured {seconds_of(step.measured)}")
-        if self.steps:
-            total = sum(edge.counted for edge in self.edges)
-            verdict = "as planned" if self.bytes_agree else "NOT as planned"
-            parts.append(f"{bytes_of(total)} on {len(self.edges)} edges {verdict}")
-        missing = self.notes[:1] if not self.hardware or not self.steps else ()
-        return "; ".join([*parts, *missing])
 
+def compare_run(cfg: Any) -> None:
+    """Write the comparison of a run that has just ended, and log where it is.
 
-def compare_run(
-    script: ModuleType, cfg: Any, ranks: tuple[int, ...], examples: Mapping[str, Any] | None = None
-) -> None:
-    """Write the comparison of a run on `ranks` that has just ended, and log one line of it.
-
-    It never fails a run: what stands in its way is logged. The script's main is called again, dry;
-    what it prints then is dropped. Any: the script's settings.
+    It never fails a run: what stands in its way is logged. Any: the script's settings.
     """
     try:
         run_dir = path_of(cfg.run)
-        with redirect_stdout(StringIO()):
-            found = compare(script, cfg, run_dir, world=ranks, examples=examples)
+        found = compare(cfg, run_dir)
         (run_dir / JSON_FILE).write_text(json.dumps(found.to_plain(), indent=1), encoding="utf-8")
         (run_dir / TEXT_FILE).write_text(comparison_text(found), encoding="utf-8")
-        logger.info("prediction (%s): %s", TEXT_FILE, found.describe())
+        logger.info("predicted and measured seconds and bytes: %s", run_dir / TEXT_FILE)
+        if not found.bytes_agree:
+            logger.warning("bytes between ranks differ from the plan: see %s", run_dir / TEXT_FILE)
     except Exception as err:  # the run is over and fine: a prediction must not change its status
-        logger.warning("no prediction: %s: %s", type(err).__name__, err)
+        logger.info("no prediction is written: %s: %s", type(err).__name__, err)
 
 
-def compare(
-    script: ModuleType,
-    cfg: Any,
-    run_dir: Path,
-    *,
-    world: tuple[int, ...],
-    hardware: Hardware | None = None,
-    examples: Mapping[str, Any] | None = None,
-) -> Comparison:
-    """Predict a run that was, and lay it beside what it measured.
+def compare(cfg: Any, run_dir: Path, *, hardware: Hardware | None = None) -> Comparison:
+    """Predict a run from its record, and lay it beside what it measured.
 
-    examples: of what only a run knows, for the prediction from the settings; over the script's.
+    DataError without a step in metrics.jsonl. Any: the script's settings.
     """
     notes: list[str] = []
-    replay, traced = _traced(script, cfg, run_dir, notes)
-    hardware = hardware or _hardware(cfg, len(world), replay, notes)
     measured = _measured(run_dir)
-    before = after = None
-    if hardware is not None:
-        nodes = tuple(replay.nodes.get(rank, 0) for rank in range(max(world) + 1))
-        settings = TraceSettings(world=world, nodes=nodes, read_data=False, examples=examples or {})
-        before = _of_settings(script, cfg, settings, hardware, notes)
-        after = None if traced is None else _of_trace(traced, hardware)
-    notes += after.without.values() if after else ()
-    syncs = tuple(_syncs(replay, traced, notes)) if traced else ()
+    try:
+        replay = Replay.of_run(run_dir)
+        traced = recorded_trace(replay)
+    except SpmdflowError as err:
+        notes.append(f"nothing is predicted: {err}")
+        return Comparison("", tuple(_stages(None, measured)), notes=tuple(notes))
+    hardware = hardware or _hardware(cfg, replay, notes)
+    predicted = _of_trace(traced, hardware) if hardware is not None and traced.steps else None
+    notes += predicted.without.values() if predicted else ()
     return Comparison(
         hardware=hardware.name if hardware else "",
-        stages=tuple(_stages(before, after, measured)),
-        edges=tuple(_edges(replay, traced)) if traced else (),
-        steps=tuple(step for step in replay.steps) if traced else (),
-        syncs=syncs,
+        stages=tuple(_stages(predicted, measured)),
+        edges=tuple(_edges(replay, traced)),
+        steps=replay.steps,
+        syncs=tuple(_syncs(replay, traced, notes)),
         notes=tuple(notes),
     )
 
 
-def _hardware(cfg: Any, world_size: int, replay: Replay, notes: list[str]) -> Hardware | None:
+def _hardware(cfg: Any, replay: Replay, notes: list[str]) -> Hardware | None:
     """run.hardware or this machine's kind, with as many ranks a node as the run had."""
     nodes = list(replay.nodes.values())
-    node_size = max((nodes.count(node) for node in set(nodes)), default=world_size)
     try:
-        return hardware_of(cfg.run.hardware, node_size)
+        return hardware_of(cfg.run.hardware, max(nodes.count(node) for node in set(nodes)))
     except SpmdflowError as err:
         notes.append(f"seconds are not predicted: {err}")
-        return None
-
-
-def _traced(
-    script: ModuleType, cfg: Any, run_dir: Path, notes: list[str]
-) -> tuple[Replay, Trace | None]:
-    try:
-        replay = Replay.of_run(run_dir)
-        return replay, trace_replayed(script, cfg, replay)
-    except SpmdflowError as err:
-        notes.append(f"bytes are not compared: {err}")
-        return Replay(), None
-
-
-def _of_settings(
-    script: ModuleType, cfg: Any, settings: TraceSettings, hardware: Hardware, notes: list[str]
-) -> Prediction | None:
-    """As a plan: where a generator has ranks of its own, the first step fills a pipeline."""
-    try:
-        traced = trace(script, cfg, settings)
-        if traced.links:
-            traced = trace(script, cfg, replace(settings, num_steps=2))
-        return _of_trace(traced, hardware)
-    except SpmdflowError as err:
-        notes.append(f"not predicted from the settings: {err}")
         return None
 
 
@@ -233,20 +177,12 @@ def _measured(run_dir: Path) -> dict[str, float]:
     }
 
 
-def _stages(
-    before: Prediction | None, after: Prediction | None, measured: Mapping[str, float]
-) -> Iterator[StageTime]:
-    first = before.stage_seconds() if before else {}
-    second = after.stage_seconds() if after else {}
-    for stage in dict.fromkeys([*first, *second]):
+def _stages(predicted: Prediction | None, measured: Mapping[str, float]) -> Iterator[StageTime]:
+    known = predicted.stage_seconds() if predicted else {}
+    for stage, seconds in known.items():
         if stage in measured:
-            yield StageTime(stage, first.get(stage), second.get(stage), measured[stage])
-    yield StageTime(
-        "step",
-        before.seconds if before else None,
-        after.seconds if after else None,
-        measured.get("step"),
-    )
+            yield StageTime(stage, seconds, measured[stage])
+    yield StageTime("step", predicted.seconds if predicted else None, measured.get("step"))
 
 
 def _edges(replay: Replay, traced: Trace) -> Iterator[EdgeCount]:
@@ -281,14 +217,15 @@ def _syncs(replay: Replay, traced: Trace, notes: list[str]) -> Iterator[SyncCoun
 def comparison_text(found: Comparison) -> str:
     """The table of RUN_DIR/prediction.txt."""
     lines = [f"seconds of a step, predicted for {found.hardware or 'no hardware'} and measured", ""]
-    rows = [("stage", "from settings", "from lengths", "measured", "predicted / measured")]
+    rows = [("stage", "predicted", "measured", "predicted / measured")]
     for stage in found.stages:
-        known = stage.from_lengths or stage.from_settings
-        ratio = f"{known / stage.measured:.2f}" if known and stage.measured else ""
-        cells = (stage.from_settings, stage.from_lengths, stage.measured)
-        one, two, three = ("" if cell is None else seconds_of(cell) for cell in cells)
-        rows.append((stage.stage, one, two, three, ratio))
-    lines += table(rows, right=(1, 2, 3, 4))
+        ratio = ""
+        if stage.predicted and stage.measured:
+            ratio = f"{stage.predicted / stage.measured:.2f}"
+        cells = (stage.predicted, stage.measured)
+        one, two = ("" if cell is None else seconds_of(cell) for cell in cells)
+        rows.append((stage.stage, one, two, ratio))
+    lines += table(rows, right=(1, 2, 3))
     if found.steps:
         steps = ", ".join(map(str, found.steps))
         lines += ["", f"row bytes by edge, steps {steps}: planned and counted", ""]

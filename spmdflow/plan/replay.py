@@ -1,8 +1,9 @@
-"""The lengths and values that a run's ranks did report, in the place of declared ones."""
+"""What a run recorded: its orders, and the lengths and values that its ranks reported."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from spmdflow.datasets.scan import ScanReport
 Columns = Mapping[str, tuple[ColumnSpec, np.ndarray | None]]
 """Column -> kind, and items by row where it is not dense; rows in the order of their ids."""
 
-_NOTHING: Mapping[str, Any] = {"answers": {}, "steps": [], "ranks": [], "nodes": [], "start": None}
+_NOTHING: Mapping[str, Any] = {"orders": [], "steps": [], "ranks": [], "nodes": [], "start": None}
 
 
 class Replay:
@@ -25,7 +26,10 @@ class Replay:
 
     def __init__(self, content: Mapping[str, Any] | None = None) -> None:
         self._content = content or _NOTHING
-        self._taken: dict[str, int] = {}
+        self._answers: dict[str, deque[Mapping[str, Any]]] = {}
+        for order in self.orders:
+            if "answer" in order:
+                self._answers.setdefault(order["label"], deque()).append(order["answer"])
         self._entry: Mapping[str, Any] = {}
 
     @classmethod
@@ -55,9 +59,10 @@ class Replay:
         return tuple(int(step["step"]) for step in self._content["steps"])
 
     @property
-    def num_answers(self) -> int:
-        """Orders that were kept, over all steps."""
-        return sum(map(len, self._content["answers"].values()))
+    def orders(self) -> Sequence[Mapping[str, Any]]:
+        """Every order of these steps and before them, as `Transcript` writes it."""
+        orders: list[Mapping[str, Any]] = self._content["orders"]
+        return orders
 
     def edges(self, step: int) -> dict[tuple[int, int], int]:
         """Row bytes that the run counted in a step, by (source, destination)."""
@@ -72,10 +77,8 @@ class Replay:
 
     def go_to(self, label: str) -> None:
         """The next order of that label is answered now."""
-        entries = self._content["answers"].get(label, [])
-        place = self._taken.get(label, 0)
-        self._taken[label] = place + 1
-        self._entry = entries[place] if place < len(entries) else {}
+        left = self._answers.get(label)
+        self._entry = left.popleft() if left else {}
 
     @property
     def report(self) -> ScanReport | None:

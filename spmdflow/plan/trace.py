@@ -111,7 +111,7 @@ def settings_of_run(replay: Replay, *, backend: str = "gloo") -> TraceSettings:
         num_steps=max(replay.steps) - (int(replay.start["step"]) if replay.start else 0),
         start=replay.start,
         with_evaluation=0 in replay.steps,
-        most_calls=MOST_CALLS + replay.num_answers,
+        most_calls=MOST_CALLS + len(replay.orders),
         read_data=False,
     )
 
@@ -202,12 +202,6 @@ class _TracedFlow(Flow):
             self._transport.begin_step(step.number)
             self._traced_steps.append(step.number)
             yield step
-
-    def evaluate(self, *, every: int = 1) -> None:
-        """As `Flow.evaluate`; its calls are marked."""
-        self._transport.phase = "eval"
-        super().evaluate(every=every)
-        self._transport.phase = "train"
 
     def report(self, greedy: Batch, sampled: Batch) -> dict[str, float]:
         """The values are looked at, nothing is written."""

@@ -38,7 +38,7 @@ class TraceTransport(ImmediateTransport):
         """(lines, what was waited for) of every look at a result from the script."""
         self.paths: list[Path] = []
         """Of every order of a step: the script's lines that led to it."""
-        self.step, self.phase = 0, "train"
+        self.step = 0
         self.is_looking = True
         """Whether results are asked for by the script, not by the end of a step."""
         self.tokens: dict[int, Tokens] = {}
@@ -62,7 +62,7 @@ class TraceTransport(ImmediateTransport):
             order.lane,
             order.label,
             self.step,
-            self.phase,
+            order.phase,
             line,
             dict(order.commands),
         )

@@ -16,6 +16,8 @@ from spmdflow.config.check import check
 from spmdflow.config.load import Loaded, load
 from spmdflow.config.parallel import sizes_of
 from spmdflow.config.placement import resolve_placement, roles_of
+from spmdflow.controller.message import encode
+from spmdflow.controller.transcript import TRANSCRIPT_FILE
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.machine import FOLDER, load_hardware
 from spmdflow.plan import machine
@@ -312,8 +314,11 @@ def test_run_on_a_device_that_no_file_describes_says_why_nothing_is_predicted(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
     loaded = load(ALGORITHMS / "ppo.py", None, [*SMALL, f"run.dir={tmp_path}"])
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step_seconds": 2.0}\n')
+    record = {"orders": [], "start": None, "ranks": [0, 1], "nodes": [0, 0]}
+    record["steps"] = [{"step": 1, "edges": [], "metrics": {}}]
+    (tmp_path / TRANSCRIPT_FILE).write_bytes(encode(record))
 
-    compare_run(loaded.script, loaded.cfg, (0, 1))
+    compare_run(loaded.cfg)
 
     text = (tmp_path / "prediction.txt").read_text()
     assert "not predicted: hardware: got NVIDIA L4, expected a device that a packaged" in text

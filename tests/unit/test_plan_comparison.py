@@ -7,8 +7,6 @@ import json
 import logging
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,12 +19,18 @@ from spmdflow.config.load import Loaded, load
 from spmdflow.controller.launch import STOPPED, launch
 from spmdflow.controller.message import decode, encode
 from spmdflow.controller.transcript import TRANSCRIPT_FILE
+from spmdflow.datasets.scan import ScanReport
 from spmdflow.mapping.machine import load_hardware
 from spmdflow.plan.command import FINE, REFUSED, WRONG, main
 from spmdflow.plan.comparison import Comparison, compare, compare_run, comparison_text
+from spmdflow.plan.edge import row_edges
+from spmdflow.plan.prediction import Prediction, predict
+from spmdflow.plan.record import Trace, TracedOrder
+from spmdflow.plan.recorded import recorded_trace
 from spmdflow.plan.replay import Replay
-from spmdflow.plan.report import plan
-from spmdflow.plan.trace import TraceSettings, trace_replayed
+from spmdflow.plan.trace import TraceSettings, trace, trace_replayed
+from spmdflow.plan.weight import weight_plans
+from spmdflow.plan.workload import simulated
 from tests.unit.planned import ALGORITHMS
 
 SETTINGS = (
@@ -41,6 +45,16 @@ SETTINGS = (
 )
 
 
+PATHS = tuple(
+    f"{key}={ALGORITHMS / path}"
+    for key, path in {
+        "data.train_path": "arithmetic/train.jsonl",
+        "data.eval_path": "arithmetic/eval.jsonl",
+        "actor.model.path": "arithmetic/model",
+    }.items()
+)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Two steps of DAPO, which draws prompts until enough of their samples differ."""
@@ -50,9 +64,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return loaded
 
 
-def compared(run: Loaded, **more: Any) -> Comparison:
-    run_dir = Path(run.cfg.run.dir)
-    return compare(run.script, run.cfg, run_dir, world=(0,), hardware=load_hardware("h100"), **more)
+def compared(run: Loaded) -> Comparison:
+    return compare(run.cfg, Path(run.cfg.run.dir), hardware=load_hardware("h100"))
 
 
 def test_replay_goes_round_the_scripts_loop_as_often_as_the_run_did(run: Loaded) -> None:
@@ -72,7 +85,7 @@ def test_every_stage_has_predicted_and_measured_seconds(run: Loaded) -> None:
 
     stages = {stage.stage: stage for stage in found.stages}
     for name in ("generate_sequences", "compute_log_prob", "update_actor", "step"):
-        assert stages[name].measured and stages[name].from_lengths and stages[name].from_settings
+        assert stages[name].measured and stages[name].predicted
     text = comparison_text(found)
     assert "predicted / measured" in text and "equal on every edge" in text
 
@@ -88,15 +101,83 @@ def test_weights_that_pass_are_counted_as_planned(run: Loaded) -> None:
     assert "weights from trainer to generator" in comparison_text(found)
 
 
-def test_examples_of_the_configuration_reach_the_prediction_from_the_settings(run: Loaded) -> None:
-    plain, short = (
-        {stage.stage: stage for stage in found.stages}["generate_sequences"]
-        for found in (compared(run), compared(run, examples={"responses": 1}))
-    )
+def test_record_of_a_run_is_what_a_dry_run_with_its_lengths_records(run: Loaded) -> None:
+    replay = Replay.of_run(run.cfg.run.dir)
 
-    assert short.from_settings and plain.from_settings
-    assert short.from_settings < plain.from_settings
-    assert short.from_lengths == plain.from_lengths  # those that the run had
+    recorded = recorded_trace(replay)
+
+    dry = trace_replayed(run.script, run.cfg, Replay.of_run(run.cfg.run.dir))
+    assert_alike(recorded, dry)
+    last = [predicted(found, found.in_step(2)) for found in (recorded, dry)]
+    assert last[0].seconds == pytest.approx(last[1].seconds, rel=1e-12) and last[0].seconds > 0
+
+
+def test_record_of_split_pools_and_a_pipeline_is_what_a_dry_run_records(tmp_path: Path) -> None:
+    """Transfers are released when their rows are there, which a dry run never waits for."""
+    words = ("placement=split", "data.prompts_per_step=4", "data.samples_per_prompt=2")
+    words += ("actor.update.mini_batch_size=4", "eval_every=0")
+    loaded = load(ALGORITHMS / "grpo_async.py", None, [*words, f"run.dir={tmp_path}"])
+    settings = TraceSettings(world=(0, 1), nodes=(0, 0), read_data=False, num_steps=2)
+    dry = trace(loaded.script, loaded.cfg, settings)
+    late = [order for order in dry.orders if order.lane == "transfer"]
+    soon = [order for order in dry.orders if order.lane == "compute"]
+    entries = [_entry_of(order) for order in (*soon, *late)]
+    content = {"orders": entries, "start": None, "ranks": [0, 1], "nodes": [0, 0]}
+    content["steps"] = [{"step": n, "edges": [], "metrics": {}} for n in dry.steps]
+
+    recorded = recorded_trace(Replay(decode(encode(content))))
+
+    assert len(late) > 1 and dry.links
+    assert [(o.lane, o.label) for o in recorded.orders] == [(o.lane, o.label) for o in dry.orders]
+    assert recorded.links == dry.links
+    assert recorded.edges_by_step == dry.edges_by_step
+
+
+def _entry_of(order: TracedOrder) -> dict[str, Any]:
+    commands = [[[rank], dict(plain)] for rank, plain in order.commands.items()]
+    facts = {name: getattr(order, name) for name in ("number", "lane", "label", "step", "phase")}
+    answer = {"report": scanned()} if order.operation == "scan" else {}
+    return {**facts, "commands": commands, "answer": answer}
+
+
+def scanned() -> ScanReport:
+    """Of a data file whose rows have three tokens each."""
+    rows = list(range(100_000))
+    return ScanReport("", 0, len(rows), rows, [3] * len(rows), 0, 3, [], "")
+
+
+def predicted(traced: Trace, orders: tuple[TracedOrder, ...]) -> Prediction:
+    step, edges = simulated(traced, orders), list(row_edges(orders))
+    ways = weight_plans(traced, {})
+    return predict(traced, orders, edges, step, load_hardware("h100"), ways=ways)
+
+
+def assert_alike(one: Trace, other: Trace) -> None:
+    for name in ("world", "nodes", "links", "tokens", "edges_by_step"):
+        assert getattr(one, name) == getattr(other, name), name
+    assert {n: m.layout for n, m in one.models.items()} == {
+        n: m.layout for n, m in other.models.items()
+    }
+    facts = [[(o.lane, o.label, o.step, o.ranks) for o in found.orders] for found in (one, other)]
+    assert facts[0] == facts[1]
+
+
+def test_main_is_called_once_and_its_side_effects_happen_once(tmp_path: Path) -> None:
+    script = tmp_path / "once.py"
+    script.write_text(
+        "from algos.dapo import Config, main as dapo\n\n\n"
+        "def main(flow, cfg):\n"
+        f"    with open({str(tmp_path / 'seen.txt')!r}, 'a') as file:\n"
+        "        file.write('called\\n')\n"
+        "    dapo(flow, cfg)\n"
+    )
+    (tmp_path / "once.yaml").write_text((ALGORITHMS / "dapo.yaml").read_text())
+    loaded = load(script, None, [*SETTINGS, *PATHS, f"run.dir={tmp_path / 'run'}"])
+
+    assert program.launch(loaded.script, loaded.cfg, inproc=True) == 0
+
+    assert (tmp_path / "seen.txt").read_text() == "called\n"
+    assert (tmp_path / "run" / "prediction.txt").exists()
 
 
 def test_edge_with_other_bytes_than_planned_is_shown(run: Loaded, tmp_path: Path) -> None:
@@ -106,11 +187,10 @@ def test_edge_with_other_bytes_than_planned_is_shown(run: Loaded, tmp_path: Path
     (tmp_path / TRANSCRIPT_FILE).write_bytes(encode(content))
     (tmp_path / "metrics.jsonl").write_text((source / "metrics.jsonl").read_text())
 
-    found = compare(run.script, run.cfg, tmp_path, world=(0,), hardware=load_hardware("h100"))
+    found = compare(run.cfg, tmp_path, hardware=load_hardware("h100"))
 
     assert not found.bytes_agree
     assert "1 edges differ" in comparison_text(found)
-    assert "NOT as planned" in found.describe()
 
 
 def test_plan_command_replays_a_run_and_holds_its_bytes_against_the_plan(
@@ -135,41 +215,41 @@ def test_files_are_written_and_one_line_is_logged(
 ) -> None:
     logging.getLogger("spmdflow").propagate = True
     with caplog.at_level(logging.INFO, "spmdflow.plan.comparison"):
-        compare_run(run.script, run.cfg, (0,))
+        compare_run(run.cfg)
 
     plain = json.loads((Path(run.cfg.run.dir) / "prediction.json").read_text())
     assert plain["bytes_agree"] is True
     assert plain["steps"] == [0, 1, 2]
     assert (Path(run.cfg.run.dir) / "prediction.txt").read_text().startswith("seconds of a step")
-    assert any(message.startswith("prediction (prediction.txt): ") for message in caplog.messages)
+    path = Path(run.cfg.run.dir) / "prediction.txt"
+    assert caplog.messages == [f"predicted and measured seconds and bytes: {path}"]
 
 
-def stopping(script: ModuleType, dry: Callable[[], None]) -> ModuleType:
-    """The script, whose run is asked to stop as it begins; `dry` is called in its dry runs."""
+def stopping(script: ModuleType) -> ModuleType:
+    """The script, whose run is asked to stop as it begins."""
     found = ModuleType(script.__name__)
     found.__dict__.update(script.__dict__)
-    calls = []
 
     def main(flow: Any, cfg: Any) -> None:
-        calls.append(flow)
-        if len(calls) == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            dry()
+        os.kill(os.getpid(), signal.SIGTERM)
         script.main(flow, cfg)
 
     found.__dict__["main"] = main
     return found
 
 
-def test_stopped_run_is_compared_and_a_second_signal_changes_nothing(tmp_path: Path) -> None:
+def test_stopped_run_is_compared_and_a_second_signal_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded = load(ALGORITHMS / "dapo.py", None, [*SETTINGS, f"run.dir={tmp_path}"])
     signals = []
 
-    def signal_again() -> None:
+    def compare_after_a_signal(cfg: Any) -> None:
         signals.append(os.kill(os.getpid(), signal.SIGTERM))
+        compare_run(cfg)
 
-    status = program.launch(stopping(loaded.script, signal_again), loaded.cfg, inproc=True)
+    monkeypatch.setattr(program, "compare_run", compare_after_a_signal)
+    status = program.launch(stopping(loaded.script), loaded.cfg, inproc=True)
 
     assert status == STOPPED and signals
     plain = json.loads((tmp_path / "prediction.json").read_text())
@@ -177,42 +257,25 @@ def test_stopped_run_is_compared_and_a_second_signal_changes_nothing(tmp_path: P
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_comparison_of_a_stopped_run_is_given_up_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_launch_without_a_step_of_its_own_is_no_error(
+    run: Loaded, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """total_steps=1 where step 2 is done."""
     logging.getLogger("spmdflow").propagate = True
-    monkeypatch.setattr(program, "_STOPPED_SECONDS", 0.3)
-    loaded = load(ALGORITHMS / "dapo.py", None, [*SETTINGS, f"run.dir={tmp_path}"])
+    again = load(ALGORITHMS / "dapo.py", None, [*SETTINGS, f"run.dir={run.cfg.run.dir}"])
+    again.cfg.total_steps = 1
 
-    status = program.launch(
-        stopping(loaded.script, lambda: time.sleep(60)), loaded.cfg, inproc=True
-    )
+    with caplog.at_level(logging.INFO, "spmdflow.plan.comparison"):
+        assert program.launch(again.script, again.cfg, inproc=True) == 0
 
-    assert status == STOPPED
-    assert not (tmp_path / "prediction.json").exists()
-    assert any("a stopped run has 0.3 s for it" in message for message in caplog.messages)
-
-
-def test_step_of_a_pipeline_is_predicted_when_it_is_full(tmp_path: Path) -> None:
-    words = ("placement=split", "data.prompts_per_step=4", "data.samples_per_prompt=2")
-    words += ("actor.update.mini_batch_size=4", "eval_every=0", "total_steps=1")
-    loaded = load(ALGORITHMS / "grpo_async.py", None, [*words, f"run.dir={tmp_path}"])
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step_seconds": 1.0}\n')
-    hardware = load_hardware("h100")
-
-    found = compare(loaded.script, loaded.cfg, tmp_path, world=(0, 1), hardware=hardware)
-
-    settings = TraceSettings(world=(0, 1), nodes=(0, 0), read_data=False)
-    planned = plan(loaded.script, loaded.cfg, settings, hardware).prediction
-    assert found.stages[-1].stage == "step"
-    assert found.stages[-1].from_settings == pytest.approx(planned.seconds)
+    assert not [message for message in caplog.messages if "Error" in message]
 
 
 def test_hardware_that_is_set_is_that_of_the_prediction(run: Loaded) -> None:
     cfg = copy.deepcopy(run.cfg)
     cfg.run.hardware = "a100_80gb"
 
-    found = compare(run.script, cfg, Path(run.cfg.run.dir), world=(0,))
+    found = compare(cfg, Path(run.cfg.run.dir))
 
     assert found.hardware == load_hardware("a100_80gb").name
 
@@ -224,10 +287,10 @@ def test_run_without_a_transcript_or_steps_is_no_error(
     cfg = load(ALGORITHMS / "dapo.py", None, [*SETTINGS, f"run.dir={tmp_path}"]).cfg
 
     with caplog.at_level(logging.INFO, "spmdflow.plan.comparison"):
-        compare_run(run.script, cfg, (0,))
+        compare_run(cfg)
 
-    assert any(message.startswith("no prediction: DataError: ") for message in caplog.messages)
+    assert any(m.startswith("no prediction is written: DataError: ") for m in caplog.messages)
     (tmp_path / "metrics.jsonl").write_text((Path(run.cfg.run.dir) / "metrics.jsonl").read_text())
-    found = compare(run.script, cfg, tmp_path, world=(0,), hardware=load_hardware("h100"))
+    found = compare(cfg, tmp_path, hardware=load_hardware("h100"))
     assert found.steps == ()
-    assert any(note.startswith("bytes are not compared: ") for note in found.notes)
+    assert any(note.startswith("nothing is predicted: ") for note in found.notes)
