@@ -12,7 +12,8 @@ controller's own; nothing is modelled twice. Knows no tensors, makes no process 
 | `command` | the command line |
 | `trace`, `transport` | runs the script, records every order |
 | `answers`, `column`, `example` | what a rank would have answered: shapes, lengths, examples |
-| `replay` | the lengths of a run that was, instead of declared ones |
+| `replay` | the record of a run that was: its orders, its lengths instead of declared ones |
+| `recorded` | the trace of that run, without its script |
 | `record` | what was recorded, as frozen facts |
 | `check`, `wait` | proofs on the record: rows, members, order, waits, batch algebra |
 | `edge`, `reshard` | bytes by edge, of rows and of weights |
