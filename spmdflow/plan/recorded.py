@@ -89,8 +89,8 @@ def _commands(entry: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
 
 
 def _order(place: int, entry: Mapping[str, Any]) -> TracedOrder:
-    facts = (entry[name] for name in ("number", "lane", "label", "step", "phase"))
-    return TracedOrder(place, *facts, line=None, commands=_commands(entry))
+    facts = {name: entry[name] for name in ("number", "lane", "label", "step", "phase")}
+    return TracedOrder(place, **facts, line=None, commands=_commands(entry))
 
 
 def _model(order: TracedOrder) -> TracedModel:
