@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "PPOConfig": "spmdflow.config.schema",
     "GRPOConfig": "spmdflow.config.algorithm",
@@ -73,3 +75,8 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"spmdflow has no public name {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, which are not there before their first use, and the module's own."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -46,7 +46,7 @@ usage: torchrun [...] -m spmdflow.run SCRIPT [CONFIG.yaml] [key=value ...]
        python -m spmdflow.run --inproc SCRIPT [CONFIG.yaml] [key=value ...]
        python -m spmdflow.run SCRIPT --help
 
-SCRIPT         Python file with main(flow, cfg), such as algos/ppo.py
+SCRIPT         Python file with main(flow, cfg), or a bundled script by its name, such as ppo
 CONFIG.yaml    settings; without it, the script's name with .yaml if that is there
                its section assume (NAME: example) is for spmdflow.plan; a run ignores it
 key=value      one setting, such as actor.optimizer.lr=3e-4; wins over the file
@@ -150,6 +150,8 @@ def _prepare(arguments: Arguments, place: Place) -> Loaded:
             "write torchrun --standalone --nproc-per-node 4 -m spmdflow.run ... or add --inproc"
         )
     loaded = load(arguments.script, arguments.config, arguments.overrides)
+    if not Path(arguments.script).is_file():
+        _say(place, f"script: {loaded.script.__file__}, bundled with spmdflow")
     _check_hardware(loaded.cfg.run.hardware)
     loaded = _placed(loaded, place)
     check(loaded.cfg, place.world_size)

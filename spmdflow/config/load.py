@@ -20,6 +20,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from spmdflow.config.describe import to_yaml
 from spmdflow.config.exported import exported_folder
+from spmdflow.config.installed import (
+    broken_installation,
+    bundled_scripts,
+    find_bundled,
+    find_file,
+)
 from spmdflow.config.leaf import Leaf, defaults, leaves, parts, parts_of, type_name
 from spmdflow.config.reward_terms import with_located_files
 from spmdflow.config.schema import REQUIRED, DataConfig, ModelConfig, PPOConfig
@@ -57,11 +63,12 @@ def load(script_path: str | Path, yaml_path: str | Path | None, overrides: Seque
     """Import the script and build its settings; ConfigError for anything that does not fit.
 
     Without `yaml_path`, the script's name with `.yaml` is read if it is there. An override is
-    `dotted.key=value`, the value in YAML.
+    `dotted.key=value`, the value in YAML. Script and YAML may be bundled ones, given by name.
     """
+    script_path = find_file(script_path, ".py")
     script = load_script(script_path)
     schema = schema_of(script)
-    beside = Path(script_path).with_suffix(".yaml")
+    beside = script_path.with_suffix(".yaml")
     if yaml_path is None and beside.is_file():
         yaml_path = beside
     sources = [] if yaml_path is None else [_read_yaml(Path(yaml_path))]
@@ -74,13 +81,15 @@ def load(script_path: str | Path, yaml_path: str | Path | None, overrides: Seque
 
 def load_script(path: str | Path) -> ModuleType:
     """The algorithm's module, imported as `spmdflow_script`; it must define main(flow, cfg)."""
-    path = Path(path)
+    path = find_file(path, ".py")
     if not path.is_file():
-        near = difflib.get_close_matches(str(path), map(str, path.parent.glob("*.py")), 1)
+        bundled = bundled_scripts()
+        known = [*map(str, path.parent.glob("*.py")), *bundled]
+        near = difflib.get_close_matches(str(path), known, 1)
         hint = f"; nearest is {near[0]}" if near else ""
         raise ConfigError(
-            f"script: no file {path} in {Path.cwd()}, expected a Python file with "
-            f"main(flow, cfg){hint}; give its path"
+            f"script: no file {path} in {Path.cwd()}, expected a Python file with main(flow, cfg) "
+            f"or a bundled script ({', '.join(bundled)}){hint}; give its path or that name"
         )
     if str(path.parent.resolve()) not in sys.path:
         sys.path.append(str(path.parent.resolve()))
@@ -110,14 +119,17 @@ def _execute(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (ImportError, SyntaxError) as err:
         del sys.modules[SCRIPT_MODULE]
+        ours = broken_installation(err, path) if isinstance(err, ImportError) else None
         raise ConfigError(
-            f"script: {path} cannot be imported: {type(err).__name__}: {err}; "
-            f"expected a Python file that imports; mend it or install what it needs"
+            ours
+            or f"script: {path} cannot be imported: {type(err).__name__}: {err}; "
+            f"expected a Python file that imports; correct it or install what it needs"
         ) from err
     return module
 
 
 def _read_yaml(path: Path) -> _Source:
+    path = find_file(path, ".yaml")
     if not path.is_file():
         raise ConfigError(
             f"config: no file {path} in {Path.cwd()}, expected a YAML file; give its path or "
@@ -135,7 +147,7 @@ def _read_yaml(path: Path) -> _Source:
 
 
 def _locate_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Paths that are not in the current directory but in the YAML's become the latter."""
+    """Paths that are not in the current directory but in the YAML's, or bundled, become those."""
     located = {}
     for name, value in tree.items():
         if name == "function":
@@ -157,9 +169,10 @@ def _locate_exports(cfg: Any) -> None:
 
 
 def _locate(value: str, folder: Path) -> str:
-    if "${" in value or Path(value).exists() or not (folder / value).exists():
+    if "${" in value or Path(value).exists():
         return value
-    return str(folder / value)  # of an absolute value: the value
+    beside = folder / value  # of an absolute value: the value
+    return str(beside if beside.exists() else find_bundled(value) or value)
 
 
 def _read_override(text: str) -> _Source:

@@ -17,6 +17,7 @@ SHELL += [f"scripts/{name}.sh" for name in ("setup", "quickstart", "test", "chec
 ENVIRONMENT = {
     "spmdflow/run.py": "reads what torchrun set",
     "spmdflow/config/load.py": "resolves settings",
+    "spmdflow/doctor/command.py": "reports the variables that a run would see",
     "spmdflow/rollout/vllm_contract.py": "vLLM is configured by variables only",
     "spmdflow/rollout/vllm_cuda.py": "vLLM's cache is moved by a variable only",
     "spmdflow/rollout/process_state.py": "puts back what vLLM changes",

