@@ -101,7 +101,7 @@ def test_missing_module_of_ours_is_called_a_broken_installation(tmp_path: Path) 
     shutil.rmtree(tmp_path / "spmdflow" / "controller")
 
     program = (  # an editable installation fills the gap: without its finder
-        "import sys; sys.meta_path = [item for item in sys.meta_path if 'Editable' not in str(item)]\n"
+        "import sys; sys.meta_path = [item for item in sys.meta_path if '_Edit' not in str(item)]\n"
         "from spmdflow.run import main; sys.exit(main(['ppo', '--help']))"
     )
     done = python("-c", program, path=tmp_path)
