@@ -15,6 +15,7 @@ from spmdflow.checkpoint.disk import write_atomically
 from spmdflow.checkpoint.folder import find_latest
 from spmdflow.checkpoint.lock import RunDirLock
 from spmdflow.checkpoint.manifest import CheckpointInfo
+from spmdflow.config.model_path import run_dir_of
 from spmdflow.config.schema import RunConfig
 from spmdflow.errors import ConfigError
 
@@ -42,7 +43,7 @@ class RunDir:
 
 def path_of(run: RunConfig) -> Path:
     """RUN_DIR, absolute: run.dir, else runs/<run.name>."""
-    return Path(run.dir or Path("runs") / run.name).absolute()
+    return run_dir_of(run).absolute()
 
 
 def open_run_dir(run: RunConfig, yaml_text: str) -> RunDir:

@@ -9,13 +9,17 @@ from typing import Any
 import yaml
 
 from spmdflow.config.algebra import Algebra, batch_algebra_of
+from spmdflow.config.model_path import named
 from spmdflow.config.parallel import training_sizes
 from spmdflow.config.placement import resolve_placement, roles_of
 
 
 def to_yaml(cfg: Any) -> str:
-    """A settings object as YAML; `load` with this file gives an equal object."""
-    return yaml.safe_dump(asdict(cfg), sort_keys=False, default_flow_style=False)
+    """A settings object as YAML; `load` with this file gives an equal object.
+
+    Models and data sets of the hub's cache are named, with their commit.
+    """
+    return yaml.safe_dump(named(asdict(cfg)), sort_keys=False, default_flow_style=False)
 
 
 def batch_algebra(cfg: Any, world_size: int) -> str:

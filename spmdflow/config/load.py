@@ -19,16 +19,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from spmdflow.config.describe import to_yaml
-from spmdflow.config.exported import exported_folder
 from spmdflow.config.installed import (
     broken_installation,
     bundled_scripts,
     find_bundled,
     find_file,
 )
-from spmdflow.config.leaf import Leaf, defaults, leaves, parts, parts_of, type_name
+from spmdflow.config.leaf import Leaf, defaults, leaves, parts, type_name
+from spmdflow.config.model_path import resolve_models
 from spmdflow.config.reward_terms import with_located_files
-from spmdflow.config.schema import REQUIRED, DataConfig, ModelConfig, PPOConfig
+from spmdflow.config.schema import REQUIRED, PPOConfig
 from spmdflow.errors import ConfigError
 
 SCRIPT_MODULE = "spmdflow_script"
@@ -59,11 +59,18 @@ class _Source:
     tree: dict[str, Any]
 
 
-def load(script_path: str | Path, yaml_path: str | Path | None, overrides: Sequence[str]) -> Loaded:
+def load(
+    script_path: str | Path,
+    yaml_path: str | Path | None,
+    overrides: Sequence[str],
+    *,
+    download: bool = True,
+) -> Loaded:
     """Import the script and build its settings; ConfigError for anything that does not fit.
 
     Without `yaml_path`, the script's name with `.yaml` is read if it is there. An override is
     `dotted.key=value`, the value in YAML. Script and YAML may be bundled ones, given by name.
+    download: whether models that are named and not in the hub's cache may be downloaded.
     """
     script_path = find_file(script_path, ".py")
     script = load_script(script_path)
@@ -75,7 +82,7 @@ def load(script_path: str | Path, yaml_path: str | Path | None, overrides: Seque
     sources += [_read_override(text) for text in overrides]
     assume = {} if ASSUME in {part.name for part in fields(schema)} else _take_examples(sources)
     cfg = _build(schema, sources)
-    _locate_exports(cfg)
+    resolve_models(cfg, download=download)
     return Loaded(cfg, script, to_yaml(cfg), assume)
 
 
@@ -158,14 +165,6 @@ def _locate_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
             value = _locate(value, folder)
         located[name] = value
     return located
-
-
-def _locate_exports(cfg: Any) -> None:
-    """Paths of models and tokenizers that mean a checkpoint become those of its export."""
-    for key, model in parts_of(cfg, ModelConfig):
-        model.path = exported_folder(f"{key}.path", model.path)
-    for key, data in parts_of(cfg, DataConfig):
-        data.tokenizer_path = exported_folder(f"{key}.tokenizer_path", data.tokenizer_path)
 
 
 def _locate(value: str, folder: Path) -> str:

@@ -131,7 +131,9 @@ class DataConfig:
 class ModelConfig:
     """Which weights, in which precision."""
 
-    path: str = setting("Hugging Face folder, or a RUN_DIR or checkpoint that holds one.")
+    path: str = setting(
+        "Hugging Face folder, owner/name[@revision] on the hub, or a RUN_DIR or checkpoint."
+    )
     dtype: str = setting(
         "Compute precision; gradients and optimizer stay float32.",
         "float32",

@@ -85,7 +85,8 @@ def _plan(options: argparse.Namespace) -> int:
     _check_folder(options.picture)
     if options.replay is not None and (options.replay / "config.yaml").exists():
         config = config or str(options.replay / "config.yaml")
-    loaded = load(script, config, overrides)  # first: the record has objects of its classes
+    # first: the record has objects of its classes
+    loaded = load(script, config, overrides, download=False)
     replay = None if options.replay is None else Replay.of_run(options.replay)
     if replay is not None:
         options.world = len(replay.ranks)

@@ -25,13 +25,14 @@ ENVIRONMENT = {
 """The files that may touch os.environ, and why."""
 
 HEAVY = {"vllm", "megatron", "transformers", "pyarrow", "tensorboard", "wandb", "matplotlib"}
-HEAVY |= {"math_verify"}
+HEAVY |= {"math_verify", "huggingface_hub"}
 """Libraries that are imported inside functions, where they are needed."""
 LATE_IMPORTERS = {"spmdflow/run.py": "a refusal needs no torch"}
 """Files that may import other things late, and why."""
 
 SEAMS = {
     "omegaconf": {"spmdflow/config/load.py"},
+    "huggingface_hub": {"spmdflow/config/hub.py"},
     "msgpack": 1,
     "math_verify": 1,
     "zmq": 1,

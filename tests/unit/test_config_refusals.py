@@ -46,7 +46,8 @@ KEYS_AND_TYPES = {
     "not found)",
     "reward.model.dtype=bfloat16": "missing reward.model.path, expected a value for each; set them "
     "in the YAML or as reward.model.path=VALUE\n"
-    "  reward.model.path: Hugging Face folder, or a RUN_DIR or checkpoint that holds one.",
+    "  reward.model.path: Hugging Face folder, owner/name[@revision] on the hub, or a "
+    "RUN_DIR or checkpoint.",
 }
 VALUES = {
     "run.resume=maybe": "run.resume: got 'maybe', expected auto or never; set run.resume=auto",
@@ -288,7 +289,8 @@ def test_missing_settings_are_listed_with_their_sentences() -> None:
         "missing data.train_path, actor.model.path, expected a value for each; set them in the "
         "YAML or as data.train_path=VALUE\n"
         "  data.train_path: JSONL or Parquet file of training prompts.\n"
-        "  actor.model.path: Hugging Face folder, or a RUN_DIR or checkpoint that holds one."
+        "  actor.model.path: Hugging Face folder, owner/name[@revision] on the hub, or a "
+        "RUN_DIR or checkpoint."
     )
 
 
