@@ -8,10 +8,11 @@
     RUN_DIR/checkpoints/latest        name of the folder that a resumed run loads
     RUN_DIR/export/<group>            link to the hugging_face folder of the newest checkpoint
 
-Order of sealing: files synced and hashed -> manifest -> rename -> `latest` -> links of export ->
-old ones removed.
+Order of sealing: each rank syncs and hashes its files and says so -> all of them are seen by the
+controller's rank -> manifest -> rename -> `latest` -> links of export -> old ones removed.
 A kill between any two of these leaves the old or the new checkpoint loadable. `run_dir` holds
-the rules of RUN_DIR itself: who may start, who continues, which settings.
+the rules of RUN_DIR itself: who may start, who continues, which settings; `shared` tells at the
+start whether every rank sees it.
 """
 
 from spmdflow.checkpoint.tensors import read_tensors, write_tensors

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from spmdflow.checkpoint.disk import disk_errors, sync, write_atomically
 from spmdflow.checkpoint.export import link_exports
 from spmdflow.checkpoint.manifest import (
     CheckpointInfo,
+    FileFacts,
     check_sizes,
     order_of,
     read_manifest,
     write_manifest,
 )
+from spmdflow.checkpoint.written import Written, seen_files
 from spmdflow.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -52,10 +54,11 @@ def find_latest(run_dir: Path) -> CheckpointInfo | None:
 class Checkpoints:
     """The checkpoints of one run; keeps the newest `keep` and never removes the latest."""
 
-    def __init__(self, run_dir: Path, *, keep: int) -> None:
+    def __init__(self, run_dir: Path, *, keep: int, patience_seconds: float = 10.0) -> None:
+        """patience_seconds: how long `seal` waits for files that ranks of other nodes wrote."""
         assert keep >= 1, keep
         self.folder = run_dir / "checkpoints"
-        self._keep = keep
+        self._keep, self._patience_seconds = keep, patience_seconds
 
     def clean(self) -> list[str]:
         """Remove what a killed run left half done; returns the names. Call once, at start."""
@@ -79,17 +82,21 @@ class Checkpoints:
             unsealed.mkdir(parents=True)
         return unsealed
 
-    def seal(self, step: int, meta: Mapping[str, Any]) -> CheckpointInfo:
-        """Make the files of `begin(step)` the latest checkpoint, then remove old ones.
+    def seal(
+        self, step: int, meta: Mapping[str, Any], written: Iterable[Written]
+    ) -> CheckpointInfo:
+        """Make what ranks wrote since `begin(step)` the latest checkpoint, then remove old ones.
 
         meta: JSON data; meta["layout"] is what `manifest.check_layout` compares. A step that is
         sealed already (a run set back by hand) gets a new folder, step-N.2. CheckpointError if
-        the disk refuses: the unsealed folder is removed and `latest` stays as it was.
+        the disk refuses or a file that a rank wrote is not seen here: the unsealed folder is
+        removed, `latest` stays as it was and no old checkpoint is removed.
         """
         unsealed = self._unsealed(step)
         try:
             with disk_errors("seal", unsealed):
-                sealed = self._seal(unsealed, step, meta)
+                files = seen_files(unsealed, written, seconds=self._patience_seconds)
+                sealed = self._seal(unsealed, step, meta, files)
         except CheckpointError:
             shutil.rmtree(unsealed, ignore_errors=True)
             raise
@@ -110,8 +117,10 @@ class Checkpoints:
     def _unsealed(self, step: int) -> Path:
         return self.folder / f"step-{step}{_TMP}"
 
-    def _seal(self, unsealed: Path, step: int, meta: Mapping[str, Any]) -> Path:
-        write_manifest(unsealed, step, meta)
+    def _seal(
+        self, unsealed: Path, step: int, meta: Mapping[str, Any], files: Mapping[str, FileFacts]
+    ) -> Path:
+        write_manifest(unsealed, step, meta, files)
         for folder in (unsealed, *filter(Path.is_dir, unsealed.rglob("*"))):
             sync(folder)
         sealed = self.folder / _free_name(self.folder, step)

@@ -62,11 +62,13 @@ def file_names(folder: Path) -> list[str]:
     return sorted(name for name in names if name != NAME)
 
 
-def write_manifest(folder: Path, step: int, meta: Mapping[str, Any]) -> None:
-    """Write the manifest of the files that are in folder, with a hash of itself."""
+def write_manifest(
+    folder: Path, step: int, meta: Mapping[str, Any], files: Mapping[str, FileFacts]
+) -> None:
+    """Write the manifest of files, by name relative to folder, with a hash of itself."""
     check_plain(meta, "meta")
-    files = {name: asdict(facts) for name, facts in facts_of(folder).items()}
-    body = {"format": FORMAT, "step": step, "meta": meta, "files": files}
+    plain = {name: asdict(facts) for name, facts in files.items()}
+    body = {"format": FORMAT, "step": step, "meta": meta, "files": plain}
     text = json.dumps(body, sort_keys=True)
     data = json.dumps({**json.loads(text), "sha256": _digest(text)}, indent=1, sort_keys=True)
     with (folder / NAME).open("w", encoding="ascii") as file:

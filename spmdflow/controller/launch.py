@@ -30,7 +30,7 @@ from spmdflow.controller.inproc import InprocTransport, stop_on_sigterm
 from spmdflow.controller.neighbours import readable_memory
 from spmdflow.controller.operation import RankSettings, RankState
 from spmdflow.controller.order import Transport
-from spmdflow.controller.saving import Saving
+from spmdflow.controller.saving import Saving, check_shared
 from spmdflow.controller.session import Member, SessionSettings, run_session
 from spmdflow.controller.show import Show
 from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
@@ -176,6 +176,7 @@ def _run_script(
 ) -> int:
     """Build what the script needs and run it; the exit status."""
     run_dir = open_run_dir(cfg.run, to_yaml(cfg))
+    check_shared(transport, ranks, run_dir.path)
     readable = readable_memory(transport, ranks, seconds=cfg.run.start_seconds)
     transport = transcript = Transcript(transport, run_dir.path / TRANSCRIPT_FILE, ranks)
     transfers = Transfers(transport, seconds=cfg.run.transfer_seconds, readable=readable)

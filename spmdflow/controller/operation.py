@@ -6,6 +6,7 @@ send back what they return. A method sees a TensorDict; its result stays here, i
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from spmdflow.checkpoint.shared import sees_token
+from spmdflow.checkpoint.written import write_part
 from spmdflow.controller.fetch import to_message
 from spmdflow.controller.importing import find
 from spmdflow.data.column import Column, column_of, join
@@ -72,6 +75,7 @@ class RankState:
     def operations(self) -> dict[str, Operation]:
         """Operations by the name that commands use."""
         named: dict[str, Operation] = {
+            "run_dir": self._see_run_dir,
             "memory": self._show_memory,
             "neighbours": self._meet_neighbours,
             "groups": self._make_groups,
@@ -103,6 +107,11 @@ class RankState:
         return run
 
     # Building
+
+    def _see_run_dir(self, plain: Plain, number: int) -> dict[str, Any]:
+        """Whether the token of the controller's rank is here, where this rank would write."""
+        sees = sees_token(Path(plain["run_dir"]), plain["token"], seconds=plain["seconds"])
+        return {"sees": sees, "node": socket.gethostname()}
 
     def _show_memory(self, plain: Plain, number: int) -> dict[str, Any]:
         return {"process": self._shelf.owner()}
@@ -252,10 +261,11 @@ class RankState:
     # Checkpoints and the end
 
     def _save(self, plain: Plain, number: int) -> dict[str, Any]:
-        folder = Path(plain["folder"])
-        folder.mkdir(parents=True, exist_ok=True)
-        self._workers[plain["group"]].save_state(folder)
-        return {}
+        """The reply is what this rank wrote: the checkpoint is sealed from it."""
+        worker = self._workers[plain["group"]]
+        files = write_part(Path(plain["folder"]), self._settings.rank, worker.save_state)
+        plain_files = {name: [facts.num_bytes, facts.sha256] for name, facts in files.items()}
+        return {"node": socket.gethostname(), "files": plain_files}
 
     def _load(self, plain: Plain, number: int) -> dict[str, Any]:
         self._workers[plain["group"]].load_state(Path(plain["folder"]))

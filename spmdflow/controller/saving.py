@@ -8,11 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from spmdflow.checkpoint.folder import Checkpoints
-from spmdflow.checkpoint.manifest import CheckpointInfo, check_layout, verify
+from spmdflow.checkpoint.manifest import CheckpointInfo, FileFacts, check_layout, verify
+from spmdflow.checkpoint.shared import shared_token
+from spmdflow.checkpoint.written import Written
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.group import WorkerGroup
+from spmdflow.controller.order import Order, Replies, Transport
+from spmdflow.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+_TOKEN_SECONDS = 5.0
+"""What a network file system may take to show a new file on another node."""
+_REPLY_SECONDS = 60.0
 
 Groups = Mapping[str, WorkerGroup]
 
@@ -45,18 +53,47 @@ class Saving:
         if self._checkpoints.has(step):
             return
         folder = self._checkpoints.begin(step)
-        self._on_every_rank("save", folder, caller, groups)
-        info = self._checkpoints.seal(step, {"layout": _layout(groups), "flow": dict(state)})
+        replies = self._on_every_rank("save", folder, caller, groups)
+        written = [
+            Written(rank, reply["node"], _facts(name, reply["files"]))
+            for name, of_ranks in replies.items()
+            for rank, reply in of_ranks.items()
+        ]
+        meta = {"layout": _layout(groups), "flow": dict(state)}
+        info = self._checkpoints.seal(step, meta, written)
         logger.info("saved step %s to %s", step, info.folder)
 
-    def _on_every_rank(self, operation: str, folder: Path, caller: Caller, groups: Groups) -> None:
-        pending = []
+    def _on_every_rank(
+        self, operation: str, folder: Path, caller: Caller, groups: Groups
+    ) -> dict[str, Replies]:
+        """What the ranks of each group replied."""
+        pending = {}
         for name, group in groups.items():
             command = {"operation": operation, "group": name, "folder": str(folder / name)}
             commands = {rank: dict(command) for rank in group.target.layout.ranks}
-            pending.append(caller.submit(f"{name}.{operation}", commands))
-        for order in pending:
-            order.result()
+            pending[name] = caller.submit(f"{name}.{operation}", commands)
+        return {name: order.result() for name, order in pending.items()}
+
+
+def check_shared(transport: Transport, ranks: tuple[int, ...], run_dir: Path) -> None:
+    """ConfigError naming the ranks that do not see RUN_DIR as this process does."""
+    with shared_token(run_dir) as token:
+        where = {"run_dir": str(run_dir), "token": token, "seconds": _TOKEN_SECONDS}
+        commands = {rank: {"operation": "run_dir", **where} for rank in ranks}
+        order = Order(0, "compute", "run_dir", commands, _TOKEN_SECONDS + _REPLY_SECONDS)
+        replies = transport.submit(order).result()
+    blind = [f"rank {rank} on node {r['node']}" for rank, r in replies.items() if not r["sees"]]
+    if blind:
+        raise ConfigError(
+            f"run.dir: got {run_dir}, where {', '.join(blind)} cannot read the file that rank "
+            f"{ranks[0]} on node {replies[ranks[0]]['node']} wrote there, expected one folder that "
+            f"every node shares (checkpoints are written into it); set run.dir to a shared folder"
+        )
+
+
+def _facts(group: str, files: Mapping[str, tuple[int, str]]) -> dict[str, FileFacts]:
+    """A rank's reply with names relative to the checkpoint's folder."""
+    return {f"{group}/{name}": FileFacts(*facts) for name, facts in files.items()}
 
 
 def _layout(groups: Groups) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from spmdflow.checkpoint.folder import Checkpoints, find_latest
 from spmdflow.checkpoint.manifest import read_manifest, verify
 from spmdflow.tracking.line import append_lines, cut_back, read_lines
+from tests.unit.checkpoint_files import write_as_rank
 
 OPERATIONS = {"mkdir", "open", "write", "flush", "fsync", "rename", "replace", "unlink", "rmdir"}
 
@@ -53,9 +54,11 @@ def save(run_dir: Path, step: int) -> None:
     checkpoints = Checkpoints(run_dir, keep=1)
     checkpoints.clean()
     folder = checkpoints.begin(step)
-    for rank in range(2):
-        (folder / f"rank-{rank}").write_text(f"step {step} of rank {rank}")
-    checkpoints.seal(step, {"cursor": step})
+    written = [
+        write_as_rank(folder, {f"rank-{rank}": f"step {step} of rank {rank}".encode()}, rank=rank)
+        for rank in range(2)
+    ]
+    checkpoints.seal(step, {"cursor": step}, written)
 
 
 def loaded_step(run_dir: Path) -> int:

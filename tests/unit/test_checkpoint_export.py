@@ -8,17 +8,16 @@ from pathlib import Path
 import pytest
 
 from spmdflow.checkpoint.folder import Checkpoints
+from tests.unit.checkpoint_files import write_as_rank
 
 
 def save(run_dir: Path, step: int, *roles: str) -> None:
     checkpoints = Checkpoints(run_dir, keep=1)
     folder = checkpoints.begin(step)
-    (folder / "critic").mkdir()
-    (folder / "critic" / "rank-0.safetensors").write_text("no export")
+    files = {"critic/rank-0.safetensors": b"no export"}
     for role in roles:
-        (folder / role / "hugging_face").mkdir(parents=True)
-        (folder / role / "hugging_face" / "config.json").write_text(f"{role} of step {step}")
-    checkpoints.seal(step, {})
+        files[f"{role}/hugging_face/config.json"] = f"{role} of step {step}".encode()
+    checkpoints.seal(step, {}, [write_as_rank(folder, files)])
 
 
 def test_the_path_stays_and_holds_what_the_newest_checkpoint_exported(tmp_path: Path) -> None:

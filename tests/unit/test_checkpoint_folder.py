@@ -20,6 +20,7 @@ from spmdflow.checkpoint.manifest import (
     verify,
 )
 from spmdflow.errors import CheckpointError
+from tests.unit.checkpoint_files import write_as_rank
 
 FILES = {
     "actor/rank-0.safetensors": b"weights 0",
@@ -30,11 +31,8 @@ FILES = {
 
 def save(run_dir: Path, step: int, *, keep: int = 2, meta: Any = None) -> CheckpointInfo:
     checkpoints = Checkpoints(run_dir, keep=keep)
-    folder = checkpoints.begin(step)
-    for name, data in FILES.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(data)
-    return checkpoints.seal(step, meta or {"kept": {"cursor": step}})
+    written = [write_as_rank(checkpoints.begin(step), FILES)]
+    return checkpoints.seal(step, meta or {"kept": {"cursor": step}}, written)
 
 
 def names(run_dir: Path) -> list[str]:
@@ -260,7 +258,7 @@ def test_a_full_disk_is_named_with_bytes_free_and_leaves_the_old_checkpoint(tmp_
     with pytest.raises(
         CheckpointError, match=r"cannot seal .*step-2\.tmp: No space left.*[0-9]+ bytes are free"
     ):
-        checkpoints.seal(2, {})
+        checkpoints.seal(2, {}, [])
     assert not (checkpoints.folder / "step-2.tmp").exists()
     assert (checkpoints.folder / "latest").read_bytes() == before
     assert latest_step(tmp_path) == 1

@@ -56,7 +56,7 @@ def test_auto_continues_from_the_latest_checkpoint(tmp_path):
     open_run_dir(run_in(tmp_path), YAML).lock.release()
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.begin(7)
-    sealed = checkpoints.seal(7, {"a": 1})
+    sealed = checkpoints.seal(7, {"a": 1}, [])
 
     opened = open_run_dir(run_in(tmp_path), YAML)
     opened.lock.release()
@@ -66,7 +66,7 @@ def test_auto_continues_from_the_latest_checkpoint(tmp_path):
 def test_a_damaged_latest_checkpoint_stops_the_start(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.begin(7)
-    (checkpoints.seal(7, {}).folder / "foreign").touch()
+    (checkpoints.seal(7, {}, []).folder / "foreign").touch()
 
     with pytest.raises(CheckpointError, match="foreign"):
         open_run_dir(run_in(tmp_path), YAML)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import SpmdflowError
 from spmdflow.rewards.pool import RewardPool
 from tests.unit import toy_flow
+from tests.unit.checkpoint_files import write_as_rank
 from tests.unit.config_folder import ACTOR, SCORER, TOKENS, accept, write_config_folder, write_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "REFUSALS.md"
@@ -176,8 +178,8 @@ def run_dir_without_rights() -> None:
 
 def _checkpoint() -> CheckpointInfo:
     checkpoints = Checkpoints(Path.cwd() / "run", keep=1)
-    (checkpoints.begin(3) / "weights.safetensors").write_bytes(b"12345")
-    return checkpoints.seal(3, {"layout": {"actor": {"ranks": [0, 1]}}})
+    written = write_as_rank(checkpoints.begin(3), {"weights.safetensors": b"12345"})
+    return checkpoints.seal(3, {"layout": {"actor": {"ranks": [0, 1]}}}, [written])
 
 
 def cut_off_file() -> None:
@@ -203,10 +205,18 @@ def other_layout() -> None:
     check_layout(_checkpoint(), {"actor": {"ranks": [0, 1, 2, 3]}})
 
 
+def unseen_file() -> None:
+    checkpoints = Checkpoints(Path.cwd() / "run", keep=1, patience_seconds=0.0)
+    written = write_as_rank(checkpoints.begin(3), {"critic/rank-0.safetensors": b"12345"}, rank=1)
+    (checkpoints.folder / "step-3.tmp" / "critic").rename("on-another-disk")
+    checkpoints.seal(3, {}, [written])
+
+
 SITUATIONS: dict[str, Callable[[], None]] = {
     "run.resume=never in a used folder": used_run_dir,
     "a second run in the folder of a live one": run_dir_in_use,
     "run.dir=/proc/none": run_dir_without_rights,
+    "save on nodes that do not share RUN_DIR": unseen_file,
     "resume with a file cut off": cut_off_file,
     "resume with a changed byte": changed_byte,
     "resume with a changed manifest": changed_manifest,
@@ -244,6 +254,7 @@ def refusal(section: str, done: str) -> str:
     with pytest.raises(SpmdflowError) as caught:
         WAYS[section](done)
     said = str(caught.value).replace(str(Path.cwd()), "FOLDER")
+    said = said.replace(f"node {socket.gethostname()},", "node here,")
     said = re.sub(r"\(process \d+\)", "(process 1234)", said)
     said = re.sub(r"sha256 [0-9a-f]{64}", "sha256 ...", said)
     return said.partition("\nTraceback")[0]
