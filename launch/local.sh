@@ -6,7 +6,7 @@ set -euo pipefail
 RANKS=${RANKS:-4}
 # Threads of one rank; more than cores / ranks slows every rank down.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# Starts after a failure before torchrun gives up; with run.resume=auto each continues.
+# Restarts after a failure before torchrun gives up; with run.resume=auto each goes on from the checkpoint.
 RESTARTS=${RESTARTS:-0}
 
 torchrun --standalone --nproc-per-node "$RANKS" --max-restarts "$RESTARTS" -m spmdflow.run "$@"

@@ -21,6 +21,8 @@ INTERFACE=${INTERFACE:-}
 [ -z "$INTERFACE" ] || export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
 # Threads of one rank; more than cores / ranks slows every rank down.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Restarts after a failure before torchrun gives up; with run.resume=auto each goes on from the checkpoint.
+RESTARTS=${RESTARTS:-3}
 
 RENDEZVOUS=(--rdzv-backend c10d --rdzv-endpoint "$FIRST_NODE:$PORT" --rdzv-id "$JOB" --local-addr "$ADDRESS")
-torchrun --nnodes "$NODES" --nproc-per-node "$RANKS" "${RENDEZVOUS[@]}" -m spmdflow.run "$@"
+torchrun --nnodes "$NODES" --nproc-per-node "$RANKS" --max-restarts "$RESTARTS" "${RENDEZVOUS[@]}" -m spmdflow.run "$@"

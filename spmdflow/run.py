@@ -14,7 +14,9 @@ Exit codes of a rank (torchrun itself exits with 0 or 1):
     3  stopped by SIGTERM, after a checkpoint
 
 When a rank dies, the others learn it within seconds (from the controller, or by missing it), write
-what they know and exit; torchrun stops what is left. No rank waits for a dead one.
+what they know and exit; torchrun stops what is left. No rank waits for a dead one. When torchrun
+itself is killed, its ranks end too, at every moment from the first line of `main` on. With
+`--max-restarts` torchrun starts the ranks again, and run.resume=auto goes on from the checkpoint.
 
 A refusal is printed once per node. The ranks that stay silent wait a moment before they exit,
 because torchrun stops every rank as soon as one has failed, the speaking one too.
@@ -36,7 +38,9 @@ from spmdflow.config.check import check
 from spmdflow.config.describe import batch_algebra, to_yaml
 from spmdflow.config.help import schema_help
 from spmdflow.config.load import Loaded, load, load_script, schema_of
-from spmdflow.config.schema import PPOConfig
+from spmdflow.config.schema import PPOConfig, RunConfig
+from spmdflow.controller.launcher import AGENT_MARK, die_with_launcher
+from spmdflow.controller.process import allow_open_files
 from spmdflow.errors import ConfigError, SpmdflowError
 
 FINISHED, FAILED, REFUSED = 0, 1, 2
@@ -91,6 +95,11 @@ class Place:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run this rank to its end; `words` are the command line's. Returns the exit code."""
+    has_agent = AGENT_MARK in os.environ
+    launcher = die_with_launcher() if has_agent else None
+    if has_agent and launcher is None:
+        return _tell_of_lost_launcher()
+    allow_open_files()
     place = Place.from_environment()
     try:
         arguments = parse_arguments(sys.argv[1:] if words is None else words)
@@ -100,7 +109,7 @@ def main(words: Sequence[str] | None = None) -> int:
         loaded = _prepare(arguments, place)
     except ConfigError as err:
         return _refuse(err, place)
-    return _launch(loaded, place, inproc="inproc" in arguments.flags)
+    return _launch(loaded, place, launcher, inproc="inproc" in arguments.flags)
 
 
 def parse_arguments(words: Sequence[str]) -> Arguments:
@@ -211,7 +220,15 @@ def _tell_torchrun(message: str) -> None:
         Path(file).write_text(text, encoding="utf-8")
 
 
-def _launch(loaded: Loaded, place: Place, *, inproc: bool) -> int:
+def _tell_of_lost_launcher() -> int:
+    sys.stderr.write(
+        f"spmdflow: got process {os.getppid()} as parent, expected torchrun; torchrun ended while "
+        f"its ranks started: start the command again\n"
+    )
+    return FAILED
+
+
+def _launch(loaded: Loaded, place: Place, launcher: int | None, *, inproc: bool) -> int:
     """Join the other ranks and run; imports late, as a refusal needs no torch."""
     import torch
     import torch.distributed as dist
@@ -227,16 +244,8 @@ def _launch(loaded: Loaded, place: Place, *, inproc: bool) -> int:
             return launch(loaded.script, loaded.cfg, inproc=True)
         if torch.cuda.is_available():
             _take_device(place)
-        run = loaded.cfg.run
-        dist.init_process_group("gloo", timeout=timedelta(seconds=run.start_seconds))
-        if torch.cuda.is_available():  # NCCL's communicators are made in the first calls
-            store = dist.distributed_c10d._get_default_store()
-            store.set_timeout(timedelta(seconds=max(run.start_seconds, run.call_seconds)))
-        surroundings = Surroundings(
-            job=os.environ.get("TORCHELASTIC_RUN_ID", ""),
-            attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
-            secret=os.environ.get("SPMDFLOW_SECRET"),
-        )
+        _join_group(loaded.cfg.run)
+        surroundings = Surroundings(secret=os.environ.get("SPMDFLOW_SECRET"), launcher=launcher)
         status = launch(loaded.script, loaded.cfg, surroundings=surroundings)
         dist.destroy_process_group()
         return status
@@ -245,6 +254,25 @@ def _launch(loaded: Loaded, place: Place, *, inproc: bool) -> int:
         sys.stderr.write(f"spmdflow: {message}\n")
         _tell_torchrun(message)
         return REFUSED if isinstance(err, ConfigError) else FAILED
+
+
+def _join_group(run: RunConfig) -> None:
+    """Make the default process group in a part of torchrun's store that is this start's alone."""
+    import torch
+    import torch.distributed as dist
+
+    from spmdflow.controller.roll_call import Attendant, own_store
+
+    start = timedelta(seconds=run.start_seconds)
+    shared, rank, world_size = next(dist.rendezvous("env://", timeout=start))
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    origin = str(Path(error_file).parent.parent.parent) if error_file else ""
+    me = Attendant(rank, int(os.environ.get("GROUP_RANK", 0)), origin)
+    store = own_store(shared, me, world_size, seconds=run.start_seconds)
+    store.set_timeout(start)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=start)
+    if torch.cuda.is_available():  # NCCL's communicators are made in the first calls
+        store.set_timeout(timedelta(seconds=max(run.start_seconds, run.call_seconds)))
 
 
 def _take_device(place: Place) -> None:

@@ -68,7 +68,7 @@ class Comm:
         self.thread = threading.Thread(target=self._run, name="comm", daemon=True)
         self._put = {COMPUTE: self.link.put, TRANSFER: self.link.put_transfer}
         self._ended_lanes: list[str] = []
-        self._parent = os.getppid()
+        self._parent = settings.launcher or os.getppid()
         self._neighbours: Peers | None = None
         self._heard = time.monotonic()
         self._welcome = self._controller_lost = False

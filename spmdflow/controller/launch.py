@@ -46,11 +46,12 @@ FINISHED, STOPPED = 0, 3
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the launcher's environment says of this job."""
+    """What `spmdflow.run` knows of its process."""
 
-    job: str = ""
-    attempt: int = 0
     secret: str | None = None
+    """SPMDFLOW_SECRET."""
+    launcher: int | None = None
+    """Pid of torchrun's agent, with which this process ends; None in a host program."""
 
 
 def launch(
@@ -143,8 +144,7 @@ class _Run:
             transfer_seconds=run.transfer_seconds,
             heartbeat_seconds=2 * run.transfer_seconds,
             secret=around.secret,
-            job=around.job,
-            attempt=around.attempt,
+            launcher=around.launcher,
         )
 
 

@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -21,6 +22,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 0.5
+_UNKNOWN = "?"
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,18 @@ class Process:
         return self.node == node_identity()
 
     def state(self) -> str | None:
-        """R, S, D (alive), T or t (stopped), Z (zombie); None if gone or elsewhere."""
-        if not self.is_local() or _start_ticks(self.pid) != self.start_ticks:
+        """R, S, D (alive), T or t (stopped), Z (zombie); None if gone or elsewhere.
+
+        "?" if this process cannot look (out of descriptors): that says nothing about the other.
+        """
+        if not self.is_local():
             return None
-        fields = _stat_fields(self.pid)
-        return fields[0] if fields else None
+        try:
+            fields = _stat_fields(self.pid)
+        except OSError:
+            return _UNKNOWN
+        is_same = fields is not None and int(fields[19]) == self.start_ticks
+        return fields[0] if fields and is_same else None
 
     def is_stopped(self) -> bool:
         """Whether a signal or a debugger holds it."""
@@ -70,8 +79,10 @@ class Process:
         until = time.monotonic() + seconds
         while self.is_local() and not self.has_ended() and time.monotonic() < until:
             time.sleep(0.001)
-        fields = _stat_fields(self.pid) if self.state() == "Z" else None
-        return describe_status(int(fields[-1])) if fields else None
+        with contextlib.suppress(OSError):
+            fields = _stat_fields(self.pid) if self.state() == "Z" else None
+            return describe_status(int(fields[-1])) if fields else None
+        return None
 
     def pidfd_or_none(self) -> int | None:
         """A descriptor that is readable once the process ended; close it. None if ended."""
@@ -107,6 +118,16 @@ def node_identity() -> str:
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
+def allow_open_files() -> None:
+    """Raise the limit of open descriptors as far as this process may.
+
+    A controller needs several for each rank, and 1,024 are the usual limit.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def descendants(pid: int) -> list[int]:
     """Pids of all processes below pid, nearest first."""
     children: dict[int, list[int]] = {}
@@ -128,14 +149,19 @@ def dump_stacks(path: Path) -> None:
 
 
 def leave(status: int) -> None:
-    """End this process and everything it started, now, whatever its threads are doing."""
-    for child in descendants(os.getpid()):
-        with contextlib.suppress(OSError):
-            os.kill(child, signal.SIGKILL)
-    flusher = threading.Thread(target=_flush, daemon=True)  # a full pipe must not hold us
-    flusher.start()
-    flusher.join(_FLUSH_SECONDS)
-    os._exit(status)
+    """End this process and everything it started, now, whatever its threads are doing.
+
+    Nothing that fails on the way, such as a /proc that cannot be read, keeps it from ending.
+    """
+    try:
+        flusher = threading.Thread(target=_flush, daemon=True)  # a full pipe must not hold us
+        flusher.start()
+        for child in descendants(os.getpid()):
+            with contextlib.suppress(OSError):
+                os.kill(child, signal.SIGKILL)
+        flusher.join(_FLUSH_SECONDS)
+    finally:
+        os._exit(status)
 
 
 def _flush() -> None:
@@ -150,9 +176,12 @@ def _start_ticks(pid: int) -> int | None:
 
 
 def _stat_fields(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat from the third (state) on; None if there is none."""
+    """Fields of /proc/<pid>/stat from the third (state) on; None if there is no such process.
+
+    OSError if it cannot be read for another reason.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return text.rpartition(")")[2].split()

@@ -2,9 +2,9 @@
 
 Every rank writes down its process and how it is reached; the controller binds the interfaces
 that reach the others, each on a port that the system chooses, and publishes the addresses with
-the run's random id. Keys carry job, attempt and launch number, so that a restarted job and a
-second launch in one process never read an old address. The job's network is trusted: whoever
-reaches the store can read these keys. SPMDFLOW_SECRET is for networks that are not.
+the run's random id. Keys carry the number of the launch, so that a second launch in one process
+never reads an old address (a restarted job has a store of its own, controller/roll_call.py).
+Whoever reaches the store can read these keys: SPMDFLOW_SECRET is for networks that are not trusted.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def meet(store: Store, rank: int, settings: SessionSettings) -> Meeting:
 def _prefix(store: Store, rank: int, settings: SessionSettings) -> str:
     """Key prefix of this launch: every rank counts its own launches over the same ranks."""
     members = hashlib.blake2b(repr(settings.ranks).encode(), digest_size=6).hexdigest()
-    base = f"spmdflow/{settings.job}/{settings.attempt}/{members}"
+    base = f"spmdflow/{members}"
     return f"{base}/{store.add(f'{base}/launches/{rank}', 1)}"
 
 

@@ -21,6 +21,7 @@ from spmdflow.controller.comm import Comm
 from spmdflow.controller.executor import Operation, failure_of, stay_until_ended
 from spmdflow.controller.failure import remove_old_reports
 from spmdflow.controller.io import Io
+from spmdflow.controller.launcher import outlive_launcher
 from spmdflow.controller.order import Transport
 from spmdflow.controller.peers import Peers
 from spmdflow.controller.rendezvous import Meeting, meet
@@ -61,6 +62,8 @@ def run_session(
         comm = _comm(meeting, rank, settings, signals)
         threads = _start_controller(meeting, main, comm, settings) if meeting.hub else []
         comm.start()
+        if settings.launcher is not None:
+            outlive_launcher()  # comm watches it, and can say that it ended
         _run_lanes(comm, rank, operations_of, settings)
         _join([comm.thread, *threads])
         if meeting.hub:

@@ -27,10 +27,8 @@ class SessionSettings:
     """Silence of a rank after which a warning is logged."""
     secret: str | None = None
     """Turns on CURVE; the same on every rank (SPMDFLOW_SECRET)."""
-    job: str = ""
-    """Names the job in the store (TORCHELASTIC_RUN_ID)."""
-    attempt: int = 0
-    """Restart of the job (TORCHELASTIC_RESTART_COUNT)."""
+    launcher: int | None = None
+    """Pid of the parent with which the process ends (controller/launcher.py); None: who it is."""
     watch_parent: bool = True
     """End when the parent process ends, as torchrun killed with -9 leaves its ranks behind."""
     on_sigterm: Callable[[], None] | None = None

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,10 @@ def torchrun(
     num_ranks: int,
     script: Path = SCRIPT,
     small: Sequence[str] = SMALL,
+    rendezvous: Sequence[str] = ("--standalone",),
 ) -> subprocess.Popen[str]:
     """Start a run of ppo.py, or another script, under torchrun; its output goes to a file."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
     words = [f"--nproc-per-node={num_ranks}", "-m", "spmdflow.run", str(script)]
     return start([*launcher, *words, f"run.dir={run_dir}", *small, *settings], log_of(run_dir))
 
@@ -78,10 +79,17 @@ def finish(process: subprocess.Popen[str], *, seconds: float) -> int:
 
 def wait_for_step(run_dir: Path, step: int, *, seconds: float) -> None:
     """Until metrics.jsonl has the step."""
+    wait_until(
+        lambda: any(done["step"] >= step for done in steps_of(run_dir)), run_dir, seconds=seconds
+    )
+
+
+def wait_until(condition: Callable[[], bool], run_dir: Path, *, seconds: float) -> None:
+    """Until condition() holds; after the limit the end of the run's log is shown."""
     limit = time.monotonic() + seconds
-    while not any(done["step"] >= step for done in steps_of(run_dir)):
+    while not condition():
         assert time.monotonic() < limit, log_of(run_dir).read_text()[-3000:]
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:

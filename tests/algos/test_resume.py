@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from tests.algos.runs import (
     steps_of,
     torchrun,
     wait_for_step,
+    wait_until,
 )
 
 STEPS = 4
@@ -139,6 +142,42 @@ def test_kill_9_of_a_rank_and_a_restart_give_the_same_bits(step, victim, whole_o
 
     assert finish(torchrun(run_dir, *SETTINGS, num_ranks=2), seconds=120) == 0
 
+    assert last_checkpoint(run_dir) == last_checkpoint(whole_on_ranks)
+    assert numbers_of(run_dir) == numbers_of(whole_on_ranks)
+
+
+def at_start(run_dir: Path) -> None:
+    wait_until(lambda: "batch  " in log_of(run_dir).read_text(), run_dir, seconds=60)
+    time.sleep(1.0)
+
+
+def in_a_step(run_dir: Path) -> None:
+    wait_for_step(run_dir, 2, seconds=100)
+
+
+def while_saving(run_dir: Path) -> None:
+    wait_until(lambda: any((run_dir / "checkpoints").glob("step-2*")), run_dir, seconds=100)
+
+
+@pytest.mark.parametrize(
+    ("moment", "victim"),
+    [
+        case if case == (in_a_step, 1) else pytest.param(*case, marks=pytest.mark.slow)
+        for case in itertools.product((at_start, in_a_step, while_saving), (0, 1))
+    ],
+)
+def test_killed_rank_under_max_restarts_goes_on_by_itself_to_the_same_bits(
+    moment, victim, whole_on_ranks, tmp_path
+):
+    run_dir = tmp_path / "run"
+    restarting = ("--standalone", "--max-restarts=2")
+    process = torchrun(run_dir, *SETTINGS, num_ranks=2, rendezvous=restarting)
+    moment(run_dir)
+    pids = [pid for pid in ranks_of(run_dir) if pid != process.pid]
+    os.kill(pids[victim], signal.SIGKILL)
+
+    assert finish(process, seconds=150) == 0, log_of(run_dir).read_text()[-4000:]
+    assert ranks_of(run_dir) == []
     assert last_checkpoint(run_dir) == last_checkpoint(whole_on_ranks)
     assert numbers_of(run_dir) == numbers_of(whole_on_ranks)
 

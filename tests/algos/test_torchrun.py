@@ -1,0 +1,76 @@
+"""torchrun killed while its ranks start, and the same command started again on the same port."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.algos.runs import finish, log_of, ranks_of, steps_of, torchrun, wait_until
+
+GONE_SECONDS = 5.0
+
+
+def workers_of(run_dir: Path, launcher: subprocess.Popen[str]) -> list[int]:
+    return [pid for pid in ranks_of(run_dir) if pid != launcher.pid]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "run"
+    yield folder
+    for pid in ranks_of(folder):
+        os.kill(pid, signal.SIGKILL)
+
+
+POINTS = {
+    "as soon as there are ranks": ("", 0.0),
+    "while they import": ("", 0.7),
+    "once they have printed their sizes": ("batch  ", 0.0),
+    "a second later": ("batch  ", 1.0),
+    "two seconds later": ("batch  ", 2.0),
+}
+"""What the log holds by then, and seconds after that."""
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        name if name.startswith("once") else pytest.param(name, marks=pytest.mark.slow)
+        for name in POINTS
+    ],
+)
+def test_ranks_of_a_torchrun_killed_at_the_start_end_and_leave_its_port_to_the_next(
+    point: str, run_dir: Path
+) -> None:
+    text, seconds = POINTS[point]
+    port = ("--nnodes=1", f"--master-port={free_port()}")
+    first = torchrun(run_dir, "total_steps=1", num_ranks=2, rendezvous=port)
+    wait_until(
+        lambda: len(workers_of(run_dir, first)) == 2 and text in log_of(run_dir).read_text(),
+        run_dir,
+        seconds=60,
+    )
+    time.sleep(seconds)
+    first.kill()
+    first.wait()
+    killed = time.monotonic()
+    wait_until(lambda: not ranks_of(run_dir), run_dir, seconds=GONE_SECONDS)
+    print(f"{point}: gone after {time.monotonic() - killed:.2f} s")
+
+    again = torchrun(run_dir, "total_steps=1", num_ranks=2, rendezvous=port)
+
+    assert finish(again, seconds=120) == 0, log_of(run_dir).read_text()[-3000:]
+    assert [step["step"] for step in steps_of(run_dir)][-1] == 1
