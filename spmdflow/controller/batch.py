@@ -28,6 +28,12 @@ class ColumnRef:
 
     frame: Frame | SourceFrame
     ids: Ids
+    stored: str
+    """Its name there; `rename` changes only the batch's."""
+
+    def at(self, places: np.ndarray) -> ColumnRef:
+        """The rows at these places."""
+        return ColumnRef(self.frame, self.ids[places], self.stored)
 
 
 class Batch:
@@ -69,7 +75,7 @@ class Batch:
         place = _places(self.ids, other.ids)
         columns = dict(self._columns)
         for name, ref in other._columns.items():
-            moved = ColumnRef(ref.frame, ref.ids[place])
+            moved = ref.at(place)
             mine = columns.get(name)
             if mine is not None and not _same(mine, moved):
                 raise ColumnError(
@@ -91,10 +97,31 @@ class Batch:
     def select(self, positions: Sequence[int] | np.ndarray) -> Batch:
         """The rows at `positions` (each at most once), in that order; ids stay."""
         places = _checked(positions, len(self))
-        columns = {
-            name: ColumnRef(ref.frame, ref.ids[places]) for name, ref in self._columns.items()
-        }
+        columns = {name: ref.at(places) for name, ref in self._columns.items()}
         return Batch(self._caller, self.ids[places], self.parents[places], columns)
+
+    def where(self, rows: str | Sequence[bool] | np.ndarray | Tensor) -> Batch:
+        """The rows at which a column of one number a row is not 0 (or False); ids stay.
+
+        rows: the column's name, which waits for its values (counted as fetched bytes), or one
+        bool for each row. `without` gives the other rows.
+        """
+        mask = self._numbers("where", rows) if isinstance(rows, str) else _as_mask(rows, len(self))
+        return self.select([place for place, value in enumerate(mask) if value])
+
+    def without(self, part: Batch) -> Batch:
+        """The rows whose ids are not in `part`; RowError if part has other rows too."""
+        others = np.setdiff1d(part.ids, self.ids)
+        if len(others):
+            raise RowError(
+                f"without: got {len(others)} of {len(part)} rows that are not in this batch, "
+                f"expected a part of it; take the part with where, select or a slice"
+            )
+        return self.select(np.flatnonzero(~np.isin(self.ids, part.ids)))
+
+    def ordered_like(self, other: Batch) -> Batch:
+        """The same rows in the order of a batch with the same row ids, such as before `where`."""
+        return self.select(_places(other.ids, self.ids))
 
     def filter(self, name: str, keep: Callable[[Any], bool]) -> Batch:
         """Rows whose value passes; waits for the values. Ragged rows come as tensors."""
@@ -113,9 +140,8 @@ class Batch:
         """Each row n times, neighbours, with new ids; parents are the ids repeated."""
         if n < 1:
             raise RowError(f"repeat: got {n}, expected at least 1; use select to leave rows out")
-        columns = {
-            name: ColumnRef(ref.frame, np.repeat(ref.ids, n)) for name, ref in self._columns.items()
-        }
+        places = np.repeat(np.arange(len(self)), n)
+        columns = {name: ref.at(places) for name, ref in self._columns.items()}
         ids = self._caller.row_ids.take(n * len(self))
         return Batch(self._caller, ids, np.repeat(self.ids, n), columns)
 
@@ -148,9 +174,7 @@ class Batch:
                 f"prompts; make them from samples.first_samples()"
             )
         place = order[np.searchsorted(groups, samples.parents)]
-        columns = {
-            name: ColumnRef(ref.frame, ref.ids[place]) for name, ref in self._columns.items()
-        }
+        columns = {name: ref.at(place) for name, ref in self._columns.items()}
         return Batch(self._caller, samples.ids, samples.parents, columns)
 
     def drop(self, *names: str) -> Batch:
@@ -159,6 +183,22 @@ class Batch:
             self.column(name)
         columns = {name: ref for name, ref in self._columns.items() if name not in names}
         return Batch(self._caller, self.ids, self.parents, columns)
+
+    def rename(self, **names: str) -> Batch:
+        """The same columns with other names: rename(judge_scores="scores"), new name first.
+
+        Nothing travels and no rank hears of it. ColumnError for a name that is missing or taken.
+        """
+        kept = [name for name in self._columns if name not in names.values()]
+        refs = {new: self.column(old) for new, old in names.items()}
+        taken = sorted(set(kept) & set(refs))
+        if taken:
+            raise ColumnError(
+                f"rename: got the new name {taken[0]!r}, which the batch has already, expected "
+                f"another; drop({taken[0]!r}) first, or choose another name"
+            )
+        columns = {name: self._columns[name] for name in kept}
+        return Batch(self._caller, self.ids, self.parents, columns | refs)
 
     def map(self, function: Callable[..., Any], **settings: Any) -> Batch:
         """Run row maths where the rows live; the answer has the columns that it writes."""
@@ -173,9 +213,32 @@ class Batch:
         return self._caller.fetch(self, names, purpose=purpose)
 
     def mean(self, name: str) -> float:
-        """Mean of a dense column; waits for the values."""
-        values = self._items(name)
+        """Mean of a column of one number a row; waits for the values."""
+        values = self._numbers("mean", name)
         return sum(values) / max(len(values), 1)
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What the calls that made these columns reported: batch.metrics["actor/entropy"].
+
+        Merged over ranks and calls. Waits for the calls when it is looked at.
+        """
+        frames = {ref.frame.number: ref.frame for ref in self._columns.values()}
+        made = [frame for frame in frames.values() if isinstance(frame, Frame)]
+        return self._caller.metrics_of(made)
+
+    def _numbers(self, what: str, name: str) -> list[float]:
+        """One number for each row; ColumnError for columns of text and of ragged or long rows."""
+        values = self.fetch_for("filter", name)[name]
+        if isinstance(values, Tensor) and not is_ragged(values) and values.dim() == 1:
+            return values.tolist()
+        kind = "text"
+        if isinstance(values, Tensor):
+            kind = "rows of several lengths" if is_ragged(values) else f"{values.dim()} axes"
+        raise ColumnError(
+            f"{what}({name!r}): got a column of {kind}, expected one number a row; write a map "
+            f"function that makes a number of each row, or use filter"
+        )
 
     def _items(self, name: str) -> list[Any]:
         """One value for each row, on the controller."""
@@ -194,13 +257,19 @@ class Batch:
 
 
 def concatenate(batches: Iterable[Batch]) -> Batch:
-    """Rows of several batches, one after the other, with the columns that all of them have.
+    """Rows of several batches with the same columns, one after the other.
 
     Ids and parents stay, and so do the rows: those of different calls are joined by the ranks
-    that hold them.
+    that hold them. RowError if a row is in two of them, ColumnError if columns differ.
     """
-    first, *rest = batches
-    whole = (first, *rest)
+    whole = tuple(batches)
+    if not whole or not all(isinstance(batch, Batch) for batch in whole):
+        raise RowError(
+            f"concatenate: got {[type(batch).__name__ for batch in whole]}, expected a list of at "
+            f"least one Batch; write concatenate([one, other])"
+        )
+    first = whole[0]
+    _check_same_columns(whole)
     ids = np.concatenate([batch.ids for batch in whole])
     if len(np.unique(ids)) < len(ids):
         raise RowError(
@@ -208,10 +277,29 @@ def concatenate(batches: Iterable[Batch]) -> Batch:
             f"row once; join parts that do not overlap"
         )
     parents = np.concatenate([batch.parents for batch in whole])
-    common = [name for name in first.columns if all(name in batch.columns for batch in rest)]
     filled = [batch for batch in whole if len(batch)] or [first]
-    parts = {name: [batch.column(name) for batch in filled] for name in common}
+    parts = {name: [batch.column(name) for batch in filled] for name in first.columns}
     return Batch(first._caller, ids, parents, first._caller.join(parts, ids))
+
+
+def _check_same_columns(whole: Sequence[Batch]) -> None:
+    for number, batch in enumerate(whole):
+        differing = sorted(set(whole[0].columns) ^ set(batch.columns))
+        if differing:
+            raise ColumnError(
+                f"concatenate: got {differing} in only one of batch 0 and batch {number}, expected "
+                f"the same columns in every batch; drop them, or call what writes them on the other"
+            )
+
+
+def _as_mask(rows: Sequence[bool] | np.ndarray | Tensor, num_rows: int) -> list[bool]:
+    mask = np.asarray(rows)
+    if mask.dtype != bool or mask.shape != (num_rows,):
+        raise RowError(
+            f"where: got {mask.dtype} of shape {mask.shape}, expected the name of a column or "
+            f"{num_rows} bools, one a row; use select for positions"
+        )
+    return list(mask.tolist())
 
 
 def _places(ids: Ids, others: Ids) -> np.ndarray:
@@ -231,7 +319,7 @@ def _checked(positions: Sequence[int] | np.ndarray, num_rows: int) -> np.ndarray
     if places.dtype == bool or places.ndim != 1:
         raise RowError(
             f"select: got {places.dtype} of shape {places.shape}, expected a list of positions; "
-            f"write np.flatnonzero(mask) for a mask"
+            f"use where for a mask"
         )
     places = places.astype(np.int64)
     if len(places) and not -num_rows <= places.min() <= places.max() < num_rows:
@@ -248,7 +336,8 @@ def _checked(positions: Sequence[int] | np.ndarray, num_rows: int) -> np.ndarray
 
 
 def _same(one: ColumnRef, other: ColumnRef) -> bool:
-    return one.frame is other.frame and np.array_equal(one.ids, other.ids)
+    same = one.frame is other.frame and one.stored == other.stored
+    return same and np.array_equal(one.ids, other.ids)
 
 
 def _source(ref: ColumnRef) -> str:

@@ -8,7 +8,7 @@ the answer is returned at once (DESIGN: the life of a call).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from spmdflow.controller.result import CallRecord, Result
 from spmdflow.controller.transfers import Transfers
 from spmdflow.data.row_id import Ids, RowIds
 from spmdflow.errors import MessageError, ProtocolError
+from spmdflow.tracking.metric import merge
 from spmdflow.transfer.protocol import protocol
 from spmdflow.transfer.register import MethodSpec, method_spec
 from spmdflow.transfer.row_maths import row_maths_spec
@@ -167,7 +168,7 @@ class Caller:
         pending = self._submit(number, label, commands, assignment.answering, on_done)
         if frame is None:
             return Result(label, pending, assignment.answering)
-        columns = {name: ColumnRef(frame, batch.ids) for name in spec.writes}
+        columns = {name: ColumnRef(frame, batch.ids, name) for name in spec.writes}
         if spec.extends:
             columns = {name: batch.column(name) for name in batch.columns} | columns
         made = Batch(self, batch.ids, batch.parents, columns)
@@ -212,9 +213,17 @@ class Caller:
     def lengths(self, ref: ColumnRef, name: str) -> np.ndarray:
         """(B,) items of each row; waits for the producer."""
         if isinstance(ref.frame, SourceFrame):
-            return source_lengths(ref.frame, ref.ids, name)
+            return source_lengths(ref.frame, ref.ids, ref.stored)
         self.wait_for(ref.frame)
-        return ref.frame.facts[name].lengths_of(ref.ids)
+        return ref.frame.facts[ref.stored].lengths_of(ref.ids)
+
+    def metrics_of(self, frames: Iterable[Frame]) -> Mapping[str, float]:
+        """What the calls that made the frames reported, merged; waits for them."""
+        metrics = []
+        for frame in frames:
+            self.wait_for(frame)
+            metrics += frame.metrics
+        return merge(metrics)
 
     # Rows
 
@@ -238,13 +247,13 @@ class Caller:
         frame = SourceFrame(
             self.next_number(), source, tuple(columns), ids, rows, self.free, lengths
         )
-        return Batch(self, ids, parents, {name: ColumnRef(frame, ids) for name in columns})
+        return Batch(self, ids, parents, {name: ColumnRef(frame, ids, name) for name in columns})
 
     def _need(self, batch: Batch, names: Sequence[str], given: Mapping[int, np.ndarray]) -> None:
         for frame, columns, ids in by_frame(batch, names):
             if isinstance(frame, Frame):
                 need = by_share(given, partial(ids_at, ids))
-                self.transfers.need(frame, columns, need)
+                self.transfers.need(frame, list(dict.fromkeys(columns.values())), need)
 
     def wait_for(self, frame: Frame) -> None:
         """Block until the call that makes the frame has replied."""
@@ -294,6 +303,7 @@ def _keep_until_done(
     def done(replies: dict[int, dict[str, Any]], _kept: Batch = batch) -> None:
         if frame is not None:
             frame.facts, frame.places = facts_of(replies, frame.answer), places_of(replies)
+            frame.metrics = [replies[rank].get("metrics", {}) for rank in frame.answer]
             transfers.producer_done(frame)
 
     return done

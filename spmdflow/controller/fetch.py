@@ -22,19 +22,20 @@ if TYPE_CHECKING:
 def fetch_column(caller: Caller, ref: ColumnRef, name: str) -> tuple[Tensor | list[str], int]:
     """Values of a column in row order, and the bytes that came."""
     ids = np.unique(ref.ids)
-    column = _fetch_parts(caller, ref.frame, name, ids)
+    column = _fetch_parts(caller, ref, name, ids)
     place = torch.from_numpy(np.searchsorted(ids, ref.ids))
     return column.take(place).to_value(), column.values.nbytes
 
 
-def _fetch_parts(caller: Caller, frame: Frame | SourceFrame, name: str, ids: Ids) -> Column:
+def _fetch_parts(caller: Caller, ref: ColumnRef, name: str, ids: Ids) -> Column:
+    frame = ref.frame
     if isinstance(frame, SourceFrame):
         parts: dict[int, Ids] = {caller.ranks[0]: ids}
     else:
         caller.wait_for(frame)
         parts = _holders(frame, ids)
     commands = {
-        rank: {"operation": "fetch", "input": input_of(frame, [name], own)}
+        rank: {"operation": "fetch", "input": input_of(frame, {name: ref.stored}, own)}
         for rank, own in parts.items()
     }
     replies = caller.submit(f"fetch {name}", commands).result()

@@ -60,6 +60,8 @@ class Frame:
     places: dict[int, Mapping[str, Place]] = field(default_factory=dict)
     """Where the rows that a rank made lie in its memory, as far as they can be read there."""
     facts: dict[str, ColumnFacts] = field(default_factory=dict)
+    metrics: list[Mapping[str, Any]] = field(default_factory=list)
+    """What the answering ranks reported of the call."""
     done: bool = False
     waiting: list[Any] = field(default_factory=list)
     """Transfers that wait for the producer (io thread)."""

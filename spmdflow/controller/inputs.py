@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,17 @@ from spmdflow.controller.frame import Frame, SourceFrame
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import ColumnError, ProtocolError
 
-Group = tuple[Frame | SourceFrame, list[str], Ids]
+Group = tuple[Frame | SourceFrame, dict[str, str], Ids]
+"""A frame, its columns by their names in the batch, and the ids of the rows there."""
 
 
 def by_frame(batch: Batch, names: Sequence[str]) -> list[Group]:
-    """Columns that share a frame and row ids: (frame, names, ids aligned with the batch)."""
+    """Columns that share a frame and row ids, which are aligned with the batch."""
     groups: dict[tuple[int, bytes], Group] = {}
     for name in names:
         ref = batch.column(name)
         key = (ref.frame.number, ref.ids.tobytes())
-        groups.setdefault(key, (ref.frame, [], ref.ids))[1].append(name)
+        groups.setdefault(key, (ref.frame, {}, ref.ids))[1][name] = ref.stored
     return list(groups.values())
 
 
@@ -37,12 +38,20 @@ def inputs_of(batch: Batch, names: Sequence[str], positions: np.ndarray) -> list
     ]
 
 
-def input_of(frame: Frame | SourceFrame, columns: Sequence[str], ids: Ids) -> dict[str, Any]:
-    """One frame's part of the inputs."""
-    plain: dict[str, Any] = {"frame": frame.number, "columns": list(columns), "ids": ids}
+def input_of(frame: Frame | SourceFrame, columns: Mapping[str, str], ids: Ids) -> dict[str, Any]:
+    """One frame's part of the inputs; columns: stored names by the names that the call sees."""
+    stored = list(dict.fromkeys(columns.values()))
+    plain: dict[str, Any] = {"frame": frame.number, "columns": stored, "ids": ids}
+    if stored != list(columns):
+        plain["seen"] = list(columns.items())
     if isinstance(frame, SourceFrame):
         plain |= {"source": frame.source, "rows": frame.rows_of(ids)}
     return plain
+
+
+def names_in(part: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(name that the call sees, stored name) of every column of a part of the inputs."""
+    return part.get("seen") or [(name, name) for name in part["columns"]]
 
 
 def widest_frame(batch: Batch, names: Sequence[str], ranks: Sequence[int]) -> Frame | None:
@@ -56,15 +65,18 @@ def widest_frame(batch: Batch, names: Sequence[str], ranks: Sequence[int]) -> Fr
 
 
 def home_frame(batch: Batch, names: Sequence[str], label: str) -> Frame:
-    """The widest frame of the pool that made most of the columns `names`."""
+    """The widest frame of the pool that made most of the columns `names`; of a data file's columns,
+    that made most of the other columns of the batch."""
     counts: dict[tuple[int, ...], int] = {}
+    if not any(isinstance(batch.column(name).frame, Frame) for name in names):
+        names = batch.columns
     for frame, columns, _ in by_frame(batch, names):
         if isinstance(frame, Frame):
             counts[frame.ranks] = counts.get(frame.ranks, 0) + len(columns)
     if not counts:
         raise ProtocolError(
-            f"{label}: reads {list(names)}, which no call has made, expected at least one column "
-            f"made by a worker; call a worker method on the batch first"
+            f"{label}: got a batch of {list(names)}, none of which a call has made, expected at "
+            f"least one column made by a worker; call a worker method on the batch first"
         )
     pool = max(counts, key=lambda ranks: (counts[ranks], [-rank for rank in ranks]))
     widest = widest_frame(batch, names, pool)

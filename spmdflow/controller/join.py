@@ -28,30 +28,32 @@ def joined(caller: Caller, columns: Mapping[str, Parts], ids: Ids) -> dict[str, 
     """Columns of the rows `ids`; columns made by the same calls share a frame again."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, parts in columns.items():
-        key = tuple((part.frame.number, part.ids.tobytes()) for part in parts)
+        key = (_one_name(parts), *((part.frame.number, part.ids.tobytes()) for part in parts))
         groups.setdefault(key, []).append(name)
     refs: dict[str, ColumnRef] = {}
     for names in groups.values():
+        group = {name: columns[name] for name in names}
         parts = columns[names[0]]
-        if all(part.frame is parts[0].frame for part in parts):
-            ref = ColumnRef(parts[0].frame, np.concatenate([part.ids for part in parts]))
+        sources = [part.frame for part in parts if isinstance(part.frame, SourceFrame)]
+        if _one_name(parts) and all(part.frame is parts[0].frame for part in parts):
+            frame: Frame | SourceFrame = parts[0].frame
+            rows = np.concatenate([part.ids for part in parts])
+        elif _one_name(parts) and len(sources) == len(parts) and _one_file(sources):
+            frame, rows = _read(caller, sources, parts, ids), ids
         else:
-            ref = ColumnRef(_frame_of(caller, names, parts, ids), ids)
-        refs |= dict.fromkeys(names, ref)
+            frame, rows = _made(caller, group, ids), ids
+            refs |= {name: ColumnRef(frame, rows, name) for name in names}
+            continue
+        refs |= {name: ColumnRef(frame, rows, columns[name][0].stored) for name in names}
     return refs
 
 
-def _frame_of(caller: Caller, names: Sequence[str], parts: Parts, ids: Ids) -> Frame | SourceFrame:
-    sources = [part.frame for part in parts if isinstance(part.frame, SourceFrame)]
-    if not sources:
-        return _made(caller, names, parts, ids)
-    if len(sources) < len(parts) or len({frame.source for frame in sources}) > 1:
-        labels = [getattr(p.frame, "label", getattr(p.frame, "source", "")) for p in parts]
-        raise ColumnError(
-            f"column {names[0]!r}: its parts come from {' and '.join(dict.fromkeys(labels))}, "
-            f"expected calls, or one data file; drop it before concatenate"
-        )
-    return _read(caller, sources, parts, ids)
+def _one_name(parts: Parts) -> bool:
+    return len({part.stored for part in parts}) == 1
+
+
+def _one_file(sources: Sequence[SourceFrame]) -> bool:
+    return len({frame.source for frame in sources}) == 1
 
 
 def _read(caller: Caller, sources: Sequence[SourceFrame], parts: Parts, ids: Ids) -> SourceFrame:
@@ -71,16 +73,18 @@ def _read(caller: Caller, sources: Sequence[SourceFrame], parts: Parts, ids: Ids
     )
 
 
-def _made(caller: Caller, names: Sequence[str], parts: Parts, ids: Ids) -> Frame:
+def _made(caller: Caller, columns: Mapping[str, Parts], ids: Ids) -> Frame:
     """A frame that every rank with rows puts together from the frames of the parts."""
     number = caller.next_number()
     commands: dict[int, dict[str, Any]] = {}
     answer: dict[int, list[Ids]] = {}
+    first = next(iter(columns.values()))
+    home = _home(first, next(iter(columns)))
     start = 0
-    for part in parts:
-        assert isinstance(part.frame, Frame)
+    for place, part in enumerate(first):
         own_ids, start = ids[start : start + len(part.ids)], start + len(part.ids)
-        for rank, rows in _by_answerer(part.frame, part.ids).items():
+        names = {name: parts[place].stored for name, parts in columns.items()}
+        for rank, rows in _by_answerer(part, home).items():
             empty = {"operation": "join", "inputs": []}
             command = commands.setdefault(rank, empty)
             command["inputs"].append(input_of(part.frame, names, part.ids[rows]))
@@ -88,12 +92,13 @@ def _made(caller: Caller, names: Sequence[str], parts: Parts, ids: Ids) -> Frame
     held = {rank: np.concatenate(lists) for rank, lists in answer.items()}
     for rank, command in commands.items():
         command["ids"] = held[rank]
-    ranks = sorted({rank for part in parts for rank in _ranks(part)})
-    by_column = dict.fromkeys(names, held)
+    ranks = sorted({rank for part in first for rank in _ranks(part)})
+    by_column = dict.fromkeys(columns, held)
     label = "batch.concatenate"
-    frame = Frame(number, label, tuple(ranks), tuple(names), held, by_column, caller.free, held)
+    frame = Frame(number, label, tuple(ranks), tuple(columns), held, by_column, caller.free, held)
+    kept = tuple(first)
 
-    def done(replies: dict[int, dict[str, Any]], _kept: Parts = tuple(parts)) -> None:
+    def done(replies: dict[int, dict[str, Any]], _kept: Parts = kept) -> None:
         frame.facts, frame.places = facts_of(replies, frame.answer), places_of(replies)
         caller.transfers.producer_done(frame)
 
@@ -101,12 +106,27 @@ def _made(caller: Caller, names: Sequence[str], parts: Parts, ids: Ids) -> Frame
     return frame
 
 
-def _by_answerer(frame: Frame, ids: Ids) -> dict[int, np.ndarray]:
-    """Positions in ids by the first rank that answers for them."""
-    owner = np.full(len(ids), -1, dtype=np.int64)
-    for rank, own in frame.answer.items():
-        owner[(owner < 0) & np.isin(ids, own)] = rank
-    assert (owner >= 0).all(), (frame.label, ids[owner < 0])
+def _home(parts: Parts, name: str) -> Sequence[int]:
+    """Ranks that read the rows of a data file which others have made."""
+    for part in parts:
+        if isinstance(part.frame, Frame):
+            return sorted(part.frame.answer)
+    labels = dict.fromkeys(getattr(part.frame, "source", "") for part in parts)
+    raise ColumnError(
+        f"concatenate: the column {name!r} comes from {' and '.join(labels)}, expected at least "
+        f"one part that a call has made, or one data file; drop the column first"
+    )
+
+
+def _by_answerer(part: ColumnRef, home: Sequence[int]) -> dict[int, np.ndarray]:
+    """Positions in its ids by the first rank that answers for them; of a file, shared out."""
+    if isinstance(part.frame, SourceFrame):
+        shares = np.array_split(np.arange(len(part.ids)), len(home))
+        return {rank: rows for rank, rows in zip(home, shares, strict=True) if len(rows)}
+    owner = np.full(len(part.ids), -1, dtype=np.int64)
+    for rank, own in part.frame.answer.items():
+        owner[(owner < 0) & np.isin(part.ids, own)] = rank
+    assert (owner >= 0).all(), (part.frame.label, part.ids[owner < 0])
     return {int(rank): np.flatnonzero(owner == rank) for rank in np.unique(owner)}
 
 

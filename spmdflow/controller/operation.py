@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from spmdflow.checkpoint.shared import sees_token
 from spmdflow.checkpoint.written import write_part
 from spmdflow.controller.fetch import to_message
 from spmdflow.controller.importing import find
+from spmdflow.controller.inputs import names_in
 from spmdflow.data.column import Column, column_of, join
 from spmdflow.data.group import RowGroups
+from spmdflow.data.ragged import is_ragged, with_offsets
 from spmdflow.data.row_id import Ids
 from spmdflow.data.rows import names_of
 from spmdflow.data.store import Rest, RowStore
@@ -184,7 +188,8 @@ class RankState:
             arguments["groups"] = RowGroups(
                 index, plain["num_groups"], reduce, place, plain["largest_group"]
             )
-        made = function(self._batch(plain), reduce=reduce, report=metrics.update, **arguments)
+        with _explaining_lengths(f"map.{function.__name__}"):
+            made = function(self._batch(plain), reduce=reduce, report=metrics.update, **arguments)
         writes = row_maths_spec(function).writes
         kept = self._keep(f"map.{function.__name__}", number, plain["ids"], made, writes)
         return {"metrics": metrics} | kept
@@ -199,13 +204,14 @@ class RankState:
         """The rows of a command as a TensorDict in host memory; waits for transfers."""
         ids = plain["ids"]
         batch = TensorDict({}, batch_size=[len(ids)])
+        offsets: list[Tensor] = []
         for part in plain["inputs"]:
             for name, column in self._input(part).items():
                 value = column.to_value()
                 if isinstance(value, list):
                     batch.set_non_tensor(name, value)
                 else:
-                    batch[name] = value
+                    batch[name] = with_offsets(value, offsets) if is_ragged(value) else value
         return batch
 
     def _input(self, part: Plain) -> dict[str, Column]:
@@ -213,7 +219,8 @@ class RankState:
         if "source" in part:
             self._read_source(part)
         self.store.wait(frame, names, ids, seconds=self._settings.call_seconds)
-        return self.store.take(frame, names, ids)
+        taken = self.store.take(frame, names, ids)
+        return {seen: taken[stored] for seen, stored in names_in(part)}
 
     def _read_source(self, part: Plain) -> None:
         frame, ids = part["frame"], part["ids"]
@@ -293,6 +300,21 @@ def _column_of(label: str, name: str, value: Any, num_rows: int) -> Column:
         return column_of(name, value, num_rows)
     except ColumnError as err:
         raise ColumnError(f"{label}: {err}") from err
+
+
+@contextmanager
+def _explaining_lengths(label: str) -> Iterator[None]:
+    """Say what torch means if ragged columns of different row lengths meet in one operation."""
+    try:
+        yield
+    except RuntimeError as err:
+        if "pointwise function" not in str(err):
+            raise
+        raise ColumnError(
+            f"{label}: {err}; got ragged columns whose rows have different lengths, expected equal "
+            f"ones (columns of equal lengths can be added, multiplied and compared); give both one "
+            f"width with pad(column, width=...), or go row by row with rows_of(column)"
+        ) from err
 
 
 def _facts(column: Column) -> list[Any]:

@@ -18,6 +18,19 @@ def ragged(values: Tensor, lengths: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
+def with_offsets(jagged: Tensor, known: list[Tensor]) -> Tensor:
+    """The same column with offsets of `known` if they are equal; else its own join the list.
+
+    torch adds, multiplies and compares jagged tensors only if they share one tensor of offsets.
+    """
+    offsets: Tensor = jagged.offsets()  # type: ignore[attr-defined]
+    for other in known:
+        if torch.equal(other, offsets):
+            return torch.nested.nested_tensor_from_jagged(jagged.values(), other)
+    known.append(offsets)
+    return jagged
+
+
 def ragged_from_rows(rows: list[Tensor], *, dtype: torch.dtype | None = None) -> Tensor:
     """Jagged tensor of a list of (T_i, ...) tensors; an empty list needs a dtype."""
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)

@@ -15,6 +15,7 @@ import torch
 
 from spmdflow.controller.fetch import to_message
 from spmdflow.controller.importing import find
+from spmdflow.controller.inputs import names_in
 from spmdflow.controller.order import Replies
 from spmdflow.data.column import Column, ColumnSpec
 from spmdflow.datasets.scan import ScanReport
@@ -101,10 +102,11 @@ class Answers:
         means = {}
         for name in (PROMPTS, RESPONSES):
             parts = [
-                (part["ids"], self._input_items(name, part))
+                (part["ids"], self._input_items(stored, part))
                 for plain in given.values()
                 for part in plain["inputs"]
-                if name in part["columns"]
+                for seen, stored in names_in(part)
+                if seen == name
             ]
             made = self._frames.get(number, {}).get(name)
             parts += [(made.ids, made.items)] if made else []
@@ -218,8 +220,8 @@ class Answers:
     def _given_items(self, form: ColumnForm, plain: Plain, ids: np.ndarray) -> np.ndarray | None:
         """Items of rows that are as long as an input's; None if no input is."""
         for part in plain["inputs"]:
-            for name in part["columns"]:
-                other = self.examples.form(name)
+            for seen, name in names_in(part):
+                other = self.examples.form(seen)
                 if other.like != form.like or other.spec.kind == "dense":
                     continue
                 items = self._input_items(name, part)
@@ -246,17 +248,34 @@ class Answers:
         replies: Replies = {}
         for rank, plain in commands.items():
             columns = {}
-            for name in plain["inputs"][0]["columns"]:
-                parts = [self._frames[part["frame"]][name] for part in plain["inputs"]]
-                facts = frame.setdefault(name, _Facts(parts[0].spec, parts[0].like))
+            for name, _ in names_in(plain["inputs"][0]):
+                facts = frame.get(name) or self._joined_facts(name, commands)
+                frame[name] = facts
                 items = None
                 if facts.spec.kind != "dense":
-                    both = zip(parts, plain["inputs"], strict=True)
-                    items = np.concatenate([known.of(part["ids"]) for known, part in both])
+                    parts = [(dict(names_in(part))[name], part) for part in plain["inputs"]]
+                    items = np.concatenate([self._known_items(n, part) for n, part in parts])
                     facts.add(plain["ids"], items)
                 columns[name] = [facts.spec.to_plain(), items]
             replies[rank] = {"columns": columns}
         return replies
+
+    def _joined_facts(self, name: str, commands: Mapping[int, Plain]) -> _Facts:
+        """What a part that a call has made knows of a column."""
+        for plain in commands.values():
+            for part in plain["inputs"]:
+                if "source" not in part:
+                    made = self._frames[part["frame"]][dict(names_in(part))[name]]
+                    return _Facts(made.spec, made.like)
+        raise AssertionError(f"no part of {name} was made")  # controller/join.py sees to it
+
+    def _known_items(self, name: str, part: Plain) -> np.ndarray:
+        """Items of an input's rows; of a data file's column without lengths, from the settings."""
+        items = self._input_items(name, part)
+        if items is None:
+            each = self._lengths.prompts * self.examples.form(name).items_per_token
+            items = np.full(len(part["ids"]), each)
+        return items
 
     # Values
 
@@ -267,29 +286,27 @@ class Answers:
         replies: Replies = {}
         for rank, plain in commands.items():
             part = plain["input"]
-            (name,) = part["columns"]
+            ((seen, name),) = names_in(part)
             if recorded is not None:
                 place = torch.from_numpy(np.searchsorted(everyone, part["ids"]))
                 column = recorded.take(place)
             else:
-                column = self._example_column(name, part)
+                column = self._example_column(name, part, seen)
             replies[rank] = {"column": to_message(column)}
         return replies
 
-    def _example_column(self, name: str, part: Plain) -> Column:
+    def _example_column(self, name: str, part: Plain, seen: str) -> Column:
+        """Example values of a stored column, which the script knows as `seen`."""
         form, ids = self.examples.form(name), part["ids"]
         if "source" in part:
-            spec, items = form.spec, self._input_items(name, part)
-            if items is None:
-                otherwise = np.full(len(ids), self._lengths.prompts * form.items_per_token)
-                items = otherwise
+            spec, items = form.spec, self._known_items(name, part)
         else:
             facts = self._frames[part["frame"]][name]
             spec = facts.spec
             items = None if spec.kind == "dense" else facts.of(ids)
         dtype = getattr(torch, spec.dtype)
         if spec.kind == "dense":
-            values = torch.from_numpy(self.examples.values(name, ids)).to(dtype)
+            values = torch.from_numpy(self.examples.values(seen, ids, name)).to(dtype)
             shaped = values.view(-1, *[1] * len(spec.row_shape))
             return Column("dense", shaped.expand(-1, *spec.row_shape).contiguous())
         assert items is not None, name

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.call import Target
 from spmdflow.controller.caller import Caller, CallSettings
+from spmdflow.controller.frame import Frame
 from spmdflow.controller.result import Result
 from spmdflow.controller.transfers import Transfers
 from spmdflow.data.row_id import Ids
@@ -52,8 +53,34 @@ class TracedCaller(Caller):
         """As `Caller.invoke_each`."""
         return self._watched(super().invoke_each(target, method, items, arguments))
 
+    def metrics_of(self, frames: Iterable[Frame]) -> Mapping[str, float]:
+        """As `Caller.metrics_of`; the numbers are examples."""
+        super().metrics_of(frames)
+        return _WatchedMetrics(self._trace, self._examples)
+
     def _watched(self, result: Result) -> Result:
         return _WatchedResult(result, self._trace, self._examples)
+
+
+class _WatchedMetrics(Mapping[str, float]):
+    """Metrics that calls would have reported; those that the script reads count as used."""
+
+    def __init__(self, transport: TraceTransport, examples: Examples) -> None:
+        self._transport, self._examples = transport, examples
+        self._metrics = examples.metrics()
+
+    def __getitem__(self, key: str) -> float:
+        if key not in self._metrics:
+            raise UnknownMetric(key)
+        if self._transport.is_looking:
+            self._examples.use([key])
+        return self._metrics[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metrics)
+
+    def __len__(self) -> int:
+        return len(self._metrics)
 
 
 class _WatchedResult(Result):

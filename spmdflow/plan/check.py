@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from spmdflow.controller.importing import find
+from spmdflow.controller.inputs import names_in
 from spmdflow.plan.edge import consumer_of
 from spmdflow.plan.finding import Finding
 from spmdflow.plan.record import TRANSFER, Trace, TracedOrder
@@ -233,7 +234,7 @@ def writes_of(trace: Trace, order: TracedOrder) -> tuple[str, ...]:
     if order.operation == "map":
         return row_maths_spec(find(plain["function"])).writes
     if order.operation == "join":
-        return tuple(plain["inputs"][0]["columns"])
+        return tuple(name for name, _ in names_in(plain["inputs"][0]))
     return ()
 
 

@@ -57,9 +57,13 @@ class Examples:
         self.used[name] = declared
         return _in_turn(name, declared, ids).astype(np.int64)
 
-    def values(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """(n,) float64: example values of a dense column; Refusal if there is none."""
-        declared = self._declared.get(name, _BUILT_IN.get(name))
+    def values(self, name: str, ids: np.ndarray, stored: str = "") -> np.ndarray:
+        """(n,) float64: example values of a dense column; Refusal if there is none.
+
+        stored: the name that the column had before it was renamed.
+        """
+        known = _BUILT_IN | self._declared
+        declared = known.get(name, known.get(stored))
         if declared is None or isinstance(declared, str):
             raise Refusal(
                 f"reads the column {name!r}, whose values only a run knows; expected an example; "

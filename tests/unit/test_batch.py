@@ -181,8 +181,7 @@ def test_batch_without_rows_goes_through_every_kind_of_call(batch: Batch, toy: W
         ),
         (
             np.array([True, False] * 3),
-            "select: got bool of shape (6,), expected a list of positions; "
-            "write np.flatnonzero(mask) for a mask",
+            "select: got bool of shape (6,), expected a list of positions; use where for a mask",
         ),
     ],
 )
@@ -330,11 +329,14 @@ def test_map_without_its_column_is_refused(batch: Batch) -> None:
         batch.drop("number").map(share)
 
 
-def test_map_of_data_columns_only_is_refused_as_it_has_no_place_to_run(batch: Batch) -> None:
+def test_map_of_data_rows_that_no_call_has_seen_is_refused_as_it_has_no_place_to_run(
+    batch: Batch,
+) -> None:
     with pytest.raises(ProtocolError) as caught:
-        batch.map(count_tokens)
+        batch.drop("number", "text", "ragged").map(count_tokens)
 
     assert str(caught.value) == (
-        "map.count_tokens: reads ['prompts'], which no call has made, expected at least one "
-        "column made by a worker; call a worker method on the batch first"
+        "map.count_tokens: got a batch of ['prompts', 'prompt_text', 'row'], none of which a call "
+        "has made, expected at least one column made by a worker; call a worker method on the "
+        "batch first"
     )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from spmdflow.controller.batch import Batch, ColumnRef, concatenate
+from spmdflow.controller.batch import Batch, concatenate
 from spmdflow.controller.group import WorkerGroup
 from spmdflow.controller.prompts import PromptStream
 from spmdflow.data.ragged import rows_of
@@ -94,24 +94,13 @@ def test_joined_rows_are_rows_like_any_other_and_free_what_they_were_made_of(
     assert rank.num_frames == 3  # joined rows, next and share: what they were made of is freed
 
 
-def test_concatenation_has_the_columns_that_all_parts_have(batch: Batch, toy: WorkerGroup) -> None:
-    whole = concatenate([batch[:2] | toy.add(batch[:2]), batch[2:].drop("text")])
-
-    assert whole.columns == ("prompts", "prompt_text", "row", "number", "ragged")
-
-
-def test_column_of_a_file_in_one_part_and_of_a_call_in_another_is_refused(
-    batch: Batch, toy: WorkerGroup
-) -> None:
-    made, read = ColumnRef(batch.column("number").frame, batch.ids[:2]), batch[2:]
-    part = Batch(batch._caller, batch.ids[:2], batch.ids[:2], {"prompts": made})
-
+def test_batches_with_different_columns_are_refused_by_name(batch: Batch, toy: WorkerGroup) -> None:
     with pytest.raises(ColumnError) as caught:
-        concatenate([part, read])
+        concatenate([batch[:2] | toy.add(batch[:2]), batch[2:].drop("text")])
 
     assert str(caught.value) == (
-        "column 'prompts': its parts come from toy.make and prompts.train, expected calls, or one "
-        "data file; drop it before concatenate"
+        "concatenate: got ['next', 'text'] in only one of batch 0 and batch 1, expected the same "
+        "columns in every batch; drop them, or call what writes them on the other"
     )
 
 
