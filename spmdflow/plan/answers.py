@@ -297,9 +297,9 @@ class Answers:
 
     def _example_column(self, name: str, part: Plain, seen: str) -> Column:
         """Example values of a stored column, which the script knows as `seen`."""
-        form, ids = self.examples.form(name), part["ids"]
+        ids, items = part["ids"], None
         if "source" in part:
-            spec, items = form.spec, self._known_items(name, part)
+            spec, items = self.examples.form(name).spec, self._known_items(name, part)
         else:
             facts = self._frames[part["frame"]][name]
             spec = facts.spec
