@@ -87,6 +87,7 @@ class StageOptimizer:
                 pg_collection=groups,
             )
         (self._inner,) = chained.chained_optimizers
+        self._counted_gradients = _counted_gradients(self._inner)
         self._adam: torch.optim.Optimizer = self._inner.optimizer
         for parameter in self._stepped():
             # made now, not at the first step: memory is known and checkpoints look alike
@@ -108,7 +109,7 @@ class StageOptimizer:
         Megatron leaves out what another rank counts: copies over tp and a tied embedding's.
         """
         self._inner.prepare_grads()
-        square = squared_norm(self._inner.get_main_grads_for_grad_norm(), self._device)
+        square = squared_norm(self._counted_gradients(), self._device)
         dist.all_reduce(square, group=self._inner.get_grad_stats_parallel_group())
         return math.sqrt(float(square))
 
@@ -181,6 +182,13 @@ class StageOptimizer:
 def _sum_gradients(model: list[nn.Module], num_tokens: Tensor | None, **groups: Any) -> None:
     """Megatron's sums over dp, tp and tied embeddings, without dividing by a token count."""
     finalize_model_grads(model, None, **groups)
+
+
+def _counted_gradients(inner: Any) -> Callable[[], list[Tensor]]:
+    """The method that gives the gradients that count in the norm, by its name in this version."""
+    names = ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm")  # 0.19, 0.16
+    found: Callable[[], list[Tensor]] = next(getattr(inner, x) for x in names if hasattr(inner, x))
+    return found
 
 
 def _megatron_config(

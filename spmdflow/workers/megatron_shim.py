@@ -1,6 +1,6 @@
 """Megatron-Core on a CPU: the CUDA names it uses literally, answered by the CPU.
 
-Measured against 0.16.1. Everything is an attribute swap that is undone when the last user leaves;
+Measured against 0.16.1 and 0.19.2. Everything is an attribute swap that is undone when the last user leaves;
 where CUDA is available nothing is swapped. The swaps change nothing for code that does not ask
 for CUDA, so other threads may run meanwhile. Knows no models.
 """
@@ -77,6 +77,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield Tensor, "type", _type_of(Tensor.type)
     yield Tensor, "cuda", lambda tensor, *_, **__: tensor
     yield torch.cuda, "current_device", lambda: "cpu"
+    yield torch.cuda, "current_stream", lambda device=None: None  # 0.19 only looks for events
     yield torch.cuda, "synchronize", lambda device=None: None
     yield torch.cuda, "empty_cache", lambda: None
     yield torch.cuda, "manual_seed", torch.manual_seed
