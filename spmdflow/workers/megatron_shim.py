@@ -8,6 +8,7 @@ for CUDA, so other threads may run meanwhile. Knows no models.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import distributed_data_parallel
 from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
 
@@ -37,12 +39,18 @@ def megatron_runtime() -> Iterator[None]:
 
 def _initialise_process() -> None:
     """Scratch memory and a random-number tracker, once a process; what a host made is kept."""
+    logging.getLogger(distributed_data_parallel.__name__).addFilter(_is_news)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     tracker = megatron_random.get_cuda_rng_tracker()
     if not (tracker.is_initialized() or getattr(tracker, "is_inference_rng_tracker", False)):
         # no dropout anywhere: a tracker that never forks a stream, made once
         megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for what 0.19 logs on every model: that it lays out the buffer by itself, as 0.16."""
+    return "full_param_layout not provided" not in str(record.msg)
 
 
 class _Swaps:

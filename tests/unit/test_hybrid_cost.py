@@ -184,34 +184,32 @@ def test_unknown_system_is_refused_with_the_choices():
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
 @pytest.mark.parametrize("pp_rank", [0, 1])
 def test_buffer_is_as_long_as_megatrons_own(dp_size, pp_rank):
-    from megatron.core.distributed import DistributedDataParallelConfig, param_and_grad_buffer
-
     from spmdflow.weights.megatron import SHARED_EMBEDDING, megatron_shards
 
     arch = arch_for(2, tie_word_embeddings=True)
     table = megatron_shards(
         arch, tp_size=2, tp_rank=0, pp_size=2, pp_rank=pp_rank, vocab_multiple=64
     )
-    parameters_ = []
-    for name, tensor in table.items():
-        parameter = torch.nn.Parameter(torch.zeros(tensor.shape))
+    module = torch.nn.ParameterList(torch.zeros(tensor.shape) for tensor in table.values())
+    for name, parameter in zip(table, module, strict=True):
         parameter.shared_embedding = name in SHARED_EMBEDDING
-        parameters_.append((name, parameter))
 
     for distributed in (False, True):
         ours = buffer_numel(
             table, aligned_over=dp_size if distributed else None, shared_embedding=True
         )
-        theirs = _megatron_numel(
-            param_and_grad_buffer,
-            DistributedDataParallelConfig(use_distributed_optimizer=distributed),
-            parameters_,
-            dp_size,
-        )
-        assert ours == theirs
+
+        assert ours == _megatron_numel(module, distributed=distributed, dp_size=dp_size)
 
 
-def _megatron_numel(module, config, named, dp_size):
+def _megatron_numel(module, *, distributed, dp_size):
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        param_and_grad_buffer,
+    )
+    from megatron.core.transformer import TransformerConfig
+
     class Group:
         """A process group that is asked for its size alone."""
 
@@ -221,21 +219,16 @@ def _megatron_numel(module, config, named, dp_size):
         def rank(self):
             return 0
 
+    names = ("dp", "dp_cp", "expt_dp", "tp", "pp", "ep", "intra_dp_cp", "intra_expt_dp")
     with (
         mock.patch.object(torch.cuda, "current_device", lambda: "cpu"),
-        mock.patch.object(module, "log_on_each_pipeline_stage"),
+        mock.patch.object(param_and_grad_buffer, "log_on_each_pipeline_stage"),
     ):
-        buffer = module._ParamAndGradBuffer(
-            config,
-            torch.float32,
-            torch.float32,
-            [parameter for _, parameter in named],
-            Group(),
-            None,
-            {parameter: name for name, parameter in named},
-            1.0,
-            list(range(len(named))),
-            False,
-            SimpleNamespace(tp=Group(), dp_cp=Group()),
+        wrapped = DistributedDataParallel(
+            TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1),
+            DistributedDataParallelConfig(use_distributed_optimizer=distributed),
+            module,
+            pg_collection=SimpleNamespace(**dict.fromkeys(names, Group())),
         )
+    (buffer,) = wrapped.buffers
     return buffer.numel

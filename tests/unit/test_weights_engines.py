@@ -64,14 +64,20 @@ def test_megatron_reads_each_ranks_query_and_kv_heads_from_its_qkv(kv_heads, tp_
             hidden_size_per_attention_head=arch.head_dim,
             q_layernorm=None,
             k_layernorm=None,
+            pg_collection=SimpleNamespace(tp=None),  # what 0.19 asks in place of its global group
         )
+
+        def this_rank(group=None, rank=rank):
+            return rank
+
         with (
             mock.patch.object(
                 attention,
                 "all_gather_last_dim_from_tensor_parallel_region",
-                lambda part: torch.cat(mixed, -1),
+                lambda part, group=None: torch.cat(mixed, -1),
             ),
-            mock.patch.object(attention, "get_tensor_model_parallel_rank", lambda rank=rank: rank),
+            mock.patch.object(attention, "get_tensor_model_parallel_rank", this_rank),
+            mock.patch.object(attention, "get_pg_rank", this_rank, create=True),
         ):
             query, key, value = attention.SelfAttention.get_query_key_value_tensors(layer, x)
 
