@@ -1,8 +1,8 @@
 """Megatron-Core on a CPU: the CUDA names it uses literally, answered by the CPU.
 
-Measured against 0.16.1 and 0.19.2. Everything is an attribute swap that is undone when the last user leaves;
-where CUDA is available nothing is swapped. The swaps change nothing for code that does not ask
-for CUDA, so other threads may run meanwhile. Knows no models.
+Measured against 0.16.1 and 0.19.2. Everything is an attribute swap that is undone when the last
+user leaves; where CUDA is available nothing is swapped. The swaps change nothing for code that does
+not ask for CUDA, so other threads may run meanwhile. Knows no models.
 """
 
 from __future__ import annotations
