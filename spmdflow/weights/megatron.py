@@ -1,4 +1,4 @@
-"""Weights as megatron-core 0.16 holds them (its local layer specification). Integers only.
+"""Weights as megatron-core 0.16 to 0.19 holds them (its local layer specification). Integers only.
 
 - linear_qkv: per key-value group its query heads, its key head, its value head, the groups one
   beneath another; the rows are cut in t equal parts. With fewer kv heads than t a cut falls inside
