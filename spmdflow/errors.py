@@ -17,6 +17,9 @@ SpmdflowError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class SpmdflowError(Exception):
     """Root of the tree: `except SpmdflowError` catches every error made here."""
@@ -67,4 +70,9 @@ class DeadlineError(SpmdflowError):
 
 
 class RunFailed(SpmdflowError):
-    """A rank failed and the run ends; carries rank, role, method and cause."""
+    """A rank failed and the run ends; names rank, role, method and cause, as failure.json does."""
+
+    def __init__(self, message: str, record: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.record = dict(record or {})
+        """The content of failure.json: rank, role, method, call, kind, cause, traceback, time."""

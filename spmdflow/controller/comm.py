@@ -3,7 +3,8 @@
 Hands commands to the lanes while they are busy (controller/link.py), gives signs of life, and
 watches everything that must not go unnoticed: the limit of the running commands, the controller,
 the parent process (torchrun killed with -9 leaves orphans), SIGTERM. When the run fails it ends
-the process itself: the lanes may sit in a collective that hears nothing.
+the process itself: the lanes may sit in a collective that hears nothing. If every process of the
+run is alive and the program around the session wants to go on, the controller says UNWIND instead.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from spmdflow.controller.executor import (
     Lane,
     SharedLane,
     failure_of,
+    stay_until,
 )
-from spmdflow.controller.failure import Failure, as_record, write_failure
+from spmdflow.controller.failure import UNWIND_SECONDS, Failure, as_record, write_failure
 from spmdflow.controller.link import Link
 from spmdflow.controller.peers import Peers
 from spmdflow.controller.process import Process, dump_stacks, leave
@@ -73,6 +75,10 @@ class Comm:
         self._heard = time.monotonic()
         self._welcome = self._controller_lost = False
         self._failures: list[Failure] = []
+        self.cause: Failure | None = None
+        """Why the session failed, if this process outlives it."""
+        self._unwound = threading.Event()
+        self._all_unwound = False
         self._give_up_at = float("inf")
         self._next_tick = self._next_beat = 0.0
 
@@ -96,11 +102,18 @@ class Comm:
 
     def fail(self, failure: Failure) -> None:
         """End the run: tell the controller, then obey it or leave (any thread)."""
+        if self.cause is not None:
+            logger.debug("after the end: %s", failure.sentence())
+            return
         logger.error("failure: %s", failure.sentence())
         self._failures.append(failure)
         wait = _STOPPED_SECONDS if self._controller.is_stopped() else _ABORT_SECONDS
         self._give_up_at = min(self._give_up_at, time.monotonic() + wait)
         self._send(Kind.FAILURE, failure)
+
+    def stay(self) -> None:
+        """Wait for the end of the run; returns if the process outlives it (any thread)."""
+        stay_until(self._unwound)
 
     def lane_ended(self, name: str) -> None:
         """A lane has run everything before CLOSE."""
@@ -117,6 +130,10 @@ class Comm:
             self.link.waiter.watch(self._signals.descriptor)
             while len(self._ended_lanes) < len(LANES):
                 self._step()
+            if self.cause is not None:
+                self._send(Kind.UNWOUND)
+                while not self._all_unwound:
+                    self._step()
             self._send(Kind.BYE)
             if self._neighbours:
                 self._neighbours.unwatch(self.link.waiter)
@@ -150,9 +167,13 @@ class Comm:
             self._put[body[2]](Command(*body))
         elif kind is Kind.WELCOME:
             self._meet_neighbours(body)
+        elif kind is Kind.CLOSE and self.cause is not None:
+            self._all_unwound = True
         elif kind is Kind.CLOSE:
             for put in self._put.values():
                 put(None)
+        elif kind is Kind.UNWIND:
+            self._unwind(body)
         elif kind is Kind.ABORT:
             self._obey(body)
 
@@ -232,6 +253,14 @@ class Comm:
         self._give_up_at = min(self._give_up_at, time.monotonic() + _GONE_SECONDS)
 
     # ---- the end of a failed run
+
+    def _unwind(self, cause: Failure) -> None:
+        """UNWIND: let go of both lanes; CLOSE says that every rank has, and the process goes on."""
+        self.cause = cause
+        self._failures.insert(0, cause)
+        self._give_up_at = time.monotonic() + UNWIND_SECONDS + _ABORT_SECONDS
+        self.link.unwind()
+        self._unwound.set()
 
     def _obey(self, to_kill: list[int]) -> None:
         """ABORT: write down where every thread is, end stopped neighbours, leave."""

@@ -3,7 +3,8 @@
 The compute lane runs on the main thread. The transfer lane has a thread of its own, but what a
 rank would next wait for is run by the main thread while that is free, which saves two thread
 switches. A lane knows operations by name, not what they do. An operation that raises ends the
-run: the lane reports it and stays where it is until the comm thread ends the process.
+run: the lane reports it and stays where it is until the comm thread ends the process, or only the
+session (`Unwound`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,13 @@ COMPUTE, TRANSFER = "compute", "transfer"
 LANES = (COMPUTE, TRANSFER)
 
 _LAST_RESORT_SECONDS = 60.0
+
+
+class Unwound(BaseException):
+    """The session has failed, the process goes on: leaves a lane from wherever it waits.
+
+    No Exception, so that no code on the way takes it for its own.
+    """
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,9 @@ class Reporter(Protocol):
     def fail(self, failure: Failure) -> None:
         """End the run."""
 
+    def stay(self) -> None:
+        """Wait for the end of the run; returns if the process outlives it."""
+
     def lane_ended(self, name: str) -> None:
         """The lane has run everything before the end of the run."""
 
@@ -75,10 +86,11 @@ class Lane:
 
     def run(self, next_command: Callable[[], Command | None]) -> None:
         """Run commands in this thread until there are no more: next_command gave None."""
-        with self._reporting():
+        with contextlib.suppress(Unwound), self._reporting():
             while (command := next_command()) is not None:
                 self._run_one(command)
                 del command  # it may hold much while the next one is awaited
+        self.running = None
         self._reporter.lane_ended(self.name)
 
     @contextlib.contextmanager
@@ -86,9 +98,13 @@ class Lane:
         """What is raised inside ends the run."""
         try:
             yield
+            return
+        except Unwound:
+            raise
         except BaseException as err:
             self._reporter.fail(failure_of(err, self._rank, lane=self.name, running=self.running))
-            stay_until_ended()
+        self._reporter.stay()
+        raise Unwound
 
     def _run_one(self, command: Command, *, rides: bool = False) -> None:
         self.running = (command, time.monotonic())
@@ -128,11 +144,18 @@ class SharedLane(Lane):
     def run_own_thread(self) -> None:
         """The loop of the lane's own thread."""
         is_over = False
-        while not is_over:
-            is_over = self._calls.get()
-            while self._run_next():
-                pass
+        with contextlib.suppress(Unwound):
+            while not is_over:
+                is_over = self._calls.get()
+                while self._run_next():
+                    pass
+        self.running = None
         self._reporter.lane_ended(self.name)
+
+    def drop(self) -> None:
+        """Forget what has not begun, and let the lane's own thread end."""
+        self._line.clear()
+        self.wake(end=True)
 
     def has_work_here(self) -> bool:
         """Whether `run_here` would run something."""
@@ -178,12 +201,13 @@ def failure_of(
     )
 
 
-def stay_until_ended() -> None:
-    """Wait for the comm or io thread to end this process; end it if they do not."""
+def stay_until(over: threading.Event) -> None:
+    """Wait for `over`, or for the comm or io thread to end this process; end it if they do not."""
     until = time.monotonic() + _LAST_RESORT_SECONDS
     while (left := until - time.monotonic()) > 0:
         with contextlib.suppress(KeyboardInterrupt):  # impatience must not cost the report
-            time.sleep(left)
+            if over.wait(left):
+                return
     leave(1)
 
 

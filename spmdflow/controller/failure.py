@@ -17,13 +17,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spmdflow.errors import RunFailed
+
 logger = logging.getLogger(__name__)
 
 GATHER_SECONDS = 1.0
 """How long failures are gathered before the first cause is named."""
 
+UNWIND_SECONDS = 10.0
+"""How long ranks that are alive get to leave a failed session."""
+
 _ORDER = {"death": 0, "stopped": 1}
 """Kinds that explain the others; all other kinds come after them."""
+_ALIVE = ("exception", "script", "controller")
+"""Kinds after which every process of the run may be alive and well."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +73,22 @@ def first_cause(failures: Sequence[Failure]) -> Failure:
     return failures[min(range(len(failures)), key=weight)]
 
 
+def leaves_all_alive(failures: Iterable[Failure]) -> bool:
+    """Whether nothing says that a process is lost: dead, stopped, late or interrupted."""
+    return all(failure.kind in _ALIVE for failure in failures)
+
+
 def as_record(cause: Failure, others: Iterable[Failure]) -> dict[str, Any]:
     """The content of failure.json."""
     return _facts(cause) | {"others": [_facts(other) for other in others if other is not cause]}
+
+
+def run_failed(cause: Failure) -> RunFailed:
+    """What a caller of a failed session is given; the rank's own traceback is a note."""
+    error = RunFailed(f"run failed: {cause.sentence()}", as_record(cause, ()))
+    if cause.traceback:
+        error.add_note(f"on rank {cause.rank}:\n{cause.traceback}")
+    return error
 
 
 def write_failure(path: Path, record: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from spmdflow.controller.executor import failure_of
+from spmdflow.controller.executor import failure_of, stay_until
 from spmdflow.controller.failure import Failure
 from spmdflow.controller.ledger import Entry, Ledger
 from spmdflow.controller.order import Order, Pending, Replies, Transport, too_early
@@ -82,6 +82,7 @@ class Io:
             Kind.BEAT: lambda rank, body: None,
             Kind.TERM: lambda rank, body: self._watch.term_arrived(rank, time.monotonic()),
             Kind.ENDED: lambda rank, body: self._peers.ended_elsewhere(*body),
+            Kind.UNWOUND: self._on_unwound,
             Kind.BYE: self._on_bye,
         }
 
@@ -104,6 +105,8 @@ class Io:
 
     def submit(self, order: Order) -> Pending:
         """Send an order (any thread; from the io thread it follows what was submitted before)."""
+        if self._verdict.cause is not None:
+            raise RunFailed(self._verdict.cause.sentence())
         ticket = next(self._tickets)
         bodies = self._bodies(order, ticket)
         pending = Pending(order.label, self._await)
@@ -129,6 +132,10 @@ class Io:
     def fail(self, failure: Failure) -> None:
         """End the run (any thread)."""
         self.post(lambda: self._verdict.add(failure))
+
+    def stay(self) -> None:
+        """Wait for the end of a failed run; returns if the process outlives it (script)."""
+        stay_until(self._verdict.unwound)
 
     def close(self) -> None:
         """Wait for all orders, then end every rank's lanes. RunFailed if something fails."""
@@ -272,6 +279,9 @@ class Io:
     def _send_order(
         self, order: Order, ticket: int, bodies: list[tuple[int, bytes]], pending: Pending
     ) -> None:
+        if self._verdict.cause is not None:
+            pending.fail(RunFailed(self._verdict.cause.sentence()))
+            return
         self._open[ticket] = _Open(order, pending, {})
         now = time.monotonic()
         for rank, body in bodies:
@@ -305,6 +315,8 @@ class Io:
 
     def _on_reply(self, rank: int, body: Any) -> None:
         ticket, payload = body
+        if self._verdict.cause is not None:
+            return
         opened = self._open[ticket]
         order = opened.order
         in_order = self._ledger.answered(rank, order.lane, ticket, now=time.monotonic())
@@ -325,6 +337,14 @@ class Io:
         if self._close_sent or self._open or self._inbox or self._verdict.failures:
             return
         self._close_sent = True
+        self._send_close()
+
+    def _on_unwound(self, rank: int, _: Any) -> None:
+        self._verdict.unwinding.discard(rank)
+        if not self._verdict.unwinding:
+            self._send_close()
+
+    def _send_close(self) -> None:
         self._watch.closing(time.monotonic())
         for rank in self._settings.ranks:
             self._hub.send(rank, self._envelopes.seal(Kind.CLOSE))
@@ -348,19 +368,29 @@ class Io:
                     self._hub.send(rank, beat)
             self._guarded(self._watch.look, now, self._probe)
             if self._verdict.is_due(now):
-                self._end_run(None)
+                self._end_failed_run(now)
+
+    def _end_failed_run(self, now: float) -> None:
+        """End the processes, or, where the program around the run goes on, only the session."""
+        if not self._verdict.spares_processes:
+            self._end_run(None)
+        elif self._verdict.cause is not None:
+            self._verdict.check_unwinding(now)
+        elif not (self._open and self._verdict.is_of_script):
+            self._verdict.unwind(self._hub, self._envelopes, pending=self._pending())
+            self._open.clear()
 
     def _end_run(self, failure: Failure | None) -> None:
         """Name the cause, tell every rank, end this process; failure: one more of them."""
         try:
             if failure:
                 self._verdict.add(failure)
-            pending = [opened.pending for opened in self._open.values()]
-            self._verdict.execute(
-                self._hub, self._envelopes, pending=[self.met, self._closed, *pending]
-            )
+            self._verdict.execute(self._hub, self._envelopes, pending=self._pending())
         finally:
             leave(1)
+
+    def _pending(self) -> list[Pending]:
+        return [self.met, self._closed, *(opened.pending for opened in self._open.values())]
 
     def _probe(self, rank: int) -> bool:
         return self._hub.send(rank, self._envelopes.seal(Kind.BEAT))

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from spmdflow.controller.executor import Command, SharedLane
+from spmdflow.controller.executor import Command, SharedLane, Unwound
 from spmdflow.controller.waiter import Waiter
 from spmdflow.controller.wire import Endpoint
 
@@ -39,7 +39,7 @@ class Link:
         """take is given every message, in order, by whichever thread received it."""
         self._endpoint, self._take, self._transfers = endpoint, take, transfers
         self._lock = threading.RLock()
-        self._lane_receives = self._awaits_rows = False
+        self._lane_receives = self._awaits_rows = self._is_over = False
         self._riding: list[bytes] = []
         self._commands: deque[Command | None] = deque()
         self._lane_waiter = Waiter()
@@ -69,11 +69,20 @@ class Link:
 
     def put(self, command: Command | None) -> None:
         """Append a command for the compute lane; called by `take`."""
-        self._commands.append(command)
+        if not self._is_over:
+            self._commands.append(command)
+
+    def unwind(self) -> None:
+        """Forget what has not begun: `next_command` is the end, `wait_until` raises Unwound."""
+        self._is_over = True
+        self._commands.clear()
+        self._commands.append(None)
+        self._transfers.drop()
+        self.wake()
 
     def put_transfer(self, command: Command | None) -> None:
         """Append a command for the transfer lane; called by `take`."""
-        if command is None:
+        if command is None or self._is_over:
             self._transfers.wake(end=True)
             return
         is_next = self._awaits_rows or not self._commands
@@ -91,12 +100,15 @@ class Link:
         """Receive until condition() or seconds have passed; says which (compute lane only).
 
         Transfers that arrive meanwhile are run by this thread, up to the one it waited for.
+        Unwound if the session ends before.
         """
         until = time.monotonic() + seconds
         self._awaits_rows = True
         while not condition() and time.monotonic() < until:
             self._receive_in_lane(condition, until)
             self._transfers.run_here(condition)
+            if self._is_over:
+                raise Unwound
         self._awaits_rows = False
         return condition()
 
@@ -111,7 +123,7 @@ class Link:
             self.waiter.forget(self._endpoint.descriptor)
         try:
             self._drain()
-            while not condition() and not self._transfers.has_work_here():
+            while not (condition() or self._is_over or self._transfers.has_work_here()):
                 if (left := until - time.monotonic()) <= 0:
                     break
                 self._lane_waiter.wait(min(left, _IDLE_SECONDS))

@@ -69,9 +69,10 @@ class Pending:
             self._latch.release()
 
     def resolve(self, replies: Replies) -> None:
-        """Hand over the replies (io thread, once)."""
-        self._replies = replies
-        self._latch.release()
+        """Hand over the replies (io thread, once; too late after `fail`)."""
+        if self._latch.locked():
+            self._replies = replies
+            self._latch.release()
 
     def fail(self, failure: RunFailed) -> None:
         """Let `result` raise, if it would have to wait (io thread)."""

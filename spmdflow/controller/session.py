@@ -4,7 +4,8 @@ Every rank calls `run_session`. The calling (main) thread becomes the compute la
 comm threads are started beside it, on the controller's rank also io and controller (the script).
 Signal handling, threads, sockets and interpreter settings are given back at the end, so that a
 session can run inside any torchrun program. A session that fails does not return: each process
-ends with status 1 after the cause has been written (controller/verdict.py, comm.py).
+ends with status 1 after the cause has been written (controller/verdict.py, comm.py), or, with
+`SessionSettings.unwinds` and if no process is lost, every rank gets RunFailed.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from torch import distributed as dist
 
 from spmdflow.controller.comm import Comm
-from spmdflow.controller.executor import Operation, failure_of, stay_until_ended
-from spmdflow.controller.failure import remove_old_reports
+from spmdflow.controller.executor import Operation, failure_of
+from spmdflow.controller.failure import remove_old_reports, run_failed
 from spmdflow.controller.io import Io
 from spmdflow.controller.launcher import outlive_launcher
 from spmdflow.controller.order import Transport
@@ -44,13 +45,17 @@ def run_session(
     main: Callable[[Transport], None],
     operations_of: Callable[[Member], Mapping[str, Operation]],
     settings: SessionSettings,
+    *,
+    release: Callable[[], None] = lambda: None,
 ) -> int:
     """Run main(transport) on the first rank and operations on all; returns exit status 0.
 
     Collective over settings.ranks; the default process group must exist. main runs in the thread
     "controller", operations in the calling thread and the thread "transfer". DeadlineError if
     ranks do not come to the rendezvous; ProtocolError outside the main thread or the ranks; later
-    failures end every process of the session.
+    failures end every process of the session, or raise RunFailed on every rank
+    (`SessionSettings.unwinds`). In the latter case release() is called once this rank's lanes have
+    let go: what it closes frees ranks that wait in a collective for this one.
     """
     rank = dist.get_rank()
     _check(rank, settings)
@@ -64,10 +69,14 @@ def run_session(
         comm.start()
         if settings.launcher is not None:
             outlive_launcher()  # comm watches it, and can say that it ended
-        _run_lanes(comm, rank, operations_of, settings)
-        _join([comm.thread, *threads])
+        transfer = _run_lanes(comm, rank, operations_of, settings)
+        if comm.cause is not None:
+            release()
+        _join([transfer, comm.thread, *threads])
         if meeting.hub:
             meeting.hub.terminate()
+    if comm.cause is not None:
+        raise run_failed(comm.cause)
     return 0
 
 
@@ -135,11 +144,11 @@ def _run_script(
             io.close()
             return
         io.fail(failure_of(err, settings.controller_rank, kind="script"))
-        stay_until_ended()
+        io.stay()
     except BaseException as err:
         if not (isinstance(err, RunFailed) and io.has_failed):
             io.fail(failure_of(err, settings.controller_rank, kind="script"))
-        stay_until_ended()
+        io.stay()
 
 
 def _run_lanes(
@@ -147,20 +156,19 @@ def _run_lanes(
     rank: int,
     operations_of: Callable[[Member], Mapping[str, Operation]],
     settings: SessionSettings,
-) -> None:
-    """Be the compute lane, with the transfer lane beside, until the controller closes."""
+) -> threading.Thread:
+    """Be the compute lane until the controller closes; the thread of the transfer lane."""
+    transfer = threading.Thread(target=comm.transfers.run_own_thread, name="transfer", daemon=True)
     try:
         operations = operations_of(Member(rank, settings, comm.link))
-        comm.compute.operations = comm.transfers.operations = operations
-        transfer = threading.Thread(
-            target=comm.transfers.run_own_thread, name="transfer", daemon=True
-        )
-        transfer.start()
-        comm.compute.run(comm.link.next_command)
-        _join([transfer])
     except BaseException as err:
         comm.fail(failure_of(err, rank))
-        stay_until_ended()
+        comm.stay()
+        operations = {}
+    comm.compute.operations = comm.transfers.operations = operations
+    transfer.start()
+    comm.compute.run(comm.link.next_command)
+    return transfer
 
 
 def _join(threads: list[threading.Thread]) -> None:

@@ -29,6 +29,8 @@ class SessionSettings:
     """Turns on CURVE; the same on every rank (SPMDFLOW_SECRET)."""
     launcher: int | None = None
     """Pid of the parent with which the process ends (controller/launcher.py); None: who it is."""
+    unwinds: bool = False
+    """A failure that leaves every process alive ends the session (RunFailed), not the processes."""
     watch_parent: bool = True
     """End when the parent process ends, as torchrun killed with -9 leaves its ranks behind."""
     on_sigterm: Callable[[], None] | None = None

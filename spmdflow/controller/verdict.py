@@ -1,20 +1,24 @@
 """How the controller ends a failed run: gather, name the first cause, tell everybody, leave.
 
 Runs in the io thread. Nothing here waits for the script or for a lane: a thread inside a
-collective hears nothing, but a process that exits frees its peers at once.
+collective hears nothing, but a process that exits frees its peers at once. A run inside a host
+program whose processes are all alive is unwound instead (controller/io.py).
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterable
 
 from spmdflow.controller.failure import (
     GATHER_SECONDS,
+    UNWIND_SECONDS,
     Failure,
     as_record,
     first_cause,
+    leaves_all_alive,
     report,
     write_failure,
 )
@@ -43,6 +47,12 @@ class Verdict:
     def __init__(self, peers: Peers, ledger: Ledger, *, settings: SessionSettings) -> None:
         self._peers, self._ledger, self._settings = peers, ledger, settings
         self.failures: list[Failure] = []
+        self.cause: Failure | None = None
+        """Why the session ended, where the process goes on."""
+        self.unwound = threading.Event()
+        """That has been told to all ranks."""
+        self.unwinding = set(settings.ranks)
+        """Ranks that have not left their lanes yet."""
         self._due = float("inf")
 
     def add(self, failure: Failure) -> None:
@@ -73,8 +83,40 @@ class Verdict:
             self.add(self._about("deadline", rank, late))
 
     def is_due(self, now: float) -> bool:
-        """Whether there was a failure and the time to gather others is over."""
-        return now >= self._due
+        """Whether there is something to do about failures: the time to gather them is over."""
+        return now >= self._due or (self.cause is not None and not self.spares_processes)
+
+    @property
+    def spares_processes(self) -> bool:
+        """Whether only the session ends: that is wanted, and no process is lost."""
+        return self._settings.unwinds and leaves_all_alive(self.failures)
+
+    @property
+    def is_of_script(self) -> bool:
+        """Whether only the script failed. Then what it has sent is let through before the end.
+
+        A rank that drops a call would leave the others of that call waiting for it.
+        """
+        return all(failure.kind == "script" for failure in self.failures)
+
+    def unwind(self, hub: Hub, envelopes: Envelopes, *, pending: Iterable[Pending]) -> None:
+        """End the session on every rank; pending are told, every process goes on."""
+        self.cause = cause = first_cause(self.failures)
+        path = self._settings.run_dir / "failure.json"
+        write_failure(path, as_record(cause, self.failures))
+        logger.error("run failed: %s; details: %s", cause.sentence(), path)
+        for rank in self._settings.ranks:
+            hub.send(rank, envelopes.seal(Kind.UNWIND, cause))
+        for waiting in pending:
+            waiting.fail(RunFailed(cause.sentence()))
+        self._due = time.monotonic() + UNWIND_SECONDS
+        self.unwound.set()
+
+    def check_unwinding(self, now: float) -> None:
+        """Ranks that do not leave are lost after all."""
+        for rank in sorted(self.unwinding) if now > self._due else ():
+            cause = f"did not leave the failed run within {UNWIND_SECONDS:g} s"
+            self.add(self._about("deadline", rank, cause))
 
     def execute(self, hub: Hub, envelopes: Envelopes, *, pending: Iterable[Pending]) -> None:
         """End the run on every rank; pending are told, then the caller ends this process."""

@@ -61,6 +61,8 @@ class Kind(enum.IntEnum):
     CLOSE = 9  # c -> r: finish what you have, then BYE
     BYE = 10  # r -> c: both lanes have ended
     ENDED = 11  # r -> c: [rank, how]: a neighbour's process, seen where the controller is not
+    UNWIND = 12  # c -> r: the Failure that ended the run; drop what waits, leave the lanes
+    UNWOUND = 13  # r -> c: both lanes have ended; CLOSE follows when all have said so
 
 
 _KINDS = {int(kind): kind for kind in Kind}
