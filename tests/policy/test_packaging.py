@@ -6,9 +6,16 @@ import json
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
-from scripts.wheel_contents import FOLDERS, differences, rooms_without_init
+from scripts.wheel_contents import (
+    FOLDERS,
+    check_wheel,
+    differences,
+    files_of_tree,
+    rooms_without_init,
+)
 from tests.policy.house import REPOSITORY
 
 LIST_FILES = """
@@ -68,3 +75,19 @@ def test_a_file_that_packaging_leaves_out_is_named(tmp_path: Path) -> None:
 
     assert "the wheel lacks spmdflow/data/ragged.py" in lacking
     assert "the wheel lacks spmdflow/algos/tasks.csv" in lacking
+
+
+def test_a_wheel_without_a_module_or_with_links_into_the_repository_is_named(
+    tmp_path: Path,
+) -> None:
+    wheel, lost = tmp_path / "a.whl", "spmdflow/controller/flow.py"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in files_of_tree(REPOSITORY) - {lost} | {"spmdflow/stale.py"}:
+            archive.writestr(name, "")
+        archive.writestr("a.dist-info/METADATA", "see [this](docs/PLAN.md), [that](https://x.org)")
+
+    assert check_wheel(wheel, REPOSITORY) == [
+        "the description has a relative link: (docs/PLAN.md)",
+        f"the wheel lacks {lost}",
+        "the tree lacks spmdflow/stale.py",
+    ]
