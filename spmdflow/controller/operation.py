@@ -30,6 +30,7 @@ from spmdflow.data.ragged import is_ragged, with_offsets
 from spmdflow.data.row_id import Ids
 from spmdflow.data.rows import names_of
 from spmdflow.data.store import Rest, RowStore
+from spmdflow.data.unchanged import Unchanged
 from spmdflow.datasets.scan import scan
 from spmdflow.datasets.source import PromptSource
 from spmdflow.datasets.tokenizer import load_tokenizer
@@ -166,16 +167,17 @@ class RankState:
             items = [plain["item"]] if "item" in plain else []
             value = method(*items, **plain["arguments"])
             return {"value": value, "metrics": worker.take_metrics()}
-        batch = self._batch(plain)
+        label, given = f"{plain['group']}.{plain['method']}", Unchanged()
+        batch = self._batch(plain, given)
         worker.call = _call_info(plain, number)
         returned = method(batch, **plain["arguments"])
+        given.check(label)
         reply: dict[str, Any] = {"metrics": worker.take_metrics()}
         writes = method_spec(type(worker), plain["method"]).writes
         if not writes:
             return reply | {"value": returned}
         if plain["holds"] is None:
             return reply | {"columns": {}}
-        label = f"{plain['group']}.{plain['method']}"
         return reply | self._keep(label, number, plain["holds"], returned, writes)
 
     def _map(self, plain: Plain, number: int) -> dict[str, Any]:
@@ -188,10 +190,12 @@ class RankState:
             arguments["groups"] = RowGroups(
                 index, plain["num_groups"], reduce, place, plain["largest_group"]
             )
-        with _explaining_lengths(f"map.{function.__name__}"):
-            made = function(self._batch(plain), reduce=reduce, report=metrics.update, **arguments)
-        writes = row_maths_spec(function).writes
-        kept = self._keep(f"map.{function.__name__}", number, plain["ids"], made, writes)
+        label, given = f"map.{function.__name__}", Unchanged()
+        batch = self._batch(plain, given)
+        with _explaining_lengths(label):
+            made = function(batch, reduce=reduce, report=metrics.update, **arguments)
+        given.check(label)
+        kept = self._keep(label, number, plain["ids"], made, row_maths_spec(function).writes)
         return {"metrics": metrics} | kept
 
     def _join(self, plain: Plain, number: int) -> dict[str, Any]:
@@ -200,13 +204,18 @@ class RankState:
         columns = {name: join([part[name] for part in parts]) for name in parts[0]}
         return self._put(number, plain["ids"], columns)
 
-    def _batch(self, plain: Plain) -> TensorDict:
-        """The rows of a command as a TensorDict in host memory; waits for transfers."""
+    def _batch(self, plain: Plain, given: Unchanged) -> TensorDict:
+        """The rows of a command as a TensorDict in host memory; waits for transfers.
+
+        given: remembers what the rows were.
+        """
         ids = plain["ids"]
         batch = TensorDict({}, batch_size=[len(ids)])
         offsets: list[Tensor] = []
         for part in plain["inputs"]:
-            for name, column in self._input(part).items():
+            columns = self._input(part)
+            given.remember(columns)
+            for name, column in columns.items():
                 value = column.to_value()
                 if isinstance(value, list):
                     batch.set_non_tensor(name, value)
@@ -243,7 +252,8 @@ class RankState:
                 f"return exactly what `writes` declares"
             )
         columns = {name: _column_of(label, name, made[name], len(ids)) for name in writes}
-        return self._put(number, ids, columns)
+        copied = sum(columns[name].values.nbytes for name in writes if _is_in_host(made[name]))
+        return self._put(number, ids, columns) | {"copied_bytes": copied}
 
     def _put(self, number: int, ids: Ids, columns: dict[str, Column]) -> dict[str, Any]:
         """Store rows that were made here; the reply says what they are and where they lie."""
@@ -315,6 +325,11 @@ def _explaining_lengths(label: str) -> Iterator[None]:
             f"ones (columns of equal lengths can be added, multiplied and compared); give both one "
             f"width with pad(column, width=...), or go row by row with rows_of(column)"
         ) from err
+
+
+def _is_in_host(value: Any) -> bool:
+    """Whether storing a returned value was a copy inside this machine's memory."""
+    return isinstance(value, Tensor) and value.device.type == "cpu"
 
 
 def _facts(column: Column) -> list[Any]:

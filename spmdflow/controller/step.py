@@ -46,6 +46,7 @@ class Step:
         eval_seconds = sum(stage_seconds(records, "eval").values())
         if eval_seconds:
             metrics["time/evaluate_seconds"] = eval_seconds
+        metrics["transfer/copied_bytes"] = copied_bytes(records)
         seconds = self.seconds()
         metrics["time/step_seconds"] = seconds
         tokens = train.get("rollout/prompt_tokens", 0) + train.get("rollout/response_tokens", 0)
@@ -62,6 +63,12 @@ def reported(records: Iterable[CallRecord], phase: str) -> dict[str, float]:
             replies = record.pending.result()
             metrics += [replies[rank].get("metrics", {}) for rank in record.answering]
     return merge(metrics)
+
+
+def copied_bytes(records: Iterable[CallRecord]) -> float:
+    """Bytes of returned columns that ranks copied in their memory, so that nothing changes them."""
+    replies = (reply for record in records for reply in record.pending.result().values())
+    return float(sum(reply.get("copied_bytes", 0) for reply in replies))
 
 
 def stage_seconds(records: Iterable[CallRecord], phase: str) -> dict[str, float]:

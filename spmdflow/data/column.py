@@ -88,7 +88,7 @@ class Column:
 
 
 def column_of(name: str, value: Any, num_rows: int) -> Column:
-    """The stored form of what a worker returned; checks the row count."""
+    """The stored form of what a worker returned, in memory of its own; checks the row count."""
     column = _column_of(name, value)
     if len(column) != num_rows:
         raise ColumnError(
@@ -100,9 +100,9 @@ def column_of(name: str, value: Any, num_rows: int) -> Column:
 
 def _column_of(name: str, value: Any) -> Column:
     if is_ragged(value):
-        return Column("ragged", value.values().detach().cpu(), lengths_of(value).cpu())
+        return Column("ragged", _copied(value.values()), lengths_of(value).cpu())
     if isinstance(value, Tensor):
-        return Column("dense", value.detach().cpu())
+        return Column("dense", _copied(value))
     texts = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
         return _encode(texts)
@@ -110,6 +110,11 @@ def _column_of(name: str, value: Any) -> Column:
         f"column {name!r}: got {type(value).__name__}, expected a tensor, a jagged tensor or a "
         f"list of str; convert it before returning"
     )
+
+
+def _copied(values: Tensor) -> Tensor:
+    """In host memory that nobody else holds, so that the worker may go on using its tensor."""
+    return values.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _encode(texts: Sequence[str]) -> Column:

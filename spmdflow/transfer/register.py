@@ -48,6 +48,11 @@ def register(
 ) -> Callable[[F], F]:
     """Mark a worker method for the controller (paper section 4.1, Table 3 for the modes).
 
+    What the method is given must stay as it is: writing into it ends the run, under every placement
+    alike (work on a clone). What it returns is copied, so it may be a buffer of its own, a
+    parameter or what it was given. Writes that torch does not count (NumPy, `.data`) are noticed by
+    the sum of the column's words. Columns that are kept beyond the call are to be cloned, too.
+
     draws: `self.call.generation` then says how often rows were drawn for before in the step, so
     that a second call on the same rows takes other random numbers. A call with greedy=True draws
     none and is not counted.
