@@ -46,7 +46,7 @@ class Step:
         eval_seconds = sum(stage_seconds(records, "eval").values())
         if eval_seconds:
             metrics["time/evaluate_seconds"] = eval_seconds
-        metrics["transfer/copied_bytes"] = copied_bytes(records)
+        metrics["transfer/copied_bytes"] = copied_bytes(records, "train")
         seconds = self.seconds()
         metrics["time/step_seconds"] = seconds
         tokens = train.get("rollout/prompt_tokens", 0) + train.get("rollout/response_tokens", 0)
@@ -65,10 +65,14 @@ def reported(records: Iterable[CallRecord], phase: str) -> dict[str, float]:
     return merge(metrics)
 
 
-def copied_bytes(records: Iterable[CallRecord]) -> float:
+def copied_bytes(records: Iterable[CallRecord], phase: str) -> float:
     """Bytes of returned columns that ranks copied in their memory, so that nothing changes them."""
-    replies = (reply for record in records for reply in record.pending.result().values())
+    replies = [r for record in records if record.phase == phase for r in _replies(record)]
     return float(sum(reply.get("copied_bytes", 0) for reply in replies))
+
+
+def _replies(record: CallRecord) -> Iterable[Mapping[str, Any]]:
+    return record.pending.result().values()
 
 
 def stage_seconds(records: Iterable[CallRecord], phase: str) -> dict[str, float]:

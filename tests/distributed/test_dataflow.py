@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.programs import dataflow
+from tests.distributed.ranks import watch_ranks
 from tests.distributed.replayed import planned_as_counted
 
 CASES = ("colocate", "standalone", "uneven", "reversed", "subset", "refused")
@@ -80,3 +81,13 @@ def test_only_what_the_script_fetches_passes_the_controller(runs):
     for step in steps_of(runs, "colocate"):
         assert step["controller/tensor_bytes"] > 0
         assert step["controller/fetched_bytes"] == 0
+
+
+@pytest.mark.parametrize("placement", ["colocate", "standalone"])
+def test_method_that_writes_into_its_rows_ends_the_run_under_every_placement(tmp_path, placement):
+    files = (str(MODEL / "train.jsonl"), str(MODEL / "model"))
+
+    watch_ranks(dataflow.run_in_place, 2, placement, str(tmp_path), *files, seconds=60)
+
+    failure = json.loads((tmp_path / placement / "failure.json").read_text())
+    assert "second.write: wrote into column 'number' in place" in json.dumps(failure)

@@ -45,6 +45,7 @@ class Config:
     first: ToyConfig = field(default_factory=ToyConfig)
     second: ToyConfig = field(default_factory=ToyConfig)
     total_steps: int = 3
+    writes_in_place: bool = False
     eval_every: int = 0
 
 
@@ -83,6 +84,12 @@ class FirstWorker(Worker):
     def add_rank(self, number: int, *, scale: int) -> int:
         return number * scale + self.context.rank
 
+    @register(transfer_mode="3D_PROTO", reads=("number",), writes=("own",))
+    def fill_own(self, batch: TensorDict, *, value: float) -> TensorDict:
+        """A slice of a buffer that the next call fills anew."""
+        self.buffer = getattr(self, "buffer", torch.zeros(ROWS)).fill_(value)
+        return TensorDict({"own": self.buffer[: len(batch)]}, batch_size=batch.batch_size)
+
     @register(transfer_mode="DP_PROTO", reads=("checked",), writes=("doubled",))
     def double(self, batch: TensorDict) -> TensorDict:
         return TensorDict({"doubled": batch["checked"] * 2}, batch_size=batch.batch_size)
@@ -104,6 +111,16 @@ class SecondWorker(Worker):
         self._verify(batch)
         used = [self.call.row_ids[mini.index].tolist() for mini in self.call.mini_batches]
         return {"toy/used": Sum(sum(map(len, used))), "toy/steps": float(len(used))}
+
+    @register(transfer_mode="3D_PROTO", reads=("own",), writes=("seen",))
+    def see(self, batch: TensorDict) -> TensorDict:
+        return TensorDict({"seen": batch["own"]}, batch_size=batch.batch_size)
+
+    @register(transfer_mode="3D_PROTO", reads=("number",), writes=("moved",))
+    def write(self, batch: TensorDict) -> TensorDict:
+        numbers = batch["number"]
+        numbers -= 100
+        return TensorDict({"moved": numbers}, batch_size=batch.batch_size)
 
     def _verify(self, batch: TensorDict) -> None:
         for at, i in enumerate(self.call.row_ids.tolist()):
@@ -144,6 +161,11 @@ def main(flow: Any, cfg: Config) -> None:
         torch.testing.assert_close(values["doubled"], checked.float() * 2)
         torch.testing.assert_close(values["share"], (checked / checked.sum() * 2).float())
         assert len(values["prompt_text"]) == ROWS and used <= 1
+        filled = [first.fill_own(batch, value=float(value)) for value in (1, 2)]
+        seen = [second.see(own).fetch("seen")["seen"].tolist() for own in filled]
+        assert seen == [[1.0] * ROWS, [2.0] * ROWS]
+        if cfg.writes_in_place:
+            second.write(batch)
         late = second.check(batch[2:5])
         assert late.fetch("checked")["checked"].tolist() == checked[2:5].tolist()
     assert flow.caller.transfers.bytes.planned == flow.caller.transfers.bytes.moved
@@ -219,6 +241,13 @@ def run_case(name: str, placement: Any, ranks: Any, out: Path, data: str, tokeni
         sent, read = counted.tolist()
         summary = {"sent": sent, "read": read, "status": status}
         (out / f"{name}.json").write_text(json.dumps(summary))
+
+
+def run_in_place(placement: str, out: str, data: str, tokenizer: str) -> None:
+    """A run that fails, as a method writes into rows that it was given."""
+    cfg = config_of(placement, placement, Path(out), data, tokenizer)
+    cfg.writes_in_place = True
+    launch(sys.modules[__name__], cfg)
 
 
 def run_all(out: str, data: str, tokenizer: str) -> None:
