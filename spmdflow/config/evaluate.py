@@ -27,7 +27,7 @@ class HeldOutConfig(DataConfig):
     samples_per_prompt: ClassVar[int] = 1  # type: ignore[misc]
     shuffle: ClassVar[bool] = False  # type: ignore[misc]
 
-    eval_path: str = setting("JSONL or Parquet file of prompts.")  # type: ignore[assignment]
+    eval_path: str = setting("File or data set of prompts.")  # type: ignore[assignment]
 
 
 @dataclass

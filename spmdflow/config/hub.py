@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import fnmatch
-import json
+import os
 import re
 import shlex
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ _SNAPSHOT = re.compile(
 _IGNORED = ("*/*", "*.bin", "*.pth", "consolidated*")
 """Of a model: the same weights in other forms, and what lies in folders."""
 _SHOWN = 300  # characters of an error of the hub
+_SHARD = re.compile(r"(.*)-\d+-of-(\d+)(\..*)?")
 _POLL_SECONDS = 0.2
 
 
@@ -54,7 +56,7 @@ class Wanted:
     """The files that are needed of a name."""
 
     files: tuple[str, ...]
-    """Patterns; a folder of the cache is complete if every one has a file."""
+    """Patterns, or several with | between; a folder is complete if every one has a file."""
     more: tuple[str, ...] = ()
     """Patterns of files that are downloaded too, if there are any."""
     ignored: tuple[str, ...] = ()
@@ -73,7 +75,7 @@ SIZES = Wanted(("config.json",), TOKENIZER.more, TOKENIZER.ignored)
 def hub_name_of(text: str, kind: str = "model") -> HubName | None:
     """The name in owner/name[@revision]; None for any other text and for a path that is there."""
     match = _NAME.fullmatch(text)
-    if match is None or Path(text).exists():
+    if match is None or os.path.exists(text):
         return None
     return HubName(match["repo"], match["revision"], kind)
 
@@ -119,7 +121,7 @@ def download_command(name: HubName, wanted: Wanted) -> str:
     words = ["hf", "download", name.repo]
     words += ["--repo-type", "dataset"] if name.kind == "dataset" else []
     words += ["--revision", name.revision] if name.revision else []
-    for pattern in (*wanted.files, *wanted.more) if name.kind == "dataset" else ():
+    for pattern in _patterns(wanted) if name.kind == "dataset" and wanted.files else ():
         words += ["--include", pattern]
     for pattern in wanted.ignored:
         words += ["--exclude", pattern]
@@ -137,17 +139,18 @@ def _cached(name: HubName, wanted: Wanted) -> Path | None:
     if not snapshot.is_dir():
         return None
     files = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()]
-    complete = all(fnmatch.filter(files, pattern) for pattern in wanted.files)
-    return snapshot if complete and not _missing_parts(snapshot, wanted) else None
+    for pattern in wanted.files:
+        found = [name for part in pattern.split("|") for name in fnmatch.filter(files, part)]
+        if not found or _lacks_shards(found):
+            return None
+    return snapshot
 
 
-def _missing_parts(snapshot: Path, wanted: Wanted) -> Sequence[str]:
-    """Files that an index of weights names and the folder lacks."""
-    index = snapshot / "model.safetensors.index.json"
-    if "*.safetensors" not in wanted.files or not index.is_file():
-        return ()
-    parts = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    return sorted(part for part in parts if not (snapshot / part).is_file())
+def _lacks_shards(files: Sequence[str]) -> bool:
+    """Whether a file says -00001-of-00003 and not all three are there."""
+    shards = [match for match in map(_SHARD.fullmatch, files) if match is not None]
+    have = Counter((match[1], match[2], match[3]) for match in shards)
+    return any(count < int(total) for (_, total, _), count in have.items())
 
 
 def _download(name: HubName, wanted: Wanted) -> Path:
@@ -157,13 +160,19 @@ def _download(name: HubName, wanted: Wanted) -> Path:
         name.repo,
         repo_type=name.kind,
         revision=name.revision,
-        allow_patterns=[*wanted.files, *wanted.more],
+        allow_patterns=_patterns(wanted),
         ignore_patterns=list(wanted.ignored),
     )
+    Path(folder).mkdir(parents=True, exist_ok=True)  # not made if no file fits
     found = _cached(HubName(name.repo, Path(folder).name, name.kind), wanted)
     if found is None:
         raise ValueError(f"the hub has no {' or no '.join(wanted.files)} of it")
     return found
+
+
+def _patterns(wanted: Wanted) -> list[str]:
+    """Of every file that is downloaded."""
+    return [part for pattern in (*wanted.files, *wanted.more) for part in pattern.split("|")]
 
 
 @contextlib.contextmanager

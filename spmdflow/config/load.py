@@ -18,6 +18,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from spmdflow.config.data_source import split_place, with_places
 from spmdflow.config.describe import to_yaml
 from spmdflow.config.installed import (
     broken_installation,
@@ -26,7 +27,7 @@ from spmdflow.config.installed import (
     find_file,
 )
 from spmdflow.config.leaf import Leaf, defaults, leaves, parts, type_name
-from spmdflow.config.model_path import resolve_models
+from spmdflow.config.location import resolve_paths
 from spmdflow.config.reward_terms import with_located_files
 from spmdflow.config.schema import REQUIRED, PPOConfig
 from spmdflow.errors import ConfigError
@@ -82,7 +83,7 @@ def load(
     sources += [_read_override(text) for text in overrides]
     assume = {} if ASSUME in {part.name for part in fields(schema)} else _take_examples(sources)
     cfg = _build(schema, sources)
-    resolve_models(cfg, download=download)
+    resolve_paths(cfg, download=download)
     return Loaded(cfg, script, to_yaml(cfg), assume)
 
 
@@ -159,12 +160,19 @@ def _locate_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     for name, value in tree.items():
         if name == "function":
             value = with_located_files(value, lambda file: _locate(file, folder))
+        elif name in ("train_path", "eval_path"):
+            value = with_places(value, lambda place: _locate_place(place, folder))
         elif isinstance(value, dict):
             value = _locate_paths(value, folder)
         elif isinstance(value, str) and (name == "path" or str(name).endswith("_path")):
             value = _locate(value, folder)
         located[name] = value
     return located
+
+
+def _locate_place(place: str, folder: Path) -> str:
+    path, split = split_place(place)
+    return _locate(path, folder) + split
 
 
 def _locate(value: str, folder: Path) -> str:

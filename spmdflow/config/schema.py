@@ -107,8 +107,9 @@ class DataConfig:
     answer_columns: ClassVar[tuple[str, ...]] = ()
     prompt_end: ClassVar[str] = ""
 
-    train_path: str = setting("JSONL or Parquet file of training prompts.")
-    eval_path: str | None = setting("File of held-out prompts; none: no evaluation.", None)
+    # Any: a path, or a map of weighted ones; config/data_source.py reads it
+    train_path: Any = setting("File or data set of training prompts, or a weighted map of them.")
+    eval_path: str | None = setting("The same of held-out prompts; none: no evaluation.", None)
     prompt_column: str = setting("Column that holds the prompt (text, or chat messages).", "prompt")
     chat_template: bool = setting(
         "Render the prompt column with the tokenizer's chat template.", False

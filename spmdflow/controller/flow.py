@@ -159,8 +159,11 @@ class Flow:
         ("float32 like responses"). Any: these. Metrics have slashes: assume({"actor/kl": 0.1}).
         """
 
-    def scan(self, name: str, cfg: DataConfig, path: str) -> ScanReport:
-        """Have the controller's rank read a data file once; waits for what it found."""
+    def scan(self, name: str, cfg: DataConfig, path: object) -> ScanReport:
+        """Have the controller's rank read data files once; waits for what it found.
+
+        path: data.train_path or data.eval_path.
+        """
         rank = self._settings.world[0]
         command = {"operation": "scan", "data": cfg, "path": path}
         replies = self.caller.submit(f"{name}.scan", {rank: command}).result()

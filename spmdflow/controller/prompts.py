@@ -17,6 +17,7 @@ from spmdflow.datasets.source import source_settings
 from spmdflow.datasets.stream import PromptStream as PromptOrder
 from spmdflow.datasets.stream import eval_rows
 from spmdflow.errors import ProtocolError
+from spmdflow.transfer.worker import Sum
 
 if TYPE_CHECKING:
     from spmdflow.controller.flow import Flow
@@ -67,6 +68,7 @@ class PromptStream(Iterator[Batch]):
                 "take eval_batch()"
             )
         rows, repeat = self._order.next_rows(), self._cfg.samples_per_prompt
+        self._count_sources(rows)
         ids, parents = self._flow.caller.row_ids.take_groups(len(rows), repeat)
         return self._batch("train", self.train_scan, rows, ids, parents)
 
@@ -87,7 +89,16 @@ class PromptStream(Iterator[Batch]):
         if self._order is not None:
             self._order.load_state_dict(state)
 
-    def _open(self, flow: Flow, name: str, path: str) -> ScanReport:
+    def _count_sources(self, rows: list[int]) -> None:
+        """Of a mixture: how many prompts of the step come from each source, as data/<name>."""
+        assert self._flow is not None and self.train_scan is not None
+        files = self.train_scan.files
+        if len(files) > 1 and self._flow.step is not None:
+            counts = np.bincount(self.train_scan.file_of(rows), minlength=len(files)).tolist()
+            named = zip(files, counts, strict=True)
+            self._flow.step.log({f"data/{file.name}": Sum(count) for file, count in named})
+
+    def _open(self, flow: Flow, name: str, path: Any) -> ScanReport:
         report = flow.scan(name, self._cfg, path)
         logger.info("%s", report.describe())
         flow.open_source(name, source_settings(self._cfg, report))

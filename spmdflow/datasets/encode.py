@@ -6,11 +6,13 @@ Errors are `DataError`s that say what is wrong with one row; the caller adds fil
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from spmdflow.config.data_source import SOURCE_COLUMN
 from spmdflow.data.ragged import ragged_from_rows
 from spmdflow.datasets.tokenizer import check_chat_template, plain_ids, render_chat, template_ids
 from spmdflow.errors import DataError
@@ -29,6 +31,31 @@ def fields_of(line: bytes) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise DataError(f"is a JSON {kind_of(row)}, expected an object")
     return row
+
+
+def rename_fields(
+    row: dict[str, Any], columns: Sequence[tuple[str, str]], source: str
+) -> dict[str, Any]:
+    """The row with columns under other names, and the name of its source if it has one.
+
+    columns: (name, name in the row). The order of the fields stays.
+    """
+    names: dict[str, list[str]] = {}
+    for name, column in columns:
+        names.setdefault(column, []).append(name)
+        if column not in row:
+            has = ", ".join(map(repr, row)) or "no columns"
+            raise DataError(f"has no column {column!r} (it has {has})")
+    found = [(new, value) for old, value in row.items() for new in names.get(old, [old])]
+    found += [(SOURCE_COLUMN, source)] if source else []
+    renamed = dict(found)
+    if len(renamed) < len(found):
+        twice = next(name for name in renamed if [new for new, _ in found].count(name) > 1)
+        raise DataError(
+            f"has {twice!r} besides the column that gets this name; expected one; rename its own "
+            f"too, as in (own_{twice}={twice})"
+        )
+    return renamed
 
 
 class RowEncoder(Protocol):

@@ -13,9 +13,12 @@ import tempfile
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from spmdflow.config.data_source import FILE_ENDINGS, split_place
+from spmdflow.datasets.data_set import write_data_set
 from spmdflow.datasets.parquet import unpack_zstd, write_as_lines
 from spmdflow.errors import DataError
 
@@ -23,23 +26,29 @@ _BLOCK_BYTES = 1 << 20
 
 
 class LineFile:
-    """The lines of a JSONL file, packed or not, or of a Parquet file's rows.
+    """The lines of a JSONL file, packed or not, or of the rows of a Parquet file or a data set.
 
-    Numbered from 0, blank ones included. `_FORMATS` has the extensions.
+    Numbered from 0, blank ones included. `_FORMATS` has the extensions of files.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        """DataError if there is no such file, or its extension or packing is unknown."""
-        self.path = Path(path)
-        unpack = _format_of(self.path)
-        if not self.path.is_file():
-            what = "a folder" if self.path.is_dir() else "no such file"
-            raise DataError(
-                f"{path}: got {what}, expected a file of prompts; correct data.train_path or "
-                f"data.eval_path (relative paths start in {Path.cwd()})"
-            )
-        self.num_bytes = self.path.stat().st_size
-        self._file = unpack(self.path)
+    def __init__(self, place: str | Path) -> None:
+        """place: a file, or FOLDER[:[config/]split]. DataError if there is no such file or folder,
+        or its extension or packing is unknown."""
+        self.path = Path(place)
+        path, split = split_place(str(place))
+        if Path(path).is_dir() and not path.endswith(FILE_ENDINGS):
+            self._file = _unpacked(lambda target: write_data_set(path, split, target))
+            self.num_bytes = os.fstat(self._file.fileno()).st_size
+        else:
+            unpack = _format_of(self.path)
+            if not self.path.is_file():
+                what = "a folder" if self.path.is_dir() else "no such file"
+                raise DataError(
+                    f"{place}: got {what}, expected a file of prompts; correct "
+                    f"data.train_path or data.eval_path (relative paths start in {Path.cwd()})"
+                )
+            self.num_bytes = self.path.stat().st_size
+            self._file = unpack(self.path)
         self._starts: array[int] | None = None
 
     def __len__(self) -> int:
@@ -79,8 +88,15 @@ def _plain(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def _unzipped(path: Path) -> BinaryIO:
+def _unpacked(write: Callable[[BinaryIO], None]) -> BinaryIO:
+    """An unnamed file that holds what `write` writes."""
     target = tempfile.TemporaryFile()
+    write(target)
+    target.flush()
+    return target
+
+
+def _unzip(path: Path, target: BinaryIO) -> None:
     try:
         with gzip.open(path) as packed:
             shutil.copyfileobj(packed, target)
@@ -88,25 +104,13 @@ def _unzipped(path: Path) -> BinaryIO:
         raise DataError(
             f"{path}: got a damaged or cut-off gzip file ({err}); expected gzip; copy it again"
         ) from err
-    target.flush()
-    return target
-
-
-def _by_pyarrow(write: Callable[[Path, BinaryIO], None]) -> Callable[[Path], BinaryIO]:
-    def unpack(path: Path) -> BinaryIO:
-        target = tempfile.TemporaryFile()
-        write(path, target)
-        target.flush()
-        return target
-
-    return unpack
 
 
 _FORMATS: dict[str, Callable[[Path], BinaryIO]] = {
     ".jsonl": _plain,
-    ".jsonl.gz": _unzipped,
-    ".jsonl.zst": _by_pyarrow(unpack_zstd),
-    ".parquet": _by_pyarrow(write_as_lines),
+    ".jsonl.gz": lambda path: _unpacked(partial(_unzip, path)),
+    ".jsonl.zst": lambda path: _unpacked(partial(unpack_zstd, path)),
+    ".parquet": lambda path: _unpacked(partial(write_as_lines, path)),
 }
 
 

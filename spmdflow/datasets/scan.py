@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from spmdflow.config.data_source import DataSource, data_sources
 from spmdflow.config.schema import DataConfig
-from spmdflow.datasets.encode import RowEncoder, fields_of
+from spmdflow.datasets.encode import RowEncoder, fields_of, rename_fields
 from spmdflow.datasets.kind import encoder_of
 from spmdflow.datasets.line_file import LineFile
 from spmdflow.errors import DataError
@@ -24,12 +25,28 @@ _SHOWN = 5  # bad rows named in a message
 
 
 @dataclass(frozen=True)
+class ScannedFile:
+    """Facts of one source of a mixture, or of the only one; plain data."""
+
+    name: str
+    """Its name in the mixture; "" for a source that stands alone."""
+    place: str
+    weight: float
+    columns: tuple[tuple[str, str], ...]
+    """Columns that are renamed: (name, name in the file)."""
+    num_bytes: int
+    """Size of the file on disk, or of a data set's rows; a rank that sees another refuses it."""
+    first: int
+    """The number that its first line has in the mixture."""
+
+
+@dataclass(frozen=True)
 class ScanReport:
-    """Facts of a file under given settings; plain data."""
+    """Facts of a file, or of a mixture's files, under given settings; plain data."""
 
     path: str
     num_bytes: int
-    """Size of the file on disk; a rank that sees another size refuses it."""
+    """Size of all files."""
     num_rows: int
     """Rows read, blank lines not counted."""
     rows: list[int]
@@ -44,6 +61,13 @@ class ScanReport:
     """"file:line reason" of each unreadable row."""
     fingerprint: str
     """Changes with the file's content and with the set of good rows."""
+    files: tuple[ScannedFile, ...] = ()
+    """The sources; none of a file that was not read (spmdflow.plan)."""
+
+    def file_of(self, numbers: Sequence[int]) -> np.ndarray:
+        """(n,) int64: which of the files has each of the rows `numbers`."""
+        first = [file.first for file in self.files]
+        return np.searchsorted(first, numbers, side="right") - 1
 
     def tokens_of(self, numbers: Sequence[int]) -> np.ndarray:
         """(n,) int64: prompt tokens of the good rows `numbers`."""
@@ -53,6 +77,13 @@ class ScanReport:
     def describe(self) -> str:
         """One line for the log."""
         parts = [f"{self.path}: {len(self.rows)} prompts of at most {self.longest_tokens} tokens"]
+        if len(self.files) > 1:
+            counts = np.bincount(self.file_of(self.rows), minlength=len(self.files)).tolist()
+            whole = sum(file.weight for file in self.files)
+            parts += [
+                f"{file.name} {count} (drawn {file.weight / whole:.0%})"
+                for file, count in zip(self.files, counts, strict=True)
+            ]
         if self.num_too_long:
             parts.append(f"{self.num_too_long} too long, left out")
         if self.bad_rows:
@@ -60,11 +91,11 @@ class ScanReport:
         return ", ".join(parts)
 
 
-def scan(cfg: DataConfig, path: str | Path, tokenizer: Any) -> ScanReport:
+def scan(cfg: DataConfig, setting: object, tokenizer: Any) -> ScanReport:
     """Read, check and tokenise every row once (rank 0); texts are not kept.
 
-    Any: a transformers tokenizer. DataError if the file cannot be read, if more than
-    cfg.max_bad_rows rows are unreadable, or if no prompt is left.
+    setting: data.train_path or data.eval_path. Any: a transformers tokenizer. DataError if a file
+    cannot be read, if more than cfg.max_bad_rows of its rows are unreadable, or if none is left.
     """
     encoder = encoder_of(
         tokenizer,
@@ -74,20 +105,46 @@ def scan(cfg: DataConfig, path: str | Path, tokenizer: Any) -> ScanReport:
         chat_template=cfg.chat_template,
         prompt_end=cfg.prompt_end,
     )
-    file = LineFile(path)
-    report = _Pass(file, encoder, cfg).run()
-    for bad in report.bad_rows:
-        logger.warning("skipped %s", bad)
-    if not report.rows:
-        raise DataError(_nothing_left(report, cfg))
-    return report
+    reports: list[ScanReport] = []
+    first = 0
+    for source in data_sources("data", str(setting) if isinstance(setting, Path) else setting):
+        one = _Pass(source, encoder, cfg, first)
+        report = one.run()
+        for bad in report.bad_rows:
+            logger.warning("skipped %s", bad)
+        if not report.rows:
+            raise DataError(_nothing_left(report, cfg))
+        reports.append(report)
+        first += one.num_lines
+    return reports[0] if len(reports) == 1 else _mixture(reports)
+
+
+def _mixture(reports: Sequence[ScanReport]) -> ScanReport:
+    """Facts of several files as those of one; their rows are numbered on."""
+    return ScanReport(
+        path=" + ".join(report.path for report in reports),
+        num_bytes=sum(report.num_bytes for report in reports),
+        num_rows=sum(report.num_rows for report in reports),
+        rows=[number for report in reports for number in report.rows],
+        token_lengths=[length for report in reports for length in report.token_lengths],
+        num_too_long=sum(report.num_too_long for report in reports),
+        longest_tokens=max(report.longest_tokens for report in reports),
+        bad_rows=[bad for report in reports for bad in report.bad_rows],
+        fingerprint="+".join(report.fingerprint for report in reports),
+        files=tuple(file for report in reports for file in report.files),
+    )
 
 
 class _Pass:
     """The state of one scan."""
 
-    def __init__(self, file: LineFile, encoder: RowEncoder, cfg: DataConfig) -> None:
-        self._file, self._encoder, self._cfg = file, encoder, cfg
+    def __init__(
+        self, source: DataSource, encoder: RowEncoder, cfg: DataConfig, first: int
+    ) -> None:
+        """first: the number of its first line."""
+        self._source, self._first = source, first
+        self._file, self._encoder, self._cfg = LineFile(source.place), encoder, cfg
+        self.num_lines = 0
         self._digest = blake2b(digest_size=16)
         self._num_rows = self._num_too_long = self._longest = 0
         self._rows: list[int] = []
@@ -114,23 +171,37 @@ class _Pass:
             path=str(self._file.path),
             num_bytes=self._file.num_bytes,
             num_rows=self._num_rows,
-            rows=self._rows,
+            rows=[self._first + number for number in self._rows],
             token_lengths=self._token_lengths,
             num_too_long=self._num_too_long,
             longest_tokens=self._longest,
             bad_rows=self._bad_rows(),
             fingerprint=self._digest.hexdigest(),
+            files=(self._scanned(),),
+        )
+
+    def _scanned(self) -> ScannedFile:
+        source = self._source
+        return ScannedFile(
+            source.name,
+            source.place,
+            source.weight,
+            source.columns,
+            self._file.num_bytes,
+            self._first,
         )
 
     def _texts(self) -> Iterator[tuple[int, Any]]:
         """Number and prompt of each readable row."""
         for number, line in enumerate(self._file.lines()):
             self._digest.update(line)
+            self.num_lines = number + 1
             if not line.strip():
                 continue
             self._num_rows += 1
             try:
-                yield number, self._encoder.text(fields_of(line))
+                row = rename_fields(fields_of(line), self._source.columns, self._source.name)
+                yield number, self._encoder.text(row)
             except DataError as err:
                 self._note(number, str(err))
 

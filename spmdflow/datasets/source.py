@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +12,10 @@ from torch import Tensor
 from spmdflow.config.schema import DataConfig
 from spmdflow.data.ragged import lengths_of
 from spmdflow.data.rows import set_column
-from spmdflow.datasets.encode import fields_of
+from spmdflow.datasets.encode import fields_of, rename_fields
 from spmdflow.datasets.kind import encoder_of
 from spmdflow.datasets.line_file import LineFile
-from spmdflow.datasets.scan import ScanReport
+from spmdflow.datasets.scan import ScannedFile, ScanReport
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import DataError
 
@@ -22,7 +23,7 @@ from spmdflow.errors import DataError
 def source_settings(cfg: DataConfig, report: ScanReport) -> dict[str, Any]:
     """Arguments of `PromptSource` for a scanned file, as message data."""
     return {
-        "path": report.path,
+        "files": report.files,
         "rows": cfg.rows,
         "prompt_column": cfg.prompt_column,
         "answer_columns": cfg.answer_columns,
@@ -30,33 +31,27 @@ def source_settings(cfg: DataConfig, report: ScanReport) -> dict[str, Any]:
         "prompt_end": cfg.prompt_end,
         "tokenizer_path": cfg.tokenizer_path,
         "max_prompt_tokens": cfg.max_prompt_tokens,
-        "num_bytes": report.num_bytes,
     }
 
 
 class PromptSource:
-    """Rows of a scanned file by number. Safe to use from two threads."""
+    """Rows of scanned files by number. Safe to use from two threads."""
 
     def __init__(
         self,
-        path: str,
+        files: Sequence[ScannedFile],
         *,
         prompt_column: str | None,
         chat_template: bool,
         tokenizer_path: str,
         max_prompt_tokens: int,
-        num_bytes: int | None = None,
         rows: str = "prompts",
         answer_columns: Sequence[str] = (),
         prompt_end: str = "",
     ) -> None:
-        """DataError if the file here is not num_bytes long: not the file that was scanned."""
-        self._file = LineFile(path)
-        if num_bytes is not None and self._file.num_bytes != num_bytes:
-            raise DataError(
-                f"{path}: got a file of {self._file.num_bytes} bytes, expected the {num_bytes} "
-                f"bytes that rank 0 scanned; give every node the same file"
-            )
+        """DataError if a file here is not as long as the one that was scanned."""
+        self._files = [(facts, _open(facts)) for facts in files]
+        self._firsts = [facts.first for facts in files]
         self._max_prompt_tokens = max_prompt_tokens
         self._encoder = encoder_of(
             load_tokenizer(tokenizer_path),
@@ -72,7 +67,7 @@ class PromptSource:
 
         DataError if a row is not what the scan saw: the file has changed.
         """
-        rows = [self._row(n, line) for n, line in zip(numbers, self._file.read(numbers))]
+        rows = [self._row(number) for number in numbers]
         texts = [text for text, _ in rows]
         columns = self._encoder.columns(texts)
         prompts = columns["prompts"]
@@ -86,16 +81,29 @@ class PromptSource:
         set_column(batch, "row", [others for _, others in rows])
         return batch
 
-    def _row(self, number: int, line: bytes) -> tuple[Any, str]:
+    def _row(self, number: int) -> tuple[Any, str]:
         """The encoder's text and the other fields."""
+        facts, file = self._files[bisect_right(self._firsts, number) - 1]
+        (line,) = file.read([number - facts.first])
         try:
-            row = fields_of(line)
+            row = rename_fields(fields_of(line), facts.columns, facts.name)
             return self._encoder.text(row), self._encoder.other_fields(row)
         except DataError as err:
             raise self._changed(number, str(err)) from err
 
     def _changed(self, number: int, what: str) -> DataError:
+        facts, file = self._files[bisect_right(self._firsts, number) - 1]
         return DataError(
-            f"{self._file.path}:{number + 1} {what}; expected the good row that rank 0 scanned; "
-            f"leave the file as it is during a run, and give every node the same one"
+            f"{file.path}:{number - facts.first + 1} {what}; expected the good row that rank "
+            f"0 scanned; leave the file as it is during a run, and give every node the same one"
         )
+
+
+def _open(facts: ScannedFile) -> LineFile:
+    file = LineFile(facts.place)
+    if file.num_bytes != facts.num_bytes:
+        raise DataError(
+            f"{facts.place}: got a file of {file.num_bytes} bytes, expected the {facts.num_bytes} "
+            f"bytes that rank 0 scanned; give every node the same file"
+        )
+    return file

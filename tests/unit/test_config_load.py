@@ -149,7 +149,7 @@ def test_help_writes_a_default_with_line_breaks_in_one_line() -> None:
 def test_help_names_key_type_default_and_sentence_of_every_setting() -> None:
     text = schema_help(PPOConfig)
 
-    assert "data.train_path (str, required)\n    JSONL or Parquet file of training prompts." in text
+    assert "data.train_path (any, required)\n    File or data set of training prompts" in text
     assert (
         "actor.optimizer.betas (list of float, default [0.9, 0.95])\n"
         "    AdamW's two moment decays. (at least 0, less than 1)"

@@ -112,7 +112,8 @@ FILES = {
     "data.train_path=nope.jsonl": "data.train_path: no file nope.jsonl in {folder}, expected "
     "prompts; correct the path",
     "data.train_path=reward.py": "data.train_path: got reward.py, expected a name that ends in "
-    ".jsonl or .jsonl.gz or .jsonl.zst or .parquet; convert the file",
+    ".jsonl or .jsonl.gz or .jsonl.zst or .parquet, a folder, or owner/name:split of the hub; "
+    "convert the file",
     "data.train_path=empty.jsonl": "data.train_path: got the empty file empty.jsonl, expected "
     "prompts; give another",
     "data.eval_path=null": "data.eval_path: got none with eval_every 10, expected a file of "
@@ -288,7 +289,7 @@ def test_missing_settings_are_listed_with_their_sentences() -> None:
     assert str(refusal.value) == (
         "missing data.train_path, actor.model.path, expected a value for each; set them in the "
         "YAML or as data.train_path=VALUE\n"
-        "  data.train_path: JSONL or Parquet file of training prompts.\n"
+        "  data.train_path: File or data set of training prompts, or a weighted map of them.\n"
         "  actor.model.path: Hugging Face folder, owner/name[@revision] on the hub, or a "
         "RUN_DIR or checkpoint."
     )

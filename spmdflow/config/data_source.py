@@ -1,0 +1,159 @@
+"""What `data.train_path` and `data.eval_path` say: one source of rows, or a map of weighted ones.
+
+    train_path: train.jsonl                              a file of lines or Parquet
+    train_path: openai/gsm8k:main/train                  a data set of the hub: config/split
+    train_path: saved:train                              a folder of `datasets`, and its split
+    train_path: openai/gsm8k:main/train(prompt=question) the file's column question is prompt here
+    train_path:                                          a mixture: drawn 3 to 1
+      sums: 3 * sums.jsonl
+      gsm8k: openai/gsm8k:main/train(prompt=question)
+
+Names of a mixture are those of its metrics and stand in every row as `source`; null takes a
+source away. Text only, but for the checks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from spmdflow.errors import ConfigError
+
+FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+"""Of files; all else is a folder that the library `datasets` reads."""
+SOURCE_COLUMN = "source"
+"""Column of a mixture's rows with the name of their source."""
+
+_FORM = re.compile(r"(\s*(?:([^*()/]*?)\s*\*\s*)?)([^()]+?)(\s*(?:\((.*)\))?\s*)", re.DOTALL)
+_COLUMN = re.compile(r"\s*([^\s=,]+)\s*=\s*([^=,]+?)\s*")
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """One source of rows."""
+
+    name: str
+    """Its name in a mixture; "" for a source that stands alone."""
+    place: str
+    """A file, or FOLDER[:[config/]split]."""
+    weight: float = 1.0
+    columns: tuple[tuple[str, str], ...] = ()
+    """(name, the name that the source has for it) of the columns that are renamed."""
+
+
+def data_sources(key: str, setting: object) -> tuple[DataSource, ...]:
+    """The sources of a setting, in its order; none of None. ConfigError if unreadable."""
+    if setting is None:
+        return ()
+    if isinstance(setting, str):
+        return (_source(key, "", setting),)
+    if not isinstance(setting, dict):
+        raise ConfigError(
+            f"{key}: got {setting!r} ({type(setting).__name__}), expected a path or a map name -> "
+            f"path; write {key}=train.jsonl or {key}='{{easy: 3 * easy.jsonl, hard: hard.jsonl}}'"
+        )
+    written = {name: text for name, text in setting.items() if text is not None}
+    if not written:
+        raise ConfigError(f"{key}: got an empty map, expected a source; write name: path")
+    for name in written:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ConfigError(
+                f"{key}: got the source {name!r}, expected a name of letters, digits and _, as "
+                f"its metric is data/name; rename it"
+            )
+    return tuple(_source(f"{key}.{name}", name, text) for name, text in written.items())
+
+
+def with_places(setting: object, change: Callable[[str], str]) -> object:
+    """The setting with the place of every source replaced by change(place)."""
+    if isinstance(setting, dict):
+        return {name: with_places(text, change) for name, text in setting.items()}
+    match = _match(setting)
+    if match is None:
+        return setting
+    return f"{match[1]}{change(match[3])}{match[4]}"
+
+
+def split_place(place: str) -> tuple[str, str]:
+    """ "saved:main/train" -> ("saved", ":main/train"); a file or folder that is there stays."""
+    if place.endswith(FILE_ENDINGS) or ":" not in place or os.path.exists(place):
+        return place, ""
+    path, _, split = place.rpartition(":")
+    return path, f":{split}"
+
+
+def check_source(key: str, source: DataSource) -> None:
+    """Refuse a source that is not there or that nothing here can read (ConfigError)."""
+    path, split = split_place(source.place)
+    if split or Path(path).is_dir():
+        _check_data_set(key, path)
+    elif not path.endswith(FILE_ENDINGS):
+        raise ConfigError(
+            f"{key}: got {path}, expected a name that ends in {' or '.join(FILE_ENDINGS)}, a "
+            f"folder, or owner/name:split of the hub; convert the file"
+        )
+    elif not Path(path).is_file():
+        raise ConfigError(
+            f"{key}: no file {path} in {Path.cwd()}, expected prompts; correct the path"
+        )
+    elif Path(path).stat().st_size == 0:
+        raise ConfigError(f"{key}: got the empty file {path}, expected prompts; give another")
+
+
+def _check_data_set(key: str, path: str) -> None:
+    if not Path(path).is_dir():
+        raise ConfigError(
+            f"{key}: no folder {path} in {Path.cwd()}, expected a data set; correct the path"
+        )
+    if importlib.util.find_spec("datasets") is None:
+        raise ConfigError(
+            f"{key}: got the data set {path}, expected the library datasets to read it with; "
+            f"pip install 'spmdflow[datasets]', or convert it to .jsonl"
+        )
+
+
+def _source(key: str, name: str, text: object) -> DataSource:
+    match = _match(text)
+    if match is None:
+        raise ConfigError(
+            f"{key}: got {text!r}, expected a path with a weight in front and columns behind where "
+            f"wanted; write for example '3 * train.jsonl(prompt=question)'"
+        )
+    return DataSource(name, match[3], _weight(key, match[2]), _columns(key, match[5]))
+
+
+def _match(text: object) -> re.Match[str] | None:
+    if not isinstance(text, str):
+        return None
+    if os.path.exists(text):  # as it stands, whatever is in its name
+        return re.fullmatch("(())(.+)(())", text, re.DOTALL)
+    return _FORM.fullmatch(text)
+
+
+def _weight(key: str, text: str | None) -> float:
+    try:
+        weight = 1.0 if not text else float(text)
+    except ValueError:
+        weight = math.nan
+    if not (math.isfinite(weight) and weight > 0):
+        raise ConfigError(
+            f"{key}: got the weight {text!r}, expected a number above 0; write 3 * train.jsonl"
+        )
+    return weight
+
+
+def _columns(key: str, text: str | None) -> tuple[tuple[str, str], ...]:
+    parts = (text or "").split(",") if (text or "").strip() else []
+    found = [_COLUMN.fullmatch(part) for part in parts]
+    pairs = [(match[1], match[2]) for match in found if match is not None]
+    if len(pairs) < len(parts) or len({name for name, _ in pairs}) < len(pairs):
+        raise ConfigError(
+            f"{key}: got the columns ({text}), expected name=column, each name once; write for "
+            f"example (prompt=question, answer=solution)"
+        )
+    return tuple(pairs)
