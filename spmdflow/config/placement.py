@@ -4,6 +4,13 @@ A placement is `colocate` (every role on all ranks), `split` (actor and referenc
 the rest on the second; with a generator of its own, that on the second and all else on the first),
 `standalone` (a pool per role, ranks shared out evenly) or a map `pool -> {roles: [...], ranks:
 [...]}`. Roles of one pool take turns; pools are disjoint and overlap by themselves.
+
+Every section of the settings that has an `engine` is a role, under the section's name, and gets a
+place. A model runs on the pool that names it: its own name first (`flow.spawn(RewardWorker,
+cfg.second, name="second")` on the pool of `second`), then the role of its class (`reward`). A model
+whose settings have no engine, such as a worker of the script's own, needs no place: it shares the
+pool of `reward`, or else the last pool, unless a map names its section or role, or it is spawned
+with pool=. A settings class that lacks a section says so with `reward: ClassVar[None] = None`.
 """
 
 from __future__ import annotations
@@ -33,17 +40,58 @@ def roles_of(cfg: Any) -> tuple[str, ...]:
     `more_roles` of its class names models that live on another part's settings.
     """
     parts = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
-    models = [name for name, part in parts.items() if is_dataclass(part) and _has_engine(part)]
+    models = [name for name, part in parts.items() if has_engine(part)]
     return (*models, *getattr(cfg, "more_roles", ()))
 
 
-def resolve_placement(placement: Any, roles: Sequence[str], world_size: int) -> dict[str, Pool]:
-    """Pool name -> Pool; every role is in exactly one pool. ConfigError for what cannot work."""
+def has_engine(part: Any) -> bool:
+    """Whether settings are those of a model with an engine (Any: a section, or plain settings)."""
+    return is_dataclass(part) and any(field.name == "engine" for field in fields(part))
+
+
+def pools_of(cfg: Any, ranks: Sequence[int]) -> dict[str, Pool]:
+    """The pools of a settings object, whose placement counts within `ranks`, as global ranks.
+
+    A map may also name sections that have no engine.
+    """
+    others = [field.name for field in fields(cfg) if is_dataclass(getattr(cfg, field.name))]
+    placed = resolve_placement(cfg.placement, roles_of(cfg), len(ranks), others=others)
+    return {
+        name: Pool(pool.roles, tuple(ranks[i] for i in pool.ranks)) for name, pool in placed.items()
+    }
+
+
+def pool_of(pools: Mapping[str, Pool], name: str, role: str, cfg: Any) -> str:
+    """The name of the pool that a model runs on; cfg: what it is spawned with (Any: its class).
+
+    ConfigError for a model with an engine that no pool names.
+    """
+    for wanted in (name, role):
+        for pool, content in pools.items():
+            if wanted in content.roles:
+                return pool
+    if has_engine(cfg):
+        roles = sorted(role for pool in pools.values() for role in pool.roles)
+        raise ConfigError(
+            f"model {name!r}: got no pool for this name or its role {role!r}, expected one of the "
+            f"placement's models ({', '.join(roles)}); give Config a section {name} with these "
+            f"settings, or choose a pool: flow.spawn(..., pool=flow.pool({next(iter(pools))!r}))"
+        )
+    return next((p for p, content in pools.items() if "reward" in content.roles), [*pools][-1])
+
+
+def resolve_placement(
+    placement: Any, roles: Sequence[str], world_size: int, *, others: Sequence[str] = ()
+) -> dict[str, Pool]:
+    """Pool name -> Pool; every role is in exactly one pool. ConfigError for what cannot work.
+
+    others: what a map may name besides.
+    """
     roles = tuple(roles)
     if isinstance(placement, Mapping):
         pools = {str(name): _read_pool(str(name), pool) for name, pool in placement.items()}
         _check_ranks(pools, world_size)
-        _check_roles(pools, roles)
+        _check_roles(pools, roles, others)
         return pools
     if placement == "auto":
         raise ConfigError(
@@ -56,10 +104,6 @@ def resolve_placement(placement: Any, roles: Sequence[str], world_size: int) -> 
             f"pool -> {{roles: [...], ranks: [...]}}{_suggest(str(placement), list(_PRESETS))}"
         )
     return _PRESETS[placement](roles, world_size)
-
-
-def _has_engine(part: Any) -> bool:
-    return any(field.name == "engine" for field in fields(part))
 
 
 def _colocate(roles: tuple[str, ...], world_size: int) -> dict[str, Pool]:
@@ -150,11 +194,11 @@ def _check_ranks(pools: Mapping[str, Pool], world_size: int) -> None:
             owner[rank] = name
 
 
-def _check_roles(pools: Mapping[str, Pool], roles: tuple[str, ...]) -> None:
+def _check_roles(pools: Mapping[str, Pool], roles: tuple[str, ...], others: Sequence[str]) -> None:
     owner: dict[str, str] = {}
     for name, pool in pools.items():
         for role in pool.roles:
-            if role not in roles:
+            if role not in roles and role not in others:
                 raise ConfigError(
                     f"placement.{name}.roles: got {role}, expected roles of this script "
                     f"({', '.join(roles)}){_suggest(role, roles)}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spmdflow.config.placement import Pool
+from spmdflow.config.placement import Pool, pool_of
 from spmdflow.config.schema import DataConfig
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
@@ -95,7 +95,11 @@ class Flow:
         pool: ResourcePool | None = None,
         name: str | None = None,
     ) -> WorkerGroup:
-        """Build a model on its pool (by role, from the placement) and return its handle."""
+        """Build a model and return its handle.
+
+        Without a pool it goes where the placement puts its name, or else its role; a model without
+        an engine shares the pool of the reward (config/placement.py).
+        """
         if self.step is not None:
             raise ProtocolError(
                 f"spawn {worker_class.__name__}: called during step {self.step.number}, expected "
@@ -111,7 +115,7 @@ class Flow:
             self.caller,
             worker_class,
             cfg,
-            pool=pool or self._pool_of(worker_class),
+            pool=pool or self.pool(pool_of(self._settings.pools, name, worker_class.role, cfg)),
             name=name,
             world=self._settings.world,
             total_steps=self._settings.config.total_steps,
@@ -284,13 +288,3 @@ class Flow:
         self._save(number)
         self.stopped = True
         raise Stopped(f"stopped after step {number}, which is checkpointed")
-
-    def _pool_of(self, worker_class: type[Worker]) -> ResourcePool:
-        for name, pool in self._settings.pools.items():
-            if worker_class.role in pool.roles:
-                return self.pool(name)
-        roles = sorted(role for pool in self._settings.pools.values() for role in pool.roles)
-        raise ConfigError(
-            f"role {worker_class.role!r} of {worker_class.__name__}: the placement has {roles}, "
-            f"expected it too; add it to a pool, or spawn on a pool: flow.pool(...).spawn(...)"
-        )

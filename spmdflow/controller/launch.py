@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from spmdflow.checkpoint.run_dir import open_run_dir, path_of
 from spmdflow.config.describe import to_yaml
-from spmdflow.config.placement import Pool, resolve_placement, roles_of
+from spmdflow.config.placement import pools_of
 from spmdflow.controller.caller import Caller, CallSettings
 from spmdflow.controller.flow import Flow, FlowSettings, Stopped
 from spmdflow.controller.group import END_OF_GROUPS
@@ -185,7 +185,7 @@ def _run_script(
     flow_settings = FlowSettings(
         config=cfg,
         world=ranks,
-        pools=_pools(cfg, ranks),
+        pools=pools_of(cfg, ranks),
         run_dir=run_dir.path,
         backend="nccl" if _device().type == "cuda" else "gloo",
         start_seconds=cfg.run.start_seconds,
@@ -206,14 +206,6 @@ def _run_script(
         run_dir.lock.release()
     caller.submit("close", {rank: {"operation": "close"} for rank in ranks}).result()
     return status
-
-
-def _pools(cfg: Any, ranks: tuple[int, ...]) -> dict[str, Pool]:
-    """The placement, counted within `ranks`, as global ranks."""
-    placed = resolve_placement(cfg.placement, roles_of(cfg), len(ranks))
-    return {
-        name: Pool(pool.roles, tuple(ranks[i] for i in pool.ranks)) for name, pool in placed.items()
-    }
 
 
 def _rank_settings(cfg: Any, rank: int, run_dir: Path) -> RankSettings:

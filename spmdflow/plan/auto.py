@@ -20,7 +20,7 @@ import yaml
 
 from spmdflow.config.leaf import parts_of
 from spmdflow.config.parallel import MEGATRON, sizes_of
-from spmdflow.config.placement import roles_of
+from spmdflow.config.placement import has_engine, roles_of
 from spmdflow.config.schema import EngineConfig, RolloutConfig
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.auto import Mapping, find_mapping
@@ -116,7 +116,7 @@ def _traced(script: ModuleType, cfg: Any, examples: MappingOf[str, Any]) -> Trac
 def _check_names(traced: Trace, cfg: Any) -> None:
     """Every model is the only one of its role: a placement is a map of roles (ConfigError)."""
     roles = roles_of(cfg)
-    others = [name for name in traced.models if name not in roles]
+    others = [n for n, model in traced.models.items() if n not in roles and has_engine(model.cfg)]
     if others:
         raise ConfigError(
             f"placement: got auto for a script with {', '.join(others)} beside its roles, expected "

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from spmdflow.config.leaf import parts_of
-from spmdflow.config.placement import Pool, resolve_placement, roles_of
+from spmdflow.config.placement import pools_of
 from spmdflow.config.schema import DataConfig, RolloutConfig
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller, CallSettings
@@ -249,14 +249,6 @@ class _TracedFlow(Flow):
 
 def _moved(edges: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], int]:
     return {edge: size for edge, size in edges.items() if size}
-
-
-def pools_of(cfg: Any, world: tuple[int, ...]) -> dict[str, Pool]:
-    """The placement, counted within the ranks of the world, as global ranks."""
-    placed = resolve_placement(cfg.placement, roles_of(cfg), len(world))
-    return {
-        name: Pool(pool.roles, tuple(world[i] for i in pool.ranks)) for name, pool in placed.items()
-    }
 
 
 class _Quiet(Show):

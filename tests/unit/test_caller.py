@@ -341,7 +341,7 @@ def test_second_model_of_a_role_needs_a_name(rank: Rank, toy: WorkerGroup) -> No
 
 def test_role_and_pool_that_the_placement_lacks_are_refused(rank: Rank) -> None:
     with pytest.raises(
-        ConfigError, match=r"^role 'other' of Other: the placement has \['toy'\], e"
+        ConfigError, match=r"^model 'other': got no pool for this name or its role 'other', e"
     ):
         rank.flow.spawn(Other, ToyConfig())
     with pytest.raises(ConfigError, match=r"^pool 'al': the placement has \['all'\], expected one"):
