@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from tensordict import TensorDict
 
 from spmdflow.config.schema import ActorConfig
 from spmdflow.hybrid_engine.factory import hybrid_of, storage_of, sync_mode
 from spmdflow.models.generation import rollout_metrics, row_seeds
-from spmdflow.models.policy import UPDATE_MAY, UPDATE_READS, PolicyWorker
+from spmdflow.models.policy import PolicyWorker
+from spmdflow.objectives.loss import Loss
 from spmdflow.rollout.factory import generator_of
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling
@@ -22,6 +22,7 @@ class ActorWorker(PolicyWorker):
     """Generates with the rollout engine, learns with the train engine, on the same ranks."""
 
     generates = True
+    evaluation = None  # its responses are scored, whatever else it learns from
 
     def __init__(self, cfg: ActorConfig, context: WorkerContext) -> None:
         cfg = self.bind_engine(cfg)
@@ -57,11 +58,10 @@ class ActorWorker(PolicyWorker):
         self.report(rollout_metrics(batch["prompts"], made["responses"]))
         return made
 
-    @register(transfer_mode="3D_PROTO", reads=UPDATE_READS, optional=UPDATE_MAY, minibatches=True)
-    def update_actor(self, batch: TensorDict) -> dict[str, Any]:
-        """One optimizer step for each mini-batch; metrics are means over the steps."""
+    def train(self, batch: TensorDict, loss: Loss, *, prefix: str) -> dict[str, float]:
+        """As `EngineWorker.train`, after what only generation needs is freed."""
         self.hybrid.release()
-        return super().update_actor(batch)
+        return super().train(batch, loss, prefix=prefix)
 
     def close(self) -> None:
         """Free the generator."""

@@ -3,7 +3,9 @@
 A role that derives from `EngineWorker` runs on the engine that its settings name (engine.kind).
 `FSDPWorker`, `ZeROWorker` and `ThreeDParallelWorker` (the paper's 3DParallelWorker, section 4.1)
 bind one: `class MyCritic(FSDPWorker)` is a role of its own, `class MyActor(ZeROWorker,
-ActorWorker)` the given role on that engine.
+ActorWorker)` the given role on that engine. A class may also combine roles with one head, as
+`class MyActor(ActorWorker, PreferenceWorker)`: one model with the methods of both; of methods with
+one name it has the first base's.
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ Score = Callable[[Tensor, MicroBatch], dict[str, Tensor]]
 
 
 class EngineWorker(Worker):
-    """A worker with one train engine."""
+    """A worker with one train engine. Every base's `__init__` passes on (cfg, context, adopt)."""
 
+    head: ClassVar[str] = "causal_lm"
+    """What the model has on top: causal_lm, critic (its value head, trained) or scalar."""
     engine_kinds: ClassVar[tuple[str, ...]] = ()
     """Engines that this class is bound to, its own choice first; none: any that settings name."""
     generates: ClassVar[bool] = False
@@ -91,13 +95,23 @@ class EngineWorker(Worker):
         cfg: Any,
         context: WorkerContext,
         *,
-        head: str,
+        head: str | None = None,
         adopt: Callable[..., None] | None = None,
     ) -> None:
-        """adopt: gives the weights their storage; they then stay on the device."""
+        """head: another than the class'; adopt: gives the weights their storage, where they stay.
+
+        ConfigError if the class combines roles with several heads.
+        """
+        heads = {base.head: base.__name__ for base in _with_own_head(type(self))}
+        if len(heads) > 1 and "head" not in vars(type(self)):
+            raise ConfigError(
+                f"{type(self).__name__}: combines roles with several heads ("
+                f"{', '.join(f'{name}: {head}' for head, name in heads.items())}), expected one, "
+                f"as a worker has one model; spawn them as two models"
+            )
         cfg = self.bind_engine(cfg)
         super().__init__(cfg, context)
-        self.engine = engine_of(cfg, context, head=head, adopt=adopt)
+        self.engine = engine_of(cfg, context, head=head or self.head, adopt=adopt)
         self._offload = cfg.engine.residency == "offload"
         self._fixed: tuple[Part, ...] = () if adopt is None else ("parameters",)
         if self._offload:
@@ -151,6 +165,11 @@ class EngineWorker(Worker):
         for part in parts:
             if part not in self._fixed:
                 self.engine.residency(where, part)
+
+
+def _with_own_head(cls: type) -> list[type[EngineWorker]]:
+    """The roles that a class derives from, as far as they say which head they have."""
+    return [base for base in cls.__mro__ if base is not EngineWorker and "head" in vars(base)]
 
 
 def axis_groups(layout: Layout) -> list[tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tensordict import TensorDict
@@ -19,9 +20,17 @@ class CriticWorker(EngineWorker):
     """A scalar head on a language model. From a reward model, or an actor with a zero head."""
 
     role = "critic"
+    head = "critic"
 
-    def __init__(self, cfg: CriticConfig, context: WorkerContext) -> None:
-        super().__init__(cfg, context, head="critic")
+    def __init__(
+        self,
+        cfg: CriticConfig,
+        context: WorkerContext,
+        *,
+        adopt: Callable[..., None] | None = None,
+    ) -> None:
+        """adopt: see EngineWorker."""
+        super().__init__(cfg, context, adopt=adopt)
         self.loss = ValueLoss(cfg.loss)
 
     @register(

@@ -46,6 +46,7 @@ class PolicyWorker(EngineWorker):
     """Log-probabilities and updates of the policy."""
 
     role = "actor"
+    head = "causal_lm"
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class PolicyWorker(EngineWorker):
         adopt: Callable[..., None] | None = None,
     ) -> None:
         """adopt: see EngineWorker."""
-        super().__init__(cfg, context, head="causal_lm", adopt=adopt)
+        super().__init__(cfg, context, adopt=adopt)
         budget = cfg.rollout.max_new_tokens
         self.loss = PolicyLoss(cfg.loss, cfg.rollout.temperature, budget=budget)
         self._sender: WeightSender | None = None

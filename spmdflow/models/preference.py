@@ -7,6 +7,7 @@ become rows of their own, each in any micro-batch of any rank; see `objectives.p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,10 +16,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.config.offline import PreferenceActorConfig
-from spmdflow.config.schema import ReferenceConfig
+from spmdflow.config.offline import PreferenceActorConfig, PreferenceLossConfig
 from spmdflow.data.ragged import pad, ragged_from_rows, rows_of
 from spmdflow.data.rows import select_rows
+from spmdflow.errors import ConfigError
 from spmdflow.models.base import EngineWorker
 from spmdflow.objectives.answer import (
     LabelLoss,
@@ -56,10 +57,8 @@ class AnswerReferenceWorker(AnswerWorker):
     """Log-probabilities of answers under the policy that training started from; never updated."""
 
     role = "reference"
+    head = "causal_lm"
     evaluation_columns = "compute_ref_log_prob"
-
-    def __init__(self, cfg: ReferenceConfig, context: WorkerContext) -> None:
-        super().__init__(cfg, context, head="causal_lm")
 
     @register(
         transfer_mode="3D_PROTO", reads=ANSWERS, optional=KINDS, writes=("ref_answer_log_probs",)
@@ -73,17 +72,30 @@ class AnswerReferenceWorker(AnswerWorker):
 
 
 class PreferenceWorker(AnswerWorker):
-    """Updates and held-out margins of a policy that learns from preferences."""
+    """Updates and held-out margins of a policy that learns from preferences.
+
+    Its loss is the section `preference` of its settings, or else `loss`: so that a class that is an
+    ActorWorker too has both.
+    """
 
     role = "actor"
+    head = "causal_lm"
     evaluation = "compute_preference"
     reads: ClassVar[tuple[str, ...]] = (*ANSWERS, "ref_answer_log_probs")
 
-    def __init__(self, cfg: PreferenceActorConfig, context: WorkerContext) -> None:
-        super().__init__(cfg, context, head="causal_lm")
+    def __init__(
+        self,
+        cfg: PreferenceActorConfig,
+        context: WorkerContext,
+        *,
+        adopt: Callable[..., None] | None = None,
+    ) -> None:
+        """adopt: see EngineWorker."""
+        super().__init__(cfg, context, adopt=adopt)
         self._seen: list[dict[str, Mean]] = []
-        if cfg.loss.name != "kto":
-            pair_terms_of(cfg.loss.name)  # refuses a name that nobody registered
+        self._preference = preference_loss_of(cfg)
+        if self._preference.name != "kto":
+            pair_terms_of(self._preference.name)  # refuses a name that nobody registered
 
     @register(transfer_mode="3D_PROTO", reads=reads, optional=KINDS, writes=("margins",))
     def compute_preference(self, batch: TensorDict, *, prefix: str = "actor") -> TensorDict | None:
@@ -96,9 +108,9 @@ class PreferenceWorker(AnswerWorker):
         scores = self._scores(rows, self.call.num_micro_batches)
         if scores is None:
             return None
-        rewards = implicit_rewards(scores, ref, self.cfg.loss)
+        rewards = implicit_rewards(scores, ref, self._preference)
         if is_pairs(batch):
-            losses, _ = pair_losses(scores, ref, answer_tokens(rows), self.cfg.loss)
+            losses, _ = pair_losses(scores, ref, answer_tokens(rows), self._preference)
             shown = {"loss": _mean(losses)} | _pair_metrics(rewards)
             margins = rewards[:, 0] - rewards[:, 1]
         else:
@@ -114,6 +126,11 @@ class PreferenceWorker(AnswerWorker):
 
     @register(transfer_mode="3D_PROTO", reads=reads, optional=KINDS, minibatches=True)
     def update_actor(self, batch: TensorDict) -> dict[str, Any]:
+        """`update_preference` under the name that every policy has."""
+        return self.update_preference(batch)
+
+    @register(transfer_mode="3D_PROTO", reads=reads, optional=KINDS, minibatches=True)
+    def update_preference(self, batch: TensorDict) -> dict[str, Any]:
         """One optimizer step for each mini-batch; metrics are means over the steps.
 
         A step first scores its rows once without gradient: of pairs both answers, to know how each
@@ -139,8 +156,8 @@ class PreferenceWorker(AnswerWorker):
         scores = self._scores(rows, num_micro_batches)
         losses, slopes = torch.zeros(count), torch.zeros(count, 2)
         if scores is not None:
-            losses, slopes = pair_losses(scores, ref, answer_tokens(rows), self.cfg.loss)
-            rewards = implicit_rewards(scores, ref, self.cfg.loss)
+            losses, slopes = pair_losses(scores, ref, answer_tokens(rows), self._preference)
+            rewards = implicit_rewards(scores, ref, self._preference)
             self._seen.append(_pair_metrics(rewards))
         rows["pair_losses"] = torch.cat([losses, losses])
         rows["score_slopes"] = torch.cat([slopes[:, 0], slopes[:, 1]])
@@ -156,12 +173,24 @@ class PreferenceWorker(AnswerWorker):
         rows = _as_rows(_own_answers(batch))
         rows["ref_answer_log_probs"], rows["desirable"] = ref, batch["desirable"]
         rows["kl_log_ratios"] = ref[:, 1] * 0 if made is None else made["log_probs"] - ref[:, 1]
-        return self._step(rows, LabelLoss(self.cfg.loss), num_micro_batches)
+        return self._step(rows, LabelLoss(self._preference), num_micro_batches)
 
     def _step(self, rows: TensorDict, loss: Loss, num_micro_batches: int) -> dict[str, float]:
         every = torch.arange(rows.batch_size[0])
         self.call = replace(self.call, mini_batches=(MiniBatch(every, num_micro_batches),))
         return self.train(rows, loss, prefix="actor")
+
+
+def preference_loss_of(cfg: Any) -> PreferenceLossConfig:
+    """The section `preference`, or else `loss`, of a policy's settings (Any: the user's class)."""
+    loss = getattr(cfg, "preference", cfg.loss)
+    if not isinstance(loss, PreferenceLossConfig):
+        raise ConfigError(
+            f"PreferenceWorker: got {type(cfg).__name__}, whose loss is a {type(loss).__name__}, "
+            f"expected a PreferenceLossConfig; give it a section "
+            f"`preference: PreferenceLossConfig = part(PreferenceLossConfig)`"
+        )
+    return loss
 
 
 def is_pairs(batch: TensorDict) -> bool:

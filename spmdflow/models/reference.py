@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -17,9 +19,17 @@ class ReferenceWorker(EngineWorker):
     """Log-probabilities under the policy that training started from; never updated."""
 
     role = "reference"
+    head = "causal_lm"
 
-    def __init__(self, cfg: ReferenceConfig, context: WorkerContext) -> None:
-        super().__init__(cfg, context, head="causal_lm")
+    def __init__(
+        self,
+        cfg: ReferenceConfig,
+        context: WorkerContext,
+        *,
+        adopt: Callable[..., None] | None = None,
+    ) -> None:
+        """adopt: see EngineWorker."""
+        super().__init__(cfg, context, adopt=adopt)
         self._temperature = context.config.actor.rollout.temperature
 
     @register(

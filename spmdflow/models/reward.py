@@ -110,9 +110,10 @@ class _ModelScorer(EngineWorker):
     """A sequence-classification model: its output at the last token is the score."""
 
     role = "reward"
+    head = "scalar"
 
     def __init__(self, cfg: RewardConfig, context: WorkerContext) -> None:
-        super().__init__(cfg, context, head="scalar")
+        super().__init__(cfg, context)
 
     def scores(self, batch: TensorDict) -> Tensor | None:
         """(B,) scores; None before the last pipeline stage."""

@@ -6,6 +6,7 @@ of their own, each in any micro-batch; see `objectives.preference.PairLoss`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,18 @@ class RewardModelWorker(EngineWorker):
     """Updates and held-out accuracy of a model that scores whole sequences."""
 
     role = "reward_model"
+    head = "critic"
     evaluation = "compute_preference"
 
-    def __init__(self, cfg: RewardModelConfig, context: WorkerContext) -> None:
-        super().__init__(cfg, context, head="critic")
+    def __init__(
+        self,
+        cfg: RewardModelConfig,
+        context: WorkerContext,
+        *,
+        adopt: Callable[..., None] | None = None,
+    ) -> None:
+        """adopt: see EngineWorker."""
+        super().__init__(cfg, context, adopt=adopt)
         self.loss = PairLoss()
 
     @register(transfer_mode="3D_PROTO", reads=("prompts", "chosen_tokens"), writes=("margins",))

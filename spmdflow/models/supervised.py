@@ -6,6 +6,7 @@ token: what comes before is the prompt, the rest the response, with holes at wha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,18 @@ class SupervisedWorker(EngineWorker):
     """Updates and held-out losses of a policy on examples."""
 
     role = "actor"
+    head = "causal_lm"
     evaluation = "compute_loss"
 
-    def __init__(self, cfg: SupervisedConfig, context: WorkerContext) -> None:
-        super().__init__(cfg, context, head="causal_lm")
+    def __init__(
+        self,
+        cfg: SupervisedConfig,
+        context: WorkerContext,
+        *,
+        adopt: Callable[..., None] | None = None,
+    ) -> None:
+        """adopt: see EngineWorker."""
+        super().__init__(cfg, context, adopt=adopt)
         self.loss = SupervisedLoss()
 
     @register(transfer_mode="3D_PROTO", reads=("prompts", "loss_mask"), writes=("losses",))
