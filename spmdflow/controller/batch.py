@@ -177,6 +177,11 @@ class Batch:
         columns = {name: ref.at(place) for name, ref in self._columns.items()}
         return Batch(self._caller, samples.ids, samples.parents, columns)
 
+    def only(self, *names: str) -> Batch:
+        """With the columns `names` alone."""
+        columns = {name: self.column(name) for name in names}
+        return Batch(self._caller, self.ids, self.parents, columns)
+
     def drop(self, *names: str) -> Batch:
         """Without the columns `names`."""
         for name in names:

@@ -62,6 +62,15 @@ def check_arguments(
         raise MessageError(f"{label}: {err}") from err
 
 
+def check_every(what: str, every: object) -> None:
+    """Refuse a number of steps that is none. ProtocolError."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+        raise ProtocolError(
+            f"flow.{what}: got every={every!r}, expected a number of steps (0: never); write "
+            f"flow.{what}(every=cfg.{'eval' if what == 'evaluate' else what}_every)"
+        )
+
+
 @lru_cache(maxsize=256)
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)

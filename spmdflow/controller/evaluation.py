@@ -5,8 +5,10 @@ Script thread; one more node of the dataflow, whose calls are marked as the phas
 
 from __future__ import annotations
 
+import inspect
+import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -18,9 +20,14 @@ from spmdflow.controller.group import WorkerGroup
 from spmdflow.controller.judged import Judged, judged, write_judged
 from spmdflow.controller.weight_link import WeightLink
 from spmdflow.data.seed import seed_of
-from spmdflow.errors import ConfigError
+from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.tracking.estimate import as_metrics, estimates, per_prompt
 from spmdflow.tracking.evaluation_table import evaluation_table
+
+logger = logging.getLogger(__name__)
+
+Generate = Callable[..., Batch]
+"""A script's own way to responses: generate(rows) or generate(rows, greedy=...) -> rows."""
 
 EVALUATION_FILE = "evaluation.jsonl"
 
@@ -40,6 +47,17 @@ class Evaluation:
         self._caller, self._groups, self._kept, self._links = caller, groups, kept, links
         self._config, self._seed = config, seed_of(config.run.seed, "bootstrap")
         self._evaluated_at = -1
+        self._generate: Generate | None = None
+
+    def use(self, generate: Generate) -> None:
+        """Generate with the script's own function from now on; see `Flow.evaluate`."""
+        if self._evaluated_at == 0 and self._generate is None:
+            logger.warning(
+                "evaluate: the evaluation before step 1 generated in one turn, as generate=%s came "
+                "after it; call flow.evaluate(generate=...) before flow.steps too",
+                getattr(generate, "__name__", generate),
+            )
+        self._generate = generate
 
     def run(self, number: int, *, every: int) -> dict[str, float]:
         """See `Flow.evaluate`; number: of the step, 0 before the first. Estimates as metrics."""
@@ -87,15 +105,38 @@ class Evaluation:
                 return {}
         for link in self._links:
             link.sync()
-        generating = self._groups.get("generator", self._groups["actor"])
-        batch = generating.generate_sequences(held_out, greedy=True)
-        self._groups["reward"].compute_reward(batch)
+        reward = self._group("reward")
+        reward.compute_reward(self._responses(held_out, greedy=True))
         samples = stream.eval_samples() if hasattr(stream, "eval_samples") else None
         if samples is None or not len(samples):
             return {}
-        sampled = generating.generate_sequences(samples)
-        sampled |= self._groups["reward"].compute_reward(sampled, prefix="eval/sampled")
+        sampled = self._responses(samples, greedy=False)
+        sampled |= reward.compute_reward(sampled, prefix="eval/sampled")
         return as_metrics(estimates(_per_prompt(judged(sampled)), seed=self._seed), "eval")
+
+    def _responses(self, rows: Batch, *, greedy: bool) -> Batch:
+        """Responses to held-out rows, by the script's own function if there is one."""
+        if self._generate is None:
+            group = self._groups.get("generator") or self._group("actor")
+            made: Any = group.generate_sequences(rows, greedy=greedy)
+            return made
+        told = "greedy" in inspect.signature(self._generate).parameters
+        made = self._generate(rows, greedy=greedy) if told else self._generate(rows)
+        if not isinstance(made, Batch) or set(made.ids) != set(rows.ids):
+            raise ProtocolError(
+                f"evaluate: {getattr(self._generate, '__name__', 'generate')} returned {made!r}, "
+                f"expected a Batch of the {len(rows)} rows that it was given; return all of them, "
+                f"with the column responses"
+            )
+        return made.ordered_like(rows)
+
+    def _group(self, name: str) -> WorkerGroup:
+        if name not in self._groups:
+            raise ConfigError(
+                f"evaluate: got the models {', '.join(self._groups)}, expected one with the name "
+                f"{name}; spawn it with name={name!r}, or leave the evaluation out (eval_every=0)"
+            )
+        return self._groups[name]
 
     def _prepared(self, held_out: Batch) -> Batch:
         """The held-out rows with the columns that other groups' `evaluation_columns` write."""

@@ -15,8 +15,9 @@ from spmdflow.config.placement import Pool, pool_of
 from spmdflow.config.schema import DataConfig
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
+from spmdflow.controller.check import check_every
 from spmdflow.controller.counters import Counters
-from spmdflow.controller.evaluation import Evaluation
+from spmdflow.controller.evaluation import Evaluation, Generate
 from spmdflow.controller.group import (
     END_OF_GROUPS,
     ResourcePool,
@@ -200,14 +201,24 @@ class Flow:
             if self.caller.transport.stop_requested:
                 self._stop(number)
 
-    def evaluate(self, *, every: int = 1) -> None:
+    def evaluate(self, *, every: int = 1, generate: Generate | None = None) -> None:
         """Generate greedily for the held-out prompts and score them, every so many steps.
 
         Also samples, if data.eval_prompts asks for them: pass@k and maj@n (docs/EVALUATION.md).
         Uses the kept prompts and the groups "reward" and "generator", or else "actor"; a worker
         class with an `evaluation` judges the held-out rows by that method instead. Before
         step 1 this happens by itself if `eval_every` is set.
+
+        generate: the script's own way from held-out rows to rows with responses, such as several
+        turns with a tool: generate(rows) -> rows. One that has a parameter `greedy` is told whether
+        to sample. Called before the first step, this sets it for the evaluation before step 1 too,
+        and evaluates nothing.
         """
+        check_every("evaluate", every)
+        if generate is not None:
+            self._evaluation.use(generate)
+            if self.step is None:
+                return
         number = self.step.number if self.step else 0
         found = self._evaluation.run(number, every=every)
         if found and self.step is not None:
@@ -223,6 +234,7 @@ class Flow:
 
     def save(self, *, every: int = 1) -> None:
         """Write a checkpoint at the end of this step, every so many steps."""
+        check_every("save", every)
         if every and self.step is not None and self.step.number % every == 0:
             self._saving.due = True
 
