@@ -238,7 +238,8 @@ class Answers:
     def _input_items(self, name: str, part: Plain) -> np.ndarray | None:
         """Items of an input's rows, aligned with the ids of its command."""
         if "source" not in part:
-            return self._frames[part["frame"]][name].of(part["ids"])
+            facts = self._frames[part["frame"]][name]
+            return None if facts.spec.kind == "dense" else facts.of(part["ids"])
         if name not in ("prompts", "loss_mask"):
             return None
         return self._scans[part["source"]].tokens_of(part["rows"])

@@ -64,7 +64,7 @@ def main(flow: Flow, cfg: GRPOConfig) -> None:
     reward = flow.spawn(RewardWorker, cfg.reward)
     prompts = flow.keep(prompts=PromptStream(cfg.data))
     tool = load_tokenizer(cfg.data.tokenizer_path).encode("+0=", add_special_tokens=False)
-    flow.assume(calls=[0, 1])
+    flow.assume(calls=[0, 1], asked="int64 like prompts")
 
     def converse(rows: Batch, greedy: bool = False) -> Batch:
         """One turn, and a second one for those that asked the tool."""

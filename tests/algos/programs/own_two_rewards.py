@@ -47,6 +47,7 @@ def main(flow: Flow, cfg: Config) -> None:
     reward = flow.spawn(RewardWorker, cfg.reward)
     second = flow.spawn(RewardWorker, cfg.second, name="second")
     prompts = flow.keep(prompts=PromptStream(cfg.data))
+    flow.assume({"actor/entropy": 0.5})
 
     for step in flow.steps(cfg.total_steps):
         batch = actor.generate_sequences(next(prompts))

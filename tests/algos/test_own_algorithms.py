@@ -1,0 +1,192 @@
+"""Algorithms that a user writes with public names alone: they run, learn and are planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spmdflow.config.check import check
+from spmdflow.config.load import Loaded, load
+from spmdflow.controller.launch import launch
+from spmdflow.mapping.machine import load_hardware
+from spmdflow.plan.auto import resolve
+from spmdflow.plan.record import Trace
+from spmdflow.plan.report import plan
+from spmdflow.plan.trace import trace
+from tests.algos.runs import ROOT, finish, log_of, steps_of, torchrun
+from tests.policy.house import imported_names, tree_of
+from tests.unit.planned import settings_of
+
+PROGRAMS = ROOT / "tests" / "algos" / "programs"
+SMALL = (
+    "data.prompts_per_step=8",
+    "data.samples_per_prompt=2",
+    "actor.update.mini_batch_size=8",
+    "actor.optimizer.schedule=constant",
+    "actor.optimizer.warmup_steps=0",
+    "actor.loss.kl_coef=0",
+    "data.eval_prompts=16",
+    "total_steps=2",
+    "eval_every=0",
+    "save_every=0",
+    "run.sample_every=0",
+)
+SECOND = ("second.function=spmdflow.rewards.arithmetic:unwanted_digit",)
+OWN = {
+    "own_two_rewards": SECOND,
+    "own_best_of_n": (),
+    "own_online_dpo": (),
+    "own_tool_loop": (),
+    "own_judge": (),
+}
+
+
+def loaded(name: str, *words: str) -> Loaded:
+    """One of the programs with the bundled task's settings."""
+    yaml = (ROOT / "algos" / "grpo.yaml").read_text()
+    if name in ("own_best_of_n", "own_judge"):
+        yaml = _without(yaml, "reference" if name == "own_best_of_n" else "reward")
+    path = Path(words[-1].removeprefix("run.dir=")).parent / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.replace("arithmetic/", f"{ROOT}/algos/arithmetic/"))
+    return load(PROGRAMS / f"{name}.py", path, [*SMALL, *OWN[name], *words])
+
+
+def _without(yaml: str, section: str) -> str:
+    lines, left = [], False
+    for line in yaml.splitlines():
+        left = line.startswith(f"{section}:") if line[:1].strip() else left
+        lines += [] if left else [line]
+    return "\n".join(lines)
+
+
+def run(name: str, run_dir: Path, *words: str) -> list[dict[str, float]]:
+    made = loaded(name, *words, f"run.dir={run_dir}")
+    check(made.cfg, 1)
+    assert launch(made.script, made.cfg, inproc=True) == 0
+    return steps_of(run_dir)
+
+
+def dry(name: str, folder: Path, world: int, *words: str) -> Trace:
+    made = loaded(name, *words, f"run.dir={folder / 'run'}")
+    check(made.cfg, world)
+    return trace(made.script, made.cfg, settings_of(world))
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_algorithms_use_public_names_only(name: str) -> None:
+    names = imported_names(tree_of(f"tests/algos/programs/{name}.py"))
+
+    homes = {module for _, module, _ in names if module.startswith("spmdflow")}
+    assert homes == {"spmdflow"}
+
+
+def test_two_rewards_are_weighted_by_step(tmp_path: Path) -> None:
+    steps = run("own_two_rewards", tmp_path / "run")
+
+    assert [step["reward/second_weight"] for step in steps] == [0.5, 1.0]
+    assert all({"reward/mean", "second/mean", "entropy"} <= set(step) for step in steps)
+    assert all(step["entropy"] == step["actor/entropy"] > 0 for step in steps)
+    assert all(step["actor/grad_norm"] > 0 for step in steps)
+
+
+def test_best_of_n_imitates_the_better_half(tmp_path: Path) -> None:
+    steps = run("own_best_of_n", tmp_path / "run", "data.samples_per_prompt=4")
+
+    assert all(step["best"] > step["all"] for step in steps)
+    assert all(step["actor/optimizer_steps"] == 1 for step in steps)
+    assert steps[1]["actor/loss"] != steps[0]["actor/loss"]
+
+
+def test_policy_that_generates_and_learns_from_preferences_moves_its_margin(tmp_path: Path) -> None:
+    words = ("data.prompts_per_step=32", "data.samples_per_prompt=1", "actor.update.num_epochs=4")
+    more = ("total_steps=1", "eval_every=1", "save_every=1")
+    before, after = run("own_online_dpo", tmp_path / "run", *words, *more)
+
+    assert after["pairs/differ"] > 0
+    assert after["actor/margin"] > 0.02  # over 16 steps on the same pairs; 0 before the first
+    assert after["actor/loss"] < 0.693  # log 2 is that of a policy that is its reference
+    assert before["eval/mean"] != after["eval/mean"] > 0  # held-out prompts are scored, no pairs
+    assert (tmp_path / "run" / "export" / "actor" / "config.json").exists()
+
+
+def test_tool_loop_learns_from_its_own_tokens_and_is_evaluated_with_its_tool(
+    tmp_path: Path,
+) -> None:
+    words = ("eval_every=2", "data.eval_prompts=8 x 4 samples")
+    steps = run("own_tool_loop", tmp_path / "run", *words)
+
+    trained = [step for step in steps if "actor/grad_norm" in step]
+    assert all(0 < step["tool/calls"] < 1 for step in trained)
+    assert all(step["actor/grad_norm"] > 0 for step in trained)
+    evaluated = [step for step in steps if "eval/pass@4" in step]
+    assert len(evaluated) == 2  # before step 1, and after step 2
+
+
+def test_own_worker_with_plain_settings_needs_neither_a_place_nor_a_reward(tmp_path: Path) -> None:
+    steps = run("own_judge", tmp_path / "run")
+
+    assert all(step["judge/mean"] >= 0 for step in steps)
+    assert len(steps) == 2
+
+
+MAPS = {
+    "map": "{train: {roles: [actor, reference], ranks: [0, 2]}, score: {roles: [reward, second], "
+    "ranks: [1]}}",
+    "judge": "{a: {roles: [judge], ranks: [1]}, b: {roles: [actor, reference], ranks: [0]}}",
+}
+PLACES = {
+    ("own_two_rewards", "colocate", 4): {"reward": (0, 1, 2, 3), "second": (0, 1, 2, 3)},
+    ("own_two_rewards", "split", 4): {"reward": (2, 3), "second": (2, 3)},
+    ("own_two_rewards", "standalone", 5): {"reward": (3,), "second": (4,)},
+    ("own_two_rewards", MAPS["map"], 3): {"reward": (1,), "second": (1,)},
+    ("own_judge", "colocate", 2): {"actor": (0, 1), "judge": (0, 1)},
+    ("own_judge", "standalone", 2): {"actor": (0,), "judge": (1,)},
+    ("own_judge", MAPS["judge"], 2): {"actor": (0,), "judge": (1,)},
+}
+
+
+@pytest.mark.parametrize(("name", "placement", "world"), PLACES)
+def test_models_run_on_the_pool_of_their_name_or_their_role(
+    name: str, placement: str, world: int, tmp_path: Path
+) -> None:
+    found = dry(name, tmp_path, world, f"placement={placement}")
+
+    ranks = {model: found.models[model].layout.ranks for model in PLACES[name, placement, world]}
+    assert ranks == PLACES[name, placement, world]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_algorithms_are_placed_by_auto_and_proved_by_a_plan(name: str, tmp_path: Path) -> None:
+    made = loaded(name, "placement=auto", f"run.dir={tmp_path / 'run'}")
+    auto = resolve(made.script, made.cfg, 4, load_hardware("h100"))
+
+    check(auto.cfg, 4)
+    report = plan(made.script, auto.cfg, settings_of(4), load_hardware("h100"))
+
+    assert report.findings == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OWN)
+def test_own_algorithms_give_the_same_rewards_under_every_placement(
+    name: str, tmp_path: Path
+) -> None:
+    rewards = []
+    for placement in ("colocate", "split", "standalone"):
+        ranks = 5 if name == "own_two_rewards" else 4
+        if name in ("own_judge", "own_best_of_n") and placement == "split":
+            ranks = 2
+        run_dir = tmp_path / placement
+        made = [*SMALL, *OWN[name], f"placement={placement}"]
+        config = tmp_path / f"{name}.yaml"
+        loaded(name, f"run.dir={run_dir}")
+        process = torchrun(
+            run_dir, *made, num_ranks=ranks, script=PROGRAMS / f"{name}.py", small=(str(config),)
+        )
+        assert finish(process, seconds=240) == 0, log_of(run_dir).read_text()[-3000:]
+        keys = ("reward/mean", "judge/mean", "best", "pairs/differ", "tool/calls")
+        rewards.append([[step.get(key) for key in keys] for step in steps_of(run_dir)])
+
+    assert rewards[0] == rewards[1] == rewards[2]
