@@ -245,7 +245,8 @@ def _launch(loaded: Loaded, place: Place, launcher: int | None, *, inproc: bool)
         if torch.cuda.is_available():
             _take_device(place)
         _join_group(loaded.cfg.run)
-        surroundings = Surroundings(secret=os.environ.get("SPMDFLOW_SECRET"), launcher=launcher)
+        secret = os.environ.get("SPMDFLOW_SECRET")
+        surroundings = Surroundings(secret, launcher, owns_process=True)
         status = launch(loaded.script, loaded.cfg, surroundings=surroundings)
         dist.destroy_process_group()
         return status

@@ -57,6 +57,11 @@ class Command:
         """Whether the compute lane, when it is free, would next have to wait for this."""
         return bool(self.payload.get("precedes_call"))
 
+    @property
+    def needs_everybody(self) -> bool:
+        """Whether every rank of the world waits for this one, even if the run has failed."""
+        return self.payload.get("operation") == "groups"
+
 
 class Reporter(Protocol):
     """Where a lane sends what it has to say (controller/comm.py)."""
@@ -86,11 +91,14 @@ class Lane:
 
     def run(self, next_command: Callable[[], Command | None]) -> None:
         """Run commands in this thread until there are no more: next_command gave None."""
-        with contextlib.suppress(Unwound), self._reporting():
-            while (command := next_command()) is not None:
-                self._run_one(command)
-                del command  # it may hold much while the next one is awaited
-        self.running = None
+        is_over = False
+        while not is_over:  # once more after the session has failed, for what needs everybody
+            with contextlib.suppress(Unwound), self._reporting():
+                while (command := next_command()) is not None:
+                    self._run_one(command)
+                    del command  # it may hold much while the next one is awaited
+                is_over = True
+            self.running = None
         self._reporter.lane_ended(self.name)
 
     @contextlib.contextmanager

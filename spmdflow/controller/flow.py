@@ -6,7 +6,7 @@ metrics; no tensors, no devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,6 @@ from spmdflow.controller.check import check_every
 from spmdflow.controller.counters import Counters
 from spmdflow.controller.evaluation import Evaluation, Generate
 from spmdflow.controller.group import (
-    END_OF_GROUPS,
     ResourcePool,
     WorkerGroup,
     make_groups,
@@ -48,8 +47,8 @@ class FlowSettings:
     backend: str
     """Backend of compute-lane groups."""
     start_seconds: float
-    publish: Callable[[str], None] | None = None
-    """Tells ranks outside the run which groups are made."""
+    has_outside: bool = False
+    """Whether ranks outside the run help to make its groups, and wait for the last one."""
     transcript: Transcript | None = None
     """Told when steps begin and end."""
 
@@ -122,7 +121,6 @@ class Flow:
             total_steps=self._settings.config.total_steps,
             backend=self._settings.backend,
             seconds=self._settings.start_seconds,
-            publish=self._settings.publish,
         )
         self.groups[name] = group
         return group
@@ -137,7 +135,6 @@ class Flow:
             world=settings.world,
             label=f"{policy.name}-{generator.name}",
             backend=settings.backend,
-            publish=settings.publish,
         )
         link = WeightLink(self.caller, policy, generator)
         self._links.append(link)
@@ -185,8 +182,9 @@ class Flow:
 
     def steps(self, total: int) -> Iterator[Step]:
         """Steps 1 to total, resumable: a restarted run continues after its last checkpoint."""
-        if self._settings.publish is not None:
-            self._settings.publish(END_OF_GROUPS)
+        if self._settings.has_outside:
+            rank = self._settings.world[0]
+            self.caller.submit("last.groups", {rank: {"operation": "groups", "specs": None}})
         last = self._resume()
         if last is None:
             self._before_first_step()

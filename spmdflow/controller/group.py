@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from spmdflow.controller.flow import Flow
 
 _NO_LIMIT = 1 << 30
-END_OF_GROUPS = "end"
 """Tells ranks outside the run that no further process group will be made."""
 
 
@@ -87,7 +85,6 @@ def spawn_group(
     total_steps: int,
     backend: str,
     seconds: float,
-    publish: Callable[[str], None] | None,
 ) -> WorkerGroup:
     """Make the process groups on every rank of the world, then the workers on the pool."""
     layout = worker_class.layout_of(cfg, pool.ranks)
@@ -98,7 +95,6 @@ def spawn_group(
         world=world,
         label=name,
         backend=backend,
-        publish=publish,
         seconds=seconds,
     )
     plain = {
@@ -121,7 +117,6 @@ def make_groups(
     world: tuple[int, ...],
     label: str,
     backend: str,
-    publish: Callable[[str], None] | None,
     seconds: float | None = None,
 ) -> None:
     """Have every rank of the world make process groups of the compute lane.
@@ -131,8 +126,6 @@ def make_groups(
     specs = [[list(ranks), "compute", backend] for ranks in groups]
     if backend != "gloo":
         specs += [[list(ranks), "compute", "gloo"] for ranks in groups if len(ranks) > 1]
-    if publish is not None:
-        publish(json.dumps(specs))
     command = {"operation": "groups", "specs": specs}
     caller.submit(f"{label}.groups", {rank: dict(command) for rank in world}, seconds=seconds)
 

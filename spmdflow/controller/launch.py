@@ -1,16 +1,16 @@
 """Starts a run on the ranks of a process group: groups, session, script.
 
 `launch` is called by every rank of the default process group. Ranks outside `ranks` only help
-to make process groups (every rank of the world must call `new_group`) and return before the
-first step. What the host program's groups were, they are afterwards.
+to make process groups (every rank of the world must call `new_group`) and hear of the end
+(controller/outside.py). What the host program's groups were, they are afterwards, and nothing of
+the run is left: no group, no thread, no descriptor.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
+import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,19 +24,20 @@ from spmdflow.checkpoint.run_dir import open_run_dir, path_of
 from spmdflow.config.describe import to_yaml
 from spmdflow.config.placement import pools_of
 from spmdflow.controller.caller import Caller, CallSettings
+from spmdflow.controller.executor import Operation
 from spmdflow.controller.flow import Flow, FlowSettings, Stopped
-from spmdflow.controller.group import END_OF_GROUPS
 from spmdflow.controller.inproc import InprocTransport, stop_on_sigterm
 from spmdflow.controller.neighbours import readable_memory
 from spmdflow.controller.operation import RankSettings, RankState
 from spmdflow.controller.order import Transport
+from spmdflow.controller.outside import Announcements, Outcome
 from spmdflow.controller.saving import Saving, check_shared
 from spmdflow.controller.session import Member, SessionSettings, run_session
 from spmdflow.controller.show import Show
 from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
 from spmdflow.controller.transfers import Transfers
-from spmdflow.errors import ConfigError
-from spmdflow.parallel.group import GroupSpec, GroupTable
+from spmdflow.errors import ConfigError, RunFailed, SpmdflowError
+from spmdflow.parallel.group import GroupTable
 from spmdflow.transfer.lane import CountedTransport
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ class Surroundings:
     """SPMDFLOW_SECRET."""
     launcher: int | None = None
     """Pid of torchrun's agent, with which this process ends; None in a host program."""
+    owns_process: bool = False
+    """A failure may end the process at once; in a host program only if a process is lost."""
 
 
 def launch(
@@ -64,16 +67,28 @@ def launch(
 ) -> int:
     """Run script.main(flow, cfg) on `ranks` (default: all). Exit status: 0 finished, 3 stopped.
 
-    Collective over the default process group, which must exist unless inproc. ConfigError if
-    the script has no main or ranks are no ascending ranks of the group; other failures end the
-    processes of the session with status 1.
+    Collective over the default process group, which must exist unless inproc; every rank waits
+    for the end. Fails as `begin` does; RunFailed on ranks outside of the run too.
     """
-    if not callable(getattr(script, "main", None)):
-        raise ConfigError(
-            f"{script.__name__}: defines no main, expected main(flow, cfg); add it to the script"
-        )
     if inproc:
         return _run_inproc(script, cfg)
+    return begin(script, cfg, ranks=ranks, surroundings=surroundings).wait()
+
+
+def begin(
+    script: ModuleType,
+    cfg: Any,
+    *,
+    ranks: tuple[int, ...] | None = None,
+    surroundings: Surroundings | None = None,
+) -> Outcome:
+    """The same, but ranks outside of the run get their `Outcome` once its groups are made.
+
+    ConfigError if the script has no main or ranks are no ascending ranks of the group. Other
+    failures raise RunFailed; they end the processes with status 1 instead if these belong to the
+    run, or if one of them is lost.
+    """
+    _check_main(script)
     world = tuple(range(dist.get_world_size()))
     ranks = world if ranks is None else tuple(ranks)
     if not ranks or list(ranks) != sorted(set(ranks) & set(world)):
@@ -81,8 +96,14 @@ def launch(
             f"launch: got ranks {ranks}, expected ascending ranks of the {len(world)} that there "
             f"are, each once; correct them"
         )
-    run = _Run(script, cfg, ranks, surroundings or Surroundings(), world)
-    return run.start()
+    return _Run(script, cfg, ranks, surroundings or Surroundings(), world).start()
+
+
+def _check_main(script: ModuleType) -> None:
+    if not callable(getattr(script, "main", None)):
+        raise ConfigError(
+            f"{script.__name__}: defines no main, expected main(flow, cfg); add it to the script"
+        )
 
 
 class _Run:
@@ -99,45 +120,74 @@ class _Run:
         self._script, self._cfg, self._ranks = script, cfg, ranks
         self._surroundings, self._world = surroundings, world
         self._status = FINISHED
+        self._state: RankState | None = None
         limit = cfg.run.call_seconds
         self._groups = GroupTable(dist.get_rank(), timeout_seconds=limit)
 
-    def start(self) -> int:
+    def start(self) -> Outcome:
         """Make the transfer group, then take part or stand by."""
-        transfer_seconds = self._cfg.run.transfer_seconds
-        lane = dist.new_group(
-            list(self._ranks), timeout=timedelta(seconds=transfer_seconds), backend="gloo"
-        )
-        rank = dist.get_rank()
-        self._announced = _announcements(rank)
+        rank, limit = dist.get_rank(), timedelta(seconds=self._cfg.run.transfer_seconds)
+        self._lane = dist.new_group(list(self._ranks), timeout=limit, backend="gloo")
+        store = dist.distributed_c10d._get_default_store()
+        self._announcements = Announcements(store, rank)
         if rank not in self._ranks:
-            _stand_by(self._groups, self._announced, seconds=self._cfg.run.start_seconds)
-            return FINISHED
-        run_dir = path_of(self._cfg.run)
-        settings = self._session_settings(run_dir)
-        transport = CountedTransport(lane, seconds=transfer_seconds)
+            self._announcements.make_groups(self._groups)
+            return Outcome(None, self._announcements)
+        self._run_dir = path_of(self._cfg.run)
+        try:
+            run_session(
+                self._main, self._operations_of, self._session_settings(), release=self._release
+            )
+        except SpmdflowError as err:
+            failure = err if isinstance(err, RunFailed) else RunFailed(str(err))
+            self._tell(failure)
+            raise
+        finally:
+            self._release()
+        self._tell(None)
+        return Outcome(self._status)
 
-        def operations_of(member: Member) -> Any:
-            settings = _rank_settings(self._cfg, member.rank, run_dir)
-            state = RankState(settings, self._groups, transport, member.rest)
-            return state.operations()
+    def _operations_of(self, member: Member) -> Mapping[str, Operation]:
+        transport = CountedTransport(self._lane, seconds=self._cfg.run.transfer_seconds)
+        announce = self._announcements.announce if self._is_told else None
+        settings = _rank_settings(self._cfg, member.rank, self._run_dir, announce)
+        self._state = RankState(settings, self._groups, transport, member.rest)
+        return self._state.operations()
 
-        run_session(self._main, operations_of, settings)
-        dist.destroy_process_group(lane)
-        # compute groups stay: DTensor keeps meshes by rank list, and would find them destroyed
-        return self._status
+    def _release(self) -> None:
+        """Give back what the run had here: workers, then groups (again: nothing)."""
+        if self._state is not None:
+            try:
+                self._state.close()
+            except (SpmdflowError, OSError, RuntimeError) as err:
+                logger.warning("closing workers: %s", err)
+            self._state = None
+        gc.collect()  # modules and their parameters refer to each other, and to groups
+        self._groups.destroy()
+        if self._lane is not None:
+            dist.destroy_process_group(self._lane)
+            self._lane = None
+
+    @property
+    def _is_told(self) -> bool:
+        """Whether this rank is the one that tells ranks outside of the run."""
+        return self._ranks != self._world and dist.get_rank() == self._ranks[0]
+
+    def _tell(self, failure: RunFailed | None) -> None:
+        if self._is_told:
+            self._announcements.announce(None)
+            self._announcements.tell(self._status, failure)
 
     def _main(self, transport: Transport) -> None:
         """The controller thread: build the flow, run the script."""
-        publish = _publisher(self._announced) if self._ranks != self._world else None
-        self._status = _run_script(self._script, self._cfg, transport, self._ranks, publish)
-        if publish is not None:  # a script without steps has not said so yet
-            publish(END_OF_GROUPS)
+        self._status = _run_script(
+            self._script, self._cfg, transport, self._ranks, has_outside=self._ranks != self._world
+        )
 
-    def _session_settings(self, run_dir: Path) -> SessionSettings:
+    def _session_settings(self) -> SessionSettings:
         run, around = self._cfg.run, self._surroundings
         return SessionSettings(
-            run_dir=run_dir,
+            run_dir=self._run_dir,
             ranks=self._ranks,
             start_seconds=run.start_seconds,
             call_seconds=run.call_seconds,
@@ -145,22 +195,25 @@ class _Run:
             heartbeat_seconds=2 * run.transfer_seconds,
             secret=around.secret,
             launcher=around.launcher,
+            unwinds=not around.owns_process,
+            on_failure=self._tell if self._is_told else None,
         )
 
 
 def _run_inproc(script: ModuleType, cfg: Any) -> int:
     """Everything in this process: a world of one rank."""
+    _check_main(script)
     own_group = not dist.is_initialized()
     if own_group:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     groups = GroupTable(0, timeout_seconds=cfg.run.call_seconds)
     run_dir = path_of(cfg.run)
     transport = CountedTransport(None, seconds=cfg.run.transfer_seconds)
-    state = RankState(_rank_settings(cfg, 0, run_dir), groups, transport)
+    state = RankState(_rank_settings(cfg, 0, run_dir, None), groups, transport)
     controller = InprocTransport(state.operations())
     try:
         with stop_on_sigterm(controller):
-            return _run_script(script, cfg, controller, (0,), None)
+            return _run_script(script, cfg, controller, (0,), has_outside=False)
     finally:
         state.close()
         if own_group:
@@ -172,7 +225,8 @@ def _run_script(
     cfg: Any,
     transport: Transport,
     ranks: tuple[int, ...],
-    publish: Callable[[str], None] | None,
+    *,
+    has_outside: bool,
 ) -> int:
     """Build what the script needs and run it; the exit status."""
     run_dir = open_run_dir(cfg.run, to_yaml(cfg))
@@ -189,7 +243,7 @@ def _run_script(
         run_dir=run_dir.path,
         backend="nccl" if _device().type == "cuda" else "gloo",
         start_seconds=cfg.run.start_seconds,
-        publish=publish,
+        has_outside=has_outside,
         transcript=transcript,
     )
     show = Show(cfg, run_dir.path, last_step=run_dir.last_step)
@@ -208,7 +262,9 @@ def _run_script(
     return status
 
 
-def _rank_settings(cfg: Any, rank: int, run_dir: Path) -> RankSettings:
+def _rank_settings(
+    cfg: Any, rank: int, run_dir: Path, announce: Callable[[Any], None] | None
+) -> RankSettings:
     return RankSettings(
         rank=rank,
         device=_device(),
@@ -216,6 +272,7 @@ def _rank_settings(cfg: Any, rank: int, run_dir: Path) -> RankSettings:
         call_seconds=cfg.run.call_seconds,
         run_dir=run_dir,
         config=cfg,
+        announce=announce,
     )
 
 
@@ -223,34 +280,3 @@ def _device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-# Ranks of the host program that take no part
-
-
-def _publisher(announced: str) -> Callable[[str], None]:
-    """Tells ranks that stand by which groups are made."""
-    store, numbers = dist.distributed_c10d._get_default_store(), itertools.count()
-
-    def publish(text: str) -> None:
-        store.set(f"{announced}/{next(numbers)}", text)
-
-    return publish
-
-
-def _stand_by(groups: GroupTable, announced: str, *, seconds: float) -> None:
-    """Make every group that the controller announces, until it announces no more."""
-    store = dist.distributed_c10d._get_default_store()
-    for number in itertools.count():
-        key = f"{announced}/{number}"
-        store.wait([key], timedelta(seconds=seconds))
-        text = store.get(key).decode()
-        if text == END_OF_GROUPS:
-            return
-        groups.make([GroupSpec(tuple(ranks), lane, name) for ranks, lane, name in json.loads(text)])
-
-
-def _announcements(rank: int) -> str:
-    """Key prefix of this launch in the store; every rank calls `launch` equally often."""
-    launches = dist.distributed_c10d._get_default_store().add(f"spmdflow/launches/{rank}", 1)
-    return f"spmdflow/groups/{launches}"

@@ -73,10 +73,10 @@ class Link:
             self._commands.append(command)
 
     def unwind(self) -> None:
-        """Forget what has not begun: `next_command` is the end, `wait_until` raises Unwound."""
+        """Forget what has not begun, but for what needs everybody; `wait_until` raises Unwound."""
         self._is_over = True
-        self._commands.clear()
-        self._commands.append(None)
+        left = [command for command in self._commands if command and command.needs_everybody]
+        self._commands = deque([*left, None])
         self._transfers.drop()
         self.wake()
 

@@ -58,6 +58,8 @@ class RankSettings:
     run_dir: Path
     config: Any
     """The whole configuration of the run."""
+    announce: Callable[[Any], None] | None = None
+    """Tells ranks outside the run which groups are made next; None: no more."""
 
 
 class RankState:
@@ -129,8 +131,10 @@ class RankState:
         return {"readable": list(readable)}
 
     def _make_groups(self, plain: Plain, number: int) -> dict[str, Any]:
-        specs = [GroupSpec(tuple(ranks), lane, backend) for ranks, lane, backend in plain["specs"]]
-        self._groups.make(specs)
+        specs = plain["specs"]
+        if self._settings.announce is not None:
+            self._settings.announce(specs)
+        self._groups.make([GroupSpec(tuple(ranks), *kind) for ranks, *kind in specs or ()])
         return {}
 
     def _spawn(self, plain: Plain, number: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmdflow.data.store import Rest
+from spmdflow.errors import RunFailed
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class SessionSettings:
     """Pid of the parent with which the process ends (controller/launcher.py); None: who it is."""
     unwinds: bool = False
     """A failure that leaves every process alive ends the session (RunFailed), not the processes."""
+    on_failure: Callable[[RunFailed], None] | None = None
+    """Told why, on the controller's rank, before a failure ends the processes."""
     watch_parent: bool = True
     """End when the parent process ends, as torchrun killed with -9 leaves its ranks behind."""
     on_sigterm: Callable[[], None] | None = None

@@ -20,6 +20,7 @@ from spmdflow.controller.failure import (
     first_cause,
     leaves_all_alive,
     report,
+    run_failed,
     write_failure,
 )
 from spmdflow.controller.ledger import Entry, Ledger
@@ -135,7 +136,16 @@ class Verdict:
         dump_stacks(self._settings.run_dir / f"stacks-rank{self._settings.controller_rank}.txt")
         for waiting in pending:
             waiting.fail(RunFailed(cause.sentence()))
+        self._tell(cause)
         self._await_exits()
+
+    def _tell(self, cause: Failure) -> None:
+        """Tell ranks outside the run, if their store still answers."""
+        if self._settings.on_failure is not None:
+            told = (run_failed(cause),)
+            telling = threading.Thread(target=self._settings.on_failure, args=told, daemon=True)
+            telling.start()
+            telling.join(_SEND_SECONDS)
 
     def _add_stopped_ranks(self, now: float) -> None:
         """Whoever owes an answer and is stopped explains why others are late."""

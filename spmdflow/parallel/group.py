@@ -61,6 +61,13 @@ class GroupTable:
             group = dist.new_group(list(spec.ranks), timeout=self._timeout, backend=spec.backend)
             self._known[spec] = group if self._rank in spec.ranks else None
 
+    def destroy(self) -> None:
+        """Give all groups back; nothing may run in them any more."""
+        for group in self._known.values():
+            if group is not None:
+                dist.destroy_process_group(group)
+        self._known.clear()
+
     def specs(self) -> list[GroupSpec]:
         """Every group made in the world, in order; this rank need not be a member."""
         return list(self._known)
