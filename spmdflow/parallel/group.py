@@ -7,13 +7,16 @@ the ones after it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import _lru_cache_wrapper
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import debug
 
 from spmdflow.errors import ProtocolError
 
@@ -67,6 +70,7 @@ class GroupTable:
             if group is not None:
                 dist.destroy_process_group(group)
         self._known.clear()
+        _forget_meshes()
 
     def specs(self) -> list[GroupSpec]:
         """Every group made in the world, in order; this rank need not be a member."""
@@ -131,3 +135,21 @@ class GroupTable:
             f"group {ranks}, lane {lane}, backend {backend or 'any'}: not made; expected one of "
             f"{made}; add {ranks} to the worker's needed_groups"
         )
+
+
+def _forget_meshes() -> None:
+    """Drop the meshes that torch's caches of DTensor operations keep, and their groups with them.
+
+    There is no public call for it. The caches are by value: an equal mesh of a later launch would
+    be answered with one whose groups are gone.
+    """
+    debug._clear_sharding_prop_cache()
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("torch.distributed.tensor."):
+            continue
+        for value in list(vars(module).values()):
+            if isinstance(value, _lru_cache_wrapper):
+                value.cache_clear()
+        clear_planners = getattr(module, "clear_redistribute_planner_cache", None)
+        if clear_planners is not None:
+            clear_planners()

@@ -31,15 +31,20 @@ class Partition:
 
 
 def mesh_of(partition: Partition, context: WorkerContext) -> DeviceMesh:
-    """Mesh of the pool, last axis "shard": all of its ranks, or (replicate, shard) = (n, 1)."""
+    """Mesh of the pool, last axis "shard": all of its ranks, or (replicate, shard) = (n, 1).
+
+    Meshes are equal if ranks and names are; with the group's name in its own, this one is no mesh
+    of a host program, nor of an earlier launch.
+    """
     ranks, device = context.layout.ranks, context.device.type
     pool = context.groups.get(ranks)
+    shard, replicate = f"shard-{pool.group_name}", f"replicate-{pool.group_name}"
     if partition.parameters:
-        return DeviceMesh.from_group(pool, device)
+        return DeviceMesh.from_group(pool, device, mesh_dim_names=(shard,))
     alone = context.groups.get((context.rank,))
     column = torch.tensor(ranks)[:, None]
     return DeviceMesh.from_group(
-        [pool, alone], device, mesh=column, mesh_dim_names=("replicate", "shard")
+        [pool, alone], device, mesh=column, mesh_dim_names=(replicate, shard)
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.algos.runs import SMALL, finish, start, steps_of
 
-PROGRAM = Path(__file__).parent / "programs" / "inside_torchrun.py"
+PROGRAMS = Path(__file__).parent / "programs"
 WORLD_SIZE = 3
 LAUNCHES = {"toys": (0, 1, 2), "without steps": (0, 2), "ppo": (1, 2)}
 
@@ -23,12 +23,17 @@ LAUNCHES = {"toys": (0, 1, 2), "without steps": (0, 2), "ppo": (1, 2)}
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inside")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    words = [f"--nproc-per-node={WORLD_SIZE}", str(PROGRAM), str(folder)]
-    log = folder / "log.txt"
-    process = start([*launcher, *words, *SMALL, "total_steps=1", "eval_every=0"], log)
-    assert finish(process, seconds=200) == 0, log.read_text()[-4000:]
+    run_program("inside_torchrun.py", str(folder), seconds=200)
     return folder
+
+
+def run_program(name: str, *words: str, seconds: float) -> None:
+    """torchrun programs/NAME WORDS, PPO being small; words begin with the folder of its output."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    program = [f"--nproc-per-node={WORLD_SIZE}", str(PROGRAMS / name), *words]
+    log = Path(words[0]) / "log.txt"
+    process = start([*launcher, *program, *SMALL, "total_steps=1", "eval_every=0"], log)
+    assert finish(process, seconds=seconds) == 0, log.read_text()[-4000:]
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +82,16 @@ def test_ranks_that_are_none_are_refused_on_every_rank(ranks: list[dict[str, Any
             f"once; correct them"
             for ranks in ((2, 1), (1, 3), (1, 1))
         ]
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [2, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+    ids=lambda rounds: f"{2 * rounds} launches",
+)
+def test_launches_leave_no_descriptor_thread_or_group_behind(rounds: int, tmp_path: Path) -> None:
+    run_program("many_launches.py", str(tmp_path), str(rounds), seconds=60 + 30 * rounds)
+
+    for rank in range(WORLD_SIZE):
+        left = json.loads((tmp_path / f"left-{rank}.json").read_text())
+        assert left == [left[0]] * (1 + rounds), "descriptors, threads, groups"
