@@ -27,6 +27,7 @@ from spmdflow.controller.inputs import by_frame, home_frame, positions_held, sou
 from spmdflow.controller.join import joined
 from spmdflow.controller.order import Order, Pending, Transport
 from spmdflow.controller.result import CallRecord, Result
+from spmdflow.controller.script_line import script_line
 from spmdflow.controller.transfers import Transfers
 from spmdflow.data.row_id import Ids, RowIds
 from spmdflow.errors import MessageError, ProtocolError
@@ -274,7 +275,16 @@ class Caller:
     ) -> Pending:
         self._add_freed(commands)
         limit = self._settings.call_seconds if seconds is None else seconds
-        order = Order(number, "compute", label, commands, limit, on_done, phase=self.phase)
+        order = Order(
+            number,
+            "compute",
+            label,
+            commands,
+            limit,
+            on_done,
+            phase=self.phase,
+            line=script_line(),
+        )
         try:
             pending = self.transport.submit(order)
         except MessageError:  # nothing was sent, and the script may go on

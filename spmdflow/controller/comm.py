@@ -105,7 +105,6 @@ class Comm:
         if self.cause is not None:
             logger.debug("after the end: %s", failure.sentence())
             return
-        logger.error("failure: %s", failure.sentence())
         self._failures.append(failure)
         wait = _STOPPED_SECONDS if self._controller.is_stopped() else _ABORT_SECONDS
         self._give_up_at = min(self._give_up_at, time.monotonic() + wait)

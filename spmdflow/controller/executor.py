@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from spmdflow.controller.failure import Failure
 from spmdflow.controller.process import leave
+from spmdflow.controller.script_line import own_traceback
 from spmdflow.errors import ProtocolError
 
 Operation = Callable[[dict[str, Any], int], dict[str, Any]]
@@ -206,6 +207,7 @@ def failure_of(
         number=running[0].number if running else None,
         lane=lane,
         traceback="".join(traceback.format_exception(err)),
+        own_traceback=own_traceback(err),
     )
 
 

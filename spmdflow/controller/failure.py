@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,6 +22,7 @@ from spmdflow.errors import RunFailed
 
 logger = logging.getLogger(__name__)
 
+_MOST_OTHERS, _MOST_LETTERS = 3, 160
 GATHER_SECONDS = 1.0
 """How long failures are gathered before the first cause is named."""
 
@@ -49,6 +51,10 @@ class Failure:
     lane: str | None = None
     """compute, transfer, or None outside the lanes."""
     traceback: str = ""
+    own_traceback: str = ""
+    """The part of it in the user's code."""
+    line: str = ""
+    """The script's line that made the call: "file:line: text"."""
     time: float = field(default_factory=time.time)
     """Seconds since 1970 on the machine that noticed it."""
 
@@ -101,13 +107,20 @@ def write_failure(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def report(cause: Failure, others: Sequence[Failure], path: Path) -> None:
-    """Tell the user on stderr, as one block."""
-    rest = [other for other in others if other is not cause]
+    """Tell the user on stderr, as one block: the cause, the lines of their code, where more is."""
     lines = ["", "=" * 88, f"RUN FAILED: {cause.sentence()}"]
-    lines += cause.traceback.rstrip().splitlines()
-    lines += [f"also: {other.sentence()}" for other in rest[:5]]
-    lines += [f"also: {len(rest) - 5} more"] if len(rest) > 5 else []
-    lines += [f"details: {path}; stacks: {path.parent / 'stacks-rank*.txt'}", "=" * 88, ""]
+    lines += [f"called at {cause.line}"] if cause.line else []
+    lines += cause.own_traceback.rstrip().splitlines()
+    ranks: dict[str, list[int]] = {}
+    for other in others:
+        if other is not cause:
+            ranks.setdefault(other.cause.partition("\n")[0], []).append(other.rank)
+    for text, failed in list(ranks.items())[:_MOST_OTHERS]:
+        known = text == cause.cause.partition("\n")[0]
+        shown = "the same" if known else textwrap.shorten(text, _MOST_LETTERS)
+        lines.append(f"also on rank {', '.join(map(str, sorted(failed)))}: {shown}")
+    lines.append(f"whole tracebacks: {path}; stacks: {path.parent / 'stacks-rank*.txt'}")
+    lines += ["=" * 88, ""]
     with contextlib.suppress(OSError, ValueError):  # the launcher may have taken stderr along
         sys.stderr.write("\n".join(lines))
         sys.stderr.flush()

@@ -283,11 +283,9 @@ class Io:
             pending.fail(RunFailed(self._verdict.cause.sentence()))
             return
         self._open[ticket] = _Open(order, pending, {})
-        now = time.monotonic()
+        facts = (ticket, order.number, order.lane, order.label, order.seconds, time.monotonic())
         for rank, body in bodies:
-            self._ledger.sent(
-                rank, Entry(ticket, order.number, order.lane, order.label, order.seconds, now)
-            )
+            self._ledger.sent(rank, Entry(*facts, order.line))
             self._riding.setdefault(rank, []).append(body)
             if not order.rides:
                 self._send_riders(rank)

@@ -25,6 +25,8 @@ class Entry:
     seconds: float
     since: float
     """Earliest moment at which it can have started (time.monotonic())."""
+    line: str = ""
+    """The script's line that gave the order."""
 
 
 class Ledger:

@@ -37,6 +37,8 @@ class Order:
     """Every rank gets another order at once: both may travel as one message."""
     phase: str = "train"
     """train or eval."""
+    line: str = ""
+    """The script's line that gave it, for messages."""
 
 
 class Pending:

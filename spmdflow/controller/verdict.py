@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 from spmdflow.controller.failure import (
     GATHER_SECONDS,
@@ -60,7 +61,6 @@ class Verdict:
         """Note a failure; the first one starts the clock."""
         if not self.failures:
             self._due = time.monotonic() + GATHER_SECONDS
-            logger.error("failure: %s", failure.sentence())
         self.failures.append(failure)
 
     def add_death(self, rank: int, cause: str) -> None:
@@ -102,6 +102,7 @@ class Verdict:
 
     def unwind(self, hub: Hub, envelopes: Envelopes, *, pending: Iterable[Pending]) -> None:
         """End the session on every rank; pending are told, every process goes on."""
+        self.failures = [self._with_line(failure) for failure in self.failures]
         self.cause = cause = first_cause(self.failures)
         path = self._settings.run_dir / "failure.json"
         write_failure(path, as_record(cause, self.failures))
@@ -122,6 +123,7 @@ class Verdict:
     def execute(self, hub: Hub, envelopes: Envelopes, *, pending: Iterable[Pending]) -> None:
         """End the run on every rank; pending are told, then the caller ends this process."""
         self._add_stopped_ranks(time.monotonic())
+        self.failures = [self._with_line(failure) for failure in self.failures]
         cause = first_cause(self.failures)
         path = self._settings.run_dir / "failure.json"
         write_failure(path, as_record(cause, self.failures))
@@ -167,6 +169,12 @@ class Verdict:
         entry, *more = running
         also = f"; also running {more[0].label} in the {more[0].lane} lane" if more else ""
         return Failure(kind, rank, cause + also, entry.label, entry.number, entry.lane)
+
+    def _with_line(self, failure: Failure) -> Failure:
+        """With the script's line that gave what the rank was running."""
+        running = self._ledger.running(failure.rank)
+        lines = [e.line for e in running if (e.number, e.lane) == (failure.number, failure.lane)]
+        return replace(failure, line=lines[0]) if lines else failure
 
     def _is_known(self, kind: str, rank: int) -> bool:
         return any(failure.kind == kind and failure.rank == rank for failure in self.failures)

@@ -61,15 +61,35 @@ def test_record_names_role_method_call_and_the_others() -> None:
 def test_report_shows_place_cause_traceback_others_and_the_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    error = Failure("exception", 2, "ValueError: x", "actor.make", 3, "compute", "Traceback: here")
-    others = [Failure("exception", rank, "gone") for rank in range(3, 11)]
+    error = Failure(
+        "exception",
+        2,
+        "ValueError: x\nprompt: y",
+        *("actor.make", 3, "compute"),
+        traceback="Traceback: all of it",
+        own_traceback="  File own.py",
+        line="own.py:7: actor.make()",
+    )
+    others = [Failure("exception", rank, "gone") for rank in (3, 5)]
+    others += [
+        Failure("exception", 4, "ValueError: x\nprompt: z"),
+        Failure("death", 6, "gone " * 99),
+    ]
+    others += [Failure("exception", rank, f"reason {rank}") for rank in (7, 8)]
 
     report(error, [error, *others], tmp_path / "failure.json")
 
     text = capsys.readouterr().err
-    assert "RUN FAILED: rank 2, actor.make (call 3, compute lane): ValueError: x" in text
-    assert "Traceback: here" in text and "also: rank 7: gone" in text and "also: 3 more" in text
-    assert str(tmp_path / "failure.json") in text
+    assert text.splitlines()[2:-1] == [
+        "RUN FAILED: rank 2, actor.make (call 3, compute lane): ValueError: x",
+        "prompt: y",
+        "called at own.py:7: actor.make()",
+        "  File own.py",
+        "also on rank 3, 5: gone",
+        "also on rank 4: the same",
+        f"also on rank 6: {'gone ' * 31}[...]",
+        f"whole tracebacks: {tmp_path}/failure.json; stacks: {tmp_path}/stacks-rank*.txt",
+    ]
 
 
 def test_failure_file_in_a_folder_that_cannot_be_made_is_no_second_failure(tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""What a user reads when a run fails: the cause once, lines of their own code, where more is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.algos.runs import SCRIPT, finish, log_of, torchrun
+
+REWARD = """
+def score(prompt, response, row):
+    return helper(response)
+
+
+def helper(response):
+    return 1 / (len(response) - len(response))
+"""
+WORKER = """
+from spmdflow import ActorWorker, PPOConfig, PromptStream, register
+
+
+class MyActor(ActorWorker):
+    @register(transfer_mode="3D_PROTO", reads=("responses",), writes=("mine",))
+    def mine(self, batch):
+        raise ValueError("my own method raises")
+
+
+def main(flow, cfg: PPOConfig):
+    actor = flow.spawn(MyActor, cfg.actor)
+    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    for step in flow.steps(cfg.total_steps):
+        batch = actor.generate_sequences(next(prompts))
+        MINE
+"""
+CALL, LINE = "batch = actor.mine(batch)", '{}["nothing"]'
+
+
+def told(run_dir: Path, script: Path, *settings: str) -> list[str]:
+    """Lines that the run wrote from the failure on, without torchrun's own."""
+    assert finish(torchrun(run_dir, *settings, num_ranks=2, script=script), seconds=150) != 0
+    log = log_of(run_dir).read_text()
+    assert "ERROR" not in log.partition("RUN FAILED")[0], "the report tells it, once"
+    return log.partition("=" * 88)[2].partition("=" * 88)[0].strip().splitlines()
+
+
+def own_script(folder: Path, line: str) -> Path:
+    """A script whose step ends with that line, and PPO's settings."""
+    path = folder / "own.py"
+    path.write_text(WORKER.replace("MINE", line))
+    settings = SCRIPT.with_suffix(".yaml").read_text()
+    folder = SCRIPT.parent / "arithmetic"
+    path.with_suffix(".yaml").write_text(settings.replace("arithmetic/", f"{folder}/"))
+    return path
+
+
+def test_reward_function_that_raises_is_told_once_with_its_lines(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REWARD)
+
+    lines = told(tmp_path / "run", SCRIPT, f"reward.function={tmp_path}/mine.py:score")
+
+    text = "\n".join(lines)
+    assert len(lines) <= 20, text
+    assert text.count("return 1 / (len(response) - len(response))") == 1
+    assert text.count("raised ZeroDivisionError: division by zero") == 1
+    assert f"called at {SCRIPT}:" in text and "batch |= reward.compute_reward(batch)" in text
+    assert "spmdflow/rewards/pool.py" not in text, "internals are in failure.json"
+    record = json.loads((tmp_path / "run" / "failure.json").read_text())
+    assert "spmdflow/rewards/pool.py" in record["traceback"]
+
+
+def test_worker_method_that_raises_is_told_with_its_line_and_the_line_that_called(
+    tmp_path: Path,
+) -> None:
+    script = own_script(tmp_path, CALL)
+
+    lines = told(tmp_path / "run", script)
+
+    assert lines[0].endswith("compute lane): ValueError: my own method raises")
+    assert lines[1].startswith(f"called at {script}:") and lines[1].endswith(CALL)
+    assert f'File "{script}", line 8, in mine' in lines[2]
+    assert lines[3].strip() == 'raise ValueError("my own method raises")'
+    assert "spmdflow/controller" not in "".join(lines) and len(lines) <= 6, lines
+
+
+@pytest.mark.slow
+def test_line_of_the_script_that_raises_is_told_with_itself(tmp_path: Path) -> None:
+    script = own_script(tmp_path, LINE)
+
+    lines = told(tmp_path / "run", script)
+
+    assert lines[0] == "RUN FAILED: rank 0: KeyError: 'nothing'"
+    assert f'File "{script}", line 16, in main' in lines[1] and lines[2].strip() == LINE
+    assert len(lines) <= 5, lines
