@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
-from spmdflow.config.check import check
+from spmdflow.config.check import check, with_faults
 from spmdflow.config.describe import batch_algebra, to_yaml
 from spmdflow.config.help import schema_help
 from spmdflow.config.load import Loaded, load, load_script, schema_of
@@ -158,7 +158,10 @@ def _prepare(arguments: Arguments, place: Place) -> Loaded:
             "command line: got no torchrun around this process, expected torchrun or --inproc; "
             "write torchrun --standalone --nproc-per-node 4 -m spmdflow.run ... or add --inproc"
         )
-    loaded = load(arguments.script, arguments.config, arguments.overrides)
+    try:
+        loaded = load(arguments.script, arguments.config, arguments.overrides)
+    except ConfigError as err:
+        raise with_faults(err, place.world_size) from err
     if not Path(arguments.script).is_file():
         _say(place, f"script: {loaded.script.__file__}, bundled with spmdflow")
     _check_hardware(loaded.cfg.run.hardware)

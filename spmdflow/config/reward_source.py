@@ -12,6 +12,9 @@ from spmdflow.config.reward_terms import RewardTerm
 from spmdflow.errors import ConfigError
 
 _PARAMETERS = ("prompt", "response", "row")
+_LISTS = {f"{name}s" for name in (*_PARAMETERS, "completion", "sample", "answer", "data_source")}
+_LISTS |= {"solution_strs", "solutions", "ground_truths", "extra_infos", "batch"}
+"""Names that say that a function wants all samples at once, as those of other libraries do."""
 _NEEDS = {"spmdflow.rewards.math": ("math_verify", "math")}
 """Module -> the library it needs, and the extra that brings it."""
 
@@ -109,6 +112,13 @@ def _check_parameters(key: str, file: Path, statement: ast.stmt, given: Collecti
         raise ConfigError(
             f"{key}: got {statement.name}({', '.join(positional)}) in {file}, expected "
             f"{statement.name}({', '.join(_PARAMETERS)}); change its parameters"
+        )
+    many = [name for name in positional[: len(_PARAMETERS)] if name in _LISTS]
+    if many:
+        raise ConfigError(
+            f"{key}: got {statement.name}({', '.join(positional)}) in {file}, whose {many[0]} says "
+            f"that it takes lists, expected {statement.name}({', '.join(_PARAMETERS)}), called for "
+            f"one sample at a time; score one sample and name it so"
         )
     defaults = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     required = [argument.arg for argument, default in defaults if default is None]

@@ -8,6 +8,7 @@ it. Recording stops at a size limit.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from spmdflow.controller.message import decode, encode
 from spmdflow.controller.order import Order, Pending, Replies, Transport
 from spmdflow.controller.transfers import EdgeBytes
 from spmdflow.errors import DataError, MessageError
+
+logger = logging.getLogger(__name__)
 
 TRANSCRIPT_FILE = "transcript"
 NUM_STEPS = 3
@@ -109,7 +112,15 @@ class Transcript:
         if not self._is_open:
             self._orders = []
         if data is not None:
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        """Keep the file; a run goes on without it, but cannot be predicted afterwards."""
+        try:
             self._path.write_bytes(data)
+        except OSError as err:
+            logger.warning("cannot write %s: %s; free some space there", self._path, err.strerror)
+            self._is_open = False
 
     def _encoded(self) -> bytes | None:
         """The file; None: it is too large, or something in it is no plain data."""

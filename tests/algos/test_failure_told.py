@@ -58,7 +58,9 @@ def own_script(folder: Path, line: str) -> Path:
 def test_reward_function_that_raises_is_told_once_with_its_lines(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARD)
 
-    lines = told(tmp_path / "run", SCRIPT, f"reward.function={tmp_path}/mine.py:score")
+    lines = told(
+        tmp_path / "run", SCRIPT, f"reward.function={tmp_path}/mine.py:score", "eval_every=0"
+    )
 
     text = "\n".join(lines)
     assert len(lines) <= 20, text
@@ -75,7 +77,7 @@ def test_worker_method_that_raises_is_told_with_its_line_and_the_line_that_calle
 ) -> None:
     script = own_script(tmp_path, CALL)
 
-    lines = told(tmp_path / "run", script)
+    lines = told(tmp_path / "run", script, "eval_every=0")
 
     assert lines[0].endswith("compute lane): ValueError: my own method raises")
     assert lines[1].startswith(f"called at {script}:") and lines[1].endswith(CALL)
@@ -88,7 +90,7 @@ def test_worker_method_that_raises_is_told_with_its_line_and_the_line_that_calle
 def test_line_of_the_script_that_raises_is_told_with_itself(tmp_path: Path) -> None:
     script = own_script(tmp_path, LINE)
 
-    lines = told(tmp_path / "run", script)
+    lines = told(tmp_path / "run", script, "eval_every=0")
 
     assert lines[0] == "RUN FAILED: rank 0: KeyError: 'nothing'"
     assert f'File "{script}", line 16, in main' in lines[1] and lines[2].strip() == LINE

@@ -31,7 +31,7 @@ LATE_IMPORTERS = {"spmdflow/run.py": "a refusal needs no torch"}
 """Files that may import other things late, and why."""
 
 SEAMS = {
-    "omegaconf": {"spmdflow/config/load.py"},
+    "omegaconf": {"spmdflow/config/load.py", "spmdflow/config/source.py"},
     "huggingface_hub": {"spmdflow/config/hub.py"},
     "datasets": {"spmdflow/datasets/data_set.py"},
     "msgpack": 1,

@@ -266,8 +266,8 @@ def test_kl_without_a_reference_model_is_refused() -> None:
 YAML_FAULTS = {
     "actor: {optimiser: {lr: 1}}": r"bad\.yaml: unknown key actor\.optimiser, nearest is",
     "run: {seed: x}": r"bad\.yaml: run\.seed got 'x' \(str\), expected int; give one",
-    "run: [": r"bad\.yaml: got .*line 2, column 1, expected YAML; mend that line",
-    "[1, 2]": r"bad\.yaml: got list, expected key: value lines; mend it",
+    "run: [": r"bad\.yaml: got .*line 2, column 1, expected YAML; correct that line",
+    "[1, 2]": r"bad\.yaml: got list, expected key: value lines; write settings there",
 }
 
 

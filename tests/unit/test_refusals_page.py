@@ -97,7 +97,8 @@ def settings(words: str) -> str:
 def yaml_file(text: str) -> str:
     """The only line of a YAML file."""
     Path("my.yaml").write_text(text)
-    check(load("ppo.py", "my.yaml", []).cfg, 4)
+    needed = ["actor.model.path=actor", "data.train_path=prompts.jsonl"]
+    check(load("ppo.py", "my.yaml", needed).cfg, 4)
     return ""
 
 

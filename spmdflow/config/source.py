@@ -1,0 +1,160 @@
+"""Settings of one origin, a YAML file or a word of the command line, before they are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from spmdflow.config.data_source import split_place, with_places
+from spmdflow.config.installed import find_bundled, find_file
+from spmdflow.config.reward_terms import with_located_files
+from spmdflow.errors import ConfigError
+
+ASSUME = "assume"
+"""Section of examples that only a plan reads; a script's Config may have a field of that name."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Settings of one origin, not yet checked."""
+
+    name: str
+    tree: dict[str, Any]
+
+
+def read_yaml(path: Path) -> Source:
+    path = find_file(path, ".yaml")
+    if not path.is_file():
+        raise ConfigError(
+            f"config: no file {path} in {Path.cwd()}, expected a YAML file; give its path or "
+            f"leave it out for the defaults"
+        )
+    try:
+        tree: Any = OmegaConf.to_container(OmegaConf.load(path))
+    except yaml.YAMLError as err:
+        raise ConfigError(
+            f"{path}: got {' '.join(str(err).split())}, expected YAML; correct that line"
+        ) from err
+    except UnicodeDecodeError as err:
+        raise ConfigError(
+            f"{path}: got a byte that is not UTF-8 at position {err.start}, expected text in "
+            f"UTF-8; save the file in that encoding"
+        ) from err
+    except OmegaConfBaseException as err:
+        raise _unreadable(path) from err
+    except OSError as err:  # also of a file that is one number
+        raise ConfigError(
+            f"{path}: got {err}, expected a file of key: value lines; correct it"
+        ) from err
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{path}: got {type(tree).__name__}, expected key: value lines; write settings there"
+        )
+    return Source(str(path), _locate_paths(tree, path.parent))
+
+
+def _unreadable(path: Path) -> ConfigError:
+    """What is wrong in a file that is YAML, but holds a key or a ${reference} that cannot be."""
+    for key, name, value in _entries(yaml.safe_load(path.read_text(encoding="utf-8"))):
+        if not isinstance(name, str):
+            where = f"a key under {key}" if key else "a key"
+            return ConfigError(f"{path}: got {name!r} as {where}, expected a name; correct the key")
+        key = f"{key}.{name}".lstrip(".")
+        try:
+            OmegaConf.create({"value": value})
+        except OmegaConfBaseException:
+            return ConfigError(
+                f"{path}: {key} got {value!r}, expected a value, ${{key}} of a setting or "
+                f"${{oc.env:NAME}}; correct what is in the braces"
+            )
+    return ConfigError(
+        f"{path}: got settings that cannot be read, expected key: value lines; correct the file"
+    )
+
+
+def _entries(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key of the group, name, value) of everything in a YAML file. Any: what it holds."""
+    for name, value in tree.items() if isinstance(tree, dict) else ():
+        if isinstance(value, dict):
+            yield prefix, name, None
+            yield from _entries(value, f"{prefix}.{name}".lstrip("."))
+        else:
+            yield prefix, name, value
+
+
+def _locate_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Paths that are not in the current directory but in the YAML's, or bundled, become those."""
+    located = {}
+    for name, value in tree.items():
+        if name == "function":
+            value = with_located_files(value, lambda file: _locate(file, folder))
+        elif name in ("train_path", "eval_path"):
+            value = with_places(value, lambda place: _locate_place(place, folder))
+        elif isinstance(value, dict):
+            value = _locate_paths(value, folder)
+        elif isinstance(value, str) and (name == "path" or str(name).endswith("_path")):
+            value = _locate(value, folder)
+        located[name] = value
+    return located
+
+
+def _locate_place(place: str, folder: Path) -> str:
+    path, split = split_place(place)
+    return _locate(path, folder) + split
+
+
+def _locate(value: str, folder: Path) -> str:
+    if "${" in value or Path(value).exists():
+        return value
+    beside = folder / value  # of an absolute value: the value
+    return str(beside if beside.exists() else find_bundled(value) or value)
+
+
+def read_override(text: str) -> Source:
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python keeps such bytes
+        raise ConfigError(
+            f"command line: got {text!a}, expected text in UTF-8; write it again in that encoding"
+        )
+    key, equals, _ = text.partition("=")
+    if not equals or not key or "[" in key:
+        raise ConfigError(
+            f"command line: got {text!r}, expected key=value with a dotted key; "
+            f"give lists whole, as in actor.optimizer.betas=[0.9,0.95]"
+        )
+    try:
+        tree = OmegaConf.to_container(OmegaConf.from_dotlist([text]))
+    except (yaml.YAMLError, OmegaConfBaseException) as err:
+        raise ConfigError(
+            f"command line: got {text!r}, expected a value in YAML; quote it or close its brackets"
+        ) from err
+    assert isinstance(tree, dict), tree
+    return Source("command line", {str(name): value for name, value in tree.items()})
+
+
+def take_examples(sources: Sequence[Source]) -> dict[str, Any]:
+    """Take the section `assume` out of every source; the last word on a name counts."""
+    found: dict[str, Any] = {}
+    for source in sources:
+        section = source.tree.pop(ASSUME, None)
+        if section is not None and not isinstance(section, dict):
+            raise ConfigError(
+                f"{source.name}: {ASSUME} got {section!r}, expected examples by name; write "
+                f"{ASSUME}: {{scores: [0, 1]}} or {ASSUME}.scores=0.5"
+            )
+        found |= _flat(section or {})
+    return found
+
+
+def _flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """{"judge": {"describe": x}} -> {"judge.describe": x}."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        found |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
+    return found
