@@ -29,6 +29,7 @@ class Source:
 
 
 def read_yaml(path: Path) -> Source:
+    """The settings of a file, bundled ones by name; ConfigError for what is no YAML of settings."""
     path = find_file(path, ".yaml")
     if not path.is_file():
         raise ConfigError(
@@ -117,6 +118,7 @@ def _locate(value: str, folder: Path) -> str:
 
 
 def read_override(text: str) -> Source:
+    """The setting of one word of the command line; ConfigError for what is no key=value."""
     if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python keeps such bytes
         raise ConfigError(
             f"command line: got {text!a}, expected text in UTF-8; write it again in that encoding"
