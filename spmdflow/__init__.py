@@ -4,7 +4,7 @@ A *controller* (a thread of rank 0) runs the algorithm's script once. The script
 groups*: a model spread over the ranks of a *resource pool*. A *transfer protocol* says which rows
 each rank gets and who answers. HybridFlow (arXiv 2409.19256) on plain `torch.distributed`.
 
-Start reading at `algos/ppo.py`; start running at `python -m spmdflow.run --help`.
+Start reading at `algos/ppo.py`; start running at `python -m spmdflow`.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from spmdflow.doctor.node import (
     check_environment,
     check_limits,
     check_run_dir,
+    check_system,
 )
 from spmdflow.doctor.packages import check_packages
 
@@ -46,6 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def find_checks(run_dir: Path) -> list[Check]:
     """Everything that is looked at, in the order in which it is shown."""
     return [
+        check_system(),
         *check_packages(),
         *check_devices(),
         *check_addresses(),

@@ -18,17 +18,23 @@ def check_devices() -> list[Check]:
     try:
         torch: Any = import_module("torch")
         dist: Any = import_module("torch.distributed")
-    except (ImportError, OSError) as err:
+    except Exception as err:  # a broken torch raises anything while it is imported
         return [Check("devices", "torch", BAD, f"cannot be imported: {err}", "pip install torch")]
     cuda = torch.version.cuda or torch.version.hip
     build = f"built for {cuda}" if cuda else "built for CPUs only"
     return [
         Check("devices", "torch", GOOD, f"{torch.__version__}, {build}"),
-        Check("devices", "cores", GOOD, f"{len(os.sched_getaffinity(0))} for this process"),
+        Check("devices", "cores", GOOD, f"{_cores()} for this process"),
         _check_gpus(torch, cuda),
         *_check_backends(dist, has_gpus=torch.cuda.is_available()),
         _check_store(dist),
     ]
+
+
+def _cores() -> int:
+    """Cores that this process may use; containers often have fewer than the node."""
+    usable = getattr(os, "sched_getaffinity", None)
+    return len(usable(0)) if usable else os.cpu_count() or 1
 
 
 def _check_gpus(torch: Any, cuda: str | None) -> Check:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import resource
 import shutil
 import socket
@@ -98,6 +99,13 @@ def file_system(folder: Path) -> str:
         if depth >= best and (mount == folder or mount in folder.parents):
             best, kind = depth, right.split()[0]
     return kind
+
+
+def check_system() -> Check:
+    """Whether this is Linux, whose epoll, signals and /proc every rank uses."""
+    system = platform.system()
+    state, advice = (GOOD, "") if system == "Linux" else (BAD, "use Linux, or a container")
+    return Check("node", "system", state, f"{system} {platform.release()}", advice)
 
 
 def check_limits() -> list[Check]:

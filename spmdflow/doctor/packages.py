@@ -92,11 +92,11 @@ def _check_base(item: Any) -> Check:
 
 
 def _check_import() -> Check:
-    """Whether what every run imports can be imported."""
+    """Whether everything that a run imports can be imported."""
     try:
         import_module("spmdflow.program")
         import_module("spmdflow.models.policy")
-    except (ImportError, OSError, AttributeError) as err:
+    except Exception as err:  # a broken library raises anything while it is imported
         advice = "install spmdflow again, or what is missing"
         return Check("packages", "imports", BAD, f"{type(err).__name__}: {err}", advice)
     return Check("packages", "imports", GOOD, "what a run imports can be imported")
