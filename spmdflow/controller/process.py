@@ -33,7 +33,7 @@ class Process:
     start_ticks: int
     """Start in clock ticks since boot: tells a reused pid from the process that was meant."""
     node: str
-    """Boot id and pid namespace: equal where pids mean the same processes."""
+    """Equal where pids mean the same processes (`node_identity`)."""
 
     @classmethod
     def current(cls) -> Process:
@@ -113,9 +113,15 @@ def describe_status(status: int) -> str:
 
 @cache
 def node_identity() -> str:
-    """Names the machine boot and pid namespace of this process."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    """Names the boot, pid namespace, machine id and host name of this process.
+
+    Machines restored from one snapshot share the first two, and may share the third.
+    """
+    texts = []
+    for path in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
+        with contextlib.suppress(OSError):  # containers may have no machine id
+            texts.append(Path(path).read_text(encoding="ascii").strip())
+    return "/".join([*texts, os.readlink("/proc/self/ns/pid"), os.uname().nodename])
 
 
 def allow_open_files() -> None:

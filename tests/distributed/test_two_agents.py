@@ -1,8 +1,9 @@
 """Two torchrun agents, as on two machines: launch/multinode.sh starts PPO with two ranks each.
 
-The machines are network namespaces joined by a pair of veth devices. Each knows the other by
-name and takes its own name for 127.0.1.1, as Debian does; nothing of one is reachable from the
-other but over the pair. Where that is not possible the two agents share the loopback device.
+The machines are namespaces of networks, process ids, mounts and host names, joined by a pair of
+veth devices, with boot ids of their own. Each knows the other by name and takes its own name for
+127.0.1.1, as Debian does; nothing of one is reachable from the other but over the pair. Where that
+is not possible the two agents share the loopback device.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -25,10 +27,17 @@ import pytest
 
 from spmdflow.config.load import load
 from spmdflow.controller.launch import launch
+from spmdflow.plan.replay import Replay
 from tests.algos.runs import SCRIPT, SMALL, check_prediction, finish, log_of, start, steps_of
 
 SETTINGS = (*SMALL, "total_steps=2", "eval_every=0", "placement=split")
 DEVICE, PORT = "veth0", 29400
+OWN = ("unshare", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child")
+"""Host name, process ids and mounts of a machine's own; with it ends all that runs on it."""
+BEGIN = (
+    'hostname "$0" && mount --bind "$1/boot_id" /proc/sys/kernel/random/boot_id && exec "${@:2}"'
+)
+COUNTED = Path(__file__).with_name("programs") / "counted_ppo.py"
 COMPARED = (
     "reward/mean", "rollout/response_tokens", "actor/pg_loss", "actor/grad_norm", "actor/entropy",
     "actor/reference_kl", "critic/loss", "critic/grad_norm", "critic/value_mean",
@@ -63,6 +72,7 @@ class Namespaces:
                 _ip("-n", name, "link", "set", device, "up")
             folder = _etc(name)
             folder.mkdir(parents=True)
+            (folder / "boot_id").write_text(f"{uuid.uuid4()}\n")
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{known}")
 
     def machines(self) -> list[Machine]:
@@ -70,12 +80,20 @@ class Namespaces:
         variables = {"FIRST_NODE": self.names[0], "PORT": str(PORT), "INTERFACE": DEVICE}
         return [
             Machine(
-                ("ip", "netns", "exec", name, "unshare", "--uts", "bash", "-c")
-                + (f'hostname {name} && exec "$@"', "multinode"),
+                ("ip", "netns", "exec", name, *OWN, "bash", "-c", BEGIN, name, str(_etc(name))),
                 variables,
             )
             for name in self.names
         ]
+
+    def sent_bytes(self) -> list[int]:
+        """Bytes that each machine has sent over the pair, as the kernel counts them."""
+        found = []
+        for name in self.names:
+            link = ("ip", "-n", name, "-s", "-j", "link", "show", DEVICE)
+            shown = subprocess.run(link, check=True, capture_output=True, text=True).stdout
+            found.append(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
+        return found
 
     def end(self) -> None:
         """Leave nothing behind, however far `begin` came."""
@@ -120,11 +138,11 @@ covered_by_namespaces = [] if why_no_namespaces() else [pytest.mark.slow]
 
 
 @contextlib.contextmanager
-def two_namespaces() -> Iterator[list[Machine]]:
+def two_namespaces() -> Iterator[Namespaces]:
     namespaces = Namespaces()
     try:
         namespaces.begin()
-        yield namespaces.machines()
+        yield namespaces
     finally:
         namespaces.end()
 
@@ -139,10 +157,12 @@ def one_loopback(address: str) -> Iterator[list[Machine]]:
 
 
 def run_agents(machines: list[Machine], run_dir: Path) -> list[int]:
-    """Run the same line on both; exit statuses."""
+    """Run the same line on both; exit statuses. Ranks leave their counts beside RUN_DIR."""
     beside = str(Path(sys.executable).parent)
     path = {"PATH": f"{beside}{os.pathsep}{os.environ['PATH']}", "NODES": "2", "RANKS": "2"}
-    words = ("launch/multinode.sh", str(SCRIPT), f"run.dir={run_dir}", *SETTINGS)
+    path["COUNTS"] = str(run_dir.parent)
+    yaml = str(SCRIPT.with_suffix(".yaml"))
+    words = ("launch/multinode.sh", str(COUNTED), yaml, f"run.dir={run_dir}", *SETTINGS)
     agents = [
         start([*machine.prefix, *words], agent_log(run_dir, i), path | machine.variables)
         for i, machine in enumerate(machines)
@@ -182,22 +202,49 @@ def judge(run_dir: Path, one_process: Path) -> None:
 
 
 @needs_namespaces
-def test_two_machines_run_ppo_and_agree_with_one_process(tmp_path: Path, one_process: Path) -> None:
+def test_two_machines_run_ppo_over_their_network_and_agree_with_one_process(
+    tmp_path: Path, one_process: Path
+) -> None:
     run_dir = tmp_path / "run"
-    with two_namespaces() as machines:
-        statuses = run_agents(machines, run_dir)
+    with two_namespaces() as namespaces:
+        statuses = run_agents(namespaces.machines(), run_dir)
+        on_the_wire = namespaces.sent_bytes()
 
     logs = [agent_log(run_dir, agent).read_text() for agent in range(2)]
     assert statuses == [0, 0], logs[0][-3000:] + logs[1][-3000:]
     assert "controller listens on tcp://10.201.0.1:" in logs[0]
     assert "step 2/2" in logs[0] and "step 2/2" not in logs[1]
     judge(run_dir, one_process)
+    judge_network(run_dir, on_the_wire)
+
+
+def judge_network(run_dir: Path, on_the_wire: list[int]) -> None:
+    """Rows between the machines were sent over the pair; none was read from memory.
+
+    Ranks 0 and 1 are one machine, 2 and 3 the other, by all that the code sees of a machine.
+    """
+    counts = [json.loads((run_dir.parent / f"rank-{i}.json").read_text()) for i in range(4)]
+    parts = [count["node"].split("/") for count in counts]
+    assert parts[0] == parts[1] and parts[2] == parts[3]
+    boot_ids, pid_spaces = ({own[i] for own in parts} for i in (0, -2))
+    assert len(boot_ids) == len(pid_spaces) == 2
+    replay = Replay.of_run(run_dir)
+    assert replay.nodes == {0: 0, 1: 0, 2: 2, 3: 2}
+    planned, sent = [0, 0], [0, 0]
+    for step in replay.steps:
+        for (source, to), num_bytes in replay.edges(step).items():
+            planned[source // 2] += num_bytes if source // 2 != to // 2 else 0
+    for rank, count in enumerate(counts):
+        assert {int(source) // 2 for source in count["read"]} == {rank // 2}  # of its own machine
+        sent[rank // 2] += sum(n for to, n in count["sent"].items() if int(to) // 2 != rank // 2)
+    for here in range(2):
+        assert 0 < planned[here] <= sent[here] <= on_the_wire[here], (planned, sent, on_the_wire)
 
 
 @needs_namespaces
 def test_namespaces_are_gone_afterwards_with_all_that_ran_in_them() -> None:
-    with two_namespaces() as machines:
-        names = [machine.prefix[3] for machine in machines]
+    with two_namespaces() as namespaces:
+        names = namespaces.names
         sleeper = subprocess.Popen(["ip", "netns", "exec", names[1], "sleep", "60"])
         limit = time.monotonic() + 20
         while sleeper.pid not in pids_in(names[1]) and time.monotonic() < limit:
