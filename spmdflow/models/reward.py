@@ -15,6 +15,7 @@ from torch import Tensor
 from spmdflow.config.reward_terms import MODEL, RewardTerm, reward_terms
 from spmdflow.config.schema import RewardConfig
 from spmdflow.data.ragged import lengths_of, ragged, rows_of
+from spmdflow.datasets.decode import response_texts
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.models.base import EngineWorker
 from spmdflow.parallel.layout import Layout
@@ -31,7 +32,8 @@ _WRITES = ("scores", "token_level_rewards", "response_text", "score_terms")
 class RewardWorker(Worker):
     """Scores responses with `cfg.model`, `cfg.function` or a sum of both; the settings say which.
 
-    A function's `row` has the fields of the data row and `response_tokens`, their number.
+    A function's prompt and response join to the text of all tokens (`datasets.decode`). Its `row`
+    has the fields of the data row and `response_tokens`, their number.
     """
 
     role = "reward"
@@ -66,10 +68,8 @@ class RewardWorker(Worker):
         score_terms: what the score is made of, as JSON. prefix: of the metrics, for rows that are
         not those of the training batch.
         """
-        texts = [
-            self._tokenizer.decode(row.tolist(), skip_special_tokens=True)
-            for row in rows_of(batch["responses"])
-        ]
+        tokens = ([row.tolist() for row in rows_of(batch[name])] for name in READS[:2])
+        texts = response_texts(self._tokenizer, *tokens)
         results = self._results(batch, texts)
         if results is None:
             return None
