@@ -6,10 +6,12 @@ equal tokens up to the first place where the draw's margin is below MARGIN.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 from torch import Tensor
@@ -51,6 +53,26 @@ def write_llama(folder: Path, *, seed: int = 0, **changes: Any) -> str:
     config = transformers.LlamaConfig(**(LLAMA | changes))
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
+
+
+def write_numbers_tokenizer(folder: Path, size: int) -> str:
+    """A tokenizer folder whose token 12 says "<12>"."""
+    words = tokenizers.models.WordLevel({f"<{i}>": i for i in range(size)}, unk_token="<0>")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return str(folder)
+
+
+def ended_at(tokens: list[list[int]], stop: Sequence[str]) -> list[list[int]]:
+    """Responses drawn without stop strings, cut behind the token that completes one."""
+    cut = []
+    for row in tokens:
+        text, count = "", 0
+        while count < len(row) and not any(string in text for string in stop):
+            text, count = f"{text}<{row[count]}>", count + 1
+        cut.append(row[:count])
+    return cut
 
 
 FAMILIES = {

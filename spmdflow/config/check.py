@@ -105,7 +105,7 @@ def faults(cfg: Any, world_size: int, *, here: bool = True) -> Iterator[ConfigEr
     Numbers out of their bounds are told without those that follow from them. here: whether
     packages, weights and data must be on this machine; a plan for another does without.
     """
-    out_of_bounds = list(_failing(partial(_check_bounds, leaf) for leaf in leaves(cfg)))
+    out_of_bounds = list(_failing(partial(check_bounds, leaf) for leaf in leaves(cfg)))
     rules: list[Rule] = [partial(_check_run, cfg, here=here)]
     rules += [] if out_of_bounds else [partial(_check_placed, cfg, world_size)]
     rules += [partial(_check_optimizer, cfg, role) for role in roles_of(cfg)]
@@ -137,7 +137,8 @@ def _check_placed(cfg: Any, world_size: int) -> None:
     _check_sizes(cfg, num_ranks)
 
 
-def _check_bounds(leaf: Leaf) -> None:
+def check_bounds(leaf: Leaf) -> None:
+    """ConfigError if a setting, or an item of its list, is out of its bounds."""
     bounds, items = leaf.bounds, leaf.value if isinstance(leaf.value, list) else [leaf.value]
     for value in items:
         if value is None:

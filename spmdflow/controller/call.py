@@ -36,6 +36,8 @@ class Target:
     layout: Layout
     limit: MicroLimit
     cut: CutSettings | None
+    settings: Any = None
+    """The settings that the model was spawned with."""
 
 
 def assign_rows(

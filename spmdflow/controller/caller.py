@@ -103,6 +103,8 @@ class Caller:
         label = f"{target.name}.{method}"
         function = getattr(target.worker_class, method)
         check_arguments(label, function, [None] if batch is None else [None, batch], arguments)
+        if spec.check is not None:
+            spec.check(label, target.settings, arguments)
         head = {
             "operation": "call",
             "group": target.name,

@@ -106,7 +106,7 @@ def spawn_group(
         "total_steps": total_steps,
     }
     caller.submit(f"{name}.spawn", {rank: dict(plain) for rank in pool.ranks}, seconds=seconds)
-    target = Target(name, worker_class, layout, _micro_limit(cfg), _cut(cfg))
+    target = Target(name, worker_class, layout, _micro_limit(cfg), _cut(cfg), cfg)
     return WorkerGroup(caller, target)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tensordict import TensorDict
 
 from spmdflow.config.schema import ActorConfig
 from spmdflow.hybrid_engine.factory import hybrid_of, storage_of, sync_mode
-from spmdflow.models.generation import rollout_metrics, row_seeds
+from spmdflow.models.generation import check_sampling, rollout_metrics, row_seeds, tokenizer_path
 from spmdflow.models.policy import PolicyWorker
 from spmdflow.objectives.loss import Loss
 from spmdflow.rollout.factory import generator_of
@@ -41,9 +42,26 @@ class ActorWorker(PolicyWorker):
         writes=("responses", "response_mask", "rollout_log_probs"),
         extends=True,
         draws=True,
+        check=check_sampling,
     )
-    def generate_sequences(self, batch: TensorDict, *, greedy: bool = False) -> TensorDict:
+    def generate_sequences(
+        self,
+        batch: TensorDict,
+        *,
+        greedy: bool = False,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+    ) -> TensorDict:
         """One response for each row; the answer keeps the columns of the prompts.
+
+        Arguments replace settings of actor.rollout for this call. stop: a response ends with the
+        token that makes its text have one of these strings; that token stays, and with it what it
+        says beyond the string (vLLM's include_stop_str_in_output). temperature, top_p, top_k and
+        greedy say which tokens are taken; rollout_log_probs are of the policy at the settings'
+        temperature in any case, which is what `compute_log_prob` gives and `update_actor` learns.
 
         Syncs the generator's weights first if an update has changed the trainer's.
         """
@@ -51,7 +69,15 @@ class ActorWorker(PolicyWorker):
             with self.resident("parameters"):
                 self.report(self.hybrid.sync())
         self.generator.wake()
-        sampling = self.sampling.to_greedy() if greedy else self.sampling
+        sampling = self.sampling.for_call(
+            greedy=greedy,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            tokenizer_path=tokenizer_path(self.context),
+        )
         made = self.hybrid.generate(batch["prompts"], sampling, row_seeds(self.context, self.call))
         if self.cfg.engine.residency == "offload":
             self.generator.sleep()

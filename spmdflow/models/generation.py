@@ -1,13 +1,18 @@
-"""What the roles that generate share: seeds of rows and what is reported."""
+"""What the roles that generate share: seeds of rows, arguments of a call, what is reported."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
+from spmdflow.config.model_folder import read_model_folder
 from spmdflow.data.row_id import is_held_out
 from spmdflow.data.rows import total_length
 from spmdflow.data.seed import seed_of
-from spmdflow.errors import ProtocolError
+from spmdflow.errors import ConfigError, ProtocolError
+from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.worker import CallInfo, Mean, Metric, Sum, WorkerContext
 
 
@@ -34,6 +39,28 @@ def row_seeds(context: WorkerContext, call: CallInfo) -> list[int]:
         )
         for row, generation in zip(call.row_ids.tolist(), call.generation.tolist(), strict=True)
     ]
+
+
+def check_sampling(label: str, cfg: Any, arguments: Mapping[str, Any]) -> None:
+    """Refuse what `generate_sequences` cannot do, by the bounds of the settings."""
+    try:
+        sampling = Sampling.from_config(cfg.rollout).for_call(**arguments)
+    except ConfigError as err:
+        raise ConfigError(f"{label}: {err}") from err
+    if arguments.get("max_new_tokens") is None:
+        return
+    positions = read_model_folder("actor.model.path", cfg.model.path, weights=False).max_positions
+    if positions is not None and sampling.max_new_tokens >= positions:
+        raise ConfigError(
+            f"{label}: max_new_tokens: got {sampling.max_new_tokens}, expected less than the "
+            f"model's {positions} positions, which prompt and response share; ask for fewer tokens"
+        )
+
+
+def tokenizer_path(context: WorkerContext) -> str:
+    """Folder of the tokenizer that makes and reads the run's texts."""
+    data = getattr(context.config, "data", None)
+    return "" if data is None else str(data.tokenizer_path)
 
 
 def rollout_metrics(prompts: Tensor, responses: Tensor) -> dict[str, Metric]:

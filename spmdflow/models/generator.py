@@ -6,6 +6,7 @@ model's folder (`load_weights`), where nothing is trained.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tensordict import TensorDict
@@ -16,7 +17,7 @@ from spmdflow.config.schema import ActorConfig
 from spmdflow.errors import WeightSyncError
 from spmdflow.hybrid_engine.remote import WeightReceiver
 from spmdflow.models.base import axis_groups
-from spmdflow.models.generation import rollout_metrics, row_seeds
+from spmdflow.models.generation import check_sampling, rollout_metrics, row_seeds, tokenizer_path
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.factory import generator_of
 from spmdflow.rollout.from_folder import take_folder_weights
@@ -77,16 +78,38 @@ class GeneratorWorker(Worker):
         writes=("responses", "response_mask", "rollout_log_probs"),
         extends=True,
         draws=True,
+        check=check_sampling,
     )
-    def generate_sequences(self, batch: TensorDict, *, greedy: bool = False) -> TensorDict:
-        """One response for each row, with the weights that came last."""
+    def generate_sequences(
+        self,
+        batch: TensorDict,
+        *,
+        greedy: bool = False,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+    ) -> TensorDict:
+        """One response for each row, with the weights that came last.
+
+        Arguments: those of `ActorWorker.generate_sequences`.
+        """
         if self.generator.weights_version == NEVER:
             raise WeightSyncError(
                 "generate: got a generator without weights, expected those of the policy; connect "
                 "the two with flow.connect(actor, generator) and call its sync() first, or call "
                 "load_weights() for those of the folder"
             )
-        sampling = self.sampling.to_greedy() if greedy else self.sampling
+        sampling = self.sampling.for_call(
+            greedy=greedy,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            tokenizer_path=tokenizer_path(self.context),
+        )
         seeds = row_seeds(self.context, self.call)
         made = self.generator.generate(batch["prompts"], sampling, seeds)
         self.report(rollout_metrics(batch["prompts"], made["responses"]))

@@ -30,6 +30,7 @@ from spmdflow.rollout.generator import (
 )
 from spmdflow.rollout.hugging_face import HuggingFaceForward, causal_lm, end_tokens
 from spmdflow.rollout.sampling import Sampling, draw
+from spmdflow.rollout.stop import stop_strings_of
 from spmdflow.rollout.storage import Storages
 from spmdflow.weights.move import Block
 
@@ -106,6 +107,7 @@ class BuiltinGenerator:
         log_probs, counts = torch.zeros(width, size, device=self._device), torch.zeros_like(seeds)
         live = torch.arange(size, device=self._device)  # rows of the batch still in the forward
         unfinished = torch.ones_like(live, dtype=torch.bool)  # those of them without an end token
+        stop = stop_strings_of(sampling)
         logits = self._start(prompts, width)
         for position in range(width):
             chosen, chosen_log_probs = draw(
@@ -115,6 +117,11 @@ class BuiltinGenerator:
             log_probs[position].index_copy_(0, live, chosen_log_probs)
             counts.index_add_(0, live, unfinished.long())
             unfinished &= torch.isin(chosen, self._end_tokens, invert=True)
+            if stop is not None:
+                said = tokens[: position + 1, live].T.tolist()
+                for place, row in enumerate(live.tolist()):
+                    if unfinished[place] and stop.ends(prompts[row].tolist(), said[place]):
+                        unfinished[place] = False
             num_unfinished = int(unfinished.sum())
             if num_unfinished == 0 or position + 1 == width:
                 break

@@ -10,11 +10,16 @@ Knows no models and no generators.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from spmdflow.config.check import check_bounds
+from spmdflow.config.leaf import leaves, type_name
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.errors import ConfigError
 
@@ -26,39 +31,94 @@ _UNIFORM_BITS = 40
 _UNIFORM_SCALE = (1 - 2.0**-23) / (1 << _UNIFORM_BITS)
 
 
+_SETTINGS = tuple(
+    leaf
+    for leaf in leaves(RolloutConfig())
+    if leaf.key in ("max_new_tokens", "temperature", "top_p", "top_k")
+)
+"""The settings of a rollout that a call may replace, with their types and bounds."""
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn; the same for every row of a call."""
+    """How responses are drawn; the same for every row of a call. ConfigError for what cannot be."""
 
     max_new_tokens: int
     """Longest response, the end-of-sequence token included."""
     temperature: float = 1.0
-    """Divides the logits; also in the recorded log-probabilities, and when greedy."""
+    """Divides the logits that tokens are drawn from."""
     top_p: float = 1.0
     """Draw among the likeliest tokens that together reach this probability; 1: all."""
     top_k: int = 0
     """Draw among the k likeliest tokens; 0: all."""
     greedy: bool = False
     """Take the likeliest token; no noise, top_p and top_k have no effect."""
+    policy_temperature: float | None = None
+    """Divides the logits of the recorded log-probabilities; None: temperature does."""
+    stop: tuple[str, ...] = ()
+    """A response whose text has one of these ends with the token that completed it."""
+    tokenizer_path: str = ""
+    """Folder of the tokenizer that makes that text; needed with stop."""
 
     def __post_init__(self) -> None:
-        checks = (
-            ("max_new_tokens", self.max_new_tokens >= 1, "an integer of at least 1"),
-            ("temperature", 0 < self.temperature < float("inf"), "a number above 0"),
-            ("top_p", 0 < self.top_p <= 1, "a number above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "0 or a positive integer"),
-        )
-        for name, good, expected in checks:
-            if not good:
+        for leaf in _SETTINGS:
+            value = getattr(self, leaf.key)
+            if not _is_number(value, whole=leaf.hint is int):
                 raise ConfigError(
-                    f"rollout.{name}: got {getattr(self, name)}, expected {expected}; change it"
-                    + (" (greedy decoding is Sampling.to_greedy, not 0)" * (name == "temperature"))
+                    f"{leaf.key}: got {value!r}, expected {type_name(leaf.hint)}; give a number"
                 )
+            if leaf.key == "temperature" and value == 0:
+                raise ConfigError(
+                    "temperature: got 0, expected more than 0; write greedy=True for the "
+                    "likeliest tokens"
+                )
+            check_bounds(replace(leaf, value=value))
+        if not isinstance(self.greedy, bool):
+            raise ConfigError(
+                f"greedy: got {self.greedy!r}, expected True or False; give one of them"
+            )
 
     @classmethod
     def from_config(cls, cfg: RolloutConfig) -> Sampling:
         """The sampling settings of a rollout section."""
         return cls(cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.top_k)
+
+    def for_call(
+        self,
+        *,
+        greedy: bool = False,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        tokenizer_path: str = "",
+    ) -> Sampling:
+        """What a call asks for; None: as in the settings.
+
+        The recorded log-probabilities stay those of the policy at the settings' temperature, which
+        the trainer computes again and learns: a call says which tokens are taken, not what they
+        are worth.
+        """
+        if stop is not None and not _is_list_of_texts(stop):
+            raise ConfigError(
+                f"stop: got {stop!r}, expected a list of texts that are not empty; write "
+                f"stop=['</answer>']"
+            )
+        given: dict[str, Any] = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "max_new_tokens": max_new_tokens,
+        }
+        return replace(
+            self,
+            greedy=greedy,
+            policy_temperature=self.temperature,
+            stop=tuple(stop or ()),
+            tokenizer_path=tokenizer_path,
+            **{name: value for name, value in given.items() if value is not None},
+        )
 
     def to_greedy(self) -> Sampling:
         """The same lengths and temperature without chance, for evaluation."""
@@ -71,11 +131,13 @@ def draw(
     """Chosen tokens (B,) int64 and their log-probabilities (B,) float32.
 
     logits (B, V) any float dtype; seeds (B,) int64, one per row; positions (B,) int64, the
-    token's place in its response. The log-probability is log softmax(logits / temperature)
-    over the whole vocabulary, whatever top-k, top-p or greedy chose among.
+    token's place in its response. The log-probability is log softmax(logits / policy_temperature)
+    over the whole vocabulary, whatever temperature, top-k, top-p or greedy chose among.
     """
     scaled = scale(logits, sampling)
     tokens = perturb(scaled, sampling, seeds, positions).argmax(-1)
+    if sampling.policy_temperature not in (None, sampling.temperature):
+        scaled = scale(logits, replace(sampling, temperature=sampling.policy_temperature))
     chosen = scaled.gather(-1, tokens[:, None]).squeeze(-1)
     return tokens, chosen - scaled.logsumexp(-1)
 
@@ -109,6 +171,16 @@ def truncate(scaled: Tensor, *, top_k: int, top_p: float) -> Tensor:
         outside[:, 0] = False
         values = values.masked_fill(outside, float("-inf"))
     return torch.full_like(scaled, float("-inf")).scatter_(-1, index, values)
+
+
+def _is_number(value: object, *, whole: bool) -> bool:
+    """Whether value is a finite number, or an integer; True and False are neither."""
+    kinds = int if whole else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool) and isfinite(value)
+
+
+def _is_list_of_texts(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(s, str) and s for s in value)
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

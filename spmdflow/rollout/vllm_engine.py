@@ -31,11 +31,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from spmdflow.datasets.decode import StopStrings
 from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.rollout import vllm_cuda
 from spmdflow.rollout.process_state import process_state_kept, replaced
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling, draw
+from spmdflow.rollout.stop import stop_strings_of
 from spmdflow.rollout.storage import Storages
 from spmdflow.rollout.vllm_contract import check_contract, walk
 from spmdflow.rollout.vllm_groups import Groups, executor_class, release
@@ -137,7 +139,7 @@ class Engine:
         end_tokens: Sequence[int],
     ) -> list[tuple[list[int], list[float]]]:
         """Token ids and their log-probabilities for each prompt, in order; end tokens are kept."""
-        self._sampler.sampling = sampling
+        self._sampler.begin(sampling, end_tokens)
         requests = [
             self._request(
                 temperature=0.0,  # vLLM then does nothing to the logits; RowSampler does it all
@@ -240,20 +242,38 @@ class RowSampler(nn.Module):
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        self.sampling = Sampling(max_new_tokens=1)
+        self.begin(Sampling(max_new_tokens=1), ())
         self._requests = lambda: [runner.requests[name] for name in runner.input_batch.req_ids]
         self._outputs = import_module("vllm.v1.outputs")
 
+    def begin(self, sampling: Sampling, end_tokens: Sequence[int]) -> None:
+        """What the next requests ask for."""
+        self._sampling, self._end_tokens = sampling, list(end_tokens)
+        self._stop = stop_strings_of(sampling)
+
     def forward(self, logits: Tensor, sampling_metadata: Any) -> Any:
         """vLLM's SamplerOutput for logits (B, V), whose rows are those of the runner's batch."""
-        facts = [(r.sampling_params.seed, len(r.output_token_ids)) for r in self._requests()]
+        requests = self._requests()
+        facts = [(r.sampling_params.seed, len(r.output_token_ids)) for r in requests]
         assert len(facts) == len(logits), (len(facts), tuple(logits.shape))
         seeds, positions = torch.tensor(facts, device=logits.device).unbind(1)
-        tokens, log_probs = draw(logits, self.sampling, seeds, positions)
+        tokens, log_probs = draw(logits, self._sampling, seeds, positions)
+        if self._stop is not None:
+            for request, token in zip(requests, tokens.tolist(), strict=True):
+                self._end_at_stop_string(self._stop, request, token)
         column = tokens.int()[:, None]
         no_ranks = torch.zeros_like(tokens)
         log_probs = self._outputs.LogprobsTensors(column, log_probs[:, None], no_ranks)
         return self._outputs.SamplerOutput(sampled_token_ids=column, logprobs_tensors=log_probs)
+
+    def _end_at_stop_string(self, stop: StopStrings, request: Any, token: int) -> None:
+        """Make the token an end token of the request if it completes a stop string.
+
+        The scheduler, which reads the same parameters, then keeps the token and ends there. What
+        an earlier draw left is undone: vLLM throws draws within a prompt away.
+        """
+        ends = stop.ends(request.prompt_token_ids, [*request.output_token_ids, token])
+        request.sampling_params.stop_token_ids = [*self._end_tokens, *([token] if ends else [])]
 
 
 def _gather_logits_everywhere(model: Any) -> None:

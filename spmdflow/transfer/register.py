@@ -6,14 +6,16 @@ know which columns travel, which rows go where and who answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from spmdflow.errors import ProtocolError
 
 F = TypeVar("F", bound=Callable)
 _ATTRIBUTE = "_spmdflow_method"
+Check = Callable[[str, Any, Mapping[str, Any]], None]
+"""check(name of the call, settings of the model, arguments by name)"""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class MethodSpec:
     """Whether the answer also carries the columns of the batch that was given."""
     draws: bool = False
     """Whether the method draws random numbers for its rows."""
+    check: Check | None = None
+    """Refuses arguments of a call before anything is sent."""
 
 
 def register(
@@ -45,6 +49,7 @@ def register(
     minibatches: bool = False,
     extends: bool = False,
     draws: bool = False,
+    check: Check | None = None,
 ) -> Callable[[F], F]:
     """Mark a worker method for the controller (paper section 4.1, Table 3 for the modes).
 
@@ -55,10 +60,18 @@ def register(
 
     draws: `self.call.generation` then says how often rows were drawn for before in the step, so
     that a second call on the same rows takes other random numbers. A call with greedy=True draws
-    none and is not counted.
+    none and is not counted. check: raises in the script, before anything is sent, for arguments
+    that cannot be.
     """
     spec = MethodSpec(
-        transfer_mode, tuple(reads), tuple(optional), tuple(writes), minibatches, extends, draws
+        transfer_mode,
+        tuple(reads),
+        tuple(optional),
+        tuple(writes),
+        minibatches,
+        extends,
+        draws,
+        check,
     )
 
     def mark(method: F) -> F:

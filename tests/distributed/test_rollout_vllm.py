@@ -31,6 +31,14 @@ def test_vllm_builtin_and_transformers_give_the_same_tokens_and_log_probs(
         assert found["equality"]["hashes"]
 
 
+def test_stop_strings_end_responses_of_vllm_and_the_built_in_generator_alike(
+    ranks: list[dict],
+) -> None:
+    for found in ranks:
+        assert found["stop"]["same"] == [True, True, True]
+        assert found["stop"]["cut"] > 4
+
+
 def test_response_of_vllm_does_not_depend_on_the_other_rows(ranks: list[dict]) -> None:
     for found in ranks:
         composition = found["composition"]

@@ -205,10 +205,10 @@ def test_log_prob_is_of_logits_over_temperature_before_truncation(dtype: torch.d
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperature": 0.0}, r"temperature: got 0.0, expected a number above 0; .*to_greedy"),
-        ({"top_p": 1.5}, r"top_p: got 1.5, expected a number above 0 and at most 1"),
-        ({"top_k": -1}, r"top_k: got -1, expected 0 or a positive integer"),
-        ({"max_new_tokens": 0}, r"max_new_tokens: got 0, expected an integer of at least 1"),
+        ({"temperature": 0.0}, r"temperature: got 0, expected more than 0; write greedy=True"),
+        ({"top_p": 1.5}, r"top_p: got 1.5, expected at most 1"),
+        ({"top_k": -1}, r"top_k: got -1, expected at least 0"),
+        ({"max_new_tokens": 0}, r"max_new_tokens: got 0, expected at least 1"),
     ],
 )
 def test_impossible_setting_is_refused_with_what_was_expected(changes: dict, message: str) -> None:

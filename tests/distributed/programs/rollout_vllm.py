@@ -41,12 +41,15 @@ from spmdflow.rollout.storage import Storages
 from tests.rollout_reference import (
     END,
     disagreements,
+    ended_at,
     load,
     make_prompts,
     num_close,
     reference,
+    write_numbers_tokenizer,
 )
 
+STOP = ["7>", "<1"]
 SAMPLINGS = (
     GREEDY,
     SAMPLED,
@@ -96,6 +99,22 @@ def check_equality(world: World, generator: Any) -> dict[str, Any]:
         same += tokens_of(answers[0]) == tokens_of(answers[1])
     hashes = generator.hashes() == builtin.hashes()
     return {"equality": {"faults": faults, "close": close, "same": same, "hashes": hashes}}
+
+
+def check_stop_strings(world: World, generator: Any) -> dict[str, Any]:
+    """Responses of both generators, cut where their text has a stop string."""
+    tokenizer = write_numbers_tokenizer(world.folder / f"numbers-{world.rank}", VOCABULARY)
+    free = tokens_of(generator.generate(world.prompts(), SAMPLED, world.seeds))
+    expected = ended_at(free, STOP)
+    asked = SAMPLED.for_call(stop=STOP, tokenizer_path=tokenizer)
+    found = [
+        tokens_of(g.generate(world.prompts(), asked, world.seeds))
+        for g in (generator, world.generator("untied"))
+    ]
+    again = tokens_of(generator.generate(world.prompts(), SAMPLED, world.seeds))
+    cut = sum(len(one) < len(other) for one, other in zip(expected, free, strict=True))
+    same = [tokens == expected for tokens in found] + [again == free]
+    return {"stop": {"same": same, "cut": cut}}
 
 
 def check_composition(world: World, generator: Any) -> dict[str, Any]:
@@ -206,6 +225,7 @@ def vllm_checks(world: World) -> dict[str, Any]:
     found |= check_equality(world, generator) | check_composition(world, generator)
     found |= check_versions(world, generator) | check_updates(world, generator)
     found |= check_faults(world, generator) | check_prefix_cache(world, generator)
+    found |= check_stop_strings(world, generator)
     found |= check_sleep(world, generator) | check_second(world) | check_padding(world, generator)
     found["names"] = sorted(weights_of(generator))
     generator.close()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spmdflow.config.schema import RolloutConfig
+from spmdflow.data.ragged import rows_of
 from spmdflow.errors import SpmdflowError
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
@@ -21,10 +22,20 @@ from spmdflow.rollout.vllm_blocks import Shards, key_of, shard_tables
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.megatron import megatron_shards
 from spmdflow.weights.move import fill
-from tests.rollout_reference import END, disagreements, load, make_prompts, num_close, reference
+from tests.rollout_reference import (
+    END,
+    disagreements,
+    ended_at,
+    load,
+    make_prompts,
+    num_close,
+    reference,
+    write_numbers_tokenizer,
+)
 
 CPU = torch.device("cpu")
 GREEDY, SAMPLED = Sampling(8).to_greedy(), Sampling(8, temperature=0.8, top_k=40)
+STOP = ["7>", "<1"]
 TOLERANCE = 1e-5
 SEEDS = [2**62 + row for row in range(6)]
 LAYOUTS = {
@@ -100,6 +111,13 @@ def compare(world: World, generator: Any, layout: Layout, model: Any) -> dict[st
             faults += disagreements(found, expected, tolerance=TOLERANCE)
             close += num_close(expected)
         tokens.append(found["responses"].values().tolist())
+    free = [row.tolist() for row in rows_of(found["responses"])]
+    numbers = write_numbers_tokenizer(world.folder / f"numbers-{world.rank}", 128)
+    asked = SAMPLED.for_call(stop=STOP, tokenizer_path=numbers)
+    ended = generator.generate(prompts, asked, SEEDS)["responses"]
+    expected_rows = ended_at(free, STOP)
+    if [row.tolist() for row in rows_of(ended)] != expected_rows or expected_rows == free:
+        faults.append(f"stop strings: {free} became {ended}")
     return {"compared": first, "faults": faults, "close": close, "tokens": tokens}
 
 
