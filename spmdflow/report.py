@@ -7,8 +7,9 @@ curve of each chosen metric, a table of first, best and last values, and seconds
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m spmdflow.report", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="folder with metrics.jsonl")
     parser.add_argument(
-        "--keys", help=f"metrics to draw, with commas (default: {','.join(DEFAULT_KEYS)})"
+        "--keys",
+        help=f"metrics to draw, with commas (default: {','.join(DEFAULT_KEYS)}); all are explained "
+        "in docs/METRICS.md",
     )
     parser.add_argument("--png", type=Path, help="the picture (default: RUN_DIR/curve.png)")
     options = parser.parse_args(arguments)
@@ -77,10 +80,19 @@ def drawn_keys(records: Records, wanted: Sequence[str] | None) -> list[str]:
     unknown = [key for key in wanted if key not in present]
     if unknown:
         raise DataError(
-            f"report: no step has {', '.join(unknown)}, expected some of "
-            f"{', '.join(sorted(present))}; name these in --keys"
+            f"report: no step has {', '.join(unknown)}, expected names of metrics"
+            f"{''.join(_nearest(key, present) for key in unknown)}; see docs/METRICS.md, or choose "
+            f"among {', '.join(sorted(present))}"
         )
     return list(wanted)
+
+
+def _nearest(key: str, present: Collection[str]) -> str:
+    """The metric that was probably meant: like it, or with the same words in it."""
+    words = set(key.replace("/", "_").split("_"))
+    alike = [name for name in sorted(present) if words <= set(name.replace("/", "_").split("_"))]
+    near = difflib.get_close_matches(key, present, 1, 0.7) or alike
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def points_of(records: Records, key: str) -> list[Point]:

@@ -8,8 +8,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.result import CallRecord
+from spmdflow.data.row_id import Ids
 from spmdflow.tracking.progress import progress_line
 from spmdflow.tracking.sample import Sample, SampleTable
 from spmdflow.tracking.trace import Span, TraceWriter
@@ -32,11 +35,11 @@ class Show:
         self._total_steps = cfg.total_steps
 
     def samples(self, step: int, scored: Batch | None) -> None:
-        """Fetch, print and write the first scored rows of a step that shows samples."""
+        """Fetch, print and write a few scored rows, of as many prompts as there are."""
         if scored is None or not self._table.is_due(step):
             return
         names = [name for name in _SAMPLE_COLUMNS if name in scored.columns]
-        values = scored[:_NUM_SAMPLES].fetch_for("samples", *names)
+        values = scored.select(_spread(scored.parents)).fetch_for("samples", *names)
         samples = [
             Sample(str(prompt), str(response), float(score), *map(json.loads, terms))
             for prompt, response, score, *terms in zip(*map(values.get, names), strict=True)
@@ -62,3 +65,13 @@ class Show:
         """End the trackers."""
         self._trace.close()
         self._tracker.close()
+
+
+def _spread(parents: Ids) -> list[int]:
+    """Rows to show: the first of each prompt, then the second ones, in the order of the batch."""
+    order = np.argsort(parents, kind="stable")
+    starts = np.searchsorted(parents[order], parents[order])
+    turn = np.empty_like(order)
+    turn[order] = np.arange(len(order)) - starts
+    chosen = np.lexsort((np.arange(len(parents)), turn))[:_NUM_SAMPLES]
+    return sorted(chosen.tolist())

@@ -10,13 +10,13 @@ SHOWN_SHARE = 0.05
 
 
 def progress_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
-    """Step, the metrics of _FIELDS that are there, seconds of the step and of its stages.
+    """Step, the metrics of FIELDS that are there, seconds of the step and of its stages.
 
-    "step  12/100  reward 1.234  kl 0.0012  ...  3.4s: generate 1.2, actor 0.91".
+    "step  12/100  reward 1.234  approx_kl 0.0012  ...  3.4s: generate 1.2, actor 0.91".
     """
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     parts += [
-        f"{label} {_shown(metrics[name], form)}" for name, label, form in _FIELDS if name in metrics
+        f"{label} {_shown(metrics[name], form)}" for name, label, form in FIELDS if name in metrics
     ]
     if "perf/tokens_per_second" in metrics:
         parts.append(f"{_shown(metrics['perf/tokens_per_second'], _rounded)} tok/s")
@@ -70,16 +70,17 @@ def _rounded(value: float) -> str:
 
 
 _STEP = "time/step_seconds"
-_FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward/mean", "reward", _signed),
     ("eval/accuracy", "eval", _percent),
     ("actor/loss", "loss", _signed),
     ("reward_model/loss", "loss", _signed),
     ("eval/loss", "eval_loss", _signed),
     ("eval/mean", "eval_reward", _signed),
-    ("actor/approx_kl", "kl", _small),
+    ("actor/approx_kl", "approx_kl", _small),
+    ("actor/reference_kl", "kl_ref", _small),
     ("actor/clip_fraction", "clip", _percent),
     ("critic/explained_variance", "ev", _signed),
     ("rollout/drift", "drift", _small),
 )
-"""Metric, label in the line, form."""
+"""Metric, label in the line, form; explained in docs/METRICS.md."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from spmdflow.checkpoint import read_tensors
+from tests.metrics_page import unknown_metrics
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "algos" / "ppo.py"
@@ -96,7 +97,9 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     """Whole lines of metrics.jsonl."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
+    steps = [json.loads(line) for line in lines]
+    assert unknown_metrics({name for step in steps for name in step} - {"step"}) == []
+    return steps
 
 
 def check_prediction(run_dir: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdflow.report import main
+from spmdflow.errors import DataError
+from spmdflow.report import drawn_keys, main
 from spmdflow.tracking.tracker import Tracker
 
 
@@ -79,7 +80,10 @@ def test_report_without_metrics_says_what_it_looked_for(tmp_path, capsys, conten
 
 def test_report_of_an_unknown_key_lists_the_known_ones(run_dir, capsys):
     assert main([str(run_dir), "--keys", "reward/men"]) == 2
-    assert "no step has reward/men, expected some of custom/x" in capsys.readouterr().err
+    assert (
+        "no step has reward/men, expected names of metrics (did you mean reward/mean?)"
+        in capsys.readouterr().err
+    )
 
 
 def test_report_without_matplotlib_is_text_and_says_how_to_get_pictures(
@@ -98,3 +102,10 @@ def test_report_into_a_folder_that_cannot_be_written_is_still_text(run_dir, caps
 
     assert main([str(run_dir), "--png", str(png_path)]) == 0
     assert "no picture: cannot write" in capsys.readouterr().out
+
+
+def test_key_that_no_step_has_is_answered_with_the_nearest_names() -> None:
+    records = [{"step": 1, "actor/approx_kl": 0.1, "reward/mean": 1.0}]
+
+    with pytest.raises(DataError, match=r"actor/kl, .* \(did you mean actor/approx_kl\?\)"):
+        drawn_keys(records, ["actor/kl"])

@@ -6,9 +6,11 @@ import io
 import math
 import unicodedata
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmdflow.controller.show import _spread
 from spmdflow.tracking.plot import text_curve
 from spmdflow.tracking.progress import progress_line, stage_seconds
 from spmdflow.tracking.sample import Sample, SampleTable, printable, shortened
@@ -37,7 +39,7 @@ def table_text(samples: list[Sample], *, width: int = 80, **options: int) -> str
 
 def test_progress_line_has_the_numbers_that_matter_on_one_line():
     assert progress_line(12, 100, METRICS) == (
-        "step  12/100  reward 1.235  eval 61.2%  kl 0.0012  clip 8.1%  ev 0.314  drift 2.1e-07"
+        "step  12/100  reward 1.235  eval 61.2%  approx_kl 0.0012  clip 8.1%  ev 0.314  drift 2.1e-07"
         "  1240 tok/s  3.4s: generate 1.2, log_prob 0.3, actor 0.92"
     )
 
@@ -49,7 +51,7 @@ def test_progress_line_without_metrics_is_the_step():
 def test_progress_line_shows_what_is_not_finite_as_nan():
     line = progress_line(1, 2, {"reward/mean": math.nan, "actor/approx_kl": math.inf})
 
-    assert line == "step 1/2  reward nan  kl nan"
+    assert line == "step 1/2  reward nan  approx_kl nan"
 
 
 def test_progress_line_of_a_long_step_has_no_exponents():
@@ -159,3 +161,11 @@ def test_any_curve_has_the_size_asked_for_and_marks_its_extremes(points):
     assert max(map(len, inside)) <= 30
     if len(points) <= 30:
         assert any(line.strip() for line in inside)
+
+
+def test_samples_are_of_as_many_prompts_as_there_are() -> None:
+    groups = np.repeat([7, 3, 9], 4)
+
+    assert _spread(groups) == [0, 1, 4, 8]  # one of each, then a second one of the first
+    assert _spread(np.arange(20)) == [0, 1, 2, 3]
+    assert _spread(np.array([5, 5])) == [0, 1]
