@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
+from spmdflow.config.leaf import defaults, leaves
 from spmdflow.config.schema import (
     DataConfig,
     EngineConfig,
@@ -69,3 +72,34 @@ class EvaluateConfig:
     placement: Any = setting(
         "colocate, split, or a map pool -> {roles: [generator, reward], ranks: [...]}.", "colocate"
     )
+
+    @classmethod
+    def take_over(cls, tree: dict[str, Any], file: Path) -> dict[str, Any]:
+        """What an evaluation takes of the settings in a file; all, unless they are of training.
+
+        Those of training have data.train_path. Taken are data, actor, reward and run.seed, as far
+        as there are such settings here. The model of RUN_DIR/config.yaml is RUN_DIR's newest one.
+        """
+        data, run = tree.get("data"), tree.get("run")
+        if not (isinstance(data, dict) and data.get("train_path")):
+            return tree
+        sections = {name: tree[name] for name in ("data", "actor", "reward") if name in tree}
+        seed = {name: run[name] for name in ("seed",) if isinstance(run, dict) and name in run}
+        found = _known(sections | {"run": seed}, {leaf.key for leaf in leaves(defaults(cls))})
+        if (file.parent / "checkpoints").is_dir():
+            actor = found.setdefault("actor", {})
+            actor["model"] = {**actor.get("model", {}), "path": str(file.parent)}
+        return found
+
+
+def _known(tree: dict[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """The part of a tree whose keys there are."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        is_group = any(each.startswith(f"{key}.") for each in keys)
+        if is_group and isinstance(value, dict):
+            found[name] = _known(value, keys, f"{key}.")
+        elif key in keys or is_group:
+            found[name] = value
+    return found

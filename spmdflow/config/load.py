@@ -68,6 +68,9 @@ def load(
     if yaml_path is None and beside.is_file():
         yaml_path = beside
     sources = _read(yaml_path, overrides)
+    if yaml_path is not None and hasattr(schema, "take_over"):
+        tree = schema.take_over(sources[0].tree, find_file(yaml_path, ".yaml"))
+        sources[0] = Source(sources[0].name, tree)
     assume = {} if ASSUME in {part.name for part in fields(schema)} else take_examples(sources)
     cfg = _build(schema, sources)
     resolve_paths(cfg, download=download)

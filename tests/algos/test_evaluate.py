@@ -74,6 +74,28 @@ def test_checkpoint_alone_has_the_numbers_of_the_runs_own_evaluation(
     assert outside["controller/tensor_bytes"] == inside["controller/tensor_bytes"] == 0
 
 
+def test_configuration_of_a_run_is_that_of_its_evaluation(
+    trained: Path, alone: Path, tmp_path: Path
+) -> None:
+    loaded = load(SCRIPT, trained / "config.yaml", [f"run.dir={tmp_path}"])
+
+    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+
+    assert rows_of(tmp_path) == rows_of(alone)
+    assert loaded.cfg.actor.model.path == exported_folder("path", str(trained))
+
+
+def test_yaml_of_training_is_taken_over_and_typos_are_refused() -> None:
+    loaded = load(SCRIPT, ROOT / "algos" / "grpo.yaml", ["actor.rollout.temperature=0.5"])
+
+    training = yaml.safe_load((ROOT / "algos" / "grpo.yaml").read_text())
+    assert loaded.cfg.data.max_prompt_tokens == training["data"]["max_prompt_tokens"]
+    assert loaded.cfg.reward.function == training["reward"]["function"]
+    assert (loaded.cfg.actor.rollout.temperature, loaded.cfg.run.name) == (0.5, "evaluate")
+    with pytest.raises(ConfigError, match=r"unknown key actor\.rollout\.temprature, nearest is"):
+        load(SCRIPT, ROOT / "algos" / "grpo.yaml", ["actor.rollout.temprature=1"])
+
+
 def test_every_evaluation_of_a_run_has_estimates_within_their_intervals(trained: Path) -> None:
     for step in steps_of(trained):
         for name in ("pass@1", "pass@2", "pass@4", "maj@4"):

@@ -39,8 +39,8 @@ def table_text(samples: list[Sample], *, width: int = 80, **options: int) -> str
 
 def test_progress_line_has_the_numbers_that_matter_on_one_line():
     assert progress_line(12, 100, METRICS) == (
-        "step  12/100  reward 1.235  eval 61.2%  approx_kl 0.0012  clip 8.1%  ev 0.314  drift 2.1e-07"
-        "  1240 tok/s  3.4s: generate 1.2, log_prob 0.3, actor 0.92"
+        "step  12/100  reward 1.235  eval 61.2%  approx_kl 0.0012  clip 8.1%  ev 0.314  "
+        "drift 2.1e-07  1240 tok/s  3.4s: generate 1.2, log_prob 0.3, actor 0.92"
     )
 
 
