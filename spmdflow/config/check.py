@@ -37,6 +37,7 @@ from spmdflow.config.offline import (
     SupervisedConfig,
     check_preferences,
 )
+from spmdflow.config.on_error import on_error_of
 from spmdflow.config.parallel import (
     check_generation_sizes,
     check_model_sizes,
@@ -253,6 +254,7 @@ def _check_kl(cfg: Any, roles: tuple[str, ...]) -> None:
 def _reward_rules(cfg: Any) -> Iterator[Rule]:
     for key, reward in parts_of(cfg, RewardConfig):
         yield partial(_check_reward, key, reward)
+        yield partial(on_error_of, reward.on_error, f"{key}.on_error")
 
 
 def _check_reward(key: str, reward: RewardConfig) -> None:

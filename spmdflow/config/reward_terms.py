@@ -23,7 +23,7 @@ from typing import Any
 from spmdflow.errors import ConfigError
 
 MODEL = "model"
-RESERVED = ("answer", "errors", "mean", "overlong", "score")
+RESERVED = ("answer", "dropped", "dropped_share", "errors", "mean", "overlong", "score")
 """Names that metrics of a reward have already."""
 
 _TERM = re.compile(r"(?:([^*]*?)\s*\*\s*)?(model|.+?:[\w.]+)\s*(\(.*\))?", re.DOTALL)

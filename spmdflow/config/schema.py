@@ -356,9 +356,10 @@ class RewardConfig:
     num_processes: int = setting("Worker processes for functions, on each rank.", 1, at_least=1)
     sample_seconds: float = setting("Limit for one function on one sample.", 10.0, above=0)
     on_error: str = setting(
-        "raise: end the run; zero: that function's score is 0, counted and logged.",
+        "A function fails on a sample: raise: the run ends; drop: the row is not learnt from, and "
+        "the run ends above 10% (drop 25%: above 25%) of failed rows in one call; zero: that "
+        "function's score is 0.",
         "raise",
-        one_of=("raise", "zero"),
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from spmdflow.controller.frame import Frame, SourceFrame
 from spmdflow.data.ragged import is_ragged
 from spmdflow.data.row_id import Ids
+from spmdflow.data.rows import VALID
 from spmdflow.errors import ColumnError, ProtocolError, RowError
 
 if TYPE_CHECKING:
@@ -218,8 +219,10 @@ class Batch:
         return self._caller.fetch(self, names, purpose=purpose)
 
     def mean(self, name: str) -> float:
-        """Mean of a column of one number a row; waits for the values."""
-        values = self._numbers("mean", name)
+        """Mean of a column of one number a row, over rows that did not fail (`valid`); waits."""
+        marks = [self._items(mark) for mark in VALID if mark in self._columns and mark != name]
+        rows = zip(self._numbers("mean", name), *marks, strict=True)
+        values = [value for value, *valid in rows if all(valid)]
         return sum(values) / max(len(values), 1)
 
     @property

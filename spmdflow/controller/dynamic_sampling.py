@@ -13,9 +13,10 @@ from spmdflow.transfer.worker import Mean, Metric, Sum
 class DynamicSampling:
     """Fills a batch with prompts whose samples differ in score (DAPO, Yu et al. 2025, eq. 11).
 
-    A prompt whose samples all have one score has advantages of zero and no gradient. Its rows are
-    dropped, and more prompts drawn until num_rows rows are there; rows beyond that are dropped
-    too. Reads the column "scores", and waits for it: the number of rows depends on data.
+    A prompt whose samples (but those that failed) all have one score has advantages of zero and no
+    gradient. Its rows are dropped, and more prompts drawn until num_rows rows are there; rows
+    beyond that are dropped too. Reads the column "scores", and waits for it: the number of rows
+    depends on data.
     """
 
     def __init__(self, num_rows: int, cfg: DynamicSamplingConfig) -> None:
@@ -56,4 +57,5 @@ class DynamicSampling:
 
 
 def _differ(scores: list[Any]) -> bool:
-    return min(scores) < max(scores)
+    known = [score for score in scores if score == score]  # nan: the row failed
+    return min(known, default=0) < max(known, default=0)

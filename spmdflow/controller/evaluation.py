@@ -20,7 +20,7 @@ from spmdflow.controller.group import WorkerGroup
 from spmdflow.controller.judged import Judged, judged, write_judged
 from spmdflow.controller.weight_link import WeightLink
 from spmdflow.data.seed import seed_of
-from spmdflow.errors import ConfigError, ProtocolError
+from spmdflow.errors import ConfigError, ProtocolError, RewardError
 from spmdflow.tracking.estimate import as_metrics, estimates, per_prompt
 from spmdflow.tracking.evaluation_table import evaluation_table
 
@@ -79,15 +79,19 @@ class Evaluation:
     def report(self, greedy: Batch, sampled: Batch, run_dir: Path) -> dict[str, float]:
         """See `Flow.report`."""
         by_prompt, samples = judged(greedy), judged(sampled)
-        numbers = {"score": [row[0].score for row in by_prompt]}
+        whole = _places_whole([by_prompt, samples] if samples else [by_prompt])
+        firsts = [by_prompt[place][0] for place in whole]
+        numbers: dict[str, list[float]] = {"score": [row.score or 0.0 for row in firsts]}
         if knows_right(self._config.reward):
-            numbers = {"accuracy": [row[0].right for row in by_prompt]} | numbers
-        shares = _per_prompt(samples) if samples else {}
-        write_judged(run_dir / EVALUATION_FILE, greedy, by_prompt, samples, shares)
+            numbers = {"accuracy": [row.right for row in firsts]} | numbers
+        shares = _per_prompt([samples[place] for place in whole]) if samples else {}
+        by_place = {name: dict(zip(whole, of_prompts)) for name, of_prompts in shares.items()}
+        write_judged(run_dir / EVALUATION_FILE, greedy, by_prompt, samples, by_place)
         found = estimates(numbers | shares, seed=self._seed)
         lengths = [row[0].num_tokens for row in by_prompt]
         facts = {
-            "prompts": len(by_prompt),
+            "prompts": len(whole),
+            **_left_out(len(by_prompt) - len(whole)),
             "samples of each": len(samples[0]) if samples else 0,
             "mean tokens, greedy": mean(lengths),
         }
@@ -112,7 +116,9 @@ class Evaluation:
             return {}
         sampled = self._responses(samples, greedy=False)
         sampled |= reward.compute_reward(sampled, prefix="eval/sampled")
-        return as_metrics(estimates(_per_prompt(judged(sampled)), seed=self._seed), "eval")
+        rows = judged(sampled)
+        shares = _per_prompt([rows[place] for place in _places_whole([rows])])
+        return as_metrics(estimates(shares, seed=self._seed), "eval")
 
     def _responses(self, rows: Batch, *, greedy: bool) -> Batch:
         """Responses to held-out rows, by the script's own function if there is one."""
@@ -145,6 +151,25 @@ class Evaluation:
             if method is not None:
                 held_out |= getattr(group, method)(held_out)
         return held_out
+
+
+def _places_whole(batches: Sequence[Sequence[Sequence[Judged]]]) -> list[int]:
+    """Places of the prompts of which no response was dropped; RewardError if there is none."""
+    whole = [
+        place
+        for place, rows in enumerate(zip(*batches, strict=True))
+        if all(sample.score is not None for row in rows for sample in row)
+    ]
+    if not whole:
+        raise RewardError(
+            f"evaluate: got {len(batches[0])} prompts, each with a response whose reward function "
+            f"failed, expected at least one without; fix reward.function"
+        )
+    return whole
+
+
+def _left_out(num_prompts: int) -> dict[str, int]:
+    return {"prompts left out (failed)": num_prompts} if num_prompts else {}
 
 
 def _per_prompt(samples: Sequence[Sequence[Judged]]) -> dict[str, list[float]]:

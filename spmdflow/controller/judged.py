@@ -23,7 +23,8 @@ class Judged(NamedTuple):
     """One scored response."""
 
     text: str
-    score: float
+    score: float | None
+    """None: the reward function failed, and the row was dropped."""
     right: float
     """accuracy if the function reports it, else 1 for a score of at least 1, else 0."""
     answer: str | None
@@ -35,6 +36,8 @@ class Judged(NamedTuple):
         """From a row's columns; terms: what the function returned besides the score."""
         right = terms[ACCURACY] if ACCURACY in terms else float(score >= 1)
         answer = terms[ANSWER] if ANSWER in terms else normal_answer(text)
+        if score != score:  # nan
+            return cls(text, None, 0.0, None, num_tokens)
         return cls(text, score, right, None if answer is None else str(answer), num_tokens)
 
 
@@ -54,9 +57,12 @@ def write_judged(
     greedy_rows: Batch,
     greedy: Sequence[Sequence[Judged]],
     sampled: Sequence[Sequence[Judged]],
-    numbers: Mapping[str, Sequence[float]],
+    numbers: Mapping[str, Mapping[int, float]],
 ) -> None:
-    """One JSON line for each prompt: text, other fields, responses and its share of `numbers`."""
+    """One JSON line for each prompt: text, other fields, responses and its share of `numbers`.
+
+    numbers: by name, then by the prompt's place; prompts with a failed row have none.
+    """
     values = greedy_rows.fetch_for("evaluation", "prompt_text", "row")
     lines = []
     for place, (prompt, row) in enumerate(zip(values["prompt_text"], values["row"], strict=True)):
@@ -65,7 +71,11 @@ def write_judged(
             "row": json.loads(str(row)),
             "greedy": greedy[place][0]._asdict(),
             "samples": [sample._asdict() for sample in (sampled[place] if sampled else ())],
-            **{name: of_prompts[place] for name, of_prompts in numbers.items()},
+            **{
+                name: of_prompts[place]
+                for name, of_prompts in numbers.items()
+                if place in of_prompts
+            },
         }
         lines.append(json.dumps(record) + "\n")
     write_atomically(path, "".join(lines).encode())

@@ -7,7 +7,7 @@ no column names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,6 +28,11 @@ class RowGroups:
     """(B,) int64: which row of its group each row is, from 0; other ranks have the others."""
     largest: int = 0
     """Rows of the largest group."""
+
+    def only(self, valid: Tensor) -> RowGroups:
+        """The groups of the rows where valid (B,) is True; the others are one more group."""
+        index = torch.where(valid, self.index, self.count)
+        return replace(self, index=index, count=self.count + 1)
 
     def sums(self, x: Tensor) -> Tensor:
         """(B, ...) -> (B, ...): for each row the float64 sum of x over its whole group."""

@@ -9,7 +9,14 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.data.column import column_of
-from spmdflow.data.ragged import is_ragged, lengths_of, ragged, take_rows
+from spmdflow.data.ragged import (
+    is_ragged,
+    lengths_of,
+    pad,
+    ragged,
+    ragged_from_padded,
+    take_rows,
+)
 
 
 def select_rows(batch: TensorDict, index: Tensor) -> TensorDict:
@@ -18,6 +25,36 @@ def select_rows(batch: TensorDict, index: Tensor) -> TensorDict:
     for name in names_of(batch):
         set_column(chosen, name, _select(name, batch[name], index, batch.batch_size[0]))
     return chosen
+
+
+VALID = ("valid", "cost_valid")
+"""Dense bool columns: False on a row that failed (its reward function did), which is kept so that
+the number of rows stays as planned, but counts nowhere."""
+
+
+def valid_rows(batch: TensorDict) -> Tensor | None:
+    """(B,) bool: the rows that count, in host memory; None if the batch does not say."""
+    marks = [batch[name].bool() for name in VALID if name in batch.keys()]
+    return torch.stack(marks).all(0) if marks else None
+
+
+def chosen_mask(batch: TensorDict) -> Tensor:
+    """(B, R) bool: response_mask, padded, and False on every token of a row that failed."""
+    mask, valid = pad(batch["response_mask"]).bool(), valid_rows(batch)
+    return mask if valid is None else mask & valid[:, None]
+
+
+def without_failed(batch: TensorDict) -> TensorDict:
+    """The same rows with response_mask as `chosen_mask` has it and no column of `VALID`.
+
+    For a loss: a row without a chosen token is in no sum and in no denominator.
+    """
+    if valid_rows(batch) is None:
+        return batch
+    mask = ragged_from_padded(chosen_mask(batch), lengths_of(batch["response_mask"]))
+    kept: TensorDict = batch.exclude(*VALID)
+    kept["response_mask"] = mask
+    return kept
 
 
 def names_of(batch: TensorDict) -> list[str]:

@@ -9,9 +9,12 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from spmdflow.data.rows import VALID
 from spmdflow.models.critic import CriticWorker
 from spmdflow.models.reward import READS, RewardWorker
 from spmdflow.transfer.register import register
+
+_WRITES = ("costs", "token_level_costs", "cost_valid")
 
 
 class CostWorker(RewardWorker):
@@ -19,13 +22,17 @@ class CostWorker(RewardWorker):
 
     role = "cost"
 
-    @register(transfer_mode="3D_PROTO", reads=READS, writes=("costs", "token_level_costs"))
+    @register(transfer_mode="3D_PROTO", reads=READS, writes=_WRITES)
     def compute_cost(self, batch: TensorDict, *, prefix: str = "cost") -> TensorDict | None:
-        """costs (B,); token_level_costs: the cost at the last response token."""
+        """costs (B,); token_level_costs: the cost at the last response token.
+
+        cost_valid (B,) bool: see `compute_reward`.
+        """
         made = self.compute_reward(batch, prefix=prefix)
         if made is None:
             return None
-        columns = {"costs": made["scores"], "token_level_costs": made["token_level_rewards"]}
+        found = ("scores", "token_level_rewards", "valid")
+        columns = {name: made[column] for name, column in zip(_WRITES, found, strict=True)}
         return TensorDict(columns, batch_size=batch.batch_size)
 
 
@@ -49,11 +56,13 @@ class CostCriticWorker(CriticWorker):
     @register(
         transfer_mode="3D_PROTO",
         reads=("prompts", "responses", "response_mask", "cost_values", "cost_returns"),
+        optional=VALID,
         minibatches=True,
     )
     def update_cost_critic(self, batch: TensorDict) -> dict[str, Any]:
         """One optimizer step for each mini-batch; metrics are means over the steps."""
-        kept = {name: batch[name] for name in ("prompts", "responses", "response_mask")}
+        known = ("prompts", "responses", "response_mask", *VALID)
+        kept = {name: batch[name] for name in known if name in batch.keys()}
         own = {"values": batch["cost_values"], "returns": batch["cost_returns"]}
         metrics = self.update_critic(TensorDict(kept | own, batch_size=batch.batch_size))
         return {f"cost_{name}": value for name, value in metrics.items()}

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.schema import CriticConfig
+from spmdflow.data.rows import VALID, without_failed
 from spmdflow.models.base import EngineWorker
 from spmdflow.objectives.value import ValueLoss
 from spmdflow.transfer.register import register
@@ -45,11 +46,15 @@ class CriticWorker(EngineWorker):
     @register(
         transfer_mode="3D_PROTO",
         reads=("prompts", "responses", "response_mask", "values", "returns"),
+        optional=VALID,
         minibatches=True,
     )
     def update_critic(self, batch: TensorDict) -> dict[str, Any]:
-        """One optimizer step for each mini-batch; metrics are means over the steps."""
-        return self.train(batch, self.loss, prefix="critic")
+        """One optimizer step for each mini-batch; metrics are means over the steps.
+
+        Rows that failed (valid is False) are not learnt from.
+        """
+        return self.train(without_failed(batch), self.loss, prefix="critic")
 
 
 def _values(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmdflow.config.schema import ActorConfig
 from spmdflow.data.ragged import pad
-from spmdflow.data.rows import total_length
+from spmdflow.data.rows import VALID, chosen_mask, total_length, without_failed
 from spmdflow.errors import ConfigError, SpmdflowError
 from spmdflow.hybrid_engine.nccl_sender import NcclPublisher
 from spmdflow.hybrid_engine.outside_sender import WeightPublisher
@@ -32,7 +32,7 @@ from spmdflow.transfer.worker import Max, Mean, WorkerContext
 from spmdflow.workers.micro_batch import MicroBatch
 
 UPDATE_READS = ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
-UPDATE_MAY = ("ref_log_probs", "rollout_weights", "pretrain_ids")
+UPDATE_MAY = ("ref_log_probs", "rollout_weights", "pretrain_ids", *VALID)
 """Columns of `update_actor`: those it needs, and those it uses if they are there."""
 
 
@@ -98,7 +98,7 @@ class PolicyWorker(EngineWorker):
     @register(
         transfer_mode="3D_PROTO",
         reads=("prompts", "responses", "response_mask"),
-        optional=("rollout_log_probs",),
+        optional=("rollout_log_probs", *VALID),
         writes=("old_log_probs",),
     )
     def compute_log_prob(self, batch: TensorDict) -> TensorDict | None:
@@ -108,7 +108,7 @@ class PolicyWorker(EngineWorker):
             return None
         if "rollout_log_probs" in batch.keys():
             self._report_drift(batch, made["old_log_probs"])
-        mask, entropy = pad(batch["response_mask"]), pad(made["entropy"])
+        mask, entropy = chosen_mask(batch), pad(made["entropy"])
         total = float((entropy * mask).sum())
         self.report({"actor/entropy": Mean(total, float(mask.sum()))})
         return made.exclude("entropy")
@@ -139,7 +139,9 @@ class PolicyWorker(EngineWorker):
         """One optimizer step for each mini-batch; metrics are means over the steps.
 
         With pretrain_ids, each sample's text is in the same steps, weighted by loss.pretrain_coef.
+        Rows that failed (valid is False) are not learnt from.
         """
+        batch = without_failed(batch)
         if "pretrain_ids" not in batch.keys():
             return self.train(batch, self.loss, prefix="actor")
         batch, self.call = with_text_rows(batch, self.call)
@@ -167,7 +169,7 @@ class PolicyWorker(EngineWorker):
 
     def _report_drift(self, batch: TensorDict, old: Tensor) -> None:
         """|log-prob gap| between the rollout and the trainer, over the policy's tokens."""
-        mask = pad(batch["response_mask"])
+        mask = chosen_mask(batch)
         gap = (pad(batch["rollout_log_probs"]) - pad(old)).abs() * mask
         total, tokens = float(gap.sum()), float(mask.sum())
         largest = float(gap.max()) if gap.numel() else 0.0

@@ -12,12 +12,15 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
+from spmdflow.config.on_error import on_error_of
 from spmdflow.config.reward_terms import MODEL, RewardTerm, reward_terms
 from spmdflow.config.schema import RewardConfig
 from spmdflow.data.ragged import lengths_of, ragged, rows_of
 from spmdflow.datasets.decode import response_texts
 from spmdflow.datasets.tokenizer import load_tokenizer
+from spmdflow.errors import RewardError
 from spmdflow.models.base import EngineWorker
+from spmdflow.models.dropped import count_dropped
 from spmdflow.parallel.layout import Layout
 from spmdflow.rewards.pool import RewardPool
 from spmdflow.rewards.weighted import Result, weighted
@@ -26,7 +29,7 @@ from spmdflow.transfer.worker import Mean, Metric, Sum, Worker, WorkerContext
 from spmdflow.workers.micro_batch import MicroBatch
 
 READS = ("prompts", "responses", "prompt_text", "row")
-_WRITES = ("scores", "token_level_rewards", "response_text", "score_terms")
+_WRITES = ("scores", "token_level_rewards", "valid", "response_text", "score_terms")
 
 
 class RewardWorker(Worker):
@@ -56,6 +59,7 @@ class RewardWorker(Worker):
         self._model = _ModelScorer(cfg, context) if cfg.model else None
         has_functions = len(self._model_terms) < len(terms)
         self._functions = _FunctionScorer(cfg, context) if has_functions else None
+        self._on_error = on_error_of(cfg.on_error, f"{self.role}.on_error")
 
     @register(
         transfer_mode="3D_PROTO",
@@ -65,18 +69,30 @@ class RewardWorker(Worker):
     def compute_reward(self, batch: TensorDict, *, prefix: str = "reward") -> TensorDict | None:
         """scores (B,) float32; token_level_rewards: the score at the last response token.
 
-        score_terms: what the score is made of, as JSON. prefix: of the metrics, for rows that are
-        not those of the training batch.
+        valid (B,) bool: False, and the score nan, where a function failed under on_error=drop;
+        RewardError if too many did. score_terms: what the score is made of, as JSON. prefix: of the
+        metrics, which are means over valid rows, for rows that are not those of the training batch.
         """
         tokens = ([row.tolist() for row in rows_of(batch[name])] for name in READS[:2])
         texts = response_texts(self._tokenizer, *tokens)
         results = self._results(batch, texts)
         if results is None:
             return None
+        drops = self._on_error.kind == "drop"
+        valid = torch.tensor([not (drops and result.get("errors")) for result in results]).bool()
         scores = torch.tensor([result["score"] for result in results], dtype=torch.float32)
-        metrics = {"mean": Mean(float(scores.double().sum()), len(scores))} | _means(results)
+        kept = [result for result, counts in zip(results, valid.tolist()) if counts]
+        metrics = {"mean": Mean(float(scores[valid].double().sum()), len(kept))} | _means(kept)
+        if drops:
+            metrics.pop("errors", None)
+            metrics |= self._count_dropped(valid)
         self.report({f"{prefix}/{name}": metric for name, metric in metrics.items()})
-        columns = {"scores": scores, "token_level_rewards": _at_last_token(scores, batch)}
+        scores[~valid] = torch.nan
+        columns = {
+            "scores": scores,
+            "token_level_rewards": _at_last_token(scores, batch),
+            "valid": valid,
+        }
         made = TensorDict(columns, batch_size=batch.batch_size)
         made.set_non_tensor("response_text", texts)
         made.set_non_tensor("score_terms", [_without_score(result) for result in results])
@@ -86,6 +102,17 @@ class RewardWorker(Worker):
         """End the worker processes of reward functions."""
         if self._functions is not None:
             self._functions.close()
+
+    def _count_dropped(self, valid: Tensor) -> dict[str, Metric]:
+        """Metrics of the rows that failed; RewardError if too many of this call's did."""
+        dropped = count_dropped(valid, self.context)
+        too_many = dropped.percent > self._on_error.max_dropped_percent
+        if too_many and dropped.first_rank == self.context.rank:
+            assert self._functions is not None, "a model does not fail on a row"
+            key = f"{self.role}.on_error"
+            self._functions.refuse(dropped.excess(key, self._on_error.max_dropped_percent))
+        count = float((~valid).sum())
+        return {"dropped": Sum(count), "dropped_share": Mean(count, len(valid))}
 
     def _results(self, batch: TensorDict, texts: list[str]) -> list[Result] | None:
         """For each row {"score": the sum of all terms, ...}; None before the last stage."""
@@ -118,7 +145,17 @@ class _ModelScorer(EngineWorker):
     def scores(self, batch: TensorDict) -> Tensor | None:
         """(B,) scores; None before the last pipeline stage."""
         made = self.score(batch.select("prompts", "responses"), _last)
-        return None if made is None else made["scores"].float().cpu()
+        if made is None:
+            return None
+        scores = made["scores"].float().cpu()
+        if not scores.isfinite().all():
+            row = int(scores.isfinite().int().argmin())
+            raise RewardError(
+                f"reward model: got the score {scores[row]:g} for row {self.call.row_ids[row]}, "
+                f"expected finite scores; check the weights of {self.cfg.model.path}, or set "
+                f"model.dtype=float32"
+            )
+        return scores
 
 
 class _FunctionScorer:
@@ -147,6 +184,11 @@ class _FunctionScorer:
             dist.broadcast_object_list(found, self._peers[0], group=group, device=device)
         results: list[Result] = found[0]
         return results
+
+    def refuse(self, text: str) -> None:
+        """RewardError with the first failure below, from the rank that has the pool."""
+        if self._pool is not None:
+            raise RewardError(f"{text}\nthe first failure: {self._pool.first_failure}")
 
     def close(self) -> None:
         if self._pool is not None:

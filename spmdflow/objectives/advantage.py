@@ -17,6 +17,7 @@ from torch import Tensor
 from spmdflow.config.schema import AdvantageConfig
 from spmdflow.data.group import RowGroups
 from spmdflow.data.ragged import is_ragged, lengths_of, pad, ragged_from_padded
+from spmdflow.data.rows import VALID, chosen_mask, valid_rows
 from spmdflow.errors import ColumnError
 from spmdflow.objectives import critic_free as critic_free  # registers its estimators
 from spmdflow.objectives.estimator import Samples, advantage, estimator_of
@@ -35,7 +36,7 @@ def _estimator_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 @row_maths(
     reads=("response_mask", "token_level_rewards"),
     reads_for=_estimator_columns,
-    optional=("old_log_probs", "ref_log_probs"),
+    optional=("old_log_probs", "ref_log_probs", *VALID),
     writes=("advantages", "returns"),
     groups=True,
 )
@@ -51,20 +52,24 @@ def compute_advantages(
     """Ragged float32 advantages and returns of each row; 0 where the policy chose nothing.
 
     r_t = token_level_reward_t - kl_coef * KL_t, then the estimator, then whitening over the
-    global batch if cfg.whiten. Reports reward/penalised_mean and, if the columns are there, the KL
-    to the reference (k1): actor/reference_kl in nats per token, ..._per_response in nats per
-    response. ConfigError for an unknown estimator, ColumnError if the KL has a weight and no
-    columns.
+    global batch if cfg.whiten. Rows that failed (valid is False) have 0 and are in no baseline,
+    whitening or metric; 0 also has a row that is compared with others of which none is left.
+    Reports reward/penalised_mean and, if the columns are there, the KL to the reference (k1):
+    actor/reference_kl in nats per token, ..._per_response in nats per response. ConfigError for an
+    unknown estimator, ColumnError if the KL has a weight and no columns.
     """
     lengths = lengths_of(batch["response_mask"])
-    mask = pad(batch["response_mask"])  # (B, R)
-    columns = numbers_of(batch)
+    mask, valid = chosen_mask(batch), valid_rows(batch)  # (B, R), (B,)
+    columns = numbers_of(batch, valid)
     columns["token_level_rewards"] = columns["token_level_rewards"] - weighted_kl(
         columns, mask, cfg
     )
-    samples = Samples(columns, mask, groups, reduce)
-    advantages, returns = estimator_of(estimator).estimate(samples, cfg)
-    report(advantage_metrics(columns, mask))
+    report(advantage_metrics(columns, mask, valid))
+    chosen = estimator_of(estimator)
+    if valid is not None:
+        valid = _comparable(valid, columns, groups if chosen.groups else None)
+        mask, groups, columns = mask & valid[:, None], groups.only(valid), _kept(columns, valid)
+    advantages, returns = chosen.estimate(Samples(columns, mask, groups, reduce), cfg)
     if cfg.whiten:
         advantages = whiten(advantages, mask, reduce)
     ragged = {
@@ -102,14 +107,39 @@ def _gae(samples: Samples, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]:
     return gae(samples.rewards, samples.columns["values"], samples.mask, cfg.gamma, cfg.lam)
 
 
-def numbers_of(batch: TensorDict) -> dict[str, Tensor]:
-    """Columns padded to (B, R), or dense (B, ...); in float64 unless they hold integers."""
+def numbers_of(batch: TensorDict, valid: Tensor | None = None) -> dict[str, Tensor]:
+    """Columns padded to (B, R), or dense (B, ...); in float64 unless they hold integers.
+
+    Zeros in the rows that are not valid (B,).
+    """
     found = {}
     for name, column in batch.items():
         if isinstance(column, Tensor):
             values = pad(column) if is_ragged(column) else column
             found[str(name)] = values.double() if values.is_floating_point() else values
-    return found
+    return found if valid is None else _kept(found, valid)
+
+
+def _kept(columns: Mapping[str, Tensor], valid: Tensor) -> dict[str, Tensor]:
+    """The columns with zeros, whatever was there, in the rows that are not valid (B,)."""
+    return {
+        name: torch.where(valid.view(-1, *[1] * (x.dim() - 1)), x, torch.zeros_like(x))
+        for name, x in columns.items()
+    }
+
+
+def _comparable(valid: Tensor, columns: Mapping[str, Tensor], groups: RowGroups | None) -> Tensor:
+    """(B,) bool: valid rows that still have what they are compared with.
+
+    A row lacks it if the greedy response that is its baseline failed (baseline_scores is nan), or
+    if groups are given and all other rows of its group failed.
+    """
+    if "baseline_scores" in columns:
+        valid = valid & ~columns["baseline_scores"].isnan()
+    if groups is None:
+        return valid
+    drawn, left = groups.sums(torch.stack([torch.ones_like(valid), valid], -1)).unbind(-1)
+    return valid & ~((drawn > 1) & (left <= 1))
 
 
 def weighted_kl(columns: Mapping[str, Tensor], mask: Tensor, cfg: AdvantageConfig) -> Tensor:
@@ -126,9 +156,11 @@ def weighted_kl(columns: Mapping[str, Tensor], mask: Tensor, cfg: AdvantageConfi
     return cfg.kl_coef * inside(kl, mask)
 
 
-def advantage_metrics(columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, Metric]:
-    """Mean reward after the KL, and the KL itself if its columns are there."""
-    rows = float(len(mask))
+def advantage_metrics(
+    columns: Mapping[str, Tensor], mask: Tensor, valid: Tensor | None = None
+) -> dict[str, Metric]:
+    """Mean reward after the KL, and the KL itself if its columns are there; of valid rows (B,)."""
+    rows = float(len(mask) if valid is None else valid.sum())
     metrics: dict[str, Metric] = {
         "reward/penalised_mean": Mean(float(columns["token_level_rewards"].sum()), rows)
     }

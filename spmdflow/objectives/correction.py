@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spmdflow.config.algorithm import CorrectionConfig
 from spmdflow.data.ragged import lengths_of, pad, ragged_from_padded
+from spmdflow.data.rows import VALID, chosen_mask
 from spmdflow.errors import ConfigError
 from spmdflow.objectives.advantage import Report
 from spmdflow.objectives.kl import bounded, kl_estimate
@@ -25,7 +26,9 @@ from spmdflow.transfer.row_maths import row_maths
 
 
 @row_maths(
-    reads=("response_mask", "old_log_probs", "rollout_log_probs"), writes=("rollout_weights",)
+    reads=("response_mask", "old_log_probs", "rollout_log_probs"),
+    optional=VALID,
+    writes=("rollout_weights",),
 )
 def compute_rollout_weights(
     batch: TensorDict, *, cfg: CorrectionConfig, reduce: Reduce, report: Report
@@ -40,7 +43,7 @@ def compute_rollout_weights(
         raise ConfigError(
             f"correction.kind: got {cfg.kind!r}; expected one of {sorted(CORRECTIONS)}; choose one"
         )
-    mask = pad(batch["response_mask"])
+    mask = chosen_mask(batch)
     old, rollout = (pad(batch[name]).double() for name in ("old_log_probs", "rollout_log_probs"))
     log_ratio = inside(old - rollout, mask)
     weights, changed = CORRECTIONS[cfg.kind](log_ratio, mask, cfg.cap)

@@ -3,7 +3,8 @@
 s_i is the sum of row i's token-level rewards, G the rows that are samples of the same prompt
 (n of them). Every token of a row gets the same advantage unless the formula has a t. A prompt
 with one sample has no group to compare with: where the baseline is the group's, its row keeps
-A = s.
+A = s. Rows that failed (`Samples.groups` leaves them out) are in no baseline; `compute_advantages`
+gives a row 0 whose group has no other row left.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Estimates = tuple[Tensor, Tensor]
 STD_FLOOR = 1e-6
 
 
-@advantage("grpo")
+@advantage("grpo", groups=True)
 def grpo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     """A_i = (s_i - mean_G s) / (std_G s + 1e-6), std unbiased (Shao et al. 2024, section 4.1.2)."""
     scores, groups = samples.scores, samples.groups
@@ -32,7 +33,7 @@ def grpo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     return _alike(samples, torch.where(sizes > 1, normalised, scores))
 
 
-@advantage("dr_grpo")
+@advantage("dr_grpo", groups=True)
 def dr_grpo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     """A_i = s_i - mean_G s, without the division that favours easy and hard prompts.
 
@@ -42,7 +43,7 @@ def dr_grpo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     return _alike(samples, _centred(samples))
 
 
-@advantage("rloo")
+@advantage("rloo", groups=True)
 def rloo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     """A_i = s_i - mean_{j in G, j != i} s_j = n / (n - 1) (s_i - mean_G s).
 
@@ -53,7 +54,7 @@ def rloo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     return _alike(samples, scale * _centred(samples))
 
 
-@advantage("opo")
+@advantage("opo", groups=True)
 def opo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     """A_i = s_i - sum_G l_j s_j / sum_G l_j, l the policy's tokens of a row.
 
@@ -66,7 +67,7 @@ def opo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     return _alike(samples, torch.where(groups.sizes() > 1, scores - baseline, scores))
 
 
-@advantage("pass_at_k")
+@advantage("pass_at_k", groups=True)
 def pass_at_k(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     """A_i = mean over S of (max_S s - max_{S without i} s), S all sets of k rows of G with row i.
 
@@ -112,7 +113,7 @@ def reinforce_pp(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     return to_go, to_go
 
 
-@advantage("reinforce_pp_baseline")
+@advantage("reinforce_pp_baseline", groups=True)
 def reinforce_pp_baseline(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     """A_i = s_i - mean_G s, to be whitened over the global batch and not within the group.
 

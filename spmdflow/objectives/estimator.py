@@ -23,11 +23,13 @@ class Samples:
     """What an estimator is given: the rows of one rank."""
 
     columns: Mapping[str, Tensor]
-    """By name: response-shaped (B, R), padded with 0, or dense (B, ...); numbers are float64."""
+    """By name: response-shaped (B, R), padded with 0, or dense (B, ...); numbers are float64. A
+    row that failed has zeros."""
     mask: Tensor
-    """(B, R) bool: True where the policy chose the token."""
+    """(B, R) bool: True where the policy chose the token; all False for a row that failed."""
     groups: RowGroups
-    """Which rows are samples of one prompt; sums over them cross ranks."""
+    """Which rows are samples of one prompt; sums over them cross ranks and leave out rows that
+    failed."""
     reduce: Reduce
     """Sums over the ranks."""
 
@@ -56,15 +58,21 @@ class Estimator:
     estimate: Estimate
     reads: tuple[str, ...]
     """Columns it needs besides token_level_rewards and response_mask."""
+    groups: bool
+    """Whether a row is compared with the other samples of its prompt."""
 
 
 _REGISTRY: dict[str, Estimator] = {}
 
 
-def advantage(name: str, *, reads: Iterable[str] = ()) -> Callable[[Estimate], Estimate]:
+def advantage(
+    name: str, *, reads: Iterable[str] = (), groups: bool = False
+) -> Callable[[Estimate], Estimate]:
     """Register an estimator under a name; the last one of a module's own wins.
 
-    ConfigError if the name belongs to a function of another module.
+    groups: it compares a row with the other samples of its prompt; a row that the others' failures
+    left alone then has advantage 0. ConfigError if the name belongs to a function of another
+    module.
     """
 
     def add(estimate: Estimate) -> Estimate:
@@ -74,7 +82,7 @@ def advantage(name: str, *, reads: Iterable[str] = ()) -> Callable[[Estimate], E
                 f"advantage estimator {name!r}: got a definition in {estimate.__module__}, "
                 f"expected a name that is not taken by {taken.estimate.__module__}; choose another"
             )
-        _REGISTRY[name] = Estimator(estimate, tuple(reads))
+        _REGISTRY[name] = Estimator(estimate, tuple(reads), groups)
         return estimate
 
     return add

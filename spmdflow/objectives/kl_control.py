@@ -18,6 +18,7 @@ from tensordict import TensorDict
 
 from spmdflow.config.schema import AdvantageConfig
 from spmdflow.data.ragged import pad
+from spmdflow.data.rows import VALID, chosen_mask, valid_rows
 from spmdflow.errors import ConfigError
 from spmdflow.objectives.advantage import Report
 from spmdflow.objectives.kl import kl_estimate
@@ -30,16 +31,21 @@ LARGEST_ERROR, GAIN = 0.2, 0.1
 A = TypeVar("A", bound=AdvantageConfig)
 
 
-@row_maths(reads=("response_mask", "old_log_probs", "ref_log_probs"), writes=("reference_kl",))
+@row_maths(
+    reads=("response_mask", "old_log_probs", "ref_log_probs"),
+    optional=VALID,
+    writes=("reference_kl",),
+)
 def measure_kl(batch: TensorDict, *, reduce: Reduce, report: Report) -> TensorDict:
     """reference_kl (B,) float32: each response's KL to the reference in nats, k1 over its tokens.
 
-    Reports its mean as advantage/measured_kl.
+    Reports its mean as advantage/measured_kl. A row that failed has 0 and is in no mean.
     """
-    mask = pad(batch["response_mask"])
+    mask, valid = chosen_mask(batch), valid_rows(batch)
     old, ref = (pad(batch[name]).double() for name in ("old_log_probs", "ref_log_probs"))
     kl = inside(kl_estimate("k1", old, ref), mask).sum(-1)
-    report({"advantage/measured_kl": Mean(float(kl.sum()), float(len(kl)))})
+    rows = float(len(kl) if valid is None else valid.sum())
+    report({"advantage/measured_kl": Mean(float(kl.sum()), rows)})
     return TensorDict({"reference_kl": kl.to(torch.float32)}, batch_size=batch.batch_size)
 
 

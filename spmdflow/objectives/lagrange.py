@@ -16,7 +16,8 @@ from torch import Tensor
 
 from spmdflow.config.algorithm import LagrangeConfig
 from spmdflow.config.schema import AdvantageConfig
-from spmdflow.data.ragged import lengths_of, pad, ragged_from_padded
+from spmdflow.data.ragged import lengths_of, ragged_from_padded
+from spmdflow.data.rows import VALID, chosen_mask, valid_rows
 from spmdflow.objectives.advantage import (
     Report,
     advantage_metrics,
@@ -30,7 +31,7 @@ from spmdflow.transfer.row_maths import row_maths
 
 @row_maths(
     reads=("response_mask", "token_level_rewards", "token_level_costs", "values", "cost_values"),
-    optional=("old_log_probs", "ref_log_probs"),
+    optional=("old_log_probs", "ref_log_probs", *VALID),
     writes=("advantages", "returns", "cost_returns"),
 )
 def compute_safe_advantages(
@@ -43,8 +44,8 @@ def compute_safe_advantages(
     the global batch if cfg.whiten.
     """
     lengths = lengths_of(batch["response_mask"])
-    mask = pad(batch["response_mask"])  # (B, R)
-    columns = numbers_of(batch)
+    mask, valid = chosen_mask(batch), valid_rows(batch)  # (B, R), (B,)
+    columns = numbers_of(batch, valid)
     half_kl = weighted_kl(columns, mask, cfg) / 2
     columns["token_level_rewards"] = columns["token_level_rewards"] - half_kl
     costs = columns["token_level_costs"] + half_kl
@@ -52,7 +53,7 @@ def compute_safe_advantages(
     rewarded, returns = gae(columns["token_level_rewards"], columns["values"], mask, *ours)
     costly, cost_returns = gae(costs, columns["cost_values"], mask, *ours)
     advantages = lagrangian(rewarded, costly, multiplier)
-    report(advantage_metrics(columns, mask))
+    report(advantage_metrics(columns, mask, valid))
     if cfg.whiten:
         advantages = whiten(advantages, mask, reduce)
     made = {"advantages": advantages, "returns": returns, "cost_returns": cost_returns}

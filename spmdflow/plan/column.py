@@ -70,6 +70,8 @@ KNOWN: dict[str, ColumnForm] = {
     "responses": _ragged("int64", RESPONSES),
     "response_mask": _ragged("bool", RESPONSES),
     "chosen_tokens": _dense("int64"),
+    "valid": _dense("bool"),
+    "cost_valid": _dense("bool"),
     "ref_answer_log_probs": _dense("float32", 2),
     "prompt_text": _text(PROMPTS),
     "row": _text(PROMPTS),

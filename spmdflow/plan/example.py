@@ -15,7 +15,13 @@ import numpy as np
 from spmdflow.plan.column import KNOWN, UNKNOWN, ColumnForm, form_of
 from spmdflow.plan.refusal import Refusal
 
-_BUILT_IN: dict[str, Any] = {"scores": (0.0, 1.0), "costs": 0.0, "reference_kl": 0.01}
+_BUILT_IN: dict[str, Any] = {
+    "scores": (0.0, 1.0),
+    "costs": 0.0,
+    "reference_kl": 0.01,
+    "valid": 1.0,
+    "cost_valid": 1.0,
+}
 """Scores differ inside of every group of samples, so that dynamic sampling keeps all prompts."""
 
 

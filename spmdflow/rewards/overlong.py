@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spmdflow.config.algorithm import OverlongConfig
 from spmdflow.data.ragged import lengths_of, ragged
+from spmdflow.data.rows import VALID, valid_rows
 from spmdflow.objectives.advantage import Report
 from spmdflow.objectives.reduction import Reduce
 from spmdflow.transfer.row_maths import row_maths
@@ -28,11 +29,14 @@ def overlong_penalty(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: int)
     return -(beyond.double() / max(buffer_tokens, 1)).clamp(0, 1)
 
 
-@row_maths(reads=("token_level_rewards",), writes=("token_level_rewards",))
+@row_maths(reads=("token_level_rewards",), optional=VALID, writes=("token_level_rewards",))
 def add_overlong_penalty(
     batch: TensorDict, *, cfg: OverlongConfig, max_tokens: int, reduce: Reduce, report: Report
 ) -> TensorDict:
-    """token_level_rewards with weight * R(y) added at the last token; reports reward/overlong."""
+    """token_level_rewards with weight * R(y) added at the last token.
+
+    Reports reward/overlong, the mean of what was added to rows that did not fail.
+    """
     rewards = batch["token_level_rewards"]
     lengths = lengths_of(rewards)
     penalty = cfg.weight * overlong_penalty(
@@ -42,5 +46,7 @@ def add_overlong_penalty(
     ends = torch.cumsum(lengths, 0) - 1
     some = lengths > 0
     values[ends[some]] += penalty[some].to(values.dtype)
-    report({"reward/overlong": Mean(float(penalty.sum()), float(len(lengths)))})
+    valid = valid_rows(batch)
+    counted = penalty if valid is None else penalty[valid]
+    report({"reward/overlong": Mean(float(counted.sum()), float(len(counted)))})
     return TensorDict({"token_level_rewards": ragged(values, lengths)}, batch.batch_size)

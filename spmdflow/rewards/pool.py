@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+from spmdflow.config.on_error import on_error_of
 from spmdflow.config.reward_terms import RewardTerm, reward_terms
 from spmdflow.config.schema import RewardConfig
 from spmdflow.errors import ConfigError, RewardError
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.2  # a process that ends without closing its socket is noticed within this
 _LOG_EVERY = 100
 _EXCERPT_LETTERS = 200
+_OUTCOMES = {"raise": "", "zero": "scored 0", "drop": "dropped"}
 
 
 class RewardPool:
@@ -46,14 +48,17 @@ class RewardPool:
         on_error: str = "raise",
         start_seconds: float = 120.0,
     ) -> None:
-        assert on_error in ("raise", "zero"), on_error
+        """on_error: raise, zero or drop; the last two record a failure and go on."""
+        assert on_error in ("raise", "zero", "drop"), on_error
         terms = reward_terms("reward.function", function)
         self._terms: list[RewardTerm] = [term for term in terms if not term.is_model]
         assert self._terms, function
         self._places = [""] * len(self._terms)
         self._num_processes = num_processes
         self._sample_seconds, self._start_seconds = sample_seconds, start_seconds
-        self._strict = on_error == "raise"
+        self._strict, self._outcome = on_error == "raise", _OUTCOMES[on_error]
+        self.first_failure = ""
+        """What the first sample of the last `score` died of, in words; empty if none failed."""
         self._processes: list[RewardProcess] = []
         self._closed = False
         self._num_errors = 0
@@ -72,7 +77,7 @@ class RewardPool:
             cfg.function,
             cfg.num_processes,
             sample_seconds=cfg.sample_seconds,
-            on_error=cfg.on_error,
+            on_error=on_error_of(cfg.on_error).kind,
         )
 
     def score(
@@ -86,7 +91,7 @@ class RewardPool:
         """For each sample {"score": float, ...}, in order. Lengths must agree; may be 0.
 
         Several functions: the score is their weighted sum, and each one's own is there under its
-        name. on_error=raise: RewardError for the first failed sample. zero: where a function
+        name. on_error=raise: RewardError for the first failed sample. zero, drop: where a function
         failed its score is 0, and every sample has "errors", how many of them failed. row_ids
         name samples in messages.
         """
@@ -211,6 +216,7 @@ class RewardPool:
         self._fill()
 
     def _answers(self, work: Work, samples: Sequence[Any]) -> list[Result]:
+        self.first_failure = ""
         for number in sorted(work.failures):
             self._report(number, work.failures[number], samples)
         if not self._strict:
@@ -229,10 +235,11 @@ class RewardPool:
         text = self._describe(cause, samples[sample], function)
         if self._strict:
             raise RewardError(text)
+        self.first_failure = self.first_failure or text
         self._num_errors += 1
         kind = (self._terms[function].function, cause.partition("\n")[0])
         if self._num_errors % _LOG_EVERY == 1 or kind not in self._causes:
-            logger.warning("reward error %d, scored 0: %s", self._num_errors, text)
+            logger.warning("reward error %d, %s: %s", self._num_errors, self._outcome, text)
         if len(self._causes) < _LOG_EVERY:
             self._causes.add(kind)
 
@@ -240,10 +247,10 @@ class RewardPool:
         """The same text whichever rank and process the sample was on."""
         what, _, trace = cause.partition("\n")
         prompt, response, row, row_id = sample
+        instead = ", or set reward.on_error=drop to leave such samples out" if self._strict else ""
         text = (
             f"reward.function {self._terms[function].function!r} {what}; expected a finite number "
-            f'or a dict with "score" within {self._sample_seconds:g} s; mend the function, or set '
-            f"reward.on_error=zero to score such samples 0\n"
+            f'or a dict with "score" within {self._sample_seconds:g} s; fix the function{instead}\n'
             f"prompt: {_excerpt(prompt)!r}\nresponse: {_excerpt(response)!r}\n"
             f"row{row_id}: {_excerpt(json.dumps(row))}\nfunction: {self._places[function]}"
         )
