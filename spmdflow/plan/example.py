@@ -12,16 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from spmdflow.data.rows import VALID
 from spmdflow.plan.column import KNOWN, UNKNOWN, ColumnForm, form_of
 from spmdflow.plan.refusal import Refusal
 
-_BUILT_IN: dict[str, Any] = {
-    "scores": (0.0, 1.0),
-    "costs": 0.0,
-    "reference_kl": 0.01,
-    "valid": 1.0,
-    "cost_valid": 1.0,
-}
+_BUILT_IN: dict[str, Any] = {"scores": (0.0, 1.0), "costs": 0.0, "reference_kl": 0.01}
 """Scores differ inside of every group of samples, so that dynamic sampling keeps all prompts."""
 
 
@@ -66,8 +61,11 @@ class Examples:
     def values(self, name: str, ids: np.ndarray, stored: str = "") -> np.ndarray:
         """(n,) float64: example values of a dense column; Refusal if there is none.
 
-        stored: the name that the column had before it was renamed.
+        stored: the name that the column had before it was renamed. No row fails in a dry run, so
+        `valid` needs no example.
         """
+        if (stored or name) in VALID:
+            return np.ones(len(ids))
         known = _BUILT_IN | self._declared
         declared = known.get(name, known.get(stored))
         if declared is None or isinstance(declared, str):

@@ -16,8 +16,9 @@ batch = actor.generate_sequences(next(prompts))
 batch |= reward.compute_reward(batch)
 going = batch.where("scores")
 done = batch.without(going)
-again = going.drop("response_mask", "rollout_log_probs", "prompts", "scores", "score_terms")
-again = again.drop("token_level_rewards", "response_text").rename(prompts="responses")
+again = going.drop("response_mask", "rollout_log_probs", "prompts", "scores", "valid")
+again = again.drop("token_level_rewards", "response_text", "score_terms")
+again = again.rename(prompts="responses")
 again = actor.generate_sequences(again)
 again |= reward.compute_reward(again)
 batch = concatenate([done, again]).ordered_like(batch)
@@ -39,5 +40,5 @@ def test_loop_in_which_some_rows_go_on_is_planned_with_its_rows_and_lengths(tmp_
 
 
 def test_metric_of_a_batch_that_nobody_has_declared_names_its_line(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match=r"^script line 20: reads 'actor/entropy', which only a run"):
+    with pytest.raises(Refusal, match=r"^script line 21: reads 'actor/entropy', which only a run"):
         own_script(tmp_path, LOOP)
