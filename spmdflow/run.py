@@ -237,6 +237,7 @@ def _launch(loaded: Loaded, place: Place, launcher: int | None, *, inproc: bool)
     import torch.distributed as dist
 
     from spmdflow.controller.launch import Surroundings
+    from spmdflow.controller.script_line import own_traceback
     from spmdflow.log import quiet_libraries, set_up_logging
     from spmdflow.program import launch
 
@@ -255,7 +256,7 @@ def _launch(loaded: Loaded, place: Place, launcher: int | None, *, inproc: bool)
         return status
     except SpmdflowError as err:
         message = f"rank {place.rank}: {type(err).__name__}: {err}"
-        sys.stderr.write(f"spmdflow: {message}\n")
+        sys.stderr.write(f"spmdflow: {message}\n{own_traceback(err)}")
         _tell_torchrun(message)
         return REFUSED if isinstance(err, ConfigError) else FAILED
 

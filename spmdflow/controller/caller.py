@@ -19,7 +19,12 @@ from torch import Tensor
 from spmdflow.controller.assignment import Assignment, by_share
 from spmdflow.controller.batch import Batch, ColumnRef
 from spmdflow.controller.call import Target, assign_rows, commands_on_rows, frame_of, ids_at
-from spmdflow.controller.check import check_arguments, check_extends, columns_read
+from spmdflow.controller.check import (
+    check_arguments,
+    check_extends,
+    check_takes_list,
+    columns_read,
+)
 from spmdflow.controller.draws import Draws
 from spmdflow.controller.fetch import fetch_column
 from spmdflow.controller.frame import Frame, SourceFrame, facts_of, places_of
@@ -129,6 +134,7 @@ class Caller:
         spec = method_spec(target.worker_class, method)
         label = f"{target.name}.{method}"
         function = getattr(target.worker_class, method)
+        check_takes_list(label, spec, items)
         check_arguments(label, function, [None, None], arguments)
         rules = protocol(spec.transfer_mode)
         given = rules.distribute(target.layout, len(items))

@@ -60,6 +60,45 @@ def check_arguments(
         encode(dict(arguments))
     except MessageError as err:
         raise MessageError(f"{label}: {err}") from err
+    _check_plain_types(label, signature, arguments)
+
+
+_PLAIN: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float)}
+"""Annotation -> classes of values; texts, as modules put off the evaluation of annotations."""
+
+
+def _check_plain_types(
+    label: str, signature: inspect.Signature, arguments: Mapping[str, Any]
+) -> None:
+    """Refuse values that are no bool or number where the function says so. ProtocolError."""
+    for name, value in arguments.items():
+        annotation = signature.parameters[name].annotation if name in signature.parameters else ""
+        kind = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+        if kind in _PLAIN and not isinstance(value, _PLAIN[kind]):
+            raise ProtocolError(
+                f"{label}: got {name}={value!r} ({type(value).__name__}), expected a {kind}; "
+                f"correct the value"
+            )
+
+
+def too_many(label: str, function: Callable[..., Any], given: Sequence[Any]) -> ProtocolError:
+    """The error of a call with more than the batch by position."""
+    names = list(_signature(function).parameters)[2:]
+    call = label.rpartition(".")[2]
+    named = [f"{name}={value!r}" for name, value in zip(names, given[1:])]
+    return ProtocolError(
+        f"{label}: got {len(given)} arguments by position, expected the batch alone; write "
+        f"{call}({', '.join(['batch', *named])})"
+    )
+
+
+def check_takes_list(label: str, spec: MethodSpec, items: Sequence[Any]) -> None:
+    """Refuse a list for a method of rows. ProtocolError."""
+    if spec.reads or spec.writes:
+        raise ProtocolError(
+            f"{label}: got a list of {len(items)}, expected a Batch with the columns "
+            f"{list(spec.reads)}; take rows from PromptStream, or from the call that made them"
+        )
 
 
 def check_every(what: str, every: object) -> None:

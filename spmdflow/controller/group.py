@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.call import Target
 from spmdflow.controller.caller import Caller
+from spmdflow.controller.check import too_many
 from spmdflow.controller.importing import name_of
 from spmdflow.controller.result import Result
 from spmdflow.controller.schedule import CutSettings, MicroLimit
@@ -57,7 +58,11 @@ class WorkerGroup:
             raise AttributeError(method)
         method_spec(self.target.worker_class, method)
 
-        def call(batch: Batch | list[Any] | None = None, **arguments: Any) -> Batch | Result:
+        def call(*given: Any, **arguments: Any) -> Batch | Result:
+            if len(given) > 1:
+                function = getattr(self.target.worker_class, method)
+                raise too_many(f"{self.name}.{method}", function, given)
+            batch = arguments.pop("batch", None) if not given else given[0]
             if isinstance(batch, list):
                 return self._caller.invoke_each(self.target, method, batch, arguments)
             if batch is not None and not isinstance(batch, Batch):

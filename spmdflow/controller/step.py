@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Mapping
+from math import isfinite
+from numbers import Real
 from typing import Any
 
+import numpy as np
+
+from spmdflow.controller.batch import Batch
 from spmdflow.controller.result import CallRecord, Result
+from spmdflow.controller.script_line import script_line
+from spmdflow.errors import ProtocolError
 from spmdflow.tracking.metric import merge
-from spmdflow.transfer.worker import Metric
+from spmdflow.transfer.worker import Max, Mean, Metric, Sum
+
+logger = logging.getLogger(__name__)
 
 
 class Step:
@@ -17,21 +27,25 @@ class Step:
     def __init__(self, number: int) -> None:
         self.number = number
         self.started = time.monotonic()
-        self._logged: list[Result | Mapping[str, Metric]] = []
+        self._logged: list[tuple[Result | Mapping[str, Metric], str]] = []
 
     def seconds(self) -> float:
         """Seconds since the step began."""
         return time.monotonic() - self.started
 
     def log(self, *results: Result | Mapping[str, Metric], **metrics: float) -> None:
-        """Metrics of this step: results of calls (still lazy), mappings, or name=value."""
-        self._logged.extend(results)
-        if metrics:
-            self._logged.append(metrics)
+        """Metrics of this step: results of calls (still lazy), mappings, or name=value.
+
+        ProtocolError for anything else; a value that is nan or infinite is logged with a warning.
+        """
+        place = script_line()
+        for result in (*results, *([metrics] if metrics else ())):
+            check_logged(result, place)
+            self._logged.append((result, place))
 
     def logged(self) -> dict[str, float]:
         """The logged metrics, waited for and merged."""
-        return merge([dict(result) for result in self._logged])
+        return merge([_read(result, place) for result, place in self._logged])
 
     def metrics(self, records: Iterable[CallRecord]) -> dict[str, float]:
         """All of the step: reported by its calls, logged, and seconds."""
@@ -53,6 +67,39 @@ class Step:
         if tokens:
             metrics["perf/tokens_per_second"] = tokens / seconds
         return metrics
+
+
+def check_logged(result: object, place: str) -> None:
+    """Refuse what is no metric, and warn of numbers that are none; place: the script's line."""
+    if isinstance(result, Result):
+        return
+    if not isinstance(result, Mapping):
+        what = f"{result!r} ({type(result).__name__})"
+        advice = "write step.log(name=number)"
+        if isinstance(result, Batch):
+            advice = "its calls' metrics are logged already; write step.log(x=batch.mean('x'))"
+        raise ProtocolError(
+            f"step.log: got {what}, expected results of calls, mappings of numbers, or "
+            f"name=number; {advice}"
+        )
+    for name, value in result.items():
+        if isinstance(value, Mean | Sum | Max):
+            continue
+        if not isinstance(value, Real | np.bool_):
+            raise ProtocolError(
+                f"step.log: got {name}={value!r} ({type(value).__name__}), expected a number; log "
+                f"its mean, or each item under a name of its own"
+            )
+        if not isfinite(float(value)):
+            logger.warning("step.log: got %s=%s at %s, expected a number", name, value, place)
+
+
+def _read(result: Result | Mapping[str, Metric], place: str) -> dict[str, Metric]:
+    """The metrics, which a result has only now; ProtocolError if it has none."""
+    try:
+        return dict(result)
+    except ProtocolError as err:
+        raise ProtocolError(f"step.log at {place}: {err}") from err
 
 
 def reported(records: Iterable[CallRecord], phase: str) -> dict[str, float]:

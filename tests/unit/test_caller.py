@@ -68,7 +68,11 @@ REFUSED: dict[str, tuple[Callable[[WorkerGroup, Batch], Any], type[SpmdflowError
     "no batch": (lambda toy, batch: toy.add(), ProtocolError, "required argument: 'batch'"),
     "batch": (lambda toy, batch: toy.describe(batch), ProtocolError, "too many positional"),
     "no Batch": (lambda toy, batch: toy.add(3.0), ProtocolError, "got float first"),
-    "list": (lambda toy, batch: toy.add([1, 2]), ProtocolError, "got a list of 2 under DP_PROTO"),
+    "list": (
+        lambda toy, batch: toy.add([1, 2]),
+        ProtocolError,
+        "got a list of 2, expected a Batch",
+    ),
     "tensor": (
         lambda toy, batch: toy.add(batch, what=torch.ones(1)),
         MessageError,
