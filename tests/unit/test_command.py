@@ -18,7 +18,7 @@ from spmdflow.doctor import node
 from spmdflow.doctor.check import ABSENT, BAD, GOOD, Check
 from spmdflow.doctor.command import can_run, report_text
 from spmdflow.doctor.command import main as doctor
-from spmdflow.doctor.packages import NEEDED_FOR
+from spmdflow.doctor.packages import NEEDED_FOR, check_packages
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -112,6 +112,23 @@ def test_doctor_finds_no_fault_of_its_own_where_everything_is_missing(tmp_path: 
 
     assert (done.returncode, done.stderr) == (1, "")
     assert "a run cannot work here: see imports, torch, writable" in done.stdout
+
+
+def test_doctor_names_a_package_that_does_not_fit_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torchcodec.py").write_text("raise RuntimeError('no operator nms')\n")
+    (tmp_path / "torchcodec-0.9.dist-info").mkdir()
+    (tmp_path / "torchcodec-0.9.dist-info" / "METADATA").write_text(
+        "Name: torchcodec\nVersion: 0.9\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    (found,) = [check for check in check_packages() if check.name == "torchcodec"]
+
+    assert found.state == BAD
+    assert found.found == "0.9 cannot be imported: no operator nms"
+    assert found.advice.endswith("pip uninstall torchcodec")
 
 
 def test_doctor_names_every_extra_that_users_have_and_its_purpose() -> None:
