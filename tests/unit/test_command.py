@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib
 import json
 import subprocess
@@ -132,9 +133,10 @@ def test_doctor_names_a_package_that_does_not_fit_torch(
 
 
 def test_doctor_names_every_extra_that_users_have_and_its_purpose() -> None:
-    declared = metadata.metadata("spmdflow").get_all("Provides-Extra") or []
+    setup = configparser.ConfigParser()
+    setup.read(REPOSITORY / "setup.cfg")
 
-    assert set(declared) - {"dev"} <= set(NEEDED_FOR)
+    assert list(NEEDED_FOR) == [name for name in setup["options.extras_require"] if name != "dev"]
 
 
 def test_doctor_report_says_what_is_absent_and_what_is_bad() -> None:
