@@ -11,7 +11,7 @@ Knows no models and no generators.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
@@ -57,8 +57,8 @@ class Sampling:
     """Divides the logits of the recorded log-probabilities; None: temperature does."""
     stop: tuple[str, ...] = ()
     """A response whose text has one of these ends with the token that completed it."""
-    tokenizer_path: str = ""
-    """Folder of the tokenizer that makes that text; needed with stop."""
+    tokenizer_path: str = field(default="", repr=False)
+    """Folder of the tokenizer that makes that text; needed with stop, and may differ by node."""
 
     def __post_init__(self) -> None:
         for leaf in _SETTINGS:
