@@ -257,6 +257,20 @@ def test_stopped_run_is_compared_and_a_second_signal_changes_nothing(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_record_on_a_full_disk_is_left_out_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("spmdflow").propagate = True
+    (tmp_path / TRANSCRIPT_FILE).symlink_to("/dev/full")
+    words = [*SETTINGS, "eval_every=0", "total_steps=1", f"run.dir={tmp_path}"]
+    loaded = load(ALGORITHMS / "dapo.py", None, words)
+
+    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+
+    (said,) = [message for message in caplog.messages if "cannot write" in message]
+    assert said.endswith("transcript: No space left on device; free some space there")
+
+
 def test_launch_without_a_step_of_its_own_is_no_error(
     run: Loaded, caplog: pytest.LogCaptureFixture
 ) -> None:
