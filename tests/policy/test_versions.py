@@ -93,3 +93,16 @@ def test_cuda_list_has_only_what_differs_from_the_cpu_list() -> None:
     cpu, cuda = (pinned(file, "3.12") for file in ("constraints.txt", "constraints-cuda.txt"))
 
     assert {name for name in cuda if cpu.get(name) == cuda[name]} == {"torch"}
+
+
+def test_installation_page_names_every_newest_version_and_marks_what_cannot_run_here() -> None:
+    page = (REPOSITORY / "docs" / "INSTALL.md").read_text()
+    before, *blocks = page.split("```bash\n")
+    marked = [text.rstrip().endswith("-->") for text in [before, *blocks[:-1]]]
+    needs_more = [
+        any(word in block.split("```")[0] for word in ("docker", "--cuda", "cuda.txt", "https://"))
+        for block in blocks
+    ]
+
+    assert marked == needs_more
+    assert {v for versions in NEWEST.values() for v in versions.values() if v not in page} == set()

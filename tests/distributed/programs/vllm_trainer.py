@@ -111,12 +111,13 @@ def check_source(path: str, kind: str, layout: str) -> dict[str, Any]:
     whole = {n: tensor.to(torch.bfloat16) for n, tensor in worker.engine.full_tensors()}
     passes = []
     for _ in range(2):
-        meta, checked = source.metadata(), NCCLTrainerWeightTransferEngine._checked_iter
+        meta = source.metadata if isinstance(source.metadata, list) else source.metadata()  # 0.33
+        checked = NCCLTrainerWeightTransferEngine._checked_iter
         pairs = checked(source, meta) if dist.get_rank() == 0 else source
         passes.append({name: tensor.clone() for name, tensor in pairs})
-    groups = [names for names, _ in source.iter_groups()]
+    grouped = getattr(source, "iter_groups", lambda: [(list(shapes), None)])()  # none in 0.33
     return {
-        "names": list(passes[0]) == list(shapes) == sum(groups, []),
+        "names": list(passes[0]) == list(shapes) == sum((names for names, _ in grouped), []),
         "equal": [all(torch.equal(made[n], whole[n]) for n in whole) for made in passes],
         "bytes": sum(tensor.nbytes for tensor in passes[0].values()),
     }
