@@ -97,8 +97,37 @@ def read_manifest(folder: Path) -> CheckpointInfo:
             f"checkpoint: {path} is foreign: format {kind!r}, step {step}; "
             f"expected {FORMAT!r} and the step of its folder; resume from the run that wrote it"
         )
-    files = {name: FileFacts(**facts) for name, facts in body["files"].items()}
-    return CheckpointInfo(folder, step, body["meta"], files)
+    return CheckpointInfo(folder, step, _meta_of(path, body), _files_of(path, body))
+
+
+def _meta_of(path: Path, body: Mapping[str, Any]) -> dict[str, Any]:
+    meta = body.get("meta")
+    if not isinstance(meta, dict) or not isinstance(meta.get("layout", {}), dict):
+        raise _damaged(path, f"has meta {_excerpt(meta)}, which is no map with a map layout")
+    return meta
+
+
+def _files_of(path: Path, body: Mapping[str, Any]) -> dict[str, FileFacts]:
+    """The map files, name -> {num_bytes, sha256}; CheckpointError if it is anything else."""
+    files = body.get("files")
+    if not isinstance(files, dict):
+        raise _damaged(path, f"has files {_excerpt(files)}, which is no map name -> size and hash")
+    for name, facts in files.items():
+        known = isinstance(facts, dict) and set(facts) == {"num_bytes", "sha256"}
+        if (
+            not known
+            or type(facts["num_bytes"]) is not int
+            or not isinstance(facts["sha256"], str)
+            or Path(name).is_absolute()
+            or ".." in Path(name).parts
+        ):
+            fault = f"has {_excerpt(facts)} for file {_excerpt(name)}"
+            raise _damaged(path, f"{fault}, not num_bytes and sha256 of a file in the checkpoint")
+    return {name: FileFacts(**facts) for name, facts in files.items()}
+
+
+def _excerpt(value: object) -> str:
+    return repr(value)[:80]
 
 
 def check_sizes(info: CheckpointInfo) -> None:

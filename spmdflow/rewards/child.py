@@ -3,7 +3,8 @@
 Messages are lines of JSON. In: {"functions": [[name, arguments], ...]}, then chunks
 [[[function numbers], prompt, response, row], ...]. Out: {"ready": [file:line, ...]},
 {"refused": text} or {"broken": [name, text]}; then for each function of each sample
-{"scores": {...}} or {"failed": text}. Imports the user's modules and little else: no torch.
+{"scores": {...}} or {"failed": text}, and {"forked": number} from a process that the function
+forked and let return. Imports the user's modules and little else: no torch.
 """
 
 from __future__ import annotations
@@ -47,10 +48,15 @@ def main(socket_fd: int, lifeline_fd: int, stack_fd: int) -> None:
     functions = _load(json.loads(lines.readline())["functions"], channel)
     if functions is None:
         return
+    own_pid = os.getpid()
     for line in lines:
         for numbers, *sample in json.loads(line):
             for number in numbers:
-                _send(channel, _answer(functions[number], sample))
+                answer = _answer(functions[number], sample)
+                if os.getpid() != own_pid:  # a child of the function's, which came back to here
+                    _send(channel, {"forked": number})
+                    os._exit(1)
+                _send(channel, answer)
 
 
 def _set_up_signals() -> None:

@@ -183,6 +183,13 @@ class RewardPool:
             work.scores[process.pending.popleft()] = message["scores"]
         elif "failed" in message:
             work.fail(process.pending.popleft(), message["failed"])
+        elif "forked" in message:
+            number = message["forked"]
+            raise RewardError(
+                f"reward.function {self._terms[number].function!r} forked, and its child returned "
+                f"as well; expected one return for each sample; end the child with os._exit(0), or "
+                f"start it with subprocess\nfunction: {self._places[number]}"
+            )
         elif "refused" in message:
             raise ConfigError(message["refused"])
         elif "broken" in message:

@@ -88,8 +88,8 @@ def refusal(name: str, what: str, *, number: int, response: str) -> str:
     """The message about one sample, without a traceback or stack."""
     return (
         f"reward.function {name!r} {what}; expected a finite number or a dict with "
-        f'"score" within {LIMIT} s; mend the function, or set reward.on_error=zero to score such '
-        f"samples 0\nprompt: 'p{number}'\nresponse: {response!r}\nrow: "
+        f'"score" within {LIMIT} s; fix the function, or set reward.on_error=drop to leave such '
+        f"samples out\nprompt: 'p{number}'\nresponse: {response!r}\nrow: "
         f'{{"n": {number}}}\nfunction: {name.removesuffix(":score")}:4'
     )
 
@@ -365,3 +365,29 @@ def test_a_thousand_samples_take_less_than_the_target():
 
     assert results == [{"score": 1.0, "accuracy": 1.0}] * 1000
     assert min(seconds) < 0.2  # the best of five: other programs share the cores
+
+
+FORKS = """
+import os
+def score(prompt, response, row):
+    os.fork()
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("on_error", ["raise", "drop"])
+def test_a_function_that_forks_and_lets_the_child_return_is_refused(
+    tmp_path: Path, on_error: str
+) -> None:
+    (tmp_path / "forks.py").write_text(FORKS)
+    name = f"{tmp_path}/forks.py:score"
+
+    with RewardPool(name, 1, on_error=on_error) as pool, pytest.raises(RewardError) as caught:
+        for _ in range(50):
+            pool.score(["1+2="] * 64, ["3"] * 64, [{}] * 64)
+
+    assert str(caught.value) == (
+        f"reward.function {name!r} forked, and its child returned as well; expected one return "
+        f"for each sample; end the child with os._exit(0), or start it with subprocess\n"
+        f"function: {tmp_path}/forks.py:3"
+    )

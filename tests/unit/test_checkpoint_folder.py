@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -298,3 +299,28 @@ def test_a_copied_run_dir_resumes_elsewhere(tmp_path):
     shutil.rmtree(tmp_path / "a")
 
     assert latest_step(tmp_path / "b") == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("files", None, r"has files None, which is no map name -> size and hash"),
+        ("files", ["actor/rank-0"], r"has files \['actor/rank-0'\], which is no map"),
+        ("files", {"a": 3}, r"has 3 for file 'a', not num_bytes and sha256"),
+        ("files", {"a": {"num_bytes": 1}}, r"has \{'num_bytes': 1\} for file 'a'"),
+        ("files", {"a": {"num_bytes": "1", "sha256": ""}}, r"for file 'a', not num_bytes"),
+        ("files", {"a": {"num_bytes": 1, "sha256": "", "x": 1}}, r"for file 'a', not num_bytes"),
+        ("files", {"../a": {"num_bytes": 1, "sha256": ""}}, r"file '\.\./a', not num_bytes"),
+        ("meta", None, r"has meta None, which is no map with a map layout"),
+        ("meta", {"layout": 3}, r"has meta \{'layout': 3\}, which is no map with a map layout"),
+    ],
+)
+def test_a_manifest_with_nonsense_and_its_own_hash_right_is_refused(tmp_path, key, value, said):
+    path = save(tmp_path, 1).folder / "manifest.json"
+    body = json.loads(path.read_text()) | {key: value}
+    del body["sha256"]
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**body, "sha256": digest}))
+
+    with pytest.raises(CheckpointError, match=rf"manifest\.json {said}.*expected .*; restore it"):
+        find_latest(tmp_path)
