@@ -93,12 +93,12 @@ def wait_until(condition: Callable[[], bool], run_dir: Path, *, seconds: float) 
         time.sleep(0.02)
 
 
-def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Whole lines of metrics.jsonl."""
+def steps_of(run_dir: Path, *, own: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Whole lines of metrics.jsonl; own: metrics that the script adds, which no glossary names."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     steps = [json.loads(line) for line in lines]
-    assert unknown_metrics({name for step in steps for name in step} - {"step"}) == []
+    assert unknown_metrics({name for step in steps for name in step} - {"step", *own}) == []
     return steps
 
 
