@@ -71,9 +71,10 @@ class RunConfig:
     dir: str | None = setting("RUN_DIR itself; overrides name.", None)
     seed: int = setting("Seed from which every random stream is derived.", 0, at_least=0)
     resume: str = setting(
-        "auto: continue from the latest checkpoint; never: refuse a used RUN_DIR.",
+        "auto: continue from the latest checkpoint; reload_frozen: also if a frozen model "
+        "(reference, reward) is another one; never: refuse a used RUN_DIR.",
         "auto",
-        one_of=("auto", "never"),
+        one_of=("auto", "never", "reload_frozen"),
     )
     start_seconds: float = setting(
         "Limit for all ranks to meet and models to be built.", 600.0, above=0

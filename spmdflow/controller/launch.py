@@ -247,7 +247,9 @@ def _run_script(
         transcript=transcript,
     )
     show = Show(cfg, run_dir.path, last_step=run_dir.last_step)
-    saving = Saving(run_dir.path, run_dir.checkpoint, keep=cfg.run.keep_checkpoints)
+    reload_frozen = cfg.run.resume == "reload_frozen"
+    keep = cfg.run.keep_checkpoints
+    saving = Saving(run_dir.path, run_dir.checkpoint, keep=keep, reload_frozen=reload_frozen)
     flow = Flow(caller, flow_settings, saving, show)
     try:
         script.main(flow, cfg)

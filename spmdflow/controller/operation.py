@@ -19,6 +19,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from spmdflow.checkpoint.frozen import model_hash
 from spmdflow.checkpoint.shared import sees_token
 from spmdflow.checkpoint.written import write_part
 from spmdflow.controller.fetch import to_message
@@ -77,6 +78,8 @@ class RankState:
         self.store, self._shelf = RowStore(rest), Shelf()
         self._has_neighbours = False
         self._workers: dict[str, Worker] = {}
+        self._frozen: dict[str, tuple[str, str]] = {}
+        """Folder and hash of frozen models, by worker, on the first rank of each."""
         self._sources: dict[str, PromptSource] = {}
 
     def operations(self) -> dict[str, Operation]:
@@ -150,7 +153,10 @@ class RankState:
             run_dir=settings.run_dir,
             config=settings.config,
         )
-        self._workers[plain["name"]] = find(plain["class"])(plain["config"], context)
+        worker = self._workers[plain["name"]] = find(plain["class"])(plain["config"], context)
+        folder = worker.frozen_folder
+        if folder is not None and settings.rank == context.layout.ranks[0]:
+            self._frozen[plain["name"]] = (str(folder), model_hash(folder))
         return {}
 
     def _scan(self, plain: Plain, number: int) -> dict[str, Any]:
@@ -286,11 +292,12 @@ class RankState:
         worker = self._workers[plain["group"]]
         files = write_part(Path(plain["folder"]), self._settings.rank, worker.save_state)
         plain_files = {name: [facts.num_bytes, facts.sha256] for name, facts in files.items()}
-        return {"node": socket.gethostname(), "files": plain_files}
+        frozen = self._frozen.get(plain["group"])
+        return {"node": socket.gethostname(), "files": plain_files, "frozen": frozen}
 
     def _load(self, plain: Plain, number: int) -> dict[str, Any]:
         self._workers[plain["group"]].load_state(Path(plain["folder"]))
-        return {}
+        return {"frozen": self._frozen.get(plain["group"])}
 
     def _close(self, plain: Plain, number: int) -> dict[str, Any]:
         self.close()

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from spmdflow.checkpoint.folder import Checkpoints
+from spmdflow.checkpoint.frozen import check_frozen
 from spmdflow.checkpoint.manifest import CheckpointInfo, FileFacts, check_layout, verify
 from spmdflow.checkpoint.shared import shared_token
 from spmdflow.checkpoint.written import Written
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.group import WorkerGroup
 from spmdflow.controller.order import Order, Replies, Transport
-from spmdflow.errors import ConfigError
+from spmdflow.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +29,18 @@ Groups = Mapping[str, WorkerGroup]
 class Saving:
     """The checkpoints of a run, seen from the script thread."""
 
-    def __init__(self, run_dir: Path, checkpoint: CheckpointInfo | None, *, keep: int) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        checkpoint: CheckpointInfo | None,
+        *,
+        keep: int,
+        reload_frozen: bool = False,
+    ) -> None:
+        """reload_frozen: go on with frozen models that are other ones than at the checkpoint."""
         self._checkpoints = Checkpoints(run_dir, keep=keep)
         self._checkpoints.clean()
-        self._resumed_from = checkpoint
+        self._resumed_from, self._reloads_frozen = checkpoint, reload_frozen
         self.due = False
         """Whether the running step ends with a checkpoint."""
 
@@ -42,7 +51,8 @@ class Saving:
             return None
         check_layout(info, _layout(groups))
         verify(info)
-        self._on_every_rank("load", info.folder, caller, groups)
+        for reply in self._on_every_rank("load", info.folder, caller, groups).items():
+            self._check_frozen(info, *reply)
         logger.info("continuing after step %s from %s", info.step, info.folder)
         state: dict[str, Any] = info.meta["flow"]
         return state
@@ -59,9 +69,30 @@ class Saving:
             for name, of_ranks in replies.items()
             for rank, reply in of_ranks.items()
         ]
-        meta = {"layout": _layout(groups), "flow": dict(state)}
+        frozen = {name: _frozen(of_ranks) for name, of_ranks in replies.items()}
+        meta = {"layout": _layout(groups), "flow": dict(state), "frozen": frozen}
         info = self._checkpoints.seal(step, meta, written)
         logger.info("saved step %s to %s", step, info.folder)
+
+    def _check_frozen(self, info: CheckpointInfo, name: str, replies: Replies) -> None:
+        """CheckpointError, or a warning if that is wanted, for another model than was saved with.
+
+        A checkpoint of an earlier version has no record: that is a warning.
+        """
+        now, then = _frozen(replies), info.meta.get("frozen", {}).get(name)
+        if now is None:
+            return
+        if then is None:
+            logger.warning(
+                "%s does not say which %s model it had; using %s", info.folder, name, now[0]
+            )
+            return
+        try:
+            check_frozen(name, now, tuple(then), info.folder)
+        except CheckpointError as err:
+            if not self._reloads_frozen:
+                raise
+            logger.warning("run.resume=reload_frozen: %s", err)
 
     def _on_every_rank(
         self, operation: str, folder: Path, caller: Caller, groups: Groups
@@ -89,6 +120,12 @@ def check_shared(transport: Transport, ranks: tuple[int, ...], run_dir: Path) ->
             f"{ranks[0]} on node {replies[ranks[0]]['node']} wrote there, expected one folder that "
             f"every node shares (checkpoints are written into it); set run.dir to a shared folder"
         )
+
+
+def _frozen(replies: Replies) -> tuple[str, str] | None:
+    """Folder and hash of a group's frozen model, as its first rank says; None if it has none."""
+    said = [reply["frozen"] for reply in replies.values() if reply["frozen"] is not None]
+    return (said[0][0], said[0][1]) if said else None
 
 
 def _facts(group: str, files: Mapping[str, tuple[int, str]]) -> dict[str, FileFacts]:

@@ -146,13 +146,25 @@ class EngineWorker(Worker):
         finally:
             self._move("host", parts)
 
+    @property
+    def frozen_folder(self) -> Path | None:
+        """That of a model whose settings have no optimizer: it is never trained."""
+        return None if hasattr(self.cfg, "optimizer") else Path(self.cfg.model.path)
+
     def save_state(self, folder: Path) -> None:
-        """This rank's parameters, moments and schedule, bit for bit."""
+        """This rank's parameters, moments and schedule, bit for bit; nothing of a frozen model.
+
+        A class that changes a model without an optimizer saves and loads it by itself.
+        """
+        if self.frozen_folder is not None:
+            return
         with self.resident("parameters", "optimizer"):
             write_tensors(folder / self._file, self.engine.state_blocks(), {})
 
     def load_state(self, folder: Path) -> None:
         """Restore what `save_state` wrote on the same layout."""
+        if self.frozen_folder is not None:
+            return
         with self.resident("parameters", "optimizer"):
             tensors, _ = read_tensors(folder / self._file)
             self.engine.load_blocks(tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,6 +98,11 @@ class RewardWorker(Worker):
         made.set_non_tensor("response_text", texts)
         made.set_non_tensor("score_terms", [_without_score(result) for result in results])
         return made
+
+    @property
+    def frozen_folder(self) -> Path | None:
+        """That of the reward model, if there is one."""
+        return Path(self.cfg.model.path) if self.cfg.model else None
 
     def close(self) -> None:
         """End the worker processes of reward functions."""

@@ -118,6 +118,15 @@ class Worker:
         taken, self._metrics = self._metrics, {}
         return taken
 
+    @property
+    def frozen_folder(self) -> Path | None:
+        """Where the weights of a model come from that is never trained; None if there is none.
+
+        Such weights are not saved: a resumed run reads the folder again, whose content must be
+        what it was.
+        """
+        return None
+
     def save_state(self, folder: Path) -> None:
         """Write this rank's state into folder; stateless workers write nothing."""
 
