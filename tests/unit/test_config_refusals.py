@@ -50,7 +50,8 @@ KEYS_AND_TYPES = {
     "RUN_DIR or checkpoint.",
 }
 VALUES = {
-    "run.resume=maybe": "run.resume: got 'maybe', expected auto or never or reload_frozen; set run.resume=auto",
+    "run.resume=maybe": "run.resume: got 'maybe', expected auto or never or reload_frozen; set "
+    "run.resume=auto",
     "run.trackers=[comet]": "run.trackers: got 'comet', expected tensorboard or wandb; set "
     "run.trackers=[tensorboard]",
     "actor.engine.kind=gpipe": "actor.engine.kind: got 'gpipe', expected fsdp or zero1 or "
