@@ -1,7 +1,11 @@
-"""Algorithms that a user writes with public names alone: they run, learn and are planned."""
+"""Algorithms that a user writes with public names alone: they run, learn and are planned.
+
+Four of them are those of docs/OWN_ALGORITHM.md, as they stand on the page.
+"""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -15,9 +19,11 @@ from spmdflow.plan.record import Trace
 from spmdflow.plan.report import plan
 from spmdflow.plan.trace import trace
 from tests.algos.runs import ROOT, finish, log_of, steps_of, torchrun
-from tests.policy.house import imported_names, tree_of
+from tests.pages import blocks_of
+from tests.policy.house import imported_names
 from tests.unit.planned import settings_of
 
+PAGE = ROOT / "docs" / "OWN_ALGORITHM.md"
 PROGRAMS = ROOT / "tests" / "algos" / "programs"
 SMALL = (
     "data.prompts_per_step=8",
@@ -33,17 +39,21 @@ SMALL = (
     "run.sample_every=0",
 )
 SECOND = ("second.function=spmdflow.rewards.arithmetic:unwanted_digit",)
-OWN = {
-    "own_two_rewards": SECOND,
-    "own_best_of_n": (),
-    "own_online_dpo": (),
-    "own_tool_loop": (),
-    "own_judge": (),
-}
+OWN = {"two_rewards": SECOND, "best_of_n": (), "online_dpo": (), "tool_loop": (), "own_judge": ()}
+
+
+def program(name: str, folder: Path) -> Path:
+    """The script: the page's, written into folder, or one of the tests' own."""
+    if name == "own_judge":
+        return PROGRAMS / "own_judge.py"
+    (block,) = (block for block in blocks_of(PAGE) if block.file_name == f"{name}.py")
+    script = folder / f"{name}.py"
+    script.write_text(block.text)
+    return script
 
 METRICS = (
     *("reward/second_weight", "second/mean", "entropy", "best", "all", "pairs/differ"),
-    *("tool/calls", "judge/mean"),
+    *("tool/failed", "judge/mean"),
 )
 """What the programs report under names of their own."""
 
@@ -51,12 +61,14 @@ METRICS = (
 def loaded(name: str, *words: str) -> Loaded:
     """One of the programs with the bundled task's settings."""
     yaml = (ROOT / "algos" / "grpo.yaml").read_text()
-    if name in ("own_best_of_n", "own_judge"):
-        yaml = _without(yaml, "reference" if name == "own_best_of_n" else "reward")
+    if name == "own_judge":
+        yaml = _without(yaml, "reward")
     path = Path(words[-1].removeprefix("run.dir=")).parent / f"{name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.replace("arithmetic/", f"{ROOT}/algos/arithmetic/"))
-    return load(PROGRAMS / f"{name}.py", path, [*SMALL, *OWN[name], *words])
+    script = program(name, path.parent)
+    more = [f"reward.function={script}:last_answer"] if name == "tool_loop" else []
+    return load(script, path, [*SMALL, *OWN[name], *more, *words])
 
 
 def _without(yaml: str, section: str) -> str:
@@ -81,15 +93,15 @@ def dry(name: str, folder: Path, world: int, *words: str) -> Trace:
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_own_algorithms_use_public_names_only(name: str) -> None:
-    names = imported_names(tree_of(f"tests/algos/programs/{name}.py"))
+def test_own_algorithms_use_public_names_only(name: str, tmp_path: Path) -> None:
+    names = imported_names(ast.parse(program(name, tmp_path).read_text()))
 
     homes = {module for _, module, _ in names if module.startswith("spmdflow")}
     assert homes == {"spmdflow"}
 
 
 def test_two_rewards_are_weighted_by_step(tmp_path: Path) -> None:
-    steps = run("own_two_rewards", tmp_path / "run")
+    steps = run("two_rewards", tmp_path / "run")
 
     assert [step["reward/second_weight"] for step in steps] == [0.5, 1.0]
     assert all({"reward/mean", "second/mean", "entropy"} <= set(step) for step in steps)
@@ -98,7 +110,7 @@ def test_two_rewards_are_weighted_by_step(tmp_path: Path) -> None:
 
 
 def test_best_of_n_imitates_the_better_half(tmp_path: Path) -> None:
-    steps = run("own_best_of_n", tmp_path / "run", "data.samples_per_prompt=4")
+    steps = run("best_of_n", tmp_path / "run", "data.samples_per_prompt=4")
 
     assert all(step["best"] > step["all"] for step in steps)
     assert all(step["actor/optimizer_steps"] == 1 for step in steps)
@@ -108,7 +120,7 @@ def test_best_of_n_imitates_the_better_half(tmp_path: Path) -> None:
 def test_policy_that_generates_and_learns_from_preferences_moves_its_margin(tmp_path: Path) -> None:
     words = ("data.prompts_per_step=16", "data.samples_per_prompt=1", "actor.update.num_epochs=5")
     more = ("total_steps=1", "eval_every=1", "save_every=1")
-    before, after = run("own_online_dpo", tmp_path / "run", *words, *more)
+    before, after = run("online_dpo", tmp_path / "run", *words, *more)
 
     assert after["pairs/differ"] > 0
     assert after["actor/margin"] > 0.02  # over 10 steps on the same pairs; 0 before the first
@@ -121,10 +133,10 @@ def test_tool_loop_learns_from_its_own_tokens_and_is_evaluated_with_its_tool(
     tmp_path: Path,
 ) -> None:
     words = ("eval_every=2", "data.eval_prompts=8 x 4 samples")
-    steps = run("own_tool_loop", tmp_path / "run", *words)
+    steps = run("tool_loop", tmp_path / "run", *words)
 
     trained = [step for step in steps if "actor/grad_norm" in step]
-    assert all(0 < step["tool/calls"] < 1 for step in trained)
+    assert all(0 < step["tool/failed"] < 1 for step in trained)
     assert all(step["actor/grad_norm"] > 0 for step in trained)
     evaluated = [step for step in steps if "eval/pass@4" in step]
     assert len(evaluated) == 2  # before step 1, and after step 2
@@ -143,10 +155,10 @@ MAPS = {
     "judge": "{a: {roles: [judge], ranks: [1]}, b: {roles: [actor, reference], ranks: [0]}}",
 }
 PLACES = {
-    ("own_two_rewards", "colocate", 4): {"reward": (0, 1, 2, 3), "second": (0, 1, 2, 3)},
-    ("own_two_rewards", "split", 4): {"reward": (2, 3), "second": (2, 3)},
-    ("own_two_rewards", "standalone", 5): {"reward": (3,), "second": (4,)},
-    ("own_two_rewards", MAPS["map"], 3): {"reward": (1,), "second": (1,)},
+    ("two_rewards", "colocate", 4): {"reward": (0, 1, 2, 3), "second": (0, 1, 2, 3)},
+    ("two_rewards", "split", 4): {"reward": (2, 3), "second": (2, 3)},
+    ("two_rewards", "standalone", 5): {"reward": (3,), "second": (4,)},
+    ("two_rewards", MAPS["map"], 3): {"reward": (1,), "second": (1,)},
     ("own_judge", "colocate", 2): {"actor": (0, 1), "judge": (0, 1)},
     ("own_judge", "standalone", 2): {"actor": (0,), "judge": (1,)},
     ("own_judge", MAPS["judge"], 2): {"actor": (0,), "judge": (1,)},
@@ -181,18 +193,17 @@ def test_own_algorithms_give_the_same_rewards_under_every_placement(
 ) -> None:
     rewards = []
     for placement in ("colocate", "split", "standalone"):
-        ranks = 5 if name == "own_two_rewards" else 4
-        if name in ("own_judge", "own_best_of_n") and placement == "split":
+        ranks = 5 if name == "two_rewards" else 4
+        if name == "own_judge" and placement == "split":
             ranks = 2
         run_dir = tmp_path / placement
         made = [*SMALL, *OWN[name], f"placement={placement}"]
         config = tmp_path / f"{name}.yaml"
-        loaded(name, f"run.dir={run_dir}")
-        process = torchrun(
-            run_dir, *made, num_ranks=ranks, script=PROGRAMS / f"{name}.py", small=(str(config),)
-        )
+        script = Path(loaded(name, f"run.dir={run_dir}").script.__file__ or "")
+        made += [f"reward.function={script}:last_answer"] if name == "tool_loop" else []
+        process = torchrun(run_dir, *made, num_ranks=ranks, script=script, small=(str(config),))
         assert finish(process, seconds=240) == 0, log_of(run_dir).read_text()[-3000:]
-        keys = ("reward/mean", "judge/mean", "best", "pairs/differ", "tool/calls")
+        keys = ("reward/mean", "judge/mean", "best", "pairs/differ", "tool/failed")
         rewards.append([[step.get(key) for key in keys] for step in steps_of(run_dir, own=METRICS)])
 
     assert rewards[0] == rewards[1] == rewards[2]
