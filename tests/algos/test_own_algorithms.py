@@ -51,6 +51,7 @@ def program(name: str, folder: Path) -> Path:
     script.write_text(block.text)
     return script
 
+
 METRICS = (
     *("reward/second_weight", "second/mean", "entropy", "best", "all", "pairs/differ"),
     *("tool/failed", "judge/mean"),
