@@ -62,6 +62,8 @@ _HOMES = {
     "PromptStream": "spmdflow.controller.prompts",
     "DynamicSampling": "spmdflow.controller.dynamic_sampling",
     "launch": "spmdflow.program",
+    "load_settings": "spmdflow.prepare",
+    "Outcome": "spmdflow.controller.outside",
     "compute_advantages": "spmdflow.objectives.advantage",
     "as_baseline": "spmdflow.objectives.baseline",
     "AdaptiveKL": "spmdflow.objectives.kl_control",
@@ -96,6 +98,7 @@ _HOMES = {
     "SupervisedLoss": "spmdflow.objectives.supervised",
     "SpmdflowError": "spmdflow.errors",
     "ConfigError": "spmdflow.errors",
+    "RunFailed": "spmdflow.errors",
 }
 """Public name -> the module it lives in; loaded at first use, so that refusals need no torch."""
 

@@ -1,48 +1,111 @@
-"""`launch`: a run inside a program whose process group exists, such as `spmdflow.run` itself."""
+"""`launch`: a run inside a program whose process group exists; `spmdflow.run` starts here too."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch.distributed as dist
 
 from spmdflow.controller import launch as controller
+from spmdflow.controller.outside import Outcome
 from spmdflow.plan.comparison import compare_run
+from spmdflow.prepare import load_for_launch, prepare
 
 _MOST_STOPPED_RANKS = 64
 """Of a run that is compared after SIGTERM: torchrun kills 30 s after it."""
 
 
+@overload
 def launch(
+    script: ModuleType | str | Path,
+    cfg: Any = None,
+    *,
+    settings: Sequence[str] = (),
+    ranks: tuple[int, ...] | None = None,
+    inproc: bool = False,
+    wait: Literal[True] = True,
+) -> int: ...
+
+
+@overload
+def launch(
+    script: ModuleType | str | Path,
+    cfg: Any = None,
+    *,
+    settings: Sequence[str] = (),
+    ranks: tuple[int, ...] | None = None,
+    inproc: bool = False,
+    wait: Literal[False],
+) -> Outcome: ...
+
+
+def launch(
+    script: ModuleType | str | Path,
+    cfg: Any = None,
+    *,
+    settings: Sequence[str] = (),
+    ranks: tuple[int, ...] | None = None,
+    inproc: bool = False,
+    wait: bool = True,
+) -> int | Outcome:
+    """Run a script's main(flow, cfg) on `ranks` (default: all). 0: finished, 3: stopped by SIGTERM.
+
+    Collective over the default process group, which must exist unless inproc. On GPUs every rank
+    has called torch.cuda.set_device before. cfg is an object of the script's Config class, made by
+    `load_settings` or in Python; or settings are "dotted.key=value" over the script's own YAML.
+    They are completed and checked first: ConfigError on every rank, and nothing was started.
+
+    Every rank returns when the run has ended, ranks outside of it too. wait=False gives them an
+    `Outcome` as soon as its groups are made, to be asked later. If the run fails, every rank gets
+    RunFailed and the program can go on; only if a process is lost (dead, or stuck in a call that
+    others have left) are the processes of the run ended. After a run, also one that was stopped,
+    its first rank writes RUN_DIR/prediction.txt.
+    """
+    ready = load_for_launch(script, cfg, settings)
+    if inproc:
+        ready, _ = prepare(ready, 1)
+        status = launch_prepared(ready.script, ready.cfg, inproc=True)
+        return status if wait else Outcome(status)
+    world_size = dist.get_world_size()
+    members = tuple(range(world_size)) if ranks is None else tuple(ranks)
+    controller.check_ranks(members, world_size)
+    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    ready, _ = prepare(ready, len(members), node_size=min(node_size, len(members)))
+    outcome = controller.begin(ready.script, ready.cfg, ranks=members)
+    if dist.get_rank() == members[0]:
+        _compare(ready.cfg, outcome.wait(), len(members))
+    return outcome.wait() if wait else outcome
+
+
+def launch_prepared(
     script: ModuleType,
     cfg: Any,
     *,
-    ranks: tuple[int, ...] | None = None,
     inproc: bool = False,
     surroundings: controller.Surroundings | None = None,
 ) -> int:
-    """Run script.main(flow, cfg) on `ranks` (default: all). Exit status: 0 finished, 3 stopped.
-
-    Collective over the default process group, which must exist unless inproc. On GPUs every rank
-    has called torch.cuda.set_device before. After a run, also one that was stopped, the first of
-    its ranks writes RUN_DIR/prediction.txt before it returns. ConfigError if the script has no
-    main or ranks are no ascending ranks of the group; other failures end the processes of the
-    session with status 1.
+    """Run on all ranks with settings that were checked; the exit status.
 
     Any: an object of the script's Config class.
     """
-    status = controller.launch(script, cfg, ranks=ranks, inproc=inproc, surroundings=surroundings)
-    members = (0,) if inproc else tuple(range(dist.get_world_size())) if ranks is None else ranks
-    if not inproc and dist.get_rank() != members[0]:
-        return status
+    status = controller.launch(script, cfg, inproc=inproc, surroundings=surroundings)
+    if inproc or dist.get_rank() == 0:
+        _compare(cfg, status, 1 if inproc else dist.get_world_size())
+    return status
+
+
+def _compare(cfg: Any, status: int, num_ranks: int) -> None:
+    """Hold what the run recorded against the prediction."""
     if status == controller.FINISHED:
         compare_run(cfg)
-    elif len(members) <= _MOST_STOPPED_RANKS:
+    elif num_ranks <= _MOST_STOPPED_RANKS:
         _compare_stopped(cfg)
-    return status
 
 
 def _compare_stopped(cfg: Any) -> None:

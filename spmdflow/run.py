@@ -30,18 +30,19 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from spmdflow.config.check import check, with_faults
-from spmdflow.config.describe import batch_algebra, to_yaml
+from spmdflow.config.check import with_faults
+from spmdflow.config.describe import batch_algebra
 from spmdflow.config.help import schema_help
 from spmdflow.config.load import Loaded, load, load_script, schema_of
 from spmdflow.config.schema import PPOConfig, RunConfig
 from spmdflow.controller.launcher import AGENT_MARK, die_with_launcher
 from spmdflow.controller.process import allow_open_files
 from spmdflow.errors import ConfigError, SpmdflowError
+from spmdflow.prepare import prepare
 
 FINISHED, FAILED, REFUSED = 0, 1, 2
 
@@ -164,37 +165,12 @@ def _prepare(arguments: Arguments, place: Place) -> Loaded:
         raise with_faults(err, place.world_size) from err
     if not Path(arguments.script).is_file():
         _say(place, f"script: {loaded.script.__file__}, bundled with spmdflow")
-    _check_hardware(loaded.cfg.run.hardware)
-    loaded = _placed(loaded, place)
-    check(loaded.cfg, place.world_size)
+    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
+    loaded, placed = prepare(loaded, place.world_size, node_size=node_size)
+    if placed:
+        _say(place, placed)
     _say(place, batch_algebra(loaded.cfg, place.world_size))
     return loaded
-
-
-def _check_hardware(name: str | None) -> None:
-    """A file that placement=auto or the prediction after the run needs can be read."""
-    if name is not None:
-        from spmdflow.mapping.machine import load_hardware
-
-        load_hardware(name)
-
-
-def _placed(loaded: Loaded, place: Place) -> Loaded:
-    """With placement=auto: the settings with the pools and layouts that the search finds.
-
-    Every rank searches by itself and finds the same. ConfigError if nothing fits.
-    """
-    if getattr(loaded.cfg, "placement", None) != "auto":
-        return loaded
-    from spmdflow.plan.auto import resolve
-    from spmdflow.plan.auto_text import placed_text
-    from spmdflow.plan.machine import hardware_of
-
-    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
-    hardware = hardware_of(loaded.cfg.run.hardware, node_size, world_size=place.world_size)
-    found = resolve(loaded.script, loaded.cfg, place.world_size, hardware, examples=loaded.assume)
-    _say(place, placed_text(found))
-    return replace(loaded, cfg=found.cfg, yaml_text=to_yaml(found.cfg))
 
 
 def _say(place: Place, text: str) -> None:
@@ -239,19 +215,19 @@ def _launch(loaded: Loaded, place: Place, launcher: int | None, *, inproc: bool)
     from spmdflow.controller.launch import Surroundings
     from spmdflow.controller.script_line import own_traceback
     from spmdflow.log import quiet_libraries, set_up_logging
-    from spmdflow.program import launch
+    from spmdflow.program import launch_prepared
 
     set_up_logging(place.rank)
     quiet_libraries()
     try:
         if inproc:
-            return launch(loaded.script, loaded.cfg, inproc=True)
+            return launch_prepared(loaded.script, loaded.cfg, inproc=True)
         if torch.cuda.is_available():
             _take_device(place)
         _join_group(loaded.cfg.run)
         secret = os.environ.get("SPMDFLOW_SECRET")
         surroundings = Surroundings(secret, launcher, owns_process=True)
-        status = launch(loaded.script, loaded.cfg, surroundings=surroundings)
+        status = launch_prepared(loaded.script, loaded.cfg, surroundings=surroundings)
         dist.destroy_process_group()
         return status
     except SpmdflowError as err:

@@ -9,7 +9,7 @@ import difflib
 import importlib.util
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -147,6 +147,33 @@ def _build(schema: type, sources: Iterable[Source]) -> Any:
     for source in sources:
         _check_keys(source.tree, schema, "", source.name, known, errors)
         tree = _merge(tree, source, known, errors)
+    return _resolve(tree, known, errors)
+
+
+def complete(cfg: Any, *, download: bool = True) -> Any:
+    """A copy of settings made in Python: references filled in, paths located, as `load` does it.
+
+    cfg: an object of a script's Config class. ConfigError names what is missing or of a wrong type.
+    """
+    if not is_dataclass(cfg) or isinstance(cfg, type):
+        raise ConfigError(
+            f"settings: got {cfg!r}, expected an object of the script's Config class; make one "
+            f"with spmdflow.load_settings or as Config()"
+        )
+    OmegaConf.register_resolver("first_of", _first_of, replace=True)
+    known = {leaf.key: leaf for leaf in leaves(defaults(type(cfg)))}
+    try:
+        tree = OmegaConf.structured(cfg)
+    except OmegaConfBaseException as err:
+        key = str(err.full_key or "").partition("[")[0]
+        raise _wrong_type(key, Source("settings", asdict(cfg)), known) from err
+    found = _resolve(tree, known, Errors())
+    resolve_paths(found, download=download)
+    return found
+
+
+def _resolve(tree: Any, known: dict[str, Leaf], errors: Errors) -> Any:
+    """The typed object of a tree: nothing missing, every `${...}` filled in."""
     assert isinstance(tree, DictConfig), tree
     plain = OmegaConf.to_container(tree, resolve=False)
     written = {key: _lookup(plain, key) for key in known}

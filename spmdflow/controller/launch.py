@@ -91,12 +91,17 @@ def begin(
     _check_main(script)
     world = tuple(range(dist.get_world_size()))
     ranks = world if ranks is None else tuple(ranks)
-    if not ranks or list(ranks) != sorted(set(ranks) & set(world)):
+    check_ranks(ranks, len(world))
+    return _Run(script, cfg, ranks, surroundings or Surroundings(), world).start()
+
+
+def check_ranks(ranks: tuple[int, ...], world_size: int) -> None:
+    """ConfigError if ranks are no ascending ranks of the world."""
+    if not ranks or list(ranks) != sorted(set(ranks) & set(range(world_size))):
         raise ConfigError(
-            f"launch: got ranks {ranks}, expected ascending ranks of the {len(world)} that there "
+            f"launch: got ranks {ranks}, expected ascending ranks of the {world_size} that there "
             f"are, each once; correct them"
         )
-    return _Run(script, cfg, ranks, surroundings or Surroundings(), world).start()
 
 
 def _check_main(script: ModuleType) -> None:

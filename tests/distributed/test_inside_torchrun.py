@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.algos.runs import SMALL, finish, start, steps_of
+from tests.algos.runs import ROOT, SMALL, finish, start, steps_of
+from tests.pages import run_page
 
 PROGRAMS = Path(__file__).parent / "programs"
 WORLD_SIZE = 3
@@ -95,3 +96,52 @@ def test_launches_leave_no_descriptor_thread_or_group_behind(rounds: int, tmp_pa
     for rank in range(WORLD_SIZE):
         left = json.loads((tmp_path / f"left-{rank}.json").read_text())
         assert left == [left[0]] * (1 + rounds), "descriptors, threads, groups"
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("failing")
+    run_program("failing_launches.py", str(folder), seconds=250)
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+
+
+FAILURES = {
+    "script": ('RunFailed: run failed: rank 0: KeyError: "in the script\'s second step"', "", ""),
+    "spawn": ("no weights here", "second", "spawn"),
+    "reward": ("got nan", "reward", "compute_reward"),
+    "asked later": ("KeyError", "", ""),
+}
+
+
+@pytest.mark.parametrize("launch", FAILURES)
+def test_failure_of_a_run_reaches_every_rank_as_an_exception_and_the_program_goes_on(
+    failed: list[dict[str, Any]], launch: str
+) -> None:
+    cause, role, method = FAILURES[launch]
+    for seen in failed:
+        assert seen[launch]["result"].startswith("RunFailed: run failed: rank ")
+        assert cause in seen[launch]["result"]
+        record = seen[launch]["record"]
+        assert (record["role"], record["method"]) == (role, method) and record["traceback"]
+        assert seen[launch]["sum"] == WORLD_SIZE and seen[launch]["seconds"] < 60
+
+
+def test_settings_that_cannot_work_are_refused_on_every_rank_before_anything_starts(
+    failed: list[dict[str, Any]],
+) -> None:
+    for seen in failed:
+        assert seen["settings"]["result"].startswith("ConfigError: actor.model.path: no folder")
+        assert seen["settings"]["sum"] == WORLD_SIZE
+
+
+@pytest.mark.parametrize("launch", ["made in Python", "loaded", "by name"])
+def test_settings_made_in_python_loaded_or_named_run_after_runs_that_failed(
+    failed: list[dict[str, Any]], launch: str
+) -> None:
+    assert [seen[launch]["result"] for seen in failed] == [0] * WORLD_SIZE
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_block_of_the_page_runs(tmp_path: Path) -> None:
+    assert run_page(ROOT / "docs" / "EMBEDDING.md", tmp_path, seconds=200) == []

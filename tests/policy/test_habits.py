@@ -16,6 +16,7 @@ SHELL += [f"scripts/{name}.sh" for name in ("setup", "quickstart", "test", "chec
 
 ENVIRONMENT = {
     "spmdflow/run.py": "reads what torchrun set",
+    "spmdflow/program.py": "reads how many ranks a node has",
     "spmdflow/config/load.py": "resolves settings",
     "spmdflow/doctor/command.py": "reports the variables that a run would see",
     "spmdflow/rollout/vllm_contract.py": "vLLM is configured by variables only",
@@ -27,7 +28,10 @@ ENVIRONMENT = {
 HEAVY = {"vllm", "megatron", "transformers", "pyarrow", "tensorboard", "wandb", "matplotlib"}
 HEAVY |= {"math_verify", "huggingface_hub", "datasets"}
 """Libraries that are imported inside functions, where they are needed."""
-LATE_IMPORTERS = {"spmdflow/run.py": "a refusal needs no torch"}
+LATE_IMPORTERS = {
+    "spmdflow/run.py": "a refusal needs no torch",
+    "spmdflow/prepare.py": "a refusal needs no torch",
+}
 """Files that may import other things late, and why."""
 
 SEAMS = {

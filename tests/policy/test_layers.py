@@ -13,7 +13,18 @@ LAYERS = [
     ["controller", "workers", "rollout", "mapping"],
     ["hybrid_engine"],
     ["models"],
-    ["run", "program", "plan", "report", "doctor", "status", "export", "replay", "__init__"],
+    [
+        "run",
+        "program",
+        "prepare",
+        "plan",
+        "report",
+        "doctor",
+        "status",
+        "export",
+        "replay",
+        "__init__",
+    ],
     ["__main__"],
 ]
 LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}

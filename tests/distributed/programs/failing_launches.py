@@ -1,0 +1,132 @@
+"""A host program whose runs fail, and which goes on each time.
+
+    torchrun --nproc-per-node 3 failing_launches.py OUT_DIR
+
+OUT_DIR/rank-<k>.json: by name of the launch what it raised or returned on rank k, the failure's
+record, the seconds it took, and a sum of the host after it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import spmdflow
+from tests.distributed.programs.inside_torchrun import (
+    ROOT,
+    TASK,
+    Config,
+    SecondWorker,
+    script_of,
+    toy_config,
+)
+
+SCRIPT = ROOT / "algos" / "grpo.py"
+MEMBERS = (0, 2)
+SMALL = ["data.prompts_per_step=4", "total_steps=1", "eval_every=0", "run.sample_every=0"]
+SMALL += ["actor.update.mini_batch_size=16", "run.hardware=null"]
+
+
+class BrokenWorker(SecondWorker):
+    """Cannot be built on the run's last rank."""
+
+    def __init__(self, config: Any, context: Any) -> None:
+        super().__init__(config, context)
+        if context.rank == MEMBERS[-1]:
+            raise FileNotFoundError("no weights here")
+
+
+def main_with_broken_worker(flow: Any, cfg: Config) -> None:
+    flow.spawn(BrokenWorker, cfg.second)
+    flow.spawn(SecondWorker, cfg.first, name="first")  # more groups are made meanwhile
+    for _ in flow.steps(1):
+        raise AssertionError("never reached")
+
+
+def main_with_error(flow: Any, cfg: Any) -> None:
+    for step in flow.steps(3):
+        if step.number == 2:
+            raise KeyError("in the script's second step")
+
+
+def made_in_python(out: Path, **reward: Any) -> Any:
+    """Settings as a host program makes them: an object, no YAML; references are not resolved."""
+    cfg = spmdflow.GRPOConfig()
+    cfg.actor.model.path = str(TASK / "model")
+    cfg.data.train_path, cfg.data.eval_path = str(TASK / "train.jsonl"), None
+    cfg.data.prompts_per_step, cfg.data.samples_per_prompt = 4, 4
+    cfg.actor.update.mini_batch_size = 16
+    cfg.actor.rollout.max_new_tokens = 4
+    cfg.reward.function = reward.get("function", "arithmetic")
+    cfg.total_steps, cfg.eval_every, cfg.save_every = 1, 0, 0
+    cfg.run.dir, cfg.run.sample_every = str(out), 0
+    return cfg
+
+
+def attempt(run: Callable[[], int]) -> dict[str, Any]:
+    start = time.monotonic()
+    seen: dict[str, Any] = {"record": {}}
+    try:
+        seen["result"] = run()
+    except spmdflow.SpmdflowError as err:
+        seen |= {"result": f"{type(err).__name__}: {err}", "record": getattr(err, "record", {})}
+    seen["seconds"] = time.monotonic() - start
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return seen | {"sum": float(total)}
+
+
+def ask_later(script: ModuleType, cfg: Any) -> int:
+    """Return at once outside, work on, and ask at the end."""
+    outcome = spmdflow.launch(script, cfg, ranks=MEMBERS, wait=False)
+    if dist.get_rank() not in MEMBERS:
+        while not outcome.is_known:
+            time.sleep(0.1)
+    return outcome.wait()
+
+
+def main() -> None:
+    """One launch after the other."""
+    out = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    nan = f"{out / 'bad.py'}:nan"
+    if dist.get_rank() == 0:
+        (out / "bad.py").write_text("def nan(prompt, response, row):\n    return float('nan')\n")
+    dist.barrier()
+    loaded = spmdflow.load_settings(
+        SCRIPT, overrides=[*SMALL, f"run.dir={out / 'loaded'}"], num_ranks=2
+    )
+    wrong = made_in_python(out / "wrong")
+    wrong.actor.model.path = str(out / "nowhere")
+    toys = toy_config(out / "toys", "colocate")
+    launches: dict[str, Callable[[], int]] = {
+        "script": lambda: spmdflow.launch(script_of(main_with_error), toys, ranks=MEMBERS),
+        "spawn": lambda: spmdflow.launch(script_of(main_with_broken_worker), toys, ranks=MEMBERS),
+        "settings": lambda: spmdflow.launch(SCRIPT, wrong, ranks=MEMBERS),
+        "reward": lambda: spmdflow.launch(
+            SCRIPT, made_in_python(out / "nan", function=nan), ranks=MEMBERS
+        ),
+        "asked later": lambda: ask_later(script_of(main_with_error), toys),
+        "made in Python": lambda: spmdflow.launch(
+            SCRIPT, made_in_python(out / "made"), ranks=MEMBERS
+        ),
+        "loaded": lambda: spmdflow.launch(SCRIPT, loaded, ranks=MEMBERS),
+        "by name": lambda: spmdflow.launch(
+            "algos/grpo.py", settings=[*SMALL, f"run.dir={out / 'named'}"], ranks=MEMBERS
+        ),
+    }
+    seen = {name: attempt(run) for name, run in launches.items()}
+    (out / f"rank-{dist.get_rank()}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
