@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 3 failing_launches.py OUT_DIR
 
 OUT_DIR/rank-<k>.json: by name of the launch what it raised or returned on rank k, the failure's
-record, the seconds it took, and a sum of the host after it.
+record, the seconds it took, a sum of the host after it, and what the process holds then.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tests.distributed.programs.inside_torchrun import (
     script_of,
     toy_config,
 )
+from tests.distributed.programs.many_launches import left
 
 SCRIPT = ROOT / "algos" / "grpo.py"
 MEMBERS = (0, 2)
@@ -47,8 +48,6 @@ class BrokenWorker(SecondWorker):
 def main_with_broken_worker(flow: Any, cfg: Config) -> None:
     flow.spawn(BrokenWorker, cfg.second)
     flow.spawn(SecondWorker, cfg.first, name="first")  # more groups are made meanwhile
-    for _ in flow.steps(1):
-        raise AssertionError("never reached")
 
 
 def main_with_error(flow: Any, cfg: Any) -> None:
@@ -62,10 +61,11 @@ def made_in_python(out: Path, **reward: Any) -> Any:
     cfg = spmdflow.GRPOConfig()
     cfg.actor.model.path = str(TASK / "model")
     cfg.data.train_path, cfg.data.eval_path = str(TASK / "train.jsonl"), None
+    cfg.data.max_prompt_tokens = 16
     cfg.data.prompts_per_step, cfg.data.samples_per_prompt = 4, 4
     cfg.actor.update.mini_batch_size = 16
     cfg.actor.rollout.max_new_tokens = 4
-    cfg.reward.function = reward.get("function", "arithmetic")
+    cfg.reward.function = reward.get("function", "spmdflow.rewards.arithmetic:exact_match")
     cfg.total_steps, cfg.eval_every, cfg.save_every = 1, 0, 0
     cfg.run.dir, cfg.run.sample_every = str(out), 0
     return cfg
@@ -81,7 +81,9 @@ def attempt(run: Callable[[], int]) -> dict[str, Any]:
     seen["seconds"] = time.monotonic() - start
     total = torch.ones(1)
     dist.all_reduce(total)
-    return seen | {"sum": float(total)}
+    seen |= {"sum": float(total), "left": left()}
+    dist.barrier()  # nobody ends while another one counts
+    return seen
 
 
 def ask_later(script: ModuleType, cfg: Any) -> int:
