@@ -8,22 +8,19 @@ ended. The others follow. Waiting for the end costs a look into the store per se
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import time
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.distributed import DistError, Store
+from torch.distributed import Store
 
 from spmdflow.errors import RunFailed
 from spmdflow.parallel.group import GroupSpec, GroupTable
 
-_WAIT = timedelta(seconds=1)
-_FIRST_SECONDS, _MOST_SECONDS = 0.02, 1.0
-"""Between two looks for the end of the run: at first, and later."""
+_FIRST_SECONDS, _GROUP_SECONDS, _END_SECONDS = 0.01, 0.1, 1.0
+"""Between two looks: at first, and later for more groups or the end of the run."""
 
 Specs = Sequence[tuple[Sequence[int], str, str]]
 """Ranks, lane, backend of process groups."""
@@ -54,10 +51,7 @@ class Announcements:
         specs: Specs | None = []
         while specs is not None:
             groups.make([GroupSpec(tuple(ranks), lane, backend) for ranks, lane, backend in specs])
-            key = self._key()
-            while not self._arrives(key):
-                pass
-            specs = json.loads(self._store.get(key))
+            specs = json.loads(self._next())
 
     def outcome(self) -> Mapping[str, Any] | None:
         """How the run ended; None while it goes on."""
@@ -67,14 +61,14 @@ class Announcements:
         told: dict[str, Any] = json.loads(self._store.get(key))
         return told
 
+    def _next(self) -> bytes:
+        """The next announcement, when it is there."""
+        key = self._key()
+        _look_until(lambda: self._store.check([key]), at_most=_GROUP_SECONDS)
+        return bytes(self._store.get(key))
+
     def _key(self) -> str:
         return f"{self._root}/groups/{next(self._numbers)}"
-
-    def _arrives(self, key: str) -> bool:
-        with contextlib.suppress(DistError):
-            self._store.wait([key], _WAIT)
-            return True
-        return False
 
 
 class Outcome:
@@ -91,17 +85,25 @@ class Outcome:
 
     def wait(self) -> int:
         """Wait for the end: 0 finished, 3 stopped; RunFailed if the run failed."""
-        seconds = _FIRST_SECONDS
-        while self._status is None:
-            if (told := self._look()) is None:
-                time.sleep(seconds)
-                seconds = min(_MOST_SECONDS, 2 * seconds)
-            elif "text" in told:
-                raise RunFailed(told["text"], {key: told[key] for key in told if key != "text"})
-            else:
-                self._status = int(told["status"])
+        if self._status is None:
+            _look_until(lambda: self.is_known, at_most=_END_SECONDS)
+            told = dict(self._look() or {})
+            if "text" in told:
+                raise RunFailed(told.pop("text"), told)
+            self._status = int(told["status"])
         return self._status
 
     def _look(self) -> Mapping[str, Any] | None:
         assert self._announcements is not None
         return self._announcements.outcome()
+
+
+def _look_until(condition: Callable[[], bool], *, at_most: float) -> None:
+    """Wait for condition, with up to at_most seconds between two looks.
+
+    `Store.wait` would hold the store for this rank's other threads, and warn at each timeout.
+    """
+    seconds = _FIRST_SECONDS
+    while not condition():
+        time.sleep(seconds)
+        seconds = min(at_most, 2 * seconds)
