@@ -89,7 +89,9 @@ class Outcome:
             _look_until(lambda: self.is_known, at_most=_END_SECONDS)
             told = dict(self._look() or {})
             if "text" in told:
-                raise RunFailed(told.pop("text"), told)
+                error = RunFailed(told.pop("text"), told)
+                error.add_note(f"on rank {told.get('rank')}:\n{told.get('traceback', '')}")
+                raise error
             self._status = int(told["status"])
         return self._status
 
