@@ -30,7 +30,8 @@ def launch(
     ranks: tuple[int, ...] | None = None,
     inproc: bool = False,
     wait: Literal[True] = True,
-) -> int: ...
+) -> int:
+    """Return the exit status at the end of the run."""
 
 
 @overload
@@ -42,7 +43,8 @@ def launch(
     ranks: tuple[int, ...] | None = None,
     inproc: bool = False,
     wait: Literal[False],
-) -> Outcome: ...
+) -> Outcome:
+    """Return an `Outcome`, on ranks outside of the run before it has begun."""
 
 
 def launch(
