@@ -10,7 +10,9 @@ place. A model runs on the pool that names it: its own name first (`flow.spawn(R
 cfg.second, name="second")` on the pool of `second`), then the role of its class (`reward`). A model
 whose settings have no engine, such as a worker of the script's own, needs no place: it shares the
 pool of `reward`, or else the last pool, unless a map names its section or role, or it is spawned
-with pool=. A settings class that lacks a section says so with `reward: ClassVar[None] = None`.
+with pool=. Where only actor and reference have engines, `split` gives the second half to sections
+of the script's own classes. A settings class that lacks a section says so with
+`reward: ClassVar[None] = None`.
 """
 
 from __future__ import annotations
@@ -54,8 +56,14 @@ def pools_of(cfg: Any, ranks: Sequence[int]) -> dict[str, Pool]:
 
     A map may also name sections that have no engine.
     """
-    others = [field.name for field in fields(cfg) if is_dataclass(getattr(cfg, field.name))]
-    placed = resolve_placement(cfg.placement, roles_of(cfg), len(ranks), others=others)
+    parts = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
+    others = [name for name, part in parts.items() if is_dataclass(part)]
+    roles = roles_of(cfg)
+    if cfg.placement == "split" and set(roles) <= set(_POLICY_ROLES):
+        # no model with an engine is left for the second half: the script's own sections are
+        own = [name for name in others if not type(parts[name]).__module__.startswith("spmdflow.")]
+        roles = (*roles, *(name for name in own if name not in roles))
+    placed = resolve_placement(cfg.placement, roles, len(ranks), others=others)
     return {
         name: Pool(pool.roles, tuple(ranks[i] for i in pool.ranks)) for name, pool in placed.items()
     }

@@ -161,6 +161,7 @@ PLACES = {
     ("two_rewards", "standalone", 5): {"reward": (3,), "second": (4,)},
     ("two_rewards", MAPS["map"], 3): {"reward": (1,), "second": (1,)},
     ("own_judge", "colocate", 2): {"actor": (0, 1), "judge": (0, 1)},
+    ("own_judge", "split", 2): {"actor": (0,), "judge": (1,)},
     ("own_judge", "standalone", 2): {"actor": (0,), "judge": (1,)},
     ("own_judge", MAPS["judge"], 2): {"actor": (0,), "judge": (1,)},
 }
