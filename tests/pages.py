@@ -6,8 +6,9 @@ A page is run in a folder of its own, its blocks in order:
 - another python block is run by Python, a bash block by bash, each with a limit;
 - `<!-- run with: total_steps=2 -->` above a bash block is added to each of its runs, so that a page
   can show the real command;
-- `<!-- not run: REASON -->` above a block leaves it out; text, console and unnamed yaml blocks
-  are output or excerpts and are not run.
+- `<!-- not run: REASON -->` above a block leaves it out, as does `<!-- run by: FILE -->`, which names
+  the script or test that runs these commands; text, console and unnamed yaml blocks are output or
+  excerpts and are not run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 _FENCE = re.compile(
-    r"(?:^<!-- (?P<mark>not run|run with): (?P<value>[^>]+?) -->\n+)?"
+    r"(?:^<!-- (?P<mark>not run|run by|run with): (?P<value>[^>]+?) -->\n+)?"
     r"^```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
@@ -62,7 +63,7 @@ def blocks_of(page: Path) -> list[Block]:
             text.count("\n", 0, found.start("language")) + 1,
             found["language"],
             _shortened(found["text"], found["value"] if found["mark"] == "run with" else None),
-            found["value"] if found["mark"] == "not run" else None,
+            found["value"] if found["mark"] in ("not run", "run by") else None,
         )
         for found in _FENCE.finditer(text)
     ]
