@@ -6,9 +6,9 @@ A page is run in a folder of its own, its blocks in order:
 - another python block is run by Python, a bash block by bash, each with a limit;
 - `<!-- run with: total_steps=2 -->` above a bash block is added to each of its runs, so that a page
   can show the real command;
-- `<!-- not run: REASON -->` above a block leaves it out, as does `<!-- run by: FILE -->`, which names
-  the script or test that runs these commands; text, console and unnamed yaml blocks are output or
-  excerpts and are not run.
+- `<!-- not run: REASON -->` above a block leaves it out, as does `<!-- run by: FILE -->`, which
+  names the script or test that runs these commands; text, console and unnamed yaml blocks are
+  output or excerpts and are not run.
 """
 
 from __future__ import annotations
