@@ -103,12 +103,14 @@ def with_faults(err: ConfigError, world_size: int) -> ConfigError:
 def faults(cfg: Any, world_size: int, *, here: bool = True) -> Iterator[ConfigError]:
     """The first fault of every rule, in order.
 
-    Numbers out of their bounds are told without those that follow from them. here: whether
+    Counts and names out of their bounds are told without what follows from them. here: whether
     packages, weights and data must be on this machine; a plan for another does without.
     """
     out_of_bounds = list(_failing(partial(check_bounds, leaf) for leaf in leaves(cfg)))
+    counts = [leaf for leaf in leaves(cfg) if not isinstance(leaf.value, float)]
+    unsound = any(_failing(partial(check_bounds, leaf) for leaf in counts))
     rules: list[Rule] = [partial(_check_run, cfg, here=here)]
-    rules += [] if out_of_bounds else [partial(_check_placed, cfg, world_size)]
+    rules += [] if unsound else [partial(_check_placed, cfg, world_size)]
     rules += [partial(_check_optimizer, cfg, role) for role in roles_of(cfg)]
     rules += [partial(_check_kl, cfg, roles_of(cfg)), *_reward_rules(cfg)]
     rules += [partial(_check_model, cfg, *which, here=here) for which in _model_folders(cfg)]

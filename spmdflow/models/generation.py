@@ -43,6 +43,8 @@ def row_seeds(context: WorkerContext, call: CallInfo) -> list[int]:
 
 def check_sampling(label: str, cfg: Any, arguments: Mapping[str, Any]) -> None:
     """Refuse what `generate_sequences` cannot do, by the bounds of the settings."""
+    if not set(arguments) - {"greedy"}:
+        return  # the settings have checks of their own, which tell all that is wrong
     try:
         sampling = Sampling.from_config(cfg.rollout).for_call(**arguments)
     except ConfigError as err:

@@ -145,6 +145,6 @@ def test_settings_for_real_problems_run_on_real_rows(
 
     for step in steps_of(tmp_path / "run")[1:]:
         assert all(math.isfinite(value) for value in step.values())
-        assert step["reward/errors"] == 0
+        assert step["reward/dropped"] == 0
         assert step["reward/correct"] <= 0.2 and step["reward/format"] == 0  # a writer of stories
         assert -1 <= step["reward/length"] < -0.9  # which does not stop early

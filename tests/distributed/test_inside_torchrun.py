@@ -127,7 +127,7 @@ def test_settings_that_cannot_work_are_refused_on_every_rank_before_anything_sta
     failed: list[dict[str, Any]],
 ) -> None:
     for seen in failed:
-        assert seen["settings"]["result"].startswith("ConfigError: actor.model.path: no folder")
+        assert seen["settings"]["result"].startswith("SettingErrors: actor.model.path: no folder")
         assert seen["settings"]["sum"] == WORLD_SIZE
 
 

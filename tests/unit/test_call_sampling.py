@@ -109,7 +109,6 @@ def test_response_ends_with_the_token_that_completes_a_stop_string(
 
 
 REFUSED = [
-    ({"greedy": "perhaps"}, r"greedy: got 'perhaps', expected True or False"),
     ({"temperature": 0}, r"temperature: got 0, expected more than 0; write greedy=True"),
     ({"temperature": -1.0}, r"temperature: got -1.0, expected more than 0"),
     ({"temperature": "hot"}, r"temperature: got 'hot', expected float"),
@@ -137,6 +136,8 @@ def test_what_cannot_be_sampled_is_refused_at_the_call_and_the_script_may_go_on(
     for arguments, message in REFUSED:
         with pytest.raises(ConfigError, match=r"^actor\.generate_sequences: " + message):
             actor.generate_sequences(batch, **arguments)
+    with pytest.raises(ProtocolError, match=r"got greedy='perhaps' \(str\), expected a bool"):
+        actor.generate_sequences(batch, greedy="perhaps")
     with pytest.raises(ProtocolError, match="min_p"):
         actor.generate_sequences(batch, min_p=0.1)
 
@@ -159,7 +160,7 @@ def test_plan_takes_the_parameters_of_a_call_and_refuses_what_a_run_refuses(tmp_
     )
     settings = [f"data.train_path={TASK}/train.jsonl", f"data.eval_path={TASK}/eval.jsonl"]
     settings += [f"actor.model.path={TASK}/model", "eval_every=0"]
-    for greedy, message in (("False", ""), ("'perhaps'", r"greedy: got 'perhaps'")):
+    for greedy, message in (("False", ""), ("'perhaps'", r"got greedy='perhaps' \(str\)")):
         loaded = load(write_script(tmp_path, call.format(greedy)), None, settings)
         if not message:
             assert trace(loaded.script, loaded.cfg, settings_of(2)).orders

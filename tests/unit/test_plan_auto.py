@@ -25,6 +25,7 @@ from spmdflow.plan.auto import Automatic, dataflow_of, resolve
 from spmdflow.plan.command import FINE, main
 from spmdflow.plan.comparison import compare_run
 from spmdflow.plan.report import plan
+from spmdflow.prepare import prepare
 from tests.unit.planned import ALGORITHMS, SMALL, SMALL_GROUPS, settings_of, write_script
 from tests.unit.test_plan_command import large
 from tests.unit.test_plan_trace import SCRIPTS
@@ -199,12 +200,13 @@ def test_run_resolves_it_before_its_checks_and_says_what_it_found(
     monkeypatch.setattr(machine, "_own", lambda: "h100")
     loaded = load(ALGORITHMS / "ppo.py", None, ["placement=auto", *SMALL])
 
-    placed = [run._placed(loaded, run.Place(rank, rank, 4)) for rank in range(4)]
+    placed = [prepare(loaded, 4) for _ in range(4)]
 
-    assert capsys.readouterr().out.startswith("auto   {")
-    assert all(other.yaml_text == placed[0].yaml_text for other in placed)
-    assert len(pools_of(placed[0].cfg, 4)) >= 1
-    check(placed[0].cfg, 4)
+    first, text = placed[0]
+    assert text is not None and text.startswith("auto   {")
+    assert all(other.yaml_text == first.yaml_text for other, _ in placed)
+    assert len(pools_of(first.cfg, 4)) >= 1
+    check(first.cfg, 4)
 
 
 def test_auto_that_nobody_resolved_is_refused_with_what_to_do() -> None:
@@ -275,8 +277,7 @@ def test_hardware_of_the_settings_is_what_a_run_searches_with(
     said = []
     for name in ("h100", str(tmp_path / "slow.yaml")):
         loaded = load(ALGORITHMS / "ppo.py", None, [*words, f"run.hardware={name}"])
-        run._placed(loaded, run.Place(0, 0, 4))
-        said.append(capsys.readouterr().out)
+        said.append(prepare(loaded, 4)[1] or "")
 
     seconds = [float(text.partition(": ")[2].split()[0]) for text in said]
     assert seconds[1] > 100 * seconds[0]
@@ -323,4 +324,4 @@ def test_run_on_a_device_that_no_file_describes_says_why_nothing_is_predicted(
     text = (tmp_path / "prediction.txt").read_text()
     assert "not predicted: hardware: got NVIDIA L4, expected a device that a packaged" in text
     with pytest.raises(ConfigError, match=r"got NVIDIA L4, .*; measure it with scripts/calibrate"):
-        run._placed(load(ALGORITHMS / "ppo.py", None, ["placement=auto"]), run.Place(0, 0, 2))
+        prepare(load(ALGORITHMS / "ppo.py", None, ["placement=auto"]), 2)

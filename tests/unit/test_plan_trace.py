@@ -128,7 +128,7 @@ def test_declared_response_tokens_replace_the_longest_ones() -> None:
     short = traced("ppo", 2, *SMALL, "placement=split", examples={"responses": 1})
     long = traced("ppo", 2, *SMALL, "placement=split", examples={"responses": [1, 3]})
 
-    marks = 6  # one byte of `valid` for each row that the critic's rank gets
+    marks = 12  # one byte of `valid` for each row that the actor's rank gets
     assert 2 * (sum(short.edges.values()) - marks) == sum(long.edges.values()) - marks
 
 
