@@ -9,6 +9,7 @@ record, the seconds it took, a sum of the host after it, and what the process ho
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -98,6 +99,7 @@ def ask_later(script: ModuleType, cfg: Any) -> int:
 def main() -> None:
     """One launch after the other."""
     out = Path(sys.argv[1])
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its pool, one thread a core, stays: not ours
     dist.init_process_group("gloo")
     nan = f"{out / 'bad.py'}:nan"
     if dist.get_rank() == 0:
