@@ -63,7 +63,7 @@ _HOMES = {
     "DynamicSampling": "spmdflow.controller.dynamic_sampling",
     "launch": "spmdflow.program",
     "load_settings": "spmdflow.prepare",
-    "Outcome": "spmdflow.controller.outside",
+    "Outcome": "spmdflow.runtime.outside",
     "compute_advantages": "spmdflow.objectives.advantage",
     "as_baseline": "spmdflow.objectives.baseline",
     "AdaptiveKL": "spmdflow.objectives.kl_control",

@@ -12,10 +12,11 @@ from typing import Any, Literal, overload
 
 import torch.distributed as dist
 
-from spmdflow.controller import launch as controller
-from spmdflow.controller.outside import Outcome
+from spmdflow.controller import script as controller
 from spmdflow.plan.comparison import compare_run
 from spmdflow.prepare import load_for_launch, prepare
+from spmdflow.runtime.launch import Surroundings, check_ranks
+from spmdflow.runtime.outside import Outcome
 
 _MOST_STOPPED_RANKS = 64
 """Of a run that is compared after SIGTERM: torchrun kills 30 s after it."""
@@ -76,7 +77,7 @@ def launch(
         return status if wait else Outcome(status)
     world_size = dist.get_world_size()
     members = tuple(range(world_size)) if ranks is None else tuple(ranks)
-    controller.check_ranks(members, world_size)
+    check_ranks(members, world_size)
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     ready, _ = prepare(ready, len(members), node_size=min(node_size, len(members)))
     outcome = controller.begin(ready.script, ready.cfg, ranks=members)
@@ -90,7 +91,7 @@ def launch_prepared(
     cfg: Any,
     *,
     inproc: bool = False,
-    surroundings: controller.Surroundings | None = None,
+    surroundings: Surroundings | None = None,
 ) -> int:
     """Run on all ranks with settings that were checked; the exit status.
 

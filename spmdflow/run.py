@@ -39,10 +39,10 @@ from spmdflow.config.describe import batch_algebra
 from spmdflow.config.help import schema_help
 from spmdflow.config.load import Loaded, load, load_script, schema_of
 from spmdflow.config.schema import PPOConfig, RunConfig
-from spmdflow.controller.launcher import AGENT_MARK, die_with_launcher
-from spmdflow.controller.process import allow_open_files
 from spmdflow.errors import ConfigError, SpmdflowError
 from spmdflow.prepare import prepare
+from spmdflow.runtime.launcher import AGENT_MARK, die_with_launcher
+from spmdflow.runtime.process import allow_open_files
 
 FINISHED, FAILED, REFUSED = 0, 1, 2
 
@@ -212,10 +212,10 @@ def _launch(loaded: Loaded, place: Place, launcher: int | None, *, inproc: bool)
     import torch
     import torch.distributed as dist
 
-    from spmdflow.controller.launch import Surroundings
-    from spmdflow.controller.script_line import own_traceback
     from spmdflow.log import quiet_libraries, set_up_logging
     from spmdflow.program import launch_prepared
+    from spmdflow.runtime.launch import Surroundings
+    from spmdflow.runtime.script_line import own_traceback
 
     set_up_logging(place.rank)
     quiet_libraries()
@@ -242,7 +242,7 @@ def _join_group(run: RunConfig) -> None:
     import torch
     import torch.distributed as dist
 
-    from spmdflow.controller.roll_call import Attendant, own_store
+    from spmdflow.runtime.roll_call import Attendant, own_store
 
     start = timedelta(seconds=run.start_seconds)
     shared, rank, world_size = next(dist.rendezvous("env://", timeout=start))
@@ -260,7 +260,7 @@ def _take_device(place: Place) -> None:
     """The device of the local rank, or the only one there is; ConfigError if they do not suffice.
 
     NCCL's watchdog is told to leave failures to this program, which writes their cause first and
-    then ends every process (controller/comm.py).
+    then ends every process (runtime/comm.py).
     """
     import torch
 

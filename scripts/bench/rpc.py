@@ -26,12 +26,12 @@ ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:  # started by torchrun, without bench.py
     sys.path.insert(0, str(ROOT))
 
-from spmdflow.controller.executor import Operation  # noqa: E402
-from spmdflow.controller.io import Io, Order, Transport  # noqa: E402
-from spmdflow.controller.peers import Peers  # noqa: E402
-from spmdflow.controller.process import Process  # noqa: E402
-from spmdflow.controller.settings import Member, SessionSettings  # noqa: E402
-from spmdflow.controller.wire import RUN_ID_BYTES, Endpoint, Envelopes, Hub, Kind  # noqa: E402
+from spmdflow.runtime.executor import Operation  # noqa: E402
+from spmdflow.runtime.io import Io, Order, Transport  # noqa: E402
+from spmdflow.runtime.peers import Peers  # noqa: E402
+from spmdflow.runtime.process import Process  # noqa: E402
+from spmdflow.runtime.settings import Member, SessionSettings  # noqa: E402
+from spmdflow.runtime.wire import RUN_ID_BYTES, Endpoint, Envelopes, Hub, Kind  # noqa: E402
 
 WARM_UP = 300
 PAYLOAD = {"operation": "nothing"}
@@ -106,7 +106,7 @@ def _rank_main(folder: str, calls: str, *more: str) -> None:
 
     from torch import distributed as dist
 
-    from spmdflow.controller.session import run_session
+    from spmdflow.runtime.session import run_session
 
     def main(transport: Transport) -> None:
         if "busy" in more:

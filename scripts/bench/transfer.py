@@ -24,8 +24,8 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from spmdflow.config.schema import DataConfig, EngineConfig, RunConfig
-from spmdflow.controller.launch import launch
 from spmdflow.controller.prompts import PromptStream
+from spmdflow.controller.script import launch
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import Worker
 

@@ -30,12 +30,12 @@ from spmdflow.controller.fetch import fetch_column
 from spmdflow.controller.frame import Frame, SourceFrame, facts_of, places_of
 from spmdflow.controller.inputs import by_frame, home_frame, positions_held, source_lengths
 from spmdflow.controller.join import joined
-from spmdflow.controller.order import Order, Pending, Transport
 from spmdflow.controller.result import CallRecord, Result
-from spmdflow.controller.script_line import script_line
 from spmdflow.controller.transfers import Transfers
 from spmdflow.data.row_id import Ids, RowIds
 from spmdflow.errors import MessageError, ProtocolError
+from spmdflow.runtime.order import Order, Pending, Transport
+from spmdflow.runtime.script_line import script_line
 from spmdflow.tracking.metric import merge
 from spmdflow.transfer.protocol import protocol
 from spmdflow.transfer.register import MethodSpec, method_spec

@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import Any
 
 from spmdflow.controller.batch import Batch
-from spmdflow.controller.message import encode
 from spmdflow.errors import ColumnError, MessageError, ProtocolError
+from spmdflow.runtime.message import encode
 from spmdflow.transfer.register import MethodSpec
 from spmdflow.transfer.row_maths import RowMathsSpec
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from spmdflow.controller.batch import ColumnRef
 from spmdflow.controller.frame import Frame, SourceFrame
 from spmdflow.controller.inputs import input_of
-from spmdflow.data.column import Column, ColumnSpec, join
+from spmdflow.data.column import Column, join, read_message
 from spmdflow.data.row_id import Ids
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def _fetch_parts(caller: Caller, ref: ColumnRef, name: str, ids: Ids) -> Column:
         for rank, own in parts.items()
     }
     replies = caller.submit(f"fetch {name}", commands).result()
-    joined = join([read_column(replies[rank]["column"]) for rank in parts])
+    joined = join([read_message(replies[rank]["column"]) for rank in parts])
     order = np.argsort(np.concatenate(list(parts.values())), kind="stable")
     return joined.take(torch.from_numpy(order))
 
@@ -54,22 +53,3 @@ def _holders(frame: Frame, ids: Ids) -> dict[int, Ids]:
         if taken.any():
             parts[rank], ids = ids[taken], ids[~taken]
     return parts
-
-
-def to_message(column: Column) -> dict[str, Any]:
-    """A column with its values, as message data."""
-    raw = column.values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    lengths = None if column.lengths is None else column.lengths.numpy()
-    return {"spec": column.spec.to_plain(), "rows": len(column), "lengths": lengths, "bytes": raw}
-
-
-def read_column(plain: Mapping[str, Any]) -> Column:
-    """The inverse of `to_message`."""
-    spec = ColumnSpec.from_plain(plain["spec"])
-    raw = bytearray(plain["bytes"])
-    flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.zeros(0, dtype=torch.uint8)
-    values = flat.view(getattr(torch, spec.dtype))
-    if spec.kind == "dense":
-        return Column("dense", values.view(plain["rows"], *spec.row_shape))
-    lengths = torch.from_numpy(np.array(plain["lengths"], dtype=np.int64))
-    return Column(spec.kind, values.view(int(lengths.sum()), *spec.row_shape), lengths)

@@ -10,10 +10,10 @@ from spmdflow.controller.batch import Batch
 from spmdflow.controller.call import Target
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.check import too_many
-from spmdflow.controller.importing import name_of
 from spmdflow.controller.result import Result
 from spmdflow.controller.schedule import CutSettings, MicroLimit
 from spmdflow.errors import ProtocolError
+from spmdflow.runtime.importing import name_of
 from spmdflow.transfer.register import method_spec
 from spmdflow.transfer.worker import Worker
 

@@ -49,11 +49,6 @@ def input_of(frame: Frame | SourceFrame, columns: Mapping[str, str], ids: Ids) -
     return plain
 
 
-def names_in(part: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(name that the call sees, stored name) of every column of a part of the inputs."""
-    return part.get("seen") or [(name, name) for name in part["columns"]]
-
-
 def widest_frame(batch: Batch, names: Sequence[str], ranks: Sequence[int]) -> Frame | None:
     """The frame that gives most of the columns `names` and was made on exactly these ranks."""
     counts = [

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spmdflow.controller.order import Pending
 from spmdflow.errors import ProtocolError
+from spmdflow.runtime.order import Pending
 from spmdflow.tracking.metric import merge
 
 

@@ -14,8 +14,8 @@ from spmdflow.checkpoint.shared import shared_token
 from spmdflow.checkpoint.written import Written
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.group import WorkerGroup
-from spmdflow.controller.order import Order, Replies, Transport
 from spmdflow.errors import CheckpointError, ConfigError
+from spmdflow.runtime.order import Order, Replies, Transport
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.result import CallRecord, Result
-from spmdflow.controller.script_line import script_line
 from spmdflow.errors import ProtocolError
+from spmdflow.runtime.script_line import script_line
 from spmdflow.tracking.metric import merge
 from spmdflow.transfer.worker import Max, Mean, Metric, Sum
 

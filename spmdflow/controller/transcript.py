@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from spmdflow.controller.frame import Ids
-from spmdflow.controller.message import decode, encode
-from spmdflow.controller.order import Order, Pending, Replies, Transport
 from spmdflow.controller.transfers import EdgeBytes
 from spmdflow.errors import DataError, MessageError
+from spmdflow.runtime.message import decode, encode
+from spmdflow.runtime.order import Order, Pending, Replies, Transport
 
 logger = logging.getLogger(__name__)
 

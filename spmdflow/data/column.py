@@ -6,10 +6,11 @@ dense, its lengths; text is utf-8 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -142,3 +143,22 @@ def join(columns: Sequence[Column]) -> Column:
     if first.lengths is not None:
         lengths = torch.cat([column.lengths for column in columns if column.lengths is not None])
     return Column(first.kind, torch.cat([column.values for column in columns]), lengths)
+
+
+def to_message(column: Column) -> dict[str, Any]:
+    """A column with its values, as message data."""
+    raw = column.values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    lengths = None if column.lengths is None else column.lengths.numpy()
+    return {"spec": column.spec.to_plain(), "rows": len(column), "lengths": lengths, "bytes": raw}
+
+
+def read_message(plain: Mapping[str, Any]) -> Column:
+    """The inverse of `to_message`."""
+    spec = ColumnSpec.from_plain(plain["spec"])
+    raw = bytearray(plain["bytes"])
+    flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.zeros(0, dtype=torch.uint8)
+    values = flat.view(getattr(torch, spec.dtype))
+    if spec.kind == "dense":
+        return Column("dense", values.view(plain["rows"], *spec.row_shape))
+    lengths = torch.from_numpy(np.array(plain["lengths"], dtype=np.int64))
+    return Column(spec.kind, values.view(int(lengths.sum()), *spec.row_shape), lengths)

@@ -13,16 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmdflow.controller.fetch import to_message
-from spmdflow.controller.importing import find
-from spmdflow.controller.inputs import names_in
-from spmdflow.controller.order import Replies
-from spmdflow.data.column import Column, ColumnSpec
+from spmdflow.data.column import Column, ColumnSpec, to_message
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.plan.column import PROMPTS, RESPONSES, ColumnForm
 from spmdflow.plan.example import Examples
 from spmdflow.plan.record import Tokens
 from spmdflow.plan.replay import Replay
+from spmdflow.runtime.importing import find
+from spmdflow.runtime.order import Replies, names_in
 from spmdflow.transfer.register import method_spec
 from spmdflow.transfer.row_maths import row_maths_spec
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from spmdflow.controller.importing import find
-from spmdflow.controller.inputs import names_in
 from spmdflow.plan.edge import consumer_of
 from spmdflow.plan.finding import Finding
 from spmdflow.plan.record import TRANSFER, Trace, TracedOrder
+from spmdflow.runtime.importing import find
+from spmdflow.runtime.order import names_in
 from spmdflow.transfer.register import method_spec
 from spmdflow.transfer.row_maths import row_maths_spec
 

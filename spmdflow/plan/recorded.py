@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from spmdflow.config.placement import Pool
-from spmdflow.controller.importing import find
 from spmdflow.parallel.layout import Layout
 from spmdflow.plan.answers import Answers, Lengths
 from spmdflow.plan.edge import bytes_by_edge, row_edges
 from spmdflow.plan.example import Examples
 from spmdflow.plan.record import COMPUTE, TRANSFER, Tokens, Trace, TracedModel, TracedOrder
 from spmdflow.plan.replay import Replay
+from spmdflow.runtime.importing import find
 
 Edge = tuple[int, Sequence[str], np.ndarray]
 """Frame, columns, row ids."""

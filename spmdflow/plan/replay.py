@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmdflow.controller.fetch import read_column
 from spmdflow.controller.transcript import TRANSCRIPT_FILE, read_transcript
-from spmdflow.data.column import Column, ColumnSpec, join
+from spmdflow.data.column import Column, ColumnSpec, join, read_message
 from spmdflow.datasets.scan import ScanReport
 
 Columns = Mapping[str, tuple[ColumnSpec, np.ndarray | None]]
@@ -103,5 +102,5 @@ class Replay:
         if not parts:
             return None
         ids = np.concatenate([ids for ids, _ in parts])
-        whole = join([read_column(plain) for _, plain in parts])
+        whole = join([read_message(plain) for _, plain in parts])
         return whole.take(torch.from_numpy(np.argsort(ids, kind="stable")))

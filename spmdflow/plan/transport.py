@@ -1,6 +1,6 @@
 """`TraceTransport`: sends nothing, answers at once, writes every order down with its line.
 
-The Transport surface of `controller.order`. Orders submitted while another is answered follow it,
+The Transport surface of `runtime.order`. Orders submitted while another is answered follow it,
 as with sockets.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 
-from spmdflow.controller.inproc import ImmediateTransport
-from spmdflow.controller.order import Order, Pending, Replies, too_early
 from spmdflow.plan.answers import Answers
 from spmdflow.plan.loop import Path
 from spmdflow.plan.record import COMPUTE, Tokens, TracedOrder
 from spmdflow.plan.refusal import Refusal
+from spmdflow.runtime.inproc import ImmediateTransport
+from spmdflow.runtime.order import Order, Pending, Replies, too_early
 
 MOST_CALLS = 100
 """Calls of one step, or before the first; a script that makes more is taken for one that never

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spmdflow.config.load import load
-from spmdflow.controller.launch import launch
+from spmdflow.controller.script import launch
 from tests.algos.runs import ROOT, numbers_of, steps_of
 from tests.algos.test_grpo import GRPO, SMALL
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spmdflow.config.load import load
-from spmdflow.controller.launch import launch
+from spmdflow.controller.script import launch
 from spmdflow.errors import RowError
 from tests.algos.runs import ROOT, check_prediction, finish, log_of, steps_of, torchrun
 

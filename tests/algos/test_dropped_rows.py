@@ -10,7 +10,7 @@ import pytest
 
 from spmdflow.config.check import check
 from spmdflow.config.load import load
-from spmdflow.controller.launch import launch
+from spmdflow.controller.script import launch
 from spmdflow.errors import RewardError
 from tests.algos.runs import ROOT, check_prediction, finish, log_of, steps_of, torchrun
 

@@ -13,7 +13,7 @@ import yaml
 
 from spmdflow.config.exported import exported_folder
 from spmdflow.config.load import load
-from spmdflow.controller.launch import launch
+from spmdflow.controller.script import launch
 from spmdflow.errors import ConfigError
 from spmdflow.tracking.estimate import majority, pass_at_k
 from tests.algos.runs import (

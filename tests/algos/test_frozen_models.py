@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spmdflow.config.load import load
-from spmdflow.controller.launch import launch
+from spmdflow.controller.script import launch
 from spmdflow.errors import CheckpointError
 from tests.algos.runs import ROOT, SCRIPT, SMALL, last_checkpoint, numbers_of, steps_of
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spmdflow.config.load import load
-from spmdflow.controller.launch import launch
+from spmdflow.controller.script import launch
 from tests.algos.runs import ROOT, SCRIPT, check_prediction, finish, log_of, steps_of, torchrun
 
 GRPO = ROOT / "algos" / "grpo.py"

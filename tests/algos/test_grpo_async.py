@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spmdflow.config.load import load
-from spmdflow.controller.launch import launch
+from spmdflow.controller.script import launch
 from spmdflow.errors import ConfigError
 from tests.algos.runs import ROOT, check_prediction, finish, log_of, steps_of, torchrun
 

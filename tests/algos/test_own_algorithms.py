@@ -12,7 +12,7 @@ import pytest
 
 from spmdflow.config.check import check
 from spmdflow.config.load import Loaded, load
-from spmdflow.controller.launch import launch
+from spmdflow.controller.script import launch
 from spmdflow.mapping.machine import load_hardware
 from spmdflow.plan.auto import resolve
 from spmdflow.plan.record import Trace

@@ -10,7 +10,7 @@ import pytest
 from spmdflow import ActorWorker, ConfigError, FSDPWorker, ThreeDParallelWorker, ZeROWorker
 from spmdflow.config.load import load
 from spmdflow.config.schema import ActorConfig, EngineConfig
-from spmdflow.controller.launch import launch
+from spmdflow.controller.script import launch
 from spmdflow.parallel.layout import Layout
 from tests.algos.runs import ROOT, SCRIPT, SMALL, finish, log_of, steps_of, torchrun
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from spmdflow.config.load import load
-from spmdflow.controller.launch import launch
+from spmdflow.controller.script import launch
 from tests.algos.runs import (
     ROOT,
     SCRIPT,

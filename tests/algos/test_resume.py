@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from spmdflow.config.load import load
-from spmdflow.controller.inproc import InprocTransport
-from spmdflow.controller.launch import launch
+from spmdflow.controller.script import launch
+from spmdflow.runtime.inproc import InprocTransport
 from tests.algos.runs import (
     SCRIPT,
     SMALL,

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from spmdflow.config.check import check
 from spmdflow.config.load import load
-from spmdflow.controller.launch import launch
+from spmdflow.controller.script import launch
 from tests.algos.runs import ROOT, finish, log_of, steps_of, torchrun
 
 GRPO = ROOT / "algos" / "grpo.py"

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaForSequenceClassification
 
 from spmdflow.config.load import load
-from spmdflow.controller.launch import launch
+from spmdflow.controller.script import launch
 from spmdflow.errors import RowError
 from tests.algos.runs import (
     ROOT,

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from spmdflow.controller.executor import Operation
-from spmdflow.controller.io import Order, Transport
-from spmdflow.controller.session import Member, SessionSettings, run_session
+from spmdflow.runtime.executor import Operation
+from spmdflow.runtime.io import Order, Transport
+from spmdflow.runtime.session import Member, SessionSettings, run_session
 
 
 def settings_for(run_dir: Path, **changes: Any) -> SessionSettings:

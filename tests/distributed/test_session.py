@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from spmdflow.controller.executor import Operation
-from spmdflow.controller.io import Io, Order, Transport
-from spmdflow.controller.session import Member, run_session
-from spmdflow.controller.wire import Endpoint, Envelopes, Kind
 from spmdflow.errors import MessageError
+from spmdflow.runtime.executor import Operation
+from spmdflow.runtime.io import Io, Order, Transport
+from spmdflow.runtime.session import Member, run_session
+from spmdflow.runtime.wire import Endpoint, Envelopes, Kind
 from tests.distributed.session_parts import (
     global_sum,
     one_round,

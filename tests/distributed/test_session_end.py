@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from torch import distributed as dist
 
-from spmdflow.controller.executor import Operation
-from spmdflow.controller.io import Order, Transport
-from spmdflow.controller.session import Member, SessionSettings, run_session
 from spmdflow.errors import DeadlineError, ProtocolError
+from spmdflow.runtime.executor import Operation
+from spmdflow.runtime.io import Order, Transport
+from spmdflow.runtime.session import Member, SessionSettings, run_session
 from tests.distributed.ranks import watch_ranks
 from tests.distributed.session_parts import one_round, operations, settings_for, to_all, with_secret
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from spmdflow.controller.executor import Operation
-from spmdflow.controller.io import Order, Transport
-from spmdflow.controller.session import Member, run_session
 from spmdflow.errors import RunFailed
+from spmdflow.runtime.executor import Operation
+from spmdflow.runtime.io import Order, Transport
+from spmdflow.runtime.session import Member, run_session
 from tests.distributed.ranks import watch_ranks
 from tests.distributed.session_parts import global_sum, settings_for, to_all
 

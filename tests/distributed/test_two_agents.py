@@ -26,7 +26,7 @@ from pathlib import Path
 import pytest
 
 from spmdflow.config.load import load
-from spmdflow.controller.launch import launch
+from spmdflow.controller.script import launch
 from spmdflow.plan.replay import Replay
 from tests.algos.runs import SCRIPT, SMALL, check_prediction, finish, log_of, start, steps_of
 

@@ -13,7 +13,6 @@ import torch
 
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.group import WorkerGroup
-from spmdflow.controller.inproc import InprocTransport
 from spmdflow.controller.prompts import PromptStream
 from spmdflow.errors import (
     ColumnError,
@@ -23,6 +22,7 @@ from spmdflow.errors import (
     SpmdflowError,
 )
 from spmdflow.parallel.layout import Layout
+from spmdflow.runtime.inproc import InprocTransport
 from spmdflow.transfer.protocol import Answer, Protocol, register_protocol
 from tests.unit.toy_flow import (
     ROWS,

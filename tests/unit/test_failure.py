@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdflow.controller.failure import (
+from spmdflow.runtime.failure import (
     Failure,
     as_record,
     first_cause,
@@ -15,7 +15,7 @@ from spmdflow.controller.failure import (
     report,
     write_failure,
 )
-from spmdflow.controller.process import Process, describe_status
+from spmdflow.runtime.process import Process, describe_status
 
 DIED = Failure("death", 2, "process 9 killed by SIGKILL", "actor.update_actor", 8, "compute")
 STOPPED = Failure("stopped", 1, "process 8 is stopped")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from spmdflow.controller.inproc import InprocTransport
-from spmdflow.controller.io import Order
 from spmdflow.errors import ProtocolError
+from spmdflow.runtime.inproc import InprocTransport
+from spmdflow.runtime.io import Order
 
 
 def _transport(log: list[Any]) -> InprocTransport:

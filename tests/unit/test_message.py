@@ -18,10 +18,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdflow.controller import message
-from spmdflow.controller.message import MAX_MESSAGE_BYTES, decode, encode
-from spmdflow.controller.wire import Envelopes, Kind
 from spmdflow.errors import MessageError
+from spmdflow.runtime import message
+from spmdflow.runtime.message import MAX_MESSAGE_BYTES, decode, encode
+from spmdflow.runtime.wire import Envelopes, Kind
 from spmdflow.transfer.worker import Max, Mean, Sum
 
 _SCALARS = (
@@ -188,7 +188,7 @@ def test_record_of_a_class_that_is_no_record_or_not_imported_is_refused(name: st
 def test_record_does_not_import_its_module() -> None:
     program = (
         "import sys\n"
-        "from spmdflow.controller.message import decode\n"
+        "from spmdflow.runtime.message import decode\n"
         "from spmdflow.errors import MessageError\n"
         f"data = {_record('colorsys:Any', [])!r}\n"
         "try:\n"

@@ -16,7 +16,6 @@ from spmdflow.config.check import check
 from spmdflow.config.load import Loaded, load
 from spmdflow.config.parallel import sizes_of
 from spmdflow.config.placement import resolve_placement, roles_of
-from spmdflow.controller.message import encode
 from spmdflow.controller.transcript import TRANSCRIPT_FILE
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.machine import FOLDER, load_hardware
@@ -26,6 +25,7 @@ from spmdflow.plan.command import FINE, main
 from spmdflow.plan.comparison import compare_run
 from spmdflow.plan.report import plan
 from spmdflow.prepare import prepare
+from spmdflow.runtime.message import encode
 from tests.unit.planned import ALGORITHMS, SMALL, SMALL_GROUPS, settings_of, write_script
 from tests.unit.test_plan_command import large
 from tests.unit.test_plan_trace import SCRIPTS

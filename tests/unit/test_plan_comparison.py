@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 
 from spmdflow import program
 from spmdflow.config.load import Loaded, load
-from spmdflow.controller.launch import STOPPED, launch
-from spmdflow.controller.message import decode, encode
+from spmdflow.controller.script import STOPPED, launch
 from spmdflow.controller.transcript import TRANSCRIPT_FILE
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.mapping.machine import load_hardware
@@ -31,6 +30,7 @@ from spmdflow.plan.replay import Replay
 from spmdflow.plan.trace import TraceSettings, trace, trace_replayed
 from spmdflow.plan.weight import weight_plans
 from spmdflow.plan.workload import simulated
+from spmdflow.runtime.message import decode, encode
 from tests.unit.planned import ALGORITHMS
 
 SETTINGS = (

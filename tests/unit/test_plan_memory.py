@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdflow.config.load import load
-from spmdflow.controller.launch import launch
+from spmdflow.controller.script import launch
 from spmdflow.mapping.machine import Hardware, load_hardware
 from spmdflow.plan.edge import row_edges
 from spmdflow.plan.prediction import Prediction, predict

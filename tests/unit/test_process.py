@@ -9,7 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from spmdflow.controller.process import Process
+from spmdflow.runtime.process import Process
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +35,7 @@ def test_process_that_lives_counts_as_alive_and_one_that_ended_as_gone() -> None
 
 OUT_OF_DESCRIPTORS = """
     import os, resource
-    from spmdflow.controller.process import Process, leave
+    from spmdflow.runtime.process import Process, leave
     me = Process.of(os.getppid())
     resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
     try:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from spmdflow.controller.executor import Operation
-from spmdflow.controller.order import Order, Pending, Transport
-from spmdflow.controller.session import Member, SessionSettings, run_session
+from spmdflow.runtime.executor import Operation
+from spmdflow.runtime.order import Order, Pending, Transport
+from spmdflow.runtime.session import Member, SessionSettings, run_session
 
 
 class Ranks:

@@ -6,8 +6,8 @@ import threading
 import time
 from typing import Any
 
-from spmdflow.controller.executor import TRANSFER, Command, SharedLane
-from spmdflow.controller.failure import Failure
+from spmdflow.runtime.executor import TRANSFER, Command, SharedLane
+from spmdflow.runtime.failure import Failure
 
 
 class Told:

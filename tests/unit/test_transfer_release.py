@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from spmdflow.controller.frame import ColumnFacts, Frame
-from spmdflow.controller.order import Order, Pending
 from spmdflow.controller.transfers import Transfers
 from spmdflow.data.column import ColumnSpec
 from spmdflow.errors import TransferError
+from spmdflow.runtime.order import Order, Pending
 
 ROWS = np.arange(100, 104)
 ITEMS = np.array([3, 0, 2, 4])

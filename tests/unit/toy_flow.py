@@ -19,14 +19,14 @@ from spmdflow.config.placement import Pool
 from spmdflow.config.schema import DataConfig, EngineConfig, RunConfig, UpdateConfig
 from spmdflow.controller.caller import Caller, CallSettings
 from spmdflow.controller.flow import Flow, FlowSettings
-from spmdflow.controller.inproc import InprocTransport
-from spmdflow.controller.operation import RankSettings, RankState
 from spmdflow.controller.saving import Saving
 from spmdflow.controller.show import Show
 from spmdflow.controller.transfers import Transfers
 from spmdflow.data.ragged import lengths_of, ragged_from_rows
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
+from spmdflow.runtime.inproc import InprocTransport
+from spmdflow.runtime.operation import RankSettings, RankState
 from spmdflow.transfer.lane import CountedTransport
 from spmdflow.transfer.protocol import Answer, Protocol, Shares, register_protocol
 from spmdflow.transfer.register import register

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from spmdflow.config.check import check
 from spmdflow.config.load import load
-from spmdflow.controller.launch import launch
+from spmdflow.controller.script import launch
 from tests.algos.matrix import Combination, settings_of
 
 ALGOS = Path(__file__).parents[3] / "algos"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spmdflow.controller.process import node_identity
+from spmdflow.runtime.process import node_identity
 from spmdflow.transfer.lane import CountedTransport
 
 sys.path.append(str(Path(__file__).parents[3] / "algos"))

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from spmdflow.config.schema import DataConfig, EngineConfig, RunConfig, UpdateConfig
-from spmdflow.controller.launch import launch
 from spmdflow.controller.prompts import PromptStream
+from spmdflow.controller.script import launch
 from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
 from spmdflow.transfer import memory
 from spmdflow.transfer.register import register

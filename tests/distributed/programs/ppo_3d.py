@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from spmdflow.config.load import load
-from spmdflow.controller.launch import launch
+from spmdflow.controller.script import launch
 from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.models.actor import ActorWorker
 from spmdflow.transfer.register import register

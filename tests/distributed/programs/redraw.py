@@ -23,8 +23,8 @@ from spmdflow.config.schema import (
     RunConfig,
 )
 from spmdflow.controller.batch import Batch, concatenate
-from spmdflow.controller.launch import launch
 from spmdflow.controller.prompts import PromptStream
+from spmdflow.controller.script import launch
 from spmdflow.data.ragged import rows_of
 from spmdflow.models.actor import ActorWorker
 

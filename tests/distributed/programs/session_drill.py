@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from spmdflow.controller.executor import Operation
-from spmdflow.controller.io import Order, Transport
-from spmdflow.controller.session import Member, SessionSettings, run_session
 from spmdflow.log import set_up_logging
+from spmdflow.runtime.executor import Operation
+from spmdflow.runtime.io import Order, Transport
+from spmdflow.runtime.session import Member, SessionSettings, run_session
 
 RUN_DIR, WHERE, HOW = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 LANE = "transfer" if WHERE == "main" else WHERE

@@ -21,9 +21,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from spmdflow.controller.executor import Command, SharedLane, Unwound
-from spmdflow.controller.waiter import Waiter
-from spmdflow.controller.wire import Endpoint
+from spmdflow.runtime.executor import Command, SharedLane, Unwound
+from spmdflow.runtime.waiter import Waiter
+from spmdflow.runtime.wire import Endpoint
 
 _FOREVER = float("inf")
 _IDLE_SECONDS = 60.0

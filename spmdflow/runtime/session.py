@@ -4,7 +4,7 @@ Every rank calls `run_session`. The calling (main) thread becomes the compute la
 comm threads are started beside it, on the controller's rank also io and controller (the script).
 Signal handling, threads, sockets and interpreter settings are given back at the end, so that a
 session can run inside any torchrun program. A session that fails does not return: each process
-ends with status 1 after the cause has been written (controller/verdict.py, comm.py), or, with
+ends with status 1 after the cause has been written (runtime/verdict.py, comm.py), or, with
 `SessionSettings.unwinds` and if no process is lost, every rank gets RunFailed.
 """
 
@@ -18,18 +18,18 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import distributed as dist
 
-from spmdflow.controller.comm import Comm
-from spmdflow.controller.executor import Operation, failure_of
-from spmdflow.controller.failure import remove_old_reports, run_failed
-from spmdflow.controller.io import Io
-from spmdflow.controller.launcher import outlive_launcher
-from spmdflow.controller.order import Transport
-from spmdflow.controller.peers import Peers
-from spmdflow.controller.rendezvous import Meeting, meet
-from spmdflow.controller.settings import Member, SessionSettings
-from spmdflow.controller.signals import Signals
-from spmdflow.controller.wire import Endpoint, Envelopes
 from spmdflow.errors import ProtocolError, RunFailed
+from spmdflow.runtime.comm import Comm
+from spmdflow.runtime.executor import Operation, failure_of
+from spmdflow.runtime.failure import remove_old_reports, run_failed
+from spmdflow.runtime.io import Io
+from spmdflow.runtime.launcher import outlive_launcher
+from spmdflow.runtime.order import Transport
+from spmdflow.runtime.peers import Peers
+from spmdflow.runtime.rendezvous import Meeting, meet
+from spmdflow.runtime.settings import Member, SessionSettings
+from spmdflow.runtime.signals import Signals
+from spmdflow.runtime.wire import Endpoint, Envelopes
 
 __all__ = ["Member", "SessionSettings", "run_session"]
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _SWITCH_SECONDS = 5e-4
 """Thread switch interval: a round trip beside busy Python falls from 5.2 to 0.6 ms."""
 _JOIN_SECONDS = 60.0
-"""More than the controller gives the ranks to leave (controller/watch.py)."""
+"""More than the controller gives the ranks to leave (runtime/watch.py)."""
 
 
 def run_session(

@@ -22,10 +22,7 @@ from torch import Tensor
 from spmdflow.checkpoint.frozen import model_hash
 from spmdflow.checkpoint.shared import sees_token
 from spmdflow.checkpoint.written import write_part
-from spmdflow.controller.fetch import to_message
-from spmdflow.controller.importing import find
-from spmdflow.controller.inputs import names_in
-from spmdflow.data.column import Column, column_of, join
+from spmdflow.data.column import Column, column_of, join, to_message
 from spmdflow.data.group import RowGroups
 from spmdflow.data.ragged import is_ragged, with_offsets
 from spmdflow.data.row_id import Ids
@@ -38,6 +35,8 @@ from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import ColumnError, SpmdflowError
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
+from spmdflow.runtime.importing import find
+from spmdflow.runtime.order import names_in
 from spmdflow.transfer.lane import CountedTransport, Release, run_release
 from spmdflow.transfer.memory import Shelf, can_read
 from spmdflow.transfer.register import method_spec

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from spmdflow.controller.order import Order, Replies, Transport
+from spmdflow.runtime.order import Order, Replies, Transport
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The comm thread of a rank: the one that always answers, whatever the lanes are doing.
 
-Hands commands to the lanes while they are busy (controller/link.py), gives signs of life, and
+Hands commands to the lanes while they are busy (runtime/link.py), gives signs of life, and
 watches everything that must not go unnoticed: the limit of the running commands, the controller,
 the parent process (torchrun killed with -9 leaves orphans), SIGTERM. When the run fails it ends
 the process itself: the lanes may sit in a collective that hears nothing. If every process of the
@@ -16,7 +16,8 @@ import threading
 import time
 from typing import Any
 
-from spmdflow.controller.executor import (
+from spmdflow.errors import MessageError
+from spmdflow.runtime.executor import (
     COMPUTE,
     LANES,
     TRANSFER,
@@ -26,14 +27,13 @@ from spmdflow.controller.executor import (
     failure_of,
     stay_until,
 )
-from spmdflow.controller.failure import UNWIND_SECONDS, Failure, as_record, write_failure
-from spmdflow.controller.link import Link
-from spmdflow.controller.peers import Peers
-from spmdflow.controller.process import Process, dump_stacks, leave
-from spmdflow.controller.settings import SessionSettings
-from spmdflow.controller.signals import Signals
-from spmdflow.controller.wire import Endpoint, Envelopes, Kind
-from spmdflow.errors import MessageError
+from spmdflow.runtime.failure import UNWIND_SECONDS, Failure, as_record, write_failure
+from spmdflow.runtime.link import Link
+from spmdflow.runtime.peers import Peers
+from spmdflow.runtime.process import Process, dump_stacks, leave
+from spmdflow.runtime.settings import SessionSettings
+from spmdflow.runtime.signals import Signals
+from spmdflow.runtime.wire import Endpoint, Envelopes, Kind
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
-"""Starts a run on the ranks of a process group: groups, session, script.
+"""Starts a run on the ranks of a process group: groups, session, the controller's thread.
 
-`launch` is called by every rank of the default process group. Ranks outside `ranks` only help
+`begin` is called by every rank of the default process group. Ranks outside `ranks` only help
 to make process groups (every rank of the world must call `new_group`) and hear of the end
-(controller/outside.py). What the host program's groups were, they are afterwards, and nothing of
+(runtime/outside.py). What the host program's groups were, they are afterwards, and nothing of
 the run is left: no group, no thread, no descriptor.
 """
 
@@ -14,35 +14,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from spmdflow.checkpoint.run_dir import open_run_dir, path_of
-from spmdflow.config.describe import to_yaml
-from spmdflow.config.placement import pools_of
-from spmdflow.controller.caller import Caller, CallSettings
-from spmdflow.controller.executor import Operation
-from spmdflow.controller.flow import Flow, FlowSettings, Stopped
-from spmdflow.controller.inproc import InprocTransport, stop_on_sigterm
-from spmdflow.controller.neighbours import readable_memory
-from spmdflow.controller.operation import RankSettings, RankState
-from spmdflow.controller.order import Transport
-from spmdflow.controller.outside import Announcements, Outcome
-from spmdflow.controller.saving import Saving, check_shared
-from spmdflow.controller.session import Member, SessionSettings, run_session
-from spmdflow.controller.show import Show
-from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
-from spmdflow.controller.transfers import Transfers
+from spmdflow.checkpoint.run_dir import path_of
 from spmdflow.errors import ConfigError, RunFailed, SpmdflowError
 from spmdflow.parallel.group import GroupTable
+from spmdflow.runtime.executor import Operation
+from spmdflow.runtime.inproc import InprocTransport, stop_on_sigterm
+from spmdflow.runtime.operation import RankSettings, RankState
+from spmdflow.runtime.order import Transport
+from spmdflow.runtime.outside import Announcements, Outcome
+from spmdflow.runtime.session import Member, SessionSettings, run_session
 from spmdflow.transfer.lane import CountedTransport
 
 logger = logging.getLogger(__name__)
 
-FINISHED, STOPPED = 0, 3
+Control = Callable[[Transport, tuple[int, ...], bool], int]
+"""Runs in the controller's thread: control(transport, ranks of the run, whether others help to make
+its groups) -> exit status."""
 
 
 @dataclass(frozen=True)
@@ -57,42 +49,24 @@ class Surroundings:
     """A failure may end the process at once; in a host program only if a process is lost."""
 
 
-def launch(
-    script: ModuleType,
-    cfg: Any,
-    *,
-    ranks: tuple[int, ...] | None = None,
-    inproc: bool = False,
-    surroundings: Surroundings | None = None,
-) -> int:
-    """Run script.main(flow, cfg) on `ranks` (default: all). Exit status: 0 finished, 3 stopped.
-
-    Collective over the default process group, which must exist unless inproc; every rank waits
-    for the end. Fails as `begin` does; RunFailed on ranks outside of the run too.
-    """
-    if inproc:
-        return _run_inproc(script, cfg)
-    return begin(script, cfg, ranks=ranks, surroundings=surroundings).wait()
-
-
 def begin(
-    script: ModuleType,
+    control: Control,
     cfg: Any,
     *,
     ranks: tuple[int, ...] | None = None,
     surroundings: Surroundings | None = None,
 ) -> Outcome:
-    """The same, but ranks outside of the run get their `Outcome` once its groups are made.
+    """Run `control` on the first of `ranks` (default: all), which carry out its orders.
 
-    ConfigError if the script has no main or ranks are no ascending ranks of the group. Other
-    failures raise RunFailed; they end the processes with status 1 instead if these belong to the
-    run, or if one of them is lost.
+    Collective over the default process group, which must exist; ranks outside of the run get their
+    `Outcome` once its groups are made. ConfigError if ranks are no ascending ranks of the group.
+    Other failures raise RunFailed; they end the processes with status 1 instead if these belong to
+    the run, or if one of them is lost.
     """
-    _check_main(script)
     world = tuple(range(dist.get_world_size()))
     ranks = world if ranks is None else tuple(ranks)
     check_ranks(ranks, len(world))
-    return _Run(script, cfg, ranks, surroundings or Surroundings(), world).start()
+    return _Run(control, cfg, ranks, surroundings or Surroundings(), world).start()
 
 
 def check_ranks(ranks: tuple[int, ...], world_size: int) -> None:
@@ -104,27 +78,20 @@ def check_ranks(ranks: tuple[int, ...], world_size: int) -> None:
         )
 
 
-def _check_main(script: ModuleType) -> None:
-    if not callable(getattr(script, "main", None)):
-        raise ConfigError(
-            f"{script.__name__}: defines no main, expected main(flow, cfg); add it to the script"
-        )
-
-
 class _Run:
     """One launch on one rank."""
 
     def __init__(
         self,
-        script: ModuleType,
+        control: Control,
         cfg: Any,
         ranks: tuple[int, ...],
         surroundings: Surroundings,
         world: tuple[int, ...],
     ) -> None:
-        self._script, self._cfg, self._ranks = script, cfg, ranks
+        self._control, self._cfg, self._ranks = control, cfg, ranks
         self._surroundings, self._world = surroundings, world
-        self._status = FINISHED
+        self._status = 0
         self._state: RankState | None = None
         limit = cfg.run.call_seconds
         self._groups = GroupTable(dist.get_rank(), timeout_seconds=limit)
@@ -184,10 +151,8 @@ class _Run:
             self._announcements.tell(self._status, failure)
 
     def _main(self, transport: Transport) -> None:
-        """The controller thread: build the flow, run the script."""
-        self._status = _run_script(
-            self._script, self._cfg, transport, self._ranks, has_outside=self._ranks != self._world
-        )
+        """The controller thread."""
+        self._status = self._control(transport, self._ranks, self._ranks != self._world)
 
     def _session_settings(self) -> SessionSettings:
         run, around = self._cfg.run, self._surroundings
@@ -205,9 +170,8 @@ class _Run:
         )
 
 
-def _run_inproc(script: ModuleType, cfg: Any) -> int:
-    """Everything in this process: a world of one rank."""
-    _check_main(script)
+def run_inproc(control: Control, cfg: Any) -> int:
+    """Run `control` with everything in this process, a world of one rank; the exit status."""
     own_group = not dist.is_initialized()
     if own_group:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -218,55 +182,11 @@ def _run_inproc(script: ModuleType, cfg: Any) -> int:
     controller = InprocTransport(state.operations())
     try:
         with stop_on_sigterm(controller):
-            return _run_script(script, cfg, controller, (0,), has_outside=False)
+            return control(controller, (0,), False)
     finally:
         state.close()
         if own_group:
             dist.destroy_process_group()
-
-
-def _run_script(
-    script: ModuleType,
-    cfg: Any,
-    transport: Transport,
-    ranks: tuple[int, ...],
-    *,
-    has_outside: bool,
-) -> int:
-    """Build what the script needs and run it; the exit status."""
-    run_dir = open_run_dir(cfg.run, to_yaml(cfg))
-    check_shared(transport, ranks, run_dir.path)
-    readable = readable_memory(transport, ranks, seconds=cfg.run.start_seconds)
-    transport = transcript = Transcript(transport, run_dir.path / TRANSCRIPT_FILE, ranks)
-    transfers = Transfers(transport, seconds=cfg.run.transfer_seconds, readable=readable)
-    settings = CallSettings(cfg.run.seed, cfg.run.call_seconds, ranks)
-    caller = Caller(transport, transfers, settings)
-    flow_settings = FlowSettings(
-        config=cfg,
-        world=ranks,
-        pools=pools_of(cfg, ranks),
-        run_dir=run_dir.path,
-        backend="nccl" if _device().type == "cuda" else "gloo",
-        start_seconds=cfg.run.start_seconds,
-        has_outside=has_outside,
-        transcript=transcript,
-    )
-    show = Show(cfg, run_dir.path, last_step=run_dir.last_step)
-    reload_frozen = cfg.run.resume == "reload_frozen"
-    keep = cfg.run.keep_checkpoints
-    saving = Saving(run_dir.path, run_dir.checkpoint, keep=keep, reload_frozen=reload_frozen)
-    flow = Flow(caller, flow_settings, saving, show)
-    try:
-        script.main(flow, cfg)
-        status = FINISHED
-    except Stopped as stop:
-        logger.warning("%s", stop)
-        status = STOPPED
-    finally:
-        show.close()
-        run_dir.lock.release()
-    caller.submit("close", {rank: {"operation": "close"} for rank in ranks}).result()
-    return status
 
 
 def _rank_settings(

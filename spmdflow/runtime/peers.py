@@ -7,8 +7,8 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from spmdflow.controller.process import Process
-from spmdflow.controller.waiter import Waiter
+from spmdflow.runtime.process import Process
+from spmdflow.runtime.waiter import Waiter
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import FrameType
 
-from spmdflow.controller.executor import Operation, find_operation
-from spmdflow.controller.order import Order, Pending, too_early
+from spmdflow.runtime.executor import Operation, find_operation
+from spmdflow.runtime.order import Order, Pending, too_early
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from spmdflow.controller.message import MAX_MESSAGE_BYTES, decode, encode
-from spmdflow.controller.waiter import Waiter
 from spmdflow.errors import MessageError
+from spmdflow.runtime.message import MAX_MESSAGE_BYTES, decode, encode
+from spmdflow.runtime.waiter import Waiter
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 Runs in the io thread. Nothing here waits for the script or for a lane: a thread inside a
 collective hears nothing, but a process that exits frees its peers at once. A run inside a host
-program whose processes are all alive is unwound instead (controller/io.py).
+program whose processes are all alive is unwound instead (runtime/io.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from spmdflow.controller.failure import (
+from spmdflow.errors import RunFailed
+from spmdflow.runtime.failure import (
     GATHER_SECONDS,
     UNWIND_SECONDS,
     Failure,
@@ -24,13 +25,12 @@ from spmdflow.controller.failure import (
     run_failed,
     write_failure,
 )
-from spmdflow.controller.ledger import Entry, Ledger
-from spmdflow.controller.order import Pending
-from spmdflow.controller.peers import Peers
-from spmdflow.controller.process import dump_stacks
-from spmdflow.controller.settings import SessionSettings
-from spmdflow.controller.wire import Envelopes, Hub, Kind
-from spmdflow.errors import RunFailed
+from spmdflow.runtime.ledger import Entry, Ledger
+from spmdflow.runtime.order import Pending
+from spmdflow.runtime.peers import Peers
+from spmdflow.runtime.process import dump_stacks
+from spmdflow.runtime.settings import SessionSettings
+from spmdflow.runtime.wire import Envelopes, Hub, Kind
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from spmdflow.controller.failure import Failure
-from spmdflow.controller.process import leave
-from spmdflow.controller.script_line import own_traceback
 from spmdflow.errors import ProtocolError
+from spmdflow.runtime.failure import Failure
+from spmdflow.runtime.process import leave
+from spmdflow.runtime.script_line import own_traceback
 
 Operation = Callable[[dict[str, Any], int], dict[str, Any]]
-"""operation(payload, number) -> reply payload; both plain data (controller/message.py)."""
+"""operation(payload, number) -> reply payload; both plain data (runtime/message.py)."""
 
 COMPUTE, TRANSFER = "compute", "transfer"
 LANES = (COMPUTE, TRANSFER)
@@ -65,7 +65,7 @@ class Command:
 
 
 class Reporter(Protocol):
-    """Where a lane sends what it has to say (controller/comm.py)."""
+    """Where a lane sends what it has to say (runtime/comm.py)."""
 
     def reply(self, ticket: int, payload: dict[str, Any], *, rides: bool = False) -> None:
         """Answer a command; rides: together with the next answer."""

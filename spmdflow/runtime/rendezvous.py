@@ -3,7 +3,7 @@
 Every rank writes down its process and how it is reached; the controller binds the interfaces
 that reach the others, each on a port that the system chooses, and publishes the addresses with
 the run's random id. Keys carry the number of the launch, so that a second launch in one process
-never reads an old address (a restarted job has a store of its own, controller/roll_call.py).
+never reads an old address (a restarted job has a store of its own, runtime/roll_call.py).
 Whoever reaches the store can read these keys: SPMDFLOW_SECRET is for networks that are not trusted.
 """
 
@@ -22,11 +22,11 @@ from typing import Any
 
 from torch.distributed import DistError, Store
 
-from spmdflow.controller.message import decode, encode
-from spmdflow.controller.process import Process, node_identity
-from spmdflow.controller.settings import SessionSettings
-from spmdflow.controller.wire import LOCAL_ADDRESS, RUN_ID_BYTES, Hub
 from spmdflow.errors import DeadlineError
+from spmdflow.runtime.message import decode, encode
+from spmdflow.runtime.process import Process, node_identity
+from spmdflow.runtime.settings import SessionSettings
+from spmdflow.runtime.wire import LOCAL_ADDRESS, RUN_ID_BYTES, Hub
 
 logger = logging.getLogger(__name__)
 

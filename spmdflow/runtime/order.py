@@ -112,6 +112,11 @@ class Transport(Protocol):
         """Wait for all orders, then end every rank's lanes."""
 
 
+def names_in(part: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(name that the call sees, stored name) of every column of a part of the inputs."""
+    return part.get("seen") or [(name, name) for name in part["columns"]]
+
+
 def too_early(pending: Pending) -> ProtocolError:
     """The error of a wait that could never end: the waiting code itself is in the way."""
     return ProtocolError(

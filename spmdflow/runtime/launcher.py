@@ -3,7 +3,7 @@
 A rank whose torchrun was killed must not live on: it would join the next start of the same command
 on the same port. From the first lines of `main` the kernel ends the rank with its parent
 (PR_SET_PDEATHSIG); once the session stands its comm thread watches the parent instead, because it
-can also say what happened (`outlive_launcher`, then controller/comm.py).
+can also say what happened (`outlive_launcher`, then runtime/comm.py).
 
 The kernel sends that signal when the *thread* that started the child ends. torchrun's agent starts
 its ranks from the thread that then waits for them, so that thread ends with the agent. Other

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from spmdflow.controller.failure import Failure
-from spmdflow.controller.ledger import Ledger
-from spmdflow.controller.peers import Peers
-from spmdflow.controller.settings import SessionSettings
-from spmdflow.controller.verdict import LOST, Verdict
+from spmdflow.runtime.failure import Failure
+from spmdflow.runtime.ledger import Ledger
+from spmdflow.runtime.peers import Peers
+from spmdflow.runtime.settings import SessionSettings
+from spmdflow.runtime.verdict import LOST, Verdict
 
 logger = logging.getLogger(__name__)
 

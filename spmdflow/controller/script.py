@@ -1,0 +1,116 @@
+"""Runs a script: builds the flow that its `main` is given, over a transport of orders.
+
+`launch` and `begin` are called by every rank of the default process group; the script itself runs
+on the first rank of the run alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from spmdflow.checkpoint.run_dir import open_run_dir
+from spmdflow.config.describe import to_yaml
+from spmdflow.config.placement import pools_of
+from spmdflow.controller.caller import Caller, CallSettings
+from spmdflow.controller.flow import Flow, FlowSettings, Stopped
+from spmdflow.controller.saving import Saving, check_shared
+from spmdflow.controller.show import Show
+from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
+from spmdflow.controller.transfers import Transfers
+from spmdflow.errors import ConfigError
+from spmdflow.runtime import launch as runtime
+from spmdflow.runtime.neighbours import readable_memory
+from spmdflow.runtime.order import Transport
+from spmdflow.runtime.outside import Outcome
+
+logger = logging.getLogger(__name__)
+
+FINISHED, STOPPED = 0, 3
+
+
+def launch(
+    script: ModuleType,
+    cfg: Any,
+    *,
+    ranks: tuple[int, ...] | None = None,
+    inproc: bool = False,
+    surroundings: runtime.Surroundings | None = None,
+) -> int:
+    """Run script.main(flow, cfg) on `ranks` (default: all). Exit status: 0 finished, 3 stopped.
+
+    Collective over the default process group, which must exist unless inproc; every rank waits
+    for the end. Fails as `begin` does; RunFailed on ranks outside of the run too.
+    """
+    if inproc:
+        return runtime.run_inproc(_control(script, cfg), cfg)
+    return begin(script, cfg, ranks=ranks, surroundings=surroundings).wait()
+
+
+def begin(
+    script: ModuleType,
+    cfg: Any,
+    *,
+    ranks: tuple[int, ...] | None = None,
+    surroundings: runtime.Surroundings | None = None,
+) -> Outcome:
+    """The same, but ranks outside of the run get their `Outcome` once its groups are made.
+
+    ConfigError if the script has no main; other errors as of `runtime.launch.begin`.
+    """
+    return runtime.begin(_control(script, cfg), cfg, ranks=ranks, surroundings=surroundings)
+
+
+def _control(script: ModuleType, cfg: Any) -> runtime.Control:
+    if not callable(getattr(script, "main", None)):
+        raise ConfigError(
+            f"{script.__name__}: defines no main, expected main(flow, cfg); add it to the script"
+        )
+    return partial(run_script, script, cfg)
+
+
+def run_script(
+    script: ModuleType,
+    cfg: Any,
+    transport: Transport,
+    ranks: tuple[int, ...],
+    has_outside: bool,
+) -> int:
+    """Build what the script needs and run it; the exit status."""
+    run_dir = open_run_dir(cfg.run, to_yaml(cfg))
+    check_shared(transport, ranks, run_dir.path)
+    readable = readable_memory(transport, ranks, seconds=cfg.run.start_seconds)
+    transport = transcript = Transcript(transport, run_dir.path / TRANSCRIPT_FILE, ranks)
+    transfers = Transfers(transport, seconds=cfg.run.transfer_seconds, readable=readable)
+    settings = CallSettings(cfg.run.seed, cfg.run.call_seconds, ranks)
+    caller = Caller(transport, transfers, settings)
+    flow_settings = FlowSettings(
+        config=cfg,
+        world=ranks,
+        pools=pools_of(cfg, ranks),
+        run_dir=run_dir.path,
+        backend="nccl" if torch.cuda.is_available() else "gloo",
+        start_seconds=cfg.run.start_seconds,
+        has_outside=has_outside,
+        transcript=transcript,
+    )
+    show = Show(cfg, run_dir.path, last_step=run_dir.last_step)
+    reload_frozen = cfg.run.resume == "reload_frozen"
+    keep = cfg.run.keep_checkpoints
+    saving = Saving(run_dir.path, run_dir.checkpoint, keep=keep, reload_frozen=reload_frozen)
+    flow = Flow(caller, flow_settings, saving, show)
+    try:
+        script.main(flow, cfg)
+        status = FINISHED
+    except Stopped as stop:
+        logger.warning("%s", stop)
+        status = STOPPED
+    finally:
+        show.close()
+        run_dir.lock.release()
+    caller.submit("close", {rank: {"operation": "close"} for rank in ranks}).result()
+    return status
