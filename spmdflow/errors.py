@@ -1,5 +1,8 @@
 """Every error a user can meet, as one tree. Each message says got, expected, do.
 
+`ConfigError.of(key, got, expected, do)` writes a message of the usual form; where one of the parts
+needs a sentence of its own, the message is written out, which takes no more lines then.
+
 SpmdflowError
 |-- ConfigError       a setting, size or placement that cannot work
 |-- DataError         an input file or row that cannot be read
@@ -18,11 +21,22 @@ SpmdflowError
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 
 class SpmdflowError(Exception):
     """Root of the tree: `except SpmdflowError` catches every error made here."""
+
+    @classmethod
+    def of(cls, where: str, got: object, expected: str, do: str) -> Self:
+        """The error "where: got ..., expected ...; do".
+
+            raise ConfigError.of(key, repr(text), "a number above 0", f"set {key}=1")
+
+        where: the setting, file or call, as the user writes it. got: shown as it is; write
+        repr(text) for what a user typed. do: what to change, as an order.
+        """
+        return cls(f"{where}: got {got}, expected {expected}; {do}")
 
 
 class ConfigError(SpmdflowError):
