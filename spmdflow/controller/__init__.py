@@ -19,7 +19,7 @@ The life of a call, `batch |= actor.compute_log_prob(batch)`:
 |---|---|
 | flow, group, batch, result, prompts, dynamic_sampling, weight_link | what a script holds |
 | step, evaluation, judged, saving, show, counters | a step: metrics, evaluation, checkpoints |
-| caller, call, check, inputs, assignment, schedule, draws, join, frame, fetch | a call, as integers |
+| caller, call, check, inputs, assignment, schedule, draws, join, frame, fetch | a planned call |
 | transfers, transcript | rows on their way; answers that a plan is compared with |
 | script | builds all of this and runs `main` |
 """

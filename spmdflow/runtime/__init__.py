@@ -5,7 +5,7 @@ Knows process groups, sockets, rows by number and worker classes by name; no scr
 
 | file | what |
 |---|---|
-| launch, session, rendezvous, roll_call, outside, settings | how ranks become one session, and part |
+| launch, session, rendezvous, roll_call, outside, settings | how ranks meet and part |
 | order, message, wire, importing | what is sent: orders, plain data, envelopes, names |
 | io, ledger, link, waiter | the sending rank's side: who was told what, who answered |
 | comm, executor, operation | a rank's side: threads, lanes, and what each command does |
