@@ -22,14 +22,10 @@ gradients, and training frees the KV cache and a copy's weights.
 | file | what |
 |---|---|
 | `factory` | which way applies to settings and layout, and its parts |
-| `sync` | what all ways share: versions, the certificate by hashes, release |
-| `shared_storage`, `shared_sync` | blocks and flat |
-| `stream`, `copy_sync` | copies, by the planner's messages or tensor by tensor |
-| `wire` | what carries messages: the job's groups, or sockets to another program |
+| `sync` | versions, the certificate by hashes, release; copies, and the trainer's shards in place |
+| `shared_storage` | the trainer's shards as generation reads them: blocks and flat |
+| `stream` | a plan's messages over the job's groups |
 | `remote` | from a policy to a generator on other ranks |
-| `outside`, `whole` | what a trainer and a vLLM elsewhere agree on; whole tensors in chunks |
-| `outside_sender`, `outside_receiver`, `vllm_server` | its two ends, and the server's HTTP routes |
-| `nccl_sender` | to a server that has vLLM's own NCCL backend (never run) |
 | `reshard` | plans: boxes in bounded buckets, whole shards inside micro-dp groups. Integers only |
 | `cost`, `amount` | received, peak and redundant bytes of five systems (Table 2), told apart |
 | `systems` | the five systems as objects that move real tensors, for test and benchmark |

@@ -13,14 +13,11 @@ from __future__ import annotations
 from typing import Any
 
 from spmdflow.errors import ConfigError
-from spmdflow.hybrid_engine.copy_sync import CopySync, StreamSync
 from spmdflow.hybrid_engine.reshard import ReshardPlan, boxes_of, plan_reshard, scopes_of
 from spmdflow.hybrid_engine.shared_storage import BlockStorage, FlatStorage, SharedStorage
-from spmdflow.hybrid_engine.shared_sync import SharedSync
-from spmdflow.hybrid_engine.stream import BUCKET_BYTES, WeightStream
-from spmdflow.hybrid_engine.sync import WeightSync
+from spmdflow.hybrid_engine.stream import BUCKET_BYTES, GroupWire, WeightStream
+from spmdflow.hybrid_engine.sync import CopySync, SharedSync, StreamSync, WeightSync
 from spmdflow.hybrid_engine.table import generation_tables, training_tables
-from spmdflow.hybrid_engine.wire import GroupWire
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import Generator
 from spmdflow.rollout.vllm import VLLM_TRANSFER, VllmGenerator

@@ -18,10 +18,9 @@ from torch import Tensor
 from spmdflow.blocks.hash import MODULUS, to_signed
 from spmdflow.errors import WeightSyncError
 from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, scopes_of
-from spmdflow.hybrid_engine.stream import BUCKET_BYTES, WeightStream
+from spmdflow.hybrid_engine.stream import BUCKET_BYTES, GroupWire, WeightStream
 from spmdflow.hybrid_engine.sync import compare
 from spmdflow.hybrid_engine.table import generation_tables, training_tables
-from spmdflow.hybrid_engine.wire import GroupWire
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import NEVER, Generator
 from spmdflow.transfer.worker import Max, Metric, Sum, WorkerContext

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from spmdflow.errors import WeightSyncError
 from spmdflow.hybrid_engine.reshard import Bucket, Message, Part, ReshardPlan
-from spmdflow.hybrid_engine.wire import Wire
+from spmdflow.parallel.group import GroupTable
 from spmdflow.weights.move import Block, BlockReader, BlockWriter
 
 BUCKET_BYTES = 64 << 20
@@ -29,6 +30,36 @@ ALONE_BYTES = 64 << 10
 """A box of at least so many bytes is not packed with others."""
 _Shipment = tuple[Message, Tensor | None]
 """A message, and the live values that it goes from or to; None: by way of the staging buffer."""
+
+
+class Wire(Protocol):
+    """One rank's end."""
+
+    def start(self, message: Message, values: Tensor) -> list[dist.Work]:
+        """Send values (1-D, contiguous) if this rank is the message's source, else fill them."""
+
+
+class GroupWire:
+    """The process groups of a job."""
+
+    def __init__(self, groups: GroupTable, plan: ReshardPlan, *, rank: int) -> None:
+        """groups: has those of the plan that have several ranks."""
+        self._groups, self._rank = groups, rank
+        self._scope = next((group for group in plan.groups if rank in group), (rank,))
+
+    def start(self, message: Message, values: Tensor) -> list[dist.Work]:
+        """A broadcast where a group of just these ranks exists, else point to point."""
+        group = self._groups.get_or_none(message.ranks)
+        if group is not None:
+            work = dist.broadcast(values, src=message.source, group=group, async_op=True)
+            return [_started(work)]
+        group = self._groups.get(self._scope)
+        if message.source != self._rank:
+            return [_started(dist.irecv(values, message.source, group=group))]
+        return [
+            _started(dist.isend(values, destination, group=group))
+            for destination in message.destinations
+        ]
 
 
 class WeightStream:
@@ -150,3 +181,8 @@ def _places(parts: Iterable[Part], values: Tensor) -> Iterator[tuple[Part, Tenso
         stop = start + part.box.size
         yield part, values[start:stop].view(part.box.shape)
         start = stop
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is not in the group"
+    return work

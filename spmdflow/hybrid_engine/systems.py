@@ -24,8 +24,7 @@ from torch import Tensor
 from spmdflow.hybrid_engine.cost import Case, Cost
 from spmdflow.hybrid_engine.reshard import ReshardPlan
 from spmdflow.hybrid_engine.shared_storage import BlockStorage, FlatStorage, SharedStorage
-from spmdflow.hybrid_engine.stream import ALONE_BYTES, WeightStream
-from spmdflow.hybrid_engine.wire import GroupWire
+from spmdflow.hybrid_engine.stream import ALONE_BYTES, GroupWire, WeightStream
 from spmdflow.parallel.group import GroupTable
 from spmdflow.weights.move import Block, BlockReader, Read, blocks, fill
 from spmdflow.weights.piece import ShardTable

@@ -16,9 +16,7 @@ from torch import Tensor
 from spmdflow.config.schema import ActorConfig
 from spmdflow.data.ragged import pad
 from spmdflow.data.rows import VALID, chosen_mask, total_length, without_failed
-from spmdflow.errors import ConfigError, SpmdflowError
-from spmdflow.hybrid_engine.nccl_sender import NcclPublisher
-from spmdflow.hybrid_engine.outside_sender import WeightPublisher
+from spmdflow.errors import SpmdflowError
 from spmdflow.hybrid_engine.remote import WeightSender
 from spmdflow.models.base import EngineWorker
 from spmdflow.models.pretraining import text_rows, with_text_rows
@@ -27,6 +25,7 @@ from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.objectives.pretrain import PretrainedPolicyLoss, text_mask
 from spmdflow.objectives.reduction import inside
 from spmdflow.parallel.layout import Layout
+from spmdflow.serving.publisher import Publisher, publisher_of
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import Max, Mean, WorkerContext
 from spmdflow.workers.micro_batch import MicroBatch
@@ -34,12 +33,6 @@ from spmdflow.workers.micro_batch import MicroBatch
 UPDATE_READS = ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
 UPDATE_MAY = ("ref_log_probs", "rollout_weights", "pretrain_ids", *VALID)
 """Columns of `update_actor`: those it needs, and those it uses if they are there."""
-
-
-_PUBLISHERS: dict[str, type[WeightPublisher] | type[NcclPublisher]] = {
-    "spmdflow": WeightPublisher,
-    "nccl": NcclPublisher,
-}
 
 
 class PolicyWorker(EngineWorker):
@@ -60,7 +53,7 @@ class PolicyWorker(EngineWorker):
         budget = cfg.rollout.max_new_tokens
         self.loss = PolicyLoss(cfg.loss, cfg.rollout.temperature, budget=budget)
         self._sender: WeightSender | None = None
-        self._publisher: WeightPublisher | NcclPublisher | None = None
+        self._publisher: Publisher | None = None
 
     @register(transfer_mode="ONE_TO_ALL")
     def open_weights(self, peer: dict[str, Any]) -> None:
@@ -81,12 +74,9 @@ class PolicyWorker(EngineWorker):
         It must serve actor.model.path, with the weight-transfer backend named here: spmdflow, or
         nccl, which is vLLM's own (docs/HYBRID.md).
         """
-        if backend not in _PUBLISHERS:
-            raise ConfigError(
-                f"connect_server: got backend {backend!r}, expected one of "
-                f"{', '.join(_PUBLISHERS)}; choose the one that the server was started with"
-            )
-        self._publisher = _PUBLISHERS[backend](self.engine, self.context, self.cfg, url)
+        self._publisher = publisher_of(
+            self.engine, self.context, self.cfg, url=url, backend=backend
+        )
 
     @register(transfer_mode="ONE_TO_ALL")
     def publish_weights(self) -> None:

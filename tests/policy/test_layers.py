@@ -12,6 +12,7 @@ LAYERS = [
     ["transfer", "objectives", "rewards", "datasets", "checkpoint", "tracking", "weights"],
     ["runtime", "workers", "rollout", "mapping"],
     ["controller", "hybrid_engine"],
+    ["serving"],
     ["models"],
     [
         "run",

@@ -13,8 +13,8 @@ import torch
 
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.errors import ConfigError, WeightSyncError
-from spmdflow.hybrid_engine.vllm_server import VllmServer
 from spmdflow.rollout.factory import generator_of
+from spmdflow.serving.server import VllmServer
 
 
 @contextmanager

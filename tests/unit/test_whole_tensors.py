@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spmdflow.errors import ConfigError, WeightSyncError
-from spmdflow.hybrid_engine.outside import (
+from spmdflow.hybrid_engine.reshard import Message, ReshardPlan, boxes_of
+from spmdflow.hybrid_engine.table import training_tables
+from spmdflow.parallel.layout import Layout
+from spmdflow.serving.meeting import (
     Meeting,
+    address_towards,
     check_model,
     packed_hashes,
     unpacked_hashes,
 )
-from spmdflow.hybrid_engine.reshard import Message, ReshardPlan, boxes_of
-from spmdflow.hybrid_engine.table import training_tables
-from spmdflow.hybrid_engine.whole import WholeTensors
-from spmdflow.hybrid_engine.wire import address_towards
-from spmdflow.parallel.layout import Layout
+from spmdflow.serving.whole import WholeTensors
 from spmdflow.weights.architecture import Architecture, RopeScaling
 from spmdflow.weights.move import Block, blocks, fill
 from spmdflow.weights.table import parameters

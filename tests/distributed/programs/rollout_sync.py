@@ -29,7 +29,7 @@ from spmdflow.config.schema import (
     RolloutConfig,
 )
 from spmdflow.errors import SpmdflowError
-from spmdflow.hybrid_engine.copy_sync import CopySync
+from spmdflow.hybrid_engine.sync import CopySync
 from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout

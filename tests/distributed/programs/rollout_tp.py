@@ -40,7 +40,7 @@ from torch import Tensor
 
 from spmdflow.blocks.hash import positional_hash
 from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig
-from spmdflow.hybrid_engine.copy_sync import CopySync
+from spmdflow.hybrid_engine.sync import CopySync
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.replica import Replica

@@ -33,7 +33,7 @@ from rollout_sync import (
 
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import ragged_from_rows, rows_of
-from spmdflow.hybrid_engine.copy_sync import CopySync
+from spmdflow.hybrid_engine.sync import CopySync
 from spmdflow.rollout.factory import generator_of
 from spmdflow.rollout.hugging_face import end_tokens
 from spmdflow.rollout.sampling import Sampling

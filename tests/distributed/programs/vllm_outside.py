@@ -32,7 +32,7 @@ class Program:
     def __init__(self, model: str, dtype: str) -> None:
         import vllm
 
-        from spmdflow.hybrid_engine.outside_receiver import register
+        from spmdflow.serving.receiver import register
 
         register()
         self._params = vllm.SamplingParams(

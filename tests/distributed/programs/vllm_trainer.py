@@ -21,10 +21,10 @@ from fsdp_reference import make_batch
 from spmdflow.config.leaf import defaults
 from spmdflow.config.schema import ActorConfig, RunConfig
 from spmdflow.errors import SpmdflowError
-from spmdflow.hybrid_engine.nccl_sender import source_of
 from spmdflow.models.policy import PolicyWorker
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.rollout.vllm_transfer import weight_source
+from spmdflow.serving.nccl import source_of
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.table import parameters
 from tests.rollout_reference import MARGIN, load

@@ -18,22 +18,21 @@ import torch
 import torch.distributed as dist
 
 from spmdflow.errors import WeightSyncError
-from spmdflow.hybrid_engine.outside import (
+from spmdflow.hybrid_engine.sync import compare
+from spmdflow.serving.meeting import (
     DTYPES,
     Meeting,
+    address_towards,
+    agreed_address,
     header_of,
     packed_hashes,
     unpacked_hashes,
     verdict_of,
 )
-from spmdflow.hybrid_engine.sync import compare
-from spmdflow.hybrid_engine.vllm_server import VllmServer
-from spmdflow.hybrid_engine.wire import address_towards
+from spmdflow.serving.server import VllmServer
 from spmdflow.transfer.worker import Max, Metric, Sum, WorkerContext
 from spmdflow.weights.architecture import Architecture
 from spmdflow.workers.engine import TrainEngine
-
-_ADDRESS_BYTES = 64
 
 
 class WeightPublisher:
@@ -144,16 +143,3 @@ class _Asked:
         self._pool.shutdown(wait=kind is None)
         if kind is None and self._answer is not None:
             self._answer.result()
-
-
-def agreed_address(
-    found: tuple[str, int, int], group: dist.ProcessGroup, source: int, device: torch.device
-) -> tuple[str, int, int]:
-    """(host, port, number of workers) of the source on every rank; collective."""
-    host, *numbers = found
-    assert len(host) <= _ADDRESS_BYTES, host
-    facts = [*numbers, *host.encode().ljust(_ADDRESS_BYTES, b"\0")]
-    values = torch.tensor(facts, dtype=torch.int64, device=device)
-    dist.broadcast(values, src=source, group=group)
-    port, num_workers, *letters = values.tolist()
-    return bytes(letters).rstrip(b"\0").decode(), port, num_workers

@@ -7,8 +7,9 @@ workers follow. The data goes over sockets between them, past the job's process 
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,11 +20,10 @@ from torch import Tensor
 
 from spmdflow.blocks.hash import MODULUS, to_signed
 from spmdflow.errors import ConfigError, WeightSyncError
-from spmdflow.hybrid_engine.reshard import boxes_of
+from spmdflow.hybrid_engine.reshard import Message, boxes_of
 from spmdflow.hybrid_engine.table import training_tables
-from spmdflow.hybrid_engine.whole import WholeTensors
-from spmdflow.hybrid_engine.wire import SocketWire, address_towards
 from spmdflow.parallel.layout import Layout
+from spmdflow.serving.whole import WholeTensors
 from spmdflow.weights.architecture import Architecture, RopeScaling
 from spmdflow.weights.table import parameters
 
@@ -32,8 +32,11 @@ BACKEND = "spmdflow"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What weights may travel as: the precision in which vLLM holds them."""
 _HOST = torch.device("cpu")
+_ADDRESS_BYTES = 64
 _PAUSE_SECONDS = 0.01
 """Between two looks for the workers."""
+_WAIT_SECONDS = 1e-3
+"""Between two looks at a wait that something else may end."""
 
 
 @dataclass(frozen=True)
@@ -161,3 +164,77 @@ def unpacked_hashes(meeting: Meeting, values: Tensor) -> dict[str, int]:
     """The inverse."""
     found = [value % MODULUS for value in values.tolist()]
     return dict(zip(meeting.names, found, strict=True))
+
+
+class SocketWire:
+    """A gloo group over ranks of two programs; tensors are in host memory."""
+
+    def __init__(
+        self, store: dist.Store, ranks: Sequence[int], *, rank: int, address: str, seconds: float
+    ) -> None:
+        """Meet the others, who give the same ranks; address: this host's, as they reach it.
+
+        seconds: limit of every wait. WeightSyncError if they have not come by then.
+        """
+        self._ranks, self._rank = list(ranks), rank
+        gloo: Any = dist.ProcessGroupGloo  # its methods are in no stub
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=seconds)
+        try:
+            self._group = gloo(store, self._ranks.index(rank), len(self._ranks), options)
+        except RuntimeError as err:
+            raise self._apart(f"no meeting within {seconds:g} s at {address}") from err
+
+    def start(self, message: Message, values: Tensor) -> list[dist.Work]:
+        """Point to point."""
+        place = self._ranks.index
+        if message.source != self._rank:
+            return [self._group.recv([values], place(message.source), 0)]
+        return [self._group.send([values], place(each), 0) for each in message.destinations]
+
+    def share(
+        self, values: Tensor, source: int, *, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        """The source's values on every rank, in place; collective.
+
+        meanwhile: called again and again until it is done; what it raises ends the wait.
+        WeightSyncError if the other side is gone.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank = self._ranks.index(source)
+        work = self._group.broadcast([values], options)
+        while meanwhile is not None and not work.is_completed():
+            meanwhile()
+            time.sleep(_WAIT_SECONDS)
+        try:
+            work.wait()
+        except RuntimeError as err:
+            raise self._apart(f"nothing from rank {source}") from err
+
+    def _apart(self, what: str) -> WeightSyncError:
+        return WeightSyncError(
+            f"weights between two programs: got {what} on rank {self._rank} of {self._ranks}, "
+            f"expected all of them; look at the log of the other program, restart it and this run"
+        )
+
+
+def address_towards(host: str, port: int) -> str:
+    """This host's address on the way to another; nothing is sent. OSError if there is no way."""
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def agreed_address(
+    found: tuple[str, int, int], group: dist.ProcessGroup, source: int, device: torch.device
+) -> tuple[str, int, int]:
+    """(host, port, number of workers) of the source on every rank; collective."""
+    host, *numbers = found
+    assert len(host) <= _ADDRESS_BYTES, host
+    facts = [*numbers, *host.encode().ljust(_ADDRESS_BYTES, b"\0")]
+    values = torch.tensor(facts, dtype=torch.int64, device=device)
+    dist.broadcast(values, src=source, group=group)
+    port, num_workers, *letters = values.tolist()
+    return bytes(letters).rstrip(b"\0").decode(), port, num_workers

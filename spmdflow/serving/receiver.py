@@ -14,7 +14,10 @@ from typing import Any
 import torch
 
 from spmdflow.errors import ConfigError
-from spmdflow.hybrid_engine.outside import (
+from spmdflow.hybrid_engine.sync import compare
+from spmdflow.rollout.vllm_contract import check_reload
+from spmdflow.rollout.vllm_transfer import Target, register_backend
+from spmdflow.serving.meeting import (
     BACKEND,
     DTYPES,
     Meeting,
@@ -24,9 +27,6 @@ from spmdflow.hybrid_engine.outside import (
     unpacked_hashes,
     verdict_of,
 )
-from spmdflow.hybrid_engine.sync import compare
-from spmdflow.rollout.vllm_contract import check_reload
-from spmdflow.rollout.vllm_transfer import Target, register_backend
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from spmdflow.errors import ConfigError
-from spmdflow.hybrid_engine.outside_sender import agreed_address
 from spmdflow.hybrid_engine.reshard import boxes_of
+from spmdflow.hybrid_engine.stream import GroupWire
 from spmdflow.hybrid_engine.table import training_tables
-from spmdflow.hybrid_engine.vllm_server import VllmServer
-from spmdflow.hybrid_engine.whole import WholeTensors
-from spmdflow.hybrid_engine.wire import GroupWire, address_towards
 from spmdflow.rollout.vllm_transfer import NcclEnd, nccl_sender
+from spmdflow.serving.meeting import address_towards, agreed_address
+from spmdflow.serving.server import VllmServer
+from spmdflow.serving.whole import WholeTensors
 from spmdflow.transfer.worker import Max, Metric, WorkerContext
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.table import parameters

@@ -1,0 +1,39 @@
+"""`Publisher`: a trainer's end of the way to a server elsewhere, by the name of its backend."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from spmdflow.errors import ConfigError
+from spmdflow.serving.nccl import NcclPublisher
+from spmdflow.serving.sender import WeightPublisher
+from spmdflow.transfer.worker import Metric, WorkerContext
+from spmdflow.workers.engine import TrainEngine
+
+
+class Publisher(Protocol):
+    """One rank's end."""
+
+    def publish(self) -> dict[str, Metric]:
+        """Bring the trainer's weights to the server; all ranks of the trainer together."""
+
+
+_BACKENDS: dict[str, type[WeightPublisher] | type[NcclPublisher]] = {
+    "spmdflow": WeightPublisher,
+    "nccl": NcclPublisher,
+}
+
+
+def publisher_of(
+    engine: TrainEngine, context: WorkerContext, cfg: Any, *, url: str, backend: str
+) -> Publisher:
+    """Connects to the server; all ranks of the trainer together.
+
+    cfg: the actor's settings. ConfigError for a backend that is not known.
+    """
+    if backend not in _BACKENDS:
+        raise ConfigError(
+            f"connect_server: got backend {backend!r}, expected one of {', '.join(_BACKENDS)}; "
+            f"choose the one that the server was started with"
+        )
+    return _BACKENDS[backend](engine, context, cfg, url)
