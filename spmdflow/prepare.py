@@ -65,9 +65,8 @@ def prepare(
     if hardware_name is not None:
         load_hardware(hardware_name)
     if getattr(loaded.cfg, "placement", None) == "auto":
-        from spmdflow.plan.auto import resolve
-        from spmdflow.plan.auto_text import placed_text
-        from spmdflow.plan.machine import hardware_of
+        from spmdflow.plan.auto import placed_text, resolve
+        from spmdflow.plan.workload import hardware_of
 
         hardware = hardware_of(hardware_name, node_size or world_size, world_size=world_size)
         found = resolve(loaded.script, loaded.cfg, world_size, hardware, examples=loaded.assume)

@@ -29,10 +29,10 @@ from bench._configuration import Configuration, drawn
 from bench._correlation import chosen, spearman, split_half
 from spmdflow.config.load import load
 from spmdflow.errors import ConfigError
-from spmdflow.plan.machine import hardware_of, is_cpu, nodes_of
-from spmdflow.plan.refusal import Refusal
+from spmdflow.plan.record import Refusal
 from spmdflow.plan.report import plan
 from spmdflow.plan.trace import TraceSettings
+from spmdflow.plan.workload import hardware_of, is_cpu, nodes_of
 
 ROOT = Path(__file__).parents[2]
 ALGORITHM = ROOT / "algos" / "ppo.py"

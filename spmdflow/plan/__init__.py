@@ -11,14 +11,13 @@ controller's own; nothing is modelled twice. Knows no tensors, makes no process 
 |---|---|
 | `command` | the command line |
 | `trace`, `transport` | runs the script, records every order |
-| `answers`, `column`, `example` | what a rank would have answered: shapes, lengths, examples |
-| `replay` | the record of a run that was: its orders, its lengths instead of declared ones |
-| `recorded` | the trace of that run, without its script |
+| `answers`, `example` | what a rank would have answered: shapes, lengths, examples |
+| `replay` | the record of a run: its lengths for a dry run, its orders without its script |
 | `record` | what was recorded, as frozen facts |
-| `check`, `wait` | proofs on the record: rows, members, order, waits, batch algebra |
-| `edge`, `reshard` | bytes by edge, of rows and of weights |
-| `workload`, `prediction`, `timeline` | seconds and memory, by the simulators of `mapping` |
-| `report`, `text`, `picture` | what is shown |
+| `check`, `update`, `reshard`, `wait` | proofs on the record: rows, members, weights, updates |
+| `weight` | the ways of weights and their bytes by edge |
+| `workload`, `prediction` | seconds and memory, by the simulators of `mapping` |
+| `report`, `text`, `plain`, `picture` | what is shown |
 | `comparison` | prediction beside measurement, after a run |
 | `auto` | placement=auto |
 """

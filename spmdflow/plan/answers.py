@@ -15,9 +15,8 @@ import torch
 
 from spmdflow.data.column import Column, ColumnSpec, to_message
 from spmdflow.datasets.scan import ScanReport
-from spmdflow.plan.column import PROMPTS, RESPONSES, ColumnForm
-from spmdflow.plan.example import Examples
-from spmdflow.plan.record import Tokens
+from spmdflow.plan.example import PROMPTS, RESPONSES, ColumnForm, Examples
+from spmdflow.plan.record import Tokens, received_bytes
 from spmdflow.plan.replay import Replay
 from spmdflow.runtime.importing import find
 from spmdflow.runtime.order import Replies, names_in
@@ -334,13 +333,3 @@ class Answers:
         for rank, reply in replies.items():
             reply["sent"], reply["header_bytes"] = sent.get(rank, {}), headers.get(rank, 0)
         return replies
-
-
-def received_bytes(edge: list[Any]) -> int:
-    """Row bytes of one entry of a transfer's `receives`."""
-    _, columns, ids, specs, lengths, *_ = edge
-    total = 0
-    for name in columns:
-        items = int(lengths[name].sum()) if name in lengths else len(ids)
-        total += items * ColumnSpec.from_plain(specs[name]).item_bytes
-    return total

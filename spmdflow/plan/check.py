@@ -15,9 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from spmdflow.plan.edge import consumer_of
-from spmdflow.plan.finding import Finding
-from spmdflow.plan.record import TRANSFER, Trace, TracedOrder
+from spmdflow.plan.record import TRANSFER, Finding, Trace, TracedOrder, consumer_of
 from spmdflow.runtime.importing import find
 from spmdflow.runtime.order import names_in
 from spmdflow.transfer.register import method_spec

@@ -31,17 +31,16 @@ import yaml
 from spmdflow.config.load import load
 from spmdflow.errors import ConfigError, DataError
 from spmdflow.mapping.machine import Hardware
-from spmdflow.plan.auto import is_auto, resolve
-from spmdflow.plan.auto_text import auto_plain, auto_text
-from spmdflow.plan.machine import hardware_of, is_cpu, nodes_of
+from spmdflow.plan.auto import auto_plain, auto_text, is_auto, resolve
 from spmdflow.plan.picture import write_picture
 from spmdflow.plan.plain import report_plain
-from spmdflow.plan.refusal import Refusal
+from spmdflow.plan.record import Refusal
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.report import PlanReport, plan
 from spmdflow.plan.text import report_text
 from spmdflow.plan.trace import TraceSettings, settings_of_run
 from spmdflow.plan.transport import MOST_CALLS
+from spmdflow.plan.workload import hardware_of, is_cpu, nodes_of
 
 FINE, WRONG, REFUSED = 0, 1, 2
 

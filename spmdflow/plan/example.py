@@ -1,20 +1,131 @@
-"""Examples of what only a run knows: values that a script reads, tokens of a response.
+"""What stands for values that only a run knows: kinds of columns, examples, lengths of prompts.
 
-They come from `--assume NAME=VALUE`, from the section `assume` of the configuration, from
+Examples come from `--assume NAME=VALUE`, from the section `assume` of the configuration, from
 `flow.assume(...)` in the script, or from a short table of the columns that the built-in algorithms
-read; the first of them that names a thing counts. Every example that was used is reported.
+read; the first of them that names a thing counts. Every example that was used is reported. The
+table of columns names those of the built-in roles (`data` lists them); one that is not in it is
+declared by `flow.assume(name="float32 like responses")`, else taken as one float32 a row. Prompts
+are as long as in the data file if it is there and small, else as long as allowed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from spmdflow.config.data_source import data_sources, split_place
+from spmdflow.config.eval_prompts import eval_prompts_of
+from spmdflow.config.schema import DataConfig
+from spmdflow.data.column import ColumnSpec
 from spmdflow.data.rows import VALID
-from spmdflow.plan.column import KNOWN, UNKNOWN, ColumnForm, form_of
-from spmdflow.plan.refusal import Refusal
+from spmdflow.datasets.scan import ScanReport, scan
+from spmdflow.datasets.tokenizer import load_tokenizer
+from spmdflow.errors import SpmdflowError
+from spmdflow.plan.record import Refusal
+
+PROMPTS, RESPONSES = "prompts", "responses"
+TEXT_BYTES_PER_TOKEN = 4
+"""Bytes of text that one token decodes to, where no run says otherwise (an assumption)."""
+
+
+@dataclass(frozen=True)
+class ColumnForm:
+    """Kind and dtype of a column, and what decides the length of its rows."""
+
+    spec: ColumnSpec
+    like: str = ""
+    """Column whose rows are as long: prompts or responses; empty for dense columns."""
+    items_per_token: int = 1
+    """Items of a row for each item of the column it is like (text: bytes)."""
+
+
+def _dense(dtype: str, *row_shape: int) -> ColumnForm:
+    return ColumnForm(ColumnSpec("dense", dtype, row_shape))
+
+
+def _ragged(dtype: str, like: str) -> ColumnForm:
+    return ColumnForm(ColumnSpec("ragged", dtype, ()), like)
+
+
+def _text(like: str) -> ColumnForm:
+    return ColumnForm(ColumnSpec("text", "uint8", ()), like, TEXT_BYTES_PER_TOKEN)
+
+
+_PER_TOKEN = (
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "values",
+    "cost_values",
+    "token_level_rewards",
+    "token_level_costs",
+    "advantages",
+    "returns",
+    "cost_returns",
+    "rollout_weights",
+)
+_PER_ROW = (
+    "scores",
+    "costs",
+    "baseline_scores",
+    "reference_kl",
+    "pretrain_losses",
+    "losses",
+    "margins",
+)
+KNOWN: dict[str, ColumnForm] = {
+    "prompts": _ragged("int64", PROMPTS),
+    "pretrain_ids": _ragged("int64", PROMPTS),
+    "loss_mask": _ragged("bool", PROMPTS),
+    "responses": _ragged("int64", RESPONSES),
+    "response_mask": _ragged("bool", RESPONSES),
+    "chosen_tokens": _dense("int64"),
+    "valid": _dense("bool"),
+    "cost_valid": _dense("bool"),
+    "ref_answer_log_probs": _dense("float32", 2),
+    "prompt_text": _text(PROMPTS),
+    "row": _text(PROMPTS),
+    "response_text": _text(RESPONSES),
+    "score_terms": _text(PROMPTS),
+    **{name: _ragged("float32", RESPONSES) for name in _PER_TOKEN},
+    **{name: _dense("float32") for name in _PER_ROW},
+}
+"""Columns of the built-in roles."""
+
+UNKNOWN = _dense("float32")
+"""What a column is taken for that nobody has declared; the plan says so."""
+
+
+def form_of(name: str, text: str) -> ColumnForm:
+    """A declaration as users write it: "float32", "int64[3]", "float32 like responses", "text".
+
+    Refusal if it does not read so.
+    """
+    head, _, like = text.partition(" like ")
+    dtype, _, shape = head.strip().rstrip("]").partition("[")
+    extents = [part.strip() for part in shape.split(",") if part.strip()]
+    is_text = dtype == "text"
+    if is_text:
+        dtype = "uint8"
+    known = isinstance(getattr(torch, dtype, None), torch.dtype)
+    right_like = like.strip() in ("", PROMPTS, RESPONSES)
+    if not known or not all(extent.isdigit() for extent in extents) or not right_like:
+        raise Refusal(
+            f"assume {name}: got {text!r}, expected a dtype with an optional shape and length, "
+            f"such as 'float32', 'int64[3]', 'float32 like responses' or 'text like prompts'; "
+            f"correct it"
+        )
+    row_shape = tuple(int(extent) for extent in extents)
+    like = like.strip() or (RESPONSES if is_text else "")
+    kind = "text" if is_text else "ragged" if like else "dense"
+    per_token = TEXT_BYTES_PER_TOKEN if is_text else 1
+    return ColumnForm(ColumnSpec(kind, dtype, row_shape), like, per_token)
+
 
 _BUILT_IN: dict[str, Any] = {"scores": (0.0, 1.0), "costs": 0.0, "reference_kl": 0.01}
 """Scores differ inside of every group of samples, so that dynamic sampling keeps all prompts."""
@@ -113,3 +224,61 @@ def _in_turn(name: str, declared: Any, ids: np.ndarray) -> np.ndarray:
         )
     numbers = np.asarray(values, dtype=np.float64)
     return numbers[ids % len(numbers)]
+
+
+SMALL_FILE_BYTES = 4 << 20
+"""Files up to here are tokenised (about two seconds); of larger ones lengths are assumed."""
+
+
+ASSUMED_ROWS = 1 << 12
+"""Rows of a file that is not read; its number plays no part in what a step does."""
+
+
+class DataFiles:
+    """Scans data files as rank 0 would, or says what it took instead."""
+
+    def __init__(self, cfg: Any, *, read_data: bool) -> None:
+        self._cfg, self._read_data = cfg, read_data
+        self.notes: list[str] = []
+
+    def scan(self, data: DataConfig, setting: object) -> ScanReport:
+        """Facts of a file or a mixture (data.train_path or data.eval_path), real or assumed."""
+        sources = data_sources("data", setting)
+        files = [Path(split_place(source.place)[0]) for source in sources]
+        path = " + ".join(source.place for source in sources)
+        why = "it is not here" if not all(file.exists() for file in files) else ""
+        if not why and not self._read_data:
+            why = "data are not read"
+        if not why and sum(map(_num_bytes, files)) > SMALL_FILE_BYTES:
+            why = f"it has more than {SMALL_FILE_BYTES >> 20} MiB"
+        if not why:
+            try:
+                report = scan(data, setting, load_tokenizer(data.tokenizer_path))
+                self.notes.append(f"prompts of {path}: {len(report.rows)} rows, their own lengths")
+                return report
+            except SpmdflowError as err:
+                why = f"it cannot be read here ({err})"
+        return self._assumed(data, path, why)
+
+    def _assumed(self, data: DataConfig, path: str, why: str) -> ScanReport:
+        longest = data.max_prompt_tokens
+        held_out = eval_prompts_of(data.eval_prompts).num_prompts or 0
+        count = max(ASSUMED_ROWS, data.prompts_per_step, held_out)
+        self.notes.append(f"prompts of {path}: {longest} tokens each, as {why}")
+        return ScanReport(
+            path=path,
+            num_bytes=0,
+            num_rows=count,
+            rows=list(range(count)),
+            token_lengths=[longest] * count,
+            num_too_long=0,
+            longest_tokens=longest,
+            bad_rows=[],
+            fingerprint="",
+        )
+
+
+def _num_bytes(path: Path) -> int:
+    """Of a file, or of all files of a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())

@@ -14,7 +14,7 @@ from pathlib import Path
 from spmdflow.errors import ConfigError
 from spmdflow.plan.prediction import CallTime
 from spmdflow.plan.report import PlanReport
-from spmdflow.plan.table import seconds_of, spans
+from spmdflow.plan.text import seconds_of, spans
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _GAP = 1000, 190, 20, 74, 30, 16
 _COLOURS = {

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from spmdflow.blocks.box import Box, disjoint, subtract_all
 from spmdflow.hybrid_engine.reshard import BoxesByRank, ReshardPlan
-from spmdflow.plan.finding import Finding
+from spmdflow.plan.record import Finding
 
 Boxes = tuple[Box, ...]
 Arrivals = dict[tuple[int, str], list[tuple[int, Box]]]

@@ -24,14 +24,16 @@ from spmdflow.controller.step import Step
 from spmdflow.controller.transfers import Transfers
 from spmdflow.errors import SpmdflowError
 from spmdflow.plan.answers import Answers, Lengths
-from spmdflow.plan.caller import TracedCaller, UnknownMetric
-from spmdflow.plan.data_file import DataFiles
-from spmdflow.plan.example import Examples
-from spmdflow.plan.loop import reads_of
-from spmdflow.plan.record import Trace, TracedModel
-from spmdflow.plan.refusal import Refusal
+from spmdflow.plan.example import DataFiles, Examples
+from spmdflow.plan.record import Refusal, Trace, TracedModel
 from spmdflow.plan.replay import Replay
-from spmdflow.plan.transport import MOST_CALLS, TraceTransport
+from spmdflow.plan.transport import (
+    MOST_CALLS,
+    TracedCaller,
+    TraceTransport,
+    UnknownMetric,
+    reads_of,
+)
 
 
 @dataclass(frozen=True)

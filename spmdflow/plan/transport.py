@@ -1,22 +1,86 @@
-"""`TraceTransport`: sends nothing, answers at once, writes every order down with its line.
+"""`TraceTransport` sends nothing, answers at once, writes every order down with its line.
 
 The Transport surface of `runtime.order`. Orders submitted while another is answered follow it,
-as with sockets.
+as with sockets. `TracedCaller` is the controller's own caller, which notes the rows of updates and
+the metrics that the script reads; `reads_of` finds the loops around the lines that wait.
 """
 
 from __future__ import annotations
 
+import ast
+import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import FrameType
+from types import FrameType, ModuleType
+from typing import Any
 
+from spmdflow.controller.batch import Batch
+from spmdflow.controller.call import Target
+from spmdflow.controller.caller import Caller, CallSettings
+from spmdflow.controller.frame import Frame
+from spmdflow.controller.result import Result
+from spmdflow.controller.transfers import Transfers
+from spmdflow.data.row_id import Ids
 from spmdflow.plan.answers import Answers
-from spmdflow.plan.loop import Path
-from spmdflow.plan.record import COMPUTE, Tokens, TracedOrder
-from spmdflow.plan.refusal import Refusal
+from spmdflow.plan.example import Examples
+from spmdflow.plan.record import COMPUTE, Read, Refusal, Tokens, TracedOrder
 from spmdflow.runtime.inproc import ImmediateTransport
 from spmdflow.runtime.order import Order, Pending, Replies, too_early
+from spmdflow.transfer.register import method_spec
+
+Path = tuple[int, ...]
+"""Lines of the script that were running, the innermost first: a helper's, then its caller's."""
+
+_LOOPS = (ast.While, ast.For, ast.AsyncFor)
+
+
+def reads_of(
+    script: ModuleType, waits: Sequence[tuple[Path, str]], orders: Iterable[Path]
+) -> list[Read]:
+    """Every line that waited, once, with what it waited for; then loops that made calls.
+
+    orders: the lines that led to each order of a step.
+    """
+    inner = _inner_loops(pathlib.Path(str(script.__file__)).read_text(encoding="utf-8"))
+    found: dict[int, list[str]] = {}
+    looping = {path[0] for path, _ in waits if any(_encloses(loop, path) for loop in inner)}
+    for (line, *_), what in waits:
+        if what not in found.setdefault(line, []):
+            found[line].append(what)
+    reads = [Read(line, ", ".join(what), line in looping) for line, what in sorted(found.items())]
+    calls = set(orders)
+    for loop in inner:
+        if loop.start not in found and any(_encloses(loop, path) for path in calls):
+            waiting = any(_encloses(loop, path) for path, _ in waits)
+            what = f"loop over lines {loop.start}-{loop.stop - 1}"
+            reads.append(Read(loop.start, what, True, waits=waiting))
+    return reads
+
+
+def _encloses(loop: range, path: Path) -> bool:
+    return any(line in loop for line in path)
+
+
+def _inner_loops(text: str) -> list[range]:
+    """Lines of all loops but those over the run's steps, and those that such a loop is in."""
+    loops = [node for node in ast.walk(ast.parse(text)) if isinstance(node, _LOOPS)]
+    return [
+        range(loop.lineno, (loop.end_lineno or loop.lineno) + 1)
+        for loop in loops
+        if not any(_is_over_steps(node) for node in ast.walk(loop))
+    ]
+
+
+def _is_over_steps(node: ast.AST) -> bool:
+    """`for step in flow.steps(...)`, also inside of enumerate and the like."""
+    return isinstance(node, ast.For | ast.AsyncFor) and any(
+        isinstance(part, ast.Call)
+        and isinstance(part.func, ast.Attribute)
+        and part.func.attr == "steps"
+        for part in ast.walk(node.iter)
+    )
+
 
 MOST_CALLS = 100
 """Calls of one step, or before the first; a script that makes more is taken for one that never
@@ -127,3 +191,94 @@ class _Watched(Pending):
 def _never_done(pending: Pending) -> None:
     """Waiting cannot help where everything is answered at once."""
     raise too_early(pending)
+
+
+class UnknownMetric(KeyError):
+    """A metric that the script reads and nobody has declared."""
+
+
+class TracedCaller(Caller):
+    """Writes down the rows of updates and the metrics that are read; `Caller` does all the work."""
+
+    def __init__(
+        self,
+        transport: TraceTransport,
+        transfers: Transfers,
+        settings: CallSettings,
+        examples: Examples,
+    ) -> None:
+        super().__init__(transport, transfers, settings)
+        self._trace, self._examples = transport, examples
+        self.batches: dict[int, tuple[Ids, Ids]] = {}
+        """Row ids of the batch that each update was given, and their parents, by place."""
+
+    def invoke(
+        self, target: Target, method: str, batch: Batch | None, arguments: Mapping[str, Any]
+    ) -> Batch | Result:
+        """As `Caller.invoke`."""
+        made = super().invoke(target, method, batch, arguments)
+        if batch is not None and method_spec(target.worker_class, method).minibatches:
+            label = f"{target.name}.{method}"
+            order = next(o for o in reversed(self._trace.orders) if o.label == label)
+            self.batches[order.place] = batch.ids, batch.parents
+        return made if isinstance(made, Batch) else self._watched(made)
+
+    def invoke_each(
+        self, target: Target, method: str, items: Sequence[Any], arguments: Mapping[str, Any]
+    ) -> Result:
+        """As `Caller.invoke_each`."""
+        return self._watched(super().invoke_each(target, method, items, arguments))
+
+    def metrics_of(self, frames: Iterable[Frame]) -> Mapping[str, float]:
+        """As `Caller.metrics_of`; the numbers are examples."""
+        super().metrics_of(frames)
+        return _WatchedMetrics(self._trace, self._examples)
+
+    def _watched(self, result: Result) -> Result:
+        return _WatchedResult(result, self._trace, self._examples)
+
+
+class _WatchedMetrics(Mapping[str, float]):
+    """Metrics that calls would have reported; those that the script reads count as used."""
+
+    def __init__(self, transport: TraceTransport, examples: Examples) -> None:
+        self._transport, self._examples = transport, examples
+        self._metrics = examples.metrics()
+
+    def __getitem__(self, key: str) -> float:
+        if key not in self._metrics:
+            raise UnknownMetric(key)
+        if self._transport.is_looking:
+            self._examples.use([key])
+        return self._metrics[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metrics)
+
+    def __len__(self) -> int:
+        return len(self._metrics)
+
+
+class _WatchedResult(Result):
+    """Metrics of a call; those that the script reads count as used examples."""
+
+    def __init__(self, result: Result, transport: TraceTransport, examples: Examples) -> None:
+        super().__init__(result._label, result._pending, result._ranks)
+        self._transport, self._examples = transport, examples
+
+    def metrics(self) -> dict[str, float]:
+        """As `Result.metrics`."""
+        metrics = super().metrics()
+        self._note(*metrics)
+        return metrics
+
+    def __getitem__(self, key: str) -> float:
+        metrics = super().metrics()
+        if key not in metrics:
+            raise UnknownMetric(key)
+        self._note(key)
+        return metrics[key]
+
+    def _note(self, *names: str) -> None:
+        if self._transport.is_looking:
+            self._examples.use(names)

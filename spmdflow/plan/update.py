@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from spmdflow.data.row_id import Ids
-from spmdflow.plan.finding import Finding
-from spmdflow.plan.record import Trace, TracedOrder
+from spmdflow.plan.record import Finding, Trace, TracedOrder
 
 _SHOWN = 5
 _NONE = np.zeros(0, dtype=np.int64)

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from spmdflow.plan.edge import consumer_of
-from spmdflow.plan.finding import Finding
-from spmdflow.plan.record import COMPUTE, TRANSFER, Trace
+from spmdflow.plan.record import COMPUTE, TRANSFER, Finding, Trace, consumer_of
 
 Sequences = Mapping[tuple[int, str], Sequence[int]]
 """Places of orders by rank and lane, in the order in which the rank runs them."""

@@ -13,7 +13,7 @@ import yaml
 
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.machine import COEFFICIENTS, FOLDER, HARDWARE, load_hardware
-from spmdflow.plan.machine import hardware_of, is_cpu
+from spmdflow.plan.workload import hardware_of, is_cpu
 from tests.policy.house import REPOSITORY
 
 

@@ -19,7 +19,7 @@ from spmdflow.config.placement import resolve_placement, roles_of
 from spmdflow.controller.transcript import TRANSCRIPT_FILE
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.machine import FOLDER, load_hardware
-from spmdflow.plan import machine
+from spmdflow.plan import workload
 from spmdflow.plan.auto import Automatic, dataflow_of, resolve
 from spmdflow.plan.command import FINE, main
 from spmdflow.plan.comparison import compare_run
@@ -197,7 +197,7 @@ def test_missing_model_folder_is_refused_with_its_name(folders: tuple[str, ...])
 def test_run_resolves_it_before_its_checks_and_says_what_it_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(machine, "_own", lambda: "h100")
+    monkeypatch.setattr(workload, "_own", lambda: "h100")
     loaded = load(ALGORITHMS / "ppo.py", None, ["placement=auto", *SMALL])
 
     placed = [prepare(loaded, 4) for _ in range(4)]

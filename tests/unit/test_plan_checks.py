@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdflow.plan.check import check_members, check_rows
-from spmdflow.plan.edge import RowEdge, row_edges
-from spmdflow.plan.record import Trace
+from spmdflow.plan.record import RowEdge, Trace, row_edges
 from spmdflow.plan.update import check_batches
 from spmdflow.plan.wait import check_order, check_waits, sequences_of
 from tests.unit.planned import (

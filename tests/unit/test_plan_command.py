@@ -16,8 +16,7 @@ from spmdflow.hybrid_engine.reshard import ReshardPlan, plan_reshard
 from spmdflow.mapping.machine import load_hardware
 from spmdflow.plan.command import FINE, REFUSED, WRONG, main
 from spmdflow.plan.report import PlanReport, plan
-from spmdflow.plan.table import bytes_of, seconds_of
-from spmdflow.plan.text import report_text
+from spmdflow.plan.text import bytes_of, report_text, seconds_of
 from tests.unit.planned import ALGORITHMS, SMALL, settings_of, write_script
 
 PPO = str(ALGORITHMS / "ppo.py")

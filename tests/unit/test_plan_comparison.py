@@ -21,11 +21,15 @@ from spmdflow.controller.transcript import TRANSCRIPT_FILE
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.mapping.machine import load_hardware
 from spmdflow.plan.command import FINE, REFUSED, WRONG, main
-from spmdflow.plan.comparison import Comparison, compare, compare_run, comparison_text
-from spmdflow.plan.edge import row_edges
+from spmdflow.plan.comparison import (
+    Comparison,
+    compare,
+    compare_run,
+    comparison_text,
+    recorded_trace,
+)
 from spmdflow.plan.prediction import Prediction, predict
-from spmdflow.plan.record import Trace, TracedOrder
-from spmdflow.plan.recorded import recorded_trace
+from spmdflow.plan.record import Trace, TracedOrder, row_edges
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.trace import TraceSettings, trace, trace_replayed
 from spmdflow.plan.weight import weight_plans

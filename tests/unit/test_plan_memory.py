@@ -21,8 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from spmdflow.config.load import load
 from spmdflow.controller.script import launch
 from spmdflow.mapping.machine import Hardware, load_hardware
-from spmdflow.plan.edge import row_edges
 from spmdflow.plan.prediction import Prediction, predict
+from spmdflow.plan.record import row_edges
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.trace import trace_replayed
 from spmdflow.plan.workload import simulated

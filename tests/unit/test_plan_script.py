@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spmdflow.plan.check import check_members, check_rows
-from spmdflow.plan.refusal import Refusal
+from spmdflow.plan.record import Refusal
 from tests.unit.test_plan_trace import own_script
 
 LOOP = """\

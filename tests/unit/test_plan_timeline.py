@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdflow.plan.machine import hardware_of
-from spmdflow.plan.timeline import Task, timeline
+from spmdflow.plan.prediction import Task, timeline
+from spmdflow.plan.workload import hardware_of
 
 
 def test_tasks_on_disjoint_ranks_overlap_where_every_rank_has_a_device() -> None:

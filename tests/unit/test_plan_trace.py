@@ -9,9 +9,8 @@ import pytest
 
 import spmdflow
 from spmdflow.config.load import load
-from spmdflow.plan.column import KNOWN
-from spmdflow.plan.edge import bytes_by_edge, row_edges
-from spmdflow.plan.refusal import Refusal
+from spmdflow.plan.example import KNOWN
+from spmdflow.plan.record import Refusal, bytes_by_edge, row_edges
 from spmdflow.plan.trace import trace
 from spmdflow.transfer.register import registered_methods
 from spmdflow.transfer.row_maths import row_maths_spec
@@ -97,7 +96,7 @@ def test_every_column_of_a_built_in_role_or_row_maths_is_known() -> None:
     }
 
     assert len(written) > 20
-    assert written - set(KNOWN) == set(), "say in plan/column.py what they look like"
+    assert written - set(KNOWN) == set(), "say in plan/example.py what they look like"
 
 
 def _specs(thing: Any) -> list[Any]:
