@@ -60,7 +60,7 @@ _HOMES = {
     "CostCriticWorker": "spmdflow.models.cost",
     "Flow": "spmdflow.controller.flow",
     "PromptStream": "spmdflow.controller.prompts",
-    "DynamicSampling": "spmdflow.controller.dynamic_sampling",
+    "DynamicSampling": "spmdflow.controller.prompts",
     "launch": "spmdflow.program",
     "load_settings": "spmdflow.prepare",
     "Outcome": "spmdflow.runtime.outside",

@@ -17,9 +17,9 @@ The life of a call, `batch |= actor.compute_log_prob(batch)`:
 
 | file | what |
 |---|---|
-| flow, group, batch, result, prompts, dynamic_sampling, weight_link | what a script holds |
-| step, evaluation, judged, saving, show, counters | a step: metrics, evaluation, checkpoints |
-| caller, call, check, inputs, assignment, schedule, draws, join, frame, fetch | a planned call |
-| transfers, transcript | rows on their way; answers that a plan is compared with |
+| flow, group, batch, prompts | what a script holds |
+| step, evaluation, saving | metrics and what is shown of them, evaluation, checkpoints |
+| caller, call, check, assignment, sender | a call: planned once, as integers, and sent |
+| frame, rows, transfers, transcript | what is known of rows, and how they move |
 | script | builds all of this and runs `main` |
 """

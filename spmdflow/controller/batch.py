@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -18,9 +18,6 @@ from spmdflow.data.ragged import is_ragged
 from spmdflow.data.row_id import Ids
 from spmdflow.data.rows import VALID
 from spmdflow.errors import ColumnError, ProtocolError, RowError
-
-if TYPE_CHECKING:
-    from spmdflow.controller.caller import Caller
 
 
 @dataclass(frozen=True)
@@ -37,11 +34,35 @@ class ColumnRef:
         return ColumnRef(self.frame, self.ids[places], self.stored)
 
 
+class BatchCaller(Protocol):
+    """What a batch asks of the caller that made it (caller.py)."""
+
+    def take_ids(self, num_rows: int) -> Ids:
+        """(num_rows,) new row ids."""
+
+    def map(self, batch: Batch, function: Callable[..., Any], settings: Mapping[str, Any]) -> Batch:
+        """Run a map function where the rows live."""
+
+    def fetch(
+        self, batch: Batch, names: Sequence[str], *, purpose: str
+    ) -> dict[str, Tensor | list[str]]:
+        """Values of columns."""
+
+    def lengths(self, ref: ColumnRef) -> np.ndarray:
+        """(B,) items of each row."""
+
+    def metrics_of(self, frames: Iterable[Frame]) -> Mapping[str, float]:
+        """What the calls that made the frames reported."""
+
+    def join(self, columns: Mapping[str, Sequence[ColumnRef]], ids: Ids) -> dict[str, ColumnRef]:
+        """Columns of rows that several calls made."""
+
+
 class Batch:
     """Rows and columns by reference. Immutable; `|`, slices and `repeat` make new ones."""
 
     def __init__(
-        self, caller: Caller, ids: Ids, parents: Ids, columns: Mapping[str, ColumnRef]
+        self, caller: BatchCaller, ids: Ids, parents: Ids, columns: Mapping[str, ColumnRef]
     ) -> None:
         self._caller, self.ids, self.parents = caller, ids, parents
         self._columns = dict(columns)
@@ -143,7 +164,7 @@ class Batch:
             raise RowError(f"repeat: got {n}, expected at least 1; use select to leave rows out")
         places = np.repeat(np.arange(len(self)), n)
         columns = {name: ref.at(places) for name, ref in self._columns.items()}
-        ids = self._caller.row_ids.take(n * len(self))
+        ids = self._caller.take_ids(n * len(self))
         return Batch(self._caller, ids, np.repeat(self.ids, n), columns)
 
     def aligned_with(self, other: Batch) -> Batch:
@@ -261,7 +282,7 @@ class Batch:
 
     def lengths(self, name: str) -> np.ndarray:
         """(B,) int64: items of each row of a ragged column; waits for the producer."""
-        return self._caller.lengths(self.column(name), name)
+        return self._caller.lengths(self.column(name))
 
 
 def concatenate(batches: Iterable[Batch]) -> Batch:

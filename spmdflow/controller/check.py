@@ -13,7 +13,7 @@ from typing import Any
 from spmdflow.controller.batch import Batch
 from spmdflow.errors import ColumnError, MessageError, ProtocolError
 from spmdflow.runtime.message import encode
-from spmdflow.transfer.register import MethodSpec
+from spmdflow.transfer.register import MethodSpec, method_spec
 from spmdflow.transfer.row_maths import RowMathsSpec
 
 
@@ -26,6 +26,19 @@ def columns_read(spec: MethodSpec | RowMathsSpec, batch: Batch, label: str) -> l
             f"call the method that writes {missing[0]!r} first"
         )
     return [*spec.reads, *(name for name in spec.optional if name in batch.columns)]
+
+
+def check_method(
+    group: str,
+    worker_class: type,
+    method: str,
+    before: Sequence[Any],
+    arguments: Mapping[str, Any],
+) -> MethodSpec:
+    """The method's spec; refuses methods that are not registered, and arguments of other ones."""
+    spec = method_spec(worker_class, method)
+    check_arguments(f"{group}.{method}", getattr(worker_class, method), before, arguments)
+    return spec
 
 
 def check_extends(spec: MethodSpec, batch: Batch, label: str) -> None:

@@ -16,19 +16,17 @@ from spmdflow.config.schema import DataConfig
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.check import check_every
-from spmdflow.controller.counters import Counters
 from spmdflow.controller.evaluation import Evaluation, Generate
 from spmdflow.controller.group import (
     ResourcePool,
+    WeightLink,
     WorkerGroup,
     make_groups,
     spawn_group,
 )
 from spmdflow.controller.saving import Saving
-from spmdflow.controller.show import Show
-from spmdflow.controller.step import Step
+from spmdflow.controller.step import Counters, Show, Step
 from spmdflow.controller.transcript import Transcript
-from spmdflow.controller.weight_link import WeightLink
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.transfer.worker import Worker
@@ -85,7 +83,7 @@ class Flow:
                 f"pool {name!r}: the placement has {sorted(pools)}, expected one of them; "
                 f"correct the name"
             )
-        return ResourcePool(name, tuple(pools[name].ranks), self)
+        return ResourcePool(name, tuple(pools[name].ranks), self.spawn)
 
     def spawn(
         self,
@@ -168,7 +166,7 @@ class Flow:
         """
         rank = self._settings.world[0]
         command = {"operation": "scan", "data": cfg, "path": path}
-        replies = self.caller.submit(f"{name}.scan", {rank: command}).result()
+        replies = self.caller.sender.submit(f"{name}.scan", {rank: command}).result()
         report: ScanReport = replies[rank]["report"]
         return report
 
@@ -176,7 +174,7 @@ class Flow:
         """Make a data file known to every rank."""
         command = {"operation": "source", "name": name, "settings": dict(settings)}
         ranks = self._settings.world
-        self.caller.submit(f"{name}.open", {rank: dict(command) for rank in ranks})
+        self.caller.sender.submit(f"{name}.open", {rank: dict(command) for rank in ranks})
 
     # Steps
 
@@ -184,19 +182,19 @@ class Flow:
         """Steps 1 to total, resumable: a restarted run continues after its last checkpoint."""
         if self._settings.has_outside:
             rank = self._settings.world[0]
-            self.caller.submit("last.groups", {rank: {"operation": "groups", "specs": None}})
+            self.caller.sender.submit("last.groups", {rank: {"operation": "groups", "specs": None}})
         last = self._resume()
         if last is None:
             self._before_first_step()
             last = 0
         for number in range(last + 1, total + 1):
             self.step = Step(number)
-            self.caller.step = number
+            self.caller.sender.step = number
             if self._settings.transcript is not None:
                 self._settings.transcript.begin_step(number)
             yield self.step
             self._finish(self.step)
-            if self.caller.transport.stop_requested:
+            if self.caller.sender.transport.stop_requested:
                 self._stop(number)
 
     def evaluate(self, *, every: int = 1, generate: Generate | None = None) -> None:
@@ -246,7 +244,7 @@ class Flow:
 
     def _finish(self, step: Step) -> None:
         """Wait for every call of the step, then write what it measured."""
-        records = self.caller.records
+        records = self.caller.sender.records
         for record in records:
             record.pending.result()
         transfers = self.caller.transfers.take_outstanding()
@@ -260,7 +258,7 @@ class Flow:
         self._show.spans([*records, *transfers])
         self._show.samples(step.number, self.caller.scored)
         self.caller.scored = None
-        self.caller.records = []
+        self.caller.sender.records = []
         if self._saving.due:
             self._save(step.number)
 

@@ -7,7 +7,7 @@ lengths) are known once the producer has replied; only the io thread writes them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,9 @@ import numpy as np
 
 from spmdflow.data.column import ColumnSpec
 from spmdflow.data.row_id import Ids
+from spmdflow.errors import ColumnError, ProtocolError
+from spmdflow.runtime.order import Pending
+from spmdflow.tracking.metric import merge
 from spmdflow.transfer.memory import Place
 
 
@@ -66,6 +69,14 @@ class Frame:
     waiting: list[Any] = field(default_factory=list)
     """Transfers that wait for the producer (io thread)."""
 
+    def learn(self, replies: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take over what the ranks said of the rows (io thread)."""
+        self.places = {
+            rank: reply["places"] for rank, reply in replies.items() if "places" in reply
+        }
+        self.facts = facts_of(replies, self.answer)
+        self.metrics = [replies[rank].get("metrics", {}) for rank in self.answer]
+
     def __del__(self) -> None:
         self.on_free(self.number)
 
@@ -100,11 +111,6 @@ class SourceFrame:
         return order[np.searchsorted(self.ids, ids, sorter=order)]
 
 
-def places_of(replies: Mapping[int, Mapping[str, Any]]) -> dict[int, Mapping[str, Place]]:
-    """Where the ranks that made rows keep them (transfer/memory.py)."""
-    return {rank: reply["places"] for rank, reply in replies.items() if "places" in reply}
-
-
 def facts_of(
     replies: Mapping[int, Mapping[str, Any]], answer: Mapping[int, Ids]
 ) -> dict[str, ColumnFacts]:
@@ -129,3 +135,89 @@ def _facts_of(
         return ColumnFacts(first, ids[order], None)
     lengths = np.concatenate([said[rank][name][1] for rank in said])
     return ColumnFacts(first, ids[order], lengths[order])
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """One submitted call of the running step."""
+
+    number: int
+    label: str
+    phase: str
+    """train or eval: which metrics its reports belong to."""
+    pending: Pending
+    answering: tuple[int, ...] = ()
+    """Ranks whose reported metrics count."""
+    lane: str = "compute"
+
+    @property
+    def stage(self) -> str:
+        """The method of "group.method"; empty for fetches and transfers."""
+        return self.label.partition(".")[2]
+
+
+class Result(Mapping[str, float]):
+    """The answer of a call, by rank. As a mapping: its metrics, merged over ranks.
+
+    Looking inside waits for the call.
+    """
+
+    def __init__(self, label: str, pending: Pending, ranks: tuple[int, ...]) -> None:
+        self._label, self._pending, self._ranks = label, pending, ranks
+
+    def values_by_rank(self) -> list[Any]:
+        """What each answering rank returned, in the protocol's order."""
+        replies = self._pending.result()
+        return [replies[rank].get("value") for rank in self._ranks]
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the answering ranks, merged."""
+        values = self.values_by_rank()
+        if not all(isinstance(value, dict) for value in values):
+            raise ProtocolError(
+                f"{self._label}: returned {type(values[0]).__name__}, expected a dict of metrics; "
+                f"use values_by_rank() for plain values"
+            )
+        return merge(values)
+
+    def __getitem__(self, key: str) -> float:
+        return self.metrics()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.metrics())
+
+    def __len__(self) -> int:
+        return len(self.metrics())
+
+    def __repr__(self) -> str:
+        state = "done" if self._pending.done else "pending"
+        return f"Result({self._label}, {state})"
+
+
+def ascending(ids: Ids) -> Ids:
+    """ids in order, each once."""
+    return ids if (ids[1:] > ids[:-1]).all() else np.unique(ids)
+
+
+def input_of(frame: Frame | SourceFrame, columns: Mapping[str, str], ids: Ids) -> dict[str, Any]:
+    """One frame's part of the inputs; columns: stored names by the names that the call sees."""
+    stored = list(dict.fromkeys(columns.values()))
+    plain: dict[str, Any] = {"frame": frame.number, "columns": stored, "ids": ids}
+    if stored != list(columns):
+        plain["seen"] = list(columns.items())
+    if isinstance(frame, SourceFrame):
+        plain |= {"source": frame.source, "rows": frame.rows_of(ids)}
+    return plain
+
+
+def source_lengths(frame: SourceFrame, ids: Ids, name: str) -> np.ndarray:
+    """Prompt tokens of each row; a file's responses are empty, its other columns not measured."""
+    if name == "responses":
+        return np.zeros(len(ids), dtype=np.int64)
+    lengths = frame.lengths_of(ids) if name == "prompts" else None
+    if lengths is None:
+        raise ColumnError(
+            f"column {name!r} of {frame.source}: its lengths are not known on the controller, "
+            f"expected prompts; fetch the column instead"
+        )
+    return lengths

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from spmdflow.controller.assignment import CutSettings, MicroLimit
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.call import Target
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.check import too_many
-from spmdflow.controller.result import Result
-from spmdflow.controller.schedule import CutSettings, MicroLimit
-from spmdflow.errors import ProtocolError
+from spmdflow.controller.frame import Result
+from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.runtime.importing import name_of
 from spmdflow.transfer.register import method_spec
 from spmdflow.transfer.worker import Worker
-
-if TYPE_CHECKING:
-    from spmdflow.controller.flow import Flow
 
 _NO_LIMIT = 1 << 30
 """Tells ranks outside the run that no further process group will be made."""
@@ -30,13 +27,14 @@ class ResourcePool:
 
     name: str
     ranks: tuple[int, ...]
-    _flow: Flow = field(repr=False, compare=False)
+    _spawn: Callable[..., WorkerGroup] = field(repr=False, compare=False)
+    """`Flow.spawn`."""
 
     def spawn(
         self, worker_class: type[Worker], cfg: Any, *, name: str | None = None
     ) -> WorkerGroup:
         """Build the model on every rank of the pool (paper: `ActorWorker(config, pool)`)."""
-        return self._flow.spawn(worker_class, cfg, pool=self, name=name)
+        return self._spawn(worker_class, cfg, pool=self, name=name)
 
 
 class WorkerGroup:
@@ -110,7 +108,9 @@ def spawn_group(
         "layout": asdict(layout),
         "total_steps": total_steps,
     }
-    caller.submit(f"{name}.spawn", {rank: dict(plain) for rank in pool.ranks}, seconds=seconds)
+    caller.sender.submit(
+        f"{name}.spawn", {rank: dict(plain) for rank in pool.ranks}, seconds=seconds
+    )
     target = Target(name, worker_class, layout, _micro_limit(cfg), _cut(cfg), cfg)
     return WorkerGroup(caller, target)
 
@@ -132,7 +132,9 @@ def make_groups(
     if backend != "gloo":
         specs += [[list(ranks), "compute", "gloo"] for ranks in groups if len(ranks) > 1]
     command = {"operation": "groups", "specs": specs}
-    caller.submit(f"{label}.groups", {rank: dict(command) for rank in world}, seconds=seconds)
+    caller.sender.submit(
+        f"{label}.groups", {rank: dict(command) for rank in world}, seconds=seconds
+    )
 
 
 def _micro_limit(cfg: Any) -> MicroLimit:
@@ -149,3 +151,38 @@ def _cut(cfg: Any) -> CutSettings | None:
     return CutSettings(
         update.mini_batch_size, update.num_epochs, update.shuffle, update.balance_tokens
     )
+
+
+class WeightLink:
+    """Made by `flow.connect`. `sync` is one call, in call order on both pools."""
+
+    def __init__(self, caller: Caller, policy: WorkerGroup, generator: WorkerGroup) -> None:
+        """ConfigError if the two share ranks."""
+        both = sorted({*policy.target.layout.ranks} & {*generator.target.layout.ranks})
+        if both:
+            raise ConfigError(
+                f"connect: got ranks {both} in {policy.name} and {generator.name}, expected pools "
+                f"without common ranks; set placement=split, or spawn an ActorWorker, which "
+                f"generates where it trains"
+            )
+        self._caller, self._policy, self._generator = caller, policy, generator
+        policy.open_weights(peer=asdict(generator.target.layout))
+        generator.open_weights(peer=asdict(policy.target.layout))
+
+    def sync(self) -> None:
+        """Bring the policy's weights, after its earlier calls, to the generator's later ones."""
+        methods = ((self._policy, "send_weights"), (self._generator, "receive_weights"))
+        commands = {
+            rank: self._command(group, method)
+            for group, method in methods
+            for rank in group.target.layout.ranks
+        }
+        label, ranks = (
+            f"{self._generator.name}.receive_weights",
+            self._generator.target.layout.ranks,
+        )
+        self._caller.sender.submit(label, commands, answering=ranks)
+
+    def _command(self, group: WorkerGroup, method: str) -> dict[str, Any]:
+        head = {"operation": "call", "group": group.name, "method": method}
+        return head | {"step": self._caller.sender.step, "arguments": {}}

@@ -102,7 +102,7 @@ class Saving:
         for name, group in groups.items():
             command = {"operation": operation, "group": name, "folder": str(folder / name)}
             commands = {rank: dict(command) for rank in group.target.layout.ranks}
-            pending[name] = caller.submit(f"{name}.{operation}", commands)
+            pending[name] = caller.sender.submit(f"{name}.{operation}", commands)
         return {name: order.result() for name, order in pending.items()}
 
 

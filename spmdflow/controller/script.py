@@ -16,10 +16,11 @@ import torch
 from spmdflow.checkpoint.run_dir import open_run_dir
 from spmdflow.config.describe import to_yaml
 from spmdflow.config.placement import pools_of
-from spmdflow.controller.caller import Caller, CallSettings
+from spmdflow.controller.caller import Caller
 from spmdflow.controller.flow import Flow, FlowSettings, Stopped
 from spmdflow.controller.saving import Saving, check_shared
-from spmdflow.controller.show import Show
+from spmdflow.controller.sender import CallSettings
+from spmdflow.controller.step import Show
 from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
 from spmdflow.controller.transfers import Transfers
 from spmdflow.errors import ConfigError
@@ -112,5 +113,5 @@ def run_script(
     finally:
         show.close()
         run_dir.lock.release()
-    caller.submit("close", {rank: {"operation": "close"} for rank in ranks}).result()
+    caller.sender.submit("close", {rank: {"operation": "close"} for rank in ranks}).result()
     return status

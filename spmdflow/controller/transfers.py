@@ -15,8 +15,7 @@ import numpy as np
 
 from spmdflow.blocks.rows import RowEdge, redistribute_rows
 from spmdflow.blocks.stretch import byte_stretches, row_runs
-from spmdflow.controller.frame import Frame
-from spmdflow.controller.result import CallRecord
+from spmdflow.controller.frame import CallRecord, Frame
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import TransferError
 from spmdflow.runtime.order import Order, Transport

@@ -15,12 +15,12 @@ from spmdflow.config.leaf import parts_of
 from spmdflow.config.placement import pools_of
 from spmdflow.config.schema import DataConfig, RolloutConfig
 from spmdflow.controller.batch import Batch
-from spmdflow.controller.caller import Caller, CallSettings
+from spmdflow.controller.caller import Caller
 from spmdflow.controller.flow import Flow, FlowSettings
-from spmdflow.controller.result import CallRecord
+from spmdflow.controller.frame import CallRecord
 from spmdflow.controller.saving import Groups, Saving
-from spmdflow.controller.show import Show
-from spmdflow.controller.step import Step
+from spmdflow.controller.sender import CallSettings
+from spmdflow.controller.step import Show, Step
 from spmdflow.controller.transfers import Transfers
 from spmdflow.errors import SpmdflowError
 from spmdflow.plan.answers import Answers, Lengths

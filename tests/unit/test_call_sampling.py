@@ -12,7 +12,7 @@ import torch
 from spmdflow.config.load import load
 from spmdflow.config.schema import ActorConfig, EngineConfig, ModelConfig, RolloutConfig
 from spmdflow.controller.batch import Batch
-from spmdflow.controller.draws import Draws
+from spmdflow.controller.caller import Draws
 from spmdflow.controller.prompts import PromptStream
 from spmdflow.data.ragged import rows_of
 from spmdflow.datasets.decode import response_texts
@@ -131,7 +131,7 @@ REFUSED = [
 
 def test_what_cannot_be_sampled_is_refused_at_the_call_and_the_script_may_go_on(rank: Rank) -> None:
     actor, batch = spawned(rank, max_new_tokens=4)
-    sent = len(rank.flow.caller.records)
+    sent = len(rank.flow.caller.sender.records)
 
     for arguments, message in REFUSED:
         with pytest.raises(ConfigError, match=r"^actor\.generate_sequences: " + message):
@@ -141,7 +141,7 @@ def test_what_cannot_be_sampled_is_refused_at_the_call_and_the_script_may_go_on(
     with pytest.raises(ProtocolError, match="min_p"):
         actor.generate_sequences(batch, min_p=0.1)
 
-    assert len(rank.flow.caller.records) == sent
+    assert len(rank.flow.caller.sender.records) == sent
     assert len(redrawn(rank, actor, batch)["responses"]) == ROWS
 
 

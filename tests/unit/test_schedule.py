@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdflow.controller.schedule import (
+from spmdflow.controller.assignment import (
     CutSettings,
     MicroLimit,
     cut_mini_batches,

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from spmdflow.config.schema import ActorConfig, EngineConfig, ModelConfig, RolloutConfig
 from spmdflow.controller.batch import Batch, concatenate
-from spmdflow.controller.draws import Draws
+from spmdflow.controller.caller import Draws
 from spmdflow.controller.prompts import PromptStream
 from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.data.seed import seed_of

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdflow.controller.show import _spread
+from spmdflow.controller.step import _spread
 from spmdflow.tracking.plot import text_curve
 from spmdflow.tracking.progress import progress_line, stage_seconds
 from spmdflow.tracking.sample import Sample, SampleTable, printable, shortened

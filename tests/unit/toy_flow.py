@@ -17,10 +17,11 @@ from tensordict import TensorDict
 
 from spmdflow.config.placement import Pool
 from spmdflow.config.schema import DataConfig, EngineConfig, RunConfig, UpdateConfig
-from spmdflow.controller.caller import Caller, CallSettings
+from spmdflow.controller.caller import Caller
 from spmdflow.controller.flow import Flow, FlowSettings
 from spmdflow.controller.saving import Saving
-from spmdflow.controller.show import Show
+from spmdflow.controller.sender import CallSettings
+from spmdflow.controller.step import Show
 from spmdflow.controller.transfers import Transfers
 from spmdflow.data.ragged import lengths_of, ragged_from_rows
 from spmdflow.parallel.group import GroupTable

@@ -1,30 +1,35 @@
-"""Rows that different calls made as rows of one frame: each rank joins what it has.
+"""Rows of several calls as rows of one frame, and values of a column for the script.
 
-Nothing travels: a row stays with the rank that answers for it. Columns of a data file need no
-rank at all, as every rank can read them.
+Joined rows do not travel: each stays with the rank that answers for it, and columns of a data file
+need no rank at all, as every rank can read them. `fetch_column` is the one place where rows pass
+the controller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from spmdflow.controller.batch import ColumnRef
-from spmdflow.controller.frame import Frame, SourceFrame, facts_of, places_of
-from spmdflow.controller.inputs import input_of
+from spmdflow.controller.frame import Frame, SourceFrame, input_of
+from spmdflow.controller.sender import Sender
+from spmdflow.controller.transfers import Transfers
+from spmdflow.data.column import Column, join, read_message
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import ColumnError
-
-if TYPE_CHECKING:
-    from spmdflow.controller.caller import Caller
+from spmdflow.runtime.order import Replies
 
 Parts = Sequence[ColumnRef]
 """One column's rows in each of the batches that are joined."""
 
 
-def joined(caller: Caller, columns: Mapping[str, Parts], ids: Ids) -> dict[str, ColumnRef]:
+def join_columns(
+    sender: Sender, transfers: Transfers, columns: Mapping[str, Parts], ids: Ids
+) -> dict[str, ColumnRef]:
     """Columns of the rows `ids`; columns made by the same calls share a frame again."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, parts in columns.items():
@@ -39,9 +44,9 @@ def joined(caller: Caller, columns: Mapping[str, Parts], ids: Ids) -> dict[str, 
             frame: Frame | SourceFrame = parts[0].frame
             rows = np.concatenate([part.ids for part in parts])
         elif _one_name(parts) and len(sources) == len(parts) and _one_file(sources):
-            frame, rows = _read(caller, sources, parts, ids), ids
+            frame, rows = _read(sender, sources, parts, ids), ids
         else:
-            frame, rows = _made(caller, group, ids), ids
+            frame, rows = _made(sender, transfers, group, ids), ids
             refs |= {name: ColumnRef(frame, rows, name) for name in names}
             continue
         refs |= {name: ColumnRef(frame, rows, columns[name][0].stored) for name in names}
@@ -56,26 +61,26 @@ def _one_file(sources: Sequence[SourceFrame]) -> bool:
     return len({frame.source for frame in sources}) == 1
 
 
-def _read(caller: Caller, sources: Sequence[SourceFrame], parts: Parts, ids: Ids) -> SourceFrame:
+def _read(sender: Sender, sources: Sequence[SourceFrame], parts: Parts, ids: Ids) -> SourceFrame:
     """The same rows of the same file under new ids."""
     rows = [frame.rows_of(part.ids) for frame, part in zip(sources, parts, strict=True)]
     lengths = [frame.lengths_of(part.ids) for frame, part in zip(sources, parts, strict=True)]
     known = [part for part in lengths if part is not None]
     first = sources[0]
     return SourceFrame(
-        caller.next_number(),
+        sender.next_number(),
         first.source,
         first.columns,
         ids,
         np.concatenate(rows),
-        caller.free,
+        sender.free,
         np.concatenate(known) if len(known) == len(parts) else None,
     )
 
 
-def _made(caller: Caller, columns: Mapping[str, Parts], ids: Ids) -> Frame:
+def _made(sender: Sender, transfers: Transfers, columns: Mapping[str, Parts], ids: Ids) -> Frame:
     """A frame that every rank with rows puts together from the frames of the parts."""
-    number = caller.next_number()
+    number = sender.next_number()
     commands: dict[int, dict[str, Any]] = {}
     answer: dict[int, list[Ids]] = {}
     first = next(iter(columns.values()))
@@ -95,14 +100,14 @@ def _made(caller: Caller, columns: Mapping[str, Parts], ids: Ids) -> Frame:
     ranks = sorted({rank for part in first for rank in _ranks(part)})
     by_column = dict.fromkeys(columns, held)
     label = "batch.concatenate"
-    frame = Frame(number, label, tuple(ranks), tuple(columns), held, by_column, caller.free, held)
+    frame = Frame(number, label, tuple(ranks), tuple(columns), held, by_column, sender.free, held)
     kept = tuple(first)
 
-    def done(replies: dict[int, dict[str, Any]], _kept: Parts = kept) -> None:
-        frame.facts, frame.places = facts_of(replies, frame.answer), places_of(replies)
-        caller.transfers.producer_done(frame)
+    def done(replies: Replies, _kept: Parts = kept) -> None:
+        frame.learn(replies)
+        transfers.producer_done(frame)
 
-    caller.submit(label, commands, done, number=number)
+    sender.submit(label, commands, done, number=number)
     return frame
 
 
@@ -132,3 +137,40 @@ def _by_answerer(part: ColumnRef, home: Sequence[int]) -> dict[int, np.ndarray]:
 
 def _ranks(part: ColumnRef) -> tuple[int, ...]:
     return part.frame.ranks if isinstance(part.frame, Frame) else ()
+
+
+def fetch_column(sender: Sender, ref: ColumnRef, name: str) -> tuple[Tensor | list[str], int]:
+    """Values of a column in row order, and the bytes that came."""
+    ids = np.unique(ref.ids)
+    column = _fetch_parts(sender, ref, name, ids)
+    place = torch.from_numpy(np.searchsorted(ids, ref.ids))
+    return column.take(place).to_value(), column.values.nbytes
+
+
+def _fetch_parts(sender: Sender, ref: ColumnRef, name: str, ids: Ids) -> Column:
+    frame = ref.frame
+    if isinstance(frame, SourceFrame):
+        parts: dict[int, Ids] = {sender.ranks[0]: ids}
+    else:
+        sender.wait_for(frame)
+        parts = _holders(frame, ids)
+    commands = {
+        rank: {"operation": "fetch", "input": input_of(frame, {name: ref.stored}, own)}
+        for rank, own in parts.items()
+    }
+    replies = sender.submit(f"fetch {name}", commands).result()
+    joined = join([read_message(replies[rank]["column"]) for rank in parts])
+    order = np.argsort(np.concatenate(list(parts.values())), kind="stable")
+    return joined.take(torch.from_numpy(order))
+
+
+def _holders(frame: Frame, ids: Ids) -> dict[int, Ids]:
+    """Which answering rank gives which rows, each row once: answerers may hold the same."""
+    if not len(ids):
+        return {next(iter(frame.answer)): ids}
+    parts: dict[int, Ids] = {}
+    for rank, own in frame.answer.items():
+        taken = np.isin(ids, own)
+        if taken.any():
+            parts[rank], ids = ids[taken], ids[~taken]
+    return parts
