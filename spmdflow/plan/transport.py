@@ -18,8 +18,7 @@ from typing import Any
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.call import Target
 from spmdflow.controller.caller import Caller
-from spmdflow.controller.frame import Frame
-from spmdflow.controller.result import Result
+from spmdflow.controller.frame import Frame, Result
 from spmdflow.controller.sender import CallSettings
 from spmdflow.controller.transfers import Transfers
 from spmdflow.data.row_id import Ids
