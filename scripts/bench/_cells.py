@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spmdflow.mapping.auto import Mapping, evaluate, find_mapping
-from spmdflow.mapping.dataflow import Dataflow, Engine, Workload, ppo
+from bench._dataflows import NOMINAL, ppo
+from bench._given import evaluate
+from spmdflow.mapping.auto import Mapping, find_mapping
+from spmdflow.mapping.dataflow import Dataflow, Engine, Workload
 from spmdflow.mapping.machine import Hardware
 from spmdflow.mapping.placed import Placed
 from spmdflow.mapping.search import Options, best_of_partition
-from spmdflow.mapping.shape import NOMINAL
 from spmdflow.mapping.table import CostTable
 
 WORKLOAD = Workload(1024, 1024, 1024, num_updates=8)

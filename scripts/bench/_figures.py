@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bench._cells import ALL, WORKLOAD, Cell
-from spmdflow.mapping.auto import evaluate, find_mapping
-from spmdflow.mapping.dataflow import Engine, Model, Rollout, ppo
+from bench._dataflows import NOMINAL, ppo
+from bench._given import evaluate
+from spmdflow.mapping.auto import find_mapping
+from spmdflow.mapping.dataflow import Engine, Model, Rollout
 from spmdflow.mapping.estimate import transition_bytes, transition_seconds
 from spmdflow.mapping.machine import Hardware
 from spmdflow.mapping.placed import Placed
-from spmdflow.mapping.shape import NOMINAL
 from spmdflow.mapping.strategy import Strategy
 
 VOLUMES = {

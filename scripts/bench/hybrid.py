@@ -25,11 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench._cost import Case, Cost, cost_of
+from bench._systems import Seat, System, groups_of, system_of
 from spmdflow.blocks.box import Box
-from spmdflow.hybrid_engine.cost import Case, Cost, cost_of
 from spmdflow.hybrid_engine.reshard import ReshardPlan
 from spmdflow.hybrid_engine.stream import BUCKET_BYTES
-from spmdflow.hybrid_engine.systems import Seat, System, groups_of, system_of
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture

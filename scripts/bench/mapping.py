@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from bench._cells import CELLS, Score, family_allocation, score_cell
+from bench._dataflows import NOMINAL, ppo, safe_rlhf
 from bench._event import event_scores
 from bench._figures import (
     VOLUMES,
@@ -32,10 +33,9 @@ from bench._figures import (
     volumes,
 )
 from spmdflow.mapping.auto import find_mapping
-from spmdflow.mapping.dataflow import Dataflow, Workload, ppo, safe_rlhf
+from spmdflow.mapping.dataflow import Dataflow, Workload
 from spmdflow.mapping.explain import explain, reason
 from spmdflow.mapping.machine import COEFFICIENTS, Hardware, load_hardware
-from spmdflow.mapping.shape import NOMINAL
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = Workload(1024, 1024, 1024, num_updates=8)

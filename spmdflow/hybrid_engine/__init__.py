@@ -27,7 +27,5 @@ gradients, and training frees the KV cache and a copy's weights.
 | `stream` | a plan's messages over the job's groups |
 | `remote` | from a policy to a generator on other ranks |
 | `reshard` | plans: boxes in bounded buckets, whole shards inside micro-dp groups. Integers only |
-| `cost`, `amount` | received, peak and redundant bytes of five systems (Table 2), told apart |
-| `systems` | the five systems as objects that move real tensors, for test and benchmark |
 | `table` | which boxes settings give to each rank |
 """

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.megatron import vocab_multiple
+from spmdflow.weights.megatron import buffer_numel, vocab_multiple
 from spmdflow.weights.ranks import (
     RankTables,
     megatron_tables,
@@ -30,3 +30,16 @@ def generation_tables(architecture: Architecture, layout: Layout, *, engine: str
     """What each rank generates with, by rollout.engine and the layout's generation sizes."""
     tables = {"vllm": vllm_tables, "builtin": whole_tables}
     return tables[engine](architecture, layout)
+
+
+def storage_numel(
+    architecture: Architecture, layout: Layout, *, distributed_optimizer: bool
+) -> dict[int, int]:
+    """Elements of each rank's Megatron parameter buffer, padded for that optimizer if it is on."""
+    multiple = vocab_multiple(layout.tp_size)
+    aligned_over = layout.dp_size if distributed_optimizer else None
+    shared = architecture.tied and layout.pp_size > 1
+    return {
+        rank: buffer_numel(table, aligned_over=aligned_over, shared_embedding=shared)
+        for rank, table in megatron_tables(architecture, layout, vocab_multiple=multiple).items()
+    }

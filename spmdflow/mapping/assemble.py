@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from spmdflow.errors import ConfigError
 from spmdflow.mapping.dataflow import Dataflow, Model
 from spmdflow.mapping.estimate import Estimate, call_seconds, transition_seconds
 from spmdflow.mapping.machine import Hardware
@@ -37,31 +36,8 @@ def assemble(
             entries = table.entries[number]
             generates = entries.model.rollout is not None
             strategies[entries.model.name] = entries.cut.strategy(row, generates=generates)
-        pools.append(_pool(table.dataflow, table.hardware, strategies, own))
-    return _placed(table.dataflow, pools)
-
-
-def assemble_given(
-    dataflow: Dataflow,
-    hardware: Hardware,
-    pools: Sequence[tuple[Sequence[str], Sequence[int]]],
-    strategies: Mapping[str, Strategy],
-) -> Placed:
-    """From given pools and strategies, whether or not they fit; memory_bytes says so.
-
-    ConfigError if a strategy's sizes do not multiply to its pool.
-    """
-    found = []
-    for roles, ranks in pools:
-        for role in roles:
-            if strategies[role].num_ranks != len(ranks):
-                raise ConfigError(
-                    f"{role}: got strategy {strategies[role]} = {strategies[role].num_ranks} "
-                    f"ranks, expected {len(ranks)}, the size of its pool; change a size"
-                )
-        ordered = {m.name: strategies[m.name] for m in dataflow.models if m.name in roles}
-        found.append(_pool(dataflow, hardware, ordered, ranks))
-    return _placed(dataflow, found)
+        pools.append(pool_of(table.dataflow, table.hardware, strategies, own))
+    return placed_of(table.dataflow, pools)
 
 
 def pool_memory(
@@ -107,12 +83,13 @@ def _cache(model: Model, hardware: Hardware, used: float) -> float:
     return hardware.usable_bytes - used if fixed is None else fixed
 
 
-def _pool(
+def pool_of(
     dataflow: Dataflow,
     hardware: Hardware,
     strategies: Mapping[str, Strategy],
     ranks: Sequence[int],
 ) -> PlacedPool:
+    """A pool of models that are cut so, whether or not they fit."""
     members = [(dataflow.model(name), strategy) for name, strategy in strategies.items()]
     memory = pool_memory(members, dataflow, hardware)
     estimates: dict[int, Estimate] = {}
@@ -147,7 +124,8 @@ def _pool(
     )
 
 
-def _placed(dataflow: Dataflow, pools: Sequence[PlacedPool]) -> Placed:
+def placed_of(dataflow: Dataflow, pools: Sequence[PlacedPool]) -> Placed:
+    """A placement of these pools."""
     stages = {stage: max(pool.stage_seconds[stage] for pool in pools) for stage in dataflow.stages}
     return Placed(
         pools=tuple(pools),

@@ -10,14 +10,13 @@ out.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping as MappingOf
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from spmdflow.errors import ConfigError
-from spmdflow.mapping.assemble import assemble, assemble_given
+from spmdflow.mapping.assemble import assemble
 from spmdflow.mapping.dataflow import Dataflow
 from spmdflow.mapping.machine import Hardware
 from spmdflow.mapping.placed import Placed
@@ -30,7 +29,6 @@ from spmdflow.mapping.search import (
     partitions,
     undominated,
 )
-from spmdflow.mapping.strategy import Strategy
 from spmdflow.mapping.table import CostTable
 
 TIE = 1.01
@@ -78,63 +76,6 @@ def find_mapping(
     placed = tuple(assemble(table, blocks, sizes, rows) for blocks, sizes, rows in found)
     number = sum(1 for _ in partitions(len(dataflow.models)))
     return Mapping(placed, number, num_ranks, unit, time.perf_counter() - started)
-
-
-def evaluate(
-    dataflow: Dataflow,
-    hardware: Hardware,
-    pools: Sequence[tuple[Sequence[str], Sequence[int]]],
-    *,
-    strategies: MappingOf[str, Strategy] | None = None,
-) -> Placed:
-    """A given placement, pools as (roles, ranks): with the given strategies, or the best ones.
-
-    ConfigError if a role is missing or no strategy fits into memory.
-    """
-    names = [model.name for model in dataflow.models]
-    placed = [role for roles, _ in pools for role in roles]
-    if sorted(placed) != sorted(names):
-        raise ConfigError(
-            f"placement: got roles {placed}, expected each of {', '.join(names)} once; correct it"
-        )
-    if strategies is not None:
-        return assemble_given(dataflow, hardware, pools, strategies)
-    table = CostTable(dataflow, hardware, sorted({len(ranks) for _, ranks in pools}))
-    blocks = [tuple(sorted(names.index(role) for role in roles)) for roles, _ in pools]
-    fronts = [table.front(block, len(ranks)) for block, (_, ranks) in zip(blocks, pools)]
-    for front, (roles, ranks) in zip(fronts, pools):
-        if not len(front.costs):
-            raise ConfigError(
-                f"placement: got {', '.join(roles)} on {len(ranks)} ranks, expected a strategy "
-                f"that fits into {hardware.usable_bytes / 1e9:.1f} GB a rank; use more ranks, "
-                f"or other pools"
-            )
-    ones = [Options(np.ones(len(front.costs), dtype=np.int64), front.costs) for front in fronts]
-    best = best_of_partition(ones, len(ones))
-    assert best is not None
-    rows = [front.entries[pick] for front, pick in zip(fronts, best[1])]
-    ranks_of = [tuple(ranks) for _, ranks in pools]
-    return assemble(table, blocks, [len(r) for r in ranks_of], rows, ranks=ranks_of)
-
-
-def memory_floor(
-    dataflow: Dataflow, models: Sequence[str], hardware: Hardware, *, unit: int = 1
-) -> int:
-    """Fewest ranks, in multiples of `unit`, of a pool that holds these models (A_min)."""
-    names = [model.name for model in dataflow.models]
-    block = tuple(sorted(names.index(dataflow.model(name).name) for name in models))
-    first, last = unit, 8 * unit
-    while first <= _LARGEST_WORLD:
-        table = CostTable(dataflow, hardware, range(first, last + 1, unit))
-        for candidate in table.ideal(block).sizes.tolist():
-            if len(table.front(block, candidate).costs):
-                return int(candidate)
-        first, last = last + unit, 2 * last
-    raise ConfigError(
-        f"placement: got {', '.join(models)}, which fit on no pool of up to {_LARGEST_WORLD} "
-        f"ranks of {hardware.usable_bytes / 1e9:.1f} GB, expected a strategy that fits; use "
-        f"smaller models, shorter sequences or engine.options=[recompute]"
-    )
 
 
 def default_unit(num_ranks: int, hardware: Hardware) -> int:

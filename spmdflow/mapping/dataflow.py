@@ -8,7 +8,7 @@ pools overlap over the whole step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from spmdflow.errors import ConfigError
@@ -181,121 +181,6 @@ class Dataflow:
     def calls_of(self, name: str) -> list[tuple[int, Call]]:
         """(number, call) of a model's calls, in order."""
         return [(number, call) for number, call in enumerate(self.calls) if call.model == name]
-
-
-Part = ModelShape | Model
-"""A model, or only its shape where the defaults will do."""
-
-GENERATION, PREPARATION, LEARNING = "generation", "preparation", "learning"
-
-
-def ppo(
-    actor: Part,
-    critic: Part,
-    *,
-    reference: Part,
-    reward: Part,
-    workload: Workload,
-    log_prob: bool = True,
-) -> Dataflow:
-    """The paper's PPO (Fig. 1); without log_prob the actor's recomputation is left out (Table 4
-    calls it optional)."""
-    frozen = (_frozen("reference", reference), _scorer("reward", reward))
-    models = (_policy(actor), _scorer("critic", critic, trained=True), *frozen)
-    calls = _generation(workload)
-    calls += _infer("actor", "compute_log_prob", workload) if log_prob else ()
-    calls += _infer("critic", "compute_values", workload)
-    calls += _infer("reference", "compute_ref_log_prob", workload)
-    calls += _infer("reward", "compute_reward", workload)
-    calls += _train("critic", "update_critic", workload)
-    calls += _train("actor", "update_actor", workload)
-    return Dataflow(models, calls)
-
-
-def remax(actor: Part, *, reference: Part, reward: Part, workload: Workload) -> Dataflow:
-    """ReMax: a sampled and a greedy response, both scored, no critic."""
-    models = (_policy(actor), _frozen("reference", reference), _scorer("reward", reward))
-    calls = (*_generation(workload), *_generation(workload, "generate_greedy"))
-    calls += _infer("actor", "compute_log_prob", workload)
-    calls += _infer("reference", "compute_ref_log_prob", workload)
-    calls += _infer("reward", "compute_reward_greedy", workload)
-    calls += _infer("reward", "compute_reward", workload)
-    return Dataflow(models, calls + _train("actor", "update_actor", workload))
-
-
-def grpo(actor: Part, *, reference: Part, reward: Part, workload: Workload) -> Dataflow:
-    """GRPO: groups of samples, no critic; num_sequences counts samples."""
-    models = (_policy(actor), _frozen("reference", reference), _scorer("reward", reward))
-    calls = _generation(workload)
-    calls += _infer("actor", "compute_log_prob", workload)
-    calls += _infer("reference", "compute_ref_log_prob", workload)
-    calls += _infer("reward", "compute_reward", workload)
-    return Dataflow(models, calls + _train("actor", "update_actor", workload))
-
-
-def grpo_async(actor: Part, *, reference: Part, reward: Part, workload: Workload) -> Dataflow:
-    """GRPO one step off policy: a generator on ranks of its own, one stage for all calls."""
-    flow = grpo(actor, reference=reference, reward=reward, workload=workload)
-    policy = flow.model("actor")
-    trainer = replace(policy, rollout=None)
-    generator = replace(policy, name="generator", trained=False, weights_from="actor")
-    models = (trainer, generator, *flow.models[1:])
-    calls = tuple(
-        replace(call, stage="step", model="generator" if call.kind == "generate" else call.model)
-        for call in flow.calls
-    )
-    apart = tuple(("generator", model.name) for model in models if model.name != "generator")
-    return Dataflow(models, calls, apart)
-
-
-def safe_rlhf(
-    actor: Part,
-    critic: Part,
-    *,
-    reference: Part,
-    reward: Part,
-    cost: Part,
-    workload: Workload,
-    cost_critic: Part | None = None,
-) -> Dataflow:
-    """Safe-RLHF: PPO with a cost model, and a critic of costs if given."""
-    flow = ppo(actor, critic, reference=reference, reward=reward, workload=workload)
-    models = (*flow.models, _scorer("cost", cost))
-    ahead, updates = flow.calls[:-2], flow.calls[-2:]
-    calls = (*ahead, *_infer("cost", "compute_cost", workload), *updates)
-    if cost_critic is not None:
-        models += (_scorer("cost_critic", cost_critic, trained=True),)
-        calls += _infer("cost_critic", "compute_cost_values", workload)
-        calls += _train("cost_critic", "update_cost_critic", workload)
-    return Dataflow(models, calls)
-
-
-def _policy(part: Part) -> Model:
-    if isinstance(part, Model):
-        return part
-    return Model("actor", part, trained=True, rollout=Rollout())
-
-
-def _frozen(name: str, part: Part) -> Model:
-    return part if isinstance(part, Model) else Model(name, part)
-
-
-def _scorer(name: str, part: Part, *, trained: bool = False) -> Model:
-    if isinstance(part, Model):
-        return part
-    return Model(name, replace(part, scalar_head=True), trained=trained)
-
-
-def _generation(workload: Workload, name: str = "generate_sequences") -> tuple[Call, ...]:
-    return (Call("actor", "generate", GENERATION, workload, name),)
-
-
-def _infer(model: str, name: str, workload: Workload) -> tuple[Call, ...]:
-    return (Call(model, "infer", PREPARATION, workload, name),)
-
-
-def _train(model: str, name: str, workload: Workload) -> tuple[Call, ...]:
-    return (Call(model, "train", LEARNING, workload, name),)
 
 
 def _check_call(call: Call, flow: Dataflow) -> None:

@@ -133,29 +133,3 @@ def _first(config: Mapping[str, Any], *names: str) -> int:
         f"model: got a config.json without {' or '.join(names)}, expected an integer; "
         f"give a decoder's config.json"
     )
-
-
-def _llama(name: str, billions: int, layers: int, hidden: int, ffn: int, kv: int) -> ModelShape:
-    return ModelShape(
-        name=name,
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_size=ffn,
-        num_heads=hidden // 128,
-        num_kv_heads=kv,
-        head_dim=128,
-        vocab_size=32000,
-        nominal_parameters=billions * 10**9,
-    )
-
-
-NOMINAL: Mapping[str, ModelShape] = {
-    "7B": _llama("7B", 7, 32, 4096, 11008, 32),
-    "13B": _llama("13B", 13, 40, 5120, 13824, 40),
-    "34B": _llama("34B", 34, 48, 8192, 22016, 8),
-    "70B": _llama("70B", 70, 80, 8192, 28672, 8),
-}
-"""The paper's models: Llama 2 (7B, 13B, 70B) and Code Llama's 34B, parameters as in their names."""
-
-EMPTY = ModelShape("none", 1, 1, 1, 1, 1, 1, 1, scalar_head=True, nominal_parameters=0)
-"""A role without weights, such as a reward function; its calls have fixed seconds."""

@@ -1,6 +1,6 @@
 """Weights that pass from trainer to generator in a step: mode, bytes by rank, nodes crossed.
 
-The figures are the planner's that the ranks themselves use (`hybrid_engine.reshard`, `.cost`), not
+The figures are the planner's that the ranks themselves use (`hybrid_engine.reshard`, `.table`), not
 a formula: what each rank receives in one sync.
 """
 
@@ -15,12 +15,10 @@ import torch
 
 from spmdflow.blocks.plan import PlanError
 from spmdflow.errors import ConfigError
-from spmdflow.hybrid_engine.amount import weights
-from spmdflow.hybrid_engine.cost import Case
 from spmdflow.hybrid_engine.factory import sync_mode
 from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, plan_shards, scopes_of
 from spmdflow.hybrid_engine.stream import BUCKET_BYTES
-from spmdflow.hybrid_engine.table import generation_tables, training_tables
+from spmdflow.hybrid_engine.table import generation_tables, storage_numel, training_tables
 from spmdflow.models.generator import GeneratorWorker
 from spmdflow.parallel.layout import Layout
 from spmdflow.plan.record import Trace, TracedModel
@@ -133,13 +131,9 @@ def _local(traced: TracedModel, cfg: Any, nodes: Nodes, syncs: int) -> WeightPla
     name = traced.name
     if mode not in ("copy", VLLM_TRANSFER):
         architecture = Architecture.from_folder(cfg.model.path)
-        case = Case(
-            architecture,
-            layout,
-            element_bytes=element_bytes,
-            distributed_optimizer="plain_optimizer" not in cfg.engine.options,
-        )
-        plan = plan_shards(layout, case.storage_numel, element_bytes=element_bytes)
+        distributed = "plain_optimizer" not in cfg.engine.options
+        numel = storage_numel(architecture, layout, distributed_optimizer=distributed)
+        plan = plan_shards(layout, numel, element_bytes=element_bytes)
         edges = {
             (peer, rank): plan.numel[peer] * element_bytes
             for group in plan.groups
@@ -289,11 +283,15 @@ def _alike(
 ) -> dict[int, int]:
     """Bytes that reach each rank: what it needs, less the trainer's share of it that it holds."""
     tables = generation_tables(architecture, generation, engine=cfg.rollout.engine)
-    needed = weights(architecture, tables, element_bytes=element_bytes)
     replica = training.tp_size * training.pp_size
     holders = training.size if cfg.engine.kind in _SHARDED else replica
     lacking = 1 - Fraction(1, holders) if training == generation else Fraction(1)
-    return {rank: int((amount.total - amount.padding) * lacking) for rank, amount in needed.items()}
+    sizes: dict[int, int] = {}
+    for table in tables.values():  # ranks that hold the same share a table
+        if id(table) not in sizes:
+            pieces = (piece for tensor in table.values() for piece in tensor.pieces)
+            sizes[id(table)] = sum(piece.box.size for piece in pieces) * element_bytes
+    return {rank: int(sizes[id(table)] * lacking) for rank, table in tables.items()}
 
 
 def _remote(

@@ -12,8 +12,8 @@ from math import prod
 from typing import Any
 
 import pytest
+from bench._cost import SYSTEMS, Cost, paper
 
-from spmdflow.hybrid_engine.cost import SYSTEMS, Cost, paper
 from spmdflow.weights.table import parameters
 from tests.distributed.programs import hybrid_systems
 from tests.distributed.programs.hybrid_systems import MODELS, Setting

@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
+from bench._cost import SYSTEMS, Case, cost_of, obstacle, paper
 
 from spmdflow.errors import ConfigError
-from spmdflow.hybrid_engine.cost import SYSTEMS, Case, cost_of, obstacle, paper
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.megatron import buffer_numel
 from spmdflow.weights.table import parameters

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from bench._dataflows import NOMINAL, grpo_async, ppo, safe_rlhf
+from bench._event import simulate_events, step_seconds
+from bench._given import evaluate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdflow.mapping.auto import evaluate, find_mapping
-from spmdflow.mapping.dataflow import Dataflow, Workload, grpo_async, ppo, safe_rlhf
-from spmdflow.mapping.event import simulate_events, step_seconds
+from spmdflow.mapping.auto import find_mapping
+from spmdflow.mapping.dataflow import Dataflow, Workload
 from spmdflow.mapping.machine import load_hardware
 from spmdflow.mapping.placed import Placed
-from spmdflow.mapping.shape import NOMINAL
 
 A100 = load_hardware("a100_80gb")
 WORK = Workload(1024, 512, 512, num_updates=4)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from bench._cost import Case, cost_of, paper
+from bench._dataflows import NOMINAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdflow.errors import ConfigError
-from spmdflow.hybrid_engine.cost import Case, cost_of, paper
 from spmdflow.mapping.dataflow import Engine, Model, Rollout, Workload
 from spmdflow.mapping.estimate import (
     Estimate,
@@ -21,7 +22,7 @@ from spmdflow.mapping.estimate import (
 )
 from spmdflow.mapping.machine import COEFFICIENTS, load_hardware
 from spmdflow.mapping.memory import call_bytes, resident_bytes
-from spmdflow.mapping.shape import NOMINAL, ModelShape
+from spmdflow.mapping.shape import ModelShape
 from spmdflow.mapping.strategy import Cut, Strategy, pipeline_sizes, strategies
 from spmdflow.parallel.layout import Layout
 from tests.unit.mapping_reference import printed_algorithm_2

@@ -7,27 +7,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from bench._dataflows import EMPTY, NOMINAL, grpo, grpo_async, ppo, remax, safe_rlhf
+from bench._given import evaluate, memory_floor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdflow.config.placement import resolve_placement
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.assemble import pool_memory
-from spmdflow.mapping.auto import Mapping, evaluate, find_mapping, memory_floor
-from spmdflow.mapping.dataflow import (
-    Dataflow,
-    Workload,
-    grpo,
-    grpo_async,
-    ppo,
-    remax,
-    safe_rlhf,
-)
+from spmdflow.mapping.auto import Mapping, find_mapping
+from spmdflow.mapping.dataflow import Dataflow, Workload
 from spmdflow.mapping.explain import explain
 from spmdflow.mapping.machine import Hardware, load_hardware
 from spmdflow.mapping.placed import Placed
 from spmdflow.mapping.search import Options, blocks_of
-from spmdflow.mapping.shape import EMPTY, NOMINAL, ModelShape
+from spmdflow.mapping.shape import ModelShape
 from spmdflow.mapping.strategy import Strategy, strategies
 from spmdflow.mapping.table import CostTable
 from tests.unit.mapping_reference import algorithm_1

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench._cost import SYSTEMS, Case, Cost, cost_of
+from bench._counters import WireCounter, peak_allocated
+from bench._systems import Seat, System, groups_of, system_of
 
-from scripts.bench._counters import WireCounter, peak_allocated
 from spmdflow.blocks.box import subtract_all
 from spmdflow.errors import ConfigError
-from spmdflow.hybrid_engine.cost import SYSTEMS, Case, Cost, cost_of
-from spmdflow.hybrid_engine.systems import Seat, System, groups_of, system_of
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.ranks import vllm_tables

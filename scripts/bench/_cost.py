@@ -26,8 +26,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+from bench._amount import Amount, ByRank, received, summed, together, weights
 from spmdflow.errors import ConfigError
-from spmdflow.hybrid_engine.amount import Amount, ByRank, received, summed, together, weights
 from spmdflow.hybrid_engine.reshard import (
     Groups,
     ReshardPlan,
@@ -37,6 +37,7 @@ from spmdflow.hybrid_engine.reshard import (
     plan_shards,
     scopes_of,
 )
+from spmdflow.hybrid_engine.table import storage_numel
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.megatron import buffer_places, vocab_multiple
@@ -118,7 +119,9 @@ class Case:
     @property
     def storage_numel(self) -> dict[int, int]:
         """Elements of each rank's parameter buffer."""
-        return {rank: self.buffer_places(table)[1] for rank, table in self.training.items()}
+        return storage_numel(
+            self.arch, self.layout, distributed_optimizer=self.distributed_optimizer
+        )
 
     def buffer_places(self, table: ShardTable) -> tuple[dict[str, int], int]:
         """Where a rank's parameter buffer has each tensor of its table, and its elements."""

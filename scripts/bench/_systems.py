@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmdflow.hybrid_engine.cost import Case, Cost
+from bench._cost import Case, Cost
 from spmdflow.hybrid_engine.reshard import ReshardPlan
 from spmdflow.hybrid_engine.shared_storage import BlockStorage, FlatStorage, SharedStorage
 from spmdflow.hybrid_engine.stream import ALONE_BYTES, GroupWire, WeightStream
