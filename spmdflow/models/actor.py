@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from spmdflow.config.schema import ActorConfig
 from spmdflow.hybrid_engine.factory import hybrid_of, storage_of, sync_mode
-from spmdflow.models.generation import check_sampling, rollout_metrics, row_seeds, tokenizer_path
+from spmdflow.models.generator import check_sampling, rollout_metrics, row_seeds, tokenizer_path
 from spmdflow.models.policy import PolicyWorker
 from spmdflow.objectives.loss import Loss
 from spmdflow.rollout.factory import generator_of

@@ -1,4 +1,6 @@
-"""The critic: estimates the return before each response token, and learns it (paper Table 4)."""
+"""The critic: estimates the return before each response token, and learns it (paper Table 4).
+
+Safe RLHF's critic of the cost (Dai et al. 2024) is the same code under other column names."""
 
 from __future__ import annotations
 
@@ -59,3 +61,35 @@ class CriticWorker(EngineWorker):
 
 def _values(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
     return {"values": micro.gather(output)}
+
+
+class CostCriticWorker(CriticWorker):
+    """Estimates the cost to come before each response token, and learns it."""
+
+    role = "cost_critic"
+
+    @register(
+        transfer_mode="3D_PROTO",
+        reads=("prompts", "responses", "response_mask"),
+        writes=("cost_values",),
+    )
+    def compute_cost_values(self, batch: TensorDict) -> TensorDict | None:
+        """cost_values: the critic's output at the position before each response token."""
+        made = self.compute_values(batch)
+        if made is None:
+            return None
+        return TensorDict({"cost_values": made["values"]}, batch_size=batch.batch_size)
+
+    @register(
+        transfer_mode="3D_PROTO",
+        reads=("prompts", "responses", "response_mask", "cost_values", "cost_returns"),
+        optional=VALID,
+        minibatches=True,
+    )
+    def update_cost_critic(self, batch: TensorDict) -> dict[str, Any]:
+        """One optimizer step for each mini-batch; metrics are means over the steps."""
+        known = ("prompts", "responses", "response_mask", *VALID)
+        kept = {name: batch[name] for name in known if name in batch.keys()}
+        own = {"values": batch["cost_values"], "returns": batch["cost_returns"]}
+        metrics = self.update_critic(TensorDict(kept | own, batch_size=batch.batch_size))
+        return {f"cost_{name}": value for name, value in metrics.items()}

@@ -1,33 +1,35 @@
-"""The policy as it is trained: scores its own tokens and learns (paper Table 4).
+"""The policy in training, and the frozen reference it is compared with (paper Table 4).
 
-`ActorWorker` adds generation on the same ranks. A policy alone trains while a `GeneratorWorker`
-on other ranks generates (disaggregated generation); `flow.connect` brings it the weights.
-"""
+A policy scores its own tokens and learns. `ActorWorker` adds generation on the same ranks. A policy
+alone trains while a `GeneratorWorker` on other ranks generates (disaggregated generation);
+`flow.connect` brings it the weights. `text_rows` and `with_text_rows` make rows of pre-training
+texts, which a policy may learn from beside its samples (PPO-ptx)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.config.schema import ActorConfig
-from spmdflow.data.ragged import pad
+from spmdflow.config.schema import ActorConfig, ReferenceConfig
+from spmdflow.data.ragged import is_ragged, lengths_of, pad, ragged
 from spmdflow.data.rows import VALID, chosen_mask, total_length, without_failed
 from spmdflow.errors import SpmdflowError
 from spmdflow.hybrid_engine.remote import WeightSender
 from spmdflow.models.base import EngineWorker
-from spmdflow.models.pretraining import text_rows, with_text_rows
 from spmdflow.objectives.log_prob import entropy_from_logits, log_probs_from_logits
+from spmdflow.objectives.loss import inside
 from spmdflow.objectives.policy import PolicyLoss
-from spmdflow.objectives.pretrain import PretrainedPolicyLoss, text_mask
-from spmdflow.objectives.reduction import inside
+from spmdflow.objectives.supervised import PretrainedPolicyLoss, text_mask
 from spmdflow.parallel.layout import Layout
 from spmdflow.serving.publisher import Publisher, publisher_of
 from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import Max, Mean, WorkerContext
+from spmdflow.transfer.worker import CallInfo, Max, Mean, MiniBatch, WorkerContext
 from spmdflow.workers.micro_batch import MicroBatch
 
 UPDATE_READS = ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
@@ -177,3 +179,77 @@ def _text_losses(logits: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
     mask = text_mask(micro.attention_mask, micro.columns["is_text"].bool())
     log_probs = log_probs_from_logits(logits, micro.next_ids)
     return {"pretrain_losses": -inside(log_probs, mask).sum(-1)}
+
+
+class ReferenceWorker(EngineWorker):
+    """Log-probabilities under the policy that training started from; never updated."""
+
+    role = "reference"
+    head = "causal_lm"
+
+    def __init__(
+        self,
+        cfg: ReferenceConfig,
+        context: WorkerContext,
+        *,
+        adopt: Callable[..., None] | None = None,
+    ) -> None:
+        """adopt: see EngineWorker."""
+        super().__init__(cfg, context, adopt=adopt)
+        self._temperature = context.config.actor.rollout.temperature
+
+    @register(
+        transfer_mode="3D_PROTO",
+        reads=("prompts", "responses", "response_mask"),
+        writes=("ref_log_probs",),
+    )
+    def compute_ref_log_prob(self, batch: TensorDict) -> TensorDict | None:
+        """ref_log_probs: log-probability of each response token, at the actor's temperature."""
+
+        def score(logits: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
+            log_probs = log_probs_from_logits(logits, micro.next_ids, self._temperature)
+            return {"ref_log_probs": micro.gather(log_probs)}
+
+        return self.score(batch, score)
+
+
+def text_rows(texts: Tensor) -> TensorDict:
+    """Rows with the texts (ragged ids) as prompts, empty responses, and is_text True."""
+    count, device = texts.shape[0], texts.device
+    empty = ragged(texts.values()[:0], torch.zeros(count, dtype=torch.int64))
+    marks = torch.ones(count, dtype=torch.bool, device=device)
+    columns = {"prompts": texts, "responses": empty, "is_text": marks}
+    return TensorDict(columns, batch_size=[count])
+
+
+def with_text_rows(batch: TensorDict, call: CallInfo) -> tuple[TensorDict, CallInfo]:
+    """Samples that bring a text along (pretrain_ids) -> samples and texts as rows of their own.
+
+    Sample i's text is row n + i, in the same mini-batches as the sample. Each mini-batch has twice
+    the rows in twice the forwards: under a limit of tokens, texts should be as short as samples.
+    """
+    count = batch.batch_size[0]
+    texts = text_rows(batch["pretrain_ids"])
+    samples = batch.exclude("pretrain_ids")
+    samples["is_text"] = torch.zeros_like(texts["is_text"])
+    columns = {
+        str(name): _stacked(column, texts[name] if name in texts.keys() else None)
+        for name, column in samples.items()
+        if isinstance(column, Tensor)
+    }
+    minis = tuple(
+        MiniBatch(torch.cat([mini.index, mini.index + count]), 2 * mini.num_micro_batches)
+        for mini in call.mini_batches
+    )
+    return TensorDict(columns, batch_size=[2 * count]), replace(call, mini_batches=minis)
+
+
+def _stacked(column: Tensor, below: Tensor | None) -> Tensor:
+    """A column of the samples with one of the texts below it, or with as many empty rows."""
+    if not is_ragged(column):
+        return torch.cat([column, torch.zeros_like(column) if below is None else below])
+    lengths = lengths_of(column)
+    if below is None:
+        return ragged(column.values(), torch.cat([lengths, torch.zeros_like(lengths)]))
+    values = torch.cat([column.values(), below.values()])
+    return ragged(values, torch.cat([lengths, lengths_of(below)]))

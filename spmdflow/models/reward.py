@@ -1,12 +1,14 @@
-"""The reward: a score for each response, from a model, from functions, or from both weighted
-(paper Table 4)."""
+"""Reward and cost: a score for each response (paper Table 4).
+
+It comes from a model, from functions, or from both weighted. Safe RLHF's second signal, the cost
+(Dai et al. 2024), is the same code under other column names, so that a batch has room for both."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,16 +23,15 @@ from spmdflow.datasets.decode import response_texts
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import RewardError
 from spmdflow.models.base import EngineWorker
-from spmdflow.models.dropped import count_dropped
 from spmdflow.parallel.layout import Layout
-from spmdflow.rewards.pool import RewardPool
-from spmdflow.rewards.weighted import Result, weighted
+from spmdflow.rewards.pool import Result, RewardPool, weighted
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import Mean, Metric, Sum, Worker, WorkerContext
 from spmdflow.workers.micro_batch import MicroBatch
 
 READS = ("prompts", "responses", "prompt_text", "row")
 _WRITES = ("scores", "token_level_rewards", "valid", "response_text", "score_terms")
+_COST_WRITES = ("costs", "token_level_costs", "cost_valid")
 
 
 class RewardWorker(Worker):
@@ -225,3 +226,54 @@ def _at_last_token(scores: Tensor, batch: TensorDict) -> Tensor:
     ends = torch.cumsum(lengths, 0)
     values[ends[lengths > 0] - 1] = scores[lengths > 0]
     return ragged(values, lengths)
+
+
+class CostWorker(RewardWorker):
+    """Scores how harmful responses are, with `cfg.model` or `cfg.function`."""
+
+    role = "cost"
+
+    @register(transfer_mode="3D_PROTO", reads=READS, writes=_COST_WRITES)
+    def compute_cost(self, batch: TensorDict, *, prefix: str = "cost") -> TensorDict | None:
+        """costs (B,); token_level_costs: the cost at the last response token.
+
+        cost_valid (B,) bool: see `compute_reward`.
+        """
+        made = self.compute_reward(batch, prefix=prefix)
+        if made is None:
+            return None
+        found = ("scores", "token_level_rewards", "valid")
+        columns = {name: made[column] for name, column in zip(_COST_WRITES, found, strict=True)}
+        return TensorDict(columns, batch_size=batch.batch_size)
+
+
+class Dropped(NamedTuple):
+    """Failed rows of one call, over all ranks."""
+
+    num_failed: int
+    num_rows: int
+    first_rank: int
+    """Of the ranks that count together, the first with a failed row; -1: there is none."""
+
+    @property
+    def percent(self) -> float:
+        """Share of the call's rows."""
+        return 100 * self.num_failed / max(self.num_rows, 1)
+
+    def excess(self, key: str, max_percent: float) -> str:
+        """What is wrong if the share is above max_percent; key: of the setting."""
+        return (
+            f"{key}: got {self.num_failed} failed rows among the {self.num_rows} of one call "
+            f"({self.percent:.3g} %), expected at most {max_percent:g} %; fix the function, or set "
+            f"a larger share, such as {key}='drop {-(-self.percent // 5) * 5:g}%'"
+        )
+
+
+def count_dropped(valid: Tensor, context: WorkerContext) -> Dropped:
+    """Of this rank's rows (B,) and those of its data-parallel peers, which all call it."""
+    peers = context.layout.axis_group(context.rank, "dp")
+    table = torch.zeros(2, len(peers))
+    table[:, peers.index(context.rank)] = torch.tensor([float((~valid).sum()), len(valid)])
+    failed, rows = context.groups.reducer(peers)(table).long().tolist()
+    first = next((rank for rank, count in zip(peers, failed, strict=True) if count), -1)
+    return Dropped(sum(failed), sum(rows), first)

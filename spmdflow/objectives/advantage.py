@@ -1,32 +1,38 @@
-"""Advantages and returns from token-level rewards, with the KL to the reference in the reward.
+"""What a script maps over scored rows before the update: advantages, returns, reward penalties.
 
-Runs as row maths where the rows live (`batch.map(compute_advantages, ...)`); only whitening and
-sums over a prompt's samples cross ranks. Estimators by name: `gae` here, those without a critic in
-`critic_free`, a script's own through `@advantage("name")`.
+The functions run where the rows live (`batch.map(compute_advantages, ...)`); only whitening and
+sums over a prompt's samples cross ranks. Estimators by name are in `estimator`.
+
+`compute_safe_advantages` and `LagrangeMultiplier` are PPO-Lagrangian, reward under a limit on the
+expected cost (Dai et al. 2024, section 3.3):
+
+min_pi max_{lambda >= 0}  -J_R(pi) + lambda * J_C(pi),   J_C = E[cost] - limit
+
+The policy's advantage mixes both signals with the multiplier lambda, which grows while the limit
+is exceeded and shrinks while it is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from spmdflow.config.algorithm import LagrangeConfig, OverlongConfig
 from spmdflow.config.schema import AdvantageConfig
 from spmdflow.data.group import RowGroups
-from spmdflow.data.ragged import is_ragged, lengths_of, pad, ragged_from_padded
+from spmdflow.data.ragged import is_ragged, lengths_of, pad, ragged, ragged_from_padded
 from spmdflow.data.rows import VALID, chosen_mask, valid_rows
 from spmdflow.errors import ColumnError
-from spmdflow.objectives import critic_free as critic_free  # registers its estimators
-from spmdflow.objectives.estimator import Samples, advantage, estimator_of
+from spmdflow.objectives.estimator import Samples, estimator_of, gae
 from spmdflow.objectives.kl import kl_estimate
-from spmdflow.objectives.reduction import Reduce, inside, masked_sum, whiten
+from spmdflow.objectives.loss import Reduce, Report, inside, masked_sum, whiten
 from spmdflow.transfer.row_maths import row_maths
 from spmdflow.transfer.worker import Mean, Metric
-
-Report = Callable[[Mapping[str, Metric]], None]
 
 
 def _estimator_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -77,34 +83,6 @@ def compute_advantages(
         "returns": ragged_from_padded(returns.float(), lengths),
     }
     return TensorDict(ragged, batch_size=[len(lengths)])
-
-
-def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16): advantages, returns.
-
-    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  R_t = A_t + V_t,
-    with V = A = 0 after the last token. Places outside the mask (observations between the
-    policy's tokens) take no time: the next value and advantage pass over them undiscounted, and
-    a reward there belongs to the policy's token before. All (B, R); results 0 outside the mask.
-    """
-    advantages = torch.zeros_like(values)
-    next_value = next_advantage = pending = values.new_zeros(len(values))
-    for t in reversed(range(values.shape[1])):
-        chosen, reward = mask[:, t], rewards[:, t] + pending
-        delta = reward + gamma * next_value - values[:, t]
-        advantage = delta + gamma * lam * next_advantage
-        advantages[:, t] = torch.where(chosen, advantage, 0.0)
-        next_value = torch.where(chosen, values[:, t], next_value)
-        next_advantage = torch.where(chosen, advantage, next_advantage)
-        pending = torch.where(chosen, 0.0, reward)
-    return advantages, torch.where(mask, advantages + values, 0.0)
-
-
-@advantage("gae", reads=("values",))
-def _gae(samples: Samples, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    return gae(samples.rewards, samples.columns["values"], samples.mask, cfg.gamma, cfg.lam)
 
 
 def numbers_of(batch: TensorDict, valid: Tensor | None = None) -> dict[str, Tensor]:
@@ -170,3 +148,112 @@ def advantage_metrics(
         metrics["actor/reference_kl"] = Mean(total, float(mask.sum()))
         metrics["actor/reference_kl_per_response"] = Mean(total, rows)
     return metrics
+
+
+@row_maths(
+    reads=("response_mask", "token_level_rewards", "token_level_costs", "values", "cost_values"),
+    optional=("old_log_probs", "ref_log_probs", *VALID),
+    writes=("advantages", "returns", "cost_returns"),
+)
+def compute_safe_advantages(
+    batch: TensorDict, *, multiplier: float, cfg: AdvantageConfig, reduce: Reduce, report: Report
+) -> TensorDict:
+    """Ragged float32 advantages of reward and cost together, and the returns of each.
+
+    The KL to the reference is shared between both signals, r_t - kl/2 and c_t + kl/2 with
+    kl = kl_coef * KL_t (ibid., appendix B); each has its own GAE, and the mixture is whitened over
+    the global batch if cfg.whiten.
+    """
+    lengths = lengths_of(batch["response_mask"])
+    mask, valid = chosen_mask(batch), valid_rows(batch)  # (B, R), (B,)
+    columns = numbers_of(batch, valid)
+    half_kl = weighted_kl(columns, mask, cfg) / 2
+    columns["token_level_rewards"] = columns["token_level_rewards"] - half_kl
+    costs = columns["token_level_costs"] + half_kl
+    ours = cfg.gamma, cfg.lam
+    rewarded, returns = gae(columns["token_level_rewards"], columns["values"], mask, *ours)
+    costly, cost_returns = gae(costs, columns["cost_values"], mask, *ours)
+    advantages = lagrangian(rewarded, costly, multiplier)
+    report(advantage_metrics(columns, mask, valid))
+    if cfg.whiten:
+        advantages = whiten(advantages, mask, reduce)
+    made = {"advantages": advantages, "returns": returns, "cost_returns": cost_returns}
+    ragged = {name: ragged_from_padded(x.float(), lengths) for name, x in made.items()}
+    return TensorDict(ragged, batch_size=[len(lengths)])
+
+
+def lagrangian(advantages: Tensor, cost_advantages: Tensor, multiplier: float) -> Tensor:
+    """A_t = (A_t^r - lambda A_t^c) / (1 + lambda) (Dai et al. 2024, appendix B)."""
+    return (advantages - multiplier * cost_advantages) / (1 + multiplier)
+
+
+def next_multiplier(multiplier: float, mean_cost: float, cfg: LagrangeConfig) -> float:
+    """ln lambda' = ln lambda + lr * lambda * (mean_cost - limit), lambda' at most cfg.largest.
+
+    Gradient ascent on lambda J_C in ln lambda, so lambda stays positive (ibid., eq. 30). The
+    exponent is clamped to +-20.
+    """
+    step = cfg.lr * multiplier * (mean_cost - cfg.limit)
+    return min(multiplier * math.exp(min(max(step, -20.0), 20.0)), cfg.largest)
+
+
+class LagrangeMultiplier:
+    """lambda, which resumes with the run: `flow.keep(multiplier=LagrangeMultiplier(cfg))`."""
+
+    def __init__(self, cfg: LagrangeConfig) -> None:
+        self._cfg = cfg
+        self.value = min(cfg.initial, cfg.largest)
+
+    def update(self, mean_cost: float) -> None:
+        """One ascent step on the mean cost of a batch."""
+        self.value = next_multiplier(self.value, mean_cost, self._cfg)
+
+    def state_dict(self) -> dict[str, float]:
+        """Its value."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue with the value of `state_dict`."""
+        self.value = state["value"]
+
+
+def overlong_penalty(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
+    """R(y) of DAPO (Yu et al. 2025, eq. 13), for responses of |y| = num_tokens tokens, in [-1, 0].
+
+    With L = max_tokens and C = buffer_tokens: 0 up to |y| = L - C, (L - C - |y|) / C up to L, -1
+    beyond. C = 0 punishes nothing but |y| > L.
+    """
+    beyond = num_tokens - (max_tokens - buffer_tokens)
+    return -(beyond.double() / max(buffer_tokens, 1)).clamp(0, 1)
+
+
+@row_maths(reads=("token_level_rewards",), optional=VALID, writes=("token_level_rewards",))
+def add_overlong_penalty(
+    batch: TensorDict, *, cfg: OverlongConfig, max_tokens: int, reduce: Reduce, report: Report
+) -> TensorDict:
+    """token_level_rewards with weight * R(y) added at the last token.
+
+    Reports reward/overlong, the mean of what was added to rows that did not fail.
+    """
+    rewards = batch["token_level_rewards"]
+    lengths = lengths_of(rewards)
+    penalty = cfg.weight * overlong_penalty(
+        lengths, max_tokens=max_tokens, buffer_tokens=cfg.buffer_tokens
+    )
+    values = rewards.values().clone()
+    ends = torch.cumsum(lengths, 0) - 1
+    some = lengths > 0
+    values[ends[some]] += penalty[some].to(values.dtype)
+    valid = valid_rows(batch)
+    counted = penalty if valid is None else penalty[valid]
+    report({"reward/overlong": Mean(float(counted.sum()), float(len(counted)))})
+    return TensorDict({"token_level_rewards": ragged(values, lengths)}, batch.batch_size)
+
+
+@row_maths(reads=("scores",), writes=("baseline_scores",))
+def as_baseline(batch: TensorDict, *, reduce: Reduce, report: Report) -> TensorDict:
+    """baseline_scores (B,): the scores, under the name that the estimator `remax` reads.
+
+    Li et al. 2024: the score of the greedy response, b(x) = r(x, argmax_y pi(y | x)).
+    """
+    return TensorDict({"baseline_scores": batch["scores"]}, batch_size=batch.batch_size)

@@ -19,9 +19,8 @@ from spmdflow.config.algorithm import CorrectionConfig
 from spmdflow.data.ragged import lengths_of, pad, ragged_from_padded
 from spmdflow.data.rows import VALID, chosen_mask
 from spmdflow.errors import ConfigError
-from spmdflow.objectives.advantage import Report
 from spmdflow.objectives.kl import bounded, kl_estimate
-from spmdflow.objectives.reduction import Reduce, inside
+from spmdflow.objectives.loss import Reduce, Report, inside
 from spmdflow.transfer.row_maths import row_maths
 
 

@@ -1,21 +1,30 @@
-"""The registry of advantage estimators: `@advantage("name")` makes one known to a run.
+"""Advantage estimators by name: `@advantage("name")` makes one known to a run.
 
 An estimator is a function `(samples, cfg) -> (advantages, returns)`, both (B, R), in float64. A
 script adds its own with the decorator at module level; every rank imports the script, so the name
 is known everywhere.
+
+`gae` uses a critic's values; the others have a baseline from other samples, or none at all. s_i is
+the sum of row i's token-level rewards, G the rows that are samples of the same prompt (n of them).
+Every token of a row gets the same advantage unless the formula has a t. A prompt with one sample
+has no group to compare with: where the baseline is the group's, its row keeps A = s. Rows that
+failed (`Samples.groups` leaves them out) are in no baseline; `compute_advantages` gives a row 0
+whose group has no other row left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import comb
 
+import torch
 from torch import Tensor
 
 from spmdflow.config.schema import AdvantageConfig
 from spmdflow.data.group import RowGroups
 from spmdflow.errors import ConfigError
-from spmdflow.objectives.reduction import Reduce
+from spmdflow.objectives.loss import Reduce
 
 
 @dataclass(frozen=True)
@@ -96,3 +105,171 @@ def estimator_of(name: str) -> Estimator:
             f"or add yours with @advantage({name!r})"
         )
     return _REGISTRY[name]
+
+
+Estimates = tuple[Tensor, Tensor]
+
+STD_FLOOR = 1e-6
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16): advantages, returns.
+
+    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  R_t = A_t + V_t,
+    with V = A = 0 after the last token. Places outside the mask (observations between the
+    policy's tokens) take no time: the next value and advantage pass over them undiscounted, and
+    a reward there belongs to the policy's token before. All (B, R); results 0 outside the mask.
+    """
+    advantages = torch.zeros_like(values)
+    next_value = next_advantage = pending = values.new_zeros(len(values))
+    for t in reversed(range(values.shape[1])):
+        chosen, reward = mask[:, t], rewards[:, t] + pending
+        delta = reward + gamma * next_value - values[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        advantages[:, t] = torch.where(chosen, advantage, 0.0)
+        next_value = torch.where(chosen, values[:, t], next_value)
+        next_advantage = torch.where(chosen, advantage, next_advantage)
+        pending = torch.where(chosen, 0.0, reward)
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+@advantage("gae", reads=("values",))
+def _gae(samples: Samples, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    return gae(samples.rewards, samples.columns["values"], samples.mask, cfg.gamma, cfg.lam)
+
+
+@advantage("grpo", groups=True)
+def grpo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
+    """A_i = (s_i - mean_G s) / (std_G s + 1e-6), std unbiased (Shao et al. 2024, section 4.1.2)."""
+    scores, groups = samples.scores, samples.groups
+    sizes = groups.sizes()
+    centred = scores - groups.means(scores)
+    variance = groups.sums(centred.square()) / (sizes - 1).clamp(min=1)
+    normalised = centred / (variance.sqrt() + STD_FLOOR)
+    return _alike(samples, torch.where(sizes > 1, normalised, scores))
+
+
+@advantage("dr_grpo", groups=True)
+def dr_grpo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
+    """A_i = s_i - mean_G s, without the division that favours easy and hard prompts.
+
+    Liu et al. 2025, "Understanding R1-Zero-like training"; its loss sums over tokens and divides
+    by a constant (loss.aggregation: sequence-mean-token-sum-by-budget).
+    """
+    return _alike(samples, _centred(samples))
+
+
+@advantage("rloo", groups=True)
+def rloo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
+    """A_i = s_i - mean_{j in G, j != i} s_j = n / (n - 1) (s_i - mean_G s).
+
+    REINFORCE leave-one-out (Kool et al. 2019; Ahmadian et al. 2024, eq. 6).
+    """
+    sizes = samples.groups.sizes()
+    scale = torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0)
+    return _alike(samples, scale * _centred(samples))
+
+
+@advantage("opo", groups=True)
+def opo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
+    """A_i = s_i - sum_G l_j s_j / sum_G l_j, l the policy's tokens of a row.
+
+    The baseline of least variance if a row's squared gradient grows with its length (Hao et al.
+    2025, "On-policy RL with optimal reward baseline", eq. 7).
+    """
+    scores, groups = samples.scores, samples.groups
+    lengths = samples.mask.sum(-1).double()
+    baseline = groups.sums(lengths * scores) / groups.sums(lengths).clamp(min=1)
+    return _alike(samples, torch.where(groups.sizes() > 1, scores - baseline, scores))
+
+
+@advantage("pass_at_k", groups=True)
+def pass_at_k(samples: Samples, cfg: AdvantageConfig) -> Estimates:
+    """A_i = mean over S of (max_S s - max_{S without i} s), S all sets of k rows of G with row i.
+
+    What a sample adds to the best of k. k times the mean of A_i grad log pi(y_i) is an unbiased
+    estimate of the gradient of E[max of k scores], for scores of 0 and 1 of pass@k (PKPO, Walder
+    and Karkhanis 2025, each set with its leave-one-out baseline; k = n: Tang et al. 2025). Only
+    rows that beat others have an advantage: with scores in ascending order and C the binomial
+
+    A_i = sum_{j: s_j < s_i} (s_i - s_j) C(j, k - 2) / C(n - 1, k - 1),  j = 0, 1, ...
+
+    k is advantage.best_of, at most n and at least 2.
+    """
+    scores, groups = samples.scores, samples.groups
+    sizes = groups.sizes()
+    ordered = groups.members(scores).sort(-1).values  # nan comes last
+    weights = torch.zeros_like(ordered)
+    for n in set(sizes.int().tolist()):
+        weights[sizes == n] = _weights(n, ordered.shape[1], cfg.best_of).to(weights)
+    beaten = (scores[:, None] - ordered.nan_to_num(torch.inf)).clamp(min=0)
+    found = (beaten * weights).sum(-1)
+    return _alike(samples, torch.where(sizes > 1, found, scores))
+
+
+@advantage("remax", reads=("baseline_scores",))
+def remax(samples: Samples, cfg: AdvantageConfig) -> Estimates:
+    """A_t = sum_{u >= t} r_u - b, b the score of the greedy response to the same prompt.
+
+    Li et al. 2024, algorithm 1. baseline_scores: (B,), the greedy response's score for each row.
+    """
+    to_go = reward_to_go(samples.rewards, samples.mask, 1.0)
+    baseline = samples.spread(samples.columns["baseline_scores"])
+    return to_go - baseline, to_go
+
+
+@advantage("reinforce_pp")
+def reinforce_pp(samples: Samples, cfg: AdvantageConfig) -> Estimates:
+    """A_t = sum_{u >= t} gamma^(u - t) r_u, to be whitened over the global batch.
+
+    REINFORCE++ (Hu 2025): the KL is in the rewards (advantage.kl_coef), whitening is the baseline
+    (advantage.whiten).
+    """
+    to_go = reward_to_go(samples.rewards, samples.mask, cfg.gamma)
+    return to_go, to_go
+
+
+@advantage("reinforce_pp_baseline", groups=True)
+def reinforce_pp_baseline(samples: Samples, cfg: AdvantageConfig) -> Estimates:
+    """A_i = s_i - mean_G s, to be whitened over the global batch and not within the group.
+
+    REINFORCE++-baseline (Hu 2025); the KL belongs into the loss (loss.kl_coef, k2).
+    """
+    return _alike(samples, _centred(samples))
+
+
+def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """R_t = r_t + gamma R_{t+1} over the policy's tokens, (B, R); 0 outside the mask.
+
+    Holes take no time: a reward in one belongs to the policy's token before it.
+    """
+    to_go = torch.zeros_like(rewards)
+    following = pending = rewards.new_zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        chosen, reward = mask[:, t], rewards[:, t] + pending
+        here = reward + gamma * following
+        to_go[:, t] = torch.where(chosen, here, 0.0)
+        following = torch.where(chosen, here, following)
+        pending = torch.where(chosen, 0.0, reward)
+    return to_go
+
+
+def _weights(n: int, width: int, best_of: int) -> Tensor:
+    """(width,) float64: C(j, k - 2) / C(n - 1, k - 1) at place j of n scores in ascending order."""
+    k = max(2, min(best_of or n, n))
+    table = [comb(j, k - 2) / comb(n - 1, k - 1) if j < n - 1 else 0.0 for j in range(width)]
+    return torch.tensor(table, dtype=torch.float64)
+
+
+def _centred(samples: Samples) -> Tensor:
+    """(B,) s_i - mean_G s; s_i alone where a prompt has one sample."""
+    scores, groups = samples.scores, samples.groups
+    return torch.where(groups.sizes() > 1, scores - groups.means(scores), scores)
+
+
+def _alike(samples: Samples, advantages: Tensor) -> Estimates:
+    """One number a row at all of its tokens; without values the returns are the same."""
+    spread = samples.spread(advantages)
+    return spread, spread

@@ -1,18 +1,34 @@
-"""Estimates of KL(policy || other) from log-probs of the policy's own samples.
+"""Estimates of KL(policy || other) from the policy's own samples, and a KL weight that adapts.
 
 Schulman, "Approximating KL divergence" (2020). With d = log pi(y) - log q(y), y ~ pi:
 k1 = d is unbiased and noisy; k2 = d^2 / 2 is biased and quiet; k3 = e^-d - 1 + d is unbiased,
 quiet and never negative; abs = |d| is a distance, no KL.
-"""
+
+`AdaptiveKL` moves the weight of the KL in the reward after the KL that is measured:
+
+weight = flow.keep(weight=AdaptiveKL(cfg.advantage, target=6.0))
+...
+batch |= batch.map(measure_kl)
+weight.update(batch.mean("reference_kl"))
+batch |= batch.map(compute_advantages, estimator="gae", cfg=weight.applied_to(cfg.advantage))"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
+from spmdflow.config.schema import AdvantageConfig
+from spmdflow.data.ragged import pad
+from spmdflow.data.rows import VALID, chosen_mask, valid_rows
 from spmdflow.errors import ConfigError
+from spmdflow.objectives.loss import Reduce, Report, inside
+from spmdflow.transfer.row_maths import row_maths
+from spmdflow.transfer.worker import Mean
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before exp: a ratio of 4.8e8 is a fault, but a finite one."""
@@ -51,3 +67,64 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k3": _k3,
     "abs": torch.abs,
 }
+
+
+LARGEST_ERROR, GAIN = 0.2, 0.1
+
+A = TypeVar("A", bound=AdvantageConfig)
+
+
+@row_maths(
+    reads=("response_mask", "old_log_probs", "ref_log_probs"),
+    optional=VALID,
+    writes=("reference_kl",),
+)
+def measure_kl(batch: TensorDict, *, reduce: Reduce, report: Report) -> TensorDict:
+    """reference_kl (B,) float32: each response's KL to the reference in nats, k1 over its tokens.
+
+    Reports its mean as advantage/measured_kl. A row that failed has 0 and is in no mean.
+    """
+    mask, valid = chosen_mask(batch), valid_rows(batch)
+    old, ref = (pad(batch[name]).double() for name in ("old_log_probs", "ref_log_probs"))
+    kl = inside(kl_estimate("k1", old, ref), mask).sum(-1)
+    rows = float(len(kl) if valid is None else valid.sum())
+    report({"advantage/measured_kl": Mean(float(kl.sum()), rows)})
+    return TensorDict({"reference_kl": kl.to(torch.float32)}, batch_size=batch.batch_size)
+
+
+class AdaptiveKL:
+    """kl_coef, which grows while the KL is above its target and shrinks while it is below.
+
+    e = clip(KL / target - 1, -0.2, 0.2),  kl_coef <- kl_coef (1 + 0.1 e)
+
+    Ziegler et al. 2019, section 2.2, eq. 4; their gain of 0.1 is for one update a step.
+    """
+
+    def __init__(self, cfg: AdvantageConfig, *, target: float) -> None:
+        """cfg.kl_coef: the weight to begin with. target: KL of a response in nats.
+
+        ConfigError unless both are above 0.
+        """
+        if not (cfg.kl_coef > 0 and target > 0):
+            raise ConfigError(
+                f"AdaptiveKL: got advantage.kl_coef {cfg.kl_coef:g} and target {target:g}, "
+                f"expected both above 0, as the weight is multiplied; set them"
+            )
+        self.value, self._target = cfg.kl_coef, target
+
+    def update(self, mean_kl: float) -> None:
+        """One step towards the target, by the mean KL of a batch's responses in nats."""
+        error = min(max(mean_kl / self._target - 1, -LARGEST_ERROR), LARGEST_ERROR)
+        self.value *= 1 + GAIN * error
+
+    def applied_to(self, cfg: A) -> A:
+        """The same settings with the weight as it is now."""
+        return replace(cfg, kl_coef=self.value)
+
+    def state_dict(self) -> dict[str, float]:
+        """Its value."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue with the value of `state_dict`."""
+        self.value = state["value"]

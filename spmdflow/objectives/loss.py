@@ -1,17 +1,21 @@
-"""What an engine asks of a loss, and what a loss may ask of a micro-batch.
+"""What an engine asks of a loss, what a loss may ask of a micro-batch, and means over masks.
 
 A train step sums `loss(output, micro, totals)` over the micro-batches of all ranks. Every term is
 divided by a *global* denominator, so the sum is the mean over the whole mini-batch, however the
-rows were spread.
-"""
+rows were spread. Knows no ranks: sums over them go through `reduce`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
+
+from spmdflow.errors import ConfigError
+from spmdflow.transfer.worker import Metric
 
 
 class Micro(Protocol):
@@ -60,3 +64,92 @@ class Loss(Protocol):
 
     def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
         """Metrics to report from the globally summed ones, such as a variance from moments."""
+
+
+Report = Callable[[Mapping[str, Metric]], None]
+"""Takes metrics of a map function."""
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums a float64 tensor over the ranks that share a batch; all of them must call it."""
+
+
+def inside(x: Tensor, mask: Tensor) -> Tensor:
+    """x with zeros outside mask: what lies there, even nan, reaches no result or gradient."""
+    return torch.where(mask, x, torch.zeros_like(x))
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum of x over mask -> scalar; what lies outside may even be nan or inf."""
+    return inside(x, mask).sum()
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of x over mask -> scalar; 0 if the mask is empty."""
+    return masked_sum(x, mask) / mask.sum().clamp(min=1)
+
+
+def whiten(x: Tensor, mask: Tensor, reduce: Reduce) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over the global mask; 0 outside it.
+
+    mean = sum x / n and the unbiased var = sum (x - mean)^2 / (n - 1) are taken in float64 over
+    every rank (two passes). A single masked entry whitens to 0.
+    """
+    kept = inside(x, mask).double()
+    count, total = reduce(torch.stack([mask.sum().double(), kept.sum()]))
+    centred = inside(kept - total / count.clamp(min=1), mask)
+    variance = reduce(centred.square().sum()) / (count - 1).clamp(min=1)
+    return (centred * torch.rsqrt(variance + 1e-8)).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """How per-token losses become one number: sum(loss * weights(mask)) / totals[total]."""
+
+    weights: Callable[[Tensor], Tensor]
+    """(B, R) mask -> (B, R) weights, 0 outside the mask."""
+    total: str
+    """The global denominator: "tokens", "sequences" with at least one masked token, or "budget",
+    the tokens that these sequences might have had."""
+
+
+def _each_token(mask: Tensor) -> Tensor:
+    return mask.float()
+
+
+def _each_sequence(mask: Tensor) -> Tensor:
+    return mask.float() / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+AGGREGATIONS = {
+    # sum_i sum_t l_it / sum_i |y_i|: every token counts the same (DAPO, Yu et al. 2025, eq. 12)
+    "token-mean": Aggregation(_each_token, "tokens"),
+    # 1/N sum_i 1/|y_i| sum_t l_it: every sequence counts the same (GRPO, Shao et al. 2024, eq. 3)
+    "sequence-mean-token-mean": Aggregation(_each_sequence, "sequences"),
+    # 1/N sum_i sum_t l_it: no length bias (Dr. GRPO, Liu et al. 2025)
+    "sequence-mean-token-sum": Aggregation(_each_token, "sequences"),
+    # 1/(N L) sum_i sum_t l_it, L constant: the same without lengths in the step size (ibid., code)
+    "sequence-mean-token-sum-by-budget": Aggregation(_each_token, "budget"),
+}
+
+
+def aggregation(mode: str) -> Aggregation:
+    """The aggregation called mode; ConfigError naming the choices."""
+    if mode not in AGGREGATIONS:
+        raise ConfigError(
+            f"loss.aggregation: got {mode!r}; expected one of {sorted(AGGREGATIONS)}; choose one"
+        )
+    return AGGREGATIONS[mode]
+
+
+def aggregate(x: Tensor, mask: Tensor, totals: Mapping[str, float], mode: str) -> Tensor:
+    """This part's share of the global mean of x (B, R) -> scalar; shares add up to the mean.
+
+    totals: global "tokens" and "sequences" (`mask_totals` summed over all rows of all ranks).
+    """
+    chosen = aggregation(mode)
+    return (inside(x, mask) * chosen.weights(mask)).sum() / max(totals[chosen.total], 1.0)
+
+
+def mask_totals(row_sums: Tensor) -> dict[str, float]:
+    """Local denominators from the number of masked tokens of each row, (B,)."""
+    return {"tokens": float(row_sums.sum()), "sequences": float((row_sums > 0).sum())}

@@ -1,23 +1,29 @@
-"""Supervised fine-tuning: the cross-entropy of the learnt tokens.
+"""Cross-entropy of given text: examples to imitate, and pre-training text mixed into PPO (PPO-ptx).
 
-L = - sum_i sum_{t in M_i} log pi(y_it | y_i,<t) / sum_i |M_i|
+Supervised fine-tuning:  L = - sum_i sum_{t in M_i} log pi(y_it | y_i,<t) / sum_i |M_i|
 
 M_i: tokens of row i that are to be imitated (the answers; response_mask). Every such token of the
 mini-batch counts the same, whichever row, micro-batch or rank it is in (the demonstrations of
 Ouyang et al. 2022, section 3.5).
-"""
+
+PPO-ptx:  L = L_policy + coef * L_text,  L_text = - sum log pi(x_{t+1} | x_1..t) / number of such t
+
+(Ouyang et al. 2022, eq. 2; Dai et al. 2024, appendix B). A text is a row without a response: all of
+its tokens lie in the prompt, and `is_text` is True. Both losses have global denominators of their
+own, so a mini-batch may have any number of samples and texts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.data.ragged import pad
+from spmdflow.data.ragged import lengths_of, pad
 from spmdflow.objectives.log_prob import log_probs_from_logits
-from spmdflow.objectives.loss import Micro
-from spmdflow.objectives.reduction import aggregate, inside, mask_totals
+from spmdflow.objectives.loss import Micro, aggregate, inside, mask_totals, masked_sum
+from spmdflow.objectives.policy import PolicyLoss
 
 
 def row_losses(output: Tensor, micro: Micro) -> Tensor:
@@ -44,3 +50,44 @@ class SupervisedLoss:
     def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
         """Nothing to finish."""
         return metrics
+
+
+def text_mask(attention_mask: Tensor, is_text: Tensor) -> Tensor:
+    """(b, T) bool: positions of a text that another token of it follows. is_text: (b,) bool."""
+    followed = torch.zeros_like(attention_mask, dtype=torch.bool)
+    followed[:, :-1] = attention_mask[:, :-1] & attention_mask[:, 1:]
+    return followed & is_text[:, None]
+
+
+def text_loss(output: Tensor, micro: Micro, mask: Tensor) -> Tensor:
+    """Sum of -log pi(x_{t+1} | x_1..t) over the positions of mask, at temperature 1 -> scalar."""
+    return -masked_sum(log_probs_from_logits(output, micro.next_ids), mask)
+
+
+class PretrainedPolicyLoss:
+    """A policy loss of the samples plus coef times the cross-entropy of the texts.
+
+    Reads is_text (B,) bool besides the policy loss's columns. Metrics: those of the policy loss,
+    and actor/pretrain_loss in nats per token (0 without a text).
+    """
+
+    def __init__(self, policy: PolicyLoss, coef: float) -> None:
+        self._policy, self._coef = policy, coef
+
+    def denominators(self, batch: TensorDict) -> dict[str, float]:
+        """Those of the policy loss, and "text_tokens"."""
+        predicted = (lengths_of(batch["prompts"]) - 1) * batch["is_text"]
+        return self._policy.denominators(batch) | {"text_tokens": float(predicted.sum())}
+
+    def __call__(
+        self, output: Tensor, micro: Micro, totals: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metrics of one micro-batch; output: logits (b, T, V)."""
+        loss, metrics = self._policy(output, micro, totals)
+        mask = text_mask(micro.attention_mask, micro.columns["is_text"].bool())
+        text = text_loss(output, micro, mask) / max(totals["text_tokens"], 1.0)
+        return loss + self._coef * text, metrics | {"actor/pretrain_loss": text.detach()}
+
+    def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Those of the policy loss, finished."""
+        return self._policy.finalize(metrics)

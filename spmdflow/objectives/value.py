@@ -10,8 +10,7 @@ from torch import Tensor
 
 from spmdflow.config.schema import ValueLossConfig
 from spmdflow.data.ragged import pad
-from spmdflow.objectives.loss import Micro
-from spmdflow.objectives.reduction import aggregate, inside, mask_totals
+from spmdflow.objectives.loss import Micro, aggregate, inside, mask_totals
 
 
 def clipped_value_loss(

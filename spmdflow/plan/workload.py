@@ -24,8 +24,7 @@ from spmdflow.mapping.shape import ModelShape
 from spmdflow.mapping.strategy import Strategy
 from spmdflow.models.base import EngineWorker
 from spmdflow.models.generator import GeneratorWorker
-from spmdflow.models.policy import PolicyWorker
-from spmdflow.models.reference import ReferenceWorker
+from spmdflow.models.policy import PolicyWorker, ReferenceWorker
 from spmdflow.models.supervised import SupervisedWorker
 from spmdflow.plan.record import Trace, TracedModel, TracedOrder
 from spmdflow.transfer.register import MethodSpec, method_spec

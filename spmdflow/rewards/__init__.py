@@ -8,19 +8,14 @@ keyword arguments come from the setting. docs/REWARDS.md shows all of it in use.
 
 | file | does |
 |---|---|
-| load | name -> function, or a refusal |
-| answer | what a function returned -> {"score": ...}, or what is wrong with it |
-| weighted | the results of several functions -> one score |
-| pool | `RewardPool`: samples in, scores out, in order; errors raised or scored 0 |
-| work | which calls wait, are done or failed in one `score` call; plain integers |
+| function | name -> function, or an error; what it returned -> {"score": ...} |
+| pool | `RewardPool`: samples in, scores out, in order; the weighted sum of several functions |
 | process | the pool's end of one worker process: start, feed, read, kill |
 | child | the worker process's own end; imports no torch |
 | gsm8k, math, countdown | right answers: a number, LaTeX by its meaning, an expression |
-| format, length | the form asked for; penalties for long responses |
+| format, length | the form asked for, and where the answer stands; penalties for long responses |
 | arithmetic, sentiment | the bundled task's reward and control; a lexicon score of a text |
-| final | where a response says its answer |
-| overlong | a penalty for responses near the limit, added to scores of any source |
 
 A worker process lives until its pool kills it or the pool's process is gone, whichever is first.
-Knows no batches, no tokens and no ranks (`overlong` alone sees rows of a batch).
+Knows no batches, no tokens and no ranks.
 """

@@ -27,12 +27,11 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from spmdflow.errors import ConfigError
-from spmdflow.rewards.answer import BadAnswer, scores_of
-from spmdflow.rewards.load import RewardFunction, load_function, place_of
+from spmdflow.rewards.function import BadAnswer, RewardFunction, load_function, place_of, scores_of
 
 _TRACEBACK_LETTERS = 4000
 _MEMORY_SHARE = 0.5  # of the machine's: beyond it a function gets a MemoryError
-_OUR_MODULES = (__name__, "spmdflow.rewards.load", "importlib")
+_OUR_MODULES = (__name__, "spmdflow.rewards.function", "importlib")
 
 
 def main(socket_fd: int, lifeline_fd: int, stack_fd: int) -> None:

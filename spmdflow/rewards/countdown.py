@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from spmdflow.rewards.final import answer_part, last_box
+from spmdflow.rewards.format import answer_part, last_box
 
 _MAX_LETTERS = 200  # of an expression: deeper nesting than that no answer needs
 _TOKEN = re.compile(r"\s*(?:(\d{1,9})|([-+*/()]))", re.A)

@@ -1,14 +1,12 @@
-"""Does a response have the form that the prompt asked for? Score range of all: 0 or 1.
+"""The form of a response: whether it is what the prompt asked for, and where it says its answer.
 
-No column of the row is read.
-"""
+The rewards score 0 or 1 and read no column of the row. An answer stands behind ####, in a box or
+between tags; finding it takes time linear in the response's length and never raises."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
-
-from spmdflow.rewards.final import last_box
 
 
 def think_answer(prompt: str, response: str, row: dict[str, Any], *, opened: bool = False) -> float:
@@ -35,3 +33,39 @@ def boxed(prompt: str, response: str, row: dict[str, Any]) -> float:
 def matches(prompt: str, response: str, row: dict[str, Any], *, pattern: str) -> float:
     r"""1 if the regular expression fits somewhere (\A and \Z bind it; a dot takes newlines too)."""
     return float(re.search(pattern, response, re.DOTALL) is not None)
+
+
+_BOX_PARTS = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+
+
+def answer_part(text: str) -> str:
+    """What counts as the answer: the last <answer>...</answer>, else all behind the last </think>.
+
+    The whole text if it has neither.
+    """
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    if start >= 0:
+        return text[start + len("<answer>") : end]
+    return text.rpartition("</think>")[2]
+
+
+def behind_mark(text: str) -> str | None:
+    """The rest of the line behind the last ####; None without one."""
+    before, mark, behind = text.rpartition("####")
+    return behind.strip().partition("\n")[0].strip() if mark else None
+
+
+def last_box(text: str) -> str | None:
+    r"""The contents of the last complete \boxed{...}, braces inside balanced; None without one."""
+    opened: list[int | None] = []  # where each brace's contents start; None: no box
+    found = None
+    for part in _BOX_PARTS.finditer(text):
+        if part[0].startswith("\\boxed"):
+            opened.append(part.end())
+        elif part[0] == "{":
+            opened.append(None)
+        elif part[0] == "}" and opened:
+            start = opened.pop()
+            found = found if start is None else (start, part.start())
+    return None if found is None else text[slice(*found)].strip()

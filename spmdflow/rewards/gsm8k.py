@@ -10,7 +10,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from spmdflow.rewards.final import answer_part, behind_mark, last_box
+from spmdflow.rewards.format import answer_part, behind_mark, last_box
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _NUMBER = re.compile(

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from spmdflow.rewards.final import answer_part, behind_mark, last_box
+from spmdflow.rewards.format import answer_part, behind_mark, last_box
 
 _MAX_LETTERS = 1000  # of an answer
 _ORNAMENTS = re.compile(r"\\left|\\right|\\[,!;: ]|\s|^\$+|\$+$|\.$")

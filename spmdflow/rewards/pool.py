@@ -1,15 +1,15 @@
 """A pool of worker processes that run one reward function, or several, on many samples.
 
 The order of samples is kept; each process has all functions. A sample on which a function raises,
-returns nonsense, takes too long or takes its process down is named with its cause, its text and
-the place in the function; a lost process is replaced and the rest goes on.
-"""
+returns no score, takes too long or ends its process is named with its cause, its text and the
+place in the function; a lost process is replaced and the other samples go on."""
 
 from __future__ import annotations
 
 import json
 import logging
 import select
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -20,8 +20,6 @@ from spmdflow.config.reward_terms import RewardTerm, reward_terms
 from spmdflow.config.schema import RewardConfig
 from spmdflow.errors import ConfigError, RewardError
 from spmdflow.rewards.process import RewardProcess
-from spmdflow.rewards.weighted import Result, weighted
-from spmdflow.rewards.work import Work
 
 logger = logging.getLogger(__name__)
 
@@ -271,3 +269,72 @@ def _with_stack(cause: str, stack: str) -> str:
 def _excerpt(text: str) -> str:
     half = _EXCERPT_LETTERS // 2
     return text if len(text) <= _EXCERPT_LETTERS else f"{text[:half]} ... {text[-half:]}"
+
+
+_MAX_CHUNK = 64
+
+
+class Work:
+    """Bookkeeping of num_samples samples over num_workers workers."""
+
+    def __init__(self, num_samples: int, num_workers: int, *, strict: bool) -> None:
+        self.scores: dict[int, dict[str, Any]] = {}
+        self.failures: dict[int, str] = {}
+        """Sample number -> what went wrong, with the traceback if there is one."""
+        self._waiting = deque(range(num_samples))
+        self._num_samples, self._num_workers, self._strict = num_samples, num_workers, strict
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing that matters is left to run."""
+        if self._strict and self.failures:
+            return all(number in self.scores for number in range(min(self.failures)))
+        return len(self.scores) + len(self.failures) == self._num_samples
+
+    def next_chunk(self) -> list[int]:
+        """Sample numbers for an idle worker; empty if none is waiting."""
+        size = min(_MAX_CHUNK, -(-len(self._waiting) // (2 * self._num_workers)))
+        return [self._waiting.popleft() for _ in range(size)]
+
+    def fail(self, number: int, cause: str) -> None:
+        """Record a failed sample; in strict mode later ones no longer wait."""
+        self.failures[number] = cause
+        self._forget_pointless()
+
+    def give_back(self, numbers: Sequence[int]) -> None:
+        """Samples of a worker that is gone wait again, before all others."""
+        self._waiting.extendleft(reversed(numbers))
+        self._forget_pointless()
+
+    def _forget_pointless(self) -> None:
+        if self._strict and self.failures:
+            first = min(self.failures)
+            self._waiting = deque(number for number in self._waiting if number < first)
+
+
+Result = dict[str, Any]
+"""What is known of a sample by name: floats, and "answer" as text or None."""
+
+
+def weighted(terms: Sequence[RewardTerm], results: Sequence[Result]) -> Result:
+    """One sample's {"score": sum of weight * score, name: score of each named term, ...}.
+
+    Further numbers of the first term keep their names unless a term has that name; those of
+    the others get their term's name in front (format_length). "errors" add up, and the first
+    "answer" counts.
+    """
+    assert len(terms) == len(results), (len(terms), len(results))
+    names = {term.name for term in terms}
+    total: Result = {"score": 0.0}
+    for number, (term, result) in enumerate(zip(terms, results, strict=True)):
+        total["score"] += term.weight * result["score"]
+        for key, value in result.items():
+            if key == "errors":
+                total[key] = total.get(key, 0.0) + value
+            elif key == "answer":
+                total.setdefault(key, value)
+            elif key != "score":
+                total[f"{term.name}_{key}" if number or key in names else key] = value
+        if term.name:
+            total[term.name] = result["score"]
+    return total

@@ -27,7 +27,7 @@ _BOOT = (
 _READ_BYTES = 1 << 16
 _REAP_SECONDS = 5.0
 _STACK_SECONDS = 0.5
-_OURS = ("/spmdflow/rewards/child.py", "/spmdflow/rewards/load.py")
+_OURS = ("/spmdflow/rewards/child.py", "/spmdflow/rewards/function.py")
 _OUTERMOST = _OURS[0].encode()
 """In a stack: with the first of ours the user's frames end; with this one all of it has come."""
 

@@ -15,7 +15,7 @@ from spmdflow.datasets.scan import scan
 from spmdflow.datasets.source import PromptSource, source_settings
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import DataError
-from spmdflow.models.reward_model import pair_rows
+from spmdflow.models.preference import pair_rows
 from spmdflow.models.supervised import example_rows
 from tests.unit.test_datasets import BOS, EOS, EQUALS, MODEL, ONE, PLUS, TWO, edited_tokenizer
 

@@ -19,8 +19,7 @@ from spmdflow.data.group import RowGroups, places_in_groups
 from spmdflow.data.ragged import pad, ragged
 from spmdflow.errors import ConfigError
 from spmdflow.objectives.advantage import compute_advantages
-from spmdflow.objectives.critic_free import reward_to_go
-from spmdflow.objectives.estimator import Samples, advantage, estimator_of
+from spmdflow.objectives.estimator import Samples, advantage, estimator_of, reward_to_go
 from tests.unit.replayed_ranks import run_ranks, take
 
 PLAIN = AdvantageConfig(whiten=False, gamma=0.9)
@@ -185,7 +184,7 @@ def test_own_estimator_is_known_by_its_name_with_the_columns_it_reads() -> None:
 
 
 def test_name_of_another_modules_estimator_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not taken by spmdflow.objectives.critic_free"):
+    with pytest.raises(ConfigError, match="not taken by spmdflow.objectives.estimator"):
         advantage("rloo")(lambda samples, cfg: (samples.rewards, samples.rewards))
 
 

@@ -18,14 +18,16 @@ from spmdflow.data.group import RowGroups, places_in_groups
 from spmdflow.data.ragged import lengths_of, ragged, rows_of
 from spmdflow.data.rows import select_rows, without_failed
 from spmdflow.objectives import estimator as registry
-from spmdflow.objectives.advantage import compute_advantages
+from spmdflow.objectives.advantage import (
+    add_overlong_penalty,
+    compute_advantages,
+    compute_safe_advantages,
+)
 from spmdflow.objectives.correction import compute_rollout_weights
-from spmdflow.objectives.kl_control import measure_kl
-from spmdflow.objectives.lagrange import compute_safe_advantages
+from spmdflow.objectives.kl import measure_kl
+from spmdflow.objectives.loss import AGGREGATIONS
 from spmdflow.objectives.policy import PolicyLoss
-from spmdflow.objectives.reduction import AGGREGATIONS
 from spmdflow.objectives.value import ValueLoss
-from spmdflow.rewards.overlong import add_overlong_penalty
 from spmdflow.tracking.metric import merge
 from tests.unit.replayed_ranks import run_ranks
 from tests.unit.test_objectives_layout import VOCAB, make, step

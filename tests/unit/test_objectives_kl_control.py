@@ -14,7 +14,7 @@ from spmdflow.config.algorithm import GroupAdvantageConfig
 from spmdflow.config.schema import AdvantageConfig
 from spmdflow.data.ragged import ragged
 from spmdflow.errors import ConfigError
-from spmdflow.objectives.kl_control import AdaptiveKL, measure_kl
+from spmdflow.objectives.kl import AdaptiveKL, measure_kl
 
 
 @given(st.floats(1e-4, 10.0), st.floats(-100, 100), st.floats(0.1, 50.0))

@@ -15,7 +15,7 @@ from torch import Tensor
 from spmdflow.config.algorithm import LagrangeConfig
 from spmdflow.config.schema import AdvantageConfig
 from spmdflow.data.ragged import pad, ragged
-from spmdflow.objectives.lagrange import (
+from spmdflow.objectives.advantage import (
     LagrangeMultiplier,
     compute_safe_advantages,
     lagrangian,

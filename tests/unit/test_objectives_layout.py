@@ -28,12 +28,10 @@ from spmdflow.objectives.answer import (
     pair_losses,
     pair_terms_of,
 )
-from spmdflow.objectives.loss import Loss
+from spmdflow.objectives.loss import AGGREGATIONS, Loss
 from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.objectives.preference import PairLoss
-from spmdflow.objectives.pretrain import PretrainedPolicyLoss
-from spmdflow.objectives.reduction import AGGREGATIONS
-from spmdflow.objectives.supervised import SupervisedLoss
+from spmdflow.objectives.supervised import PretrainedPolicyLoss, SupervisedLoss
 from spmdflow.objectives.value import ValueLoss
 from spmdflow.workers.micro_batch import MicroBatch, micro_batches
 

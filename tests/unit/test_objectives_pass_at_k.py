@@ -13,8 +13,7 @@ from torch import Tensor
 
 from spmdflow.config.algorithm import GroupAdvantageConfig
 from spmdflow.data.group import RowGroups, places_in_groups
-from spmdflow.objectives.critic_free import pass_at_k
-from spmdflow.objectives.estimator import Samples
+from spmdflow.objectives.estimator import Samples, pass_at_k
 
 
 def advantages_of(scores: list[float], groups: list[int], best_of: int) -> list[float]:

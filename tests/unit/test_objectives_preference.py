@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spmdflow.data.ragged import ragged_from_rows
 from spmdflow.data.rows import select_rows
-from spmdflow.models.reward_model import pair_rows
+from spmdflow.models.preference import pair_rows
 from spmdflow.objectives.preference import (
     PairLoss,
     bradley_terry,

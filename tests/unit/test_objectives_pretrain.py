@@ -14,9 +14,9 @@ from torch import Tensor
 from spmdflow.config.schema import PolicyLossConfig
 from spmdflow.data.ragged import lengths_of, pad, ragged, rows_of
 from spmdflow.data.rows import select_rows
-from spmdflow.models.pretraining import text_rows, with_text_rows
+from spmdflow.models.policy import text_rows, with_text_rows
 from spmdflow.objectives.policy import PolicyLoss
-from spmdflow.objectives.pretrain import PretrainedPolicyLoss, text_mask
+from spmdflow.objectives.supervised import PretrainedPolicyLoss, text_mask
 from spmdflow.transfer.worker import CallInfo, MiniBatch
 from spmdflow.workers.micro_batch import micro_batches
 

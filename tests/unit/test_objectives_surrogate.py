@@ -14,8 +14,7 @@ from torch import Tensor
 from spmdflow.config.algorithm import SurrogateLossConfig
 from spmdflow.config.schema import PolicyLossConfig
 from spmdflow.errors import ConfigError
-from spmdflow.objectives.policy import PolicyLoss
-from spmdflow.objectives.surrogate import policy_loss, policy_terms_of
+from spmdflow.objectives.policy import PolicyLoss, policy_loss, policy_terms_of
 
 NAMES = ["ppo", "gspo", "cispo", "plain"]
 
@@ -191,7 +190,7 @@ def test_own_policy_loss_is_known_by_its_name_and_others_are_refused() -> None:
     torch.testing.assert_close(terms.loss, -2 * advantages * log_probs)
     with pytest.raises(ConfigError, match=r"got 'nothing'; expected one of \['cispo', 'gspo'"):
         PolicyLoss(SurrogateLossConfig(surrogate="nothing"), 1.0)
-    with pytest.raises(ConfigError, match="not taken by spmdflow.objectives.surrogate"):
+    with pytest.raises(ConfigError, match="not taken by spmdflow.objectives.policy"):
         policy_loss("gspo")(own)
 
 

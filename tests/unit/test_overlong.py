@@ -13,8 +13,8 @@ from tensordict import TensorDict
 from spmdflow.config.algorithm import OverlongConfig
 from spmdflow.data.ragged import ragged_from_rows as ragged
 from spmdflow.data.ragged import rows_of
-from spmdflow.objectives.reduction import Reduce
-from spmdflow.rewards.overlong import add_overlong_penalty, overlong_penalty
+from spmdflow.objectives.advantage import add_overlong_penalty, overlong_penalty
+from spmdflow.objectives.loss import Reduce
 from spmdflow.transfer.worker import Mean
 
 

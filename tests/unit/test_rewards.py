@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdflow.errors import ConfigError
-from spmdflow.rewards.answer import BadAnswer, scores_of
 from spmdflow.rewards.arithmetic import exact_match, shuffled
-from spmdflow.rewards.load import load_function
+from spmdflow.rewards.function import BadAnswer, load_function, scores_of
+from spmdflow.rewards.pool import Work
 from spmdflow.rewards.sentiment import lexicon_score, load_lexicon
-from spmdflow.rewards.work import Work
 
 FORM = '"path/file.py:name" or "module:name"'
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spmdflow.rewards import countdown, final, gsm8k, length
+from spmdflow.rewards import countdown, gsm8k, length
 from spmdflow.rewards import format as form
 from spmdflow.rewards.sentiment import lexicon_score, load_lexicon
 from spmdflow.rewards.sentiment import score as sentiment
@@ -240,7 +240,7 @@ def test_length_penalties_are_0_then_fall_to_minus_1_and_meet_in_the_middle() ->
 def test_no_text_is_an_error_and_scores_keep_their_range(text: str) -> None:
     for function in FUNCTIONS:
         assert 0 <= scored(function(text, text, ROW)) <= 1
-    box = final.last_box(text)
+    box = form.last_box(text)
     assert box is None or box in text
 
 

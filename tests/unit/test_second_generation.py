@@ -19,7 +19,7 @@ from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.data.seed import seed_of
 from spmdflow.errors import ProtocolError
 from spmdflow.models.actor import ActorWorker
-from spmdflow.models.generation import row_seeds
+from spmdflow.models.generator import row_seeds
 from spmdflow.transfer.row_maths import row_maths
 from spmdflow.transfer.worker import CallInfo
 from tests.unit.toy_flow import TASK, Rank, rank_of_one

@@ -25,12 +25,10 @@ from spmdflow.config.offline import ExampleDataConfig, PreferenceDataConfig, Pre
 from spmdflow.config.schema import AdvantageConfig
 from spmdflow.data.group import RowGroups, places_in_groups
 from spmdflow.data.ragged import ragged_from_padded
-from spmdflow.models.preference import answer_rows, answer_tokens
-from spmdflow.models.reward_model import pair_rows
+from spmdflow.models.preference import answer_rows, answer_tokens, pair_rows
 from spmdflow.models.supervised import example_rows
 from spmdflow.objectives.answer import LabelLoss, answer_log_probs, pair_losses
-from spmdflow.objectives.critic_free import grpo
-from spmdflow.objectives.estimator import Samples
+from spmdflow.objectives.estimator import Samples, grpo
 from spmdflow.objectives.loss import Loss
 from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.objectives.preference import PairLoss, score_slopes

@@ -1,16 +1,17 @@
-"""Finds a reward function by "path/file.py:name" or "module:name".
+"""A reward function: found by "path/file.py:name" or "module:name", its result read as numbers.
 
-Loading runs the user's module; a worker process does it, a rank need not.
-"""
+Loading runs the user's module; a worker process does it, a rank need not."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -113,3 +114,45 @@ def _check_call(name: str, function: Callable[..., Any], arguments: Mapping[str,
             f"reward.function: got {name!r} with the parameters {signature}; {expected}; "
             f"give it these{' and its arguments' if arguments else ' three'} ({err})"
         ) from err
+
+
+class BadAnswer(ValueError):
+    """A result that is no score; the message is the rest of "the function ..."."""
+
+
+def scores_of(value: object) -> dict[str, Any]:
+    """{"score": float, ...} of a float or a dict; BadAnswer if there is no finite score.
+
+    Further entries of a dict are kept if they are numbers, and must then be finite. "answer", what
+    the response answers in a form in which equal answers are equal, is kept as text (None: there
+    is none); evaluations vote on it.
+    """
+    if not isinstance(value, dict):
+        return {"score": _number("", value)}
+    if "score" not in value:
+        keys = ", ".join(map(repr, value)) or "no keys"
+        raise BadAnswer(f'returned a dict without "score" (it has {keys})')
+    numbers: dict[str, Any] = {"score": _number("score=", value["score"])}
+    for key, entry in value.items():
+        if key == "answer":
+            numbers[key] = None if entry is None else str(entry)
+        elif key != "score" and isinstance(key, str) and isinstance(entry, Real):
+            numbers[key] = _number(f"{key}=", entry)
+    return numbers
+
+
+def _number(label: str, value: object) -> float:
+    if not isinstance(value, Real):
+        raise BadAnswer(f"returned {label}{_shorten(repr(value))} ({type(value).__name__})")
+    try:
+        number = float(value)
+    except OverflowError as err:
+        raise BadAnswer(f"returned {label}a number beyond float") from err
+    if not math.isfinite(number):
+        raise BadAnswer(f"returned {label}{number}")
+    return number
+
+
+def _shorten(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else text[:57] + "..."
