@@ -247,7 +247,7 @@ class RolloutConfig:
     weights: str = setting(
         "How weights get from trainer to generator; auto: the leanest that applies here.",
         "auto",
-        one_of=("auto", "copy", "blocks", "flat", "vllm_transfer"),
+        one_of=("auto", "copy", "blocks", "flat"),
     )
     dtype: str = setting(
         "Precision of the generator's weights.", "float32", one_of=("float32", "bfloat16")

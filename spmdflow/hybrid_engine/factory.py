@@ -5,7 +5,6 @@
 | blocks, flat | Megatron trains, vLLM generates in the same precision inside its replicas |
 | copy by boxes | other tensor- or pipeline-parallel layouts on either side |
 | copy of whole tensors | data-parallel trainer, each rank generating by itself |
-| vllm_transfer | vLLM generates; one of the two copies, inside its weight-transfer interface |
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from spmdflow.hybrid_engine.sync import CopySync, SharedSync, StreamSync, Weight
 from spmdflow.hybrid_engine.table import generation_tables, training_tables
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import Generator
-from spmdflow.rollout.vllm import VLLM_TRANSFER, VllmGenerator
+from spmdflow.rollout.vllm import VllmGenerator
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.megatron import vocab_multiple
@@ -30,13 +29,13 @@ _STORAGES: dict[str, type[SharedStorage]] = {"blocks": BlockStorage, "flat": Fla
 
 
 def sync_mode(cfg: Any, layout: Layout) -> str:
-    """blocks, flat, copy or vllm_transfer: what rollout.weights of an actor's settings means here.
+    """blocks, flat or copy: what rollout.weights of an actor's settings means here.
 
     auto is blocks where they apply, else copy. ConfigError if blocks or flat do not apply.
     """
     asked = cfg.rollout.weights
-    if asked in ("copy", VLLM_TRANSFER):
-        return str(asked)
+    if asked == "copy":
+        return "copy"
     obstacle = _obstacle(cfg, layout)
     if obstacle is None:
         return "blocks" if asked == "auto" else str(asked)

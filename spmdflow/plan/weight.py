@@ -24,7 +24,6 @@ from spmdflow.parallel.layout import Layout
 from spmdflow.plan.record import Trace, TracedModel
 from spmdflow.plan.reshard import Copies
 from spmdflow.plan.workload import kind_of, settings_of
-from spmdflow.rollout.vllm import VLLM_TRANSFER
 from spmdflow.transfer.protocol import protocol
 from spmdflow.transfer.register import method_spec
 from spmdflow.weights.architecture import Architecture
@@ -129,7 +128,7 @@ def _local(traced: TracedModel, cfg: Any, nodes: Nodes, syncs: int) -> WeightPla
     layout, mode = traced.layout, sync_mode(cfg, traced.layout)
     element_bytes = getattr(torch, cfg.rollout.dtype).itemsize
     name = traced.name
-    if mode not in ("copy", VLLM_TRANSFER):
+    if mode != "copy":
         architecture = Architecture.from_folder(cfg.model.path)
         distributed = "plain_optimizer" not in cfg.engine.options
         numel = storage_numel(architecture, layout, distributed_optimizer=distributed)

@@ -31,7 +31,6 @@ time. The built-in generator is for replicas of one rank.
   vllm_groups    its parallel state on our process groups
   vllm_contract  the names of its inside that are used, checked before an engine is built
   vllm_weights   what its layers read, by Hugging Face name, and the hashes of it
-  vllm_transfer  backends of vLLM's weight-transfer interface, around receivers from above
   vllm_blocks    layers that compute with the trainer's shards instead of their own weights
   process_state  keeping the process as it is while vLLM starts in it
 """

@@ -11,7 +11,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.generator import Generator
 from spmdflow.rollout.replica import Replica
-from spmdflow.rollout.vllm import VLLM_TRANSFER, VllmGenerator
+from spmdflow.rollout.vllm import VllmGenerator
 
 _DTYPES = ("float32", "bfloat16")
 
@@ -34,11 +34,6 @@ def generator_of(
                 f"rollout.{name}: got {value!r}, expected one of {', '.join(known)}; "
                 f"choose one of them"
             )
-    if cfg.weights == VLLM_TRANSFER and cfg.engine != "vllm":
-        raise ConfigError(
-            f"rollout.weights={VLLM_TRANSFER}: got rollout.engine={cfg.engine}, expected vllm, "
-            f"whose interface it uses; set actor.rollout.engine=vllm or actor.rollout.weights=auto"
-        )
     return _GENERATORS[cfg.engine](cfg, model_path, device, replica or Replica.alone())
 
 

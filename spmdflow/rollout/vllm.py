@@ -11,7 +11,7 @@ checked by hash.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,6 @@ from spmdflow.rollout.vllm_weights import stock_reading
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Block
 
-VLLM_TRANSFER = "vllm_transfer"
-"""rollout.weights: copies, which vLLM's weight-transfer interface brings in."""
-
 
 class VllmGenerator:
     """Generator over a vLLM engine; see rollout.generator.Generator for the promises."""
@@ -55,7 +52,6 @@ class VllmGenerator:
         self._asleep: set[str] = set()
         self._end_tokens = end_tokens(model_path)
         eager = {"enforce_eager": True} if cfg.weights in ("blocks", "flat") else {}
-        self._by_transfer = cfg.weights == VLLM_TRANSFER
         self._engine = Engine(
             model_path,
             device,
@@ -63,7 +59,6 @@ class VllmGenerator:
             dtype=cfg.dtype,
             max_num_seqs=cfg.max_batch_size,
             kv_cache_memory_bytes=cfg.kv_cache_bytes,
-            weight_transfer=self._by_transfer,
             **eager,
         )
         self._reading = stock_reading(self._engine.model, model_path, replica)
@@ -96,13 +91,10 @@ class VllmGenerator:
             )
         self.wake("weights")
         arrivals = Arrivals(self._reading.shapes)
-
-        def fill() -> int:
-            self._engine.model.load_weights(arrivals.fitting(tensors))
-            arrivals.check(version)
-            return arrivals.num_bytes
-
-        return self._update(fill, version)
+        self._engine.model.load_weights(arrivals.fitting(tensors))
+        arrivals.check(version)
+        self.renew(version)
+        return arrivals.num_bytes
 
     def share(self, shards: Shards, *, tp_size: int, vocab_multiple: int) -> None:
         """Read the trainer's shards from now on; vLLM's own weights are freed for good.
@@ -131,7 +123,9 @@ class VllmGenerator:
         """See Generator.overwrite."""
         self.wake("weights")
         self.weights_version = NEVER
-        return self._update(lambda: fill(self.blocks()), version)
+        received = fill(self.blocks())
+        self.renew(version)
+        return received
 
     def renew(self, version: int) -> None:
         """See Generator.renew: cached prefixes are forgotten."""
@@ -173,12 +167,6 @@ class VllmGenerator:
         """Free the engine; the process can build another."""
         del self._reading
         self._engine.close()
-
-    def _update(self, fill: Callable[[], int], version: int) -> int:
-        """Have fill change the weights: inside vLLM's own interface if rollout.weights says so."""
-        received = self._engine.update(fill, version) if self._by_transfer else fill()
-        self.renew(version)
-        return received
 
     def _joined(self, columns: Tensor) -> Tensor:
         """The last dimension over the tensor-parallel group."""

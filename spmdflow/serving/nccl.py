@@ -7,8 +7,11 @@ Written against vLLM 0.32 and never run, as it needs a GPU on both sides.
 
 from __future__ import annotations
 
+import functools
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.reshard import boxes_of
 from spmdflow.hybrid_engine.stream import GroupWire
 from spmdflow.hybrid_engine.table import training_tables
-from spmdflow.rollout.vllm_transfer import NcclEnd, nccl_sender
+from spmdflow.rollout.vllm_contract import missing_names
 from spmdflow.serving.meeting import address_towards, agreed_address
 from spmdflow.serving.server import VllmServer
 from spmdflow.serving.whole import WholeTensors
@@ -26,6 +29,19 @@ from spmdflow.transfer.worker import Max, Metric, WorkerContext
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.table import parameters
 from spmdflow.workers.engine import TrainEngine
+
+_NAMES = {
+    "vllm.distributed.weight_transfer": (
+        "ParamMeta",
+        "WeightSource.metadata",
+        "WeightTransferTrainerFactory.trainer_init",
+    ),
+    "vllm.distributed.weight_transfer.nccl_engine": (
+        "NCCLTrainerInitInfo",
+        "NCCLTrainerWeightTransferEngine.send_weights",
+    ),
+}
+"""Of vLLM, the trainer's side."""
 
 
 class NcclPublisher:
@@ -99,6 +115,72 @@ def source_of(engine: TrainEngine, context: WorkerContext, cfg: Any) -> TrainerS
         seconds=context.config.run.call_seconds,
     )
     return TrainerSource(engine, way, arch)
+
+
+@dataclass(frozen=True)
+class NcclEnd:
+    """Where vLLM's own NCCL engines meet: the trainer's first rank and every worker."""
+
+    host: str
+    port: int
+    num_workers: int
+    is_sender: bool
+    """The trainer's first rank; the others only take part in `Tensors`."""
+
+
+Tensors = Callable[[], Iterable[tuple[str, Tensor]]]
+"""A fresh pass of (Hugging Face name, whole tensor); collective over the trainer."""
+
+
+def nccl_sender(
+    end: NcclEnd, client: Any, shapes: Mapping[str, torch.Size], tensors: Tensors, *, dtype: Any
+) -> Any:
+    """vLLM's NCCL trainer engine over our tensors; its `send_weights()` is one update.
+
+    client: the server's four methods (VLLMWeightSyncClient). shapes: of tensors, in their order.
+    ConfigError if the installed vLLM lacks the interface. Needs a CUDA device on every rank.
+    """
+    missing = missing_names(_NAMES)
+    if missing:
+        raise ConfigError(
+            f"weight transfer: got a vLLM that lacks {', '.join(missing)}, expected its NCCL "
+            f"engine as in 0.30 to 0.33 (read in 0.32, never run); install one of them, or serve "
+            f"with the backend spmdflow"
+        )
+    nccl = import_module("vllm.distributed.weight_transfer.nccl_engine")
+    transfer = import_module("vllm.distributed.weight_transfer")
+    facts = nccl.NCCLTrainerInitInfo(
+        master_address=end.host,
+        master_port=end.port,
+        world_size=1 + end.num_workers,
+        rank=0 if end.is_sender else 1,
+        packed=False,  # packing reads our tensors on streams that do not wait for the trainer's
+    )
+    return transfer.WeightTransferTrainerFactory.trainer_init(
+        facts, client=client, source=weight_source(shapes, tensors, dtype=dtype)
+    )
+
+
+def weight_source(shapes: Mapping[str, torch.Size], tensors: Tensors, *, dtype: Any) -> Any:
+    """Our tensors as a vLLM WeightSource, which all of its trainer engines take."""
+    transfer = import_module("vllm.distributed.weight_transfer")
+
+    def describe(_: Any) -> list[Any]:
+        return [transfer.ParamMeta(name, dtype, tuple(shape)) for name, shape in shapes.items()]
+
+    is_property = isinstance(transfer.WeightSource.metadata, property)  # since 0.33
+
+    class Source(transfer.WeightSource):  # type: ignore[misc, name-defined]
+        """Whole tensors, gathered while they are iterated."""
+
+        metadata = functools.cached_property(describe) if is_property else describe
+
+        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+            return iter(tensors())
+
+        iter_full = __iter__  # the name since 0.33
+
+    return Source()
 
 
 def _free_port() -> int:

@@ -15,8 +15,7 @@ import torch
 
 from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.sync import compare
-from spmdflow.rollout.vllm_contract import check_reload
-from spmdflow.rollout.vllm_transfer import Target, register_backend
+from spmdflow.serving.backend import Target, check_reload, register_backend
 from spmdflow.serving.meeting import (
     BACKEND,
     DTYPES,
@@ -44,7 +43,7 @@ def register() -> None:
 
 
 class OutsideReceiver:
-    """One worker's end; see rollout.vllm_transfer.Receiver."""
+    """One worker's end; see serving.backend.Receiver."""
 
     def __init__(self, facts: Mapping[str, Any], target: Target) -> None:
         """facts: a Meeting's. Waits for the trainer; ConfigError if the models differ."""

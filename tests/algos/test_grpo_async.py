@@ -59,7 +59,7 @@ SMALL = (
                 "b: {roles: [generator], ranks: [1, 2]}}",
                 "actor.rollout.engine=vllm",
                 "actor.rollout.layout=t2",
-                "actor.rollout.weights=vllm_transfer",
+                "actor.rollout.weights=copy",
             ),
             marks=pytest.mark.slow,
         ),

@@ -126,7 +126,7 @@ def test_policy_and_generator_on_two_devices_one_step_apart(
     if torch.cuda.device_count() < 2:
         pytest.skip(f"{torch.cuda.device_count()} CUDA devices here, 2 needed")
     script = ROOT / "algos" / "grpo_async.py"
-    settings = (*BFLOAT16, *VLLM, "actor.rollout.weights=vllm_transfer", "total_steps=4")
+    settings = (*BFLOAT16, *VLLM, "actor.rollout.weights=copy", "total_steps=4")
 
     steps = run(tmp_path / "run", *settings, script=script, small=SMALL_GRPO, num_ranks=2)
 

@@ -24,7 +24,6 @@ MEGATRON = {"engine.kind": "megatron", "rollout.engine": "vllm"}
 WAYS = {
     "fsdp, builtin": {},
     "fsdp, vllm": {"rollout.engine": "vllm"},
-    "fsdp, vllm_transfer": {"rollout.engine": "vllm", "rollout.weights": "vllm_transfer"},
     "zero2, builtin": {"engine.kind": "zero2"},
     "megatron, copy": {**MEGATRON, "rollout.weights": "copy"},
     "megatron, blocks": {**MEGATRON, "rollout.weights": "blocks"},

@@ -50,6 +50,8 @@ KEYS_AND_TYPES = {
     "RUN_DIR or checkpoint.",
 }
 VALUES = {
+    "actor.rollout.weights=vllm_transfer": "actor.rollout.weights: got 'vllm_transfer', expected "
+    "auto or copy or blocks or flat; set actor.rollout.weights=auto",
     "run.resume=maybe": "run.resume: got 'maybe', expected auto or never or reload_frozen; set "
     "run.resume=auto",
     "run.trackers=[comet]": "run.trackers: got 'comet', expected tensorboard or wandb; set "

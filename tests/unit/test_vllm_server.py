@@ -9,11 +9,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-import torch
 
-from spmdflow.config.schema import RolloutConfig
 from spmdflow.errors import ConfigError, WeightSyncError
-from spmdflow.rollout.factory import generator_of
 from spmdflow.serving.server import VllmServer
 
 
@@ -101,10 +98,3 @@ def test_server_that_is_not_there_is_an_error_that_names_it() -> None:
 def test_address_of_another_form_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="expected http://host:port"):
         VllmServer(url, seconds=5)
-
-
-def test_vllm_transfer_without_vllm_is_refused_with_both_ways_out() -> None:
-    cfg = RolloutConfig(engine="builtin", weights="vllm_transfer")
-
-    with pytest.raises(ConfigError, match=r"got rollout.engine=builtin, .*weights=auto"):
-        generator_of(cfg, "nowhere", torch.device("cpu"))

@@ -28,6 +28,6 @@ CASES = {
     "copy-wider": Case("llama", "t2", "t4", "copy"),
     "copy-strided": Case("mistral", "t4", "t2", "copy"),
     "copy-p2": Case("llama", "p2", "t2", "copy"),
-    "transfer": Case("qwen3", "t2p2", "t2", "vllm_transfer", "offload"),
-    "transfer-wider": Case("mistral", "t2", "t4", "vllm_transfer"),
+    "copy-t2p2-offload": Case("qwen3", "t2p2", "t2", "copy", "offload"),
+    "copy-mistral-wider": Case("mistral", "t2", "t4", "copy"),
 }

@@ -23,8 +23,7 @@ from spmdflow.config.schema import ActorConfig, RunConfig
 from spmdflow.errors import SpmdflowError
 from spmdflow.models.policy import PolicyWorker
 from spmdflow.parallel.group import GroupSpec, GroupTable
-from spmdflow.rollout.vllm_transfer import weight_source
-from spmdflow.serving.nccl import source_of
+from spmdflow.serving.nccl import source_of, weight_source
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.table import parameters
 from tests.rollout_reference import MARGIN, load

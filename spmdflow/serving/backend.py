@@ -9,14 +9,13 @@ hash of what its forward reads.
 Loading uses vLLM's layer-wise reload, so packed and converted layers work. Two things it leaves to
 us on CPU: a tied output layer keeps a packed copy of the embedding, which is packed again; and
 packed weights can be read by computing with them only, which `Target.hashes` does: a layer's
-answer to the unit matrix is its weight, bit for bit.
+output for the identity matrix is its weight, bit for bit.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from spmdflow.blocks.hash import MODULUS, box_hash
 from spmdflow.errors import ConfigError, WeightSyncError
-from spmdflow.rollout.vllm_contract import missing_nccl, missing_weight_transfer
+from spmdflow.rollout.vllm_contract import missing_names
 from spmdflow.rollout.vllm_weights import Slot, joined_hashes, slots_of, whole_shapes
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.piece import ShardTable
@@ -33,6 +32,30 @@ from spmdflow.weights.table import EMBEDDING
 from spmdflow.weights.vllm import vllm_shards
 
 _HEAD = "lm_head"
+_RELOAD = "vllm.model_executor.model_loader.reload"
+_NAMES = {
+    "vllm.distributed.weight_transfer": (
+        "WeightTransferEngine.parse_init_info",
+        "WeightTransferEngineFactory.register_engine",
+    ),
+    "vllm.config": (
+        "ParallelConfig.data_parallel_index",
+        "ParallelConfig.rank",
+        "ParallelConfig.world_size",
+    ),
+    "vllm.distributed.parallel_state": ("get_world_group", "get_tensor_model_parallel_rank"),
+}
+"""What a backend is made of."""
+_METHODS = frozenset(
+    {
+        "init_transfer_engine",
+        "start_weight_update",
+        "receive_weights",
+        "finish_weight_update",
+        "shutdown",
+    }
+)
+"""All that WeightTransferEngine leaves to a backend; vLLM 0.27 wants more of it."""
 
 
 class Receiver(Protocol):
@@ -168,18 +191,13 @@ class Facts:
 
     facts: dict[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, **facts: Any) -> dict[str, Any]:
-        """Facts in the form in which vLLM takes them."""
-        return asdict(cls()) | {"facts": facts}
-
 
 def register_backend(name: str, open_receiver: OpenReceiver) -> None:
     """Make vLLM know a backend in this process; again does nothing.
 
     ConfigError if the installed vLLM lacks the interface.
     """
-    missing = missing_weight_transfer()
+    missing = missing_names(_NAMES) or _unknown_methods()
     if missing:
         raise ConfigError(
             f"weight transfer: got a vLLM that lacks {', '.join(missing)}, expected the interface "
@@ -191,70 +209,21 @@ def register_backend(name: str, open_receiver: OpenReceiver) -> None:
         transfer.WeightTransferEngineFactory.register_engine(name, made)
 
 
-@dataclass(frozen=True)
-class NcclEnd:
-    """Where vLLM's own NCCL engines meet: the trainer's first rank and every worker."""
-
-    host: str
-    port: int
-    num_workers: int
-    is_sender: bool
-    """The trainer's first rank; the others only take part in `Tensors`."""
-
-
-Tensors = Callable[[], Iterable[tuple[str, Tensor]]]
-"""A fresh pass of (Hugging Face name, whole tensor); collective over the trainer."""
-
-
-def nccl_sender(
-    end: NcclEnd, client: Any, shapes: Mapping[str, torch.Size], tensors: Tensors, *, dtype: Any
-) -> Any:
-    """vLLM's NCCL trainer engine over our tensors; its `send_weights()` is one update.
-
-    client: the server's four methods (VLLMWeightSyncClient). shapes: of tensors, in their order.
-    ConfigError if the installed vLLM lacks the interface. Needs a CUDA device on every rank.
-    """
-    missing = missing_nccl()
+def check_reload() -> None:
+    """ConfigError if this vLLM cannot load whole tensors again after it has started."""
+    missing = missing_names({_RELOAD: ("initialize_layerwise_reload", "finalize_layerwise_reload")})
     if missing:
         raise ConfigError(
-            f"weight transfer: got a vLLM that lacks {', '.join(missing)}, expected its NCCL "
-            f"engine as in 0.30 to 0.33 (read in 0.32, never run); install one of them, or serve "
-            f"with the backend spmdflow"
+            f"weight transfer: got a vLLM that lacks {', '.join(missing)}, expected its layer-wise "
+            f"reload as in 0.30 to 0.33 (tested: 0.32); serve with one of them"
         )
-    nccl = import_module("vllm.distributed.weight_transfer.nccl_engine")
-    transfer = import_module("vllm.distributed.weight_transfer")
-    facts = nccl.NCCLTrainerInitInfo(
-        master_address=end.host,
-        master_port=end.port,
-        world_size=1 + end.num_workers,
-        rank=0 if end.is_sender else 1,
-        packed=False,  # packing reads our tensors on streams that do not wait for the trainer's
-    )
-    return transfer.WeightTransferTrainerFactory.trainer_init(
-        facts, client=client, source=weight_source(shapes, tensors, dtype=dtype)
-    )
 
 
-def weight_source(shapes: Mapping[str, torch.Size], tensors: Tensors, *, dtype: Any) -> Any:
-    """Our tensors as a vLLM WeightSource, which all of its trainer engines take."""
-    transfer = import_module("vllm.distributed.weight_transfer")
-
-    def describe(_: Any) -> list[Any]:
-        return [transfer.ParamMeta(name, dtype, tuple(shape)) for name, shape in shapes.items()]
-
-    is_property = isinstance(transfer.WeightSource.metadata, property)  # since 0.33
-
-    class Source(transfer.WeightSource):  # type: ignore[misc, name-defined]
-        """Whole tensors, gathered while they are iterated."""
-
-        metadata = functools.cached_property(describe) if is_property else describe
-
-        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-            return iter(tensors())
-
-        iter_full = __iter__  # the name since 0.33
-
-    return Source()
+def _unknown_methods() -> list[str]:
+    """What this version leaves to a backend and ours does not have."""
+    engine = import_module("vllm.distributed.weight_transfer").WeightTransferEngine
+    unknown = sorted(getattr(engine, "__abstractmethods__", set()) - _METHODS)
+    return [f"a WeightTransferEngine without abstract {name}" for name in unknown]
 
 
 def _engine_class(base: Any, open_receiver: OpenReceiver) -> Any:
@@ -299,10 +268,10 @@ def _engine_class(base: Any, open_receiver: OpenReceiver) -> Any:
 
 
 def _unpacked(layer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The weight (outputs, inputs) that a layer computes with: its answer to the unit matrix."""
+    """The weight (outputs, inputs) of a layer: what it makes of the identity matrix."""
     rows = torch.eye(shape[1], dtype=dtype)
     return layer.cpu_linear(rows, layer.weight, None).t()
 
 
 def _reload() -> Any:
-    return import_module("vllm.model_executor.model_loader.reload")
+    return import_module(_RELOAD)
