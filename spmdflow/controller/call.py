@@ -104,7 +104,7 @@ class CallPlan:
         names = self.spec.writes
         by_column = dict.fromkeys(names, held)
         ranks = tuple(sorted(self.assignment.given))
-        return Frame(number, self.label, ranks, tuple(names), answer, by_column, on_free, held)
+        return Frame(number, self.label, ranks, tuple(names), answer, by_column, on_free)
 
     def _rows_at(self, positions: np.ndarray) -> dict[str, Any]:
         """What a rank is told of its rows."""

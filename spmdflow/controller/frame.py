@@ -18,7 +18,6 @@ from spmdflow.data.row_id import Ids
 from spmdflow.errors import ColumnError, ProtocolError
 from spmdflow.runtime.order import Pending
 from spmdflow.tracking.metric import merge
-from spmdflow.transfer.memory import Place
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,6 @@ class Frame:
     """Rows by column and rank, transfers under way included; columns with the same holders share
     one mapping, which is replaced and never changed."""
     on_free: Callable[[int], None]
-    made: Mapping[int, Ids] = field(default_factory=dict)
-    """Rows by rank that made them, in the order in which they lie there."""
-    places: dict[int, Mapping[str, Place]] = field(default_factory=dict)
-    """Where the rows that a rank made lie in its memory, as far as they can be read there."""
     facts: dict[str, ColumnFacts] = field(default_factory=dict)
     metrics: list[Mapping[str, Any]] = field(default_factory=list)
     """What the answering ranks reported of the call."""
@@ -71,9 +66,6 @@ class Frame:
 
     def learn(self, replies: Mapping[int, Mapping[str, Any]]) -> None:
         """Take over what the ranks said of the rows (io thread)."""
-        self.places = {
-            rank: reply["places"] for rank, reply in replies.items() if "places" in reply
-        }
         self.facts = facts_of(replies, self.answer)
         self.metrics = [replies[rank].get("metrics", {}) for rank in self.answer]
 

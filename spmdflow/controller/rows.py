@@ -100,7 +100,7 @@ def _made(sender: Sender, transfers: Transfers, columns: Mapping[str, Parts], id
     ranks = sorted({rank for part in first for rank in _ranks(part)})
     by_column = dict.fromkeys(columns, held)
     label = "batch.concatenate"
-    frame = Frame(number, label, tuple(ranks), tuple(columns), held, by_column, sender.free, held)
+    frame = Frame(number, label, tuple(ranks), tuple(columns), held, by_column, sender.free)
     kept = tuple(first)
 
     def done(replies: Replies, _kept: Parts = kept) -> None:

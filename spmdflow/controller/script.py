@@ -25,7 +25,6 @@ from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
 from spmdflow.controller.transfers import Transfers
 from spmdflow.errors import ConfigError
 from spmdflow.runtime import launch as runtime
-from spmdflow.runtime.neighbours import readable_memory
 from spmdflow.runtime.order import Transport
 from spmdflow.runtime.outside import Outcome
 
@@ -84,9 +83,8 @@ def run_script(
     """Build what the script needs and run it; the exit status."""
     run_dir = open_run_dir(cfg.run, to_yaml(cfg))
     check_shared(transport, ranks, run_dir.path)
-    readable = readable_memory(transport, ranks, seconds=cfg.run.start_seconds)
     transport = transcript = Transcript(transport, run_dir.path / TRANSCRIPT_FILE, ranks)
-    transfers = Transfers(transport, seconds=cfg.run.transfer_seconds, readable=readable)
+    transfers = Transfers(transport, seconds=cfg.run.transfer_seconds)
     settings = CallSettings(cfg.run.seed, cfg.run.call_seconds, ranks)
     caller = Caller(transport, transfers, settings)
     flow_settings = FlowSettings(

@@ -156,8 +156,6 @@ def _recorded(order: Order, step: int) -> dict[str, Any]:
     alike: dict[Any, tuple[list[int], dict[str, Any]]] = {}
     for rank, plain in order.commands.items():
         kept = {name: value for name, value in plain.items() if name not in _LEFT_OUT}
-        if order.lane == "transfer":  # without the places in memory, which tell nothing later
-            kept["receives"] = [edge[:5] for edge in plain["receives"]]
         key = tuple((name, id(value)) for name, value in kept.items())
         alike.setdefault(key, ([], kept))[0].append(rank)
     return {

@@ -6,7 +6,7 @@ io thread, which alone knows dtypes and lengths. The two never touch the same fi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,16 +14,12 @@ from typing import Any
 import numpy as np
 
 from spmdflow.blocks.rows import RowEdge, redistribute_rows
-from spmdflow.blocks.stretch import byte_stretches, row_runs
 from spmdflow.controller.frame import CallRecord, Frame
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import TransferError
 from spmdflow.runtime.order import Order, Transport
 
 Edge = tuple[int, int]
-
-_MAX_STRETCHES = 1023
-"""Rows scattered more widely are gathered by their holder and sent."""
 
 
 @dataclass
@@ -46,8 +42,6 @@ class _PlannedEdge:
     destination: int
     columns: tuple[str, ...]
     ids: Ids
-    runs: np.ndarray | None
-    """Where the rows lie among those that the source made (blocks/stretch.py); None: it did not."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +53,8 @@ class _Transfer:
 class Transfers:
     """All row transfers of a run."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        *,
-        seconds: float,
-        readable: Mapping[int, Collection[int]] | None = None,
-    ) -> None:
-        """readable: by rank, the ranks whose memory it can read."""
+    def __init__(self, transport: Transport, *, seconds: float) -> None:
         self._transport, self._seconds = transport, seconds
-        self._readable = readable or {}
         self.bytes = EdgeBytes()
         self._num_released = 0
         self._outstanding: list[CallRecord] = []
@@ -96,9 +82,7 @@ class Transfers:
             frame.held |= dict.fromkeys(columns, {**held, **after})
         if edges:
             planned = tuple(
-                _PlannedEdge(
-                    edge.source, edge.destination, tuple(columns), edge.ids, _runs(frame, edge)
-                )
+                _PlannedEdge(edge.source, edge.destination, tuple(columns), edge.ids)
                 for columns, edge in edges.values()
             )
             transfer = _Transfer(frame, planned)
@@ -127,15 +111,13 @@ class Transfers:
         self._num_released += 1
         frame = transfer.frame
         planned: dict[Edge, int] = {}
-        sent: dict[Edge, int] = {}
         commands: dict[int, dict[str, Any]] = {}
         specs = {name: fact.spec.to_plain() for name, fact in frame.facts.items()}
         for edge in transfer.edges:
             lengths = _lengths(edge, frame)
             destination = _command(commands, edge.destination, frame.number)
-            reads = self._reads(edge, frame)
             kinds = {name: specs[name] for name in edge.columns}
-            plain = [edge.source, list(edge.columns), edge.ids, kinds, lengths, reads]
+            plain = [edge.source, list(edge.columns), edge.ids, kinds, lengths]
             destination["receives"].append(plain)
             if edge.source == edge.destination:
                 continue
@@ -143,9 +125,6 @@ class Transfers:
             key = (edge.source, edge.destination)
             planned[key] = planned.get(key, 0) + size
             self.bytes.planned[key] = self.bytes.planned.get(key, 0) + size
-            if reads is not None:
-                continue
-            sent[key] = sent.get(key, 0) + size
             source = _command(commands, edge.source, frame.number)
             source["sends"].append([edge.destination, list(edge.columns), edge.ids])
         for command in commands.values():  # a rank that only receives has nothing to do before
@@ -157,44 +136,25 @@ class Transfers:
             label=label,
             commands=commands,
             seconds=self._seconds,
-            on_done=partial(self._count, frame, label, planned, sent),
-            rides=before_call and not sent,
+            on_done=partial(self._count, frame, label, planned),
+            rides=before_call and not planned,
         )
         pending = self._transport.submit(order)
         record = CallRecord(self._num_released, label, "transfer", pending, lane="transfer")
         self._outstanding.append(record)
-
-    def _reads(self, edge: _PlannedEdge, frame: Frame) -> dict[str, list[Any]] | None:
-        """Where the destination reads the rows by itself; None: they are sent."""
-        places = frame.places.get(edge.source, {})
-        if edge.source not in self._readable.get(edge.destination, ()):
-            return None
-        if not places.keys() >= set(edge.columns):
-            return None
-        runs = edge.runs
-        if runs is None or len(runs) > _MAX_STRETCHES:
-            return None
-        made, reads = frame.made[edge.source], {}
-        for name in edge.columns:
-            fact = frame.facts[name]
-            lengths = None if fact.lengths is None else fact.lengths_of(made)
-            parts = byte_stretches(runs, lengths, fact.spec.item_bytes)
-            reads[name] = [*places[name], parts]
-        return reads
 
     def _count(
         self,
         _kept: Frame,
         label: str,
         planned: Mapping[Edge, int],
-        to_send: Mapping[Edge, int],
         replies: Mapping[int, Mapping[str, Any]],
     ) -> None:
-        """Check and count the bytes. Until here the frame is kept: receivers read its rows."""
+        """Check and count the bytes. Until here the frame is kept: its holders send its rows."""
         sent = {(r, to): n for r, reply in replies.items() for to, n in reply["sent"].items()}
         got = {(at, r): n for r, reply in replies.items() for at, n in reply["received"].items()}
         expected = {edge: size for edge, size in planned.items() if size}
-        if got != expected or sent != {edge: size for edge, size in to_send.items() if size}:
+        if not sent == got == expected:
             raise TransferError(
                 f"{label}: sent {sent}, received {got}, expected {expected} bytes by edge; "
                 f"the ranks and the plan disagree: report this with RUN_DIR/trace.json"
@@ -228,11 +188,6 @@ def _num_bytes(edge: _PlannedEdge, frame: Frame, lengths: Mapping[str, np.ndarra
         items = int(lengths[name].sum()) if name in lengths else len(edge.ids)
         size += items * frame.facts[name].spec.item_bytes
     return size
-
-
-def _runs(frame: Frame, edge: RowEdge) -> np.ndarray | None:
-    made = frame.made.get(edge.source)
-    return None if made is None else row_runs(made, edge.ids)
 
 
 def _by_holders(frame: Frame, names: Sequence[str]) -> list[tuple[list[str], dict[int, Ids]]]:

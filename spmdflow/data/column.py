@@ -6,8 +6,11 @@ dense, its lengths; text is utf-8 bytes.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,8 @@ from torch import Tensor
 
 from spmdflow.data.ragged import is_ragged, lengths_of, ragged, take_rows
 from spmdflow.errors import ColumnError
+
+_HUGE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,21 @@ def _column_of(name: str, value: Any) -> Column:
 
 def _copied(values: Tensor) -> Tensor:
     """In host memory that nobody else holds, so that the worker may go on using its tensor."""
-    return values.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return empty_values(values.shape, values.dtype).copy_(values.detach())
+
+
+def empty_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Contiguous host memory for values that are written next.
+
+    Large ones lie on huge pages: the page faults of small ones cost as much as moving the rows.
+    """
+    num_bytes = prod(shape) * dtype.itemsize
+    if num_bytes < _HUGE_BYTES:
+        return torch.empty(*shape, dtype=dtype)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)
 
 
 def _encode(texts: Sequence[str]) -> Column:

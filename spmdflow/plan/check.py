@@ -171,8 +171,8 @@ class _Rows:
         receives = Counter(
             (source, rank, tuple(columns), ids.tobytes())
             for rank, plain in order.commands.items()
-            for source, columns, ids, *rest in plain["receives"]
-            if source != rank and (len(rest) < 3 or rest[2] is None)  # else it reads by itself
+            for source, columns, ids, *_ in plain["receives"]
+            if source != rank
         )
         for alone, what, other in (
             (sends - receives, "sent", "received"),

@@ -38,7 +38,6 @@ from spmdflow.parallel.layout import Layout
 from spmdflow.runtime.importing import find
 from spmdflow.runtime.order import names_in
 from spmdflow.transfer.lane import CountedTransport, Release, run_release
-from spmdflow.transfer.memory import Shelf, can_read
 from spmdflow.transfer.register import method_spec
 from spmdflow.transfer.row_maths import row_maths_spec
 from spmdflow.transfer.worker import CallInfo, Metric, MiniBatch, Worker, WorkerContext
@@ -74,8 +73,7 @@ class RankState:
     ) -> None:
         """rest: how the compute lane waits for rows."""
         self._settings, self._groups, self._transport = settings, groups, transport
-        self.store, self._shelf = RowStore(rest), Shelf()
-        self._has_neighbours = False
+        self.store = RowStore(rest)
         self._workers: dict[str, Worker] = {}
         self._frozen: dict[str, tuple[str, str]] = {}
         """Folder and hash of frozen models, by worker, on the first rank of each."""
@@ -85,8 +83,6 @@ class RankState:
         """Operations by the name that commands use."""
         named: dict[str, Operation] = {
             "run_dir": self._see_run_dir,
-            "memory": self._show_memory,
-            "neighbours": self._meet_neighbours,
             "groups": self._make_groups,
             "spawn": self._spawn,
             "scan": self._scan,
@@ -107,9 +103,7 @@ class RankState:
 
         def run(plain: Plain, number: int) -> dict[str, Any]:
             started = time.time()
-            freed = plain.get("free", [])
-            self._shelf.free(freed)
-            self.store.free(freed)
+            self.store.free(plain.get("free", []))
             reply = operation(plain, number)
             return reply | {"span": (started, time.time())}
 
@@ -121,16 +115,6 @@ class RankState:
         """Whether the token of the controller's rank is here, where this rank would write."""
         sees = sees_token(Path(plain["run_dir"]), plain["token"], seconds=plain["seconds"])
         return {"sees": sees, "node": socket.gethostname()}
-
-    def _show_memory(self, plain: Plain, number: int) -> dict[str, Any]:
-        return {"process": self._shelf.owner()}
-
-    def _meet_neighbours(self, plain: Plain, number: int) -> dict[str, Any]:
-        """Which of the processes of this machine let their memory be read."""
-        readable = {rank: owner for rank, owner in plain["processes"].items() if can_read(owner)}
-        self._transport.neighbours = readable
-        self._has_neighbours = bool(readable)
-        return {"readable": list(readable)}
 
     def _make_groups(self, plain: Plain, number: int) -> dict[str, Any]:
         specs = plain["specs"]
@@ -265,11 +249,9 @@ class RankState:
         return self._put(number, ids, columns) | {"copied_bytes": copied}
 
     def _put(self, number: int, ids: Ids, columns: dict[str, Column]) -> dict[str, Any]:
-        """Store rows that were made here; the reply says what they are and where they lie."""
+        """Store rows that were made here; the reply says what they are."""
         self.store.put(number, ids, columns)
-        facts = {name: _facts(column) for name, column in columns.items()}
-        places = self._shelf.put(number, columns) if self._has_neighbours else {}
-        return {"columns": facts, "places": places}
+        return {"columns": {name: _facts(column) for name, column in columns.items()}}
 
     def _fetch(self, plain: Plain, number: int) -> dict[str, Any]:
         (column,) = self._input(plain["input"]).values()

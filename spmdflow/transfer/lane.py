@@ -1,10 +1,9 @@
 """Moves rows between ranks, as a released plan says. Runs in release order. Knows no roles.
 
-Rows of a rank of the same machine are read where they lie (transfer/memory.py), one system call
-a column; their holder takes no part. All other rows are sent: one edge, one header, one message
-a column. The header carries the release number and each column's bytes, because gloo takes a
-short message without an error. The columns of a small edge travel in one message, behind the
-header; of a large one, whole stretches of a stored column are sent without a copy.
+One edge is one header and one message a column. The header carries the release number and each
+column's bytes, because gloo takes a short message without an error. The columns of a small edge
+travel in one message, behind the header; of a large one, whole stretches of a stored column are
+sent without a copy.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdflow.data.column import Column, ColumnSpec
+from spmdflow.data.column import Column, ColumnSpec, empty_values
 from spmdflow.data.store import RowStore
 from spmdflow.errors import TransferError
-from spmdflow.transfer.memory import STAMP_BYTES, Neighbour, Stretches, read_column
 
 _TAGS_PER_RELEASE = 64
 _PACKED_BYTES = 1 << 17
@@ -38,17 +36,15 @@ class ByteCounter:
     received: dict[int, int] = field(default_factory=dict)
     """Row bytes by source rank."""
     header_bytes: int = 0
-    """Bytes of headers sent and of stamps read."""
+    """Bytes of headers sent."""
 
 
 class CountedTransport:
-    """The only place where rows enter or leave a rank: isend, irecv and reading, counted."""
+    """The only place where rows enter or leave a rank: isend and irecv, counted."""
 
     def __init__(self, group: dist.ProcessGroup | None, *, seconds: float) -> None:
         self._group, self._limit = group, timedelta(seconds=seconds)
         self.counter = ByteCounter()
-        self.neighbours: dict[int, Neighbour] = {}
-        """Ranks whose memory this one may read."""
 
     def send(
         self, tensor: Tensor, destination: int, tag: int, *, header_bytes: int = 0
@@ -66,12 +62,6 @@ class CountedTransport:
         work = dist.irecv(tensor, source, group=self._group, tag=tag)
         assert work is not None, "this rank is not in the transfer group"
         return work
-
-    def read(self, frame: int, rows: Stretches, source: int, tensor: Tensor) -> None:
-        """Read bytes (N,) uint8 from the memory of a global rank, its stamp included."""
-        copied = read_column(self.neighbours[source], frame, rows, tensor.numpy())
-        _add(self.counter.received, source, copied)
-        self.counter.header_bytes += STAMP_BYTES
 
     def wait(self, work: dist.Work) -> None:
         """Wait for one send or receive, within the transfer limit."""
@@ -109,8 +99,6 @@ class Receive:
     ids: np.ndarray
     specs: Mapping[str, ColumnSpec]
     lengths: Mapping[str, np.ndarray]
-    reads: Mapping[str, Stretches] | None = None
-    """Where the rows lie in the memory of `source`, which then does not send them."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +115,8 @@ class Release:
         """Read the command that the controller sent."""
         sends = tuple(Send(to, tuple(names), ids) for to, names, ids in plain["sends"])
         receives = tuple(
-            Receive(source, tuple(names), ids, _specs(specs), lengths, _reads(reads))
-            for source, names, ids, specs, lengths, reads in plain["receives"]
+            Receive(source, tuple(names), ids, _specs(specs), lengths)
+            for source, names, ids, specs, lengths in plain["receives"]
         )
         return cls(number, plain["frame"], sends, receives)
 
@@ -137,23 +125,13 @@ def _specs(plain: Mapping[str, Sequence[Any]]) -> dict[str, ColumnSpec]:
     return {name: ColumnSpec.from_plain(spec) for name, spec in plain.items()}
 
 
-def _reads(plain: Mapping[str, Sequence[Any]] | None) -> dict[str, Stretches] | None:
-    if plain is None:
-        return None
-    return {name: Stretches((at, stamp), parts) for name, (at, stamp, parts) in plain.items()}
-
-
 def run_release(release: Release, store: RowStore, transport: CountedTransport) -> None:
     """Send and receive this rank's edges; returns when all rows are in the store."""
-    sent = [edge for edge in release.receives if edge.reads is None]
-    incoming = [_post_receive(edge, release.number, transport) for edge in sent]
+    incoming = [_post_receive(edge, release.number, transport) for edge in release.receives]
     outgoing = [
         work for edge in release.sends for work in _post_send(edge, release, store, transport)
     ]
-    for edge in release.receives:
-        if edge.reads is not None:
-            store.put(release.frame, edge.ids, _read(edge, release.frame, transport))
-    for edge, arrival in zip(sent, incoming, strict=True):
+    for edge, arrival in zip(release.receives, incoming, strict=True):
         for work in arrival.works:
             transport.wait(work)
         arrival.check(edge, release.number)
@@ -161,15 +139,6 @@ def run_release(release: Release, store: RowStore, transport: CountedTransport) 
         store.put(release.frame, edge.ids, arrival.columns)
     for work, _kept in outgoing:
         transport.wait(work)
-
-
-def _read(edge: Receive, frame: int, transport: CountedTransport) -> dict[str, Column]:
-    """The columns of an edge, out of the memory of its source."""
-    assert edge.reads is not None
-    columns = {name: _empty(edge, name) for name in edge.columns}
-    for name, column in columns.items():
-        transport.read(frame, edge.reads[name], edge.source, _bytes_of(column.values))
-    return columns
 
 
 def _post_send(
@@ -239,9 +208,9 @@ def _empty(edge: Receive, name: str) -> Column:
     spec = edge.specs[name]
     dtype = getattr(torch, spec.dtype)
     if spec.kind == "dense":
-        return Column("dense", torch.empty(len(edge.ids), *spec.row_shape, dtype=dtype))
+        return Column("dense", empty_values((len(edge.ids), *spec.row_shape), dtype))
     lengths = torch.from_numpy(np.ascontiguousarray(edge.lengths[name], dtype=np.int64).copy())
-    values = torch.empty(int(lengths.sum()), *spec.row_shape, dtype=dtype)
+    values = empty_values((int(lengths.sum()), *spec.row_shape), dtype)
     return Column(spec.kind, values, lengths)
 
 

@@ -11,7 +11,7 @@ from tests.distributed.programs import dataflow
 from tests.distributed.ranks import watch_ranks
 from tests.distributed.replayed import planned_as_counted
 
-CASES = ("colocate", "standalone", "uneven", "reversed", "subset", "refused")
+CASES = ("colocate", "standalone", "uneven", "reversed", "subset")
 MODEL = Path(__file__).parents[2] / "algos" / "arithmetic"
 
 
@@ -21,12 +21,6 @@ def runs(tmp_path_factory, spawn_ranks):
     files = (str(MODEL / "train.jsonl"), str(MODEL / "model"))
     spawn_ranks(dataflow.run_all, 4, str(out), *files, seconds=240)
     return out
-
-
-def token_bytes(case):
-    """What ranks read at the start to find out whether they can: 8 bytes from each other one."""
-    num_ranks = {"subset": 2, "refused": 0}.get(case, 4)
-    return 8 * num_ranks * max(0, num_ranks - 1)
 
 
 def steps_of(runs, case):
@@ -41,7 +35,7 @@ def test_every_row_arrives_with_its_values_under_every_placement(runs, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bytes_moved_equal_bytes_planned_and_what_torch_and_the_kernel_copied(runs, case):
+def test_bytes_moved_equal_bytes_planned_and_what_torch_sent(runs, case):
     steps = steps_of(runs, case)
     summary = json.loads((runs / f"{case}.json").read_text())
 
@@ -49,16 +43,8 @@ def test_bytes_moved_equal_bytes_planned_and_what_torch_and_the_kernel_copied(ru
     headers = sum(step["transfer/header_bytes"] for step in steps)
 
     assert moved == sum(step["transfer/planned_bytes"] for step in steps)
-    assert moved + headers == summary["sent"] + summary["read"] - token_bytes(case)
+    assert moved + headers == summary["sent"]
     assert moved > 0
-
-
-def test_rows_are_read_on_one_machine_and_sent_where_the_kernel_refuses(runs):
-    reading = json.loads((runs / "standalone.json").read_text())
-    refused = json.loads((runs / "refused.json").read_text())
-
-    assert reading["sent"] < reading["read"] / 1000  # few rows come from one that received them
-    assert refused["sent"] > 0
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,4 +1,4 @@
-"""What a release tells whom: who reads, who sends, and how long the rows are kept."""
+"""What a release tells whom: who sends, who receives, and how long the rows are kept."""
 
 from __future__ import annotations
 
@@ -49,59 +49,36 @@ class Orders:
 def frame_of(freed: list[int], rows: np.ndarray = ROWS, *, held_by: int = 0) -> Frame:
     """Rows that rank 0 made, a dense column x and a ragged column y, released at once."""
     held = {held_by: rows}
-    frame = Frame(
-        7, "a.make", (0,), ("x", "y"), held, {"x": held, "y": held}, freed.append, {0: rows}
-    )
+    frame = Frame(7, "a.make", (0,), ("x", "y"), held, {"x": held, "y": held}, freed.append)
     items = np.resize(ITEMS, len(rows))
     frame.facts = {
         "x": ColumnFacts(ColumnSpec("dense", "float32", (2,)), rows, None),
         "y": ColumnFacts(ColumnSpec("ragged", "int64", ()), rows, items),
     }
-    frame.places = {0: {"x": (1000, 10), "y": (2000, 20)}}
     frame.done = True
     return frame
 
 
-def release(frame: Frame, ids: np.ndarray, *, readable: bool = True) -> tuple[Orders, Order]:
+def release(frame: Frame, ids: np.ndarray) -> tuple[Orders, Order]:
     orders = Orders()
-    transfers = Transfers(orders, seconds=5, readable={1: {0}} if readable else {})
+    transfers = Transfers(orders, seconds=5)
     transfers.need(frame, ["x", "y"], {1: ids})
     return orders, orders.open[0]
 
 
-def test_readable_rows_are_read_by_the_receiver_and_the_holder_hears_nothing() -> None:
+def test_holder_is_told_to_send_what_the_receiver_is_told_to_await() -> None:
     _, order = release(frame_of([]), ROWS[1:])
 
-    (edge,) = order.commands[1]["receives"]
-    x, y = edge[5]["x"], edge[5]["y"]
-    assert set(order.commands) == {1}
-    assert (x[:2], x[2].tolist()) == ([1000, 10], [[8, 24]])
-    assert (y[:2], y[2].tolist()) == ([2000, 20], [[24, 48]])
-    assert order.commands[1]["precedes_call"]
-    assert order.rides
+    ((source, columns, ids, kinds, lengths),) = order.commands[1]["receives"]
+    ((destination, sent_columns, sent_ids),) = order.commands[0]["sends"]
+    assert (source, destination) == (0, 1)
+    assert columns == sent_columns == ["x", "y"]
+    assert ids.tolist() == sent_ids.tolist() == ROWS[1:].tolist()
+    assert kinds["x"] == ["dense", "float32", [2]]
+    assert lengths["y"].tolist() == ITEMS[1:].tolist()
 
 
-@pytest.mark.parametrize("why", ["not readable", "not made there", "no place", "too scattered"])
-def test_all_other_rows_are_sent_by_their_holder(why: str) -> None:
-    rows = np.arange(3000) if why == "too scattered" else ROWS
-    frame = frame_of([], rows)
-    if why == "not made there":
-        frame.made = {0: ROWS[:1]}
-    if why == "no place":
-        frame.places = {0: {"x": (1000, 10)}}
-
-    _, order = release(frame, rows[::2], readable=why != "not readable")
-
-    (edge,) = order.commands[1]["receives"]
-    ((destination, columns, ids),) = order.commands[0]["sends"]
-    assert edge[5] is None
-    assert (destination, columns, ids.tolist()) == (1, ["x", "y"], rows[::2].tolist())
-    assert order.commands[1]["precedes_call"]
-    assert not order.commands[0]["precedes_call"]
-    assert not order.rides
-
-
-def test_frame_that_nobody_refers_to_is_freed_after_the_last_reader_replied() -> None:
+def test_frame_that_nobody_refers_to_is_freed_after_the_last_sender_replied() -> None:
     freed: list[int] = []
     orders, order = release(frame_of(freed), ROWS)
     num_bytes = 4 * 8 + 9 * 8
@@ -109,20 +86,20 @@ def test_frame_that_nobody_refers_to_is_freed_after_the_last_reader_replied() ->
     del order
     gc.collect()
     assert freed == []
-    orders.answer({1: {"received": {0: num_bytes}}})
+    orders.answer({0: {"received": {}, "sent": {1: num_bytes}}, 1: {"received": {0: num_bytes}}})
 
     assert freed == [7]
 
 
-def test_reader_that_copied_other_bytes_than_planned_is_an_error() -> None:
+def test_receiver_that_got_other_bytes_than_planned_is_an_error() -> None:
     orders, _ = release(frame_of([]), ROWS)
 
     with pytest.raises(TransferError, match=r"received {\(0, 1\): 100}, expected {\(0, 1\): 104}"):
-        orders.answer({1: {"received": {0: 100}}})
+        orders.answer({0: {"received": {}, "sent": {1: 104}}, 1: {"received": {0: 100}}})
 
 
 def test_holder_that_should_have_sent_but_did_not_is_an_error() -> None:
-    orders, _ = release(frame_of([]), ROWS, readable=False)
+    orders, _ = release(frame_of([]), ROWS)
 
     with pytest.raises(TransferError, match=r"sent {}, received {\(0, 1\): 104}"):
         orders.answer({0: {"received": {}}, 1: {"received": {0: 104}}})

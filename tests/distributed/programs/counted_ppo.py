@@ -1,4 +1,4 @@
-"""algos/ppo.py, whose ranks count what they send, what they read from memory, and say who they are.
+"""algos/ppo.py, whose ranks count what they send, and say who they are.
 
 At its end every rank writes a JSON file into the folder COUNTS.
 """
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from spmdflow.runtime.process import node_identity
-from spmdflow.transfer.lane import CountedTransport
 
 sys.path.append(str(Path(__file__).parents[3] / "algos"))
 from ppo import main as main  # noqa: E402
@@ -25,10 +24,8 @@ from ppo import main as main  # noqa: E402
 RANK = int(os.environ["RANK"])
 SENT: Counter[int] = Counter()
 """Bytes that torch.distributed was asked to send, by destination: rows and their headers."""
-READ: Counter[int] = Counter()
-"""Bytes read from the memory of another rank, by source."""
 
-_send, _read = dist.isend, CountedTransport.read
+_send = dist.isend
 
 
 def _counting_send(tensor: torch.Tensor, destination: int, *args: Any, **kwargs: Any) -> Any:
@@ -36,22 +33,14 @@ def _counting_send(tensor: torch.Tensor, destination: int, *args: Any, **kwargs:
     return _send(tensor, destination, *args, **kwargs)
 
 
-def _counting_read(
-    self: CountedTransport, frame: int, rows: Any, source: int, tensor: torch.Tensor
-) -> None:
-    READ[source] += tensor.nbytes
-    _read(self, frame, rows, source, tensor)
-
-
 def _write() -> None:
     found = {
         "node": node_identity(),
         "sent": SENT,
-        "read": READ,
         "pids": os.readlink("/proc/self/ns/pid"),
     }
     (Path(os.environ["COUNTS"]) / f"rank-{RANK}.json").write_text(json.dumps(found))
 
 
-dist.isend, CountedTransport.read = _counting_send, _counting_read  # type: ignore[method-assign]
+dist.isend = _counting_send
 atexit.register(_write)

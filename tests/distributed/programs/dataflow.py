@@ -7,8 +7,6 @@ torch.distributed itself was asked to send.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import json
 import sys
 from dataclasses import dataclass, field
@@ -23,7 +21,6 @@ from spmdflow.config.schema import DataConfig, EngineConfig, RunConfig, UpdateCo
 from spmdflow.controller.prompts import PromptStream
 from spmdflow.controller.script import launch
 from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
-from spmdflow.transfer import memory
 from spmdflow.transfer.register import register
 from spmdflow.transfer.row_maths import row_maths
 from spmdflow.transfer.worker import Mean, Sum, Worker
@@ -172,33 +169,21 @@ def main(flow: Any, cfg: Config) -> None:
 
 
 class WireCounter:
-    """Counts what torch.distributed is asked to send and the kernel copied, independent of ours."""
+    """Counts what torch.distributed is asked to send, independent of ours."""
 
     def __init__(self) -> None:
-        self.num_bytes = self.num_read = 0
-        self._send, self._readv = dist.isend, memory._readv
+        self.num_bytes, self._send = 0, dist.isend
 
     def __enter__(self) -> WireCounter:
-        def counting_reads(*args: Any) -> int:
-            copied = self._readv(*args)
-            self.num_read += max(0, copied)
-            return copied
-
         def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             self.num_bytes += tensor.nbytes
             return self._send(tensor, *args, **kwargs)
 
-        dist.isend, memory._readv = counting, counting_reads
+        dist.isend = counting
         return self
 
     def __exit__(self, *_: object) -> None:
-        dist.isend, memory._readv = self._send, self._readv
-
-
-def refused(*args: Any) -> int:
-    """A kernel that lets nobody read another process's memory."""
-    ctypes.set_errno(errno.EPERM)
-    return -1
+        dist.isend = self._send
 
 
 def cases(world: int) -> dict[str, tuple[Any, tuple[int, ...] | None]]:
@@ -216,7 +201,6 @@ def cases(world: int) -> dict[str, tuple[Any, tuple[int, ...] | None]]:
         "uneven": (pools(ranks[:1], ranks[1:]), None),
         "reversed": (pools(ranks[half:], ranks[:half]), None),
         "subset": ("standalone", tuple(ranks[1:3])),
-        "refused": ("standalone", None),  # the last: the kernel goes on refusing
     }
 
 
@@ -235,11 +219,10 @@ def run_case(name: str, placement: Any, ranks: Any, out: Path, data: str, tokeni
     cfg = config_of(name, placement, out, data, tokenizer)
     with WireCounter() as counter:
         status = launch(sys.modules[__name__], cfg, ranks=ranks)
-    counted = torch.tensor([counter.num_bytes, counter.num_read])
+    counted = torch.tensor(counter.num_bytes)
     dist.all_reduce(counted)
     if dist.get_rank() == 0:
-        sent, read = counted.tolist()
-        summary = {"sent": sent, "read": read, "status": status}
+        summary = {"sent": int(counted), "status": status}
         (out / f"{name}.json").write_text(json.dumps(summary))
 
 
@@ -253,6 +236,4 @@ def run_in_place(placement: str, out: str, data: str, tokenizer: str) -> None:
 def run_all(out: str, data: str, tokenizer: str) -> None:
     """What every rank does."""
     for case, (placed, on_ranks) in cases(dist.get_world_size()).items():
-        if case == "refused":
-            memory._readv = refused
         run_case(case, placed, on_ranks, Path(out), data, tokenizer)
