@@ -23,7 +23,7 @@ _HOMES = {
     "RLOOConfig": "spmdflow.config.algorithm",
     "ReinforcePPConfig": "spmdflow.config.algorithm",
     "SFTConfig": "spmdflow.config.offline",
-    "EvaluateConfig": "spmdflow.config.evaluate",
+    "EvaluateConfig": "spmdflow.config.offline",
     "RewardModelRunConfig": "spmdflow.config.offline",
     "DPOConfig": "spmdflow.config.offline",
     "CorrectionConfig": "spmdflow.config.algorithm",

@@ -17,7 +17,7 @@ COMMANDS = {
     "plan": ("spmdflow.plan.command", "a dry run on no device: errors, bytes, memory, seconds"),
     "report": ("spmdflow.report", "the curves and figures of a RUN_DIR"),
     "doctor": (
-        "spmdflow.doctor.command",
+        "spmdflow.doctor.__main__",
         "what is installed, what works here, what is missing for what",
     ),
 }

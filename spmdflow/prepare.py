@@ -10,9 +10,9 @@ from types import ModuleType
 from typing import Any
 
 from spmdflow.config.check import check
-from spmdflow.config.describe import to_yaml
 from spmdflow.config.installed import find_file
 from spmdflow.config.load import SCRIPT_MODULE, Loaded, complete, load, load_script
+from spmdflow.config.location import to_yaml
 from spmdflow.errors import ConfigError
 
 

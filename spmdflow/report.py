@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from spmdflow.errors import DataError
-from spmdflow.tracking.line import read_lines
-from spmdflow.tracking.plot import Point, text_curve
-from spmdflow.tracking.progress import stage_seconds
+from spmdflow.tracking.progress import Point, stage_seconds, text_curve
+from spmdflow.tracking.tracker import read_lines
 
 DEFAULT_KEYS = ("eval/accuracy", "reward/mean")
 _TABLE_KEYS = (

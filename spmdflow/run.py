@@ -35,9 +35,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from spmdflow.config.check import with_faults
-from spmdflow.config.describe import batch_algebra
-from spmdflow.config.help import schema_help
+from spmdflow.config.leaf import schema_help
 from spmdflow.config.load import Loaded, load, load_script, schema_of
+from spmdflow.config.parallel import batch_algebra
 from spmdflow.config.schema import PPOConfig, RunConfig
 from spmdflow.errors import ConfigError, SpmdflowError
 from spmdflow.prepare import prepare

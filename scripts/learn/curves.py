@@ -13,7 +13,7 @@ from typing import Any
 
 from scripts.learn.entry import Entry
 from scripts.learn.runs import Run
-from spmdflow.tracking.plot import text_curve
+from spmdflow.tracking.progress import text_curve
 
 Points = dict[int, list[float]]
 """Step -> the value of each seed that measured it."""

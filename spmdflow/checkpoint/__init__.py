@@ -11,9 +11,9 @@
 Order of sealing: each rank syncs and hashes its files and says so -> all of them are seen by the
 controller's rank -> manifest -> rename -> `latest` -> links of export -> old ones removed.
 A kill between any two of these leaves the old or the new checkpoint loadable. `run_dir` holds
-the rules of RUN_DIR itself: who may start, who continues, which settings; `shared` tells at the
-start whether every rank sees it. Frozen models are not saved: the manifest has their folders and
-hashes (`frozen`), and a resumed run reads them again.
+the rules of RUN_DIR itself: who may start, who continues, which settings; `disk` tells at the start
+whether every rank sees it. Frozen models are not saved: the manifest has their folders and hashes
+(`tensors.model_hash`), and a resumed run reads them again.
 """
 
 from spmdflow.checkpoint.tensors import read_tensors, write_tensors

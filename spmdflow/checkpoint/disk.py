@@ -1,14 +1,23 @@
-"""File operations that survive a power cut, and their errors in three parts."""
+"""RUN_DIR as a place on a disk: writes that survive a power cut, its lock, who sees it.
+
+The lock is advisory and dropped by the kernel when the process ends: one live run for each
+RUN_DIR. That ranks share the folder is shown by a token: the controller's rank writes it, every
+rank reads it.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
+import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from spmdflow.errors import CheckpointError
+from spmdflow.errors import CheckpointError, ConfigError
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -54,3 +63,67 @@ def free_bytes(path: Path) -> int:
     """Bytes free where path is or would be."""
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     return shutil.disk_usage(there).free
+
+
+logger = logging.getLogger(__name__)
+
+
+class RunDirLock:
+    """Held from construction to `release`. ConfigError if another live process holds it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        path = run_dir / ".lock"
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as err:
+            holder = os.read(self._file, 64).decode(errors="replace") or "unknown"
+            self.release()
+            raise ConfigError(
+                f"run.dir: {run_dir} is in use by a live run (process {holder}), expected a "
+                f"folder of its own; end that run, or set run.name or run.dir to another"
+            ) from err
+        except OSError as err:  # a file system without locks: go on, as most do
+            logger.warning("%s cannot be locked (%s): start only one run in it", path, err)
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, str(os.getpid()).encode(), 0)
+
+    def release(self) -> None:
+        """Let the next run in."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+TOKEN_FILE = ".token"
+_LOOK_SECONDS = 0.2
+
+
+@contextmanager
+def shared_token(run_dir: Path) -> Iterator[str]:
+    """Meanwhile RUN_DIR holds a random token; CheckpointError if the disk refuses."""
+    token, path = secrets.token_hex(16), run_dir / TOKEN_FILE
+    with disk_errors("write", path):
+        write_atomically(path, token.encode())
+    try:
+        yield token
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def sees_token(run_dir: Path, token: str, *, seconds: float) -> bool:
+    """Whether this rank finds the token in run_dir; a network file system has `seconds` for it."""
+    limit = time.monotonic() + seconds
+    while True:
+        if _read(run_dir / TOKEN_FILE) == token:
+            return True
+        if time.monotonic() >= limit:
+            return False
+        time.sleep(_LOOK_SECONDS)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, UnicodeError):  # another folder, or none: the token is not there
+        return None

@@ -12,13 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spmdflow.config.algebra import batch_algebra_of
 from spmdflow.config.algorithm import TextConfig
-from spmdflow.config.data_source import check_source, data_sources
-from spmdflow.config.eval_prompts import eval_prompts_of
-from spmdflow.config.evaluate import EvaluatedConfig
-from spmdflow.config.gather import NOT_GIVEN, Errors, SettingErrors
-from spmdflow.config.leaf import Leaf, leaves, parts_of
+from spmdflow.config.data_source import check_source, data_sources, eval_prompts_of
+from spmdflow.config.leaf import NOT_GIVEN, Errors, Leaf, SettingErrors, leaves, parts_of
 from spmdflow.config.model_folder import (
     CAUSAL_LM,
     SCORER,
@@ -31,14 +27,15 @@ from spmdflow.config.model_folder import (
     read_vocabulary,
 )
 from spmdflow.config.offline import (
+    EvaluatedConfig,
     PreferenceDataConfig,
     PreferenceLossConfig,
     RewardModelConfig,
     SupervisedConfig,
     check_preferences,
 )
-from spmdflow.config.on_error import on_error_of
 from spmdflow.config.parallel import (
+    batch_algebra_of,
     check_generation_sizes,
     check_model_sizes,
     check_training_sizes,
@@ -46,8 +43,7 @@ from spmdflow.config.parallel import (
     training_sizes,
 )
 from spmdflow.config.placement import has_engine, pools_of, roles_of
-from spmdflow.config.reward_source import check_rewards
-from spmdflow.config.reward_terms import knows_right, reward_terms
+from spmdflow.config.reward import check_rewards, knows_right, on_error_of, reward_terms
 from spmdflow.config.schema import (
     ActorConfig,
     AdvantageConfig,

@@ -1,13 +1,19 @@
-"""The keys of a settings tree as a flat list. Knows dataclasses; no files, no omegaconf."""
+"""The settings of a tree as a flat list: their keys, their errors, and what `--help` prints.
+
+Knows dataclasses; no files, no omegaconf.
+"""
 
 from __future__ import annotations
 
+import json
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from spmdflow.config.schema import REQUIRED, Bounds
+from spmdflow.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -93,3 +99,76 @@ def type_name(hint: Any) -> str:
 def is_required(leaf: Leaf) -> bool:
     """Whether a setting has neither a default nor a value."""
     return bool(leaf.value == REQUIRED)
+
+
+NOT_GIVEN = "(not given)"
+"""Value of a required setting while the others are checked."""
+
+
+class SettingErrors(ConfigError):
+    """Some errors, in a list under one heading."""
+
+    def __init__(self, errors: Sequence[ConfigError], partial: Any = None) -> None:
+        """partial: the settings without what is wrong, for more checks (Any: the user's class)."""
+        self.errors, self.partial = tuple(errors), partial
+        shown = [str(error).replace("\n", "\n     ") for error in self.errors]
+        lines = [f"{number:3}. {text}" for number, text in enumerate(shown, 1)]
+        if len(lines) == 1:
+            super().__init__(str(self.errors[0]))
+        else:
+            super().__init__("\n".join([f"{len(lines)} errors in the settings:", *lines]))
+
+
+class Errors:
+    """Errors as they are found, until `raise_all`."""
+
+    def __init__(self) -> None:
+        self._found: list[ConfigError] = []
+
+    def add(self, error: ConfigError) -> None:
+        """Note one, unless it was said before."""
+        if str(error) not in map(str, self._found):
+            self._found.append(error)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """A ConfigError inside is noted, and what follows goes on."""
+        try:
+            yield
+        except ConfigError as err:
+            self.add(err)
+
+    def raise_all(self, partial: Any = None) -> None:
+        """Raise what was noted, if anything was. Any: see `SettingErrors`."""
+        if self._found:
+            raise SettingErrors(self._found, partial)
+
+
+def schema_help(schema: type) -> str:
+    """One entry per setting: key, type, default or "required", then its sentence and bounds."""
+    return "\n".join(_entry(leaf) for leaf in leaves(defaults(schema)))
+
+
+def _entry(leaf: Leaf) -> str:
+    default = "required" if is_required(leaf) else f"default {_as_yaml(leaf.value)}"
+    return f"{leaf.key} ({type_name(leaf.hint)}, {default})\n    {leaf.doc}{_limits(leaf.bounds)}"
+
+
+def _as_yaml(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str) and not value.isprintable():
+        return json.dumps(value)  # as YAML's double quotes write it
+    return str(value)
+
+
+def _limits(bounds: Bounds) -> str:
+    words = {
+        "at least": bounds.at_least,
+        "more than": bounds.above,
+        "at most": bounds.at_most,
+        "less than": bounds.below,
+    }
+    limits = [f"{word} {limit:g}" for word, limit in words.items() if limit is not None]
+    limits += [" | ".join(bounds.one_of)] if bounds.one_of else []
+    return f" ({', '.join(limits)})" if limits else ""

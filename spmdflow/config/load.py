@@ -17,15 +17,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from spmdflow.config.describe import to_yaml
-from spmdflow.config.gather import NOT_GIVEN, Errors
 from spmdflow.config.installed import (
     broken_installation,
     bundled_scripts,
     find_file,
 )
-from spmdflow.config.leaf import Leaf, defaults, leaves, parts, type_name
-from spmdflow.config.location import resolve_paths
+from spmdflow.config.leaf import NOT_GIVEN, Errors, Leaf, defaults, leaves, parts, type_name
+from spmdflow.config.location import resolve_paths, to_yaml
 from spmdflow.config.schema import REQUIRED, PPOConfig
 from spmdflow.config.source import ASSUME, Source, read_override, read_yaml, take_examples
 from spmdflow.errors import ConfigError

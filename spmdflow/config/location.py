@@ -1,35 +1,40 @@
 """What paths of models, tokenizers and data mean: files, folders, checkpoints, names on the hub.
 
     a file or folder that is there          itself
-    a RUN_DIR or one of its checkpoints     the model in it (exported.py)
-    owner/name[@revision]                   a folder of the hub's cache (hub.py)
-    owner/name:config/split[@revision]      the same of a data set (hub_data.py)
+    a RUN_DIR or one of its checkpoints     the model in it (model_folder.py)
+    owner/name[@revision]                   a folder of the hub's cache
+    owner/name:config/split[@revision]      the same of a data set
 
 After `resolve_paths` no name is left. A run that resumes takes the revisions that it began with:
 its config.yaml names them, as `to_yaml` writes folders of the cache as names with their commit.
+
+The seam to huggingface_hub: its cache (HF_HOME, HF_HUB_CACHE), its HF_HUB_OFFLINE, its tokens. A
+name without a revision means what the cache has; the newest revision if it has none. One process
+of a node downloads while the others wait at a lock beside the cache. The README.md of a data set
+names its configs and their files; only those of the config that is asked for are downloaded.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import fnmatch
+import os
 import re
+import shlex
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from spmdflow.config.data_source import split_place, with_places
-from spmdflow.config.exported import exported_folder
-from spmdflow.config.hub import (
-    MODEL,
-    SIZES,
-    TOKENIZER,
-    HubName,
-    hub_folder,
-    hub_name_of,
-    hub_name_of_folder,
-)
-from spmdflow.config.hub_data import data_set_folder
 from spmdflow.config.leaf import parts_of
+from spmdflow.config.model_folder import exported_folder
 from spmdflow.config.schema import DataConfig, ModelConfig, RunConfig
 from spmdflow.errors import ConfigError
 
@@ -66,6 +71,14 @@ def resolve_paths(cfg: Any, *, download: bool) -> None:
 def run_dir_of(run: RunConfig) -> Path:
     """RUN_DIR: run.dir, else runs/<run.name>."""
     return Path(run.dir or Path("runs") / run.name)
+
+
+def to_yaml(cfg: Any) -> str:
+    """A settings object as YAML; `load` with this file gives an equal object.
+
+    Models and data sets of the hub's cache are named, with their commit.
+    """
+    return yaml.safe_dump(named(asdict(cfg)), sort_keys=False, default_flow_style=False)
 
 
 def named(value: Any) -> Any:
@@ -113,3 +126,245 @@ def _as_before(key: str, name: HubName, run: RunConfig) -> HubName:
         tree = tree.get(part) if isinstance(tree, dict) else None
     said = re.search(rf"\b{re.escape(name.repo)}(?::[^@()]*)?@([0-9a-f]{{40}})", str(tree))
     return HubName(name.repo, said[1], name.kind) if said else name
+
+
+_WORD = r"[A-Za-z0-9][\w.-]*"
+_NAME = re.compile(rf"(?P<repo>{_WORD}/{_WORD})(?:@(?P<revision>[\w./-]+))?")
+_SNAPSHOT = re.compile(
+    rf"(?P<cache>.+)/(?P<kind>model|dataset)s--(?P<owner>{_WORD}?)--(?P<name>{_WORD})"
+    r"/snapshots/(?P<revision>[0-9a-f]{40})"
+)
+_IGNORED = ("*/*", "*.bin", "*.pth", "consolidated*")
+"""Of a model: the same weights in other forms, and what lies in folders."""
+_SHOWN = 300  # characters of an error of the hub
+_SHARD = re.compile(r"(.*)-\d+-of-(\d+)(\..*)?")
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class HubName:
+    """What a name asks for."""
+
+    repo: str
+    """owner/name."""
+    revision: str | None = None
+    """A branch, tag or commit; none: what the cache has, else the newest."""
+    kind: str = "model"
+    """model or dataset."""
+
+    def __str__(self) -> str:
+        return self.repo + (f"@{self.revision}" if self.revision else "")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The files that are needed of a name."""
+
+    files: tuple[str, ...]
+    """Patterns, or several with | between; a folder is complete if every one has a file."""
+    more: tuple[str, ...] = ()
+    """Patterns of files that are downloaded too, if there are any."""
+    ignored: tuple[str, ...] = ()
+
+
+TOKENIZER = Wanted(
+    ("tokenizer*",), ("*.json", "*.model", "*.txt", "*.jinja"), (*_IGNORED, "*.safetensors*")
+)
+"""Files of a tokenizer, with the model's config.json."""
+MODEL = Wanted(("config.json", "*.safetensors"), (*TOKENIZER.files, *TOKENIZER.more), _IGNORED)
+"""Files of a model, its tokenizer's among them."""
+SIZES = Wanted(("config.json",), TOKENIZER.more, TOKENIZER.ignored)
+"""What a plan reads of a model."""
+
+
+def hub_name_of(text: str, kind: str = "model") -> HubName | None:
+    """The name in owner/name[@revision]; None for any other text and for a path that is there."""
+    match = _NAME.fullmatch(text)
+    if match is None or os.path.exists(text):
+        return None
+    return HubName(match["repo"], match["revision"], kind)
+
+
+def hub_name_of_folder(path: str) -> HubName | None:
+    """The name, with its commit, of a folder of this machine's cache; None for other folders."""
+    match = _SNAPSHOT.fullmatch(path)
+    if match is None or Path(match["cache"]) != _cache():
+        return None
+    return HubName(f"{match['owner']}/{match['name']}", match["revision"], match["kind"])
+
+
+def hub_folder(
+    key: str, name: HubName, wanted: Wanted, *, download: bool, wait_seconds: float
+) -> Path:
+    """The name's folder in the cache, downloaded if it is not there; ConfigError if it cannot be.
+
+    key: the setting, for messages. download: false: the cache alone. wait_seconds: limit for
+    another process of this node that downloads.
+    """
+    found = _cached(name, wanted)
+    if found is not None:
+        return found
+    why = "nothing is downloaded for a plan"
+    if download and not _is_offline():
+        with _one_of_a_node(key, name, wait_seconds):
+            found = _cached(name, wanted)
+            try:
+                return found or _download(name, wanted)
+            except (OSError, ValueError, RuntimeError, _hub().errors.HTTPError) as err:
+                why = textwrap.shorten(f"{type(err).__name__}: {err}", _SHOWN)
+    elif _is_offline():
+        why = "HF_HUB_OFFLINE is set"
+    raise ConfigError(
+        f"{key}: got {name}, which is no path in {Path.cwd()} and not in the hub's cache "
+        f"{_cache()} ({why}), expected one of both; correct the path, or download it where there "
+        f"is a network: {download_command(name, wanted)}"
+    )
+
+
+def download_command(name: HubName, wanted: Wanted) -> str:
+    """The shell command that puts the files into the cache."""
+    words = ["hf", "download", name.repo]
+    words += ["--repo-type", "dataset"] if name.kind == "dataset" else []
+    words += ["--revision", name.revision] if name.revision else []
+    for pattern in _patterns(wanted) if name.kind == "dataset" and wanted.files else ():
+        words += ["--include", pattern]
+    for pattern in wanted.ignored:
+        words += ["--exclude", pattern]
+    return shlex.join(words)
+
+
+def _cached(name: HubName, wanted: Wanted) -> Path | None:
+    """The name's folder if the cache has every file that is needed."""
+    folder = _cache() / f"{name.kind}s--{name.repo.replace('/', '--')}"
+    revision = name.revision or "main"
+    reference = folder / "refs" / revision
+    if reference.is_file():
+        revision = reference.read_text(encoding="utf-8").strip()
+    snapshot = folder / "snapshots" / revision
+    if not snapshot.is_dir():
+        return None
+    files = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()]
+    for pattern in wanted.files:
+        found = [name for part in pattern.split("|") for name in fnmatch.filter(files, part)]
+        if not found or _lacks_shards(found):
+            return None
+    return snapshot
+
+
+def _lacks_shards(files: Sequence[str]) -> bool:
+    """Whether a file says -00001-of-00003 and not all three are there."""
+    shards = [match for match in map(_SHARD.fullmatch, files) if match is not None]
+    have = Counter((match[1], match[2], match[3]) for match in shards)
+    return any(count < int(total) for (_, total, _), count in have.items())
+
+
+def _download(name: HubName, wanted: Wanted) -> Path:
+    from huggingface_hub import snapshot_download
+
+    folder = snapshot_download(
+        name.repo,
+        repo_type=name.kind,
+        revision=name.revision,
+        allow_patterns=_patterns(wanted),
+        ignore_patterns=list(wanted.ignored),
+    )
+    Path(folder).mkdir(parents=True, exist_ok=True)  # not made if no file fits
+    found = _cached(HubName(name.repo, Path(folder).name, name.kind), wanted)
+    if found is None:
+        raise ValueError(f"the hub has no {' or no '.join(wanted.files)} of it")
+    return found
+
+
+def _patterns(wanted: Wanted) -> list[str]:
+    """Of every file that is downloaded."""
+    return [part for pattern in (*wanted.files, *wanted.more) for part in pattern.split("|")]
+
+
+@contextlib.contextmanager
+def _one_of_a_node(key: str, name: HubName, seconds: float) -> Iterator[None]:
+    """Hold the name's lock; ConfigError if another process has it for that long."""
+    folder = _cache() / ".locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"spmdflow-{name.kind}--{name.repo.replace('/', '--')}.lock"
+    until = time.monotonic() + seconds
+    with path.open("w") as file:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"{key}: got {name}, which another process of this node still downloads after "
+                    f"{seconds:g} s, expected it by then; raise run.start_seconds, or download it "
+                    f"before the run"
+                )
+            time.sleep(_POLL_SECONDS)
+        yield  # the lock goes with the file, also if this process dies
+
+
+def _cache() -> Path:
+    return Path(_hub().constants.HF_HUB_CACHE).expanduser().absolute()
+
+
+def _is_offline() -> bool:
+    return bool(_hub().constants.is_offline_mode())
+
+
+def _hub() -> Any:  # the module; it is imported late
+    import huggingface_hub
+    import huggingface_hub.constants
+    import huggingface_hub.errors
+
+    return huggingface_hub
+
+
+_DATA = "|".join(f"*.{ending}" for ending in ("parquet", "json*", "csv", "tsv", "txt", "arrow"))
+_README = Wanted((), ("README.md",))
+_FRONT = re.compile(r"---\n(.*?)\n---", re.DOTALL)
+
+
+def data_set_folder(
+    key: str, name: HubName, config: str, *, download: bool, wait_seconds: float
+) -> Path:
+    """The folder with the files of a config ("": the default one); ConfigError as `hub_folder`."""
+    limits: dict[str, Any] = {"download": download, "wait_seconds": wait_seconds}
+    folder = hub_folder(key, name, _README, **limits)
+    files = _files_of(key, name, config, folder / _README.more[0])
+    name = replace(name, revision=folder.name)  # both parts of one commit
+    return hub_folder(key, name, Wanted(files, _README.more), **limits)
+
+
+def _files_of(key: str, name: HubName, config: str, readme: Path) -> tuple[str, ...]:
+    """Patterns of the files of a config; of any data file if the README names none."""
+    entries = _configs(readme)
+    if not entries:
+        return (_DATA,)
+    wanted = config or next((n for n, entry in entries.items() if entry.get("default")), "default")
+    entry = entries.get(wanted) or (None if config else next(iter(entries.values())))
+    if entry is None:
+        raise ConfigError(
+            f"{key}: got the config {config!r} of {name.repo}, expected one of "
+            f"{', '.join(entries)}; write {name.repo}:{next(iter(entries))}/train"
+        )
+    patterns = _paths(entry.get("data_files", ()))
+    return patterns or (f"{entry['data_dir']}/*" if entry.get("data_dir") else _DATA,)
+
+
+def _configs(readme: Path) -> Mapping[str, Mapping[str, Any]]:
+    """The README's configs by name."""
+    front = _FRONT.match(readme.read_text(encoding="utf-8")) if readme.is_file() else None
+    try:
+        facts = yaml.safe_load(front[1]) if front else None
+    except yaml.YAMLError:
+        facts = None  # the library that reads the rows says what is wrong
+    entries = facts.get("configs", ()) if isinstance(facts, dict) else ()
+    return {str(entry.get("config_name", "default")): entry for entry in entries}
+
+
+def _paths(files: Any) -> tuple[str, ...]:
+    """Paths in any of the forms of data_files: text, lists, {split, path}, {split: path}."""
+    if isinstance(files, str):
+        return (files,)
+    if isinstance(files, dict):
+        return _paths(files["path"] if "path" in files else list(files.values()))
+    return tuple(dict.fromkeys(path for part in files for path in _paths(part)))

@@ -1,14 +1,25 @@
-"""Layouts as users write them: "t2p2" is tensor-parallel size 2 and pipeline-parallel size 2.
+"""Who shares a model and a batch: layouts, the batch algebra, and both as the first lines of a run.
 
-What is left of a pool's ranks is data-parallel. Pure: text and integers, no process groups.
+"t2p2" is tensor-parallel size 2 and pipeline-parallel size 2; what is left of a pool's ranks is
+data-parallel. Pure: text and integers, no process groups.
+
+samples         = prompts_per_step * samples_per_prompt        (one step)
+mini-batches    = samples / mini_batch_size                    (must divide)
+optimizer steps = mini-batches * num_epochs                    (per step)
+rows per rank   = ceil or floor of mini_batch_size / ranks     (may be uneven)
+micro-batches   = ceil(most rows of a rank / rows of engine.micro_batch)
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from spmdflow.config.model_folder import ModelFacts
+from spmdflow.config.placement import pools_of
+from spmdflow.config.schema import DataConfig, EngineConfig, UpdateConfig
 from spmdflow.errors import ConfigError
 
 MEGATRON = "megatron"
@@ -132,3 +143,134 @@ def _check_options(role: str, engine: Any, sizes: Sizes) -> None:
 
 def _divisors(number: int) -> list[int]:
     return [small for small in range(1, number + 1) if number % small == 0]
+
+
+@dataclass(frozen=True)
+class Algebra:
+    """One role's way from samples to optimizer steps."""
+
+    samples: int
+    mini_batch_size: int
+    mini_batches: int
+    num_epochs: int
+    rows_per_rank: tuple[int, int]
+    """Fewest and most rows of a mini-batch on one rank."""
+    micro_batches: int
+    """Forward passes of a mini-batch on every rank, cut by rows."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of one step of the run."""
+        return self.mini_batches * self.num_epochs
+
+
+def batch_algebra_of(
+    role: str, data: DataConfig, update: UpdateConfig, engine: EngineConfig, *, num_ranks: int
+) -> Algebra:
+    """The algebra of one trained role on `num_ranks` data-parallel ranks.
+
+    ConfigError unless mini-batches divide the samples and keep the samples of a prompt together;
+    rows over ranks may be uneven.
+    """
+    samples = data.prompts_per_step * data.samples_per_prompt
+    size, group = update.mini_batch_size, data.samples_per_prompt
+    if samples % size or size % group:
+        groups = f" that is a multiple of {group}" if group > 1 else ""
+        raise ConfigError(
+            f"{role}.update.mini_batch_size: got {size}, expected a divisor of the {samples} "
+            f"samples of a step ({data.prompts_per_step} prompts x {group}){groups}; "
+            f"choose {_nearest_sizes(samples, group, size)}"
+        )
+    most = -(-size // num_ranks)
+    return Algebra(
+        samples=samples,
+        mini_batch_size=size,
+        mini_batches=samples // size,
+        num_epochs=update.num_epochs,
+        rows_per_rank=(size // num_ranks, most),
+        micro_batches=-(-most // engine.micro_batch_size_per_rank),
+    )
+
+
+def _nearest_sizes(samples: int, group: int, size: int) -> str:
+    """The allowed sizes around a refused one, at most three."""
+    allowed = [group * d for d in range(1, samples // group + 1) if (samples // group) % d == 0]
+    nearest = sorted(sorted(allowed, key=lambda other: abs(other - size))[:3])
+    return " or ".join(map(str, nearest))
+
+
+def batch_algebra(cfg: Any, world_size: int) -> str:
+    """Pools and batch algebra as a few lines of text; for settings that passed `check`."""
+    pools = pools_of(cfg, range(world_size))
+    lines = [
+        f"pool   {name}: ranks {_ranks(pool.ranks)}: {', '.join(pool.roles)}"
+        for name, pool in pools.items()
+    ]
+    idle = set(range(world_size)) - {rank for pool in pools.values() for rank in pool.ranks}
+    if idle:
+        lines.append(f"pool   none: ranks {_ranks(sorted(idle))} have no work")
+    lines += _batch(cfg)
+    for pool in pools.values():
+        for role in pool.roles:
+            lines += _updates(cfg, role, len(pool.ranks))
+    return "\n".join(lines)
+
+
+def _batch(cfg: Any) -> Iterator[str]:
+    if cfg.data.train_path is None:
+        yield f"data   {cfg.data.eval_path}: {cfg.data.eval_prompts}"
+        return
+    prompts, group = cfg.data.prompts_per_step, cfg.data.samples_per_prompt
+    yield f"batch  {_count(prompts, 'prompt')} x {_count(group, 'sample')} = {prompts * group} rows"
+
+
+def _updates(cfg: Any, role: str, num_ranks: int) -> Iterator[str]:
+    part: Any = getattr(cfg, role, None)
+    if part is None or not hasattr(part, "update"):
+        return
+    num_ranks //= training_sizes(role, part.engine).replica
+    algebra = batch_algebra_of(role, cfg.data, part.update, part.engine, num_ranks=num_ranks)
+    steps = algebra.optimizer_steps
+    yield (
+        f"{role:6} {algebra.samples} rows = {_count(algebra.mini_batches, 'mini-batch')} of "
+        f"{algebra.mini_batch_size}, x {_count(algebra.num_epochs, 'epoch')} = "
+        f"{_count(steps, 'optimizer step')} ({_in_run(steps * cfg.total_steps, part)})"
+    )
+    yield f"       {_micro_batches(algebra, num_ranks, part.engine)}"
+
+
+def _in_run(steps: int, part: Any) -> str:
+    warmup = part.optimizer.warmup_steps if hasattr(part, "optimizer") else 0
+    short = f", all of them warm-up, which takes {warmup}" if warmup > steps else ""
+    return f"{steps} in the run{short}"
+
+
+def _micro_batches(algebra: Algebra, num_ranks: int, engine: Any) -> str:
+    fewest, most = algebra.rows_per_rank
+    rows = f"{most}" if fewest == most else f"{fewest} or {most}"
+    cut = f"{_count(algebra.micro_batches, 'micro-batch')} of at most "
+    cut += engine.micro_batch
+    if engine.max_micro_batch_tokens is not None:
+        cut = f"micro-batches of at most {engine.micro_batch}"
+    share = f"{_replicas(num_ranks, engine.layout)} = {rows} per rank"
+    return f"{algebra.mini_batch_size} rows over {share} = {cut}"
+
+
+def _replicas(number: int, layout: str) -> str:
+    return _count(number, "rank") if layout == "t1" else f"{_count(number, 'replica')} of {layout}"
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("batch") else "s")
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Ascending ranks as ranges: [0, 1, 2, 5] -> "0-2, 5"."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    return ", ".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else f"{s[0]}" for s in spans)

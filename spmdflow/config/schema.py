@@ -348,7 +348,7 @@ class RewardConfig:
         "A sequence-classification model with one label; or use function.", None
     )
     engine: FrozenEngineConfig = part(FrozenEngineConfig)
-    # Any: a name, or a map of terms; config/reward_terms.py reads it
+    # Any: a name, or a map of terms; config/reward.py reads it
     function: Any = setting(
         "file.py:name or module:name of fn(prompt, response, row), or a map name -> weight * "
         "function; model is the model's score.",

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from spmdflow.config.data_source import split_place, with_places
 from spmdflow.config.installed import find_bundled, find_file
-from spmdflow.config.reward_terms import with_located_files
+from spmdflow.config.reward import with_located_files
 from spmdflow.errors import ConfigError
 
 ASSUME = "assume"

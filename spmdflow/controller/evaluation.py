@@ -15,14 +15,19 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from spmdflow.checkpoint.disk import write_atomically
-from spmdflow.config.reward_terms import knows_right
+from spmdflow.config.reward import knows_right
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.group import WeightLink, WorkerGroup
 from spmdflow.data.seed import seed_of
 from spmdflow.errors import ConfigError, ProtocolError, RewardError
-from spmdflow.tracking.estimate import as_metrics, estimates, normal_answer, per_prompt
-from spmdflow.tracking.evaluation_table import evaluation_table
+from spmdflow.tracking.estimate import (
+    as_metrics,
+    estimates,
+    evaluation_table,
+    normal_answer,
+    per_prompt,
+)
 
 logger = logging.getLogger(__name__)
 

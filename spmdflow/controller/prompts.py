@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmdflow.config.algorithm import DynamicSamplingConfig
-from spmdflow.config.eval_prompts import eval_prompts_of
+from spmdflow.config.data_source import eval_prompts_of
 from spmdflow.config.schema import DataConfig
 from spmdflow.controller.batch import Batch, concatenate
 from spmdflow.data.row_id import Ids, held_out_ids

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spmdflow.checkpoint.folder import Checkpoints
-from spmdflow.checkpoint.frozen import check_frozen
-from spmdflow.checkpoint.manifest import CheckpointInfo, FileFacts, check_layout, verify
-from spmdflow.checkpoint.shared import shared_token
-from spmdflow.checkpoint.written import Written
+from spmdflow.checkpoint.disk import shared_token
+from spmdflow.checkpoint.manifest import CheckpointInfo, FileFacts, Written, check_layout, verify
+from spmdflow.checkpoint.run_dir import Checkpoints
+from spmdflow.checkpoint.tensors import check_frozen
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.group import WorkerGroup
 from spmdflow.errors import CheckpointError, ConfigError

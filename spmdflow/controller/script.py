@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from spmdflow.checkpoint.run_dir import open_run_dir
-from spmdflow.config.describe import to_yaml
+from spmdflow.config.location import to_yaml
 from spmdflow.config.placement import pools_of
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.flow import Flow, FlowSettings, Stopped

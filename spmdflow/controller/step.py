@@ -21,8 +21,7 @@ from spmdflow.data.row_id import Ids
 from spmdflow.errors import ProtocolError
 from spmdflow.runtime.script_line import script_line
 from spmdflow.tracking.metric import merge
-from spmdflow.tracking.progress import progress_line
-from spmdflow.tracking.sample import Sample, SampleTable
+from spmdflow.tracking.progress import Sample, SampleTable, progress_line
 from spmdflow.tracking.trace import Span, TraceWriter
 from spmdflow.tracking.tracker import Tracker
 from spmdflow.transfer.worker import Max, Mean, Metric, Sum

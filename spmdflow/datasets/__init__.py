@@ -15,10 +15,10 @@ controller draws numbers (`PromptStream`); ranks turn numbers into columns (`Pro
 
 | file | does |
 |---|---|
-| line_file, parquet | any of the formats as lines that can be read by number |
-| tokenizer | the seam to transformers: a tokenizer from a folder, its end and padding ids |
-| examples | rows with answers: examples to imitate, pairs -> segments -> token ids |
+| line_file | any of the formats as lines that can be read by number |
+| tokenizer | the seam to transformers: ids, chats, the text of responses |
 | encode | a prompt's value -> text -> token ids, or what is wrong with it |
+| examples | rows with answers: examples to imitate, pairs, labels -> token ids |
 | scan | file -> `ScanReport`: good rows, over-long ones, bad ones with their line |
 | source | numbers -> `prompts`, `prompt_text`, `row` |
 | stream | shuffled epochs with a cursor; resumable |

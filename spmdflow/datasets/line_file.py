@@ -1,26 +1,27 @@
-"""A file of rows as lines of JSON that can be read in one pass or by number.
+"""A file of rows as lines of JSON that can be read in one pass or by number. Knows no columns.
 
-Packed files (gzip, zstd, Parquet) are unpacked once into an unnamed temporary file, never into
-memory. Knows no columns.
+Packed files (gzip, zstd, Parquet) and data sets are unpacked once into an unnamed temporary file,
+never into memory. The seam to pyarrow (extra `parquet`) and to the library `datasets` (extra
+`datasets`), both imported late. A data set's folder is one that `save_to_disk` wrote, or files as
+the hub has them (Parquet, JSON, CSV, text) with the configs and splits of its README.md.
 """
 
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import shutil
 import tempfile
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from spmdflow.config.data_source import FILE_ENDINGS, split_place
-from spmdflow.datasets.data_set import write_data_set
-from spmdflow.datasets.parquet import unpack_zstd, write_as_lines
-from spmdflow.errors import DataError
+from spmdflow.errors import ConfigError, DataError
 
 _BLOCK_BYTES = 1 << 20
 
@@ -122,3 +123,101 @@ def _format_of(path: Path) -> Callable[[Path], BinaryIO]:
         f"{path}: got the extension {path.suffix!r}, expected one of {', '.join(_FORMATS)}; "
         f"convert the file, or rename it if it is one of these"
     )
+
+
+_ROWS_AT_A_TIME = 1024
+
+
+def write_as_lines(path: Path, target: BinaryIO) -> None:
+    """Append one JSON object per row to target; values that JSON lacks (dates) become text.
+
+    ConfigError if pyarrow is not installed, DataError if the file is no Parquet.
+    """
+    pyarrow = _pyarrow(path, "a Parquet file")
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME):
+                for row in batch.to_pylist():
+                    target.write(json.dumps(row, default=str).encode() + b"\n")
+    except (pyarrow.ArrowException, OSError) as err:
+        raise DataError(
+            f"{path}: got a file that pyarrow cannot read ({err}); expected Parquet; "
+            f"copy it again, or correct its extension"
+        ) from err
+
+
+def unpack_zstd(path: Path, target: BinaryIO) -> None:
+    """Append what a zstd file holds to target.
+
+    ConfigError if pyarrow is not installed, DataError if the file is no zstd or cut off.
+    """
+    pyarrow = _pyarrow(path, "a zstd file")
+    try:
+        with pyarrow.input_stream(str(path), compression="zstd") as packed:
+            shutil.copyfileobj(packed, target)
+    except (pyarrow.ArrowException, OSError) as err:
+        raise DataError(
+            f"{path}: got a damaged or cut-off zstd file ({err}); expected zstd; copy it again"
+        ) from err
+
+
+def _pyarrow(path: Path, what: str) -> Any:  # the module; its package has no types
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as err:
+        raise ConfigError(
+            f"{path}: got {what}, expected pyarrow to read it with; "
+            f"pip install 'spmdflow[parquet]', or convert the file to .jsonl"
+        ) from err
+    return pyarrow
+
+
+_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
+
+
+def write_data_set(path: str, split: str, target: BinaryIO) -> None:
+    """Append one JSON object per row of a folder to target; values that JSON lacks become text.
+
+    split: ":split", ":config/split" or "" (train, or all that was saved). ConfigError if
+    `datasets` is not installed, DataError if the folder cannot be read or has no such split.
+    """
+    library = _library(path)
+    config, _, name = split.removeprefix(":").rpartition("/")
+    errors = (OSError, ValueError, KeyError, library.exceptions.DatasetsError)
+    try:
+        for row in _rows(library, path, config, name):
+            target.write(json.dumps(row, default=str).encode() + b"\n")
+    except errors as err:
+        said = f"{type(err).__name__}: {' '.join(str(err).split())}"
+        raise DataError(
+            f"{path}{split}: got a folder that datasets cannot read ({said}), "
+            f"expected a data set with that split; correct the config and the split behind the "
+            f"colon, or download it again"
+        ) from err
+
+
+def _rows(library: Any, path: str, config: str, split: str) -> Iterable[dict[str, Any]]:
+    folder = Path(path)
+    if not any((folder / name).is_file() for name in (_SAVED, _SAVED_SPLITS)):
+        found = library.load_dataset(path, config or None, split=split or "train", streaming=True)
+        return found  # type: ignore[no-any-return]
+    found = library.load_from_disk(path)
+    if isinstance(found, dict):
+        if (split or "train") not in found:
+            raise ValueError(f"its splits are {', '.join(found)}")
+        return found[split or "train"]  # type: ignore[no-any-return]
+    if split:
+        raise ValueError("it was saved without splits")
+    return found
+
+
+def _library(path: str) -> Any:  # the module; it is imported late
+    try:
+        import datasets
+    except ImportError as err:
+        raise ConfigError(
+            f"{path}: got a data set, expected the library datasets to read it with; "
+            f"pip install 'spmdflow[datasets]', or convert it to .jsonl"
+        ) from err
+    return datasets

@@ -14,7 +14,7 @@ import numpy as np
 from spmdflow.config.data_source import DataSource, data_sources
 from spmdflow.config.schema import DataConfig
 from spmdflow.datasets.encode import RowEncoder, fields_of, rename_fields
-from spmdflow.datasets.kind import encoder_of
+from spmdflow.datasets.examples import encoder_of
 from spmdflow.datasets.line_file import LineFile
 from spmdflow.errors import DataError
 

@@ -13,7 +13,7 @@ from spmdflow.config.schema import DataConfig
 from spmdflow.data.ragged import lengths_of
 from spmdflow.data.rows import set_column
 from spmdflow.datasets.encode import fields_of, rename_fields
-from spmdflow.datasets.kind import encoder_of
+from spmdflow.datasets.examples import encoder_of
 from spmdflow.datasets.line_file import LineFile
 from spmdflow.datasets.scan import ScannedFile, ScanReport
 from spmdflow.datasets.tokenizer import load_tokenizer

@@ -5,9 +5,26 @@ can work here; 1: it cannot, and the lines marked `bad` say why.
 
 | file | what |
 |---|---|
-| `command` | the command line and what it prints |
-| `check` | one thing that was looked at |
+| `__main__` | the command line and what it prints |
 | `packages` | Python, versions against the ranges of the installed package, extras |
-| `devices` | torch's build, GPUs, cores, the store that ranks meet at |
-| `node` | addresses, RUN_DIR, limits, environment |
+| `node` | torch's build, GPUs, addresses, RUN_DIR, limits, environment |
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GOOD, WARNING, ABSENT, BAD = "ok", "warn", "absent", "bad"
+"""ABSENT: an extra that is not installed. BAD: no run can work."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report."""
+
+    topic: str
+    name: str
+    state: str
+    found: str
+    advice: str = ""
+    """What to do, or what is missing without it; empty where there is nothing to say."""

@@ -1,9 +1,84 @@
-"""`python -m spmdflow.doctor`: see `command`."""
+"""The command line of the doctor: `spmdflow doctor [--run-dir FOLDER] [--json]`."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
 
-from spmdflow.doctor.command import main
+from spmdflow.doctor import ABSENT, BAD, Check
+from spmdflow.doctor.node import (
+    check_addresses,
+    check_devices,
+    check_environment,
+    check_limits,
+    check_run_dir,
+    check_system,
+)
+from spmdflow.doctor.packages import check_packages
 
-sys.exit(main())
+CAN_RUN, CANNOT_RUN = 0, 1
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Look at everything and report it; returns 0 if a run on the CPU can work, else 1."""
+    parser = argparse.ArgumentParser(
+        prog="spmdflow doctor", description="What works here, and what is missing for what."
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path("runs"), help="where runs are written (default: runs)"
+    )
+    parser.add_argument("--json", action="store_true", help="everything as data")
+    options = parser.parse_args(words)
+    checks = find_checks(options.run_dir)
+    if options.json:
+        plain = {"can_run": can_run(checks), "checks": [asdict(check) for check in checks]}
+        sys.stdout.write(json.dumps(plain) + "\n")
+    else:
+        sys.stdout.write(report_text(checks))
+    return CAN_RUN if can_run(checks) else CANNOT_RUN
+
+
+def find_checks(run_dir: Path) -> list[Check]:
+    """Everything that is looked at, in the order in which it is shown."""
+    return [
+        check_system(),
+        *check_packages(),
+        *check_devices(),
+        *check_addresses(),
+        *check_run_dir(run_dir),
+        *check_limits(),
+        *check_environment(os.environ),
+    ]
+
+
+def can_run(checks: Sequence[Check]) -> bool:
+    """Whether nothing was found that keeps a run from working."""
+    return all(check.state != BAD for check in checks)
+
+
+def report_text(checks: Sequence[Check]) -> str:
+    """The report as lines: state, name, what was found; below it what to do."""
+    lines = []
+    for topic, members in groupby(checks, lambda check: check.topic):
+        lines.append(topic)
+        for check in members:
+            lines.append(f"  {check.state:<6} {check.name:<20} {check.found}")
+            lines += [f"  {'':<27} {check.advice}"] if check.advice else []
+    bad = [check.name for check in checks if check.state == BAD]
+    absent = [check.name for check in checks if check.state == ABSENT]
+    if bad:
+        lines.append(f"\na run cannot work here: see {', '.join(bad)}")
+    else:
+        without = f", without the extras {', '.join(absent)}" if absent else ""
+        lines.append(f"\na run on the CPU can work here{without}")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,7 +9,7 @@ from importlib import import_module, metadata
 from typing import Any
 
 from spmdflow.config.installed import PACKAGE
-from spmdflow.doctor.check import ABSENT, BAD, GOOD, WARNING, Check
+from spmdflow.doctor import ABSENT, BAD, GOOD, WARNING, Check
 
 PROJECT = "spmdflow"
 NEEDED_FOR = {

@@ -15,8 +15,8 @@ from typing import Any
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.config.evaluate import EvaluatedConfig
 from spmdflow.config.model_folder import read_model_folder
+from spmdflow.config.offline import EvaluatedConfig
 from spmdflow.config.parallel import generation_sizes
 from spmdflow.config.schema import ActorConfig
 from spmdflow.data.row_id import is_held_out

@@ -15,12 +15,10 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.config.on_error import on_error_of
-from spmdflow.config.reward_terms import MODEL, RewardTerm, reward_terms
+from spmdflow.config.reward import MODEL, RewardTerm, on_error_of, reward_terms
 from spmdflow.config.schema import RewardConfig
 from spmdflow.data.ragged import lengths_of, ragged, rows_of
-from spmdflow.datasets.decode import response_texts
-from spmdflow.datasets.tokenizer import load_tokenizer
+from spmdflow.datasets.tokenizer import load_tokenizer, response_texts
 from spmdflow.errors import RewardError
 from spmdflow.models.base import EngineWorker
 from spmdflow.parallel.layout import Layout

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmdflow.config.data_source import data_sources, split_place
-from spmdflow.config.eval_prompts import eval_prompts_of
+from spmdflow.config.data_source import data_sources, eval_prompts_of, split_place
 from spmdflow.config.schema import DataConfig
 from spmdflow.data.column import ColumnSpec
 from spmdflow.data.rows import VALID

@@ -15,8 +15,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-from spmdflow.config.on_error import on_error_of
-from spmdflow.config.reward_terms import RewardTerm, reward_terms
+from spmdflow.config.reward import RewardTerm, on_error_of, reward_terms
 from spmdflow.config.schema import RewardConfig
 from spmdflow.errors import ConfigError, RewardError
 from spmdflow.rewards.process import RewardProcess

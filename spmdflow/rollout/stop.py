@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from spmdflow.datasets.decode import StopStrings
-from spmdflow.datasets.tokenizer import load_tokenizer
+from spmdflow.datasets.tokenizer import StopStrings, load_tokenizer
 from spmdflow.rollout.sampling import Sampling
 
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spmdflow.datasets.decode import StopStrings
+from spmdflow.datasets.tokenizer import StopStrings
 from spmdflow.errors import ConfigError
 from spmdflow.rollout import vllm_cuda
 from spmdflow.rollout.process_state import process_state_kept, replaced

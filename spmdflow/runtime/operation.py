@@ -19,9 +19,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.checkpoint.frozen import model_hash
-from spmdflow.checkpoint.shared import sees_token
-from spmdflow.checkpoint.written import write_part
+from spmdflow.checkpoint.disk import sees_token
+from spmdflow.checkpoint.manifest import write_part
+from spmdflow.checkpoint.tensors import model_hash
 from spmdflow.data.column import Column, column_of, join, to_message
 from spmdflow.data.group import RowGroups
 from spmdflow.data.ragged import is_ragged, with_offsets

@@ -107,3 +107,13 @@ def as_metrics(found: Mapping[str, Estimate], prefix: str) -> dict[str, float]:
         metrics[f"{prefix}/{name}_low"] = estimate.low
         metrics[f"{prefix}/{name}_high"] = estimate.high
     return metrics
+
+
+def evaluation_table(title: str, found: Mapping[str, Estimate], facts: Mapping[str, float]) -> str:
+    """Text of a title, a row for each estimate with its interval, and a row for each fact."""
+    width = max(map(len, [*found, *facts]))
+    lines = [title, f"{'':{width}}   value   {COVERAGE:.0%} interval"]
+    for name, (value, low, high) in found.items():
+        lines.append(f"{name:{width}} {value:7.4f}   {low:.4f} to {high:.4f}")
+    lines += [f"{name:{width}} {value:7.4g}" for name, value in facts.items()]
+    return "\n".join(lines) + "\n"

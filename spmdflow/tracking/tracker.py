@@ -1,16 +1,27 @@
-"""`Tracker`: the numbers and samples of a run on disk, and in TensorBoard or W&B on request."""
+"""`Tracker`: the numbers and samples of a run on disk, and in TensorBoard or W&B on request.
+
+Files are JSON Lines: appended, read and cut back, safe against a kill at any moment. A kill can
+only tear the last line. Readers skip what is no object with an integer `step`; rewriting goes
+through a second file and a rename. TensorBoard and W&B are imported only on request.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from itertools import count
 from math import isfinite
 from pathlib import Path
+from typing import Any, Protocol
 
-from spmdflow.errors import ConfigError
-from spmdflow.tracking.line import append_lines, cut_back, drop_torn_line, set_aside
-from spmdflow.tracking.sample import Sample
-from spmdflow.tracking.sink import SINKS
+from spmdflow.errors import ConfigError, SpmdflowError
+from spmdflow.tracking.progress import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -65,3 +76,179 @@ def _record(sample: Sample) -> dict[str, object]:
     score = float(sample.score) if isfinite(sample.score) else None
     record = {"prompt": sample.prompt, "response": sample.response, "score": score}
     return record | ({"terms": dict(sample.terms)} if sample.terms else {})
+
+
+class Sink(Protocol):
+    """Where finite metrics go as well."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a step."""
+
+    def cut_back(self, step: int) -> None:
+        """Forget what was recorded after `step`, as far as the service can."""
+
+    def close(self) -> None:
+        """Flush and end."""
+
+
+class TensorBoardSink:
+    """Event files in RUN_DIR/tensorboard."""
+
+    def __init__(self, run_dir: Path) -> None:
+        # Any: torch ships the writer, tensorboard the types
+        self._module: Any = _imported("tensorboard", "torch.utils.tensorboard")
+        self._folder = run_dir / "tensorboard"
+        self._writer = self._module.SummaryWriter(self._folder)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One scalar for each metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def cut_back(self, step: int) -> None:
+        """Have readers hide the events after `step`."""
+        self._writer.close()
+        self._writer = self._module.SummaryWriter(self._folder, purge_step=step + 1)
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class WandbSink:
+    """One W&B run for each RUN_DIR, continued on resume: its id is in RUN_DIR/wandb_id.
+
+    Project, entity and mode come from W&B's own variables (WANDB_PROJECT, WANDB_MODE, ...).
+    Points of steps that a resumed run repeats stay beside the new ones.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        wandb: Any = _imported("wandb", "wandb")  # Any: the extra may be absent
+        id_path = run_dir / "wandb_id"
+        if not id_path.exists():
+            id_path.write_text(secrets.token_hex(8))
+        try:
+            self._run = wandb.init(
+                name=run_dir.name, dir=run_dir, id=id_path.read_text().strip(), resume="allow"
+            )
+        except wandb.Error as err:
+            raise ConfigError(
+                f"run.trackers: wandb does not start ({err}), expected an account it can reach; "
+                f"log in with `wandb login`, set WANDB_MODE=offline or leave wandb out"
+            ) from err
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row; `step` is its x axis."""
+        self._run.log({"step": step, **metrics})
+
+    def cut_back(self, step: int) -> None:
+        """Nothing: W&B cannot forget rows."""
+
+    def close(self) -> None:
+        """Upload what is left."""
+        self._run.finish()
+
+
+SINKS: dict[str, type[TensorBoardSink] | type[WandbSink]] = {
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+}
+
+
+def _imported(extra: str, module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as err:
+        raise ConfigError(
+            f"run.trackers: {extra} is asked for but cannot be imported ({err}), expected the "
+            f"package; pip install 'spmdflow[{extra}]' or leave it out"
+        ) from err
+
+
+def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Append one line for each record, in one write that is handed to the system at once."""
+    text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
+    _guarded(path, lambda: _append(path, text.encode()))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, without lines that are torn or no record; [] if there is no file."""
+    if not path.exists():
+        return []
+    return [record for _, record in _records(path)]
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Drop the records of steps after `step`, and lines that are torn or no record; atomic."""
+    if not path.exists():
+        return
+    kept = b"".join(line for line, record in _records(path) if record["step"] <= step)
+    if kept != path.read_bytes():
+        _guarded(path, lambda: _replace(path, kept))
+
+
+def set_aside(path: Path) -> None:
+    """Rename a file that has content to the first free NAME.1.jsonl, NAME.2.jsonl, ..."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+    aside = next(name for name in names if not name.exists())
+    _guarded(path, partial(os.rename, path, aside))
+    logger.warning("%s: the run starts from its first step; the old one is %s", path, aside.name)
+
+
+def drop_torn_line(path: Path) -> None:
+    """Cut off a last line without newline, so that the next one does not continue it."""
+    data = path.read_bytes() if path.exists() else b""
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        logger.warning("%s: dropped a torn last line of %d bytes", path, len(data) - whole)
+        _guarded(path, lambda: os.truncate(path, whole))
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each good line, with its newline, and its record; warns of the others."""
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        record = _record_or_none(line)
+        if record is not None:
+            yield line, record
+        else:
+            logger.warning("%s:%d: left out, no whole record of a step", path, number)
+
+
+def _record_or_none(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:  # torn JSON or torn UTF-8
+        return None
+    is_record = isinstance(record, dict) and type(record.get("step")) is int
+    return record if is_record and line.endswith(b"\n") else None
+
+
+def _append(path: Path, data: bytes) -> None:
+    with path.open("ab", buffering=0) as file:
+        view = memoryview(data)
+        while view:
+            view = view[file.write(view) :]
+
+
+def _replace(path: Path, data: bytes) -> None:
+    beside = path.with_name(path.name + ".tmp")
+    with beside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def _guarded(path: Path, write: Callable[[], None]) -> None:
+    try:
+        write()
+    except OSError as err:
+        free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
+        raise SpmdflowError(
+            f"tracking: cannot write {path}: {err.strerror}; expected a writable folder with "
+            f"space ({free} bytes are free); free some or set run.dir"
+        ) from err

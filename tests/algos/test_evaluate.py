@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from spmdflow.config.exported import exported_folder
 from spmdflow.config.load import load
+from spmdflow.config.model_folder import exported_folder
 from spmdflow.controller.script import launch
 from spmdflow.errors import ConfigError
 from spmdflow.tracking.estimate import majority, pass_at_k

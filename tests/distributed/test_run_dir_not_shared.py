@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdflow.checkpoint.folder import find_latest
 from spmdflow.checkpoint.manifest import verify
+from spmdflow.checkpoint.run_dir import find_latest
 from tests.algos.runs import SCRIPT, SMALL, log_of, start
 
 OWN_MOUNTS = ["unshare", "--mount", "sh", "-c"]

@@ -18,7 +18,7 @@ ENVIRONMENT = {
     "spmdflow/run.py": "reads what torchrun set",
     "spmdflow/program.py": "reads how many ranks a node has",
     "spmdflow/config/load.py": "resolves settings",
-    "spmdflow/doctor/command.py": "reports the variables that a run would see",
+    "spmdflow/doctor/__main__.py": "reports the variables that a run would see",
     "spmdflow/rollout/vllm_contract.py": "vLLM is configured by variables only",
     "spmdflow/rollout/vllm_cuda.py": "vLLM's cache is moved by a variable only",
     "spmdflow/rollout/process_state.py": "puts back what vLLM changes",
@@ -36,8 +36,8 @@ LATE_IMPORTERS = {
 
 SEAMS = {
     "omegaconf": {"spmdflow/config/load.py", "spmdflow/config/source.py"},
-    "huggingface_hub": {"spmdflow/config/hub.py"},
-    "datasets": {"spmdflow/datasets/data_set.py"},
+    "huggingface_hub": {"spmdflow/config/location.py"},
+    "datasets": {"spmdflow/datasets/line_file.py"},
     "msgpack": 1,
     "math_verify": 1,
     "zmq": 1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from spmdflow.checkpoint.written import Written, write_part
+from spmdflow.checkpoint.manifest import Written, write_part
 
 
 def write_as_rank(folder: Path, files: Mapping[str, bytes], *, rank: int = 0) -> Written:

@@ -15,8 +15,7 @@ from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Draws
 from spmdflow.controller.prompts import PromptStream
 from spmdflow.data.ragged import rows_of
-from spmdflow.datasets.decode import response_texts
-from spmdflow.datasets.tokenizer import load_tokenizer
+from spmdflow.datasets.tokenizer import load_tokenizer, response_texts
 from spmdflow.errors import ConfigError, ProtocolError, SpmdflowError
 from spmdflow.models.actor import ActorWorker
 from spmdflow.plan.trace import trace

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from spmdflow.checkpoint.folder import Checkpoints, find_latest
 from spmdflow.checkpoint.manifest import read_manifest, verify
-from spmdflow.tracking.line import append_lines, cut_back, read_lines
+from spmdflow.checkpoint.run_dir import Checkpoints, find_latest
+from spmdflow.tracking.tracker import append_lines, cut_back, read_lines
 from tests.unit.checkpoint_files import write_as_rank
 
 OPERATIONS = {"mkdir", "open", "write", "flush", "fsync", "rename", "replace", "unlink", "rmdir"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdflow.checkpoint.folder import Checkpoints
+from spmdflow.checkpoint.run_dir import Checkpoints
 from tests.unit.checkpoint_files import write_as_rank
 
 

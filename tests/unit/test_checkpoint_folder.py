@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from spmdflow.checkpoint.folder import Checkpoints, find_latest
 from spmdflow.checkpoint.manifest import (
     CheckpointInfo,
     check_layout,
@@ -20,6 +19,7 @@ from spmdflow.checkpoint.manifest import (
     read_manifest,
     verify,
 )
+from spmdflow.checkpoint.run_dir import Checkpoints, find_latest
 from spmdflow.errors import CheckpointError
 from tests.unit.checkpoint_files import write_as_rank
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdflow.checkpoint.frozen import check_frozen, model_hash
+from spmdflow.checkpoint.tensors import check_frozen, model_hash
 from spmdflow.errors import CheckpointError
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdflow.checkpoint.folder import Checkpoints
-from spmdflow.checkpoint.run_dir import differences, open_run_dir, path_of
+from spmdflow.checkpoint.run_dir import Checkpoints, differences, open_run_dir, path_of
 from spmdflow.config.load import to_yaml
 from spmdflow.config.schema import RunConfig
 from spmdflow.errors import CheckpointError, ConfigError

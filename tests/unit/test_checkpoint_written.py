@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from spmdflow.checkpoint.folder import Checkpoints, find_latest
+from spmdflow.checkpoint.disk import TOKEN_FILE, sees_token, shared_token
 from spmdflow.checkpoint.manifest import FileFacts, verify
-from spmdflow.checkpoint.shared import TOKEN_FILE, sees_token, shared_token
+from spmdflow.checkpoint.run_dir import Checkpoints, find_latest
 from spmdflow.controller.saving import check_shared
 from spmdflow.errors import CheckpointError, ConfigError
 from tests.unit.checkpoint_files import write_as_rank

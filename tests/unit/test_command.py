@@ -15,10 +15,9 @@ import pytest
 import spmdflow
 from spmdflow.__main__ import COMMANDS, main
 from spmdflow.config.installed import bundled_scripts
-from spmdflow.doctor import node
-from spmdflow.doctor.check import ABSENT, BAD, GOOD, Check
-from spmdflow.doctor.command import can_run, report_text
-from spmdflow.doctor.command import main as doctor
+from spmdflow.doctor import ABSENT, BAD, GOOD, Check, node
+from spmdflow.doctor.__main__ import can_run, report_text
+from spmdflow.doctor.__main__ import main as doctor
 from spmdflow.doctor.packages import NEEDED_FOR, check_packages
 
 REPOSITORY = Path(__file__).parents[2]
@@ -103,7 +102,7 @@ def test_doctor_finds_no_fault_of_its_own_where_everything_is_missing(tmp_path: 
     program = (
         "import sys\n"
         "for name in ('torch', 'packaging.requirements', 'numpy'): sys.modules[name] = None\n"
-        "from spmdflow.doctor.command import main\n"
+        "from spmdflow.doctor.__main__ import main\n"
         "sys.exit(main(['--run-dir', '/proc/nowhere']))"
     )
 

@@ -17,8 +17,8 @@ from huggingface_hub import constants
 
 from spmdflow.checkpoint.run_dir import open_run_dir
 from spmdflow.config.check import check
-from spmdflow.config.describe import to_yaml
 from spmdflow.config.load import load
+from spmdflow.config.location import to_yaml
 from spmdflow.errors import ConfigError
 from spmdflow.plan import command as plan
 from tests.hub import COMMIT, files_of, serve, write_cached

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from spmdflow.config.check import check
-from spmdflow.config.describe import batch_algebra, to_yaml
-from spmdflow.config.help import schema_help
-from spmdflow.config.leaf import defaults, leaves
+from spmdflow.config.leaf import defaults, leaves, schema_help
 from spmdflow.config.load import SCRIPT_MODULE, load
+from spmdflow.config.location import to_yaml
 from spmdflow.config.offline import DPOConfig
+from spmdflow.config.parallel import batch_algebra
 from spmdflow.config.schema import PPOConfig
 from tests.unit.config_folder import accept, write_config_folder
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spmdflow.config.algebra import batch_algebra_of
+from spmdflow.config.parallel import batch_algebra_of
 from spmdflow.config.placement import Pool, resolve_placement, roles_of
 from spmdflow.config.schema import DataConfig, EngineConfig, PPOConfig, UpdateConfig
 from spmdflow.errors import ConfigError

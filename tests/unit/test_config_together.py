@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from spmdflow import run
 from spmdflow.config.check import check
-from spmdflow.config.describe import batch_algebra
 from spmdflow.config.leaf import defaults, leaves
 from spmdflow.config.load import load
+from spmdflow.config.parallel import batch_algebra
 from spmdflow.config.schema import PPOConfig
 from spmdflow.errors import ConfigError
 from tests.unit.config_folder import write_config_folder

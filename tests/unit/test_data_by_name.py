@@ -19,8 +19,8 @@ from tensordict import TensorDict
 
 from spmdflow.config.check import check
 from spmdflow.config.data_source import data_sources
-from spmdflow.config.describe import to_yaml
 from spmdflow.config.load import load
+from spmdflow.config.location import to_yaml
 from spmdflow.config.schema import DataConfig
 from spmdflow.datasets.scan import ScanReport, scan
 from spmdflow.datasets.source import PromptSource, source_settings

@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 
 from spmdflow import run
-from spmdflow.checkpoint.folder import Checkpoints, find_latest
 from spmdflow.checkpoint.manifest import CheckpointInfo, check_layout, verify
-from spmdflow.checkpoint.run_dir import open_run_dir
+from spmdflow.checkpoint.run_dir import Checkpoints, find_latest, open_run_dir
 from spmdflow.config.check import check
 from spmdflow.config.load import load
 from spmdflow.config.offline import PreferenceDataConfig

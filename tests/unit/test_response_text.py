@@ -10,8 +10,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from spmdflow.datasets.decode import StopStrings, response_texts
-from spmdflow.datasets.tokenizer import load_tokenizer
+from spmdflow.datasets.tokenizer import StopStrings, load_tokenizer, response_texts
 from tests.unit.toy_flow import TASK
 
 TEXT = (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdflow.config.reward_terms import RewardTerm, reward_terms, with_located_files
+from spmdflow.config.reward import RewardTerm, reward_terms, with_located_files
 from spmdflow.errors import ConfigError
 from spmdflow.rewards.pool import weighted
 from tests.unit.config_folder import accept, write_config_folder

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 
 from spmdflow.config.check import check
 from spmdflow.config.load import load
-from spmdflow.config.reward_source import check_rewards
-from spmdflow.config.reward_terms import reward_terms
+from spmdflow.config.reward import check_rewards, reward_terms
 from spmdflow.errors import ConfigError
 from spmdflow.rewards.math import answer_of, score
 from tests.unit.config_folder import write_config_folder

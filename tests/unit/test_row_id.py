@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdflow.config.eval_prompts import eval_prompts_of
+from spmdflow.config.data_source import eval_prompts_of
 from spmdflow.data.row_id import RowIds, held_out_ids, is_held_out
 from spmdflow.errors import ConfigError
 

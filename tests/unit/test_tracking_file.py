@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdflow.errors import ConfigError, SpmdflowError
-from spmdflow.tracking.line import append_lines, cut_back, drop_torn_line, read_lines
-from spmdflow.tracking.sample import Sample
-from spmdflow.tracking.tracker import Tracker
+from spmdflow.tracking.progress import Sample
+from spmdflow.tracking.tracker import Tracker, append_lines, cut_back, drop_torn_line, read_lines
 
 RECORDS = st.lists(
     st.fixed_dictionaries(

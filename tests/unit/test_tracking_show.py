@@ -11,9 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdflow.controller.step import _spread
-from spmdflow.tracking.plot import text_curve
-from spmdflow.tracking.progress import progress_line, stage_seconds
-from spmdflow.tracking.sample import Sample, SampleTable, printable, shortened
+from spmdflow.tracking.progress import (
+    Sample,
+    SampleTable,
+    printable,
+    progress_line,
+    shortened,
+    stage_seconds,
+    text_curve,
+)
 
 METRICS = {
     "reward/mean": 1.23456,

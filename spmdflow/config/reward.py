@@ -1,0 +1,300 @@
+"""What `reward.function` and `reward.on_error` say, and whether such functions can be called.
+
+    function: my_reward.py:score                     one function: its result is the score
+    function:                                        a map: the score is the weighted sum
+      correct: spmdflow.rewards.gsm8k:score
+      format: 0.2 * spmdflow.rewards.format:think_answer
+      length: 0.1 * spmdflow.rewards.length:linear(free_tokens=200, max_tokens=400)
+      judge: 0.5 * model                             the score of reward.model
+    on_error: drop 25%                               rows whose function fails are dropped
+
+The name of a term is that of its metric. A weight of 0 only reports; null takes a term away.
+Functions are looked up in their source; nothing of it is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from spmdflow.errors import ConfigError
+
+MODEL = "model"
+RESERVED = ("answer", "dropped", "dropped_share", "errors", "mean", "overlong", "score")
+"""Names that metrics of a reward have already."""
+
+_TERM = re.compile(r"(?:([^*]*?)\s*\*\s*)?(model|.+?:[\w.]+)\s*(\(.*\))?", re.DOTALL)
+_FORMS = (
+    "expected file.py:name, module:name or model, with a weight in front and name=value behind "
+    "where wanted; write for example 0.2 * my_reward.py:score(limit=100)"
+)
+
+
+@dataclass(frozen=True)
+class RewardTerm:
+    """One summand of the score: weight * function(prompt, response, row, **arguments)."""
+
+    name: str
+    """Name of its metric; "" for a function that stands alone."""
+    function: str
+    """file.py:name or module:name; "model" for the score of reward.model."""
+    weight: float = 1.0
+    arguments: tuple[tuple[str, Any], ...] = ()
+    """Keyword arguments: numbers, texts, booleans, None and lists of them."""
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is the score of reward.model."""
+        return self.function == MODEL
+
+
+def reward_terms(key: str, setting: object) -> tuple[RewardTerm, ...]:
+    """The terms of a `function` setting, in its order; none of None. ConfigError if unreadable."""
+    if setting is None:
+        return ()
+    if isinstance(setting, str):
+        return (_term(key, "", setting),)
+    if not isinstance(setting, dict):
+        raise ConfigError(
+            f"{key}: got {setting!r} ({type(setting).__name__}), expected one function or a map "
+            f"name -> function; write file.py:name or {{correct: file.py:name, ...}}"
+        )
+    written = {name: text for name, text in setting.items() if text is not None}
+    for name in written:
+        _check_name(key, name)
+    return tuple(_term(f"{key}.{name}", name, text) for name, text in written.items())
+
+
+def knows_right(reward: Any) -> bool:
+    """Whether reward settings have a function, which can say that a response is right."""
+    return any(not term.is_model for term in reward_terms("reward.function", reward.function))
+
+
+def with_located_files(setting: object, locate: Callable[[str], str]) -> object:
+    """The setting with the path of every file.py:name replaced by locate(path)."""
+    if isinstance(setting, dict):
+        return {name: with_located_files(text, locate) for name, text in setting.items()}
+    match = _TERM.fullmatch(setting.strip()) if isinstance(setting, str) else None
+    if match is None or ".py:" not in match[2]:
+        return setting
+    text = match.string
+    file, _, name = match[2].rpartition(":")
+    return f"{text[: match.start(2)]}{locate(file)}:{name}{text[match.end(2) :]}"
+
+
+def _check_name(key: str, name: object) -> None:
+    if not isinstance(name, str) or not name.isidentifier() or name in RESERVED:
+        raise ConfigError(
+            f"{key}: got the term {name!r}, expected a name of letters, digits and _ that is none "
+            f"of {', '.join(RESERVED)}; rename it"
+        )
+
+
+def _term(key: str, name: str, text: object) -> RewardTerm:
+    match = _TERM.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is None:
+        raise ConfigError(f"{key}: got {text!r}, {_FORMS}")
+    weight, function, call = match.groups()
+    if function == MODEL and call:
+        raise ConfigError(
+            f"{key}: got {text!r}, but a model takes no arguments; expected model alone; "
+            f"write {key}=model"
+        )
+    return RewardTerm(name, function, _weight(key, weight), _arguments(key, call))
+
+
+def _weight(key: str, text: str | None) -> float:
+    try:
+        weight = 1.0 if text is None else float(text)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise ConfigError(
+            f"{key}: got the weight {text!r}, expected a finite number; write 0.5 * file.py:name"
+        )
+    return weight
+
+
+def _arguments(key: str, call: str | None) -> tuple[tuple[str, Any], ...]:
+    """The keyword arguments of "(name=value, ...)", values being literals that JSON keeps."""
+    try:
+        tree = ast.parse(f"f{call or '()'}", mode="eval").body
+        assert isinstance(tree, ast.Call)
+        found = {str(item.arg): ast.literal_eval(item.value) for item in tree.keywords}
+        fits = not tree.args and None not in [item.arg for item in tree.keywords]
+        fits = fits and json.loads(json.dumps(found, allow_nan=False)) == found
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, AssertionError):
+        fits = False
+    if not fits:
+        raise ConfigError(
+            f"{key}: got the arguments {call}, expected name=value with numbers, texts in quotes, "
+            f"True, False or None; write for example (limit=100, kind='soft')"
+        )
+    return tuple(found.items())
+
+
+_PARAMETERS = ("prompt", "response", "row")
+_LISTS = {f"{name}s" for name in (*_PARAMETERS, "completion", "sample", "answer", "data_source")}
+_LISTS |= {"solution_strs", "solutions", "ground_truths", "extra_infos", "batch"}
+"""Names that say that a function wants all samples at once, as those of other libraries do."""
+_NEEDS = {"spmdflow.rewards.math": ("math_verify", "math")}
+"""Module -> the library it needs, and the extra that brings it."""
+
+
+def check_rewards(key: str, terms: tuple[RewardTerm, ...], *, has_model: bool) -> None:
+    """Each function can be called; the model's score is a term exactly if there is both."""
+    if not terms and not has_model:
+        raise ConfigError(
+            f"{key}: got neither model nor function, expected one of them or both; set "
+            f"{key}.model.path=FOLDER or {key}.function=file.py:name"
+        )
+    of_model = [term for term in terms if term.is_model]
+    if len(of_model) > 1 or (of_model and not has_model):
+        got = "more than one term model" if has_model else "the term model without a reward model"
+        raise ConfigError(
+            f"{key}.function: got {got}, expected one for {key}.model; set {key}.model.path=FOLDER "
+            f"or take a term away"
+        )
+    if terms and has_model and not of_model:
+        raise ConfigError(
+            f"{key}: got a model beside functions without a weight for its score, expected the "
+            f"term model; write {key}.function={{judge: 1.0 * model, rule: file.py:name}} or set "
+            f"one of the two to null"
+        )
+    for term in terms:
+        if not term.is_model:
+            check_reward_function(f"{key}.function" + (term.name and f".{term.name}"), term)
+
+
+def check_reward_function(key: str, term: RewardTerm) -> None:
+    """The file exists, parses, defines the name at top level and takes these arguments."""
+    reference = term.function
+    source, colon, name = reference.rpartition(":")
+    if not colon or not source or not name.isidentifier():
+        raise ConfigError(
+            f"{key}: got {reference!r}, expected file.py:name or module:name; "
+            f"write for example my_reward.py:score"
+        )
+    file = Path(source) if source.endswith(".py") else _module_file(key, source)
+    if not file.is_file():
+        raise ConfigError(
+            f"{key}: no file {file} in {Path.cwd()}, expected a Python file; correct the path"
+        )
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError) as err:
+        raise ConfigError(f"{key}: got {err} in {file}, expected Python; mend the file") from err
+    found = _top_level_names(tree)
+    if name not in found:
+        near = difflib.get_close_matches(name, found, 1)
+        hint = f"did you mean {near[0]}?" if near else "define it there"
+        raise ConfigError(f"{key}: no {name} in {file}, expected a function at top level; {hint}")
+    _check_parameters(key, file, found[name], [name for name, _ in term.arguments])
+    _check_library(key, source)
+
+
+def _module_file(key: str, module: str) -> Path:
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            f"{key}: no module {module}, expected one that Python can import; "
+            f"install it or write file.py:name"
+        )
+    return Path(spec.origin)
+
+
+def _top_level_names(tree: ast.Module) -> dict[str, ast.stmt]:
+    """Name -> statement that binds it: functions, classes, imports and assignments."""
+    found: dict[str, ast.stmt] = {}
+    for statement in tree.body:
+        match statement:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                found[name] = statement
+            case ast.ClassDef(name=name):
+                found[name] = statement
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                found |= {alias.asname or alias.name: statement for alias in names}
+            case ast.Assign(targets=targets):
+                found |= {node.id: statement for node in targets if isinstance(node, ast.Name)}
+    return found
+
+
+def _check_parameters(key: str, file: Path, statement: ast.stmt, given: Collection[str]) -> None:
+    """Only of a plain function; what is imported or assigned shows itself when it is called."""
+    if not isinstance(statement, ast.FunctionDef):
+        return
+    arguments = statement.args
+    positional = [argument.arg for argument in arguments.posonlyargs + arguments.args]
+    needed = len(positional) - len(arguments.defaults)
+    enough = len(positional) >= len(_PARAMETERS) or arguments.vararg is not None
+    if not enough or needed > len(_PARAMETERS):
+        raise ConfigError(
+            f"{key}: got {statement.name}({', '.join(positional)}) in {file}, expected "
+            f"{statement.name}({', '.join(_PARAMETERS)}); change its parameters"
+        )
+    many = [name for name in positional[: len(_PARAMETERS)] if name in _LISTS]
+    if many:
+        raise ConfigError(
+            f"{key}: got {statement.name}({', '.join(positional)}) in {file}, whose {many[0]} says "
+            f"that it takes lists, expected {statement.name}({', '.join(_PARAMETERS)}), called for "
+            f"one sample at a time; score one sample and name it so"
+        )
+    defaults = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    required = [argument.arg for argument, default in defaults if default is None]
+    known = positional[len(_PARAMETERS) :] + [argument.arg for argument in arguments.kwonlyargs]
+    unknown = [] if arguments.kwarg else [name for name in given if name not in known]
+    missing = [name for name in required if name not in given]
+    if unknown or missing:
+        takes = f"one or more of {', '.join(known)}" if known else "no arguments"
+        takes += f" ({', '.join(required)} always)" if required else ""
+        raise ConfigError(
+            f"{key}: got the arguments ({', '.join(given)}), but {statement.name} in {file} takes "
+            f"{takes}, expected these; write {statement.name}"
+            + (f"({known[0]}=...)" if known else "")
+        )
+
+
+def _check_library(key: str, source: str) -> None:
+    library, extra = _NEEDS.get(source, ("", ""))
+    if library and importlib.util.find_spec(library) is None:
+        raise ConfigError(
+            f"{key}: got {source}, but {library} is not installed, expected it; "
+            f"pip install 'spmdflow[{extra}]' or choose another function"
+        )
+
+
+DROPPED_PERCENT = 10.0
+"""Failed rows of one call that a run with "drop" bears, unless the setting says otherwise."""
+_ON_ERROR = re.compile(r"raise|zero|drop(?: (?P<percent>\d{1,3}(?:\.\d+)?) ?%)?")
+
+
+class OnError(NamedTuple):
+    """The setting reward.on_error, taken apart."""
+
+    kind: str
+    """raise, zero or drop."""
+    max_dropped_percent: float
+    """Of the rows of one call, over all ranks; more failed ones end the run (drop)."""
+
+
+def on_error_of(text: str, key: str = "reward.on_error") -> OnError:
+    """What the text asks for; ConfigError for anything else. key: of the setting, for messages."""
+    match = _ON_ERROR.fullmatch(text.strip())
+    percent = float(match["percent"] or DROPPED_PERCENT) if match else 101.0
+    if match is None or percent > 100:
+        raise ConfigError(
+            f"{key}: got {text!r}, expected raise, zero, drop, or drop with the share of failed "
+            f"rows that ends the run (10% if left out); write for example {key}='drop 25%'"
+        )
+    return OnError(match[0].split()[0], percent)
