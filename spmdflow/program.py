@@ -15,8 +15,7 @@ import torch.distributed as dist
 from spmdflow.controller import script as controller
 from spmdflow.plan.comparison import compare_run
 from spmdflow.prepare import load_for_launch, prepare
-from spmdflow.runtime.launch import Surroundings, check_ranks
-from spmdflow.runtime.outside import Outcome
+from spmdflow.runtime.launch import Outcome, Surroundings, check_ranks
 
 _MOST_STOPPED_RANKS = 64
 """Of a run that is compared after SIGTERM: torchrun kills 30 s after it."""

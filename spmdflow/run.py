@@ -41,8 +41,7 @@ from spmdflow.config.parallel import batch_algebra
 from spmdflow.config.schema import PPOConfig, RunConfig
 from spmdflow.errors import ConfigError, SpmdflowError
 from spmdflow.prepare import prepare
-from spmdflow.runtime.launcher import AGENT_MARK, die_with_launcher
-from spmdflow.runtime.process import allow_open_files
+from spmdflow.runtime.process import AGENT_MARK, allow_open_files, die_with_launcher
 
 FINISHED, FAILED, REFUSED = 0, 1, 2
 
@@ -214,8 +213,8 @@ def _launch(loaded: Loaded, place: Place, launcher: int | None, *, inproc: bool)
 
     from spmdflow.log import quiet_libraries, set_up_logging
     from spmdflow.program import launch_prepared
+    from spmdflow.runtime.failure import own_traceback
     from spmdflow.runtime.launch import Surroundings
-    from spmdflow.runtime.script_line import own_traceback
 
     set_up_logging(place.rank)
     quiet_libraries()
@@ -242,7 +241,7 @@ def _join_group(run: RunConfig) -> None:
     import torch
     import torch.distributed as dist
 
-    from spmdflow.runtime.roll_call import Attendant, own_store
+    from spmdflow.runtime.rendezvous import Attendant, own_store
 
     start = timedelta(seconds=run.start_seconds)
     shared, rank, world_size = next(dist.rendezvous("env://", timeout=start))

@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from spmdflow.blocks.box import Box, disjoint
-from spmdflow.blocks.plan import Edge, Plan, PlanError, redistribute
+from spmdflow.blocks.plan import Edge, NodeOf, Plan, PlanError, redistribute
 from spmdflow.blocks.rows import Ids, RowEdge, redistribute_rows
-from spmdflow.blocks.source import NodeOf
 
 Boxes = np.ndarray
 """(boxes, dims, 2) int64: start and stop of each dimension."""

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from spmdflow.blocks.source import NodeOf, candidates, share_out
+from spmdflow.blocks.plan import NodeOf, candidates, share_out
 from spmdflow.errors import RowError
 
 Ids = np.ndarray

@@ -12,7 +12,8 @@ import numpy as np
 from spmdflow.data.micro import num_micro_batches
 from spmdflow.data.seed import seed_of
 from spmdflow.parallel.layout import Layout
-from spmdflow.transfer.protocol import Protocol, balanced_chunks
+from spmdflow.transfer.chunk import balanced_chunks
+from spmdflow.transfer.protocol import Protocol
 
 T = TypeVar("T")
 R = TypeVar("R")

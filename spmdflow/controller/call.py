@@ -29,8 +29,7 @@ from spmdflow.data.row_id import Ids
 from spmdflow.errors import ColumnError, ProtocolError
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.protocol import protocol
-from spmdflow.transfer.register import MethodSpec, method_spec
-from spmdflow.transfer.row_maths import row_maths_spec
+from spmdflow.transfer.register import MethodSpec, method_spec, row_maths_spec
 
 
 @dataclass(frozen=True)

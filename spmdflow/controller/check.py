@@ -13,8 +13,7 @@ from typing import Any
 from spmdflow.controller.batch import Batch
 from spmdflow.errors import ColumnError, MessageError, ProtocolError
 from spmdflow.runtime.message import encode
-from spmdflow.transfer.register import MethodSpec, method_spec
-from spmdflow.transfer.row_maths import RowMathsSpec
+from spmdflow.transfer.register import MethodSpec, RowMathsSpec, method_spec
 
 
 def columns_read(spec: MethodSpec | RowMathsSpec, batch: Batch, label: str) -> list[str]:

@@ -13,7 +13,7 @@ from spmdflow.controller.caller import Caller
 from spmdflow.controller.check import too_many
 from spmdflow.controller.frame import Result
 from spmdflow.errors import ConfigError, ProtocolError
-from spmdflow.runtime.importing import name_of
+from spmdflow.runtime.message import name_of
 from spmdflow.transfer.register import method_spec
 from spmdflow.transfer.worker import Worker
 

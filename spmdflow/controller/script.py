@@ -25,8 +25,8 @@ from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
 from spmdflow.controller.transfers import Transfers
 from spmdflow.errors import ConfigError
 from spmdflow.runtime import launch as runtime
+from spmdflow.runtime.launch import Outcome
 from spmdflow.runtime.order import Transport
-from spmdflow.runtime.outside import Outcome
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from spmdflow.controller.frame import CallRecord, Frame
 from spmdflow.errors import MessageError
+from spmdflow.runtime.failure import script_line
 from spmdflow.runtime.order import Order, Pending, Replies, Transport
-from spmdflow.runtime.script_line import script_line
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from spmdflow.controller.caller import Caller
 from spmdflow.controller.frame import CallRecord, Result
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import ProtocolError
-from spmdflow.runtime.script_line import script_line
+from spmdflow.runtime.failure import script_line
 from spmdflow.tracking.metric import merge
 from spmdflow.tracking.progress import Sample, SampleTable, progress_line
 from spmdflow.tracking.trace import Span, TraceWriter

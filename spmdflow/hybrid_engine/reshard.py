@@ -32,8 +32,7 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from spmdflow.blocks.box import Box, subtract_all
-from spmdflow.blocks.plan import Plan, PlanError, redistribute
-from spmdflow.blocks.source import NodeOf
+from spmdflow.blocks.plan import NodeOf, Plan, PlanError, redistribute
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.piece import pieces_by_name
 from spmdflow.weights.ranks import RankTables

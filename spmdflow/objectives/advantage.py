@@ -31,7 +31,7 @@ from spmdflow.errors import ColumnError
 from spmdflow.objectives.estimator import Samples, estimator_of, gae
 from spmdflow.objectives.kl import kl_estimate
 from spmdflow.objectives.loss import Reduce, Report, inside, masked_sum, whiten
-from spmdflow.transfer.row_maths import row_maths
+from spmdflow.transfer.register import row_maths
 from spmdflow.transfer.worker import Mean, Metric
 
 

@@ -21,7 +21,7 @@ from spmdflow.data.rows import VALID, chosen_mask
 from spmdflow.errors import ConfigError
 from spmdflow.objectives.kl import bounded, kl_estimate
 from spmdflow.objectives.loss import Reduce, Report, inside
-from spmdflow.transfer.row_maths import row_maths
+from spmdflow.transfer.register import row_maths
 
 
 @row_maths(

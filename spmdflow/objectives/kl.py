@@ -27,7 +27,7 @@ from spmdflow.data.ragged import pad
 from spmdflow.data.rows import VALID, chosen_mask, valid_rows
 from spmdflow.errors import ConfigError
 from spmdflow.objectives.loss import Reduce, Report, inside
-from spmdflow.transfer.row_maths import row_maths
+from spmdflow.transfer.register import row_maths
 from spmdflow.transfer.worker import Mean
 
 MAX_LOG_RATIO = 20.0

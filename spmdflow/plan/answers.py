@@ -18,10 +18,9 @@ from spmdflow.datasets.scan import ScanReport
 from spmdflow.plan.example import PROMPTS, RESPONSES, ColumnForm, Examples
 from spmdflow.plan.record import Tokens, received_bytes
 from spmdflow.plan.replay import Replay
-from spmdflow.runtime.importing import find
+from spmdflow.runtime.message import find
 from spmdflow.runtime.order import Replies, names_in
-from spmdflow.transfer.register import method_spec
-from spmdflow.transfer.row_maths import row_maths_spec
+from spmdflow.transfer.register import method_spec, row_maths_spec
 
 Plain = Mapping[str, Any]
 _NO_IDS = np.zeros(0, dtype=np.int64)

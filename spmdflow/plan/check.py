@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from spmdflow.plan.record import TRANSFER, Finding, Trace, TracedOrder, consumer_of
-from spmdflow.runtime.importing import find
+from spmdflow.runtime.message import find
 from spmdflow.runtime.order import names_in
-from spmdflow.transfer.register import method_spec
-from spmdflow.transfer.row_maths import row_maths_spec
+from spmdflow.transfer.register import method_spec, row_maths_spec
 
 _SHIFT = 40
 _NONE = np.zeros(0, dtype=np.int64)

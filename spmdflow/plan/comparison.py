@@ -40,7 +40,7 @@ from spmdflow.plan.replay import Replay
 from spmdflow.plan.text import seconds_of, table
 from spmdflow.plan.weight import syncs_by_step, weight_plans
 from spmdflow.plan.workload import hardware_of, simulated
-from spmdflow.runtime.importing import find
+from spmdflow.runtime.message import find
 from spmdflow.tracking.tracker import read_lines
 
 logger = logging.getLogger(__name__)

@@ -5,11 +5,10 @@ Knows process groups, sockets, rows by number and worker classes by name; no scr
 
 | file | what |
 |---|---|
-| launch, session, rendezvous, roll_call, outside, settings | how ranks meet and part |
-| order, message, wire, importing | what is sent: orders, plain data, envelopes, names |
-| io, ledger, link, waiter | the sending rank's side: who was told what, who answered |
-| comm, executor, operation | a rank's side: threads, lanes, and what each command does |
-| process, launcher, signals, peers | processes of the run and the torchrun that started them |
-| failure, verdict, watch, script_line | what failed first, and how every process hears of it |
+| launch, session, settings, rendezvous | how ranks become one session, and part |
+| order, message, wire | what is sent: orders, plain data and names, envelopes and sockets |
+| io, peers, verdict | the sending rank's side: who was told what, who answered, what failed first |
+| comm, link, executor, operation | a rank's side: threads, lanes, and what each command does |
+| process, failure | processes and signals of the run; how a failure is told |
 | inproc | the same in one process, without threads (`--inproc`) |
 """

@@ -30,9 +30,8 @@ from spmdflow.runtime.executor import (
 from spmdflow.runtime.failure import UNWIND_SECONDS, Failure, as_record, write_failure
 from spmdflow.runtime.link import Link
 from spmdflow.runtime.peers import Peers
-from spmdflow.runtime.process import Process, dump_stacks, leave
+from spmdflow.runtime.process import Process, Signals, dump_stacks, leave
 from spmdflow.runtime.settings import SessionSettings
-from spmdflow.runtime.signals import Signals
 from spmdflow.runtime.wire import Endpoint, Envelopes, Kind
 
 logger = logging.getLogger(__name__)

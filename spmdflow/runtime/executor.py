@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from spmdflow.errors import ProtocolError
-from spmdflow.runtime.failure import Failure
+from spmdflow.runtime.failure import Failure, own_traceback
 from spmdflow.runtime.process import leave
-from spmdflow.runtime.script_line import own_traceback
 
 Operation = Callable[[dict[str, Any], int], dict[str, Any]]
 """operation(payload, number) -> reply payload; both plain data (runtime/message.py)."""

@@ -3,22 +3,30 @@
 Failures arrive in any order: when a rank dies its peers fail too, often sooner. For a second
 they are gathered; then a death counts as the cause before a stopped process, and that before
 what a rank said itself; within a kind the first to arrive counts.
+
+Also finds the user's own code: the line that made a call, and its part of a traceback.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import linecache
 import logging
+import os
 import sys
+import sysconfig
 import textwrap
 import time
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from spmdflow.errors import RunFailed
+from spmdflow.errors import RunFailed, SpmdflowError
 
 logger = logging.getLogger(__name__)
 
@@ -140,3 +148,44 @@ def _facts(failure: Failure) -> dict[str, Any]:
     facts["call"] = facts.pop("number")
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(facts.pop("time")))
     return {"rank": facts["rank"], "role": role, "method": method} | facts | {"time": stamp}
+
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_BUNDLED = _PACKAGE + "algos" + os.sep
+_FOREIGN = ("<", _PACKAGE, *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib")))
+_INSIDE = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+_SHOWN = 3
+
+
+def script_line() -> str:
+    """The innermost running line of the user's code, as "file:line: text"; empty if there is none.
+
+    Only of this thread.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    return f"{file}:{number}: {linecache.getline(file, number).strip()}"
+
+
+def own_traceback(err: BaseException) -> str:
+    """The lines of err's traceback in the user's code.
+
+    Where there are none, the last ones of all, but of an error that says by itself what to do.
+    """
+    frames = traceback.extract_tb(err.__traceback__)
+    own = [frame for frame in frames if is_own(frame.filename)]
+    if not own and not isinstance(err, SpmdflowError):
+        own = frames[-_SHOWN:]
+    return "".join(traceback.StackSummary.from_list(own).format())
+
+
+@cache
+def is_own(file: str) -> bool:
+    """Whether a source file is the user's: of no library, and not spmdflow's (scripts are)."""
+    if file.startswith(_BUNDLED):
+        return True
+    return not file.startswith(_FOREIGN) and not any(part in file for part in _INSIDE)

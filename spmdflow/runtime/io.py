@@ -1,7 +1,7 @@
 """The controller's transport: the ROUTER, and the io thread that is always there for it.
 
 Sends orders in the order they were submitted (per rank one FIFO stream for both lanes), collects
-the replies, runs `on_done` when an order is complete, and keeps watch (runtime/watch.py) while
+the replies, runs `on_done` when an order is complete, and keeps watch (runtime/verdict.py) while
 the script computes. One lock makes all of that one thing after the other. A script that waits
 takes the io thread's place: it sends and receives for itself, so a call costs no thread switch.
 """
@@ -21,15 +21,12 @@ from typing import Any
 from spmdflow.errors import RunFailed
 from spmdflow.runtime.executor import failure_of, stay_until
 from spmdflow.runtime.failure import Failure
-from spmdflow.runtime.ledger import Entry, Ledger
 from spmdflow.runtime.order import Order, Pending, Replies, Transport, too_early
-from spmdflow.runtime.peers import Peers
+from spmdflow.runtime.peers import Entry, Ledger, Peers
 from spmdflow.runtime.process import leave
 from spmdflow.runtime.settings import SessionSettings
-from spmdflow.runtime.verdict import LOST, Verdict
-from spmdflow.runtime.waiter import Waiter
-from spmdflow.runtime.watch import Watch
-from spmdflow.runtime.wire import Envelopes, Hub, Kind
+from spmdflow.runtime.verdict import LOST, Verdict, Watch
+from spmdflow.runtime.wire import Envelopes, Hub, Kind, Waiter
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from collections import deque
 from collections.abc import Callable
 
 from spmdflow.runtime.executor import Command, SharedLane, Unwound
-from spmdflow.runtime.waiter import Waiter
-from spmdflow.runtime.wire import Endpoint
+from spmdflow.runtime.wire import Endpoint, Waiter
 
 _FOREVER = float("inf")
 _IDLE_SECONDS = 60.0

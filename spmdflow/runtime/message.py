@@ -5,12 +5,16 @@ with str or int keys, `Path` (comes back as str), numpy arrays of bool, int or f
 and dataclasses. The last two travel as their import name and fields and are rebuilt only from
 modules that are already imported, so a message can neither load nor run foreign code: nothing
 is unpickled. Tuples *inside* them stay tuples: a dataclass comes back equal.
+
+Classes and functions of workers and scripts travel as "module:qualname" (`name_of`, `find`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import PurePath
 from typing import Any, cast
@@ -18,7 +22,7 @@ from typing import Any, cast
 import msgpack
 import numpy as np
 
-from spmdflow.errors import MessageError
+from spmdflow.errors import MessageError, ProtocolError
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Larger messages are refused: data of that size belongs into the transfer lane."""
@@ -162,3 +166,23 @@ def _record(name: str, values: list[Any]) -> Any:
             f"({', '.join(fields)}); run the same code on every rank"
         )
     return cls(**dict(zip(fields, values, strict=True)))
+
+
+def name_of(thing: Callable[..., Any]) -> str:
+    """The name under which every rank finds a module-level class or function."""
+    name = f"{thing.__module__}:{thing.__qualname__}"
+    if "<" in name:
+        raise ProtocolError(
+            f"{name}: defined inside a function, expected module level; move it to the top of "
+            f"the script, so that every rank finds it by name"
+        )
+    return name
+
+
+def find(name: str) -> Any:
+    """The inverse of `name_of`; the module is imported if it is not yet."""
+    module_name, _, path = name.partition(":")
+    thing: Any = sys.modules.get(module_name) or importlib.import_module(module_name)
+    for part in path.split("."):
+        thing = getattr(thing, part)
+    return thing

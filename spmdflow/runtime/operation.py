@@ -35,11 +35,10 @@ from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import ColumnError, SpmdflowError
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.runtime.importing import find
+from spmdflow.runtime.message import find
 from spmdflow.runtime.order import names_in
 from spmdflow.transfer.lane import CountedTransport, Release, run_release
-from spmdflow.transfer.register import method_spec
-from spmdflow.transfer.row_maths import row_maths_spec
+from spmdflow.transfer.register import method_spec, row_maths_spec
 from spmdflow.transfer.worker import CallInfo, Metric, MiniBatch, Worker, WorkerContext
 
 Plain = Mapping[str, Any]

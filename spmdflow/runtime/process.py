@@ -1,12 +1,26 @@
-"""Processes as Linux shows them: identity, life, end. Knows no ranks and no messages.
+"""Processes as Linux shows them: identity, life, end, signals, and the launcher above a rank.
 
 A pid alone can be reused, so a process is a pid with its start time; a `pidfd` becomes readable
-the moment the process ends, whoever its parent is.
+the moment the process ends, whoever its parent is. Knows no messages.
+
+A rank whose torchrun was killed must not live on: it would join the next start of the same command
+on the same port. From the first lines of `main` the kernel ends the rank with its parent
+(PR_SET_PDEATHSIG); once the session stands its comm thread watches the parent instead, because it
+can also say what happened (`outlive_launcher`, then runtime/comm.py).
+
+The kernel sends that signal when the *thread* that started the child ends. torchrun's agent starts
+its ranks from the thread that then waits for them, so that thread ends with the agent. Other
+parents promise nothing of the kind, so the signal is asked for only where an agent started us:
+not under srun without torchrun (slurmstepd ends the tasks of a step itself), not under mpirun
+(whose daemon may start ranks from a passing thread), not with --inproc (the parent is a shell, and
+nohup must work), not by `spmdflow.launch` in a host program (how that one ends is its own affair).
+With a wrapper between torchrun and the rank the wrapper counts as the parent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import logging
 import os
@@ -18,6 +32,8 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -191,3 +207,90 @@ def _stat_fields(pid: int) -> list[str] | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return text.rpartition(")")[2].split()
+
+
+class Signals:
+    """SIGTERM and SIGINT during a session: held back from every thread, read by the comm thread.
+
+    SIGTERM is blocked, so threads started later inherit that and `sigtimedwait` takes it. Threads
+    that libraries started before (gloo's) do not block it; for those a handler is set, whose
+    wakeup descriptor is written by the interpreter's C code in whichever thread is hit, even while
+    the main thread sits in a collective. SIGINT keeps its KeyboardInterrupt in the main thread.
+    A context manager for the main thread; `take` belongs to the comm thread.
+    """
+
+    def __enter__(self) -> Signals:
+        self.descriptor, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        self._old_handler: Any = signal.signal(signal.SIGTERM, _ignore)
+        self._old_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        return self
+
+    def take(self) -> set[int]:
+        """Which of SIGTERM and SIGINT arrived since the last call."""
+        taken: set[int] = set()
+        with contextlib.suppress(BlockingIOError):
+            taken.update(os.read(self.descriptor, 4096))
+        while (pending := signal.sigtimedwait({signal.SIGTERM}, 0)) is not None:
+            taken.add(pending.si_signo)
+        return taken & {signal.SIGTERM, signal.SIGINT}
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        signal.set_wakeup_fd(self._old_wakeup)
+        signal.signal(signal.SIGTERM, self._old_handler or signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
+        os.close(self._writer)
+        os.close(self.descriptor)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Keeps the default action (sudden death) away; `take` reports the signal."""
+
+
+AGENT_MARK = "TORCHELASTIC_RUN_ID"
+"""An environment variable that every rank of an agent has and the agent itself has not."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_launcher() -> int | None:
+    """From now on this process ends when its parent does; the parent's pid.
+
+    Called by the main thread as early as possible. None: the parent has ended already, and who
+    looks like one is the process that adopts orphans.
+    """
+    parent = os.getppid()
+    _set_death_signal(signal.SIGKILL)
+    return parent if os.getppid() == parent and _can_be_launcher(parent) else None
+
+
+def outlive_launcher() -> None:
+    """Undo `die_with_launcher` (main thread): somebody else watches the parent now."""
+    _set_death_signal(0)
+
+
+def _set_death_signal(number: int) -> None:
+    """Of the calling thread; a new thread has none."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0)
+
+
+def _can_be_launcher(pid: int) -> bool:
+    """Whether pid is an agent (a Python program) or a wrapper that an agent started.
+
+    Orphans are adopted by process 1 or by the nearest "subreaper", such as `systemd --user`; these
+    are neither. An agent may be process 1 itself (in a container). Process 1 of somebody else
+    cannot be looked at, and is none.
+    """
+    process = Path(f"/proc/{pid}")
+    try:
+        program = os.readlink(process / "exe")
+        if program == os.readlink("/proc/self/exe") or "python" in Path(program).name:
+            return True
+        return f"{AGENT_MARK}=".encode() in (process / "environ").read_bytes()
+    except OSError:
+        return pid != 1 and process.exists()

@@ -23,12 +23,11 @@ from spmdflow.runtime.comm import Comm
 from spmdflow.runtime.executor import Operation, failure_of
 from spmdflow.runtime.failure import remove_old_reports, run_failed
 from spmdflow.runtime.io import Io
-from spmdflow.runtime.launcher import outlive_launcher
 from spmdflow.runtime.order import Transport
 from spmdflow.runtime.peers import Peers
+from spmdflow.runtime.process import Signals, outlive_launcher
 from spmdflow.runtime.rendezvous import Meeting, meet
 from spmdflow.runtime.settings import Member, SessionSettings
-from spmdflow.runtime.signals import Signals
 from spmdflow.runtime.wire import Endpoint, Envelopes
 
 __all__ = ["Member", "SessionSettings", "run_session"]
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 _SWITCH_SECONDS = 5e-4
 """Thread switch interval: a round trip beside busy Python falls from 5.2 to 0.6 ms."""
 _JOIN_SECONDS = 60.0
-"""More than the controller gives the ranks to leave (runtime/watch.py)."""
+"""More than the controller gives the ranks to leave (runtime/verdict.py)."""
 
 
 def run_session(

@@ -29,7 +29,7 @@ class SessionSettings:
     secret: str | None = None
     """Turns on CURVE; the same on every rank (SPMDFLOW_SECRET)."""
     launcher: int | None = None
-    """Pid of the parent with which the process ends (runtime/launcher.py); None: who it is."""
+    """Pid of the parent with which the process ends (runtime/process.py); None: who it is."""
     unwinds: bool = False
     """A failure that leaves every process alive ends the session (RunFailed), not the processes."""
     on_failure: Callable[[RunFailed], None] | None = None

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spmdflow.blocks.plan import share_out
 from spmdflow.blocks.proof import verify_rows
 from spmdflow.blocks.rows import redistribute_rows
-from spmdflow.blocks.source import share_out
 from spmdflow.errors import RowError
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.protocol import protocol

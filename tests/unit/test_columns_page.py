@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import spmdflow
-from spmdflow.transfer.register import registered_methods
-from spmdflow.transfer.row_maths import row_maths_spec
+from spmdflow.transfer.register import registered_methods, row_maths_spec
 from spmdflow.transfer.worker import Worker
 
 _PAGE = (Path(__file__).parents[2] / "docs" / "COLUMNS.md").read_text(encoding="utf-8")

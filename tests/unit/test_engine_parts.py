@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from spmdflow.blocks.hash import MODULUS, positional_hash, to_signed
 from spmdflow.config.schema import OptimizerConfig
 from spmdflow.errors import CheckpointError, ConfigError, ProtocolError
-from spmdflow.transfer.row_maths import row_maths, row_maths_spec
+from spmdflow.transfer.register import row_maths, row_maths_spec
 from spmdflow.workers.optimizer import ShardedAdamW, learning_rate
 
 

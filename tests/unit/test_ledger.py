@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmdflow.runtime.ledger import GRACE_SECONDS, Entry, Ledger
+from spmdflow.runtime.peers import GRACE_SECONDS, Entry, Ledger
 
 
 def _sent(

@@ -17,7 +17,7 @@ from spmdflow.data.ragged import lengths_of, pad, ragged
 from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.objectives.advantage import compute_advantages, gae
 from spmdflow.objectives.loss import whiten
-from spmdflow.transfer.row_maths import row_maths_spec
+from spmdflow.transfer.register import row_maths_spec
 from spmdflow.transfer.worker import Mean
 from tests.unit.replayed_ranks import run_ranks, take
 

@@ -12,8 +12,7 @@ from spmdflow.config.load import load
 from spmdflow.plan.example import KNOWN
 from spmdflow.plan.record import Refusal, bytes_by_edge, row_edges
 from spmdflow.plan.trace import trace
-from spmdflow.transfer.register import registered_methods
-from spmdflow.transfer.row_maths import row_maths_spec
+from spmdflow.transfer.register import registered_methods, row_maths_spec
 from spmdflow.transfer.worker import Worker
 from tests.unit.planned import (
     ALGORITHMS,

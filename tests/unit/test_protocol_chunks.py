@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdflow.errors import RowError
-from spmdflow.transfer.protocol import balanced_chunks, chunks, grouped_chunks
+from spmdflow.transfer.chunk import balanced_chunks, chunks, grouped_chunks
 
 parts_of = st.integers(1, 9)
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from spmdflow.errors import ConfigError, DeadlineError
-from spmdflow.runtime.roll_call import Attendant, own_store
+from spmdflow.runtime.rendezvous import Attendant, own_store
 
 
 def start(store: dist.Store, ranks: list[Attendant], *, seconds: float = 10.0) -> list[dist.Store]:

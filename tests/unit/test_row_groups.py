@@ -17,7 +17,7 @@ from spmdflow.controller.prompts import PromptStream
 from spmdflow.data.group import RowGroups
 from spmdflow.errors import ColumnError, ConfigError, ProtocolError
 from spmdflow.objectives.advantage import compute_advantages
-from spmdflow.transfer.row_maths import row_maths
+from spmdflow.transfer.register import row_maths
 from tests.unit.replayed_ranks import run_ranks
 from tests.unit.toy_flow import Rank, Toy, ToyConfig, rank_of_one
 

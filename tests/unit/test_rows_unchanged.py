@@ -16,8 +16,7 @@ from spmdflow.data.column import Column, column_of
 from spmdflow.data.ragged import lengths_of, ragged
 from spmdflow.data.unchanged import Unchanged
 from spmdflow.errors import ColumnError
-from spmdflow.transfer.register import register
-from spmdflow.transfer.row_maths import row_maths
+from spmdflow.transfer.register import register, row_maths
 from tests.unit.toy_flow import ROWS, FrozenToyConfig, Rank, Toy, rank_of_one
 
 Write = Callable[[TensorDict], object]

@@ -20,7 +20,7 @@ from spmdflow.data.seed import seed_of
 from spmdflow.errors import ProtocolError
 from spmdflow.models.actor import ActorWorker
 from spmdflow.models.generator import row_seeds
-from spmdflow.transfer.row_maths import row_maths
+from spmdflow.transfer.register import row_maths
 from spmdflow.transfer.worker import CallInfo
 from tests.unit.toy_flow import TASK, Rank, rank_of_one
 

@@ -30,8 +30,7 @@ from spmdflow.runtime.inproc import InprocTransport
 from spmdflow.runtime.operation import RankSettings, RankState
 from spmdflow.transfer.lane import CountedTransport
 from spmdflow.transfer.protocol import Answer, Protocol, Shares, register_protocol
-from spmdflow.transfer.register import register
-from spmdflow.transfer.row_maths import row_maths
+from spmdflow.transfer.register import register, row_maths
 from spmdflow.transfer.worker import Max, Mean, Sum, Worker
 
 TASK = Path(__file__).parents[2] / "algos" / "arithmetic"

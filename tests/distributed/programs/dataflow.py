@@ -21,8 +21,7 @@ from spmdflow.config.schema import DataConfig, EngineConfig, RunConfig, UpdateCo
 from spmdflow.controller.prompts import PromptStream
 from spmdflow.controller.script import launch
 from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
-from spmdflow.transfer.register import register
-from spmdflow.transfer.row_maths import row_maths
+from spmdflow.transfer.register import register, row_maths
 from spmdflow.transfer.worker import Mean, Sum, Worker
 
 ROWS = 11
