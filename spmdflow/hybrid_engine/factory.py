@@ -17,6 +17,8 @@ from spmdflow.hybrid_engine.shared_storage import BlockStorage, FlatStorage, Sha
 from spmdflow.hybrid_engine.stream import BUCKET_BYTES, GroupWire, WeightStream
 from spmdflow.hybrid_engine.sync import CopySync, SharedSync, StreamSync, WeightSync
 from spmdflow.hybrid_engine.table import generation_tables, training_tables
+from spmdflow.kind.engine import engine_kind
+from spmdflow.kind.generator import generator_kind
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import Generator
 from spmdflow.rollout.vllm import VllmGenerator
@@ -110,9 +112,9 @@ def _plan(cfg: Any, layout: Layout, *, element_bytes: int) -> ReshardPlan:
 
 def _obstacle(cfg: Any, layout: Layout) -> str | None:
     """Why trainer and generator cannot share weights, or None."""
-    if cfg.engine.kind != "megatron":
+    if not engine_kind(cfg.engine.kind).shares_storage:
         return f"engine.kind={cfg.engine.kind} lays weights out in another way than generation"
-    if cfg.rollout.engine != "vllm":
+    if not generator_kind(cfg.rollout.engine).shares_storage:
         return f"rollout.engine={cfg.rollout.engine} has weights of its own"
     if cfg.rollout.dtype != cfg.model.dtype:
         return f"rollout.dtype {cfg.rollout.dtype} is not model.dtype {cfg.model.dtype}"

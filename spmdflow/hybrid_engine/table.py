@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from spmdflow.kind.engine import engine_kind, load
+from spmdflow.kind.generator import generator_kind
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.megatron import buffer_numel, vocab_multiple
-from spmdflow.weights.ranks import (
-    RankTables,
-    megatron_tables,
-    sharded_tables,
-    vllm_tables,
-    whole_tables,
-)
+from spmdflow.weights.ranks import RankTables, megatron_tables
 
 
 def training_tables(architecture: Architecture, layout: Layout, *, kind: str) -> RankTables:
     """What each rank trains with, by engine.kind."""
-    if kind == "megatron":
-        multiple = vocab_multiple(layout.tp_size)
-        return megatron_tables(architecture, layout, vocab_multiple=multiple)
-    if kind == "zero1":
-        return whole_tables(architecture, layout)
-    return sharded_tables(architecture, replace(layout, shard_size=layout.dp_size))
+    tables: RankTables = load(engine_kind(kind).weight_table)(architecture, layout)
+    return tables
 
 
 def generation_tables(architecture: Architecture, layout: Layout, *, engine: str) -> RankTables:
     """What each rank generates with, by rollout.engine and the layout's generation sizes."""
-    tables = {"vllm": vllm_tables, "builtin": whole_tables}
-    return tables[engine](architecture, layout)
+    tables: RankTables = load(generator_kind(engine).weight_table)(architecture, layout)
+    return tables
 
 
 def storage_numel(

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from spmdflow.errors import ConfigError
+from spmdflow.kind.engine import EngineKind, Sharding, engine_kind, engines_that_cut
+from spmdflow.kind.generator import GeneratorKind, generator_kind, generators_that_cut
 from spmdflow.mapping.shape import ModelShape
 
 Kind = Literal["generate", "infer", "train"]
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 """By dtype."""
-ENGINES = ("megatron", "fsdp", "zero1", "zero2", "zero3")
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Workload:
 class Engine:
     """How a model is held and cut; sizes that are None are searched."""
 
-    kind: str = "megatron"
-    """megatron (tensor and pipeline parallel), fsdp, zero1, zero2 or zero3 (data parallel)."""
+    kind: str = field(default_factory=lambda: engines_that_cut()[0])
+    """As engine.kind; its facts are `facts`."""
     layout: tuple[int, int] | None = None
     """(tp_size, pp_size), or None: Algorithm 2 chooses; data-parallel engines have (1, 1)."""
     tp_sizes: tuple[int, ...] | None = None
@@ -67,8 +68,18 @@ class Engine:
     """Whether the model lives on the host between calls."""
 
     def __post_init__(self) -> None:
-        _choice("engine.kind", self.kind, ENGINES)
         _choice("engine.dtype", self.dtype, tuple(ELEMENT_BYTES))
+        assert self.facts
+
+    @property
+    def facts(self) -> EngineKind:
+        """Of its kind; ConfigError if there is none of that name."""
+        return engine_kind(self.kind)
+
+    @property
+    def sharding(self) -> Sharding:
+        """What its data-parallel ranks divide and send, under its options."""
+        return self.facts.sharding_with(self.options)
 
     @property
     def element_bytes(self) -> int:
@@ -80,8 +91,8 @@ class Engine:
 class Rollout:
     """How a model generates."""
 
-    kind: str = "vllm"
-    """vllm, or builtin: whole copies on single ranks."""
+    kind: str = field(default_factory=lambda: generators_that_cut()[0])
+    """As rollout.engine; its facts are `facts`."""
     layout: tuple[int, int] | None = None
     """(gen_tp_size, gen_pp_size), or None: searched among those that nest in training's."""
     weights: str = "flat"
@@ -95,9 +106,14 @@ class Rollout:
     """Sequences for which the memory floor reserves cache, so that a plan does not crawl."""
 
     def __post_init__(self) -> None:
-        _choice("rollout.kind", self.kind, ("vllm", "builtin"))
         _choice("rollout.weights", self.weights, ("flat", "blocks", "copy"))
         _choice("rollout.dtype", self.dtype, tuple(ELEMENT_BYTES))
+        assert self.facts
+
+    @property
+    def facts(self) -> GeneratorKind:
+        """Of its kind; ConfigError if there is none of that name."""
+        return generator_kind(self.kind)
 
     @property
     def element_bytes(self) -> int:

@@ -72,8 +72,8 @@ def transition_seconds(model: Model, cut: Cut, hw: Hardware) -> Array:
     if model.weights_from is not None:
         node = received * np.minimum(hw.gpus_per_node, cut.tp * cut.pp * cut.dp)
         return node / hw.network_rate + hw.collective_base_seconds
-    if model.engine.kind != "megatron":
-        group = np.ceil(cut.dp / 1.0)
+    if model.engine.sharding.parameters:
+        group = cut.dp
         per_node = np.minimum(group, hw.gpus_per_node)
     else:
         tensor, stages = cut.tp / cut.gen_tp, cut.pp / cut.gen_pp
@@ -90,9 +90,7 @@ def transition_bytes(model: Model, cut: Cut) -> Array:
     needed = weights / (cut.gen_tp * cut.gen_pp)
     if model.weights_from is not None:
         return needed
-    if model.engine.kind == "zero1":
-        return np.zeros(len(cut))
-    if model.engine.kind != "megatron":
+    if model.engine.sharding.parameters:
         return needed * (cut.dp - 1) / cut.dp
     return np.maximum(needed - weights / (cut.tp * cut.pp), 0.0)
 

@@ -27,7 +27,7 @@ from spmdflow.mapping.generation import (
 )
 from spmdflow.mapping.layer import kv_width
 from spmdflow.mapping.strategy import Array, Cut
-from spmdflow.mapping.training import local_parameters, micro_batch_rows, traffic_of
+from spmdflow.mapping.training import local_parameters, micro_batch_rows, share_of
 
 Bytes = dict[str, Array]
 """Bytes of one rank by what they hold."""
@@ -45,23 +45,20 @@ def resident_bytes(model: Model, cut: Cut) -> Bytes:
 
 
 def state_bytes(model: Model, cut: Cut) -> Bytes:
-    """Weights, optimizer and Megatron's gradient buffer of one rank."""
-    engine = model.engine
+    """Weights, optimizer and, where it stays, the gradient buffer of one rank."""
+    engine, sharding = model.engine, model.engine.sharding
     local = local_parameters(model, cut)
-    size = engine.element_bytes
     if model.weights_from is not None and model.rollout is not None:
         return _nothing(cut) | {"parameters": local * model.rollout.element_bytes}
-    if engine.kind != "megatron":
-        return _data_parallel_state(model, cut)
-    if not model.trained:
-        return _nothing(cut) | {"parameters": local * size}
-    share = np.ones(len(cut)) if "plain_optimizer" in engine.options else cut.dp
-    second_copy = 4 if size == 2 else 0
-    return _nothing(cut) | {
-        "parameters": local * size,
-        "gradients": local * 4,
-        "optimizer": local * (8 + second_copy) / share,
-    }
+    size = 4 if model.trained and engine.facts.float32_weights else engine.element_bytes
+    parts = _nothing(cut) | {"parameters": size * local / share_of(sharding.parameters, cut)}
+    if model.trained:
+        second_copy = 4 if size < 4 else 0
+        optimizer = local * (8 + second_copy) / share_of(sharding.optimizer, cut)
+        parts |= {"optimizer": optimizer}
+    if model.trained and engine.facts.keeps_gradients:
+        parts |= {"gradients": local * 4}
+    return parts
 
 
 def call_bytes(model: Model, kind: Kind, workload: Workload, cut: Cut) -> Bytes:
@@ -104,35 +101,24 @@ def _nothing(cut: Cut) -> Bytes:
     return {name: np.zeros(len(cut)) for name in _STATE}
 
 
-def _data_parallel_state(model: Model, cut: Cut) -> Bytes:
-    """Trained weights are float32, frozen ones in compute precision; zero1 divides moments only."""
-    whole = model.shape.num_parameters * np.ones(len(cut))
-    share = cut.dp if traffic_of(model.engine).is_sharded else np.ones(len(cut))
-    size = 4 if model.trained else model.engine.element_bytes
-    parts = _nothing(cut) | {"parameters": size * whole / share}
-    if model.trained:
-        parts |= {"optimizer": 8 * whole / cut.dp}
-    return parts
-
-
 def _passing_gradients(model: Model, cut: Cut) -> Array:
-    """What a data-parallel engine frees after the step."""
-    if model.engine.kind == "megatron":
+    """What an engine without a buffer frees after the step."""
+    if model.engine.facts.keeps_gradients:
         return np.zeros(len(cut))
-    share = cut.dp if traffic_of(model.engine).is_sharded else np.ones(len(cut))
-    return 4 * model.shape.num_parameters / share
+    share = share_of(model.engine.sharding.parameters, cut)
+    return 4 * local_parameters(model, cut) / share
 
 
 def _gathered_bytes(model: Model, cut: Cut, *, training: bool) -> Array:
     """What a sharded model gathers for its passes: two layers, or all; all gradients too where they
     stay whole until the step ends."""
-    traffic, size = traffic_of(model.engine), model.engine.element_bytes
-    if not traffic.is_sharded:
+    sharding, size = model.engine.sharding, model.engine.element_bytes
+    if not sharding.parameters:
         return np.zeros(len(cut))
-    if traffic.each_micro or not training:
+    if sharding.frees_gathered or not training:
         two_layers = 2 * model.shape.layer_parameters
         return size * (two_layers + model.shape.vocab_size * model.shape.hidden_size + 0 * cut.dp)
-    copies = 1 if traffic.reductions_each_micro else 2
+    copies = 1 if sharding.micro_batch_reductions else 2
     return copies * size * model.shape.num_parameters * np.ones(len(cut))
 
 
@@ -171,7 +157,7 @@ def _generation_bytes(model: Model, workload: Workload, cut: Cut) -> Bytes:
     size, rows = rollout.element_bytes, rows_per_replica(workload, cut)
     needed = shape.num_parameters * size / (cut.gen_tp * cut.gen_pp)
     held = shape.num_parameters * size / (cut.tp * cut.pp)
-    shares = rollout.weights != "copy" and model.engine.kind == "megatron"
+    shares = rollout.weights != "copy" and model.engine.facts.shares_storage
     extra = np.maximum(needed - held, 0.0) if shares else needed
     extra = np.zeros(len(cut)) if model.weights_from is not None else extra
     tokens = np.minimum(rows * workload.prompt_tokens, PREFILL_TOKENS)

@@ -145,7 +145,7 @@ def stage_share(num_layers: int, pp: Array) -> Array:
 
 def _training_sizes(model: Model, hardware: Hardware) -> Iterator[tuple[int, int]]:
     engine = model.engine
-    if engine.kind != "megatron":
+    if not engine.facts.cuts_model:
         yield 1, 1
     elif engine.layout is not None:
         _check_layout(model, engine.layout)
@@ -161,13 +161,13 @@ def _generation_sizes(
     model: Model, tp: int, pp: int, hardware: Hardware
 ) -> Iterator[tuple[int, int]]:
     rollout = model.rollout
-    if rollout is None or rollout.kind == "builtin":
+    if rollout is None or not rollout.facts.cuts_model:
         yield 1, 1
     elif rollout.layout is not None:
         yield rollout.layout
     elif model.weights_from is not None:
         yield tp, pp
-    elif model.engine.kind != "megatron":
+    elif not model.engine.facts.cuts_model:
         for size in tensor_sizes(model, hardware):
             yield size, 1
     else:
@@ -186,7 +186,7 @@ def _recompute(model: Model) -> tuple[int, ...]:
         return (0,)
     if "recompute" in model.engine.options:
         return (1,)
-    return (0, 1) if model.engine.layout is None and model.engine.kind == "megatron" else (0,)
+    return (0, 1) if model.engine.layout is None and model.engine.facts.cuts_model else (0,)
 
 
 def _check_layout(model: Model, layout: tuple[int, int]) -> None:

@@ -33,21 +33,21 @@ def training_parts(model: Model, workload: Workload, cut: Cut, hw: Hardware) -> 
     """One training call: all its updates."""
     rows = np.ceil(workload.num_sequences * workload.num_epochs / workload.num_updates / cut.dp)
     stage = _stage(model, workload, rows, cut, hw)
-    passes, traffic = 3 + cut.recompute, traffic_of(model.engine)
+    passes, sharding = 3 + cut.recompute, model.engine.sharding
     parts = {
         "compute": stage.forward.compute * passes + 3 * stage.head,
         "memory": stage.forward.memory * passes,
         "launch": stage.forward.launch * passes,
         "tensor_parallel": stage.forward.tensor_parallel * (2 + cut.recompute),
         "pipeline": 2 * stage.hand_over,
-        "weight_gather": traffic.gathers_each_micro * stage.gather,
-        "gradient_sync": traffic.reductions_each_micro * stage.reduce,
+        "weight_gather": sharding.micro_batch_gathers * stage.gather,
+        "gradient_sync": sharding.micro_batch_reductions * stage.reduce,
     }
     parts = _pipelined(parts, stage.num_micro, cut)
-    parts["weight_gather"] = parts["weight_gather"] + traffic.gathers * stage.gather
-    parts["gradient_sync"] = parts["gradient_sync"] + traffic.reductions * stage.reduce
+    parts["weight_gather"] = parts["weight_gather"] + sharding.gathers * stage.gather
+    parts["gradient_sync"] = parts["gradient_sync"] + sharding.reductions * stage.reduce
     local = local_parameters(model, cut)
-    parts["optimizer"] = local / _optimizer_share(model.engine, cut) * ADAM_BYTES / hw.memory_rate
+    parts["optimizer"] = local / share_of(sharding.optimizer, cut) * ADAM_BYTES / hw.memory_rate
     parts["host"] = np.full(len(cut), hw.update_seconds)
     total = {name: seconds * workload.num_updates for name, seconds in parts.items()}
     total["host"] = total["host"] + hw.call_seconds
@@ -57,17 +57,17 @@ def training_parts(model: Model, workload: Workload, cut: Cut, hw: Hardware) -> 
 def inference_parts(model: Model, workload: Workload, cut: Cut, hw: Hardware) -> Parts:
     """One forward call over all rows."""
     rows = np.ceil(workload.num_sequences / cut.dp)
-    stage, traffic = _stage(model, workload, rows, cut, hw), traffic_of(model.engine)
+    stage, sharding = _stage(model, workload, rows, cut, hw), model.engine.sharding
     parts = {
         "compute": stage.forward.compute + stage.head,
         "memory": stage.forward.memory,
         "launch": stage.forward.launch,
         "tensor_parallel": stage.forward.tensor_parallel,
         "pipeline": stage.hand_over,
-        "weight_gather": traffic.is_sharded * traffic.each_micro * stage.gather,
+        "weight_gather": sharding.parameters * sharding.frees_gathered * stage.gather,
     }
     parts = _pipelined(parts, stage.num_micro, cut)
-    once = traffic.is_sharded * (1 - traffic.each_micro)
+    once = sharding.parameters * (not sharding.frees_gathered)
     parts["weight_gather"] = parts["weight_gather"] + once * stage.gather
     parts["host"] = np.full(len(cut), hw.call_seconds)
     return parts
@@ -90,36 +90,9 @@ def micro_batch_rows(engine: Engine, tokens: int) -> int:
     return max(engine.micro_batch_tokens // tokens, 1)
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """How often an engine moves all weights or gradients over its data-parallel ranks."""
-
-    gathers_each_micro: int = 0
-    reductions_each_micro: int = 0
-    gathers: int = 0
-    """Once an update."""
-    reductions: int = 0
-    is_sharded: int = 0
-    """1 where weights are divided over the ranks, also while nothing is trained."""
-
-    @property
-    def each_micro(self) -> int:
-        """1 where a forward pass frees what it gathered."""
-        return min(self.gathers_each_micro, 1)
-
-
-def traffic_of(engine: Engine) -> Traffic:
-    """By engine kind and options; an all-reduce counts as two reductions (DESIGN section 5)."""
-    if engine.kind == "megatron":
-        plain = "plain_optimizer" in engine.options
-        return Traffic(reductions=2) if plain else Traffic(gathers=1, reductions=1)
-    if engine.kind == "zero1":
-        return Traffic(gathers=1, reductions=2)
-    if engine.kind == "zero2":
-        return Traffic(reductions_each_micro=1, gathers=1, is_sharded=1)
-    if "keep_gathered" in engine.options:
-        return Traffic(gathers=1, reductions=1, is_sharded=1)
-    return Traffic(gathers_each_micro=2, reductions_each_micro=1, is_sharded=1)
+def share_of(divided: bool, cut: Cut) -> Array:
+    """Data-parallel ranks among which something is divided, or 1."""
+    return cut.dp if divided else np.ones(len(cut))
 
 
 @dataclass(frozen=True)
@@ -148,7 +121,8 @@ def _stage(model: Model, workload: Workload, rows: Array, cut: Cut, hw: Hardware
     hand_over = point_to_point(np.where(crosses, size, size / cut.tp), crosses, hw)
     local = local_parameters(model, cut)
     per_node = dp_per_node(cut.tp * cut.pp, cut.dp, hw)
-    weight_bytes = GRADIENT_BYTES if engine.kind == "zero1" else how.element_bytes
+    in_float32 = engine.facts.float32_weights and not engine.sharding.parameters
+    weight_bytes = GRADIENT_BYTES if in_float32 else how.element_bytes
     return _Stage(
         forward,
         head_seconds(shape, tokens, cut.tp, hw, how),
@@ -164,8 +138,3 @@ def _pipelined(parts: Parts, num_micro: Array, cut: Cut) -> Parts:
     one: Array = sum(parts.values(), np.zeros(len(cut)))
     whole = {name: seconds * num_micro for name, seconds in parts.items()}
     return whole | {"bubble": (cut.pp - 1) * one}
-
-
-def _optimizer_share(engine: Engine, cut: Cut) -> Array:
-    """Ranks among which one copy's optimizer is divided."""
-    return np.ones(len(cut)) if "plain_optimizer" in engine.options else cut.dp

@@ -24,6 +24,7 @@ from spmdflow.config.parallel import generation_sizes, training_sizes
 from spmdflow.config.schema import EngineConfig
 from spmdflow.data.rows import select_rows
 from spmdflow.errors import ConfigError
+from spmdflow.kind.engine import engine_kind, engines_of
 from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.layout import Layout
 from spmdflow.tracking.metric import merge
@@ -65,13 +66,14 @@ class EngineWorker(Worker):
     def needed_groups(cls, cfg: Any, layout: Layout) -> list[tuple[int, ...]]:
         """The pool; also every axis' groups and single ranks where the engine or layout has them.
 
-        Without axes but dp, zero1 (whose parameters are whole on every rank) and megatron need the
-        single ranks too.
+        Without axes but dp, engines whose parameters are whole on every rank need the single
+        ranks too.
         """
         alone = [(rank,) for rank in layout.ranks]
         if layout.dp_size == layout.generation_dp_size == layout.size:
-            whole = cls.bind_engine(cfg).engine.kind in ("zero1", "megatron")
-            return list(dict.fromkeys([layout.ranks, *(alone if whole else [])]))
+            kind = engine_kind(cls.bind_engine(cfg).engine.kind)
+            needed = [] if kind.sharding.parameters else alone
+            return list(dict.fromkeys([layout.ranks, *needed]))
         return axis_groups(layout)
 
     @classmethod
@@ -194,19 +196,19 @@ def axis_groups(layout: Layout) -> list[tuple[int, ...]]:
 class FSDPWorker(EngineWorker):
     """A role on FSDP2: parameters, gradients and moments sharded over the pool."""
 
-    engine_kinds = ("fsdp",)
+    engine_kinds = engines_of("FSDPWorker")
 
 
 class ZeROWorker(EngineWorker):
     """A role on ZeRO, stage 3 unless engine.kind names another stage."""
 
-    engine_kinds = ("zero3", "zero2", "zero1")
+    engine_kinds = engines_of("ZeROWorker")
 
 
 class ThreeDParallelWorker(EngineWorker):
     """A role on Megatron-Core: tensor-, pipeline- and data-parallel, sizes from engine.layout."""
 
-    engine_kinds = ("megatron",)
+    engine_kinds = engines_of("ThreeDParallelWorker")
 
 
 def _prefixed(name: str, prefix: str) -> str:

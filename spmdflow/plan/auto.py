@@ -22,10 +22,12 @@ from typing import Any
 import yaml
 
 from spmdflow.config.leaf import parts_of
-from spmdflow.config.parallel import MEGATRON, sizes_of
+from spmdflow.config.parallel import sizes_of
 from spmdflow.config.placement import has_engine, roles_of
 from spmdflow.config.schema import EngineConfig, RolloutConfig
 from spmdflow.errors import ConfigError
+from spmdflow.kind.engine import engine_kind
+from spmdflow.kind.generator import generator_kind
 from spmdflow.mapping.auto import Mapping, find_mapping
 from spmdflow.mapping.dataflow import Dataflow, Model
 from spmdflow.mapping.explain import explain, reason
@@ -145,12 +147,12 @@ def _open(model: Model, cfg: Any) -> Model:
     """The model with the user's sizes, and None where they may be searched."""
     part = getattr(cfg, model.name, None) or cfg.actor
     engine, rollout = model.engine, model.rollout
-    if engine.kind == MEGATRON and hasattr(cfg, model.name):
+    if engine.facts.cuts_model and hasattr(cfg, model.name):
         key = f"{model.name}.engine.layout"
         engine = replace(engine, layout=_sizes(key, part.engine.layout, EngineConfig.layout))
-    if rollout is not None and rollout.kind == "builtin":
+    if rollout is not None and not rollout.facts.fixed_cache:
         rollout = replace(rollout, kv_cache_bytes=None)  # it depends on the ranks that are found
-    if rollout is not None and rollout.kind == "vllm":
+    if rollout is not None and rollout.facts.cuts_model:
         sizes = _sizes("actor.rollout.layout", part.rollout.layout, RolloutConfig.layout)
         rollout = replace(rollout, layout=sizes)
         if not hasattr(cfg, model.name):  # a generator of its own is cut as it generates
@@ -192,9 +194,9 @@ def _override(cfg: Any, key: str, text: str) -> dict[str, Any]:
     if rest == "engine.options":
         options = [*part.engine.options, *yaml.safe_load(text)]
         return {f"{role}.engine.options": list(dict.fromkeys(options))}
-    if rest == "engine.layout" and part.engine.kind != MEGATRON:
+    if rest == "engine.layout" and not engine_kind(part.engine.kind).cuts_model:
         return {}
-    if rest == "rollout.layout" and part.rollout.engine != "vllm":
+    if rest == "rollout.layout" and not generator_kind(part.rollout.engine).cuts_model:
         return {}
     return {f"{role}.{rest}": text}
 

@@ -165,12 +165,12 @@ def _too_much(phase: PhaseMemory, rollout: Rollout | None, hardware: Hardware) -
     role, cache = phase.phase.partition(".")[0], phase.parts.get("kv_cache", 0.0)
     if cache and phase.total - cache <= hardware.usable_bytes:
         largest = "kv_cache"  # all else fits
-    is_vllm = rollout is not None and rollout.kind == "vllm"
+    is_fixed = rollout is not None and rollout.facts.fixed_cache
     knob = {
         "activations": f"set {role}.engine.options=[recompute] or a smaller "
         f"{role}.engine.micro_batch",
         "logits": f"set a smaller {role}.engine.micro_batch",
-        "kv_cache": f"lower {role}.rollout.{'kv_cache_bytes' if is_vllm else 'max_batch_size'}",
+        "kv_cache": f"lower {role}.rollout.{'kv_cache_bytes' if is_fixed else 'max_batch_size'}",
         "optimizer": f"raise p or t of {role}.engine.layout, or {role}.engine.residency=offload",
     }.get(largest, f"raise t or p of {role}.engine.layout, use more ranks, or another placement")
     return Finding(

@@ -19,6 +19,7 @@ from spmdflow.hybrid_engine.factory import sync_mode
 from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, plan_shards, scopes_of
 from spmdflow.hybrid_engine.stream import BUCKET_BYTES
 from spmdflow.hybrid_engine.table import generation_tables, storage_numel, training_tables
+from spmdflow.kind.engine import Sharding, engine_kind
 from spmdflow.models.generator import GeneratorWorker
 from spmdflow.parallel.layout import Layout
 from spmdflow.plan.record import Trace, TracedModel
@@ -36,7 +37,6 @@ Nodes = Mapping[int, int]
 MOST_RANKS, MOST_SHARDED_RANKS = 128, 16
 """Ranks up to which copies are planned box by box, and where every rank holds a shard of each
 tensor: what takes a second or two. Beyond, ranks count as alike."""
-_SHARDED = ("fsdp", "zero2", "zero3")
 _FULL_BYTES = 4
 
 
@@ -130,7 +130,7 @@ def _local(traced: TracedModel, cfg: Any, nodes: Nodes, syncs: int) -> WeightPla
     name = traced.name
     if mode != "copy":
         architecture = Architecture.from_folder(cfg.model.path)
-        distributed = "plain_optimizer" not in cfg.engine.options
+        distributed = _sharding(cfg).optimizer
         numel = storage_numel(architecture, layout, distributed_optimizer=distributed)
         plan = plan_shards(layout, numel, element_bytes=element_bytes)
         edges = {
@@ -153,7 +153,7 @@ def _whole(traced: TracedModel, cfg: Any, nodes: Nodes, syncs: int) -> WeightPla
     architecture = Architecture.from_folder(cfg.model.path)
     total = sum(_numel(parameter.shape) for parameter in parameters(architecture)) * _FULL_BYTES
     reported = total * len(_answering(traced))
-    if cfg.engine.kind not in _SHARDED:
+    if not _sharding(cfg).parameters:
         note = "every rank has all weights"
         plan = _of_edges(name, name, "copy", "rank", ranks, {}, nodes, syncs, note)
         return replace(plan, reported=reported)
@@ -165,6 +165,10 @@ def _whole(traced: TracedModel, cfg: Any, nodes: Nodes, syncs: int) -> WeightPla
     edges = {(peer, rank): total // size for rank in ranks for peer in ranks if peer != rank}
     plan = _of_edges(name, name, "copy", "pool", ranks, edges, nodes, syncs, note)
     return replace(plan, reported=reported)
+
+
+def _sharding(cfg: Any) -> Sharding:
+    return engine_kind(cfg.engine.kind).sharding_with(cfg.engine.options)
 
 
 def _answering(traced: TracedModel) -> tuple[int, ...]:
@@ -221,7 +225,7 @@ def _boxes(
         training = generation = _first_replica(training)
     architecture, kind = Architecture.from_folder(cfg.model.path), cfg.engine.kind
     element_bytes = getattr(torch, cfg.rollout.dtype).itemsize
-    most = MOST_SHARDED_RANKS if kind in _SHARDED else MOST_RANKS
+    most = MOST_SHARDED_RANKS if _sharding(cfg).parameters else MOST_RANKS
     if len({*training.ranks, *generation.ranks}) > most:
         received = _alike(architecture, cfg, *whole, element_bytes=element_bytes)
         note = f"ranks are taken as alike: more than {most} are not planned one by one"
@@ -283,7 +287,7 @@ def _alike(
     """Bytes that reach each rank: what it needs, less the trainer's share of it that it holds."""
     tables = generation_tables(architecture, generation, engine=cfg.rollout.engine)
     replica = training.tp_size * training.pp_size
-    holders = training.size if cfg.engine.kind in _SHARDED else replica
+    holders = training.size if _sharding(cfg).parameters else replica
     lacking = 1 - Fraction(1, holders) if training == generation else Fraction(1)
     sizes: dict[int, int] = {}
     for table in tables.values():  # ranks that hold the same share a table

@@ -18,6 +18,8 @@ import torch
 from spmdflow.config.schema import EngineConfig
 from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.factory import sync_mode
+from spmdflow.kind.engine import engine_kind, engines_that_cut
+from spmdflow.kind.generator import generator_kind
 from spmdflow.mapping.dataflow import Call, Dataflow, Engine, Kind, Model, Rollout, Workload
 from spmdflow.mapping.machine import Hardware, load_hardware
 from spmdflow.mapping.shape import ModelShape
@@ -166,7 +168,7 @@ def engine_of(engine: EngineConfig, *, tp: int, pp: int, dtype: str) -> Engine:
     """The engine's settings in the simulators' words."""
     return Engine(
         kind=engine.kind,
-        layout=(tp, pp) if engine.kind == "megatron" else None,
+        layout=(tp, pp) if engine_kind(engine.kind).cuts_model else None,
         options=tuple(engine.options),
         micro_batch_rows=min(engine.micro_batch_size_per_rank, 1 << 20),
         micro_batch_tokens=engine.max_micro_batch_tokens,
@@ -203,7 +205,7 @@ def _cut_as_it_generates(engine: Engine, traced: TracedModel) -> Engine:
     stay where it generates, in that precision."""
     return replace(
         engine,
-        kind="megatron",
+        kind=engines_that_cut()[0],
         layout=(traced.layout.tp_size, traced.layout.pp_size),
         options=(),
         dtype=traced.cfg.rollout.dtype,
@@ -216,21 +218,21 @@ def _rollout(traced: TracedModel, cfg: Any) -> Rollout | None:
         return None
     rollout, layout = cfg.rollout, traced.layout
     is_apart = issubclass(traced.worker_class, GeneratorWorker)
-    is_vllm = rollout.engine == "vllm"
+    has_fixed_cache = generator_kind(rollout.engine).fixed_cache
     return Rollout(
         kind=rollout.engine,
         layout=(layout.gen_tp_size, layout.gen_pp_size),
         weights="flat" if is_apart else sync_mode(cfg, layout),
         dtype=rollout.dtype,
-        kv_cache_bytes=float(rollout.kv_cache_bytes) if is_vllm else None,
+        kv_cache_bytes=float(rollout.kv_cache_bytes) if has_fixed_cache else None,
         max_batch_size=rollout.max_batch_size,
     )
 
 
 def _with_cache(model: Model, call: Call, traced: TracedModel) -> Model:
-    """The built-in generator's cache is as large as the rows that it decodes together."""
+    """A cache that is not of fixed size is as large as the rows that are decoded together."""
     rollout = model.rollout
-    if rollout is None or rollout.kind != "builtin":
+    if rollout is None or rollout.facts.fixed_cache:
         return model
     share = -(-call.workload.num_sequences // traced.layout.generation_dp_size)
     rows = min(share, rollout.max_batch_size or share)

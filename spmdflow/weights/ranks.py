@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.megatron import megatron_shards
+from spmdflow.weights.megatron import vocab_multiple as multiple_of
 from spmdflow.weights.piece import ShardTable
 from spmdflow.weights.sharded import fsdp_shards, whole_shards
 from spmdflow.weights.vllm import vllm_shards
@@ -17,8 +19,11 @@ RankTables = Mapping[int, ShardTable]
 """By global rank."""
 
 
-def megatron_tables(arch: Architecture, layout: Layout, *, vocab_multiple: int) -> RankTables:
-    """What each rank trains with under Megatron."""
+def megatron_tables(
+    arch: Architecture, layout: Layout, *, vocab_multiple: int | None = None
+) -> RankTables:
+    """What each rank trains with under Megatron, its vocabulary padded to a multiple."""
+    multiple = vocab_multiple or multiple_of(layout.tp_size)
 
     def table(place: tuple[int, int]) -> ShardTable:
         pp_rank, tp_rank = place
@@ -28,7 +33,7 @@ def megatron_tables(arch: Architecture, layout: Layout, *, vocab_multiple: int) 
             tp_rank=tp_rank,
             pp_size=layout.pp_size,
             pp_rank=pp_rank,
-            vocab_multiple=vocab_multiple,
+            vocab_multiple=multiple,
         )
 
     places = {rank: layout.coordinate(rank) for rank in layout.ranks}
@@ -44,6 +49,11 @@ def sharded_tables(arch: Architecture, layout: Layout) -> RankTables:
         {rank: layout.coordinate(rank).dp % shard_size for rank in layout.ranks},
         lambda place: fsdp_shards(arch, shard_size=shard_size, shard_rank=place),
     )
+
+
+def row_tables(arch: Architecture, layout: Layout) -> RankTables:
+    """What each rank trains with where all data-parallel ranks divide every tensor's rows."""
+    return sharded_tables(arch, replace(layout, shard_size=layout.dp_size))
 
 
 def whole_tables(arch: Architecture, layout: Layout) -> RankTables:

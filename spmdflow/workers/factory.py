@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
-from spmdflow.errors import ConfigError
+from spmdflow.kind.engine import EngineKind, engine_kind, load
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.workers.engine import TrainEngine
 from spmdflow.workers.hugging_face import (
@@ -17,15 +16,6 @@ from spmdflow.workers.hugging_face import (
     load_scalar_model,
 )
 from spmdflow.workers.model_source import ModelSource, open_model
-
-_ENGINES = {
-    "fsdp": "spmdflow.workers.fsdp:FSDPEngine",
-    "zero1": "spmdflow.workers.zero:ZeROEngine",
-    "zero2": "spmdflow.workers.zero:ZeROEngine",
-    "zero3": "spmdflow.workers.zero:ZeROEngine",
-    "megatron": "spmdflow.workers.megatron:MegatronEngine",
-}
-"""Kind -> module:class; imported when a role names it."""
 
 _HEADS = {
     "causal_lm": load_causal_lm,
@@ -44,21 +34,15 @@ def engine_of(
     """The engine `cfg.engine.kind` with the weights of cfg.model.
 
     head: causal_lm (logits), scalar (a trained one-label head) or critic (a zero head if the
-    folder has none). With `cfg.optimizer` it can train. adopt: where a Megatron engine's weights
-    lie (megatron_optimizer.Adopt). Collective over the pool.
+    folder has none). With `cfg.optimizer` it can train. adopt: where the weights of an engine
+    that shares its storage lie (megatron_optimizer.Adopt). Collective over the pool.
     """
-    kind = cfg.engine.kind
-    if kind not in _ENGINES:
-        raise ConfigError(
-            f"{context.name}.engine.kind: got {kind!r}, expected one of {sorted(_ENGINES)}; "
-            f"choose one of them"
-        )
-    module, _, name = _ENGINES[kind].partition(":")
+    kind = engine_kind(cfg.engine.kind, key=f"{context.name}.engine.kind")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron names every extra that is not installed
-        engine_class = getattr(import_module(module), name)
+        engine_class = load(kind.implementation)
     engine: TrainEngine = engine_class(
-        _model_of(cfg, head=head),
+        _model_of(cfg, kind, head=head),
         cfg.engine,
         context,
         optimizer=getattr(cfg, "optimizer", None),
@@ -68,9 +52,9 @@ def engine_of(
     return engine
 
 
-def _model_of(cfg: Any, *, head: str) -> LoadedModel | ModelSource:
+def _model_of(cfg: Any, kind: EngineKind, *, head: str) -> LoadedModel | ModelSource:
     """A module to shard, or a folder to read boxes from where the engine has its own modules."""
-    if cfg.engine.kind == "megatron":
+    if kind.reads_folder:
         return open_model(cfg.model, head=head)
     return _HEADS[head](cfg.model)
 

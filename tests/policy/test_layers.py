@@ -7,7 +7,7 @@ import graphlib
 from tests.policy.house import import_graph, room_of
 
 LAYERS = [
-    ["errors", "log", "config"],
+    ["errors", "log", "kind", "config"],
     ["parallel", "blocks", "data"],
     ["transfer", "objectives", "rewards", "datasets", "checkpoint", "tracking", "weights"],
     ["runtime", "workers", "rollout", "mapping"],

@@ -228,7 +228,7 @@ def test_placement_that_cannot_work_is_refused(placement: str, world_size: int) 
 
 
 def test_head_dim_that_vllm_has_no_kernel_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spmdflow.config.check._check_installed", lambda key, package: None)
+    monkeypatch.setattr("spmdflow.config.check._check_installed", lambda key, package, extra: None)
 
     with pytest.raises(ConfigError, match=r"got head_dim 8, expected at least 32 for vllm; set"):
         accept("actor.model.path=narrow", "actor.rollout.engine=vllm")
