@@ -74,7 +74,7 @@ _HOMES = {
     "add_overlong_penalty": "spmdflow.objectives.advantage",
     "advantage": "spmdflow.objectives.estimator",
     "policy_loss": "spmdflow.objectives.policy",
-    "preference_loss": "spmdflow.objectives.answer",
+    "preference_loss": "spmdflow.objectives.preference",
     "row_maths": "spmdflow.transfer.register",
     "register": "spmdflow.transfer.register",
     "Worker": "spmdflow.transfer.worker",

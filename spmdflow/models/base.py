@@ -47,6 +47,8 @@ class EngineWorker(Worker):
     """Engines that this class is bound to, its own choice first; none: any that settings name."""
     generates: ClassVar[bool] = False
     """Whether it generates where it trains: rollout.layout then cuts its pool too."""
+    exports: ClassVar[bool] = False
+    """Whether a checkpoint holds the model as a Hugging Face folder too."""
 
     @classmethod
     def layout_of(cls, cfg: Any, ranks: tuple[int, ...]) -> Layout:
@@ -156,12 +158,15 @@ class EngineWorker(Worker):
     def save_state(self, folder: Path) -> None:
         """This rank's parameters, moments and schedule, bit for bit; nothing of a frozen model.
 
-        A class that changes a model without an optimizer saves and loads it by itself.
+        Beside them, if the class exports its model, a Hugging Face folder. A class that changes a
+        model without an optimizer saves and loads it by itself.
         """
-        if self.frozen_folder is not None:
-            return
-        with self.resident("parameters", "optimizer"):
-            write_tensors(folder / self._file, self.engine.state_blocks(), {})
+        if self.frozen_folder is None:
+            with self.resident("parameters", "optimizer"):
+                write_tensors(folder / self._file, self.engine.state_blocks(), {})
+        if self.exports:
+            with self.resident("parameters"):
+                self.engine.export_hugging_face(folder / "hugging_face")
 
     def load_state(self, folder: Path) -> None:
         """Restore what `save_state` wrote on the same layout."""

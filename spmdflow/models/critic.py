@@ -1,6 +1,7 @@
 """The critic: estimates the return before each response token, and learns it (paper Table 4).
 
-Safe RLHF's critic of the cost (Dai et al. 2024) is the same code under other column names."""
+Safe RLHF's critic of the cost (Dai et al. 2024) is the same code under other column names.
+"""
 
 from __future__ import annotations
 

@@ -3,13 +3,13 @@
 A policy scores its own tokens and learns. `ActorWorker` adds generation on the same ranks. A policy
 alone trains while a `GeneratorWorker` on other ranks generates (disaggregated generation);
 `flow.connect` brings it the weights. `text_rows` and `with_text_rows` make rows of pre-training
-texts, which a policy may learn from beside its samples (PPO-ptx)."""
+texts, which a policy may learn from beside its samples (PPO-ptx).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class PolicyWorker(EngineWorker):
 
     role = "actor"
     head = "causal_lm"
+    exports = True
 
     def __init__(
         self,
@@ -139,12 +140,6 @@ class PolicyWorker(EngineWorker):
         batch, self.call = with_text_rows(batch, self.call)
         mixed = PretrainedPolicyLoss(self.loss, self.cfg.loss.pretrain_coef)
         return self.train(batch, mixed, prefix="actor")
-
-    def save_state(self, folder: Path) -> None:
-        """This rank's state, and beside it the policy as a Hugging Face folder."""
-        super().save_state(folder)
-        with self.resident("parameters"):
-            self.engine.export_hugging_face(folder / "hugging_face")
 
     def _log_probs(self, batch: TensorDict) -> TensorDict | None:
         temperature = self.cfg.rollout.temperature

@@ -2,34 +2,37 @@
 
 A row of data brings two sequences: a pair its chosen and its rejected answer, a labelled row its
 answer and, on the same prompt, the answer of another row, for KTO's estimate of the KL. They become
-rows of their own, each in any micro-batch of any rank; see `objectives.preference.PairLoss`."""
+rows of their own, each in any micro-batch of any rank; see `objectives.preference.PairLoss`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.config.offline import PreferenceActorConfig, PreferenceLossConfig, RewardModelConfig
+from spmdflow.config.offline import PreferenceActorConfig, PreferenceLossConfig
 from spmdflow.data.ragged import pad, ragged_from_rows, rows_of
 from spmdflow.data.rows import select_rows
 from spmdflow.errors import ConfigError
 from spmdflow.models.base import EngineWorker
 from spmdflow.models.policy import text_rows
-from spmdflow.objectives.answer import (
-    LabelLoss,
-    answer_log_probs,
-    implicit_rewards,
-    pair_losses,
-    pair_terms_of,
-)
 from spmdflow.objectives.loss import Loss
-from spmdflow.objectives.preference import PairLoss, bradley_terry, score_slopes
+from spmdflow.objectives.preference import (
+    PREFERENCE_LOSSES,
+    LabelLoss,
+    PairLoss,
+    answer_log_probs,
+    bradley_terry,
+    implicit_rewards,
+    last_score,
+    pair_losses,
+    score_slopes,
+)
 from spmdflow.tracking.metric import merge
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import Mean, MiniBatch, WorkerContext
@@ -40,20 +43,57 @@ KINDS = ("chosen_tokens", "answers", "desirable")
 """Columns of a row of preferences: of every kind, and those of pairs or of labelled rows."""
 
 
-class AnswerWorker(EngineWorker):
-    """What policy and reference share: scoring both sequences of each row."""
+class PairWorker(EngineWorker):
+    """What models of preferences share: scoring both sequences of each row, stepping on pairs."""
+
+    score_sequence = staticmethod(answer_log_probs)
+    """What is compared of a sequence: its answer's log-probability, or a reward model's score."""
 
     def _scores(self, rows: TensorDict, num_micro_batches: int) -> Tensor | None:
-        """(n, 2) float32: log pi of both answers of n rows, given as 2n sequences (`answer_rows`).
+        """(n, 2) float32: scores of both sequences of n rows, given as 2n sequences.
 
         num_micro_batches: of n rows. None before the last pipeline stage.
         """
+        made = self._score_each(rows, 2 * num_micro_batches)
+        return None if made is None else _side_by_side(made)
+
+    def _score_each(self, rows: TensorDict, num_micro_batches: int) -> Tensor | None:
+        """(n,) float32: scores of n sequences."""
+
+        def scores(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
+            return {"scores": self.score_sequence(output, micro)}
+
         with self.resident("parameters"):
-            made = self.engine.forward(rows, _score, num_micro_batches=2 * num_micro_batches)
-        return None if made is None else _side_by_side(made["log_probs"])
+            made = self.engine.forward(rows, scores, num_micro_batches=num_micro_batches)
+        return None if made is None else made["scores"].float()
+
+    def _step_on_pairs(
+        self,
+        rows: TensorDict,
+        losses: Tensor,
+        slopes: Tensor,
+        num_micro_batches: int,
+        *,
+        prefix: str,
+    ) -> dict[str, float]:
+        """One step on n pairs; rows: 2n sequences, losses (n,) and slopes (2n,) of their scores.
+
+        Before the last pipeline stage, which has the loss, they may hold anything.
+        """
+        rows["pair_losses"], rows["score_slopes"] = torch.cat([losses, losses]), slopes
+        loss = PairLoss(self.score_sequence)
+        return self._step(rows, loss, 2 * num_micro_batches, prefix=prefix)
+
+    def _step(
+        self, rows: TensorDict, loss: Loss, num_micro_batches: int, *, prefix: str
+    ) -> dict[str, float]:
+        """One optimizer step on all rows."""
+        every = torch.arange(rows.batch_size[0])
+        self.call = replace(self.call, mini_batches=(MiniBatch(every, num_micro_batches),))
+        return self.train(rows, loss, prefix=prefix)
 
 
-class AnswerReferenceWorker(AnswerWorker):
+class AnswerReferenceWorker(PairWorker):
     """Log-probabilities of answers under the policy that training started from; never updated."""
 
     role = "reference"
@@ -71,7 +111,7 @@ class AnswerReferenceWorker(AnswerWorker):
         return TensorDict({"ref_answer_log_probs": scores}, batch_size=batch.batch_size)
 
 
-class PreferenceWorker(AnswerWorker):
+class PreferenceWorker(PairWorker):
     """Updates and held-out margins of a policy that learns from preferences.
 
     Its loss is the section `preference` of its settings, or else `loss`: so that a class that is an
@@ -80,6 +120,7 @@ class PreferenceWorker(AnswerWorker):
 
     role = "actor"
     head = "causal_lm"
+    exports = True
     evaluation = "compute_preference"
     reads: ClassVar[tuple[str, ...]] = (*ANSWERS, "ref_answer_log_probs")
 
@@ -94,8 +135,7 @@ class PreferenceWorker(AnswerWorker):
         super().__init__(cfg, context, adopt=adopt)
         self._seen: list[dict[str, Mean]] = []
         self._preference = preference_loss_of(cfg)
-        if self._preference.name != "kto":
-            pair_terms_of(self._preference.name)  # refuses a name that nobody registered
+        PREFERENCE_LOSSES.find(self._preference.name)
 
     @register(transfer_mode="3D_PROTO", reads=reads, optional=KINDS, writes=("margins",))
     def compute_preference(self, batch: TensorDict, *, prefix: str = "actor") -> TensorDict | None:
@@ -143,42 +183,78 @@ class PreferenceWorker(AnswerWorker):
         self.report({f"actor/{name}": mean for name, mean in _summed(self._seen).items()})
         return merge(steps) | {"actor/optimizer_steps": float(len(steps))}
 
-    def save_state(self, folder: Path) -> None:
-        """This rank's state, and beside it the policy as a Hugging Face folder."""
-        super().save_state(folder)
-        with self.resident("parameters"):
-            self.engine.export_hugging_face(folder / "hugging_face")
-
     def _pair_step(self, batch: TensorDict, num_micro_batches: int) -> dict[str, float]:
-        """Pairs as 2n sequences with what `PairLoss` reads (zeros before the last stage)."""
-        ref, count = batch["ref_answer_log_probs"], batch.batch_size[0]
-        rows = answer_rows(batch)
+        """Pairs, after a forward without gradient has told how each answer counts."""
+        ref, rows = batch["ref_answer_log_probs"], answer_rows(batch)
         scores = self._scores(rows, num_micro_batches)
-        losses, slopes = torch.zeros(count), torch.zeros(count, 2)
+        losses, slopes = torch.zeros(len(ref)), torch.zeros(len(ref), 2)
         if scores is not None:
             losses, slopes = pair_losses(scores, ref, answer_tokens(rows), self._preference)
-            rewards = implicit_rewards(scores, ref, self._preference)
-            self._seen.append(_pair_metrics(rewards))
-        rows["pair_losses"] = torch.cat([losses, losses])
-        rows["score_slopes"] = torch.cat([slopes[:, 0], slopes[:, 1]])
-        return self._step(rows, PairLoss(answer_log_probs), 2 * num_micro_batches)
+            self._seen.append(_pair_metrics(implicit_rewards(scores, ref, self._preference)))
+        return self._step_on_pairs(
+            rows, losses, slopes.T.reshape(-1), num_micro_batches, prefix="actor"
+        )
 
     def _label_step(self, batch: TensorDict, num_micro_batches: int) -> dict[str, float]:
         """Labelled rows, after the other rows' answers have measured the KL."""
         ref = batch["ref_answer_log_probs"]
-        with self.resident("parameters"):
-            made = self.engine.forward(
-                _as_rows(_other_answers(batch)), _score, num_micro_batches=num_micro_batches
-            )
+        others = self._score_each(_as_rows(_other_answers(batch)), num_micro_batches)
         rows = _as_rows(_own_answers(batch))
         rows["ref_answer_log_probs"], rows["desirable"] = ref, batch["desirable"]
-        rows["kl_log_ratios"] = ref[:, 1] * 0 if made is None else made["log_probs"] - ref[:, 1]
-        return self._step(rows, LabelLoss(self._preference), num_micro_batches)
+        rows["kl_log_ratios"] = ref[:, 1] * 0 if others is None else others - ref[:, 1]
+        return self._step(rows, LabelLoss(self._preference), num_micro_batches, prefix="actor")
 
-    def _step(self, rows: TensorDict, loss: Loss, num_micro_batches: int) -> dict[str, float]:
-        every = torch.arange(rows.batch_size[0])
-        self.call = replace(self.call, mini_batches=(MiniBatch(every, num_micro_batches),))
-        return self.train(rows, loss, prefix="actor")
+
+class RewardModelWorker(PairWorker):
+    """A reward model: Bradley-Terry on the scores of both sequences' last tokens.
+
+    A row of data is a pair: both sequences in `prompts`, cut at `chosen_tokens`.
+    """
+
+    role = "reward_model"
+    head = "critic"
+    exports = True
+    evaluation = "compute_preference"
+    score_sequence = staticmethod(last_score)
+
+    @register(transfer_mode="3D_PROTO", reads=("prompts", "chosen_tokens"), writes=("margins",))
+    def compute_preference(
+        self, batch: TensorDict, *, prefix: str = "reward_model"
+    ) -> TensorDict | None:
+        """margins (B,): score of chosen - score of rejected.
+
+        Reports the mean loss, the accuracy (a pair of equal scores counts half) and the margin.
+        """
+        scores = self._scores(pair_rows(batch), self.call.num_micro_batches)
+        if scores is None:
+            return None
+        chosen, rejected = scores.T
+        margins = chosen - rejected
+        shown = {
+            "loss": bradley_terry(chosen, rejected),
+            "accuracy": _accuracies(margins),
+            "margin": margins,
+        }
+        count = len(margins)
+        self.report({f"{prefix}/{n}": Mean(float(x.sum()), count) for n, x in shown.items()})
+        return TensorDict({"margins": margins}, batch_size=batch.batch_size)
+
+    @register(transfer_mode="3D_PROTO", reads=("prompts", "chosen_tokens"), minibatches=True)
+    def update_reward_model(self, batch: TensorDict) -> dict[str, Any]:
+        """One optimizer step for each mini-batch; metrics are means over the steps.
+
+        A step scores its pairs once without gradient to know how each score counts.
+        """
+        steps = []
+        for mini in self.call.mini_batches:
+            rows = pair_rows(select_rows(batch, mini.index))
+            scores = self._scores(rows, mini.num_micro_batches)
+            losses, slopes = torch.zeros(len(mini.index)), torch.zeros(rows.batch_size)
+            if scores is not None and len(scores):
+                losses, slopes = score_slopes(*scores.T)
+            count = mini.num_micro_batches
+            steps.append(self._step_on_pairs(rows, losses, slopes, count, prefix=self.role))
+        return merge(steps) | {f"{self.role}/optimizer_steps": float(len(steps))}
 
 
 def preference_loss_of(cfg: Any) -> PreferenceLossConfig:
@@ -264,13 +340,17 @@ def _side_by_side(x: Tensor) -> Tensor:
 def _pair_metrics(rewards: Tensor) -> dict[str, Mean]:
     """Means over pairs of implicit rewards (n, 2)."""
     margins = rewards[:, 0] - rewards[:, 1]
-    right = (margins > 0).double() + 0.5 * (margins == 0).double()
     return {
-        "accuracy": _mean(right),
+        "accuracy": _mean(_accuracies(margins)),
         "margin": _mean(margins),
         "chosen_reward": _mean(rewards[:, 0]),
         "rejected_reward": _mean(rewards[:, 1]),
     }
+
+
+def _accuracies(margins: Tensor) -> Tensor:
+    """Of each pair: 1 if the chosen answer is ahead, 0.5 if both are equal, else 0."""
+    return (margins > 0).double() + 0.5 * (margins == 0).double()
 
 
 def _summed(metrics: list[dict[str, Mean]]) -> dict[str, Mean]:
@@ -283,88 +363,6 @@ def _mean(x: Tensor) -> Mean:
     return Mean(float(x.double().sum()), len(x))
 
 
-def _score(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
-    return {"log_probs": answer_log_probs(output, micro)}
-
-
-class RewardModelWorker(EngineWorker):
-    """Updates and held-out accuracy of a model that scores whole sequences."""
-
-    role = "reward_model"
-    head = "critic"
-    evaluation = "compute_preference"
-
-    def __init__(
-        self,
-        cfg: RewardModelConfig,
-        context: WorkerContext,
-        *,
-        adopt: Callable[..., None] | None = None,
-    ) -> None:
-        """adopt: see EngineWorker."""
-        super().__init__(cfg, context, adopt=adopt)
-        self.loss = PairLoss()
-
-    @register(transfer_mode="3D_PROTO", reads=("prompts", "chosen_tokens"), writes=("margins",))
-    def compute_preference(
-        self, batch: TensorDict, *, prefix: str = "reward_model"
-    ) -> TensorDict | None:
-        """margins (B,): score of chosen - score of rejected.
-
-        Reports the mean loss, the accuracy (a pair of equal scores counts half) and the margin.
-        """
-        made = self._scores(pair_rows(batch), 2 * self.call.num_micro_batches)
-        if made is None:
-            return None
-        margins = made[: len(batch)] - made[len(batch) :]
-        losses = bradley_terry(made[: len(batch)], made[len(batch) :])
-        right = (margins > 0).double() + 0.5 * (margins == 0).double()
-        shown = {"loss": losses, "accuracy": right, "margin": margins}
-        count = len(margins)
-        self.report({f"{prefix}/{n}": Mean(float(x.sum()), count) for n, x in shown.items()})
-        return TensorDict({"margins": margins}, batch_size=batch.batch_size)
-
-    @register(transfer_mode="3D_PROTO", reads=("prompts", "chosen_tokens"), minibatches=True)
-    def update_reward_model(self, batch: TensorDict) -> dict[str, Any]:
-        """One optimizer step for each mini-batch; metrics are means over the steps.
-
-        A step scores its pairs once without gradient to know how each score counts.
-        """
-        steps, call = [], self.call
-        for mini in call.mini_batches:
-            rows = pair_rows(select_rows(batch, mini.index))
-            num_micro_batches = 2 * mini.num_micro_batches
-            rows = self._with_slopes(rows, num_micro_batches)
-            every = torch.arange(rows.batch_size[0])
-            self.call = replace(call, mini_batches=(MiniBatch(every, num_micro_batches),))
-            steps.append(self.train(rows, self.loss, prefix=self.role))
-        return merge(steps) | {f"{self.role}/optimizer_steps": float(len(steps))}
-
-    def save_state(self, folder: Path) -> None:
-        """This rank's state, and beside it the model as a Hugging Face folder."""
-        super().save_state(folder)
-        with self.resident("parameters"):
-            self.engine.export_hugging_face(folder / "hugging_face")
-
-    def _scores(self, rows: TensorDict, num_micro_batches: int) -> Tensor | None:
-        """(2n,) float32; None before the last pipeline stage."""
-        with self.resident("parameters"):
-            made = self.engine.forward(rows, _last, num_micro_batches=num_micro_batches)
-        return None if made is None else made["scores"].float()
-
-    def _with_slopes(self, rows: TensorDict, num_micro_batches: int) -> TensorDict:
-        """The rows with what `PairLoss` reads; zeros before the last stage, which has no loss."""
-        scores = self._scores(rows, num_micro_batches)
-        if scores is None:
-            scores = torch.zeros(rows.batch_size)
-        losses, slopes = scores, scores
-        if len(scores):
-            chosen, rejected = scores.chunk(2)
-            losses, slopes = score_slopes(chosen, rejected)
-        rows["pair_losses"], rows["score_slopes"] = torch.cat([losses, losses]), slopes
-        return rows
-
-
 def pair_rows(batch: TensorDict) -> TensorDict:
     """n pairs -> 2n sequences: row i is the chosen one of pair i, row n + i the rejected one."""
     both, cuts = rows_of(batch["prompts"]), batch["chosen_tokens"].tolist()
@@ -372,7 +370,3 @@ def pair_rows(batch: TensorDict) -> TensorDict:
     sequences += [row[cut:] for row, cut in zip(both, cuts)]
     rows: TensorDict = text_rows(ragged_from_rows(sequences, dtype=torch.int64)).exclude("is_text")
     return rows
-
-
-def _last(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
-    return {"scores": micro.last(output)}

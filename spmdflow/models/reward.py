@@ -1,7 +1,8 @@
 """Reward and cost: a score for each response (paper Table 4).
 
 It comes from a model, from functions, or from both weighted. Safe RLHF's second signal, the cost
-(Dai et al. 2024), is the same code under other column names, so that a batch has room for both."""
+(Dai et al. 2024), is the same code under other column names, so that a batch has room for both.
+"""
 
 from __future__ import annotations
 

@@ -6,20 +6,17 @@ token: what comes before is the prompt, the rest the response, with holes at wha
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.config.offline import SupervisedConfig
 from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.models.base import EngineWorker
 from spmdflow.objectives.supervised import SupervisedLoss, row_losses
 from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import Mean, WorkerContext
+from spmdflow.transfer.worker import Mean
 from spmdflow.workers.micro_batch import MicroBatch
 
 
@@ -28,18 +25,8 @@ class SupervisedWorker(EngineWorker):
 
     role = "actor"
     head = "causal_lm"
+    exports = True
     evaluation = "compute_loss"
-
-    def __init__(
-        self,
-        cfg: SupervisedConfig,
-        context: WorkerContext,
-        *,
-        adopt: Callable[..., None] | None = None,
-    ) -> None:
-        """adopt: see EngineWorker."""
-        super().__init__(cfg, context, adopt=adopt)
-        self.loss = SupervisedLoss()
 
     @register(transfer_mode="3D_PROTO", reads=("prompts", "loss_mask"), writes=("losses",))
     def compute_loss(self, batch: TensorDict, *, prefix: str = "actor") -> TensorDict | None:
@@ -56,13 +43,7 @@ class SupervisedWorker(EngineWorker):
     @register(transfer_mode="3D_PROTO", reads=("prompts", "loss_mask"), minibatches=True)
     def update_actor(self, batch: TensorDict) -> dict[str, Any]:
         """One optimizer step for each mini-batch; metrics are means over the steps."""
-        return self.train(example_rows(batch), self.loss, prefix="actor")
-
-    def save_state(self, folder: Path) -> None:
-        """This rank's state, and beside it the policy as a Hugging Face folder."""
-        super().save_state(folder)
-        with self.resident("parameters"):
-            self.engine.export_hugging_face(folder / "hugging_face")
+        return self.train(example_rows(batch), SupervisedLoss(), prefix="actor")
 
 
 def example_rows(batch: TensorDict) -> TensorDict:

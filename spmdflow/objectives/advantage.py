@@ -28,7 +28,7 @@ from spmdflow.data.group import RowGroups
 from spmdflow.data.ragged import is_ragged, lengths_of, pad, ragged, ragged_from_padded
 from spmdflow.data.rows import VALID, chosen_mask, valid_rows
 from spmdflow.errors import ColumnError
-from spmdflow.objectives.estimator import Samples, estimator_of, gae
+from spmdflow.objectives.estimator import ESTIMATORS, Samples, gae
 from spmdflow.objectives.kl import kl_estimate
 from spmdflow.objectives.loss import Reduce, Report, inside, masked_sum, whiten
 from spmdflow.transfer.register import row_maths
@@ -36,7 +36,7 @@ from spmdflow.transfer.worker import Mean, Metric
 
 
 def _estimator_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    return estimator_of(arguments["estimator"]).reads
+    return ESTIMATORS.find(arguments["estimator"]).reads
 
 
 @row_maths(
@@ -71,7 +71,7 @@ def compute_advantages(
         columns, mask, cfg
     )
     report(advantage_metrics(columns, mask, valid))
-    chosen = estimator_of(estimator)
+    chosen = ESTIMATORS.find(estimator)
     if valid is not None:
         valid = _comparable(valid, columns, groups if chosen.groups else None)
         mask, groups, columns = mask & valid[:, None], groups.only(valid), _kept(columns, valid)

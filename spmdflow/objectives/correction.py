@@ -18,9 +18,9 @@ from torch import Tensor
 from spmdflow.config.algorithm import CorrectionConfig
 from spmdflow.data.ragged import lengths_of, pad, ragged_from_padded
 from spmdflow.data.rows import VALID, chosen_mask
-from spmdflow.errors import ConfigError
 from spmdflow.objectives.kl import bounded, kl_estimate
 from spmdflow.objectives.loss import Reduce, Report, inside
+from spmdflow.objectives.registry import Registry
 from spmdflow.transfer.register import row_maths
 
 
@@ -38,14 +38,10 @@ def compute_rollout_weights(
     the cap changes), weight_ess (effective share of the samples, (sum w)^2 / (n sum w^2)), and
     rollout/trainer_kl, k3 of KL(mu || pi_old).
     """
-    if cfg.kind not in CORRECTIONS:
-        raise ConfigError(
-            f"correction.kind: got {cfg.kind!r}; expected one of {sorted(CORRECTIONS)}; choose one"
-        )
     mask = chosen_mask(batch)
     old, rollout = (pad(batch[name]).double() for name in ("old_log_probs", "rollout_log_probs"))
     log_ratio = inside(old - rollout, mask)
-    weights, changed = CORRECTIONS[cfg.kind](log_ratio, mask, cfg.cap)
+    weights, changed = CORRECTIONS.find(cfg.kind)(log_ratio, mask, cfg.cap)
     kl = inside(kl_estimate("k3", rollout, old), mask)
     report(_metrics(weights, changed & mask, kl, mask, reduce))
     column = ragged_from_padded(weights.float(), lengths_of(batch["response_mask"]))
@@ -79,11 +75,10 @@ def by_mask(log_ratio: Tensor, mask: Tensor, cap: float) -> Weights:
     return ratio.masked_fill(far, 0.0), far
 
 
-CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float], Weights]] = {
-    "token": by_token,
-    "sequence": by_sequence,
-    "mask": by_mask,
-}
+CORRECTIONS: Registry[Callable[[Tensor, Tensor, float], Weights]] = Registry(
+    "correction", "correction.kind"
+)
+CORRECTIONS |= {"token": by_token, "sequence": by_sequence, "mask": by_mask}
 
 
 def _metrics(

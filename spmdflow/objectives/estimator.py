@@ -23,8 +23,8 @@ from torch import Tensor
 
 from spmdflow.config.schema import AdvantageConfig
 from spmdflow.data.group import RowGroups
-from spmdflow.errors import ConfigError
 from spmdflow.objectives.loss import Reduce
+from spmdflow.objectives.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ class Estimator:
     """Whether a row is compared with the other samples of its prompt."""
 
 
-_REGISTRY: dict[str, Estimator] = {}
+ESTIMATORS: Registry[Estimator] = Registry(
+    "advantage estimator", "advantage.estimator", decorator="advantage"
+)
 
 
 def advantage(
@@ -85,26 +87,10 @@ def advantage(
     """
 
     def add(estimate: Estimate) -> Estimate:
-        taken = _REGISTRY.get(name)
-        if taken is not None and taken.estimate.__module__ != estimate.__module__:
-            raise ConfigError(
-                f"advantage estimator {name!r}: got a definition in {estimate.__module__}, "
-                f"expected a name that is not taken by {taken.estimate.__module__}; choose another"
-            )
-        _REGISTRY[name] = Estimator(estimate, tuple(reads), groups)
+        ESTIMATORS.add(name, Estimator(estimate, tuple(reads), groups), estimate)
         return estimate
 
     return add
-
-
-def estimator_of(name: str) -> Estimator:
-    """The estimator of that name; ConfigError naming the choices."""
-    if name not in _REGISTRY:
-        raise ConfigError(
-            f"advantage.estimator: got {name!r}; expected one of {sorted(_REGISTRY)}; choose one "
-            f"or add yours with @advantage({name!r})"
-        )
-    return _REGISTRY[name]
 
 
 Estimates = tuple[Tensor, Tensor]

@@ -10,7 +10,8 @@ weight = flow.keep(weight=AdaptiveKL(cfg.advantage, target=6.0))
 ...
 batch |= batch.map(measure_kl)
 weight.update(batch.mean("reference_kl"))
-batch |= batch.map(compute_advantages, estimator="gae", cfg=weight.applied_to(cfg.advantage))"""
+batch |= batch.map(compute_advantages, estimator="gae", cfg=weight.applied_to(cfg.advantage))
+"""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ from spmdflow.data.ragged import pad
 from spmdflow.data.rows import VALID, chosen_mask, valid_rows
 from spmdflow.errors import ConfigError
 from spmdflow.objectives.loss import Reduce, Report, inside
+from spmdflow.objectives.registry import Registry
 from spmdflow.transfer.register import row_maths
 from spmdflow.transfer.worker import Mean
 
@@ -41,11 +43,7 @@ def bounded(log_ratio: Tensor) -> Tensor:
 
 def kl_estimate(name: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Per-token estimate, same shape as log_probs; ConfigError naming the choices."""
-    if name not in KL_ESTIMATORS:
-        raise ConfigError(
-            f"kl_estimator: got {name!r}; expected one of {sorted(KL_ESTIMATORS)}; choose one"
-        )
-    return KL_ESTIMATORS[name](log_probs - ref_log_probs)
+    return KL_ESTIMATORS.find(name)(log_probs - ref_log_probs)
 
 
 def _k1(difference: Tensor) -> Tensor:
@@ -61,12 +59,8 @@ def _k3(difference: Tensor) -> Tensor:
     return torch.expm1(-bounded(difference)) + bounded(difference)
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": _k1,
-    "k2": _k2,
-    "k3": _k3,
-    "abs": torch.abs,
-}
+KL_ESTIMATORS: Registry[Callable[[Tensor], Tensor]] = Registry("KL estimator", "kl_estimator")
+KL_ESTIMATORS |= {"k1": _k1, "k2": _k2, "k3": _k3, "abs": torch.abs}
 
 
 LARGEST_ERROR, GAIN = 0.2, 0.1

@@ -2,7 +2,8 @@
 
 A train step sums `loss(output, micro, totals)` over the micro-batches of all ranks. Every term is
 divided by a *global* denominator, so the sum is the mean over the whole mini-batch, however the
-rows were spread. Knows no ranks: sums over them go through `reduce`."""
+rows were spread. Knows no ranks: sums over them go through `reduce`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.errors import ConfigError
+from spmdflow.objectives.registry import Registry
 from spmdflow.transfer.worker import Metric
 
 
@@ -120,7 +121,8 @@ def _each_sequence(mask: Tensor) -> Tensor:
     return mask.float() / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-AGGREGATIONS = {
+AGGREGATIONS: Registry[Aggregation] = Registry("aggregation", "loss.aggregation")
+AGGREGATIONS |= {
     # sum_i sum_t l_it / sum_i |y_i|: every token counts the same (DAPO, Yu et al. 2025, eq. 12)
     "token-mean": Aggregation(_each_token, "tokens"),
     # 1/N sum_i 1/|y_i| sum_t l_it: every sequence counts the same (GRPO, Shao et al. 2024, eq. 3)
@@ -132,21 +134,12 @@ AGGREGATIONS = {
 }
 
 
-def aggregation(mode: str) -> Aggregation:
-    """The aggregation called mode; ConfigError naming the choices."""
-    if mode not in AGGREGATIONS:
-        raise ConfigError(
-            f"loss.aggregation: got {mode!r}; expected one of {sorted(AGGREGATIONS)}; choose one"
-        )
-    return AGGREGATIONS[mode]
-
-
 def aggregate(x: Tensor, mask: Tensor, totals: Mapping[str, float], mode: str) -> Tensor:
     """This part's share of the global mean of x (B, R) -> scalar; shares add up to the mean.
 
     totals: global "tokens" and "sequences" (`mask_totals` summed over all rows of all ranks).
     """
-    chosen = aggregation(mode)
+    chosen = AGGREGATIONS.find(mode)
     return (inside(x, mask) * chosen.weights(mask)).sum() / max(totals[chosen.total], 1.0)
 
 

@@ -4,7 +4,8 @@
 old_log_probs, advantages, mask, cfg) -> (loss, ratio, clipped)`, all tensors (B, R). r_t = pi(y_t)
 / pi_old(y_t) is the probability ratio, its logarithm clamped to +-20, and clip(r) keeps it in
 [1 - clip_ratio, 1 + clip_ratio_high]; without clip_ratio_high the range is symmetric. A script adds
-its own function with the decorator at module level."""
+its own function with the decorator at module level.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from spmdflow.data.ragged import pad
 from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.objectives.kl import KL_ESTIMATORS, bounded, kl_estimate
 from spmdflow.objectives.log_prob import entropy_from_logits, log_probs_from_logits
-from spmdflow.objectives.loss import Micro, aggregate, aggregation, inside, mask_totals
+from spmdflow.objectives.loss import AGGREGATIONS, Micro, aggregate, inside, mask_totals
+from spmdflow.objectives.registry import Registry
 
 
 class Surrogate(NamedTuple):
@@ -37,7 +39,9 @@ PolicyTerms = Callable[
     [Tensor, Tensor, Tensor, Tensor, PolicyLossConfig], tuple[Tensor, Tensor, Tensor]
 ]
 
-_REGISTRY: dict[str, PolicyTerms] = {}
+POLICY_LOSSES: Registry[PolicyTerms] = Registry(
+    "policy loss", "loss.surrogate", decorator="policy_loss"
+)
 
 
 def policy_loss(name: str) -> Callable[[PolicyTerms], PolicyTerms]:
@@ -47,26 +51,10 @@ def policy_loss(name: str) -> Callable[[PolicyTerms], PolicyTerms]:
     """
 
     def add(terms: PolicyTerms) -> PolicyTerms:
-        taken = _REGISTRY.get(name)
-        if taken is not None and taken.__module__ != terms.__module__:
-            raise ConfigError(
-                f"policy loss {name!r}: got a definition in {terms.__module__}, expected a name "
-                f"that is not taken by {taken.__module__}; choose another"
-            )
-        _REGISTRY[name] = terms
+        POLICY_LOSSES.add(name, terms, terms)
         return terms
 
     return add
-
-
-def policy_terms_of(name: str) -> PolicyTerms:
-    """The policy loss of that name; ConfigError naming the choices."""
-    if name not in _REGISTRY:
-        raise ConfigError(
-            f"loss.surrogate: got {name!r}; expected one of {sorted(_REGISTRY)}; choose one or "
-            f"add yours with @policy_loss({name!r})"
-        )
-    return _REGISTRY[name]
 
 
 @policy_loss("ppo")
@@ -173,13 +161,9 @@ class PolicyLoss:
         budget: int = 1,
         report_entropy: bool = False,
     ) -> None:
-        aggregation(cfg.aggregation)
-        self._terms = policy_terms_of(cfg.surrogate)
-        if cfg.kl_estimator not in KL_ESTIMATORS:
-            raise ConfigError(
-                f"loss.kl_estimator: got {cfg.kl_estimator!r}; expected one of "
-                f"{sorted(KL_ESTIMATORS)}; choose one"
-            )
+        AGGREGATIONS.find(cfg.aggregation)
+        self._terms = POLICY_LOSSES.find(cfg.surrogate)
+        KL_ESTIMATORS.find(cfg.kl_estimator, key="loss.kl_estimator")
         if not temperature > 0:
             raise ConfigError(
                 f"rollout.temperature: got {temperature}; expected above 0, since log-probs are "

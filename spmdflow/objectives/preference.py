@@ -1,21 +1,125 @@
-"""Preference losses: pure functions of scores or log-probabilities of pairs, one loss per pair.
+"""Losses of preferences, by name: of pairs of answers, and of answers with a label (KTO).
 
-m = s_chosen - s_rejected is the margin of a reward model. For a policy, h = beta * (log pi(y) -
-log pi_ref(y)) is its implicit reward of a whole answer (Rafailov et al. 2023, eq. 5, without the
-term of the prompt, which cancels between two answers). Log-probabilities are sums over an answer's
-tokens, in nats. None of the losses takes an exp: extreme log-ratios stay finite.
+A loss of pairs is a function `(pair, cfg) -> (n,)`, one loss for each pair, whose arguments are
+summed log-probabilities in nats; a script adds its own at module level. With h = beta * (log pi(y)
+- log pi_ref(y)) a policy's implicit reward of a whole answer (Rafailov et al. 2023, eq. 5, without
+the term of the prompt, which cancels between two answers), h_c and h_r are those of the chosen and
+the rejected answer. A reward model compares its scores instead (`bradley_terry`). None of the
+losses takes an exp: extreme log-ratios stay finite.
+
+`PairLoss` and `LabelLoss` are what an engine trains with: pairs whose two sequences may lie in
+different micro-batches, and rows that stand alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from spmdflow.config.offline import PreferenceLossConfig
 from spmdflow.objectives.loss import Micro
+from spmdflow.objectives.registry import Registry
+from spmdflow.objectives.supervised import row_losses
+
+
+class AnswerPair(NamedTuple):
+    """Log-probabilities of n pairs, each (n,), in nats; sums over tokens, or means (per_token)."""
+
+    chosen: Tensor
+    rejected: Tensor
+    ref_chosen: Tensor
+    ref_rejected: Tensor
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """(n,): log pi / pi_ref of the chosen answer, less that of the rejected one."""
+        return (self.chosen - self.ref_chosen) - (self.rejected - self.ref_rejected)
+
+
+PairTerms = Callable[[AnswerPair, PreferenceLossConfig], Tensor]
+
+PREFERENCE_LOSSES: Registry[Callable[..., Tensor]] = Registry(
+    "preference loss", "loss.name", decorator="preference_loss"
+)
+"""Losses of pairs, and kto, which `LabelLoss` calls."""
+
+
+def preference_loss(name: str) -> Callable[[PairTerms], PairTerms]:
+    """Register a loss of pairs under a name; the last one of a module's own wins.
+
+    ConfigError if the name belongs to a function of another module.
+    """
+
+    def add(terms: PairTerms) -> PairTerms:
+        PREFERENCE_LOSSES.add(name, terms, terms)
+        return terms
+
+    return add
+
+
+@preference_loss("dpo")
+def dpo(pair: AnswerPair, cfg: PreferenceLossConfig) -> Tensor:
+    """-(1 - e) log sigmoid(h_c - h_r) - e log sigmoid(h_r - h_c), e = label_smoothing.
+
+    DPO (Rafailov et al. 2023, eq. 7), log 2 at pi = pi_ref. e: the share of labels that are wrong
+    (conservative DPO, Mitchell 2023).
+    """
+    margin, smoothing = cfg.beta * pair.log_ratio, cfg.label_smoothing
+    return -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
+
+
+@preference_loss("ipo")
+def ipo(pair: AnswerPair, cfg: PreferenceLossConfig) -> Tensor:
+    """((log pi/pi_ref)_c - (log pi/pi_ref)_r - 1 / (2 beta))^2 (Azar et al. 2024, eq. 17).
+
+    beta is the paper's tau.
+    """
+    return (pair.log_ratio - 1 / (2 * cfg.beta)).square()
+
+
+@preference_loss("slic")
+def slic(pair: AnswerPair, cfg: PreferenceLossConfig) -> Tensor:
+    """max(0, 1 - beta (log pi(y_c) - log pi(y_r))).
+
+    SLiC-HF's calibration term (Zhao et al. 2023, eq. 1), with its margin delta = 1 / beta and
+    scaled by beta.
+    """
+    return torch.relu(1 - cfg.beta * (pair.chosen - pair.rejected))
+
+
+@preference_loss("hinge")
+def hinge(pair: AnswerPair, cfg: PreferenceLossConfig) -> Tensor:
+    """max(0, 1 - (h_c - h_r)); 1 at pi = pi_ref.
+
+    SLiC's hinge on the log-ratios to a reference (hinge-norm of Liu et al. 2024, RSO).
+    """
+    return torch.relu(1 - cfg.beta * pair.log_ratio)
+
+
+def kto(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    desirable: Tensor,
+    kl: Tensor,
+    cfg: PreferenceLossConfig,
+) -> Tensor:
+    """w (1 - sigmoid(+-(h - beta KL))): + for desirable answers, - for others; (n,) -> (n,).
+
+    KTO (Ethayarajh et al. 2024, section 4.1). desirable: (n,) bool; kl: scalar estimate of KL(pi ||
+    pi_ref) in nats, which passes no gradient and counts as 0 if it is negative.
+    """
+    gain = cfg.beta * (log_probs - ref_log_probs - kl.detach().clamp(min=0))
+    signed = torch.where(desirable, gain, -gain)
+    weight = torch.where(desirable, cfg.desirable_weight, cfg.undesirable_weight)
+    return weight * (1 - torch.sigmoid(signed))
+
+
+PREFERENCE_LOSSES.add("kto", kto, kto)
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -26,82 +130,26 @@ def bradley_terry(chosen: Tensor, rejected: Tensor) -> Tensor:
     return -logsigmoid(chosen - rejected)
 
 
-def dpo(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    *,
-    beta: float,
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """-(1 - e) log sigmoid(h_c - h_r) - e log sigmoid(h_r - h_c): summed log-probs (n,) -> (n,).
+def answer_log_probs(output: Tensor, micro: Micro) -> Tensor:
+    """(b,): log pi(answer | prompt) in nats, summed over response_mask; output: logits (b, T, V).
 
-    DPO (Rafailov et al. 2023, eq. 7), log 2 at pi = pi_ref. e: the share of labels that are wrong
-    (conservative DPO, Mitchell 2023).
+    0 for a row without a learnt token. At temperature 1, as in all of the papers.
     """
-    margin = beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
-    return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
-
-
-def ipo(
-    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float
-) -> Tensor:
-    """((log pi/pi_ref)_c - (log pi/pi_ref)_r - 1 / (2 beta))^2: summed log-probs (n,) -> (n,).
-
-    IPO (Azar et al. 2024, eq. 17); beta is its tau.
-    """
-    return ((chosen - ref_chosen) - (rejected - ref_rejected) - 1 / (2 * beta)).square()
-
-
-def slic(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """max(0, 1 - beta (log pi(y_c) - log pi(y_r))): summed log-probs (n,) -> (n,).
-
-    SLiC-HF's calibration term (Zhao et al. 2023, eq. 1), with its margin delta = 1 / beta and
-    scaled by beta.
-    """
-    return torch.relu(1 - beta * (chosen - rejected))
-
-
-def hinge(
-    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float
-) -> Tensor:
-    """max(0, 1 - (h_c - h_r)): summed log-probs (n,) -> (n,).
-
-    SLiC's hinge on the log-ratios to a reference (hinge-norm of Liu et al. 2024, RSO); 1 at
-    pi = pi_ref.
-    """
-    return torch.relu(1 - beta * ((chosen - ref_chosen) - (rejected - ref_rejected)))
-
-
-def kto(
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    desirable: Tensor,
-    kl: Tensor,
-    *,
-    beta: float,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-) -> Tensor:
-    """w (1 - sigmoid(+-(h - beta KL))): + for desirable answers, - for others; (n,) -> (n,).
-
-    KTO (Ethayarajh et al. 2024, section 4.1). desirable: (n,) bool; kl: scalar estimate of KL(pi ||
-    pi_ref) in nats, which passes no gradient and counts as 0 if it is negative.
-    """
-    gain = beta * (log_probs - ref_log_probs - kl.detach().clamp(min=0))
-    signed = torch.where(desirable, gain, -gain)
-    weight = torch.where(desirable, desirable_weight, undesirable_weight)
-    return weight * (1 - torch.sigmoid(signed))
-
-
-SequenceScore = Callable[[Tensor, Micro], Tensor]
-"""(a model's output, its micro-batch) -> (b,): what a loss of pairs compares."""
+    return -row_losses(output, micro)
 
 
 def last_score(output: Tensor, micro: Micro) -> Tensor:
     """(b, T) -> (b,): a reward model's score of a sequence, the one of its last token."""
     return micro.last(output)
+
+
+def implicit_rewards(log_probs: Tensor, ref_log_probs: Tensor, cfg: PreferenceLossConfig) -> Tensor:
+    """beta (log pi - log pi_ref): what a policy is taken to score (Rafailov et al. 2023, eq. 5)."""
+    return cfg.beta * (log_probs - ref_log_probs)
+
+
+SequenceScore = Callable[[Tensor, Micro], Tensor]
+"""(a model's output, its micro-batch) -> (b,): what a loss of pairs compares."""
 
 
 class PairLoss:
@@ -146,3 +194,74 @@ def score_slopes(
         losses = loss(*scores.chunk(2))
         (slopes,) = torch.autograd.grad(losses.sum(), scores)
     return losses.detach(), slopes
+
+
+def pair_losses(
+    log_probs: Tensor, ref_log_probs: Tensor, tokens: Tensor, cfg: PreferenceLossConfig
+) -> tuple[Tensor, Tensor]:
+    """Losses (n,) of pairs and their slopes (n, 2) at log_probs; all arguments (n, 2).
+
+    Columns: chosen, rejected. tokens: learnt tokens of each answer, by which per_token divides.
+    """
+    if not len(log_probs):
+        return log_probs.sum(-1), log_probs
+    terms = PREFERENCE_LOSSES.find(cfg.name)
+    lengths = tokens.clamp(min=1) if cfg.per_token else torch.ones_like(tokens)
+    ref = ref_log_probs / lengths
+
+    def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+        pair = AnswerPair(chosen / lengths[:, 0], rejected / lengths[:, 1], ref[:, 0], ref[:, 1])
+        return terms(pair, cfg)
+
+    losses, slopes = score_slopes(log_probs[:, 0], log_probs[:, 1], loss)
+    return losses, slopes.view(2, len(losses)).T
+
+
+class LabelLoss:
+    """KTO over a mini-batch: each answer is good or bad by itself (Ethayarajh et al. 2024, 4.1).
+
+    L = 1/n sum_i w_i (1 - sigmoid(+-(h_i - beta z))),  z = max(0, 1/n sum_i kl_i)
+
+    kl_i = log pi - log pi_ref of row i's prompt with another row's answer: z is the paper's
+    estimate of KL(pi || pi_ref), here over the rows of the mini-batch on all ranks; no gradient.
+    Reads ref_answer_log_probs (B, 2), of which the first is the row's own, kl_log_ratios (B,) in
+    nats and desirable (B,).
+    """
+
+    def __init__(self, cfg: PreferenceLossConfig) -> None:
+        self._cfg = cfg
+
+    def denominators(self, batch: TensorDict) -> dict[str, float]:
+        """Local "rows", how many of them are "desirable", and the sum of "kl" in nats."""
+        desirable = float(batch["desirable"].sum())
+        rows = float(batch.batch_size[0])
+        return {
+            "rows": rows,
+            "desirable": desirable,
+            "undesirable": rows - desirable,
+            "kl": float(batch["kl_log_ratios"].double().sum()),
+        }
+
+    def __call__(
+        self, output: Tensor, micro: Micro, totals: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of one micro-batch; output: logits (b, T, V).
+
+        Metrics: kl (nats, not below 0) and the mean implicit rewards of both kinds of answers.
+        """
+        cfg, good = self._cfg, micro.columns["desirable"].bool()
+        log_probs = answer_log_probs(output, micro)
+        ref = micro.columns["ref_answer_log_probs"][:, 0]
+        kl = log_probs.new_tensor(totals["kl"] / max(totals["rows"], 1.0))
+        losses = kto(log_probs, ref, good, kl, cfg)
+        real = micro.row_weight / max(totals["rows"], 1.0)
+        reward = implicit_rewards(log_probs.detach(), ref, cfg) * micro.row_weight
+        return (losses * real).sum(), {
+            "kl": (kl.clamp(min=0) * real).sum(),
+            "desirable_reward": reward[good].sum() / max(totals["desirable"], 1.0),
+            "undesirable_reward": reward[~good].sum() / max(totals["undesirable"], 1.0),
+        }
+
+    def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Nothing to finish."""
+        return metrics

@@ -10,7 +10,8 @@ PPO-ptx:  L = L_policy + coef * L_text,  L_text = - sum log pi(x_{t+1} | x_1..t)
 
 (Ouyang et al. 2022, eq. 2; Dai et al. 2024, appendix B). A text is a row without a response: all of
 its tokens lie in the prompt, and `is_text` is True. Both losses have global denominators of their
-own, so a mini-batch may have any number of samples and texts."""
+own, so a mini-batch may have any number of samples and texts.
+"""
 
 from __future__ import annotations
 

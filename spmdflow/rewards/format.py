@@ -1,7 +1,8 @@
 """The form of a response: whether it is what the prompt asked for, and where it says its answer.
 
 The rewards score 0 or 1 and read no column of the row. An answer stands behind ####, in a box or
-between tags; finding it takes time linear in the response's length and never raises."""
+between tags; finding it takes time linear in the response's length and never raises.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """A reward function: found by "path/file.py:name" or "module:name", its result read as numbers.
 
-Loading runs the user's module; a worker process does it, a rank need not."""
+Loading runs the user's module; a worker process does it, a rank need not.
+"""
 
 from __future__ import annotations
 

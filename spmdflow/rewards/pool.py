@@ -2,7 +2,8 @@
 
 The order of samples is kept; each process has all functions. A sample on which a function raises,
 returns no score, takes too long or ends its process is named with its cause, its text and the
-place in the function; a lost process is replaced and the other samples go on."""
+place in the function; a lost process is replaced and the other samples go on.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from spmdflow.config.offline import PreferenceLossConfig
 from spmdflow.data.ragged import ragged
 from spmdflow.errors import ConfigError
-from spmdflow.objectives.answer import (
+from spmdflow.objectives.preference import (
     AnswerPair,
     LabelLoss,
     answer_log_probs,

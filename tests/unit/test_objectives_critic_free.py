@@ -19,7 +19,7 @@ from spmdflow.data.group import RowGroups, places_in_groups
 from spmdflow.data.ragged import pad, ragged
 from spmdflow.errors import ConfigError
 from spmdflow.objectives.advantage import compute_advantages
-from spmdflow.objectives.estimator import Samples, advantage, estimator_of, reward_to_go
+from spmdflow.objectives.estimator import ESTIMATORS, Samples, advantage, reward_to_go
 from tests.unit.replayed_ranks import run_ranks, take
 
 PLAIN = AdvantageConfig(whiten=False, gamma=0.9)
@@ -179,7 +179,7 @@ def test_own_estimator_is_known_by_its_name_with_the_columns_it_reads() -> None:
 
     batch, groups = make(3, [0, 1])
 
-    assert estimator_of("own_test").reads == ("values",)
+    assert ESTIMATORS.find("own_test").reads == ("values",)
     assert set(run(batch, groups, "own_test")["advantages"].values().tolist()) <= {0.0, 2.0}
 
 

@@ -39,7 +39,7 @@ ALONE = 9
 LEFT = [row for row in range(len(GROUPS)) if row not in FAILED]
 ESTIMATORS = [
     name
-    for name, known in registry._REGISTRY.items()
+    for name, known in registry.ESTIMATORS.items()
     if known.estimate.__module__.startswith("spmdflow")
 ]
 CFG = AdvantageConfig(whiten=False, gamma=0.95, kl_coef=0.1)
@@ -121,7 +121,7 @@ def test_advantages_are_those_of_the_batch_without_the_failed_rows(
 ) -> None:
     batch = batch_of_all()
     cfg = AdvantageConfig(whiten=whiten, gamma=0.95, kl_coef=0.1)
-    compares = registry.estimator_of(name).groups
+    compares = registry.ESTIMATORS.find(name).groups
     kept = [row for row in LEFT if not (compares and row == ALONE)]
 
     found, said = estimated(with_failed(batch), name, list(range(len(GROUPS))), num_ranks, cfg)
@@ -138,7 +138,7 @@ def test_advantages_are_those_of_the_batch_without_the_failed_rows(
 
 
 def test_the_table_of_estimators_is_whole() -> None:
-    compared = {name for name in ESTIMATORS if registry.estimator_of(name).groups}
+    compared = {name for name in ESTIMATORS if registry.ESTIMATORS.find(name).groups}
 
     assert compared == {"grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp_baseline"}
     assert set(ESTIMATORS) - compared == {"gae", "remax", "reinforce_pp"}

@@ -21,16 +21,16 @@ from spmdflow.config.offline import PreferenceLossConfig
 from spmdflow.config.schema import ValueLossConfig
 from spmdflow.data.ragged import ragged
 from spmdflow.data.rows import select_rows
-from spmdflow.objectives.answer import (
-    AnswerPair,
-    LabelLoss,
-    answer_log_probs,
-    pair_losses,
-    pair_terms_of,
-)
 from spmdflow.objectives.loss import AGGREGATIONS, Loss
 from spmdflow.objectives.policy import PolicyLoss
-from spmdflow.objectives.preference import PairLoss
+from spmdflow.objectives.preference import (
+    PREFERENCE_LOSSES,
+    AnswerPair,
+    LabelLoss,
+    PairLoss,
+    answer_log_probs,
+    pair_losses,
+)
 from spmdflow.objectives.supervised import PretrainedPolicyLoss, SupervisedLoss
 from spmdflow.objectives.value import ValueLoss
 from spmdflow.workers.micro_batch import MicroBatch, micro_batches
@@ -225,7 +225,7 @@ def directly(batch: TensorDict, table: Tensor, cfg: PreferenceLossConfig) -> Ste
     if cfg.per_token:
         scores, ref = scores / counts.clamp(min=1), ref / counts.clamp(min=1)
     pair = AnswerPair(scores[:, 0], scores[:, 1], ref[:, 0], ref[:, 1])
-    loss = pair_terms_of(cfg.name)(pair, cfg).mean()
+    loss = PREFERENCE_LOSSES.find(cfg.name)(pair, cfg).mean()
     loss.backward()  # type: ignore[no-untyped-call]
     assert leaf.grad is not None
     return float(loss.detach()), leaf.grad, {}

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
 
+from spmdflow.config.offline import PreferenceLossConfig
 from spmdflow.data.ragged import ragged_from_rows
 from spmdflow.data.rows import select_rows
 from spmdflow.models.preference import pair_rows
 from spmdflow.objectives.preference import (
+    AnswerPair,
     PairLoss,
     bradley_terry,
     dpo,
@@ -28,6 +30,8 @@ from spmdflow.objectives.preference import (
 from spmdflow.workers.micro_batch import micro_batches
 
 BETA = 0.3
+CFG = PreferenceLossConfig(beta=BETA)
+SMOOTHED = PreferenceLossConfig(beta=BETA, label_smoothing=0.1)
 WEIGHTS = torch.randn(50, generator=torch.Generator().manual_seed(1)).double()
 """Scores of tokens: a reward model that is a table."""
 
@@ -43,18 +47,22 @@ def loop_dpo(c: float, r: float, rc: float, rr: float) -> float:
 
 LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., float], int]] = {
     "bradley_terry": (bradley_terry, lambda c, r: -math.log(sigmoid(c - r)), 2),
-    "dpo": (lambda *x: dpo(*x, beta=BETA, label_smoothing=0.1), loop_dpo, 4),
+    "dpo": (lambda *x: dpo(AnswerPair(*x), SMOOTHED), loop_dpo, 4),
     "ipo": (
-        lambda *x: ipo(*x, beta=BETA),
+        lambda *x: ipo(AnswerPair(*x), CFG),
         lambda c, r, rc, rr: (c - rc - r + rr - 1 / (2 * BETA)) ** 2,
         4,
     ),
     "hinge": (
-        lambda *x: hinge(*x, beta=BETA),
+        lambda *x: hinge(AnswerPair(*x), CFG),
         lambda c, r, rc, rr: max(0.0, 1 - BETA * (c - rc - r + rr)),
         4,
     ),
-    "slic": (lambda *x: slic(*x, beta=BETA), lambda c, r: max(0.0, 1 - BETA * (c - r)), 2),
+    "slic": (
+        lambda *x: slic(AnswerPair(*x, *x), CFG),
+        lambda c, r: max(0.0, 1 - BETA * (c - r)),
+        2,
+    ),
 }
 
 
@@ -93,7 +101,7 @@ def test_kto_equals_its_formula_row_by_row(seed: int, kl: float) -> None:
     good = torch.tensor([True, False, True, True, False, False, True])
     drift = torch.tensor(kl, dtype=torch.float64, requires_grad=True)
 
-    made = kto(log_probs, ref, good, drift, beta=BETA, undesirable_weight=0.5)
+    made = kto(log_probs, ref, good, drift, PreferenceLossConfig(beta=BETA, undesirable_weight=0.5))
 
     for row, value in enumerate(made.tolist()):
         gain = BETA * (log_probs[row].item() - ref[row].item() - max(kl, 0.0))
@@ -109,12 +117,14 @@ def test_policy_that_is_its_reference_has_the_known_losses() -> None:
     zero = torch.zeros_like(same)
 
     assert torch.allclose(bradley_terry(same, same), zero + math.log(2))
-    assert torch.allclose(dpo(same, zero, same, zero, beta=BETA), zero + math.log(2))
-    assert torch.allclose(ipo(same, zero, same, zero, beta=0.5), zero + 1)
-    assert torch.allclose(hinge(same, zero, same, zero, beta=BETA), zero + 1)
-    assert torch.allclose(slic(same, same, beta=BETA), zero + 1)
+    assert torch.allclose(dpo(AnswerPair(same, zero, same, zero), CFG), zero + math.log(2))
+    assert torch.allclose(
+        ipo(AnswerPair(same, zero, same, zero), PreferenceLossConfig(beta=0.5)), zero + 1
+    )
+    assert torch.allclose(hinge(AnswerPair(same, zero, same, zero), CFG), zero + 1)
+    assert torch.allclose(slic(AnswerPair(same, same, zero, zero), CFG), zero + 1)
     good = torch.ones(7, dtype=torch.bool)
-    assert torch.allclose(kto(same, same, good, torch.tensor(0.0), beta=BETA), zero + 0.5)
+    assert torch.allclose(kto(same, same, good, torch.tensor(0.0), CFG), zero + 0.5)
 
 
 def test_extreme_margins_stay_finite() -> None:
@@ -123,7 +133,7 @@ def test_extreme_margins_stay_finite() -> None:
     losses = bradley_terry(far, zero)
 
     assert losses.tolist() == [0.0, 1e4]
-    assert dpo(far, zero, zero, zero, beta=1.0).isfinite().all()
+    assert dpo(AnswerPair(far, zero, zero, zero), PreferenceLossConfig(beta=1.0)).isfinite().all()
 
 
 def make_pairs(seed: int, count: int) -> TensorDict:

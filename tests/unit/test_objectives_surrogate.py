@@ -14,7 +14,7 @@ from torch import Tensor
 from spmdflow.config.algorithm import SurrogateLossConfig
 from spmdflow.config.schema import PolicyLossConfig
 from spmdflow.errors import ConfigError
-from spmdflow.objectives.policy import PolicyLoss, policy_loss, policy_terms_of
+from spmdflow.objectives.policy import POLICY_LOSSES, PolicyLoss, policy_loss
 
 NAMES = ["ppo", "gspo", "cispo", "plain"]
 
@@ -60,7 +60,7 @@ def test_policy_loss_of_each_token_equals_the_formula(
     cfg = SurrogateLossConfig(clip_ratio=low, clip_ratio_high=high, dual_clip=dual)
     log_probs, old, advantages, mask = rows(seed)
 
-    terms = policy_terms_of(name)(log_probs, old, advantages, mask, cfg)
+    terms = POLICY_LOSSES.find(name)(log_probs, old, advantages, mask, cfg)
 
     for i in range(4):
         gaps = [float(log_probs[i, t] - old[i, t]) for t in range(6) if mask[i, t]]
@@ -90,7 +90,7 @@ def test_clipped_surrogate_and_its_slope_in_each_case(
     log_probs = torch.tensor(math.log(ratio), dtype=torch.float64, requires_grad=True)
 
     cfg, mask = PolicyLossConfig(clip_ratio=0.2), torch.ones((), dtype=torch.bool)
-    terms = policy_terms_of("ppo")(
+    terms = POLICY_LOSSES.find("ppo")(
         log_probs, torch.zeros(()), torch.tensor(advantage).double(), mask, cfg
     )
     terms.loss.backward()
@@ -107,7 +107,7 @@ def test_gradient_of_ppo_equals_finite_differences_and_is_zero_where_clipped(
     cfg = SurrogateLossConfig(clip_ratio=0.2, clip_ratio_high=0.3, dual_clip=dual)
     log_probs, old, advantages, mask = rows(1, wide=1.0)
     log_probs.requires_grad_()
-    ppo = policy_terms_of("ppo")
+    ppo = POLICY_LOSSES.find("ppo")
 
     assert torch.autograd.gradcheck(lambda x: ppo(x, old, advantages, mask, cfg).loss, (log_probs,))
     terms = ppo(log_probs, old, advantages, mask, cfg)
@@ -123,7 +123,7 @@ def test_gradient_of_gspo_is_that_of_the_sequence_objective() -> None:
     log_probs.requires_grad_()
     lengths = mask.sum(-1).clamp(min=1)
 
-    terms = policy_terms_of("gspo")(log_probs, old, advantages, mask, cfg)
+    terms = POLICY_LOSSES.find("gspo")(log_probs, old, advantages, mask, cfg)
     ours = ((terms.loss * mask).sum(-1) / lengths).sum()
     gap = ((log_probs - old) * mask).sum(-1) / lengths
     ratio, a = gap.exp(), advantages[:, 0]
@@ -140,7 +140,7 @@ def test_gradient_of_cispo_is_never_lost_and_weighted_by_the_clipped_ratio() -> 
     log_probs, old, advantages, mask = rows(3, wide=1.0)
     log_probs.requires_grad_()
 
-    terms = policy_terms_of("cispo")(log_probs, old, advantages, mask, cfg)
+    terms = POLICY_LOSSES.find("cispo")(log_probs, old, advantages, mask, cfg)
     (slope,) = torch.autograd.grad(terms.loss.sum(), log_probs)
 
     ratio = (log_probs - old).exp().detach()
@@ -154,7 +154,7 @@ def test_extreme_log_ratios_give_finite_losses_and_gradients(name: str, gap: flo
     log_probs, old, advantages, mask = rows(2)
     log_probs.requires_grad_()
 
-    terms = policy_terms_of(name)(log_probs, old - gap, advantages, mask, SurrogateLossConfig())
+    terms = POLICY_LOSSES.find(name)(log_probs, old - gap, advantages, mask, SurrogateLossConfig())
     (slope,) = torch.autograd.grad(terms.loss[mask].sum(), log_probs)
 
     assert torch.isfinite(terms.loss[mask]).all() and torch.isfinite(slope).all()
@@ -165,7 +165,7 @@ def test_plain_and_ppo_agree_in_gradient_on_samples_of_the_policy_itself() -> No
     log_probs.requires_grad_()
     slopes = [
         torch.autograd.grad(
-            policy_terms_of(name)(
+            POLICY_LOSSES.find(name)(
                 log_probs, log_probs.detach(), advantages, mask, SurrogateLossConfig()
             ).loss.sum(),
             log_probs,
@@ -180,7 +180,7 @@ def test_plain_and_ppo_agree_in_gradient_on_samples_of_the_policy_itself() -> No
 def test_own_policy_loss_is_known_by_its_name_and_others_are_refused() -> None:
     @policy_loss("own_test")
     def own(log_probs: Tensor, *rest: Any) -> Any:
-        return policy_terms_of("plain")(2 * log_probs, *rest)
+        return POLICY_LOSSES.find("plain")(2 * log_probs, *rest)
 
     log_probs, old, advantages, mask = rows(5)
     cfg = SurrogateLossConfig(surrogate="own_test")

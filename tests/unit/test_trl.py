@@ -27,11 +27,16 @@ from spmdflow.data.group import RowGroups, places_in_groups
 from spmdflow.data.ragged import ragged_from_padded
 from spmdflow.models.preference import answer_rows, answer_tokens, pair_rows
 from spmdflow.models.supervised import example_rows
-from spmdflow.objectives.answer import LabelLoss, answer_log_probs, pair_losses
 from spmdflow.objectives.estimator import Samples, grpo
 from spmdflow.objectives.loss import Loss
 from spmdflow.objectives.policy import PolicyLoss
-from spmdflow.objectives.preference import PairLoss, score_slopes
+from spmdflow.objectives.preference import (
+    LabelLoss,
+    PairLoss,
+    answer_log_probs,
+    pair_losses,
+    score_slopes,
+)
 from spmdflow.objectives.supervised import SupervisedLoss
 from spmdflow.workers.micro_batch import MicroBatch, micro_batches
 from tests.unit.test_datasets_examples import source_of
