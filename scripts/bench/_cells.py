@@ -13,10 +13,10 @@ import numpy as np
 
 from bench._dataflows import NOMINAL, ppo
 from bench._given import evaluate
-from spmdflow.mapping.auto import Mapping, find_mapping
+from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Dataflow, Engine, Workload
 from spmdflow.mapping.machine import Hardware
-from spmdflow.mapping.placed import Placed
+from spmdflow.mapping.placed import Placed, Ranking
 from spmdflow.mapping.search import Options, best_of_partition
 from spmdflow.mapping.table import CostTable
 
@@ -104,7 +104,7 @@ class Score:
     """One cell's outcome."""
 
     cell: Cell
-    mapping: Mapping
+    mapping: Ranking
     paper: Placed
     """The paper's placement, with our strategies."""
 

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from spmdflow.errors import ConfigError
-from spmdflow.mapping.assemble import assemble, placed_of, pool_of
 from spmdflow.mapping.dataflow import Dataflow
 from spmdflow.mapping.machine import Hardware
-from spmdflow.mapping.placed import Placed
+from spmdflow.mapping.placed import Placed, assemble, placed_of, pool_of
 from spmdflow.mapping.search import Options, best_of_partition
 from spmdflow.mapping.strategy import Strategy
 from spmdflow.mapping.table import CostTable

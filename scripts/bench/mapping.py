@@ -34,8 +34,8 @@ from bench._figures import (
 )
 from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Dataflow, Workload
-from spmdflow.mapping.explain import explain, reason
 from spmdflow.mapping.machine import COEFFICIENTS, Hardware, load_hardware
+from spmdflow.mapping.placed import explain, reason
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = Workload(1024, 1024, 1024, num_updates=8)

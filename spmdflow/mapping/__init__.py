@@ -16,11 +16,11 @@ by Pareto fronts and bounds. Ranks may stay idle, stages of a pipeline uneven.
 Complexity: with k models and n pool sizes, Bell(k) partitions, of each of which the bound is linear
 in n; exact fronts are made only for pools that could still be part of something cheaper.
 
-Simulators (`layer`, `training`, `generation`, `collective`, `memory`; paper Appendix C): FLOPs over
-the rate of large matrices plus bytes over the memory's rate, ring collectives over NVLink and a
-network that the devices of a node share, pipeline bubbles, gradient traffic once an update, waves
-where the KV cache is short. Coefficients are in `hardware/*.yaml`, each with its source; how the
-predictions compare with the paper's placements and with runs is in docs/MAPPING.md.
+Simulators (`seconds`, `memory`; paper Appendix C): FLOPs over the rate of large matrices plus bytes
+over the memory's rate, ring collectives over NVLink and a network that the devices of a node share,
+pipeline bubbles, gradient traffic once an update, waves where the KV cache is short. Coefficients
+are in `hardware/*.yaml`, each with its source; how the predictions compare with the paper's
+placements and with runs is in docs/MAPPING.md.
 
 This room knows no processes, no controller and no engine.
 """

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from spmdflow.errors import ConfigError
-from spmdflow.mapping.assemble import assemble
 from spmdflow.mapping.dataflow import Dataflow
 from spmdflow.mapping.machine import Hardware
-from spmdflow.mapping.placed import Placed
+from spmdflow.mapping.placed import Ranking, assemble
 from spmdflow.mapping.search import (
     Block,
     Options,
@@ -31,27 +29,6 @@ from spmdflow.mapping.search import (
 )
 from spmdflow.mapping.table import CostTable
 
-TIE = 1.01
-"""Placements within one percent of the best count as equal."""
-
-
-@dataclass(frozen=True)
-class Mapping:
-    """The best placement of each of the best partitions, best first."""
-
-    best: tuple[Placed, ...]
-    num_partitions: int
-    """Partitions of the models, also those that do not fit."""
-    num_ranks: int
-    unit: int
-    """Pools are multiples of so many ranks."""
-    seconds_searched: float
-
-    @property
-    def is_tie(self) -> bool:
-        """Whether the second is within one percent of the first."""
-        return len(self.best) > 1 and self.best[1].seconds <= TIE * self.best[0].seconds
-
 
 def find_mapping(
     dataflow: Dataflow,
@@ -60,7 +37,7 @@ def find_mapping(
     *,
     unit: int | None = None,
     keep: int = 10,
-) -> Mapping:
+) -> Ranking:
     """The fastest placements of a dataflow on so many ranks (paper Algorithm 1).
 
     unit: ranks by which pools grow; None: whole nodes if there are several, else single ranks.
@@ -75,7 +52,7 @@ def find_mapping(
         raise _nothing_fits(dataflow, hardware, num_ranks, unit)
     placed = tuple(assemble(table, blocks, sizes, rows) for blocks, sizes, rows in found)
     number = sum(1 for _ in partitions(len(dataflow.models)))
-    return Mapping(placed, number, num_ranks, unit, time.perf_counter() - started)
+    return Ranking(placed, number, num_ranks, unit, time.perf_counter() - started)
 
 
 def default_unit(num_ranks: int, hardware: Hardware) -> int:

@@ -1,29 +1,31 @@
-"""`Estimate`: the seconds of one call under one strategy, by cause, the largest cause named."""
+"""One strategy: `Estimate`, the seconds of a call by cause, and the memory of a pool by call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from spmdflow.errors import ConfigError
-from spmdflow.mapping.dataflow import Call, Model, Workload
-from spmdflow.mapping.generation import (
+from spmdflow.mapping.dataflow import Call, Dataflow, Model, Workload
+from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.memory import call_bytes, resident_bytes, state_bytes, total
+from spmdflow.mapping.seconds import (
+    Parts,
     concurrency,
     generation_parts,
+    inference_parts,
     rows_per_replica,
+    training_parts,
 )
-from spmdflow.mapping.generation import (
+from spmdflow.mapping.seconds import (
     transition_bytes as _transition_bytes,
 )
-from spmdflow.mapping.generation import (
+from spmdflow.mapping.seconds import (
     transition_seconds as _transition_seconds,
 )
-from spmdflow.mapping.machine import Hardware
-from spmdflow.mapping.memory import call_bytes, state_bytes, total
 from spmdflow.mapping.strategy import Cut, Strategy
-from spmdflow.mapping.training import Parts, inference_parts, training_parts
 
 
 @dataclass(frozen=True)
@@ -135,5 +137,44 @@ def offload_parts(model: Model, cut: Cut, hardware: Hardware) -> Parts:
     return {"offload": ways * total(state_bytes(model, cut)) / hardware.host_bandwidth}
 
 
+def pool_memory(
+    members: Sequence[tuple[Model, Strategy]], dataflow: Dataflow, hardware: Hardware
+) -> dict[str, dict[str, float]]:
+    """Bytes of a rank of a pool in each call (`model.method`), by what holds them.
+
+    Residents of all members add; a call brings its own; a generation's KV cache is its
+    `kv_cache_bytes`, whether or not it fits, else what is left of the usable memory. Of calls of
+    one title, such as a greedy and a sampled generation, the one that needs most is kept.
+    """
+    resident: dict[str, float] = {}
+    for model, strategy in members:
+        for part, size in resident_bytes(model, Cut.of([strategy])).items():
+            resident[part] = resident.get(part, 0.0) + float(size[0])
+    names = {model.name: (model, strategy) for model, strategy in members}
+    found: dict[str, dict[str, float]] = {}
+    most: dict[str, float] = {}
+    for call in dataflow.calls:
+        if call.model not in names:
+            continue
+        model, strategy = names[call.model]
+        parts = dict(resident)
+        for part, size in call_bytes(model, call.kind, call.workload, Cut.of([strategy])).items():
+            parts[part] = parts.get(part, 0.0) + float(np.ravel(size)[0])
+        used = sum(parts.values())
+        if used < most.get(call.title, 0.0):
+            continue
+        most[call.title] = used
+        if call.kind == "generate":
+            parts["kv_cache"] = _cache(model, hardware, used)
+        found[call.title] = parts
+    return found
+
+
 def _only(parts: Parts) -> Estimate:
     return Estimate({name: float(np.ravel(seconds)[0]) for name, seconds in parts.items()})
+
+
+def _cache(model: Model, hardware: Hardware, used: float) -> float:
+    assert model.rollout is not None, model.name
+    fixed = model.rollout.kv_cache_bytes
+    return hardware.usable_bytes - used if fixed is None else fixed

@@ -20,14 +20,16 @@ from __future__ import annotations
 import numpy as np
 
 from spmdflow.mapping.dataflow import Kind, Model, Workload
-from spmdflow.mapping.generation import (
+from spmdflow.mapping.seconds import (
     PREFILL_TOKENS,
+    kv_width,
+    local_parameters,
+    micro_batch_rows,
     rows_per_replica,
     sequence_bytes,
+    share_of,
 )
-from spmdflow.mapping.layer import kv_width
 from spmdflow.mapping.strategy import Array, Cut
-from spmdflow.mapping.training import local_parameters, micro_batch_rows, share_of
 
 Bytes = dict[str, Array]
 """Bytes of one rank by what they hold."""

@@ -1,13 +1,24 @@
-"""`Placed`: a placement with its strategies and predicted seconds, as `placement:` accepts it."""
+"""`Placed`: a placement with its strategies and predicted seconds, as `placement:` accepts it.
+
+`assemble` makes one from entries of a cost table; `explain` says why the best ones of a search, its
+`Ranking`, are better than the next.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmdflow.mapping.estimate import Estimate
-from spmdflow.mapping.strategy import Strategy
+import numpy as np
+
+from spmdflow.mapping.dataflow import Dataflow
+from spmdflow.mapping.estimate import Estimate, call_seconds, pool_memory, transition_seconds
+from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.memory import resident_bytes, total
+from spmdflow.mapping.search import Block
+from spmdflow.mapping.strategy import Cut, Strategy
+from spmdflow.mapping.table import CostTable
 
 
 @dataclass(frozen=True)
@@ -87,3 +98,187 @@ class Placed:
                 if strategy.recompute:
                     found[f"{role}.engine.options"] = "[recompute]"
         return found
+
+
+TIE = 1.01
+"""Placements within one percent of the best count as equal."""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The best placement of each of the best partitions, best first."""
+
+    best: tuple[Placed, ...]
+    num_partitions: int
+    """Partitions of the models, also those that do not fit."""
+    num_ranks: int
+    unit: int
+    """Pools are multiples of so many ranks."""
+    seconds_searched: float
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether the second is within one percent of the first."""
+        return len(self.best) > 1 and self.best[1].seconds <= TIE * self.best[0].seconds
+
+
+def assemble(
+    table: CostTable,
+    blocks: Sequence[Block],
+    sizes: Sequence[int],
+    rows: Sequence[np.ndarray],
+    *,
+    ranks: Sequence[Sequence[int]] | None = None,
+) -> Placed:
+    """From entries of a table; without ranks, pools follow one another, the largest first."""
+    pools = []
+    order = range(len(blocks)) if ranks is not None else _by_size(blocks, sizes)
+    start = 0
+    for place in order:
+        own = ranks[place] if ranks is not None else range(start, start + sizes[place])
+        start += sizes[place]
+        strategies = {}
+        for number, row in zip(blocks[place], rows[place].tolist()):
+            entries = table.entries[number]
+            generates = entries.model.rollout is not None
+            strategies[entries.model.name] = entries.cut.strategy(row, generates=generates)
+        pools.append(pool_of(table.dataflow, table.hardware, strategies, own))
+    return placed_of(table.dataflow, pools)
+
+
+def pool_of(
+    dataflow: Dataflow,
+    hardware: Hardware,
+    strategies: Mapping[str, Strategy],
+    ranks: Sequence[int],
+) -> PlacedPool:
+    """A pool of models that are cut so, whether or not they fit."""
+    members = [(dataflow.model(name), strategy) for name, strategy in strategies.items()]
+    memory = pool_memory(members, dataflow, hardware)
+    estimates: dict[int, Estimate] = {}
+    stages = dict.fromkeys(dataflow.stages, 0.0)
+    moved: set[str] = set()
+    most, cache = 0.0, 0.0
+    for number, call in enumerate(dataflow.calls):
+        if call.model not in strategies:
+            continue
+        model, strategy = dataflow.model(call.model), strategies[call.model]
+        parts = memory[call.title]
+        free = parts.get("kv_cache", 0.0)
+        cache = max(cache, free)
+        found = call_seconds(call, model, strategy, hardware, kv_bytes=free)
+        if call.kind == "generate" and call.model not in moved:
+            moved.add(call.model)
+            found = found + transition_seconds(model, strategy, hardware)
+        estimates[number] = found
+        stages[call.stage] += found.seconds
+        most = max(most, sum(parts.values()))
+    if not estimates:
+        most = sum(float(total(resident_bytes(m, Cut.of([s])))[0]) for m, s in members)
+    return PlacedPool(
+        roles=tuple(strategies),
+        num_ranks=len(ranks),
+        ranks=tuple(ranks),
+        strategies=dict(strategies),
+        stage_seconds=stages,
+        memory_bytes=most,
+        estimates=estimates,
+        kv_bytes=cache,
+    )
+
+
+def placed_of(dataflow: Dataflow, pools: Sequence[PlacedPool]) -> Placed:
+    """A placement of these pools."""
+    stages = {stage: max(pool.stage_seconds[stage] for pool in pools) for stage in dataflow.stages}
+    return Placed(
+        pools=tuple(pools),
+        seconds=sum(stages.values()),
+        stage_seconds=stages,
+        titles={number: call.title for number, call in enumerate(dataflow.calls)},
+        stages={number: call.stage for number, call in enumerate(dataflow.calls)},
+        generators={m.name: m.weights_from for m in dataflow.models if m.weights_from},
+    )
+
+
+def _by_size(blocks: Sequence[Block], sizes: Sequence[int]) -> list[int]:
+    return sorted(range(len(blocks)), key=lambda place: (-sizes[place], blocks[place]))
+
+
+def explain(ranking: Ranking, *, count: int = 10) -> str:
+    """A line for each of the best `count` placements, and the verdict.
+
+    Each line: ratio to the best, seconds of a step, pools, seconds of each stage, what limits it
+    (stage, call, cause), and where it loses most against the best.
+    """
+    best = ranking.best[0]
+    lines = [
+        f"{_counted(ranking.num_partitions, 'partition')} of {_counted(_count(best), 'model')} on "
+        f"{_counted(ranking.num_ranks, 'rank')}, pools in multiples of {ranking.unit}; searched in "
+        f"{ranking.seconds_searched:.2f} s",
+        _verdict(ranking),
+    ]
+    for number, placed in enumerate(ranking.best[:count], 1):
+        lines.append(_line(number, placed, best))
+        lines.append(f"      {_strategies(placed)}")
+    return "\n".join(lines)
+
+
+def reason(placed: Placed, best: Placed) -> str:
+    """Where a placement loses most against the best, in words; what it gains beside."""
+    losses = {
+        stage: seconds - best.stage_seconds.get(stage, 0.0)
+        for stage, seconds in placed.stage_seconds.items()
+    }
+    stage = max(losses, key=lambda name: losses[name])
+    if losses[stage] <= 0:
+        return "the same"
+    gains = -sum(loss for loss in losses.values() if loss < 0)
+    pool, call, cause = _slowest(placed, stage)
+    gained = f", gains {gains:.3g} s elsewhere" if gains > 0 else ""
+    return f"loses {losses[stage]:.3g} s in {stage} ({call} on {pool}: {cause}){gained}"
+
+
+def _verdict(ranking: Ranking) -> str:
+    best = ranking.best[0]
+    equals = [placed for placed in ranking.best if placed.seconds <= TIE * best.seconds]
+    if len(equals) > 1:
+        titles = "; ".join(placed.title for placed in equals)
+        return f"a tie: {len(equals)} placements within 1 %, the first is taken: {titles}"
+    if ranking.num_partitions == 1:
+        return f"one model: there is one way to share ranks, {best.title}"
+    if len(ranking.best) == 1:
+        return f"only {best.title} fits"
+    ratio = ranking.best[1].seconds / best.seconds
+    return f"best: {best.title}; the next costs {100 * (ratio - 1):.1f} % more"
+
+
+def _line(number: int, placed: Placed, best: Placed) -> str:
+    stages = ", ".join(f"{name} {seconds:.3g}" for name, seconds in placed.stage_seconds.items())
+    stage, _, call, cause = placed.limit
+    why = f"limit: {cause} of {call} in {stage}"
+    if placed is not best:
+        why += f"; {reason(placed, best)}"
+    ratio = placed.seconds / best.seconds
+    return f"{number:4d}. x{ratio:.3f}  {placed.seconds:.4g} s  {placed.title}  [{stages}]  {why}"
+
+
+def _strategies(placed: Placed) -> str:
+    return ", ".join(
+        f"{role} {strategy}" for pool in placed.pools for role, strategy in pool.strategies.items()
+    )
+
+
+def _slowest(placed: Placed, stage: str) -> tuple[str, str, str]:
+    """(pool, call, cause) of the largest call of the pool that decides a stage."""
+    pool = max(placed.pools, key=lambda one: one.stage_seconds.get(stage, 0.0))
+    calls = {n: e for n, e in pool.estimates.items() if placed.stages[n] == stage}
+    number = max(calls, key=lambda n: calls[n].seconds)
+    return str(pool), placed.titles[number], calls[number].limit
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _count(placed: Placed) -> int:
+    return sum(len(pool.roles) for pool in placed.pools)

@@ -18,7 +18,6 @@ import numpy as np
 
 from spmdflow.mapping.dataflow import Call, Dataflow, Model
 from spmdflow.mapping.estimate import offload_parts
-from spmdflow.mapping.generation import generation_parts, transition_seconds
 from spmdflow.mapping.machine import Hardware
 from spmdflow.mapping.memory import (
     call_bytes,
@@ -28,8 +27,13 @@ from spmdflow.mapping.memory import (
     total,
 )
 from spmdflow.mapping.search import Block, Options, pareto, unbeaten
+from spmdflow.mapping.seconds import (
+    generation_parts,
+    inference_parts,
+    training_parts,
+    transition_seconds,
+)
 from spmdflow.mapping.strategy import Array, Cut, strategy_rows
-from spmdflow.mapping.training import inference_parts, training_parts
 
 _MANY = 1 << 20
 """More than any size."""

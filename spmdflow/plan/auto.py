@@ -14,7 +14,7 @@ import copy
 import math
 import shlex
 import textwrap
-from collections.abc import Mapping as MappingOf
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -28,11 +28,10 @@ from spmdflow.config.schema import EngineConfig, RolloutConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.generator import generator_kind
-from spmdflow.mapping.auto import Mapping, find_mapping
+from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Dataflow, Model
-from spmdflow.mapping.explain import explain, reason
 from spmdflow.mapping.machine import Hardware
-from spmdflow.mapping.placed import Placed, PlacedPool
+from spmdflow.mapping.placed import Placed, PlacedPool, Ranking, explain, reason
 from spmdflow.plan.record import Refusal, Trace
 from spmdflow.plan.text import WIDTH, wrapped
 from spmdflow.plan.trace import TraceSettings, trace
@@ -50,8 +49,8 @@ class Automatic:
 
     cfg: Any
     """The script's settings, with pools and layouts (Any: its own dataclass)."""
-    mapping: Mapping
-    changed: MappingOf[str, Any]
+    mapping: Ranking
+    changed: Mapping[str, Any]
     """Settings that the search decided, by dotted key."""
 
 
@@ -61,7 +60,7 @@ def resolve(
     world_size: int,
     hardware: Hardware,
     *,
-    examples: MappingOf[str, Any] | None = None,
+    examples: Mapping[str, Any] | None = None,
 ) -> Automatic:
     """The fastest placement of a script; ConfigError if none fits, or the script has no model.
 
@@ -83,7 +82,7 @@ def resolve(
     return Automatic(found, mapping, changed)
 
 
-def dataflow_of(script: ModuleType, cfg: Any, examples: MappingOf[str, Any]) -> Dataflow:
+def dataflow_of(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Dataflow:
     """Models and calls of one step of a script, sizes that may be searched left open."""
     traced = _traced(script, cfg, examples)
     _check_names(traced, cfg)
@@ -100,7 +99,7 @@ def dataflow_of(script: ModuleType, cfg: Any, examples: MappingOf[str, Any]) -> 
     return Dataflow(models, known.dataflow.calls, pairs)
 
 
-def _traced(script: ModuleType, cfg: Any, examples: MappingOf[str, Any]) -> Trace:
+def _traced(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Trace:
     """The script on two ranks, every size at its default."""
     small = copy.deepcopy(cfg)
     apart = _GENERATOR in getattr(cfg, "more_roles", ())

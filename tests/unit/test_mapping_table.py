@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 
 from spmdflow.config.placement import resolve_placement
 from spmdflow.errors import ConfigError
-from spmdflow.mapping.assemble import pool_memory
-from spmdflow.mapping.auto import Mapping, find_mapping
+from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Dataflow, Workload
-from spmdflow.mapping.explain import explain
 from spmdflow.mapping.machine import Hardware, load_hardware
-from spmdflow.mapping.placed import Placed
+from spmdflow.mapping.placed import Placed, Ranking, explain, pool_memory
 from spmdflow.mapping.search import Options, blocks_of
 from spmdflow.mapping.shape import ModelShape
 from spmdflow.mapping.strategy import Strategy, strategies
@@ -327,7 +325,7 @@ def test_explanation_names_ratio_limit_and_a_tie() -> None:
 
     assert mapping.is_tie and "a tie: " in text
     assert text.count("limit: ") == 5 and "x1.000" in text
-    alone = Mapping(mapping.best[:1], 15, 128, 8, 0.0)
+    alone = Ranking(mapping.best[:1], 15, 128, 8, 0.0)
     assert "only " in explain(alone)
 
 

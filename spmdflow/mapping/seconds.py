@@ -1,0 +1,378 @@
+"""Seconds of calls as arrays over strategies (paper Appendix C): training, inference, generation.
+
+    update = (m + p - 1) (F + B) + p2p + gradient sync + optimizer + host
+    F = layers/p * pass + head        B = 2 F, + F of the layers where activations are recomputed
+
+with m micro-batches of a mini-batch's rows/d, rounded up: a pool that does not divide the rows
+waits for its busiest rank. Gradients are reduce-scattered in float32 and weights all-gathered once
+an optimizer step, over the data-parallel group, without overlap. Data-parallel engines gather the
+weights instead.
+
+Generation: prefill, decode, waves, and the transition before it. A replica of t_g * p_g ranks
+decodes its share of the sequences; where its KV cache holds fewer than all of them, they come in
+waves of equal size. A decode step reads the weights once (through the matrices' bytes), every
+sequence's keys and values (at the middle of its response), reduces twice a layer over t_g, and
+costs host time per step and per sequence. With p_g stages a step passes them one after another and
+the next step starts when the last one is done: an engine inside the trainer's processes (vLLM's
+external launcher) has one batch under way, so stages save memory and not time.
+
+Matrices: FLOPs over the rate of large matrices, plus the bytes of both operands and the result over
+the memory's rate. The sum of both is compute-bound for many tokens and wide shards, memory-bound
+for few tokens (decoding) or narrow shards; no efficiency curve is fitted.
+
+Collectives are rings over NVLink and the network. A group has `per_node` of its members on each
+node that it touches. The devices of a node share its network: while a group of `per_node` members
+sends, the node's other gpus_per_node / per_node - 1 groups of the same axis send too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from spmdflow.mapping.dataflow import Engine, Model, Rollout, Workload
+from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.shape import ModelShape
+from spmdflow.mapping.strategy import Array, Cut, stage_share
+
+Parts = dict[str, Array]
+"""Seconds by cause, one entry a strategy."""
+
+GRADIENT_BYTES = 4
+ADAM_BYTES = 28
+"""Of a parameter in one step: weight, two moments read and written, gradient read, in float32."""
+PREFILL_TOKENS = 8192
+"""Tokens that one prefill pass takes at most."""
+
+
+def training_parts(model: Model, workload: Workload, cut: Cut, hw: Hardware) -> Parts:
+    """One training call: all its updates."""
+    rows = np.ceil(workload.num_sequences * workload.num_epochs / workload.num_updates / cut.dp)
+    stage = _stage(model, workload, rows, cut, hw)
+    passes, sharding = 3 + cut.recompute, model.engine.sharding
+    parts = {
+        "compute": stage.forward.compute * passes + 3 * stage.head,
+        "memory": stage.forward.memory * passes,
+        "launch": stage.forward.launch * passes,
+        "tensor_parallel": stage.forward.tensor_parallel * (2 + cut.recompute),
+        "pipeline": 2 * stage.hand_over,
+        "weight_gather": sharding.micro_batch_gathers * stage.gather,
+        "gradient_sync": sharding.micro_batch_reductions * stage.reduce,
+    }
+    parts = _pipelined(parts, stage.num_micro, cut)
+    parts["weight_gather"] = parts["weight_gather"] + sharding.gathers * stage.gather
+    parts["gradient_sync"] = parts["gradient_sync"] + sharding.reductions * stage.reduce
+    local = local_parameters(model, cut)
+    parts["optimizer"] = local / share_of(sharding.optimizer, cut) * ADAM_BYTES / hw.memory_rate
+    parts["host"] = np.full(len(cut), hw.update_seconds)
+    total = {name: seconds * workload.num_updates for name, seconds in parts.items()}
+    total["host"] = total["host"] + hw.call_seconds
+    return total
+
+
+def inference_parts(model: Model, workload: Workload, cut: Cut, hw: Hardware) -> Parts:
+    """One forward call over all rows."""
+    rows = np.ceil(workload.num_sequences / cut.dp)
+    stage, sharding = _stage(model, workload, rows, cut, hw), model.engine.sharding
+    parts = {
+        "compute": stage.forward.compute + stage.head,
+        "memory": stage.forward.memory,
+        "launch": stage.forward.launch,
+        "tensor_parallel": stage.forward.tensor_parallel,
+        "pipeline": stage.hand_over,
+        "weight_gather": sharding.parameters * sharding.frees_gathered * stage.gather,
+    }
+    parts = _pipelined(parts, stage.num_micro, cut)
+    once = sharding.parameters * (not sharding.frees_gathered)
+    parts["weight_gather"] = parts["weight_gather"] + once * stage.gather
+    parts["host"] = np.full(len(cut), hw.call_seconds)
+    return parts
+
+
+def local_parameters(model: Model, cut: Cut) -> Array:
+    """Weights of a rank of the busiest stage."""
+    return model.shape.num_parameters / cut.tp * stage_share(model.shape.num_layers, cut.pp)
+
+
+def precision(engine: Engine) -> Precision:
+    """Of an engine's passes."""
+    return Precision(engine.dtype, engine.element_bytes)
+
+
+def micro_batch_rows(engine: Engine, tokens: int) -> int:
+    """Rows of one forward, at most."""
+    if engine.micro_batch_tokens is None:
+        return engine.micro_batch_rows
+    return max(engine.micro_batch_tokens // tokens, 1)
+
+
+def share_of(divided: bool, cut: Cut) -> Array:
+    """Data-parallel ranks among which something is divided, or 1."""
+    return cut.dp if divided else np.ones(len(cut))
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What one micro-batch costs on one pipeline stage, and how many there are."""
+
+    forward: Pass
+    head: Array
+    hand_over: Array
+    gather: Array
+    """All weights of the rank's stage, once."""
+    reduce: Array
+    """All its gradients, once."""
+    num_micro: Array
+
+
+def _stage(model: Model, workload: Workload, rows: Array, cut: Cut, hw: Hardware) -> _Stage:
+    engine, shape, how = model.engine, model.shape, precision(model.engine)
+    micro = np.minimum(micro_batch_rows(engine, workload.tokens), rows)
+    tokens = micro * workload.tokens
+    layers = np.ceil(shape.num_layers / cut.pp)
+    one = layer_pass(shape, tokens, np.asarray(workload.tokens / 2), cut.tp, hw, how)
+    forward = Pass(*(layers * getattr(one, name) for name in one.__dataclass_fields__))
+    size = tokens * shape.hidden_size * how.element_bytes
+    crosses = cut.tp * cut.pp > hw.gpus_per_node
+    hand_over = point_to_point(np.where(crosses, size, size / cut.tp), crosses, hw)
+    local = local_parameters(model, cut)
+    per_node = dp_per_node(cut.tp * cut.pp, cut.dp, hw)
+    in_float32 = engine.facts.float32_weights and not engine.sharding.parameters
+    weight_bytes = GRADIENT_BYTES if in_float32 else how.element_bytes
+    return _Stage(
+        forward,
+        head_seconds(shape, tokens, cut.tp, hw, how),
+        np.where(cut.pp > 1, hand_over, 0.0),
+        all_gather(local * weight_bytes, cut.dp, per_node, hw),
+        all_gather(local * GRADIENT_BYTES, cut.dp, per_node, hw),
+        np.ceil(rows / micro),
+    )
+
+
+def _pipelined(parts: Parts, num_micro: Array, cut: Cut) -> Parts:
+    """Every micro-batch, and the bubble while the pipeline fills and drains."""
+    one: Array = sum(parts.values(), np.zeros(len(cut)))
+    whole = {name: seconds * num_micro for name, seconds in parts.items()}
+    return whole | {"bubble": (cut.pp - 1) * one}
+
+
+def generation_parts(
+    model: Model, workload: Workload, cut: Cut, hw: Hardware, *, kv_bytes: Array
+) -> Parts:
+    """One generation call with `kv_bytes` of cache on each rank; infinite where none fits."""
+    rollout = _rollout(model)
+    how = Precision(rollout.dtype, rollout.element_bytes)
+    rows = rows_per_replica(workload, cut)
+    held = concurrency(model, workload, cut, kv_bytes)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        waves = np.where(held >= 1, np.ceil(rows / np.maximum(held, 1)), np.inf)
+        batch = rows / waves
+    parts = _decode(model, workload, cut, hw, how, np.maximum(batch, 1e-9))
+    steps = waves * workload.response_tokens
+    parts = {name: seconds * steps for name, seconds in parts.items()}
+    parts["prefill"] = _prefill(model, workload, cut, hw, how, rows)
+    parts["host"] = parts["host"] + hw.call_seconds
+    return parts
+
+
+def rows_per_replica(workload: Workload, cut: Cut) -> Array:
+    """Sequences of the busiest generation replica."""
+    replicas = cut.tp * cut.pp * cut.dp / (cut.gen_tp * cut.gen_pp)
+    return np.ceil(workload.num_sequences / replicas)
+
+
+def concurrency(model: Model, workload: Workload, cut: Cut, kv_bytes: Array) -> Array:
+    """Whole sequences that a replica holds at once, at most those it has."""
+    rollout = _rollout(model)
+    if rollout.kv_cache_bytes is not None:
+        kv_bytes = np.minimum(kv_bytes, rollout.kv_cache_bytes)
+    most = np.floor(kv_bytes / sequence_bytes(model, workload, cut))
+    if rollout.max_batch_size is not None:
+        most = np.minimum(most, rollout.max_batch_size)
+    return np.clip(most, 0, rows_per_replica(workload, cut))
+
+
+def sequence_bytes(model: Model, workload: Workload, cut: Cut) -> Array:
+    """KV cache of one whole sequence on one rank."""
+    layers = np.ceil(model.shape.num_layers / cut.gen_pp)
+    width = kv_width(model.shape, cut.gen_tp)
+    return 2 * layers * width * workload.tokens * _rollout(model).element_bytes
+
+
+def transition_seconds(model: Model, cut: Cut, hw: Hardware) -> Array:
+    """Weights from training's layout to generation's, once before a step's generation."""
+    received = transition_bytes(model, cut)
+    if model.weights_from is not None:
+        node = received * np.minimum(hw.gpus_per_node, cut.tp * cut.pp * cut.dp)
+        return node / hw.network_rate + hw.collective_base_seconds
+    if model.engine.sharding.parameters:
+        group = cut.dp
+        per_node = np.minimum(group, hw.gpus_per_node)
+    else:
+        tensor, stages = cut.tp / cut.gen_tp, cut.pp / cut.gen_pp
+        group = np.maximum(tensor * stages, 1)
+        near = np.clip(hw.gpus_per_node // cut.tp, 1, np.maximum(stages, 1))
+        per_node = np.clip(np.floor(tensor * near), 1, np.minimum(group, hw.gpus_per_node))
+    whole = np.where(group > 1, received * group / np.maximum(group - 1, 1), 0.0)
+    return np.where(received > 0, all_gather(whole, group, per_node, hw), 0.0)
+
+
+def transition_bytes(model: Model, cut: Cut) -> Array:
+    """Received by each rank (Table 2): (d_g - 1)/(t p) M; from other engines what it lacks."""
+    weights = model.shape.num_parameters * _rollout(model).element_bytes
+    needed = weights / (cut.gen_tp * cut.gen_pp)
+    if model.weights_from is not None:
+        return needed
+    if model.engine.sharding.parameters:
+        return needed * (cut.dp - 1) / cut.dp
+    return np.maximum(needed - weights / (cut.tp * cut.pp), 0.0)
+
+
+def _rollout(model: Model) -> Rollout:
+    assert model.rollout is not None, f"{model.name} does not generate"
+    return model.rollout
+
+
+def _decode(
+    model: Model, workload: Workload, cut: Cut, hw: Hardware, how: Precision, batch: Array
+) -> Parts:
+    """One token for every sequence of a wave, by cause."""
+    shape, context = model.shape, workload.prompt_tokens + workload.response_tokens / 2
+    one = layer_pass(shape, batch, np.asarray(context), cut.gen_tp, hw, how)
+    width = kv_width(shape, cut.gen_tp)
+    kv = 2 * batch * context * width * how.element_bytes / hw.kv_rate
+    launch = np.maximum(hw.layer_floor_seconds - one.compute - one.memory - kv, 0)
+    head = head_seconds(shape, batch, cut.gen_tp, hw, how)
+    return {
+        "compute": shape.num_layers * one.compute,
+        "weights": shape.num_layers * one.memory + head,
+        "kv_read": shape.num_layers * kv,
+        "launch": shape.num_layers * launch,
+        "tensor_parallel": shape.num_layers * one.tensor_parallel,
+        "pipeline": _hand_overs(model, cut, hw, how, batch),
+        "host": hw.step_seconds + hw.sequence_step_seconds * batch,
+    }
+
+
+def _prefill(
+    model: Model, workload: Workload, cut: Cut, hw: Hardware, how: Precision, rows: Array
+) -> Array:
+    """All prompts of a replica, in passes of at most PREFILL_TOKENS."""
+    shape, tokens = model.shape, rows * workload.prompt_tokens
+    passes = np.ceil(tokens / PREFILL_TOKENS)
+    one = layer_pass(
+        shape, tokens / passes, np.asarray(workload.prompt_tokens / 2), cut.gen_tp, hw, how
+    )
+    hand_overs = _hand_overs(model, cut, hw, how, tokens / passes)
+    return passes * (shape.num_layers * one.total + hand_overs)
+
+
+def _hand_overs(model: Model, cut: Cut, hw: Hardware, how: Precision, tokens: Array) -> Array:
+    """Activations from each generation stage to the next."""
+    size = tokens * model.shape.hidden_size * how.element_bytes
+    crosses = cut.gen_tp * cut.gen_pp > hw.gpus_per_node
+    return (cut.gen_pp - 1) * point_to_point(size, crosses, hw)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass: seconds by cause, arrays."""
+
+    compute: Array
+    memory: Array
+    launch: Array
+    """What is missing to the time that the kernels' launches take."""
+    tensor_parallel: Array
+
+    @property
+    def busy(self) -> Array:
+        """Without collectives."""
+        return self.compute + self.memory + self.launch
+
+    @property
+    def total(self) -> Array:
+        """With collectives."""
+        return self.busy + self.tensor_parallel
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Which rate applies, and bytes of an element."""
+
+    dtype: str
+    element_bytes: int
+
+
+def kv_width(shape: ModelShape, tp: Array) -> Array:
+    """Width of a rank's keys: a kv head is not divided, so it repeats where heads < tp."""
+    return np.maximum(shape.kv_size / tp, shape.head_dim)
+
+
+def layer_pass(
+    shape: ModelShape, tokens: Array, context: Array, tp: Array, hw: Hardware, how: Precision
+) -> Pass:
+    """One layer over `tokens` tokens, each attending to `context` others on average."""
+    hidden, ffn = shape.hidden_size, shape.ffn_size / tp
+    queries, keys = shape.q_size / tp, kv_width(shape, tp)
+    matrices = [
+        (hidden, queries + 2 * keys),
+        (queries, hidden),
+        (hidden, (1 + shape.gated) * ffn),
+        (ffn, hidden),
+    ]
+    flops = 4 * tokens * context * queries
+    moved = 0.0 * tokens
+    for inner, outer in matrices:
+        flops = flops + 2 * tokens * inner * outer
+        moved = moved + tokens * inner + inner * outer + tokens * outer
+    compute = flops / hw.flops(how.dtype)
+    memory = moved * how.element_bytes / hw.memory_rate
+    launch = np.maximum(hw.layer_floor_seconds - compute - memory, 0)
+    size = tokens * hidden * how.element_bytes
+    per_node = np.minimum(tp, hw.gpus_per_node)
+    return Pass(compute, memory, launch, 2 * all_reduce(size, tp, per_node, hw))
+
+
+def head_seconds(
+    shape: ModelShape, tokens: Array, tp: Array, hw: Hardware, how: Precision
+) -> Array:
+    """The output layer over `tokens` tokens; a scalar head costs nothing."""
+    if shape.scalar_head:
+        return 0.0 * (tokens + tp)
+    inner, outer = shape.hidden_size, shape.vocab_size / tp
+    flops = 2 * tokens * inner * outer / hw.flops(how.dtype)
+    moved = tokens * inner + inner * outer + tokens * outer
+    return flops + moved * how.element_bytes / hw.memory_rate
+
+
+def all_reduce(size: Array, group: Array, per_node: Array, hardware: Hardware) -> Array:
+    """Of `size` bytes over `group` members: 2 (n-1)/n of them pass each member."""
+    return _ring(2 * size * (group - 1) / group, 2 * (group - 1), group, per_node, hardware)
+
+
+def all_gather(size: Array, group: Array, per_node: Array, hardware: Hardware) -> Array:
+    """To `size` bytes on every member, also a reduce-scatter from them: (n-1)/n pass each."""
+    return _ring(size * (group - 1) / group, group - 1, group, per_node, hardware)
+
+
+def point_to_point(size: Array, crosses_nodes: Array, hardware: Hardware) -> Array:
+    """One message of `size` bytes; across nodes it has their network for itself."""
+    local = size / hardware.link_rate + hardware.collective_base_seconds
+    remote = size / hardware.network_rate + hardware.network_hop_seconds
+    return np.where(crosses_nodes, remote, local)
+
+
+def dp_per_node(replica: Array, dp: Array, hardware: Hardware) -> Array:
+    """Members of a data-parallel group on one node, for replicas of `replica` ranks."""
+    return np.clip(hardware.gpus_per_node // replica, 1, dp)
+
+
+def _ring(traffic: Array, steps: Array, group: Array, per_node: Array, hw: Hardware) -> Array:
+    nodes = np.ceil(group / per_node)
+    local = traffic / hw.link_rate
+    remote = traffic * (hw.gpus_per_node / per_node) / hw.network_rate
+    busy = np.where(nodes > 1, np.maximum(local, remote), local)
+    far_steps = steps * (nodes - 1) / np.maximum(group - 1, 1)
+    waiting = (steps - far_steps) * hw.link_hop_seconds + far_steps * hw.network_hop_seconds
+    return np.where(group > 1, busy + waiting + hw.collective_base_seconds, 0.0)
