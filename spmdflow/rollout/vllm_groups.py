@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from spmdflow.errors import ConfigError
+from spmdflow.kind.generator import generator_names
 from spmdflow.rollout.process_state import replaced
 from spmdflow.rollout.replica import Replica
 
@@ -35,7 +36,7 @@ class Groups:
             raise ConfigError(
                 "rollout.engine=vllm: got a second vLLM engine in one process, expected one at a "
                 "time, as its parallel state is global; give one of the models "
-                "rollout.engine=builtin"
+                f"rollout.engine={generator_names()[0]}"
             )
         self._replica, self._device = replica, device
         self._private = _private_group()

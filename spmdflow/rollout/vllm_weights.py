@@ -17,6 +17,7 @@ from torch import Tensor
 from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import MODULUS, box_hash, to_signed
 from spmdflow.errors import ConfigError, WeightSyncError
+from spmdflow.kind.generator import generator_names
 from spmdflow.rollout.replica import Replica
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Block, blocks
@@ -168,7 +169,8 @@ def _check_names(parameters: Mapping[str, Tensor], table: ShardTable, model_path
         raise ConfigError(
             f"rollout.engine=vllm: got parameter {wrong[0]} of shape {shapes.get(wrong[0])} in "
             f"vLLM's model of {model_path}, expected {described.get(wrong[0])} by the weight table "
-            f"({len(wrong)} differ); install a tested vLLM or set actor.rollout.engine=builtin"
+            f"({len(wrong)} differ); install a tested vLLM or set "
+            f"actor.rollout.engine={generator_names()[0]}"
         )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from spmdflow.errors import ConfigError
+from spmdflow.kind.engine import engine_names
 
 Head = Literal["causal_lm", "scalar"]
 """Logits over the vocabulary, or one value a token from a bias-free row named score."""
@@ -65,7 +66,8 @@ class Architecture:
         if family is None:
             raise ConfigError(
                 f"model: got model_type {config.get('model_type')!r}, expected one of "
-                f"{', '.join(sorted(FAMILIES))}; choose another model, or engine.kind=fsdp, which "
+                f"{', '.join(sorted(FAMILIES))}; choose another model, or "
+                f"engine.kind={engine_names()[0]}, which "
                 f"runs what transformers can load"
             )
         stated = {**family.defaults, **config}
@@ -204,7 +206,8 @@ def _refuse(facts: Mapping[str, Any], family: Family) -> None:
         if got != expected:
             raise ConfigError(
                 f"model: got {key} {got!r} in a {facts['model_type']} config, expected "
-                f"{expected!r}; choose another model, or engine.kind=fsdp, which runs what "
+                f"{expected!r}; choose another model, or "
+                f"engine.kind={engine_names()[0]}, which runs what "
                 f"transformers can load"
             )
 
@@ -233,7 +236,7 @@ def _rope(facts: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         )
     raise ConfigError(
         f"model: got rope scaling {kind!r}, expected default, linear or llama3; choose another "
-        f"model, or engine.kind=fsdp, which runs what transformers can load"
+        f"model, or engine.kind={engine_names()[0]}, which runs what transformers can load"
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 
 from spmdflow.errors import ConfigError
+from spmdflow.kind.engine import engine_names
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.cut import Cut, LayerRow, check_sizes
 from spmdflow.weights.piece import LocalTensor, ShardTable
@@ -130,5 +131,5 @@ def _check_biases(arch: Architecture) -> None:
         raise ConfigError(
             f"megatron: got biases qkv {arch.qkv_bias}, o {arch.o_bias}, mlp {arch.mlp_bias}, "
             f"expected all, none or qkv alone, as Megatron has one switch for o and mlp; choose "
-            f"another model or engine.kind=fsdp"
+            f"another model or engine.kind={engine_names()[0]}"
         )

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from spmdflow.errors import ConfigError
+from spmdflow.kind.generator import generator_names
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.cut import Cut, LayerRow, Way, check_sizes
 from spmdflow.weights.piece import LocalTensor, ShardTable
@@ -72,5 +73,6 @@ def _check(arch: Architecture) -> None:
     if arch.family == "qwen3" and arch.o_bias:
         raise ConfigError(
             "vllm: got a qwen3 model with attention_bias, expected none, as vLLM's Qwen3 has no "
-            "bias on o_proj; set actor.rollout.engine=builtin or choose another model"
+            f"bias on o_proj; set "
+            f"actor.rollout.engine={generator_names()[0]} or choose another model"
         )

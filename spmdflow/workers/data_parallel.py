@@ -22,6 +22,7 @@ from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import MODULUS, positional_hash, to_signed
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
 from spmdflow.errors import ConfigError, ProtocolError, SpmdflowError
+from spmdflow.kind.engine import engines_that_cut
 from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.worker import Metric, WorkerContext
@@ -256,7 +257,7 @@ def _check_layout(name: str, kind: str, layout: Layout) -> None:
         raise ConfigError(
             f"{name}: engine {kind} got {sizes} for {layout.size} ranks; expected dp_size "
             f"{layout.size}, as every rank has rows of its own; leave out tp, pp and shard_size "
-            f"or choose engine.kind=megatron"
+            f"or choose engine.kind={' or '.join(engines_that_cut())}"
         )
 
 

@@ -21,15 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
+from spmdflow.kind.engine import engine_kind
 from spmdflow.workers.data_parallel import DataParallelEngine
 from spmdflow.workers.optimizer import ShardedAdamW
 from spmdflow.workers.sharding import Partition
-
-_STAGES = {
-    "zero1": Partition(parameters=False, reshard_after_forward=True, reduce_each_micro_batch=False),
-    "zero2": Partition(parameters=True, reshard_after_forward=False, reduce_each_micro_batch=True),
-    "zero3": Partition(parameters=True, reshard_after_forward=True, reduce_each_micro_batch=True),
-}
 
 
 class ZeROEngine(DataParallelEngine):
@@ -41,8 +36,13 @@ class ZeROEngine(DataParallelEngine):
 
     @staticmethod
     def partition_of(cfg: EngineConfig) -> Partition:
-        """The stage's; cfg.kind is one of zero1, zero2, zero3."""
-        return _STAGES[cfg.kind]
+        """What the stage divides, and when it gathers, as its kind states."""
+        sharding = engine_kind(cfg.kind).sharding
+        return Partition(
+            parameters=sharding.parameters,
+            reshard_after_forward=sharding.frees_gathered or not sharding.parameters,
+            reduce_each_micro_batch=sharding.micro_batch_reductions > 0,
+        )
 
     def load_blocks(self, blocks: Mapping[str, Tensor]) -> None:
         """See `TrainEngine.load_blocks`; whole parameters go from their owner to every rank."""
