@@ -6,12 +6,12 @@ A run's own data flow is made by `spmdflow.plan` of its script.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from spmdflow.mapping.dataflow import Call, Dataflow, Model, Rollout, Workload
-from spmdflow.mapping.shape import ModelShape
+from spmdflow.weights.architecture import Architecture
 
-Part = ModelShape | Model
+Part = Architecture | Model
 """A model, or only its shape where the defaults will do."""
 
 GENERATION, PREPARATION, LEARNING = "generation", "preparation", "learning"
@@ -111,7 +111,7 @@ def _frozen(name: str, part: Part) -> Model:
 def _scorer(name: str, part: Part, *, trained: bool = False) -> Model:
     if isinstance(part, Model):
         return part
-    return Model(name, replace(part, scalar_head=True), trained=trained)
+    return Model(name, replace(part, head="scalar"), trained=trained)
 
 
 def _generation(workload: Workload, name: str = "generate_sequences") -> tuple[Call, ...]:
@@ -126,27 +126,57 @@ def _train(model: str, name: str, workload: Workload) -> tuple[Call, ...]:
     return (Call(model, "train", LEARNING, workload, name),)
 
 
-def _llama(name: str, billions: int, layers: int, hidden: int, ffn: int, kv: int) -> ModelShape:
-    return ModelShape(
-        name=name,
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_size=ffn,
-        num_heads=hidden // 128,
-        num_kv_heads=kv,
-        head_dim=128,
-        vocab_size=32000,
-        nominal_parameters=billions * 10**9,
-    )
+@dataclass(frozen=True)
+class Nominal(Architecture):
+    """A model whose weights count as its name says, as the paper's figures do."""
+
+    name: str = ""
+    nominal_parameters: int | None = None
+    """None: counted."""
+
+    @property
+    def num_parameters(self) -> int:
+        """The size in the model's name."""
+        counted = super().num_parameters
+        return counted if self.nominal_parameters is None else self.nominal_parameters
 
 
-NOMINAL: Mapping[str, ModelShape] = {
-    "7B": _llama("7B", 7, 32, 4096, 11008, 32),
-    "13B": _llama("13B", 13, 40, 5120, 13824, 40),
-    "34B": _llama("34B", 34, 48, 8192, 22016, 8),
-    "70B": _llama("70B", 70, 80, 8192, 28672, 8),
+def llama(
+    name: str,
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    parameters: int | None = None,
+) -> Nominal:
+    """A Llama of these sizes, heads of 128, 32,000 words."""
+    sizes = {
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "vocab_size": 32000,
+    }
+    return replace(Nominal.from_config(sizes), name=name, nominal_parameters=parameters)
+
+
+def _paper(name: str, layers: int, hidden: int, ffn: int, kv_heads: int) -> Nominal:
+    billions = int(name.removesuffix("B")) * 10**9
+    return llama(name, layers, hidden, ffn, hidden // 128, kv_heads, parameters=billions)
+
+
+NOMINAL: Mapping[str, Nominal] = {
+    "7B": _paper("7B", 32, 4096, 11008, 32),
+    "13B": _paper("13B", 40, 5120, 13824, 40),
+    "34B": _paper("34B", 48, 8192, 22016, 8),
+    "70B": _paper("70B", 80, 8192, 28672, 8),
 }
 """The paper's models: Llama 2 (7B, 13B, 70B) and Code Llama's 34B, parameters as in their names."""
 
-EMPTY = ModelShape("none", 1, 1, 1, 1, 1, 1, 1, scalar_head=True, nominal_parameters=0)
+EMPTY = replace(llama("none", 1, 1, 1, 1, 1, parameters=0), head="scalar")
 """A role without weights, such as a reward function; its calls have fixed seconds."""

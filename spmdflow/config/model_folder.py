@@ -1,6 +1,6 @@
 """What a model's folder says about it, and which folder of a checkpoint is a model's.
 
-Reads JSON only, no transformers. A fact that a file does not state is None and is not checked.
+Reads JSON only, no transformers. A size that a file does not state is 0 and is not checked.
 
     RUN_DIR, RUN_DIR/checkpoints, RUN_DIR/checkpoints/latest      the newest sealed step
     RUN_DIR/checkpoints/step-N                                    that step
@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_kind, generator_names
+from spmdflow.weights.architecture import Architecture, read_config, read_json
 
 CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
 """Endings of architectures that generate."""
@@ -26,20 +28,25 @@ SCORER = ("ForSequenceClassification",)
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of one model; `key` is the setting that names the folder, for messages."""
+    """One model folder; `key` is the setting that names it, for messages."""
 
     key: str
     path: Path
-    architectures: tuple[str, ...]
-    hidden_size: int | None
-    num_heads: int | None
-    num_kv_heads: int | None
-    num_layers: int | None
-    head_dim: int | None
-    """Only if config.json states it."""
-    max_positions: int | None
-    vocab_size: int | None
-    num_labels: int
+    config: Mapping[str, Any]
+    """The content of config.json."""
+    arch: Architecture
+    """Its sizes."""
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Names of its classes in transformers."""
+        return tuple(self.config.get("architectures") or ())
+
+    @property
+    def num_labels(self) -> int:
+        """Values of a scorer's head."""
+        labels = self.config.get("num_labels")
+        return labels or len(self.config.get("id2label", "01"))
 
 
 def read_model_folder(key: str, path: str, *, weights: bool = True) -> ModelFacts:
@@ -53,26 +60,14 @@ def read_model_folder(key: str, path: str, *, weights: bool = True) -> ModelFact
             f"{key}: no folder {path} in {Path.cwd()}, expected a Hugging Face folder; "
             f"download the model and give its folder"
         )
-    config = _read_json(key, folder / "config.json")
-    config = {**config, **config.get("text_config", {})}
+    config = read_config(folder, key=key)
     if weights and not any(folder.glob("*.safetensors")):
         raise ConfigError(
             f"{key}: no *.safetensors in {path}, expected weights beside config.json; "
             f"save the model with safetensors"
         )
-    return ModelFacts(
-        key=key,
-        path=folder,
-        architectures=tuple(config.get("architectures") or ()),
-        hidden_size=_first(config, "hidden_size", "n_embd"),
-        num_heads=_first(config, "num_attention_heads", "n_head"),
-        num_kv_heads=_first(config, "num_key_value_heads"),
-        num_layers=_first(config, "num_hidden_layers", "n_layer"),
-        head_dim=_first(config, "head_dim"),
-        max_positions=_first(config, "max_position_embeddings", "n_positions"),
-        vocab_size=_first(config, "vocab_size"),
-        num_labels=_first(config, "num_labels") or len(config.get("id2label", "01")),
-    )
+    arch = Architecture.sizes_from_config(config)
+    return ModelFacts(key, folder, {**config, **config.get("text_config", {})}, arch)
 
 
 def read_vocabulary(key: str, folder: Path) -> dict[str, int] | None:
@@ -80,7 +75,7 @@ def read_vocabulary(key: str, folder: Path) -> dict[str, int] | None:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
-    tokenizer = _read_json(key, file)
+    tokenizer = read_json(file, key=key)
     tokens = tokenizer.get("model", {}).get("vocab")
     if isinstance(tokens, list):  # unigram: [[token, score], ...] in the order of ids
         tokens = {token: number for number, (token, _) in enumerate(tokens)}
@@ -107,21 +102,22 @@ def check_kind(facts: ModelFacts, endings: tuple[str, ...]) -> None:
 
 def check_heads(facts: ModelFacts, *, generator: str | None) -> None:
     """Heads divide the hidden size, key-value heads divide the heads, the generator has kernels."""
-    hidden, heads, kv_heads = facts.hidden_size, facts.num_heads, facts.num_kv_heads
-    if hidden is None or heads is None:
+    arch = facts.arch
+    hidden, heads, kv_heads = arch.hidden_size, arch.num_heads, arch.num_kv_heads
+    if not hidden or not heads:
         return
     file = facts.path / "config.json"
-    if facts.head_dim is None and hidden % heads:
+    if facts.config.get("head_dim") is None and hidden % heads:
         raise ConfigError(
             f"{facts.key}: got {heads} attention heads for hidden_size {hidden}, expected a "
             f"divisor or a head_dim; correct {file}"
         )
-    if kv_heads and heads % kv_heads:
+    if heads % kv_heads:
         raise ConfigError(
             f"{facts.key}: got {kv_heads} key-value heads for {heads} attention heads, expected a "
             f"divisor; correct {file}"
         )
-    head_dim = facts.head_dim or hidden // heads
+    head_dim = arch.head_dim
     least = generator_kind(generator, key="actor.rollout.engine").least_head_dim if generator else 1
     if head_dim < least:
         raise ConfigError(
@@ -133,10 +129,11 @@ def check_heads(facts: ModelFacts, *, generator: str | None) -> None:
 def check_positions(facts: ModelFacts, prompt_tokens: int, response_tokens: int) -> None:
     """The longest prompt and the longest response fit into the model's context."""
     needed = prompt_tokens + response_tokens
-    if facts.max_positions is not None and needed > facts.max_positions:
+    positions = facts.arch.max_positions
+    if positions and needed > positions:
         raise ConfigError(
             f"{facts.key}: got max_prompt_tokens {prompt_tokens} + max_new_tokens "
-            f"{response_tokens} = {needed}, expected at most the model's {facts.max_positions} "
+            f"{response_tokens} = {needed}, expected at most the model's {positions} "
             f"positions; lower data.max_prompt_tokens or actor.rollout.max_new_tokens"
         )
 
@@ -144,9 +141,10 @@ def check_positions(facts: ModelFacts, prompt_tokens: int, response_tokens: int)
 def check_vocabulary(facts: ModelFacts, tokenizer: Path, vocabulary: dict[str, int]) -> None:
     """The model reads the ids of the run's tokenizer: embeddings for all, the same tokens."""
     last = max(vocabulary.values())
-    if facts.vocab_size is not None and last >= facts.vocab_size:
+    words = facts.arch.vocab_size
+    if words and last >= words:
         raise ConfigError(
-            f"{facts.key}: got a vocabulary of {facts.vocab_size}, expected at least {last + 1}, "
+            f"{facts.key}: got a vocabulary of {words}, expected at least {last + 1}, "
             f"the ids of the tokenizer {tokenizer}; give a model with that tokenizer"
         )
     ours, theirs = tokenizer / "tokenizer.json", facts.path / "tokenizer.json"
@@ -161,26 +159,6 @@ def check_vocabulary(facts: ModelFacts, tokenizer: Path, vocabulary: dict[str, i
         f"{vocabulary.get(token)}), expected the same ids, as every model reads the actor's "
         f"tokens; give a model with that tokenizer"
     )
-
-
-def _read_json(key: str, file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise ConfigError(
-            f"{key}: no {file.name} in {file.parent}, expected a Hugging Face folder; "
-            f"give the folder that holds it"
-        )
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as err:
-        raise ConfigError(f"{key}: got {err} in {file}, expected JSON; mend the file") from err
-    if not isinstance(content, dict):
-        raise ConfigError(f"{key}: got a JSON list in {file}, expected an object; mend the file")
-    return content
-
-
-def _first(config: dict[str, Any], *names: str) -> int | None:
-    """The first of the names that the file states as an integer."""
-    return next((config[name] for name in names if isinstance(config.get(name), int)), None)
 
 
 _MANIFEST, _EXPORT, _LATEST = "manifest.json", "hugging_face", "latest"

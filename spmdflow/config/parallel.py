@@ -99,21 +99,22 @@ def check_generation_sizes(role: str, part: Any, *, num_ranks: int) -> Sizes:
 
 def check_model_sizes(key: str, facts: ModelFacts, sizes: Sizes) -> None:
     """The sizes fit the model: tp divides its heads, no stage is without a layer."""
-    if facts.num_heads is not None and facts.num_heads % sizes.tp:
+    arch = facts.arch
+    if arch.num_heads % sizes.tp:
         raise ConfigError(
-            f"{key}: got tensor-parallel size {sizes.tp} for {facts.num_heads} attention heads "
-            f"({facts.path}), expected a divisor; choose one of {_divisors(facts.num_heads)}"
+            f"{key}: got tensor-parallel size {sizes.tp} for {arch.num_heads} attention heads "
+            f"({facts.path}), expected a divisor; choose one of {_divisors(arch.num_heads)}"
         )
-    kv_heads = facts.num_kv_heads
+    kv_heads = arch.num_kv_heads
     if kv_heads and kv_heads % sizes.tp and sizes.tp % kv_heads:
         raise ConfigError(
             f"{key}: got tensor-parallel size {sizes.tp} for {kv_heads} key-value heads "
             f"({facts.path}), expected a divisor or a multiple; choose another size"
         )
-    if facts.num_layers is not None and facts.num_layers < sizes.pp:
+    if 0 < arch.num_layers < sizes.pp:
         raise ConfigError(
-            f"{key}: got {sizes.pp} pipeline stages for {facts.num_layers} layers ({facts.path}), "
-            f"expected at most one stage a layer; choose p{facts.num_layers} or less"
+            f"{key}: got {sizes.pp} pipeline stages for {arch.num_layers} layers ({facts.path}), "
+            f"expected at most one stage a layer; choose p{arch.num_layers} or less"
         )
 
 

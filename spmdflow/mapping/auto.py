@@ -169,7 +169,7 @@ def _nothing_fits(dataflow: Dataflow, hardware: Hardware, num_ranks: int, unit: 
             break
         world *= 2
     least = f"at least about {world}" if world <= _LARGEST_WORLD else "more memory a rank"
-    models = ", ".join(f"{m.name} ({m.shape.name})" for m in dataflow.models)
+    models = ", ".join(f"{m.name} ({m.shape.num_parameters:.2g} weights)" for m in dataflow.models)
     return ConfigError(
         f"placement: got {num_ranks} ranks of {hardware.usable_bytes / 1e9:.1f} GB for {models}, "
         f"expected {least}; start more processes or use smaller models"

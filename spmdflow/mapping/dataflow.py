@@ -14,7 +14,7 @@ from typing import Literal
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import EngineKind, Sharding, engine_kind, engines_that_cut
 from spmdflow.kind.generator import GeneratorKind, generator_kind, generators_that_cut
-from spmdflow.mapping.shape import ModelShape
+from spmdflow.weights.architecture import Architecture
 
 Kind = Literal["generate", "infer", "train"]
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
@@ -123,16 +123,26 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Model:
-    """One role: a shape, whether it is trained, how it is held and how it generates."""
+    """One role: its sizes, whether it is trained, how it is held and how it generates.
+
+    ConfigError if a size is not known.
+    """
 
     name: str
-    shape: ModelShape
+    shape: Architecture
     trained: bool = False
     engine: Engine = field(default_factory=Engine)
     rollout: Rollout | None = None
     """None: it never generates."""
     weights_from: str | None = None
     """A rollout pool of its own: this model receives that model's weights once a step."""
+
+    def __post_init__(self) -> None:
+        names = ("num_layers", "hidden_size", "num_heads", "vocab_size")
+        unknown = [name for name in names if not getattr(self.shape, name)]
+        if unknown:
+            got = f"a config.json without {', '.join(unknown)}"
+            raise ConfigError.of(self.name, got, "an integer", "give a decoder's config.json")
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,6 @@ def _layer_elements(model: Model, cut: Cut) -> Array:
 
 
 def _logit_bytes(model: Model, tokens: Array, cut: Cut) -> Array:
-    if model.shape.scalar_head:
+    if model.shape.head == "scalar":
         return 0.0 * tokens
     return tokens * model.shape.vocab_size / cut.tp * LOGIT_BYTES

@@ -33,8 +33,8 @@ import numpy as np
 
 from spmdflow.mapping.dataflow import Engine, Model, Rollout, Workload
 from spmdflow.mapping.machine import Hardware
-from spmdflow.mapping.shape import ModelShape
 from spmdflow.mapping.strategy import Array, Cut, stage_share
+from spmdflow.weights.architecture import Architecture
 
 Parts = dict[str, Array]
 """Seconds by cause, one entry a strategy."""
@@ -304,13 +304,13 @@ class Precision:
     element_bytes: int
 
 
-def kv_width(shape: ModelShape, tp: Array) -> Array:
+def kv_width(shape: Architecture, tp: Array) -> Array:
     """Width of a rank's keys: a kv head is not divided, so it repeats where heads < tp."""
     return np.maximum(shape.kv_size / tp, shape.head_dim)
 
 
 def layer_pass(
-    shape: ModelShape, tokens: Array, context: Array, tp: Array, hw: Hardware, how: Precision
+    shape: Architecture, tokens: Array, context: Array, tp: Array, hw: Hardware, how: Precision
 ) -> Pass:
     """One layer over `tokens` tokens, each attending to `context` others on average."""
     hidden, ffn = shape.hidden_size, shape.ffn_size / tp
@@ -335,10 +335,10 @@ def layer_pass(
 
 
 def head_seconds(
-    shape: ModelShape, tokens: Array, tp: Array, hw: Hardware, how: Precision
+    shape: Architecture, tokens: Array, tp: Array, hw: Hardware, how: Precision
 ) -> Array:
     """The output layer over `tokens` tokens; a scalar head costs nothing."""
-    if shape.scalar_head:
+    if shape.head == "scalar":
         return 0.0 * (tokens + tp)
     inner, outer = shape.hidden_size, shape.vocab_size / tp
     flops = 2 * tokens * inner * outer / hw.flops(how.dtype)

@@ -15,7 +15,6 @@ from typing import Any
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.config.model_folder import read_model_folder
 from spmdflow.config.offline import EvaluatedConfig
 from spmdflow.config.parallel import generation_sizes
 from spmdflow.config.schema import ActorConfig
@@ -33,6 +32,7 @@ from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import CallInfo, Max, Mean, Metric, Sum, Worker, WorkerContext
+from spmdflow.weights.architecture import Architecture
 
 
 def row_seeds(context: WorkerContext, call: CallInfo) -> list[int]:
@@ -70,8 +70,8 @@ def check_sampling(label: str, cfg: Any, arguments: Mapping[str, Any]) -> None:
         raise ConfigError(f"{label}: {err}") from err
     if arguments.get("max_new_tokens") is None:
         return
-    positions = read_model_folder("actor.model.path", cfg.model.path, weights=False).max_positions
-    if positions is not None and sampling.max_new_tokens >= positions:
+    positions = Architecture.sizes_from_folder(cfg.model.path).max_positions
+    if positions and sampling.max_new_tokens >= positions:
         raise ConfigError(
             f"{label}: max_new_tokens: got {sampling.max_new_tokens}, expected less than the "
             f"model's {positions} positions, which prompt and response share; ask for fewer tokens"

@@ -22,7 +22,6 @@ from spmdflow.kind.engine import engine_kind, engines_that_cut
 from spmdflow.kind.generator import generator_kind
 from spmdflow.mapping.dataflow import Call, Dataflow, Engine, Kind, Model, Rollout, Workload
 from spmdflow.mapping.machine import Hardware, load_hardware
-from spmdflow.mapping.shape import ModelShape
 from spmdflow.mapping.strategy import Strategy
 from spmdflow.models.base import EngineWorker
 from spmdflow.models.generator import GeneratorWorker
@@ -30,7 +29,7 @@ from spmdflow.models.policy import PolicyWorker, ReferenceWorker
 from spmdflow.models.supervised import SupervisedWorker
 from spmdflow.plan.record import Trace, TracedModel, TracedOrder
 from spmdflow.transfer.register import MethodSpec, method_spec
-from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.architecture import Architecture, Head
 
 _BY_DEVICE = {
     r"\bA100\b.*\b80GB\b": "a100_80gb",
@@ -140,18 +139,6 @@ def kind_of(spec: MethodSpec) -> Kind:
     return "generate" if "responses" in spec.writes else "infer"
 
 
-def shape_of(path: str, *, scalar_head: bool) -> ModelShape:
-    """Sizes of a model folder; config.json is enough."""
-    try:
-        head = "scalar" if scalar_head else "causal_lm"
-        return ModelShape.from_architecture(
-            Architecture.from_folder(path, head=head),  # type: ignore[arg-type]
-            name=path.rstrip("/").rpartition("/")[2],
-        )
-    except ConfigError:
-        return ModelShape.from_folder(path, scalar_head=scalar_head)
-
-
 def settings_of(traced: TracedModel) -> Any:
     """The role's settings, with the engine that its class binds (Any: the user's dataclass)."""
     if issubclass(traced.worker_class, EngineWorker):
@@ -185,7 +172,8 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
             f"{traced.name}: got no model of weights, expected one for a prediction; its calls "
             f"count as host time alone"
         )
-    shape = shape_of(model.path, scalar_head=not has_logits(traced))
+    head: Head = "causal_lm" if has_logits(traced) else "scalar"
+    shape = Architecture.sizes_from_folder(model.path, head=head)
     engine = engine_of(cfg.engine, tp=layout.tp_size, pp=layout.pp_size, dtype=model.dtype)
     generates_apart = issubclass(traced.worker_class, GeneratorWorker)
     if generates_apart:

@@ -1,7 +1,8 @@
-"""`Architecture`: the facts of a dense decoder that decide its tensors and its forward pass.
+"""`Architecture`: the sizes of a decoder, and what decides its tensors and its forward pass.
 
-Read from a Hugging Face config.json, in the form of transformers 4 or 5. What the engines cannot
-compute is refused here, with the reason. Knows no ranks and no engine.
+Read from a Hugging Face config.json, in the form of transformers 4 or 5. A model that no engine
+here computes by itself, only transformers, has sizes and no table of tensors: `from_config` refuses
+it with the reason, `sizes_from_config` reads what it states. Knows no ranks and no engine.
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A dense decoder: RMSNorm, rotary positions, grouped-query attention, gated SiLU."""
+    """A dense decoder: RMSNorm, rotary positions, grouped-query attention, gated SiLU.
+
+    Without a table (`obstacle`) only the sizes count; one that the file does not state is 0.
+    """
 
     family: str
-    """llama, mistral, qwen2 or qwen3: config.json's model_type."""
+    """config.json's model_type; one of `FAMILIES` if there is a table."""
     num_layers: int
     hidden_size: int
     ffn_size: int
@@ -58,6 +62,10 @@ class Architecture:
     sliding_window: int | None
     """Tokens that attention reaches back; None: all."""
     head: Head = "causal_lm"
+    gated: bool = True
+    """Whether the feed-forward network has a gate: three matrices instead of two."""
+    obstacle: str = ""
+    """Why only transformers computes it; empty: its tensors are in `weights.table`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, head: Head = "causal_lm") -> Architecture:
@@ -101,17 +109,76 @@ class Architecture:
         return arch
 
     @classmethod
-    def from_folder(cls, path: str | Path, *, head: Head = "causal_lm") -> Architecture:
-        """From a folder with config.json; ConfigError if there is none."""
-        file = Path(path) / "config.json"
+    def sizes_from_config(
+        cls, config: Mapping[str, Any], *, head: Head = "causal_lm"
+    ) -> Architecture:
+        """From the content of config.json, also of a model that only transformers computes."""
         try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as err:
-            raise ConfigError(
-                f"model: got {file}, which does not read as JSON ({err}), expected a Hugging Face "
-                f"config.json; give the folder of a model"
-            ) from err
-        return cls.from_config(config, head=head)
+            return cls.from_config(config, head=head)
+        except ConfigError as err:
+            return _sizes_only({**config, **config.get("text_config", {})}, head, str(err))
+
+    @classmethod
+    def from_folder(cls, path: str | Path, *, head: Head = "causal_lm") -> Architecture:
+        """From a folder with config.json; ConfigError if there is none, or no table for it."""
+        return cls.from_config(read_config(path), head=head)
+
+    @classmethod
+    def sizes_from_folder(cls, path: str | Path, *, head: Head = "causal_lm") -> Architecture:
+        """From a folder with config.json, also of a model that only transformers computes."""
+        return cls.sizes_from_config(read_config(path), head=head)
+
+    @property
+    def q_size(self) -> int:
+        """Width of the queries of one token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys of one token, and of its values."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of the matrices of one layer."""
+        attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+        return attention + (2 + self.gated) * self.hidden_size * self.ffn_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All weights: matrices, biases and norms; a tied head is no weight of its own."""
+        biases = self.qkv_bias * (self.q_size + 2 * self.kv_size) + self.o_bias * self.hidden_size
+        biases += self.mlp_bias * (2 * self.ffn_size + self.hidden_size)
+        norms = 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
+        words = self.vocab_size * self.hidden_size
+        head = self.hidden_size if self.head == "scalar" else words * (not self.tied)
+        layers = self.num_layers * (self.layer_parameters + biases + norms)
+        return layers + self.hidden_size + words + head
+
+    def kv_bytes_per_token(self, element_bytes: int = 2) -> int:
+        """Bytes of the keys and values of one token, all layers."""
+        return 2 * self.num_layers * self.kv_size * element_bytes
+
+
+def read_config(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
+    """The content of a folder's config.json; ConfigError naming the setting `key` otherwise."""
+    return read_json(Path(path) / "config.json", key=key)
+
+
+def read_json(file: Path, *, key: str) -> dict[str, Any]:
+    """A JSON object of a model folder; ConfigError naming the setting `key` otherwise."""
+    if not file.is_file():
+        raise ConfigError(
+            f"{key}: no {file.name} in {file.parent}, expected a Hugging Face folder; "
+            f"give the folder that holds it"
+        )
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as err:
+        raise ConfigError(f"{key}: got {err} in {file}, expected JSON; mend the file") from err
+    if not isinstance(content, dict):
+        raise ConfigError(f"{key}: got a JSON list in {file}, expected an object; mend the file")
+    return content
 
 
 _Rule = Callable[[Mapping[str, Any]], bool]
@@ -248,6 +315,39 @@ def _size(facts: Mapping[str, Any], key: str) -> int:
             f"mend the file or choose another model"
         )
     return value
+
+
+def _sizes_only(facts: Mapping[str, Any], head: Head, obstacle: str) -> Architecture:
+    """What a file states of a model that has no table, also by GPT-2's names."""
+
+    def first(*names: str) -> int:
+        return next((facts[name] for name in names if isinstance(facts.get(name), int)), 0)
+
+    hidden_size, num_heads = first("hidden_size", "n_embd"), first("num_attention_heads", "n_head")
+    tied = facts.get("tie_word_embeddings", "n_embd" in facts)
+    return Architecture(
+        family=str(facts.get("model_type")),
+        num_layers=first("num_hidden_layers", "n_layer"),
+        hidden_size=hidden_size,
+        ffn_size=first("intermediate_size", "n_inner") or 4 * hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=first("num_key_value_heads") or num_heads,
+        head_dim=first("head_dim") or hidden_size // max(num_heads, 1),
+        vocab_size=first("vocab_size"),
+        tied=head == "causal_lm" and bool(tied),
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        norm_eps=0.0,
+        rope_theta=0.0,
+        rope_scaling=None,
+        max_positions=first("max_position_embeddings", "n_positions"),
+        sliding_window=None,
+        head=head,
+        gated=facts.get("hidden_act", facts.get("activation_function")) == "silu",
+        obstacle=obstacle,
+    )
 
 
 def _check_heads(arch: Architecture) -> None:

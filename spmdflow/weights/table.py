@@ -37,6 +37,7 @@ class Parameter:
 @lru_cache(maxsize=64)
 def parameters(arch: Architecture) -> tuple[Parameter, ...]:
     """Every tensor of the model once."""
+    assert not arch.obstacle, arch.obstacle
     found = []
     for row in _TABLE:
         if row.layered or not row.exists(arch):

@@ -7,7 +7,6 @@ Only this file of the room imports transformers, when a model is loaded. A causa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from spmdflow.config.schema import ModelConfig
 from spmdflow.errors import ConfigError
+from spmdflow.weights.architecture import read_config
 from spmdflow.weights.folder import write_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -85,8 +85,9 @@ def export_folder(folder: Path, model: LoadedModel, tensors: Iterable[tuple[str,
 def _load_scalar(cfg: ModelConfig, *, new_head: bool) -> LoadedModel:
     import transformers
 
-    labels = transformers.AutoConfig.from_pretrained(_folder(cfg)).num_labels
-    has_head = _architecture(cfg).endswith("ForSequenceClassification")
+    names = read_config(cfg.path).get("architectures") or [""]
+    labels = transformers.AutoConfig.from_pretrained(cfg.path).num_labels
+    has_head = names[0].endswith("ForSequenceClassification")
     if has_head and labels != 1:
         raise ConfigError(
             f"model.path {cfg.path}: got a head with {labels} labels; expected one, whose output "
@@ -111,11 +112,12 @@ def _load(auto: Any, cfg: ModelConfig, **settings: Any) -> tuple[Any, set[str]]:
     """The Hugging Face model in float32 on the host, and the tensors its folder lacks."""
     import transformers
 
+    read_config(cfg.path)  # refuses a folder that is none
     # its report of missing tensors repeats on every rank; they are judged here instead
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     model, info = auto.from_pretrained(
-        _folder(cfg), dtype=torch.float32, output_loading_info=True, **settings
+        cfg.path, dtype=torch.float32, output_loading_info=True, **settings
     )
     # eval for good: no dropout, and old and new log-probs come from the same function
     return model.eval(), set(info["missing_keys"])
@@ -139,7 +141,7 @@ def _loaded(
         "dtype": "float32",
     }
     return LoadedModel(
-        module, layers, output, float32_modules, DTYPES[cfg.dtype], config, _folder(cfg)
+        module, layers, output, float32_modules, DTYPES[cfg.dtype], config, Path(cfg.path)
     )
 
 
@@ -152,21 +154,6 @@ def _logits(module: nn.Module, input_ids: Tensor) -> Tensor:
 def _values(module: nn.Module, input_ids: Tensor) -> Tensor:
     values: Tensor = module(input_ids)
     return values.squeeze(-1)  # (b, T, 1) -> (b, T); outside the module, which FSDP hooks
-
-
-def _folder(cfg: ModelConfig) -> Path:
-    folder = Path(cfg.path)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model.path: got {cfg.path}, which holds no config.json; expected a Hugging Face "
-            f"model folder; download the model and give its folder"
-        )
-    return folder
-
-
-def _architecture(cfg: ModelConfig) -> str:
-    config = json.loads((_folder(cfg) / "config.json").read_text())
-    return next(iter(config.get("architectures") or [""]))
 
 
 def _require_complete(cfg: ModelConfig, missing: set[str]) -> None:

@@ -5,7 +5,6 @@ For engines that build their own modules: no transformers, and no rank reads mor
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spmdflow.config.schema import ModelConfig
-from spmdflow.weights.architecture import Architecture, Head
+from spmdflow.weights.architecture import Architecture, Head, read_config
 from spmdflow.weights.folder import HuggingFaceFolder, write_folder
 from spmdflow.weights.move import Read
 
@@ -47,9 +46,9 @@ def open_model(cfg: ModelConfig, *, head: str) -> ModelSource:
     """
     path = Path(cfg.path)
     kind: Head = "causal_lm" if head == "causal_lm" else "scalar"
-    architecture = Architecture.from_folder(path, head=kind)
+    config = read_config(path)
+    architecture = Architecture.from_config(config, head=kind)
     folder = HuggingFaceFolder(path, architecture, new_head=head == "critic")
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     return ModelSource(architecture, DTYPES[cfg.dtype], folder.read, _exported(config, kind), path)
 
 

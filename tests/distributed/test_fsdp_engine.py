@@ -185,4 +185,4 @@ def test_critic_from_a_causal_model_starts_with_a_zero_head(results: dict) -> No
 
 def test_folder_without_head_or_model_is_refused_with_its_path(results: dict) -> None:
     assert "lacks ['score.weight']" in results["no_head"]
-    assert "got /nowhere, which holds no config.json" in results["no_folder"]
+    assert "no config.json in /nowhere, expected" in results["no_folder"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from bench._cost import Case, cost_of, paper
-from bench._dataflows import NOMINAL
+from bench._dataflows import NOMINAL, Nominal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +22,6 @@ from spmdflow.mapping.estimate import (
 )
 from spmdflow.mapping.machine import COEFFICIENTS, load_hardware
 from spmdflow.mapping.memory import call_bytes, resident_bytes
-from spmdflow.mapping.shape import ModelShape
 from spmdflow.mapping.strategy import Cut, Strategy, pipeline_sizes, strategies
 from spmdflow.parallel.layout import Layout
 from tests.unit.mapping_reference import printed_algorithm_2
@@ -94,7 +93,7 @@ def test_rows_that_do_not_divide_wait_for_the_busiest_rank() -> None:
 
 
 def test_a_scalar_head_costs_no_vocabulary() -> None:
-    critic = Model("critic", replace(SHAPE, scalar_head=True), trained=True)
+    critic = Model("critic", replace(SHAPE, head="scalar"), trained=True)
 
     policy = infer_seconds(ACTOR, WORK, Strategy(1, 1, 8, 1, 1), A100)
     value = infer_seconds(critic, WORK, Strategy(1, 1, 8), A100)
@@ -222,9 +221,10 @@ def test_transition_bytes_are_what_the_planner_moves(sizes: tuple[int, int, int]
         tuple(range(tp * pp)), tp_size=tp, pp_size=pp, gen_tp_size=gen_tp, gen_pp_size=1
     )
     cost = cost_of("hybridflow", Case(arch, layout), mode="blocks")
-    shape = ModelShape.from_architecture(arch, name="llama")
     sharded = float(cost.mean("generation")) * gen_tp
-    model = Model("actor", replace(shape, nominal_parameters=round(sharded / 2)), True)
+    sizes = {**asdict(arch), "rope_scaling": arch.rope_scaling}
+    shape = Nominal(**sizes, nominal_parameters=round(sharded / 2))
+    model = Model("actor", shape, True)
     model = replace(model, rollout=Rollout())
 
     received = transition_bytes(model, Strategy(tp, pp, 1, gen_tp, 1))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from bench._dataflows import EMPTY, NOMINAL, grpo, grpo_async, ppo, remax, safe_rlhf
+from bench._dataflows import EMPTY, NOMINAL, grpo, grpo_async, llama, ppo, remax, safe_rlhf
 from bench._given import evaluate, memory_floor
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,16 +16,16 @@ from spmdflow.config.placement import resolve_placement
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Dataflow, Workload
+from spmdflow.mapping.estimate import pool_memory
 from spmdflow.mapping.machine import Hardware, load_hardware
-from spmdflow.mapping.placed import Placed, Ranking, explain, pool_memory
+from spmdflow.mapping.placed import Placed, Ranking, explain
 from spmdflow.mapping.search import Options, blocks_of
-from spmdflow.mapping.shape import ModelShape
 from spmdflow.mapping.strategy import Strategy, strategies
 from spmdflow.mapping.table import CostTable
 from tests.unit.mapping_reference import algorithm_1
 
 A100 = load_hardware("a100_80gb")
-SMALL = ModelShape("small", 6, 1024, 2816, 8, 8, 128, 32000)
+SMALL = llama("small", 6, 1024, 2816, 8, 8)
 WORK = Workload(256, 512, 512, num_updates=4)
 
 

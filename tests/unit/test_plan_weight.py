@@ -15,7 +15,6 @@ from spmdflow.hybrid_engine.table import generation_tables, training_tables
 from spmdflow.mapping.dataflow import Model, Rollout
 from spmdflow.mapping.estimate import transition_seconds
 from spmdflow.mapping.machine import load_hardware
-from spmdflow.mapping.shape import ModelShape
 from spmdflow.mapping.strategy import Strategy
 from spmdflow.models.actor import ActorWorker
 from spmdflow.models.generator import GeneratorWorker
@@ -252,7 +251,7 @@ def test_seconds_of_planned_bytes_are_those_of_the_formula_where_layouts_nest(
     way = planned(tmp_path, layout, sizes=GIANT, node_size=node_size)
     found = planned_transition(way, hardware).seconds
 
-    shape = ModelShape.from_architecture(Architecture.from_folder(str(tmp_path)), name="giant")
+    shape = Architecture.from_folder(str(tmp_path))
     model = Model("actor", shape, trained=True, rollout=Rollout(layout=None))
     sizes = (layout.tp_size, layout.pp_size, layout.dp_size)
     strategy = Strategy(*sizes, layout.gen_tp_size, layout.gen_pp_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,7 @@ def test_unsupported_model_is_refused_with_its_feature(changes, message):
 
 
 def test_folder_without_config_is_refused_with_the_file(tmp_path):
-    with pytest.raises(ConfigError, match=r"config\.json, which does not read as JSON"):
+    with pytest.raises(ConfigError, match=r"model\.path: no config\.json in .*, expected"):
         Architecture.from_folder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "llama"}))
 
@@ -107,3 +108,37 @@ def test_stages_partition_the_layers_and_nest_in_the_stages_of_divisors(num_laye
             ratio = pp_size // fewer
             joined = stage_layers(num_layers, pp_size=fewer, pp_rank=0)
             assert list(joined) == [layer for stage in stages[:ratio] for layer in stage]
+
+
+@pytest.mark.parametrize("head", ["causal_lm", "scalar"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weights_are_counted_as_the_table_lists_them(variant, head):
+    arch = architecture(variant, head=head)
+
+    assert arch.num_parameters == sum(math.prod(part.shape) for part in parameters(arch))
+
+
+def test_family_beyond_the_tables_has_sizes_and_no_table(tmp_path):
+    gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}
+    (tmp_path / "config.json").write_text(json.dumps(gpt2 | {"n_positions": 1024}))
+
+    arch = Architecture.sizes_from_folder(tmp_path)
+
+    assert (arch.num_layers, arch.hidden_size, arch.ffn_size) == (12, 768, 3072)
+    assert (arch.num_kv_heads, arch.head_dim, arch.max_positions) == (12, 64, 1024)
+    assert arch.tied and not arch.gated
+    assert "got model_type 'gpt2', expected one of llama" in arch.obstacle
+    with pytest.raises(ConfigError, match="got model_type 'gpt2'"):
+        Architecture.from_folder(tmp_path)
+    with pytest.raises(AssertionError, match="got model_type 'gpt2'"):
+        parameters(arch)
+
+
+def test_size_that_a_family_beyond_the_tables_does_not_state_is_0():
+    assert Architecture.sizes_from_config({"model_type": "mamba", "vocab_size": 8}).num_heads == 0
+
+
+def test_sizes_of_a_model_in_parts_are_its_texts():
+    found = Architecture.sizes_from_config({"model_type": "llava", "text_config": TINY})
+
+    assert found.num_heads == TINY["num_attention_heads"] and found.obstacle
