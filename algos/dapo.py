@@ -16,22 +16,20 @@ from spmdflow import (
     DAPOConfig,
     DynamicSampling,
     Flow,
-    PromptStream,
     RewardWorker,
     add_overlong_penalty,
     compute_advantages,
 )
-
-Config = DAPOConfig
 
 
 def main(flow: Flow, cfg: DAPOConfig) -> None:
     """The algorithm; runs once, on the controller."""
     actor = flow.spawn(ActorWorker, cfg.actor)
     reward = flow.spawn(RewardWorker, cfg.reward)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
     num_rows = cfg.data.prompts_per_step * cfg.data.samples_per_prompt
     max_tokens = cfg.actor.rollout.max_new_tokens
+    flow.evaluate(actor, reward, every=cfg.eval_every)
 
     for step in flow.steps(cfg.total_steps):
         # Stage 1: generation, until the batch is full of prompts whose samples differ
@@ -48,5 +46,5 @@ def main(flow: Flow, cfg: DAPOConfig) -> None:
         batch |= batch.map(compute_advantages, estimator=cfg.advantage.estimator, cfg=cfg.advantage)
         # Stage 3: learning
         step.log(sampling.metrics(), actor.update_actor(batch))
-        flow.evaluate(every=cfg.eval_every)
+        flow.evaluate(actor, reward, every=cfg.eval_every)
         flow.save(every=cfg.save_every)

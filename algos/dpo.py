@@ -17,16 +17,15 @@ Departures from the papers:
     torchrun --nproc-per-node 2 -m spmdflow.run algos/dpo.py
 """
 
-from spmdflow import AnswerReferenceWorker, DPOConfig, Flow, PreferenceWorker, PromptStream
-
-Config = DPOConfig
+from spmdflow import AnswerReferenceWorker, DPOConfig, Flow, PreferenceWorker
 
 
 def main(flow: Flow, cfg: DPOConfig) -> None:
     """The algorithm; runs once, on the controller."""
     actor = flow.spawn(PreferenceWorker, cfg.actor)
     reference = flow.spawn(AnswerReferenceWorker, cfg.reference)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
+    flow.evaluate(actor, reference, every=cfg.eval_every)
 
     for step in flow.steps(cfg.total_steps):
         # Stage 1: pairs, which bring both answers
@@ -35,5 +34,5 @@ def main(flow: Flow, cfg: DPOConfig) -> None:
         batch |= reference.compute_ref_log_prob(batch)
         # Stage 3: learning
         step.log(actor.update_actor(batch))
-        flow.evaluate(every=cfg.eval_every)
+        flow.evaluate(actor, reference, every=cfg.eval_every)
         flow.save(every=cfg.save_every)

@@ -10,16 +10,14 @@ Departures from the papers:
     torchrun --nproc-per-node 2 -m spmdflow.run algos/evaluate.py actor.model.path=runs/ppo
 """
 
-from spmdflow import EvaluateConfig, Flow, GeneratorWorker, PromptStream, RewardWorker
-
-Config = EvaluateConfig
+from spmdflow import EvaluateConfig, Flow, GeneratorWorker, RewardWorker
 
 
 def main(flow: Flow, cfg: EvaluateConfig) -> None:
     """The evaluation; runs once, on the controller."""
     generator = flow.spawn(GeneratorWorker, cfg.actor)
     reward = flow.spawn(RewardWorker, cfg.reward)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
 
     generator.load_weights()
 

@@ -14,13 +14,10 @@ from spmdflow import (
     ActorWorker,
     Flow,
     GRPOConfig,
-    PromptStream,
     ReferenceWorker,
     RewardWorker,
     compute_advantages,
 )
-
-Config = GRPOConfig
 
 
 def main(flow: Flow, cfg: GRPOConfig) -> None:
@@ -28,7 +25,8 @@ def main(flow: Flow, cfg: GRPOConfig) -> None:
     actor = flow.spawn(ActorWorker, cfg.actor)
     reference = flow.spawn(ReferenceWorker, cfg.reference)
     reward = flow.spawn(RewardWorker, cfg.reward)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
+    flow.evaluate(actor, reward, every=cfg.eval_every)
 
     for step in flow.steps(cfg.total_steps):
         # Stage 1: generation
@@ -40,5 +38,5 @@ def main(flow: Flow, cfg: GRPOConfig) -> None:
         batch |= batch.map(compute_advantages, estimator=cfg.advantage.estimator, cfg=cfg.advantage)
         # Stage 3: learning
         step.log(actor.update_actor(batch))
-        flow.evaluate(every=cfg.eval_every)
+        flow.evaluate(actor, reward, every=cfg.eval_every)
         flow.save(every=cfg.save_every)

@@ -14,14 +14,11 @@ from spmdflow import (
     GeneratorWorker,
     GRPOAsyncConfig,
     PolicyWorker,
-    PromptStream,
     ReferenceWorker,
     RewardWorker,
     compute_advantages,
     compute_rollout_weights,
 )
-
-Config = GRPOAsyncConfig
 
 
 def main(flow: Flow, cfg: GRPOAsyncConfig) -> None:
@@ -30,8 +27,9 @@ def main(flow: Flow, cfg: GRPOAsyncConfig) -> None:
     generator = flow.spawn(GeneratorWorker, cfg.actor)
     reference = flow.spawn(ReferenceWorker, cfg.reference)
     reward = flow.spawn(RewardWorker, cfg.reward)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
     weights, ahead = flow.connect(actor, generator), None
+    flow.evaluate(generator, reward, every=cfg.eval_every)
 
     for step in flow.steps(cfg.total_steps):
         # Stage 1: generation, one step ahead
@@ -48,5 +46,5 @@ def main(flow: Flow, cfg: GRPOAsyncConfig) -> None:
         # Stage 3: learning
         step.log(actor.update_actor(batch))
         weights.sync()
-        flow.evaluate(every=cfg.eval_every)
+        flow.evaluate(generator, reward, every=cfg.eval_every)
         flow.save(every=cfg.save_every)

@@ -13,7 +13,6 @@ from spmdflow import (
     CriticWorker,
     Flow,
     PPOConfig,
-    PromptStream,
     ReferenceWorker,
     RewardWorker,
     compute_advantages,
@@ -25,7 +24,8 @@ def main(flow: Flow, cfg: PPOConfig) -> None:
     actor, critic = flow.spawn(ActorWorker, cfg.actor), flow.spawn(CriticWorker, cfg.critic)
     reference = flow.spawn(ReferenceWorker, cfg.reference)
     reward = flow.spawn(RewardWorker, cfg.reward)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
+    flow.evaluate(actor, reward, every=cfg.eval_every)
 
     for step in flow.steps(cfg.total_steps):
         # Stage 1: generation
@@ -35,8 +35,8 @@ def main(flow: Flow, cfg: PPOConfig) -> None:
         batch |= critic.compute_values(batch)
         batch |= reference.compute_ref_log_prob(batch)
         batch |= reward.compute_reward(batch)
-        batch |= batch.map(compute_advantages, estimator="gae", cfg=cfg.advantage)
+        batch |= batch.map(compute_advantages, estimator=cfg.advantage.estimator, cfg=cfg.advantage)
         # Stage 3: learning
         step.log(critic.update_critic(batch), actor.update_actor(batch))
-        flow.evaluate(every=cfg.eval_every)
+        flow.evaluate(actor, reward, every=cfg.eval_every)
         flow.save(every=cfg.save_every)

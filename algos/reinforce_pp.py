@@ -13,14 +13,11 @@ Departures from the paper:
 from spmdflow import (
     ActorWorker,
     Flow,
-    PromptStream,
     ReferenceWorker,
     ReinforcePPConfig,
     RewardWorker,
     compute_advantages,
 )
-
-Config = ReinforcePPConfig
 
 
 def main(flow: Flow, cfg: ReinforcePPConfig) -> None:
@@ -28,7 +25,8 @@ def main(flow: Flow, cfg: ReinforcePPConfig) -> None:
     actor = flow.spawn(ActorWorker, cfg.actor)
     reference = flow.spawn(ReferenceWorker, cfg.reference)
     reward = flow.spawn(RewardWorker, cfg.reward)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
+    flow.evaluate(actor, reward, every=cfg.eval_every)
 
     for step in flow.steps(cfg.total_steps):
         # Stage 1: generation
@@ -40,5 +38,5 @@ def main(flow: Flow, cfg: ReinforcePPConfig) -> None:
         batch |= batch.map(compute_advantages, estimator=cfg.advantage.estimator, cfg=cfg.advantage)
         # Stage 3: learning
         step.log(actor.update_actor(batch))
-        flow.evaluate(every=cfg.eval_every)
+        flow.evaluate(actor, reward, every=cfg.eval_every)
         flow.save(every=cfg.save_every)

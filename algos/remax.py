@@ -14,7 +14,6 @@ Departures from the paper:
 from spmdflow import (
     ActorWorker,
     Flow,
-    PromptStream,
     ReferenceWorker,
     RemaxConfig,
     RewardWorker,
@@ -22,15 +21,14 @@ from spmdflow import (
     compute_advantages,
 )
 
-Config = RemaxConfig
-
 
 def main(flow: Flow, cfg: RemaxConfig) -> None:
     """The algorithm; runs once, on the controller."""
     actor = flow.spawn(ActorWorker, cfg.actor)
     reference = flow.spawn(ReferenceWorker, cfg.reference)
     reward = flow.spawn(RewardWorker, cfg.reward)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
+    flow.evaluate(actor, reward, every=cfg.eval_every)
 
     for step in flow.steps(cfg.total_steps):
         # Stage 1: generation, sampled and greedy
@@ -42,8 +40,8 @@ def main(flow: Flow, cfg: RemaxConfig) -> None:
         batch |= reference.compute_ref_log_prob(batch)
         batch |= reward.compute_reward(greedy, prefix="greedy").map(as_baseline).shared_by(batch)
         batch |= reward.compute_reward(batch)
-        batch |= batch.map(compute_advantages, estimator="remax", cfg=cfg.advantage)
+        batch |= batch.map(compute_advantages, estimator=cfg.advantage.estimator, cfg=cfg.advantage)
         # Stage 3: learning
         step.log(actor.update_actor(batch))
-        flow.evaluate(every=cfg.eval_every)
+        flow.evaluate(actor, reward, every=cfg.eval_every)
         flow.save(every=cfg.save_every)

@@ -9,20 +9,19 @@ Departures from the paper:
     torchrun --nproc-per-node 2 -m spmdflow.run algos/reward_model.py
 """
 
-from spmdflow import Flow, PromptStream, RewardModelRunConfig, RewardModelWorker
-
-Config = RewardModelRunConfig
+from spmdflow import Flow, RewardModelRunConfig, RewardModelWorker
 
 
 def main(flow: Flow, cfg: RewardModelRunConfig) -> None:
     """The algorithm; runs once, on the controller."""
     reward_model = flow.spawn(RewardModelWorker, cfg.reward_model)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
+    flow.evaluate(reward_model, every=cfg.eval_every)
 
     for step in flow.steps(cfg.total_steps):
         # Stage 1: pairs, which bring both answers
         batch = next(prompts)
         # Stage 3: learning
         step.log(reward_model.update_reward_model(batch))
-        flow.evaluate(every=cfg.eval_every)
+        flow.evaluate(reward_model, every=cfg.eval_every)
         flow.save(every=cfg.save_every)

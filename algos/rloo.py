@@ -13,14 +13,11 @@ As in the paper the KL to the reference is in the reward, and so in the baseline
 from spmdflow import (
     ActorWorker,
     Flow,
-    PromptStream,
     ReferenceWorker,
     RewardWorker,
     RLOOConfig,
     compute_advantages,
 )
-
-Config = RLOOConfig
 
 
 def main(flow: Flow, cfg: RLOOConfig) -> None:
@@ -28,7 +25,8 @@ def main(flow: Flow, cfg: RLOOConfig) -> None:
     actor = flow.spawn(ActorWorker, cfg.actor)
     reference = flow.spawn(ReferenceWorker, cfg.reference)
     reward = flow.spawn(RewardWorker, cfg.reward)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
+    flow.evaluate(actor, reward, every=cfg.eval_every)
 
     for step in flow.steps(cfg.total_steps):
         # Stage 1: generation
@@ -37,8 +35,8 @@ def main(flow: Flow, cfg: RLOOConfig) -> None:
         batch |= actor.compute_log_prob(batch)
         batch |= reference.compute_ref_log_prob(batch)
         batch |= reward.compute_reward(batch)
-        batch |= batch.map(compute_advantages, estimator="rloo", cfg=cfg.advantage)
+        batch |= batch.map(compute_advantages, estimator=cfg.advantage.estimator, cfg=cfg.advantage)
         # Stage 3: learning
         step.log(actor.update_actor(batch))
-        flow.evaluate(every=cfg.eval_every)
+        flow.evaluate(actor, reward, every=cfg.eval_every)
         flow.save(every=cfg.save_every)

@@ -18,14 +18,11 @@ from spmdflow import (
     CriticWorker,
     Flow,
     LagrangeMultiplier,
-    PromptStream,
     ReferenceWorker,
     RewardWorker,
     SafeRLHFConfig,
     compute_safe_advantages,
 )
-
-Config = SafeRLHFConfig
 
 
 def main(flow: Flow, cfg: SafeRLHFConfig) -> None:
@@ -35,9 +32,10 @@ def main(flow: Flow, cfg: SafeRLHFConfig) -> None:
     reward = flow.spawn(RewardWorker, cfg.reward)
     cost = flow.spawn(CostWorker, cfg.cost)
     cost_critic = flow.spawn(CostCriticWorker, cfg.cost_critic)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
-    texts = flow.keep(texts=PromptStream(cfg.pretrain))
+    prompts = flow.prompts(cfg.data)
+    texts = flow.prompts(cfg.pretrain, name="texts")
     multiplier = flow.keep(multiplier=LagrangeMultiplier(cfg.lagrange))
+    flow.evaluate(actor, reward, every=cfg.eval_every)
 
     for step in flow.steps(cfg.total_steps):
         # Stage 1: generation
@@ -56,5 +54,5 @@ def main(flow: Flow, cfg: SafeRLHFConfig) -> None:
         # Stage 3: learning
         step.log(critic.update_critic(batch), actor.update_actor(batch), multiplier=weight)
         step.log(cost_critic.update_cost_critic(batch))
-        flow.evaluate(every=cfg.eval_every)
+        flow.evaluate(actor, reward, every=cfg.eval_every)
         flow.save(every=cfg.save_every)

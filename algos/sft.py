@@ -8,20 +8,19 @@ Departures from the paper:
     torchrun --nproc-per-node 2 -m spmdflow.run algos/sft.py
 """
 
-from spmdflow import Flow, PromptStream, SFTConfig, SupervisedWorker
-
-Config = SFTConfig
+from spmdflow import Flow, SFTConfig, SupervisedWorker
 
 
 def main(flow: Flow, cfg: SFTConfig) -> None:
     """The algorithm; runs once, on the controller."""
     actor = flow.spawn(SupervisedWorker, cfg.actor)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
+    flow.evaluate(actor, every=cfg.eval_every)
 
     for step in flow.steps(cfg.total_steps):
         # Stage 1: examples, which bring their responses
         batch = next(prompts)
         # Stage 3: learning
         step.log(actor.update_actor(batch))
-        flow.evaluate(every=cfg.eval_every)
+        flow.evaluate(actor, every=cfg.eval_every)
         flow.save(every=cfg.save_every)

@@ -59,7 +59,6 @@ _HOMES = {
     "CostWorker": "spmdflow.models.reward",
     "CostCriticWorker": "spmdflow.models.critic",
     "Flow": "spmdflow.controller.flow",
-    "PromptStream": "spmdflow.controller.prompts",
     "DynamicSampling": "spmdflow.controller.prompts",
     "launch": "spmdflow.program",
     "load_settings": "spmdflow.prepare",

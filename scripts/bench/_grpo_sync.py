@@ -7,14 +7,11 @@ from spmdflow import (
     GeneratorWorker,
     GRPOAsyncConfig,
     PolicyWorker,
-    PromptStream,
     ReferenceWorker,
     RewardWorker,
     compute_advantages,
     compute_rollout_weights,
 )
-
-Config = GRPOAsyncConfig
 
 
 def main(flow: Flow, cfg: GRPOAsyncConfig) -> None:
@@ -23,8 +20,9 @@ def main(flow: Flow, cfg: GRPOAsyncConfig) -> None:
     generator = flow.spawn(GeneratorWorker, cfg.actor)
     reference = flow.spawn(ReferenceWorker, cfg.reference)
     reward = flow.spawn(RewardWorker, cfg.reward)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
     weights = flow.connect(actor, generator)
+    flow.evaluate(generator, reward, every=cfg.eval_every)
 
     for step in flow.steps(cfg.total_steps):
         weights.sync()
@@ -35,4 +33,4 @@ def main(flow: Flow, cfg: GRPOAsyncConfig) -> None:
         batch |= reward.compute_reward(batch)
         batch |= batch.map(compute_advantages, estimator=cfg.advantage.estimator, cfg=cfg.advantage)
         step.log(actor.update_actor(batch))
-        flow.evaluate(every=cfg.eval_every)
+        flow.evaluate(generator, reward, every=cfg.eval_every)

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from spmdflow.config.schema import DataConfig, EngineConfig, RunConfig
-from spmdflow.controller.prompts import PromptStream
 from spmdflow.controller.script import launch
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import Worker
@@ -103,7 +102,7 @@ class RightWorker(Worker):
 def main(flow: Any, cfg: Config) -> None:
     """Measure every size; writes RUN_DIR/transfer.json."""
     left, right = flow.spawn(LeftWorker, cfg.left), flow.spawn(RightWorker, cfg.right)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
     found = {}
     for _ in flow.steps(1):
         rows = next(prompts)

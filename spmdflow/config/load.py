@@ -10,9 +10,10 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -38,7 +39,7 @@ _EXAMPLES = {"int": "8", "float": "0.5", "bool": "true", "str": "text"}
 class Loaded:
     """What a run starts from."""
 
-    cfg: Any  # an object of the script's Config class
+    cfg: Any  # an object of the script's settings class
     script: ModuleType
     yaml_text: str
     """Every setting, resolved, as YAML: what RUN_DIR/config.yaml holds."""
@@ -96,12 +97,23 @@ def load_script(path: str | Path) -> ModuleType:
 
 
 def schema_of(script: ModuleType) -> type:
-    """The script's settings class: its `Config` if it defines one, else `PPOConfig`."""
-    schema = getattr(script, "Config", PPOConfig)
+    """The settings class: that of `cfg` in `main(flow: Flow, cfg: GRPOConfig)`, else `PPOConfig`.
+
+    ConfigError if it is no dataclass or cannot be read.
+    """
+    try:
+        hints, names = get_type_hints(script.main), list(signature(script.main).parameters)
+    except (NameError, TypeError, ValueError) as err:
+        raise ConfigError.of(
+            "script", f"{err} in the annotations of main", "classes", "import them in the script"
+        ) from err
+    schema = hints.get(names[1], Any) if len(names) > 1 else Any
+    if schema is Any and not hasattr(script, "Config"):
+        return PPOConfig
     if not (isinstance(schema, type) and is_dataclass(schema)):
-        raise ConfigError(
-            f"script: Config is {schema!r}, expected a dataclass; "
-            f"derive it from spmdflow.PPOConfig or add @dataclass"
+        got = "main(flow, cfg) beside a class Config" if schema is Any else f"cfg: {schema!r}"
+        raise ConfigError.of(
+            "script", got, "a dataclass of settings", "write main(flow: Flow, cfg: PPOConfig)"
         )
     return schema
 
@@ -151,12 +163,12 @@ def _build(schema: type, sources: Iterable[Source]) -> Any:
 def complete(cfg: Any, *, download: bool = True) -> Any:
     """A copy of settings made in Python: references filled in, paths located, as `load` does it.
 
-    cfg: an object of a script's Config class. ConfigError names what is missing or of a wrong type.
+    cfg: of a script's settings class. ConfigError names what is missing or of a wrong type.
     """
     if not is_dataclass(cfg) or isinstance(cfg, type):
         raise ConfigError(
-            f"settings: got {cfg!r}, expected an object of the script's Config class; make one "
-            f"with spmdflow.load_settings or as Config()"
+            f"settings: got {cfg!r}, expected an object of the script's settings class; make "
+            f"one with spmdflow.load_settings or as PPOConfig()"
         )
     OmegaConf.register_resolver("first_of", _first_of, replace=True)
     known = {leaf.key: leaf for leaf in leaves(defaults(type(cfg)))}

@@ -109,7 +109,7 @@ def check_takes_list(label: str, spec: MethodSpec, items: Sequence[Any]) -> None
     if spec.reads or spec.writes:
         raise ProtocolError(
             f"{label}: got a list of {len(items)}, expected a Batch with the columns "
-            f"{list(spec.reads)}; take rows from PromptStream, or from the call that made them"
+            f"{list(spec.reads)}; take rows from flow.prompts, or from the call that made them"
         )
 
 
@@ -118,7 +118,7 @@ def check_every(what: str, every: object) -> None:
     if isinstance(every, bool) or not isinstance(every, int) or every < 0:
         raise ProtocolError(
             f"flow.{what}: got every={every!r}, expected a number of steps (0: never); write "
-            f"flow.{what}(every=cfg.{'eval' if what == 'evaluate' else what}_every)"
+            f"flow.{what}(..., every=cfg.{'eval' if what == 'evaluate' else what}_every)"
         )
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -19,8 +19,9 @@ from spmdflow.config.reward import knows_right
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.group import WeightLink, WorkerGroup
+from spmdflow.controller.prompts import PromptStream, no_held_out_prompts
 from spmdflow.data.seed import seed_of
-from spmdflow.errors import ConfigError, ProtocolError, RewardError
+from spmdflow.errors import ProtocolError, RewardError
 from spmdflow.tracking.estimate import (
     as_metrics,
     estimates,
@@ -29,55 +30,50 @@ from spmdflow.tracking.estimate import (
     per_prompt,
 )
 
-logger = logging.getLogger(__name__)
-
 Generate = Callable[..., Batch]
 """A script's own way to responses: generate(rows) or generate(rows, greedy=...) -> rows."""
 
 EVALUATION_FILE = "evaluation.jsonl"
 
 
-class Evaluation:
-    """Judges the held-out rows that a flow keeps, at most once a step."""
+@dataclass(frozen=True)
+class Evaluated:
+    """What an evaluation uses."""
 
-    def __init__(
-        self,
-        caller: Caller,
-        groups: Mapping[str, WorkerGroup],
-        kept: Mapping[str, Any],
-        links: Sequence[WeightLink],
-        config: Any,
-    ) -> None:
-        """groups, kept, links: the flow's own, which grow while its script begins."""
-        self._caller, self._groups, self._kept, self._links = caller, groups, kept, links
+    model: WorkerGroup
+    """Responds to the prompts, or judges the rows by its class's `evaluation`."""
+    others: tuple[WorkerGroup, ...]
+    """The reward that scores the responses, or the groups whose columns an `evaluation` reads."""
+    streams: Sequence[PromptStream]
+    """The first one with held-out prompts is used."""
+    generate: Generate | None
+    """The script's own way to responses; none: the model's generate_sequences."""
+
+    def stream(self) -> PromptStream:
+        """Where the held-out prompts are; ConfigError if there are none."""
+        found = next((stream for stream in self.streams if stream.eval_scan is not None), None)
+        if found is None:
+            raise no_held_out_prompts()
+        return found
+
+
+class Evaluation:
+    """Judges held-out rows, at most once a step."""
+
+    def __init__(self, caller: Caller, links: Sequence[WeightLink], config: Any) -> None:
+        """links: the flow's own, which grow while its script begins."""
+        self._caller, self._links = caller, links
         self._config, self._seed = config, seed_of(config.run.seed, "bootstrap")
         self._evaluated_at = -1
-        self._generate: Generate | None = None
 
-    def use(self, generate: Generate) -> None:
-        """Generate with the script's own function from now on; see `Flow.evaluate`."""
-        if self._evaluated_at == 0 and self._generate is None:
-            logger.warning(
-                "evaluate: the evaluation before step 1 generated in one turn, as generate=%s came "
-                "after it; call flow.evaluate(generate=...) before flow.steps too",
-                getattr(generate, "__name__", generate),
-            )
-        self._generate = generate
-
-    def run(self, number: int, *, every: int) -> dict[str, float]:
+    def run(self, number: int, evaluated: Evaluated, *, every: int) -> dict[str, float]:
         """See `Flow.evaluate`; number: of the step, 0 before the first. Estimates as metrics."""
         if not every or number % every or self._evaluated_at == number:
             return {}
-        kept = [thing for thing in self._kept.values() if hasattr(thing, "eval_batch")]
-        held_out = kept[0].eval_batch() if kept else None
-        if held_out is None:
-            raise ConfigError(
-                "evaluate: no held-out prompts are kept, expected data.eval_path; "
-                "set it, or eval_every to 0"
-            )
+        stream = evaluated.stream()
         self._evaluated_at = number
         self._caller.sender.phase = "eval"
-        found = self._judge(held_out, kept[0])
+        found = self._judge(stream, evaluated)
         self._caller.sender.phase = "train"
         return found
 
@@ -106,56 +102,57 @@ class Evaluation:
         sys.stdout.flush()
         return as_metrics(found, "eval") | {"eval/response_length": facts["mean tokens, greedy"]}
 
-    def _judge(self, held_out: Batch, stream: Any) -> dict[str, float]:
-        for group in self._groups.values():
-            method = getattr(group.target.worker_class, "evaluation", None)
-            if method is not None:
-                getattr(group, method)(self._prepared(held_out), prefix="eval")
-                return {}
+    def _judge(self, stream: PromptStream, evaluated: Evaluated) -> dict[str, float]:
+        rows, model = stream.eval_batch(), evaluated.model
+        method = model.target.worker_class.evaluation
+        if method is not None:
+            getattr(model, method)(_prepare(rows, evaluated.others), prefix="eval")
+            return {}
+        if len(evaluated.others) != 1:
+            raise ProtocolError.of(
+                "flow.evaluate",
+                f"{model} and {len(evaluated.others)} more groups",
+                "the reward that scores its responses",
+                "write flow.evaluate(actor, reward, every=cfg.eval_every)",
+            )
+        (reward,) = evaluated.others
         for link in self._links:
             link.sync()
-        reward = self._group("reward")
-        reward.compute_reward(self._responses(held_out, greedy=True))
-        samples = stream.eval_samples() if hasattr(stream, "eval_samples") else None
-        if samples is None or not len(samples):
+        reward.compute_reward(_respond(evaluated, rows, greedy=True))
+        samples = stream.eval_samples()
+        if not len(samples):
             return {}
-        sampled = self._responses(samples, greedy=False)
+        sampled = _respond(evaluated, samples, greedy=False)
         sampled |= reward.compute_reward(sampled, prefix="eval/sampled")
-        rows = judged(sampled)
-        shares = _per_prompt([rows[place] for place in _places_whole([rows])])
+        judged_rows = judged(sampled)
+        shares = _per_prompt([judged_rows[place] for place in _places_whole([judged_rows])])
         return as_metrics(estimates(shares, seed=self._seed), "eval")
 
-    def _responses(self, rows: Batch, *, greedy: bool) -> Batch:
-        """Responses to held-out rows, by the script's own function if there is one."""
-        if self._generate is None:
-            group = self._groups.get("generator") or self._group("actor")
-            made: Any = group.generate_sequences(rows, greedy=greedy)
-            return made
-        told = "greedy" in inspect.signature(self._generate).parameters
-        made = self._generate(rows, greedy=greedy) if told else self._generate(rows)
-        if not isinstance(made, Batch) or set(made.ids) != set(rows.ids):
-            raise ProtocolError(
-                f"evaluate: {getattr(self._generate, '__name__', 'generate')} returned {made!r}, "
-                f"expected a Batch of the {len(rows)} rows that it was given; return all of them, "
-                f"with the column responses"
-            )
-        return made.ordered_like(rows)
 
-    def _group(self, name: str) -> WorkerGroup:
-        if name not in self._groups:
-            raise ConfigError(
-                f"evaluate: got the models {', '.join(self._groups)}, expected one with the name "
-                f"{name}; spawn it with name={name!r}, or leave the evaluation out (eval_every=0)"
-            )
-        return self._groups[name]
+def _prepare(rows: Batch, groups: Sequence[WorkerGroup]) -> Batch:
+    """The rows with the columns that the groups' `evaluation_columns` write."""
+    for group in groups:
+        method = group.target.worker_class.evaluation_columns
+        if method is not None:
+            rows |= getattr(group, method)(rows)
+    return rows
 
-    def _prepared(self, held_out: Batch) -> Batch:
-        """The held-out rows with the columns that other groups' `evaluation_columns` write."""
-        for group in self._groups.values():
-            method = getattr(group.target.worker_class, "evaluation_columns", None)
-            if method is not None:
-                held_out |= getattr(group, method)(held_out)
-        return held_out
+
+def _respond(evaluated: Evaluated, rows: Batch, *, greedy: bool) -> Batch:
+    """Responses to held-out rows, by the script's own function if there is one."""
+    generate = evaluated.generate
+    if generate is None:
+        made: Any = evaluated.model.generate_sequences(rows, greedy=greedy)
+        return made
+    told = "greedy" in inspect.signature(generate).parameters
+    made = generate(rows, greedy=greedy) if told else generate(rows)
+    if not isinstance(made, Batch) or set(made.ids) != set(rows.ids):
+        raise ProtocolError(
+            f"evaluate: {getattr(generate, '__name__', 'generate')} returned {made!r}, "
+            f"expected a Batch of the {len(rows)} rows that it was given; return all of them, "
+            f"with the column responses"
+        )
+    return made.ordered_like(rows)
 
 
 def _places_whole(batches: Sequence[Sequence[Sequence[Judged]]]) -> list[int]:

@@ -16,7 +16,7 @@ from spmdflow.config.schema import DataConfig
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.check import check_every
-from spmdflow.controller.evaluation import Evaluation, Generate
+from spmdflow.controller.evaluation import Evaluated, Evaluation, Generate
 from spmdflow.controller.group import (
     ResourcePool,
     WeightLink,
@@ -24,12 +24,12 @@ from spmdflow.controller.group import (
     make_groups,
     spawn_group,
 )
+from spmdflow.controller.prompts import PromptStream
 from spmdflow.controller.saving import Saving
 from spmdflow.controller.step import Counters, Show, Step
 from spmdflow.controller.transcript import Transcript
-from spmdflow.datasets.scan import ScanReport
 from spmdflow.errors import ConfigError, ProtocolError
-from spmdflow.transfer.worker import Worker
+from spmdflow.transfer.worker import Metric, Worker
 
 T = TypeVar("T")
 
@@ -65,7 +65,8 @@ class Flow:
         self.kept: dict[str, Any] = {}
         self.step: Step | None = None
         self.stopped = False
-        self._evaluation = Evaluation(caller, self.groups, self.kept, self._links, settings.config)
+        self._evaluation = Evaluation(caller, self._links, settings.config)
+        self._first_evaluation: Evaluated | None = None
         self._before = Counters()
 
     @property
@@ -138,6 +139,29 @@ class Flow:
         self._links.append(link)
         return link
 
+    def prompts(self, cfg: DataConfig, *, name: str = "prompts") -> PromptStream:
+        """The prompts of a data section; `next(prompts)` is a batch for one step.
+
+        Its place is part of checkpoints, under the name; a second stream gives another one.
+        """
+        if name in self.kept:
+            raise ProtocolError(
+                f"flow.prompts: got the name {name!r} besides {sorted(self.kept)}, expected a name "
+                f"of its own; give name=... for a second stream"
+            )
+        return self.keep(
+            **{
+                name: PromptStream(
+                    cfg,
+                    self.caller,
+                    name=name,
+                    world=self._settings.world,
+                    seed=self.seed,
+                    log=self._log,
+                )
+            }
+        )
+
     def keep(self, **things: T) -> T:
         """Register a thing with state_dict and load_state_dict, so that it resumes; returns it."""
         if len(things) != 1 or set(things) & set(self.kept):
@@ -146,8 +170,6 @@ class Flow:
                 f"a name of its own; call it once for each"
             )
         ((name, thing),) = things.items()
-        if hasattr(thing, "bind"):
-            thing.bind(self, name)
         self.kept[name] = thing
         return thing
 
@@ -158,23 +180,6 @@ class Flow:
         turn, tokens (prompts, responses), a plain answer ("group.method"), or how a column looks
         ("float32 like responses"). Any: these. Metrics have slashes: assume({"actor/kl": 0.1}).
         """
-
-    def scan(self, name: str, cfg: DataConfig, path: object) -> ScanReport:
-        """Have the controller's rank read data files once; waits for what it found.
-
-        path: data.train_path or data.eval_path.
-        """
-        rank = self._settings.world[0]
-        command = {"operation": "scan", "data": cfg, "path": path}
-        replies = self.caller.sender.submit(f"{name}.scan", {rank: command}).result()
-        report: ScanReport = replies[rank]["report"]
-        return report
-
-    def open_source(self, name: str, settings: Mapping[str, Any]) -> None:
-        """Make a data file known to every rank."""
-        command = {"operation": "source", "name": name, "settings": dict(settings)}
-        ranks = self._settings.world
-        self.caller.sender.submit(f"{name}.open", {rank: dict(command) for rank in ranks})
 
     # Steps
 
@@ -197,28 +202,35 @@ class Flow:
             if self.caller.sender.transport.stop_requested:
                 self._stop(number)
 
-    def evaluate(self, *, every: int = 1, generate: Generate | None = None) -> None:
-        """Generate greedily for the held-out prompts and score them, every so many steps.
+    def evaluate(
+        self,
+        model: WorkerGroup,
+        *others: WorkerGroup,
+        every: int = 1,
+        generate: Generate | None = None,
+    ) -> None:
+        """Evaluate a model on the held-out prompts, every so many steps (docs/EVALUATION.md).
 
-        Also samples, if data.eval_prompts asks for them: pass@k and maj@n (docs/EVALUATION.md).
-        Uses the kept prompts and the groups "reward" and "generator", or else "actor"; a worker
-        class with an `evaluation` judges the held-out rows by that method instead. Before
-        step 1 this happens by itself if `eval_every` is set.
+        `flow.evaluate(actor, reward)`: the model responds greedily and the reward scores; samples
+        too, if data.eval_prompts asks for them: pass@k and maj@n. A worker class with an
+        `evaluation` judges the rows by that method alone; others: the groups whose columns it
+        needs, such as the reference of `flow.evaluate(actor, reference)`.
+
+        Called before the first step, it evaluates as step 0 when the steps begin, unless the run
+        continues from a checkpoint.
 
         generate: the script's own way from held-out rows to rows with responses, such as several
         turns with a tool: generate(rows) -> rows. One that has a parameter `greedy` is told whether
-        to sample. Called before the first step, this sets it for the evaluation before step 1 too,
-        and evaluates nothing.
+        to sample.
         """
         check_every("evaluate", every)
-        if generate is not None:
-            self._evaluation.use(generate)
-            if self.step is None:
-                return
-        number = self.step.number if self.step else 0
-        found = self._evaluation.run(number, every=every)
-        if found and self.step is not None:
-            self.step.log(found)
+        streams = [thing for thing in self.kept.values() if isinstance(thing, PromptStream)]
+        evaluated = Evaluated(model, others, streams, generate)
+        if self.step is not None:
+            self.step.log(self._evaluation.run(self.step.number, evaluated, every=every))
+        elif every:
+            evaluated.stream()  # an error now if there are no held-out prompts
+            self._first_evaluation = evaluated
 
     def report(self, greedy: Batch, sampled: Batch) -> dict[str, float]:
         """Estimates from scored responses to the held-out prompts, as metrics; waits for them.
@@ -237,10 +249,14 @@ class Flow:
     # Inside a step
 
     def _before_first_step(self) -> None:
-        if getattr(self._settings.config, "eval_every", 0):
+        if self._first_evaluation is not None:
             self.step = Step(0)
-            self.evaluate()
+            self.step.log(self._evaluation.run(0, self._first_evaluation, every=1))
             self._finish(self.step)
+
+    def _log(self, metrics: Mapping[str, Metric]) -> None:
+        if self.step is not None:
+            self.step.log(metrics)
 
     def _finish(self, step: Step) -> None:
         """Wait for every call of the step, then write what it measured."""

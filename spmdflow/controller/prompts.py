@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,16 +12,14 @@ from spmdflow.config.algorithm import DynamicSamplingConfig
 from spmdflow.config.data_source import eval_prompts_of
 from spmdflow.config.schema import DataConfig
 from spmdflow.controller.batch import Batch, concatenate
+from spmdflow.controller.caller import Caller
 from spmdflow.data.row_id import Ids, held_out_ids
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.datasets.source import source_settings
 from spmdflow.datasets.stream import PromptStream as PromptOrder
 from spmdflow.datasets.stream import eval_rows
-from spmdflow.errors import ProtocolError, RowError
+from spmdflow.errors import ConfigError, ProtocolError, RowError
 from spmdflow.transfer.worker import Mean, Metric, Sum
-
-if TYPE_CHECKING:
-    from spmdflow.controller.flow import Flow
 
 logger = logging.getLogger(__name__)
 
@@ -37,47 +35,47 @@ _COLUMNS = {
 class PromptStream(Iterator[Batch]):
     """`next(stream)` is a batch of prompts_per_step prompts, each samples_per_prompt times.
 
-    Rank 0 scans the file once; every rank reads the rows that it needs by itself. Register it
-    with `flow.keep(prompts=PromptStream(cfg.data))`, which also makes it part of checkpoints.
+    Rank 0 scans the files once; every rank reads the rows that it needs by itself.
     """
 
-    def __init__(self, cfg: DataConfig) -> None:
-        self._cfg = cfg
-        self._flow: Flow | None = None
+    def __init__(
+        self,
+        cfg: DataConfig,
+        caller: Caller,
+        *,
+        name: str,
+        world: Sequence[int],
+        seed: int,
+        log: Callable[[Mapping[str, Metric]], None],
+    ) -> None:
+        """Scan the files and make them known to every rank of the world.
 
-    def bind(self, flow: Flow, name: str) -> None:
-        """Scan the files and make them known to every rank; `flow.keep` calls this."""
-        self._flow, self._name = flow, name
-        self.train_scan: ScanReport | None = None
+        name: of the stream, in labels of calls. log: takes metrics of the step that is running.
+        """
+        self._cfg, self._caller, self._name = cfg, caller, name
+        self._world, self._log = tuple(world), log
+        self.train_scan = self._open(f"{name}.train", cfg.train_path)
+        self.eval_scan = self._open(f"{name}.eval", cfg.eval_path)
         self._order: PromptOrder | None = None
-        if self._cfg.train_path is not None:
-            self.train_scan = self._open(flow, f"{name}.train", self._cfg.train_path)
-            self._order = PromptOrder.from_config(self._cfg, self.train_scan, seed=flow.seed)
-        self.eval_scan: ScanReport | None = None
-        if self._cfg.eval_path is not None:
-            self.eval_scan = self._open(flow, f"{name}.eval", self._cfg.eval_path)
+        if self.train_scan is not None:
+            self._order = PromptOrder.from_config(cfg, self.train_scan, seed=seed)
 
     def __next__(self) -> Batch:
-        if self._flow is None:
-            raise ProtocolError(
-                "PromptStream: used before it is registered, expected "
-                "flow.keep(prompts=PromptStream(cfg.data)); register it first"
-            )
         if self._order is None or self.train_scan is None:
             raise ProtocolError(
-                "PromptStream: got no prompts to train on, expected data.train_path; set it, or "
-                "take eval_batch()"
+                f"{self._name}: got no prompts to train on, expected data.train_path; set it, or "
+                f"take eval_batch()"
             )
         rows, repeat = self._order.next_rows(), self._cfg.samples_per_prompt
         self._count_sources(rows)
-        ids, parents = self._flow.caller.row_ids.take_groups(len(rows), repeat)
+        ids, parents = self._caller.row_ids.take_groups(len(rows), repeat)
         return self._batch("train", self.train_scan, rows, ids, parents)
 
-    def eval_batch(self) -> Batch | None:
-        """Every held-out prompt once (those of data.eval_prompts); None without a file."""
+    def eval_batch(self) -> Batch:
+        """Every held-out prompt once (those of data.eval_prompts); ConfigError without a file."""
         return self._held_out(1)
 
-    def eval_samples(self) -> Batch | None:
+    def eval_samples(self) -> Batch:
         """The same prompts, each as often as data.eval_prompts asks for samples (maybe never)."""
         return self._held_out(eval_prompts_of(self._cfg.eval_prompts).num_samples)
 
@@ -92,22 +90,33 @@ class PromptStream(Iterator[Batch]):
 
     def _count_sources(self, rows: list[int]) -> None:
         """Of a mixture: how many prompts of the step come from each source, as data/<name>."""
-        assert self._flow is not None and self.train_scan is not None
+        assert self.train_scan is not None
         files = self.train_scan.files
-        if len(files) > 1 and self._flow.step is not None:
+        if len(files) > 1:
             counts = np.bincount(self.train_scan.file_of(rows), minlength=len(files)).tolist()
             named = zip(files, counts, strict=True)
-            self._flow.step.log({f"data/{file.name}": Sum(count) for file, count in named})
+            self._log({f"data/{file.name}": Sum(count) for file, count in named})
 
-    def _open(self, flow: Flow, name: str, path: Any) -> ScanReport:
-        report = flow.scan(name, self._cfg, path)
+    def _open(self, name: str, path: Any) -> ScanReport | None:
+        """Have the first rank read the files once, and every rank open them; None without any."""
+        if path is None:
+            return None
+        first, sender = self._world[0], self._caller.sender
+        command = {"operation": "scan", "data": self._cfg, "path": path}
+        replies = sender.submit(f"{name}.scan", {first: command}).result()
+        report: ScanReport = replies[first]["report"]
         logger.info("%s", report.describe())
-        flow.open_source(name, source_settings(self._cfg, report))
+        command = {
+            "operation": "source",
+            "name": name,
+            "settings": source_settings(self._cfg, report),
+        }
+        sender.submit(f"{name}.open", {rank: dict(command) for rank in self._world})
         return report
 
-    def _held_out(self, repeat: int) -> Batch | None:
-        if self._flow is None or self.eval_scan is None:
-            return None
+    def _held_out(self, repeat: int) -> Batch:
+        if self.eval_scan is None:
+            raise no_held_out_prompts()
         rows = eval_rows(self.eval_scan, eval_prompts_of(self._cfg.eval_prompts).num_prompts)
         ids, parents = held_out_ids(np.asarray(rows), repeat)
         return self._batch("eval", self.eval_scan, rows, ids, parents)
@@ -116,9 +125,8 @@ class PromptStream(Iterator[Batch]):
         self, part: str, report: ScanReport, rows: list[int], ids: Ids, parents: Ids
     ) -> Batch:
         """Rows of a file, each as often as there are ids for it."""
-        assert self._flow is not None
         repeat = len(ids) // len(rows)
-        made = self._flow.caller.source_batch(
+        made = self._caller.source_batch(
             f"{self._name}.{part}",
             _COLUMNS[self._cfg.rows],
             np.repeat(np.asarray(rows, dtype=np.int64), repeat),
@@ -132,9 +140,14 @@ class PromptStream(Iterator[Batch]):
         others = np.roll(np.asarray(rows, dtype=np.int64), 1)
         lengths = report.tokens_of(others.tolist())
         source = f"{self._name}.{part}"
-        return made | self._flow.caller.source_batch(
-            source, ("answers",), others, ids, parents, lengths
-        )
+        return made | self._caller.source_batch(source, ("answers",), others, ids, parents, lengths)
+
+
+def no_held_out_prompts() -> ConfigError:
+    """The error of an evaluation without data.eval_path."""
+    return ConfigError.of(
+        "evaluate", "no held-out prompts", "data.eval_path", "set it, or eval_every=0"
+    )
 
 
 class DynamicSampling:

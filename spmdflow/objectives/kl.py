@@ -10,7 +10,8 @@ weight = flow.keep(weight=AdaptiveKL(cfg.advantage, target=6.0))
 ...
 batch |= batch.map(measure_kl)
 weight.update(batch.mean("reference_kl"))
-batch |= batch.map(compute_advantages, estimator="gae", cfg=weight.applied_to(cfg.advantage))
+applied = weight.applied_to(cfg.advantage)
+batch |= batch.map(compute_advantages, estimator=applied.estimator, cfg=applied)
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def helper(response):
     return 1 / (len(response) - len(response))
 """
 WORKER = """
-from spmdflow import ActorWorker, PPOConfig, PromptStream, register
+from spmdflow import ActorWorker, PPOConfig, register
 
 
 class MyActor(ActorWorker):
@@ -29,7 +29,7 @@ class MyActor(ActorWorker):
 
 def main(flow, cfg: PPOConfig):
     actor = flow.spawn(MyActor, cfg.actor)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
     for step in flow.steps(cfg.total_steps):
         batch = actor.generate_sequences(next(prompts))
         MINE

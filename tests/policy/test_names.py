@@ -48,7 +48,6 @@ PUBLIC_NAMES = [
     "PolicyWorker",
     "PreferenceLossConfig",
     "PreferenceWorker",
-    "PromptStream",
     "Protocol",
     "RLOOConfig",
     "ReferenceConfig",

@@ -46,11 +46,11 @@ def write_script(folder: Path, body: str) -> Path:
     lines = "\n".join(" " * 8 + line for line in body.splitlines())
     path = folder / "own.py"
     path.write_text(
-        "from spmdflow import ActorWorker, PromptStream, RewardWorker\n\n\n"
+        "from spmdflow import ActorWorker, RewardWorker\n\n\n"
         "def main(flow, cfg):\n"
         "    actor = flow.spawn(ActorWorker, cfg.actor)\n"
         "    reward = flow.spawn(RewardWorker, cfg.reward)\n"
-        "    prompts = flow.keep(prompts=PromptStream(cfg.data))\n"
+        "    prompts = flow.prompts(cfg.data)\n"
         f"    for step in flow.steps(cfg.total_steps):\n{lines}\n"
     )
     (folder / "own.yaml").write_text((ALGORITHMS / "ppo.yaml").read_text())

@@ -12,7 +12,6 @@ import torch
 
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.group import WorkerGroup
-from spmdflow.controller.prompts import PromptStream
 from spmdflow.data.ragged import rows_of
 from spmdflow.errors import ColumnError, ProtocolError, RowError
 from tests.unit.toy_flow import (
@@ -41,7 +40,7 @@ def toy(rank: Rank) -> WorkerGroup:
 @pytest.fixture
 def batch(rank: Rank, toy: WorkerGroup) -> Batch:
     """Six rows with the columns of the data and of Toy.make."""
-    prompts = rank.flow.keep(prompts=PromptStream(rank.config.data))
+    prompts = rank.flow.prompts(rank.config.data)
     rows = next(prompts)
     return rows | toy.make(rows)
 

@@ -31,7 +31,7 @@ def toy(rank: Rank) -> WorkerGroup:
 
 @pytest.fixture
 def prompts(rank: Rank) -> PromptStream:
-    return rank.flow.keep(prompts=PromptStream(rank.config.data))
+    return rank.flow.prompts(rank.config.data)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from spmdflow.config.load import load
 from spmdflow.config.schema import ActorConfig, EngineConfig, ModelConfig, RolloutConfig
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Draws
-from spmdflow.controller.prompts import PromptStream
 from spmdflow.data.ragged import rows_of
 from spmdflow.datasets.tokenizer import load_tokenizer, response_texts
 from spmdflow.errors import ConfigError, ProtocolError, SpmdflowError
@@ -40,7 +39,7 @@ def spawned(rank: Rank, **rollout: Any) -> tuple[Any, Batch]:
     )
     rank.config.actor = cfg  # type: ignore[attr-defined]
     actor = rank.flow.spawn(ActorWorker, cfg, pool=rank.flow.pool("all"))
-    prompts = rank.flow.keep(prompts=PromptStream(rank.config.data))
+    prompts = rank.flow.prompts(rank.config.data)
     next(rank.flow.steps(1))
     return actor, next(prompts)
 

@@ -49,7 +49,7 @@ def toy(rank: Rank) -> WorkerGroup:
 
 @pytest.fixture
 def prompts(rank: Rank) -> PromptStream:
-    return rank.flow.keep(prompts=PromptStream(rank.config.data))
+    return rank.flow.prompts(rank.config.data)
 
 
 @pytest.fixture
@@ -297,23 +297,23 @@ def test_frees_of_a_command_that_is_refused_ride_on_the_next(
 # The flow
 
 
-def test_prompts_that_are_not_kept_are_refused(rank: Rank) -> None:
-    stream = PromptStream(rank.config.data)
-
+def test_second_stream_of_prompts_needs_a_name(rank: Rank, prompts: PromptStream) -> None:
     with pytest.raises(ProtocolError) as caught:
-        next(stream)
+        rank.flow.prompts(rank.config.data)
 
     assert str(caught.value) == (
-        "PromptStream: used before it is registered, expected "
-        "flow.keep(prompts=PromptStream(cfg.data)); register it first"
+        "flow.prompts: got the name 'prompts' besides ['prompts'], expected a name of its own; "
+        "give name=... for a second stream"
     )
+    twin = rank.flow.prompts(rank.config.data, name="twin")
+    assert next(twin).fetch("prompt_text") == next(prompts).fetch("prompt_text")
 
 
 def test_prompts_repeat_each_row_and_say_which_rows_belong_together(
     tmp_path: Path,
 ) -> None:
     with rank_of_one(tmp_path, samples_per_prompt=3) as rank:
-        batch = next(rank.flow.keep(prompts=PromptStream(rank.config.data)))
+        batch = next(rank.flow.prompts(rank.config.data))
 
         texts = batch.fetch("prompt_text")["prompt_text"]
         assert len(batch) == 3 * ROWS and len(set(batch.ids.tolist())) == 3 * ROWS
@@ -371,9 +371,11 @@ def test_keep_takes_one_new_name_at_a_time(rank: Rank, prompts: PromptStream) ->
         )
 
 
-def test_evaluation_without_held_out_prompts_is_refused(rank: Rank, prompts: PromptStream) -> None:
-    with pytest.raises(ConfigError, match="^evaluate: no held-out prompts are kept, expected data"):
-        rank.flow.evaluate()
+def test_evaluation_without_held_out_prompts_is_an_error_before_the_first_step(
+    rank: Rank, toy: WorkerGroup, prompts: PromptStream
+) -> None:
+    with pytest.raises(ConfigError, match="^evaluate: got no held-out prompts, expected data.eval"):
+        rank.flow.evaluate(toy)
 
 
 def test_step_logs_metrics_of_calls_and_numbers_of_the_script(

@@ -119,7 +119,7 @@ def test_script_is_imported_under_one_name_with_its_own_config_class() -> None:
         "@dataclass\n"
         "class Config(PPOConfig):\n"
         "    tau: float = setting('Expectile.', 0.7, above=0)\n\n\n"
-        "def main(flow, cfg):\n"
+        "def main(flow, cfg: Config):\n"
         "    pass\n"
     )
 

@@ -258,7 +258,7 @@ def test_kl_without_a_reference_model_is_refused() -> None:
         "    actor: ActorConfig = part(ActorConfig)\n"
         "    placement: Any = 'colocate'\n"
         "    total_steps: int = 1\n"
-        "def main(flow, cfg): pass\n"
+        "def main(flow, cfg: Config): pass\n"
     )
 
     cfg = load("grpo.py", None, ["actor.model.path=actor", "actor.loss.kl_coef=0.1"]).cfg
@@ -302,7 +302,9 @@ SCRIPT_FAULTS = {
     "x = 1": r"^script: bad\.py has no main, expected main\(flow, cfg\); define it$",
     "def main(:": r"^script: bad\.py cannot be imported: SyntaxError: .*line 1.*; expected a",
     "import no_such_thing": r"^script: bad\.py cannot be imported: ModuleNotFoundError: No module",
-    "Config = 3\ndef main(flow, cfg): pass": r"^script: Config is 3, expected a dataclass; derive",
+    "Config = 3\ndef main(flow, cfg): 0": r"^script: got main\(flow, cfg\) beside .* Config, expected",
+    "def main(flow, cfg: int): pass": r"^script: got cfg: <class 'int'>, expected a dataclass of s",
+    "def main(flow, cfg: 'X'): pass": r"^script: got name 'X' is not defined in the annotations of",
 }
 
 

@@ -109,7 +109,7 @@ def test_own_role_that_is_trained_without_an_optimizer_is_refused() -> None:
         "@dataclass\n"
         "class Config(PPOConfig):\n"
         "    own: Own = part(Own)\n"
-        "def main(flow, cfg): pass\n"
+        "def main(flow, cfg: Config): pass\n"
     )
     words = ["actor.model.path=actor", "own.model.path=actor", "data.train_path=prompts.jsonl"]
 

@@ -78,7 +78,7 @@ def test_local_data_wins_over_bundled_data() -> None:
 
 def test_bundled_yaml_is_found_by_name() -> None:
     Path("mine.py").write_text(
-        "from spmdflow import GRPOConfig as Config\ndef main(flow, cfg): 0\n"
+        "from spmdflow import GRPOConfig\ndef main(flow, cfg: GRPOConfig): 0\n"
     )
 
     assert load("mine.py", "algos/grpo.yaml", []).cfg.run.name == "grpo"

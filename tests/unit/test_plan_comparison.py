@@ -169,8 +169,8 @@ def assert_alike(one: Trace, other: Trace) -> None:
 def test_main_is_called_once_and_its_side_effects_happen_once(tmp_path: Path) -> None:
     script = tmp_path / "once.py"
     script.write_text(
-        "from algos.dapo import Config, main as dapo\n\n\n"
-        "def main(flow, cfg):\n"
+        "from algos.dapo import DAPOConfig, main as dapo\n\n\n"
+        "def main(flow, cfg: DAPOConfig):\n"
         f"    with open({str(tmp_path / 'seen.txt')!r}, 'a') as file:\n"
         "        file.write('called\\n')\n"
         "    dapo(flow, cfg)\n"

@@ -24,7 +24,6 @@ from spmdflow.config.check import check
 from spmdflow.config.load import load
 from spmdflow.config.offline import PreferenceDataConfig
 from spmdflow.config.schema import DataConfig, RunConfig
-from spmdflow.controller.prompts import PromptStream
 from spmdflow.datasets.scan import scan
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import SpmdflowError
@@ -141,12 +140,12 @@ def script(expression: str) -> str:
     with toy_flow.rank_of_one(Path("run").absolute()) as rank:
         flow = rank.flow
         toy = flow.spawn(toy_flow.Toy, toy_flow.ToyConfig())
-        stream = flow.keep(prompts=PromptStream(rank.config.data))
+        stream = flow.prompts(rank.config.data)
         batch = next(stream)
         batch |= toy.make(batch)
         names = {"flow": flow, "toy": toy, "batch": batch, "prompts": stream, "cfg": rank.config}
         for _ in flow.steps(1) if "inside a step" in expression else [None]:
-            eval(expression, names | vars(toy_flow) | {"PromptStream": PromptStream})
+            eval(expression, names | vars(toy_flow))
     return ""
 
 

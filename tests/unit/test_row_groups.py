@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from spmdflow.config.schema import AdvantageConfig
-from spmdflow.controller.prompts import PromptStream
 from spmdflow.data.group import RowGroups
 from spmdflow.errors import ColumnError, ConfigError, ProtocolError
 from spmdflow.objectives.advantage import compute_advantages
@@ -47,7 +46,7 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
 def numbers(rank: Rank) -> Any:
     """Six prompts with three samples each; number is the row's id."""
     toy = rank.flow.spawn(Toy, ToyConfig())
-    prompts = rank.flow.keep(prompts=PromptStream(rank.config.data))
+    prompts = rank.flow.prompts(rank.config.data)
     return toy.make(next(prompts))
 
 

@@ -11,7 +11,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.controller.prompts import PromptStream
 from spmdflow.data.column import Column, column_of
 from spmdflow.data.ragged import lengths_of, ragged
 from spmdflow.data.unchanged import Unchanged
@@ -89,7 +88,7 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
 def started(rank: Rank) -> tuple[Any, Any]:
     """A writer and rows that it made in step 1."""
     writer = rank.flow.spawn(Writer, FrozenToyConfig())
-    prompts = rank.flow.keep(prompts=PromptStream(rank.config.data))
+    prompts = rank.flow.prompts(rank.config.data)
     next(rank.flow.steps(1))
     return writer, writer.make(next(prompts))
 

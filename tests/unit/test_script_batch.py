@@ -11,7 +11,6 @@ import torch
 from tensordict import TensorDict
 
 from spmdflow import Batch, WorkerGroup, concatenate, ragged, ragged_from_rows, row_maths, rows_of
-from spmdflow.controller.prompts import PromptStream
 from spmdflow.errors import ColumnError, RowError, SpmdflowError
 from tests.unit.toy_flow import ROWS, Rank, Toy, ToyConfig, rank_of_one, share
 
@@ -30,7 +29,7 @@ def toy(rank: Rank) -> WorkerGroup:
 @pytest.fixture
 def batch(rank: Rank, toy: WorkerGroup) -> Batch:
     """Six rows with the columns of the data and of Toy.make; row ids 6 to 11."""
-    rows = next(rank.flow.keep(prompts=PromptStream(rank.config.data)))
+    rows = next(rank.flow.prompts(rank.config.data))
     return rows | toy.make(rows)
 
 

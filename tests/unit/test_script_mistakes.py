@@ -13,7 +13,6 @@ import pytest
 
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.group import WorkerGroup
-from spmdflow.controller.prompts import PromptStream
 from spmdflow.controller.step import Step
 from spmdflow.errors import ColumnError, ProtocolError
 from spmdflow.run import main
@@ -35,7 +34,7 @@ def toy(rank: Rank) -> WorkerGroup:
 
 @pytest.fixture
 def batch(rank: Rank, toy: WorkerGroup) -> Batch:
-    rows = next(rank.flow.keep(prompts=PromptStream(rank.config.data)))
+    rows = next(rank.flow.prompts(rank.config.data))
     return rows | toy.make(rows)
 
 
@@ -43,7 +42,7 @@ CALLS: dict[str, tuple[Callable[[WorkerGroup, Batch], Any], str]] = {
     "texts": (
         lambda toy, batch: toy.make(["1+1="]),
         "toy.make: got a list of 1, expected a Batch with the columns ['prompts']; take rows from "
-        "PromptStream, or from the call that made them",
+        "flow.prompts, or from the call that made them",
     ),
     "by position": (
         lambda toy, batch: toy.add(batch, 2.0),
@@ -125,9 +124,11 @@ def test_plain_answer_that_is_logged_as_metrics_names_the_line(toy: WorkerGroup)
 
 
 @pytest.mark.parametrize("every", ["5", 2.0, True, -1])
-def test_number_of_steps_that_is_none_is_refused(rank: Rank, every: Any) -> None:
+def test_number_of_steps_that_is_none_is_refused(
+    rank: Rank, toy: WorkerGroup, every: Any
+) -> None:
     with pytest.raises(ProtocolError, match=r"^flow.evaluate: got every=.*cfg.eval_every"):
-        rank.flow.evaluate(every=every)
+        rank.flow.evaluate(toy, every=every)
     with pytest.raises(ProtocolError, match=r"^flow.save: got every=.*cfg.save_every"):
         rank.flow.save(every=every)
 
@@ -150,15 +151,13 @@ def test_error_of_a_script_in_one_process_shows_its_line(
     said = capsys.readouterr().err
     assert status == 1
     assert "ProtocolError: actor.generate_sequences: got a list of 1, expected a Batch" in said
-    assert f'File "{script}", line 18, in main' in said
+    assert f'File "{script}", line {MAPPED_LINE}, in main' in said
 
 
 FAILING = """\
 import torch
 from tensordict import TensorDict
-from spmdflow import ActorWorker, GRPOConfig, PromptStream, row_maths
-
-Config = GRPOConfig
+from spmdflow import ActorWorker, GRPOConfig, row_maths
 
 
 @row_maths(reads=("responses",), writes=("x",))
@@ -166,14 +165,15 @@ def divide(batch, *, reduce, report):
     return TensorDict({"x": torch.ones(1 // 0)}, batch_size=batch.batch_size)
 
 
-def main(flow, cfg):
+def main(flow, cfg: GRPOConfig):
     actor = flow.spawn(ActorWorker, cfg.actor)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
     for step in flow.steps(cfg.total_steps):
         batch = actor.generate_sequences(next(prompts))
         made = batch.map(divide)
         step.log(x=made.mean("x"))
 """
+MAPPED_LINE = FAILING[: FAILING.index("made =")].count("\n") + 1
 
 
 @pytest.mark.slow
@@ -190,6 +190,6 @@ def test_map_function_that_raises_on_a_rank_names_the_line_that_called_it(tmp_pa
 
     failure = json.loads((run_dir / "failure.json").read_text())
     assert status != 0
-    assert failure["line"].endswith("own.py:18: made = batch.map(divide)")
+    assert failure["line"].endswith(f"own.py:{MAPPED_LINE}: made = batch.map(divide)")
     assert "map.divide" in log_of(run_dir).read_text()
-    assert "own.py:18: made = batch.map(divide)" in log_of(run_dir).read_text()
+    assert f"own.py:{MAPPED_LINE}: made = batch.map(divide)" in log_of(run_dir).read_text()

@@ -14,7 +14,6 @@ from tensordict import TensorDict
 from spmdflow.config.schema import ActorConfig, EngineConfig, ModelConfig, RolloutConfig
 from spmdflow.controller.batch import Batch, concatenate
 from spmdflow.controller.caller import Draws
-from spmdflow.controller.prompts import PromptStream
 from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.data.seed import seed_of
 from spmdflow.errors import ProtocolError
@@ -50,7 +49,7 @@ def spawned(rank: Rank) -> tuple[Any, Batch]:
     cfg = ActorConfig(model=model, engine=EngineConfig(), rollout=rollout)
     rank.config.actor = cfg  # type: ignore[attr-defined]
     actor = rank.flow.spawn(ActorWorker, cfg, pool=rank.flow.pool("all"))
-    prompts = rank.flow.keep(prompts=PromptStream(rank.config.data))
+    prompts = rank.flow.prompts(rank.config.data)
     next(rank.flow.steps(1))
     return actor, next(prompts)
 

@@ -5,14 +5,11 @@ from spmdflow import (
     AdaptiveKL,
     Flow,
     GRPOConfig,
-    PromptStream,
     ReferenceWorker,
     RewardWorker,
     compute_advantages,
     measure_kl,
 )
-
-Config = GRPOConfig
 
 
 def main(flow: Flow, cfg: GRPOConfig) -> None:
@@ -20,8 +17,9 @@ def main(flow: Flow, cfg: GRPOConfig) -> None:
     actor = flow.spawn(ActorWorker, cfg.actor)
     reference = flow.spawn(ReferenceWorker, cfg.reference)
     reward = flow.spawn(RewardWorker, cfg.reward)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
     weight = flow.keep(weight=AdaptiveKL(cfg.advantage, target=0.5))
+    flow.evaluate(actor, reward, every=cfg.eval_every)
 
     for step in flow.steps(cfg.total_steps):
         # Stage 1: generation
@@ -36,5 +34,5 @@ def main(flow: Flow, cfg: GRPOConfig) -> None:
         batch |= batch.map(compute_advantages, estimator="pass_at_k", cfg=applied)
         # Stage 3: learning
         step.log(actor.update_actor(batch), kl_coef=weight.value)
-        flow.evaluate(every=cfg.eval_every)
+        flow.evaluate(actor, reward, every=cfg.eval_every)
         flow.save(every=cfg.save_every)

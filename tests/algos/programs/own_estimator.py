@@ -9,7 +9,6 @@ from spmdflow import (
     CorrectionConfig,
     Flow,
     GRPOConfig,
-    PromptStream,
     RewardWorker,
     advantage,
     compute_advantages,
@@ -51,7 +50,7 @@ def add_bonus(batch, *, reduce, report):
 def main(flow: Flow, cfg: Config) -> None:
     """The loop, with importance weights for what the generator sampled."""
     actor, reward = flow.spawn(ActorWorker, cfg.actor), flow.spawn(RewardWorker, cfg.reward)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
     for step in flow.steps(cfg.total_steps):
         batch = actor.generate_sequences(next(prompts))
         batch |= actor.compute_log_prob(batch)

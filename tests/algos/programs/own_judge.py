@@ -13,7 +13,6 @@ from spmdflow import (
     Flow,
     GRPOConfig,
     Mean,
-    PromptStream,
     Worker,
     compute_advantages,
     part,
@@ -66,11 +65,11 @@ def main(flow: Flow, cfg: Config) -> None:
     """The algorithm; runs once, on the controller."""
     actor = flow.spawn(ActorWorker, cfg.actor)
     judge = flow.spawn(Judge, cfg.judge)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
 
     for step in flow.steps(cfg.total_steps):
         batch = actor.generate_sequences(next(prompts))
         batch |= actor.compute_log_prob(batch)
         batch |= judge.judge(batch)
-        batch |= batch.map(compute_advantages, estimator="grpo", cfg=cfg.advantage)
+        batch |= batch.map(compute_advantages, estimator=cfg.advantage.estimator, cfg=cfg.advantage)
         step.log(actor.update_actor(batch))

@@ -7,7 +7,6 @@ from spmdflow import (
     Flow,
     FSDPWorker,
     PPOConfig,
-    PromptStream,
     ReferenceWorker,
     RewardWorker,
     ZeROWorker,
@@ -64,7 +63,7 @@ def main(flow: Flow, cfg: PPOConfig) -> None:
     actor, critic = flow.spawn(MyActor, cfg.actor), flow.spawn(MyCritic, cfg.critic)
     reference = flow.spawn(ReferenceWorker, cfg.reference)
     reward = flow.spawn(RewardWorker, cfg.reward)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
 
     for step in flow.steps(cfg.total_steps):
         batch = actor.generate_sequences(next(prompts))
@@ -72,5 +71,5 @@ def main(flow: Flow, cfg: PPOConfig) -> None:
         batch |= critic.compute_values(batch)
         batch |= reference.compute_ref_log_prob(batch)
         batch |= reward.compute_reward(batch)
-        batch |= batch.map(compute_advantages, estimator="gae", cfg=cfg.advantage)
+        batch |= batch.map(compute_advantages, estimator=cfg.advantage.estimator, cfg=cfg.advantage)
         step.log(critic.update_critic(batch), actor.update_actor(batch))

@@ -6,7 +6,6 @@ from spmdflow import (
     ActorWorker,
     Flow,
     GRPOConfig,
-    PromptStream,
     RewardWorker,
     compute_advantages,
     setting,
@@ -23,13 +22,13 @@ class Config(GRPOConfig):
 def main(flow: Flow, cfg: Config) -> None:
     """The loop, with the two calls that docs/HYBRID.md names."""
     actor, reward = flow.spawn(ActorWorker, cfg.actor), flow.spawn(RewardWorker, cfg.reward)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
     actor.connect_server(url=cfg.server)
     for step in flow.steps(cfg.total_steps):
         batch = actor.generate_sequences(next(prompts))
         batch |= actor.compute_log_prob(batch)
         batch |= reward.compute_reward(batch)
-        batch |= batch.map(compute_advantages, estimator="grpo", cfg=cfg.advantage)
+        batch |= batch.map(compute_advantages, estimator=cfg.advantage.estimator, cfg=cfg.advantage)
         step.log(actor.update_actor(batch))
         actor.publish_weights()
         flow.save(every=cfg.save_every)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from spmdflow.config.schema import DataConfig, EngineConfig, RunConfig, UpdateConfig
-from spmdflow.controller.prompts import PromptStream
 from spmdflow.controller.script import launch
 from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
 from spmdflow.transfer.register import register, row_maths
@@ -135,7 +134,7 @@ def share_of_total(batch: TensorDict, *, reduce: Any, report: Any, scale: float)
 
 def main(flow: Any, cfg: Config) -> None:
     first, second = flow.spawn(FirstWorker, cfg.first), flow.spawn(SecondWorker, cfg.second)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
     assert first.whoami().values_by_rank() == list(first.target.layout.ranks)
     ranks = list(first.target.layout.ranks)
     added = first.add_rank([10 * place for place, _ in enumerate(ranks)], scale=3)

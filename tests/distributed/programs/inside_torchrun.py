@@ -30,7 +30,6 @@ from tensordict import TensorDict
 import spmdflow
 from spmdflow.config.load import load
 from spmdflow.config.schema import DataConfig, EngineConfig, RunConfig
-from spmdflow.controller.prompts import PromptStream
 from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
 from spmdflow.errors import ConfigError
 from spmdflow.parallel.layout import Layout
@@ -131,7 +130,7 @@ class SecondWorker(Worker):
 
 def toy_main(flow: Any, cfg: Config) -> None:
     first, second = flow.spawn(FirstWorker, cfg.first), flow.spawn(SecondWorker, cfg.second)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
     for _ in flow.steps(cfg.total_steps):
         whole = next(prompts)
         for batch in (whole, whole[1:2], whole[:0]):  # fewer rows than ranks, and none
@@ -159,7 +158,7 @@ def _check_values(first: Any, second: Any, batch: Any) -> None:
 
 def main_without_steps(flow: Any, cfg: Config) -> None:
     first = flow.spawn(FirstWorker, cfg.first)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
     batch = next(prompts)
     assert first.make(batch).fetch("number")["number"].tolist() == batch.ids.tolist()
 

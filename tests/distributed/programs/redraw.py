@@ -23,7 +23,6 @@ from spmdflow.config.schema import (
     RunConfig,
 )
 from spmdflow.controller.batch import Batch, concatenate
-from spmdflow.controller.prompts import PromptStream
 from spmdflow.controller.script import launch
 from spmdflow.data.ragged import rows_of
 from spmdflow.models.actor import ActorWorker
@@ -57,7 +56,7 @@ class Config:
 
 def main(flow: Any, cfg: Config) -> None:
     actor = flow.spawn(ActorWorker, cfg.actor)
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
+    prompts = flow.prompts(cfg.data)
 
     def generate(batch: Batch) -> Batch:
         if not cfg.in_halves:
