@@ -1,6 +1,6 @@
 """Settings of the algorithms besides PPO: PPO's parts, with the choices that they add.
 
-A script names its settings class with `Config = GRPOConfig`; its YAML lies beside it.
+A script names its settings class in `main(flow: Flow, cfg: GRPOConfig)`; its YAML lies beside it.
 """
 
 from __future__ import annotations
@@ -8,19 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from spmdflow.config.leaf import part, setting
 from spmdflow.config.schema import (
     ActorConfig,
     AdvantageConfig,
     CriticConfig,
     DataConfig,
+    DrawnDataConfig,
     ModelConfig,
     PolicyLossConfig,
     PPOConfig,
     ReferenceConfig,
     RewardConfig,
     RunConfig,
-    part,
-    setting,
+    ScriptConfig,
 )
 
 
@@ -28,13 +29,13 @@ from spmdflow.config.schema import (
 class SurrogateLossConfig(PolicyLossConfig):
     """The same with the policy loss and its clips as choices."""
 
-    surrogate: str = setting(  # type: ignore[misc]
+    surrogate: str = setting(
         "Policy loss: ppo, gspo, cispo, plain, or one that the script adds.", "ppo"
     )
-    clip_ratio_high: float | None = setting(  # type: ignore[misc]
+    clip_ratio_high: float | None = setting(
         "Upper epsilon (clip-higher); none: the same as clip_ratio.", None, above=0
     )
-    dual_clip: float | None = setting(  # type: ignore[misc]
+    dual_clip: float | None = setting(
         "Ratio at which the loss of a negative advantage stops growing; none: never.",
         None,
         above=1,
@@ -69,9 +70,7 @@ class GroupAdvantageConfig(AdvantageConfig):
         "the script adds.",
         "grpo",
     )
-    best_of: int = setting(  # type: ignore[misc]
-        "The k of pass_at_k; 0: all samples of a prompt.", 0, at_least=0
-    )
+    best_of: int = setting("The k of pass_at_k; 0: all samples of a prompt.", 0, at_least=0)
     whiten: bool = setting("Normalise advantages over the global batch too.", False)
 
 
@@ -97,32 +96,38 @@ class ReinforcePPAdvantageConfig(RewardToGoConfig):
 
 
 @dataclass
-class GRPOConfig:
+class CriticFreeConfig(ScriptConfig):
+    """What scripts without a critic share."""
+
+    data: DataConfig = part(DataConfig)
+    actor: SurrogateActorConfig = part(SurrogateActorConfig)
+    reference: ReferenceConfig = part(ReferenceConfig)
+    reward: RewardConfig = part(RewardConfig)
+    advantage: AdvantageConfig = part(AdvantageConfig)
+
+
+@dataclass
+class GRPOConfig(CriticFreeConfig):
     """Everything `algos/grpo.py` reads."""
 
     run: RunConfig = field(default_factory=lambda: RunConfig(name="grpo"))
     data: DataConfig = field(default_factory=lambda: DataConfig(samples_per_prompt=8))
-    actor: SurrogateActorConfig = part(SurrogateActorConfig)
-    reference: ReferenceConfig = part(ReferenceConfig)
-    reward: RewardConfig = part(RewardConfig)
     advantage: GroupAdvantageConfig = part(GroupAdvantageConfig)
-    # Any: a preset's name or a map; config/placement.py reads it
-    placement: Any = setting(
-        "colocate, split, standalone, auto, or a map pool -> {roles: [...], ranks: [...]}.",
-        "colocate",
-    )
-    total_steps: int = setting("Steps of the run.", 100, at_least=1)
-    eval_every: int = setting("Steps between evaluations (0: never).", 10, at_least=0)
-    save_every: int = setting("Steps between checkpoints (0: only on SIGTERM).", 0, at_least=0)
 
 
 @dataclass
-class RemaxConfig(GRPOConfig):
+class RemaxAdvantageConfig(RewardToGoConfig):
+    """The greedy response's score as baseline."""
+
+    estimator = "remax"
+
+
+@dataclass
+class RemaxConfig(CriticFreeConfig):
     """Everything `algos/remax.py` reads."""
 
     run: RunConfig = field(default_factory=lambda: RunConfig(name="remax"))
-    data: DataConfig = part(DataConfig)
-    advantage: RewardToGoConfig = part(RewardToGoConfig)  # type: ignore[assignment]
+    advantage: RemaxAdvantageConfig = part(RemaxAdvantageConfig)
 
 
 @dataclass
@@ -146,7 +151,7 @@ class OverlongConfig:
 class ClipHigherLossConfig(SurrogateLossConfig):
     """A policy loss whose upper clip is wider."""
 
-    clip_ratio_high: float | None = setting(  # type: ignore[misc]
+    clip_ratio_high: float | None = setting(
         "Upper epsilon (clip-higher); none: the same as clip_ratio.", 0.28, above=0
     )
 
@@ -172,14 +177,8 @@ class DAPOConfig(GRPOConfig):
 
 
 @dataclass
-class TextConfig(DataConfig):
-    """Pre-training text: as many texts a step as there are samples."""
-
-    # No setting here: a text is drawn once and never held out.
-    eval_path: ClassVar[None] = None  # type: ignore[misc]
-    chat_template: ClassVar[bool] = False  # type: ignore[misc]
-    samples_per_prompt: ClassVar[int] = 1  # type: ignore[misc]
-    eval_prompts: ClassVar[str] = "all"  # type: ignore[misc]
+class TextConfig(DrawnDataConfig):
+    """Pre-training text: as many texts a step as there are samples, none of them held out."""
 
     prompt_column: str = setting("Column that holds the text.", "text")
     max_prompt_tokens: int = setting("Longer texts are left out and counted.", 512, at_least=1)
@@ -190,7 +189,7 @@ class TextConfig(DataConfig):
 class PretrainLossConfig(PolicyLossConfig):
     """The same with the loss of pre-training text mixed in."""
 
-    pretrain_coef: float = setting(  # type: ignore[misc]
+    pretrain_coef: float = setting(
         "Weight of the cross-entropy of pre-training text (PPO-ptx).", 0.1, at_least=0
     )
 
@@ -239,23 +238,27 @@ class SafeRLHFConfig(PPOConfig):
 
 
 @dataclass
-class RLOOConfig(GRPOConfig):
+class RLOOAdvantageConfig(RewardToGoConfig):
+    """The mean of a prompt's other samples as baseline."""
+
+    estimator = "rloo"
+
+
+@dataclass
+class RLOOConfig(CriticFreeConfig):
     """Everything `algos/rloo.py` reads."""
 
     run: RunConfig = field(default_factory=lambda: RunConfig(name="rloo"))
     data: DataConfig = field(default_factory=lambda: DataConfig(samples_per_prompt=4))
-    advantage: RewardToGoConfig = part(RewardToGoConfig)  # type: ignore[assignment]
+    advantage: RLOOAdvantageConfig = part(RLOOAdvantageConfig)
 
 
 @dataclass
-class ReinforcePPConfig(GRPOConfig):
+class ReinforcePPConfig(CriticFreeConfig):
     """Everything `algos/reinforce_pp.py` reads."""
 
     run: RunConfig = field(default_factory=lambda: RunConfig(name="reinforce_pp"))
-    data: DataConfig = part(DataConfig)
-    advantage: ReinforcePPAdvantageConfig = part(  # type: ignore[assignment]
-        ReinforcePPAdvantageConfig
-    )
+    advantage: ReinforcePPAdvantageConfig = part(ReinforcePPAdvantageConfig)
 
 
 @dataclass

@@ -48,7 +48,7 @@ from spmdflow.config.schema import (
     ActorConfig,
     AdvantageConfig,
     CriticConfig,
-    DataConfig,
+    DataSettings,
     EngineConfig,
     ModelConfig,
     OptimizerConfig,
@@ -219,7 +219,7 @@ def _check_layouts(cfg: Any, num_ranks: dict[str, int], generating: int) -> None
 
 def _check_sizes(cfg: Any, num_ranks: dict[str, int]) -> None:
     """Batch algebra and token budgets."""
-    data = _only(cfg, DataConfig)
+    data = _only(cfg, DataSettings)
     rollout = _only(cfg, RolloutConfig)
     for role, ranks in num_ranks.items():
         part = getattr(cfg, role)
@@ -268,7 +268,7 @@ def _data_rules(cfg: Any) -> Iterator[Rule]:
         preferences = _only(cfg, PreferenceDataConfig)
         if preferences is not None:
             yield partial(check_preferences, key, loss, preferences)
-    for key, data in parts_of(cfg, DataConfig):
+    for key, data in parts_of(cfg, DataSettings):
         for name, path in (("train_path", data.train_path), ("eval_path", data.eval_path)):
             yield partial(_check_sources, f"{key}.{name}", path)
         yield partial(_check_data, cfg, key, data)
@@ -278,7 +278,7 @@ def _data_rules(cfg: Any) -> Iterator[Rule]:
             yield partial(_check_tokenizer, key, data)
 
 
-def _check_data(cfg: Any, key: str, data: DataConfig) -> None:
+def _check_data(cfg: Any, key: str, data: DataSettings) -> None:
     if eval_prompts_of(data.eval_prompts, f"{key}.eval_prompts").num_samples:
         _check_sampled(key, data, _only(cfg, RewardConfig))
     if isinstance(data, TextConfig):
@@ -301,7 +301,7 @@ def _check_sources(key: str, path: Any) -> None:
         check_source(".".join(filter(None, (key, source.name))), source)
 
 
-def _check_tokenizer(key: str, data: DataConfig) -> None:
+def _check_tokenizer(key: str, data: DataSettings) -> None:
     folder = Path(data.tokenizer_path)
     if not any(folder.glob("tokenizer*")):
         raise ConfigError(
@@ -310,7 +310,7 @@ def _check_tokenizer(key: str, data: DataConfig) -> None:
         )
 
 
-def _check_sampled(key: str, data: DataConfig, reward: RewardConfig | None) -> None:
+def _check_sampled(key: str, data: DataSettings, reward: RewardConfig | None) -> None:
     if data.rows != "prompts":
         raise ConfigError(
             f"{key}.eval_prompts: got {data.eval_prompts!r} for {data.rows}, which bring their "
@@ -324,7 +324,7 @@ def _check_sampled(key: str, data: DataConfig, reward: RewardConfig | None) -> N
         )
 
 
-def _check_texts(key: str, texts: TextConfig, data: DataConfig) -> None:
+def _check_texts(key: str, texts: TextConfig, data: DataSettings) -> None:
     samples = data.prompts_per_step * data.samples_per_prompt
     if texts.prompts_per_step != samples:
         raise ConfigError(
@@ -342,7 +342,7 @@ def _model_folders(cfg: Any) -> list[tuple[str, str]]:
 
 def _check_model(cfg: Any, key: str, path: str, *, here: bool = True) -> ModelFacts:
     model, role = read_model_folder(key, path, weights=here), key.split(".")[0]
-    data, rollout = _only(cfg, DataConfig), _only(cfg, RolloutConfig)
+    data, rollout = _only(cfg, DataSettings), _only(cfg, RolloutConfig)
     generator = rollout.engine if role == "actor" and rollout is not None else None
     bases = type(getattr(cfg, role)).__mro__
     check_kind(model, next((_KINDS[base] for base in bases if base in _KINDS), _EITHER))
@@ -364,7 +364,7 @@ def _check_model_layouts(cfg: Any, role: str, model: ModelFacts) -> None:
 
 def _check_vocabularies(cfg: Any) -> None:
     facts = [_check_model(cfg, *which) for which in _model_folders(cfg)]
-    for key, data in parts_of(cfg, DataConfig):
+    for key, data in parts_of(cfg, DataSettings):
         tokenizer = Path(data.tokenizer_path)
         vocabulary = read_vocabulary(f"{key}.tokenizer_path", tokenizer)
         for model in facts if vocabulary else ():

@@ -7,15 +7,57 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from spmdflow.config.schema import REQUIRED, Bounds
 from spmdflow.errors import ConfigError
 
+REQUIRED: Any = "???"  # omegaconf's mark for "no default", written out: only load.py imports it
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Values a setting may take; for a list, each of its items."""
+
+    choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    @property
+    def one_of(self) -> tuple[str, ...]:
+        """The choices there are now: a script may register kinds of its own."""
+        return self.choices() if callable(self.choices) else self.choices
+
+
+def setting(
+    doc: str,
+    default: Any = REQUIRED,
+    *,
+    one_of: tuple[str, ...] | Callable[[], tuple[str, ...]] = (),
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field with its sentence and bounds; lists and dicts are copied.
+
+    The result is a `dataclasses.Field`; Any, as the field takes its declared type.
+    """
+    bounds = Bounds(one_of, at_least, above, at_most, below)
+    metadata = {"doc": doc, "bounds": bounds}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def part(cls: type) -> Any:
+    """A dataclass field that is itself a group of settings with defaults."""
+    return field(default_factory=cls)
 
 
 @dataclass(frozen=True)
@@ -33,22 +75,22 @@ class Leaf:
 def leaves(tree: Any, prefix: str = "") -> Iterator[Leaf]:
     """Every setting of a dataclass object, depth first; an absent part is one leaf, None."""
     hints = get_type_hints(type(tree))
-    for field in fields(tree):
-        key, value = prefix + field.name, getattr(tree, field.name)
+    for each in fields(tree):
+        key, value = prefix + each.name, getattr(tree, each.name)
         if is_dataclass(value):
             yield from leaves(value, key + ".")
             continue
-        doc = field.metadata.get("doc", "")
-        bounds = field.metadata.get("bounds", Bounds())
-        yield Leaf(key, hints[field.name], value, doc, bounds)
+        doc = each.metadata.get("doc", "")
+        bounds = each.metadata.get("bounds", Bounds())
+        yield Leaf(key, hints[each.name], value, doc, bounds)
 
 
 def defaults(cls: type) -> Any:
     """An object of a settings class: defaults, `REQUIRED` where there is none, all parts there."""
     required = {
-        field.name: REQUIRED
-        for field in fields(cls)
-        if field.default is MISSING and field.default_factory is MISSING
+        each.name: REQUIRED
+        for each in fields(cls)
+        if each.default is MISSING and each.default_factory is MISSING
     }
     return _complete(cls(**required))
 
@@ -66,21 +108,21 @@ def parts(cls: type) -> dict[str, type]:
     """Field name -> dataclass of the fields that are groups of settings, optional ones too."""
     hints = get_type_hints(cls)
     found: dict[str, type] = {}
-    for field in fields(cls):
-        for choice in (hints[field.name], *get_args(hints[field.name])):
+    for each in fields(cls):
+        for choice in (hints[each.name], *get_args(hints[each.name])):
             if isinstance(choice, type) and is_dataclass(choice):
-                found[field.name] = choice
+                found[each.name] = choice
     return found
 
 
 def parts_of(tree: Any, cls: type[T], prefix: str = "") -> Iterator[tuple[str, T]]:
     """(dotted key, part) of every part of a settings object that is a `cls`."""
-    for field in fields(tree):
-        value = getattr(tree, field.name)
+    for each in fields(tree):
+        value = getattr(tree, each.name)
         if isinstance(value, cls):
-            yield prefix + field.name, value
+            yield prefix + each.name, value
         if is_dataclass(value):
-            yield from parts_of(value, cls, f"{prefix}{field.name}.")
+            yield from parts_of(value, cls, f"{prefix}{each.name}.")
 
 
 def type_name(hint: Any) -> str:

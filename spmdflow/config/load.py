@@ -23,9 +23,18 @@ from spmdflow.config.installed import (
     bundled_scripts,
     find_file,
 )
-from spmdflow.config.leaf import NOT_GIVEN, Errors, Leaf, defaults, leaves, parts, type_name
+from spmdflow.config.leaf import (
+    NOT_GIVEN,
+    REQUIRED,
+    Errors,
+    Leaf,
+    defaults,
+    leaves,
+    parts,
+    type_name,
+)
 from spmdflow.config.location import resolve_paths, to_yaml
-from spmdflow.config.schema import REQUIRED, PPOConfig
+from spmdflow.config.schema import PPOConfig
 from spmdflow.config.source import ASSUME, Source, read_override, read_yaml, take_examples
 from spmdflow.errors import ConfigError
 

@@ -35,7 +35,7 @@ import yaml
 from spmdflow.config.data_source import split_place, with_places
 from spmdflow.config.leaf import parts_of
 from spmdflow.config.model_folder import exported_folder
-from spmdflow.config.schema import DataConfig, ModelConfig, RunConfig
+from spmdflow.config.schema import DataSettings, ModelConfig, RunConfig
 from spmdflow.errors import ConfigError
 
 
@@ -48,7 +48,7 @@ def resolve_paths(cfg: Any, *, download: bool) -> None:
     """
     files = MODEL if download else SIZES
     models = [(f"{key}.path", part, "path", files) for key, part in parts_of(cfg, ModelConfig)]
-    data = list(parts_of(cfg, DataConfig))
+    data = list(parts_of(cfg, DataSettings))
     tokenizers = [
         (f"{key}.tokenizer_path", part, "tokenizer_path", TOKENIZER) for key, part in data
     ]

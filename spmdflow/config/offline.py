@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from spmdflow.config.leaf import defaults, leaves
+from spmdflow.config.leaf import defaults, leaves, part, setting
 from spmdflow.config.schema import (
-    DataConfig,
+    AnswerDataConfig,
+    DataSettings,
     EngineConfig,
     ModelConfig,
     OptimizerConfig,
@@ -20,21 +21,17 @@ from spmdflow.config.schema import (
     RewardConfig,
     RolloutConfig,
     RunConfig,
+    ScriptConfig,
     UpdateConfig,
-    part,
-    setting,
 )
 from spmdflow.errors import ConfigError
 
 
 @dataclass
-class ExampleDataConfig(DataConfig):
+class ExampleDataConfig(AnswerDataConfig):
     """Examples to imitate: prompt and response, or conversations."""
 
-    rows: ClassVar[str] = "examples"
-    # No setting here: an example is used as it is.
-    samples_per_prompt: ClassVar[int] = 1  # type: ignore[misc]
-
+    prompt_column: str = setting("Column that holds the prompt (text, or chat messages).", "prompt")
     response_column: str | None = setting(
         "Column that holds the response; none: prompt_column holds a conversation, whose "
         "assistant turns are learnt.",
@@ -45,24 +42,25 @@ class ExampleDataConfig(DataConfig):
     )
 
     @property
-    def answer_columns(self) -> tuple[str, ...]:  # type: ignore[override]
+    def rows(self) -> str:
+        """examples."""
+        return "examples"
+
+    @property
+    def answer_columns(self) -> tuple[str, ...]:
         """Columns with answers."""
         return () if self.response_column is None else (self.response_column,)
 
 
 @dataclass
-class PairDataConfig(DataConfig):
+class PairDataConfig(AnswerDataConfig):
     """Preferences: a prompt with a better and a worse answer."""
 
-    rows: ClassVar[str] = "pairs"
-    # No setting here: a pair is used as it is.
-    samples_per_prompt: ClassVar[int] = 1  # type: ignore[misc]
-
-    prompt_column: str | None = setting(  # type: ignore[assignment]
+    prompt_column: str | None = setting(
         "Column that holds the prompt (text, or chat messages); none: both answers begin with it.",
         "prompt",
     )
-    prompt_end: str = setting(  # type: ignore[misc]
+    prompt_end: str = setting(
         "Without a prompt column: the last of these in an answer's text ends the prompt; of chat "
         "messages the last one is the answer.",
         "\n\nAssistant:",
@@ -77,7 +75,12 @@ class PairDataConfig(DataConfig):
     )
 
     @property
-    def answer_columns(self) -> tuple[str, ...]:  # type: ignore[override]
+    def rows(self) -> str:
+        """pairs."""
+        return "pairs"
+
+    @property
+    def answer_columns(self) -> tuple[str, ...]:
         """Columns with answers, the better one first."""
         return (self.chosen_column, self.rejected_column)
 
@@ -100,12 +103,12 @@ class PreferenceDataConfig(PairDataConfig):
     )
 
     @property
-    def rows(self) -> str:  # type: ignore[override]
+    def rows(self) -> str:
         """pairs or labels."""
         return "pairs" if self.label_column is None else "labels"
 
     @property
-    def answer_columns(self) -> tuple[str, ...]:  # type: ignore[override]
+    def answer_columns(self) -> tuple[str, ...]:
         """Columns with answers, the better one first; or the answer's column and the label's."""
         if self.label_column is None:
             return (self.chosen_column, self.rejected_column)
@@ -157,48 +160,31 @@ class PreferenceActorConfig(SupervisedConfig):
 
 
 @dataclass
-class SFTConfig:
+class SFTConfig(ScriptConfig):
     """Everything `algos/sft.py` reads."""
 
     run: RunConfig = field(default_factory=lambda: RunConfig(name="sft"))
     data: ExampleDataConfig = part(ExampleDataConfig)
     actor: SupervisedConfig = part(SupervisedConfig)
-    # Any: a preset's name or a map; config/placement.py reads it
-    placement: Any = setting("colocate, or a map pool -> {roles: [...], ranks: [...]}.", "colocate")
-    total_steps: int = setting("Steps of the run.", 100, at_least=1)
-    eval_every: int = setting("Steps between evaluations (0: never).", 10, at_least=0)
-    save_every: int = setting("Steps between checkpoints (0: only on SIGTERM).", 0, at_least=0)
 
 
 @dataclass
-class RewardModelRunConfig:
+class RewardModelRunConfig(ScriptConfig):
     """Everything `algos/reward_model.py` reads."""
 
     run: RunConfig = field(default_factory=lambda: RunConfig(name="reward_model"))
     data: PairDataConfig = part(PairDataConfig)
     reward_model: RewardModelConfig = part(RewardModelConfig)
-    # Any: a preset's name or a map; config/placement.py reads it
-    placement: Any = setting("colocate, or a map pool -> {roles: [...], ranks: [...]}.", "colocate")
-    total_steps: int = setting("Steps of the run.", 100, at_least=1)
-    eval_every: int = setting("Steps between evaluations (0: never).", 10, at_least=0)
-    save_every: int = setting("Steps between checkpoints (0: only on SIGTERM).", 0, at_least=0)
 
 
 @dataclass
-class DPOConfig:
+class DPOConfig(ScriptConfig):
     """Everything `algos/dpo.py` reads."""
 
     run: RunConfig = field(default_factory=lambda: RunConfig(name="dpo"))
     data: PreferenceDataConfig = part(PreferenceDataConfig)
     actor: PreferenceActorConfig = part(PreferenceActorConfig)
     reference: ReferenceConfig = part(ReferenceConfig)
-    # Any: a preset's name or a map; config/placement.py reads it
-    placement: Any = setting(
-        "colocate, standalone, or a map pool -> {roles: [...], ranks: [...]}.", "colocate"
-    )
-    total_steps: int = setting("Steps of the run.", 100, at_least=1)
-    eval_every: int = setting("Steps between evaluations (0: never).", 10, at_least=0)
-    save_every: int = setting("Steps between checkpoints (0: only on SIGTERM).", 0, at_least=0)
 
 
 def check_preferences(key: str, loss: PreferenceLossConfig, data: PreferenceDataConfig) -> None:
@@ -231,16 +217,18 @@ def check_preferences(key: str, loss: PreferenceLossConfig, data: PreferenceData
 
 
 @dataclass
-class HeldOutConfig(DataConfig):
-    """Held-out prompts alone."""
+class HeldOutConfig(DataSettings):
+    """Held-out prompts alone: nothing is drawn for training."""
 
-    # No setting here: nothing is drawn for training.
-    train_path: ClassVar[None] = None  # type: ignore[misc, assignment]
-    prompts_per_step: ClassVar[int] = 1  # type: ignore[misc]
-    samples_per_prompt: ClassVar[int] = 1  # type: ignore[misc]
-    shuffle: ClassVar[bool] = False  # type: ignore[misc]
-
-    eval_path: str = setting("File or data set of prompts.")  # type: ignore[assignment]
+    eval_path: str = setting("File or data set of prompts.")
+    prompt_column: str = setting("Column that holds the prompt (text, or chat messages).", "prompt")
+    chat_template: bool = setting("Render prompts with the tokenizer's chat template.", False)
+    tokenizer_path: str = setting("Folder of the tokenizer.", "${actor.model.path}")
+    max_prompt_tokens: int = setting("Longer prompts are left out and counted.", 512, at_least=1)
+    max_bad_rows: int = setting("Unreadable rows that do not end the run.", 0, at_least=0)
+    eval_prompts: str = setting(
+        "Prompts of the evaluation: all, the first 512, or 512 x 8 samples for pass@k.", "all"
+    )
 
 
 @dataclass

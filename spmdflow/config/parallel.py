@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from spmdflow.config.model_folder import ModelFacts
 from spmdflow.config.placement import pools_of
-from spmdflow.config.schema import DataConfig, EngineConfig, UpdateConfig
+from spmdflow.config.schema import DataSettings, EngineConfig, UpdateConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind, engines_that_cut
 from spmdflow.kind.generator import generator_kind, generators_that_cut
@@ -168,7 +168,7 @@ class Algebra:
 
 
 def batch_algebra_of(
-    role: str, data: DataConfig, update: UpdateConfig, engine: EngineConfig, *, num_ranks: int
+    role: str, data: DataSettings, update: UpdateConfig, engine: EngineConfig, *, num_ranks: int
 ) -> Algebra:
     """The algebra of one trained role on `num_ranks` data-parallel ranks.
 

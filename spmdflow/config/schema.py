@@ -6,15 +6,14 @@ A field without a default is required. A script may define its own `Config` (a s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from spmdflow.config.leaf import part, setting
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_names, option_names, options_doc
 from spmdflow.kind.generator import generator_names, generators_doc
 
-REQUIRED: Any = "???"  # omegaconf's mark for "no default", written out: only load.py imports it
 NO_LIMIT = 1 << 30
 
 
@@ -27,48 +26,6 @@ def micro_batch_of(text: str, key: str = "micro_batch") -> tuple[int, str]:
             f"write '16 rows' or '4096 tokens'"
         )
     return int(count), unit
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Values a setting may take; for a list, each of its items."""
-
-    choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-
-    @property
-    def one_of(self) -> tuple[str, ...]:
-        """The choices there are now: a script may register kinds of its own."""
-        return self.choices() if callable(self.choices) else self.choices
-
-
-def setting(
-    doc: str,
-    default: Any = REQUIRED,
-    *,
-    one_of: tuple[str, ...] | Callable[[], tuple[str, ...]] = (),
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """A dataclass field with its sentence and bounds; lists and dicts are copied.
-
-    The result is a `dataclasses.Field`; Any, as the field takes its declared type.
-    """
-    bounds = Bounds(one_of, at_least, above, at_most, below)
-    metadata = {"doc": doc, "bounds": bounds}
-    if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def part(cls: type) -> Any:
-    """A dataclass field that is itself a group of settings with defaults."""
-    return field(default_factory=cls)
 
 
 @dataclass
@@ -107,34 +64,64 @@ class RunConfig:
     )
 
 
-@dataclass
-class DataConfig:
-    """Prompts: files, columns, lengths and how many make a step."""
+class DataSettings:
+    """What is read of a data section: a class of settings has some of it as settings."""
 
-    # What a row is: prompts; classes of `offline` have examples and pairs, which bring answers.
-    rows: ClassVar[str] = "prompts"
-    answer_columns: ClassVar[tuple[str, ...]] = ()
-    prompt_end: ClassVar[str] = ""
+    train_path: Any = None
+    eval_path: str | None = None
+    prompt_column: str | None = None
+    prompt_end: str = ""
+    chat_template: bool = False
+    tokenizer_path: str
+    max_prompt_tokens: int
+    prompts_per_step: int = 1
+    samples_per_prompt: int = 1
+    shuffle: bool = False
+    max_bad_rows: int
+    eval_prompts: str = "all"
+
+    @property
+    def rows(self) -> str:
+        """What a row is: prompts; examples, pairs and labels (`offline`) bring answers."""
+        return "prompts"
+
+    @property
+    def answer_columns(self) -> tuple[str, ...]:
+        """Columns with answers."""
+        return ()
+
+
+@dataclass
+class DrawnDataConfig(DataSettings):
+    """Rows that steps draw: files, columns, lengths and how many make a step."""
 
     # Any: a path, or a map of weighted ones; config/data_source.py reads it
     train_path: Any = setting("File or data set of training prompts, or a weighted map of them.")
-    eval_path: str | None = setting("The same of held-out prompts; none: no evaluation.", None)
-    prompt_column: str = setting("Column that holds the prompt (text, or chat messages).", "prompt")
-    chat_template: bool = setting(
-        "Render the prompt column with the tokenizer's chat template.", False
-    )
     tokenizer_path: str = setting("Folder of the tokenizer.", "${actor.model.path}")
     max_prompt_tokens: int = setting("Longer prompts are left out and counted.", 512, at_least=1)
     prompts_per_step: int = setting("Prompts drawn for one step.", 64, at_least=1)
-    samples_per_prompt: int = setting("Responses generated for each prompt.", 1, at_least=1)
     shuffle: bool = setting("Reorder the prompts each epoch, derived from run.seed.", True)
-    max_bad_rows: int = setting(
-        "Unreadable rows tolerated before the run is refused.", 0, at_least=0
-    )
+    max_bad_rows: int = setting("Unreadable rows that do not end the run.", 0, at_least=0)
+
+
+@dataclass
+class AnswerDataConfig(DrawnDataConfig):
+    """The same with held-out rows."""
+
+    eval_path: str | None = setting("The same of held-out prompts; none: no evaluation.", None)
+    chat_template: bool = setting("Render prompts with the tokenizer's chat template.", False)
     eval_prompts: str = setting(
         "Held-out prompts of an evaluation: all, the first 512, or 512 x 8 samples for pass@k.",
         "all",
     )
+
+
+@dataclass
+class DataConfig(AnswerDataConfig):
+    """Prompts, each with so many samples."""
+
+    prompt_column: str = setting("Column that holds the prompt (text, or chat messages).", "prompt")
+    samples_per_prompt: int = setting("Responses generated for each prompt.", 1, at_least=1)
 
 
 @dataclass
@@ -268,15 +255,18 @@ class RolloutConfig:
     )
 
 
-@dataclass
-class PolicyLossConfig:
-    """Clipped surrogate, entropy bonus and KL penalty of the actor."""
+class PolicyLossSettings:
+    """What the policy loss reads besides PPO's settings; `algorithm` makes it settings."""
 
-    # PPO's; classes of `algorithm` make them settings.
-    surrogate: ClassVar[str] = "ppo"
-    pretrain_coef: ClassVar[float] = 0.0
-    clip_ratio_high: ClassVar[float | None] = None
-    dual_clip: ClassVar[float | None] = None
+    surrogate: str = "ppo"
+    pretrain_coef: float = 0.0
+    clip_ratio_high: float | None = None
+    dual_clip: float | None = None
+
+
+@dataclass
+class PolicyLossConfig(PolicyLossSettings):
+    """Clipped surrogate, entropy bonus and KL penalty of the actor."""
 
     clip_ratio: float = setting("PPO's epsilon.", 0.2, above=0, below=1)
     entropy_coef: float = setting("Weight of the entropy bonus.", 0.0, at_least=0)
@@ -364,12 +354,16 @@ class RewardConfig:
     )
 
 
-@dataclass
-class AdvantageConfig:
-    """Advantages and the KL in the reward."""
+class AdvantageSettings:
+    """What advantages are computed with besides PPO's settings; `algorithm` makes it settings."""
 
-    # No setting here; a class of `algorithm` makes it one.
-    best_of: ClassVar[int] = 0
+    estimator: str = "gae"
+    best_of: int = 0
+
+
+@dataclass
+class AdvantageConfig(AdvantageSettings):
+    """Advantages and the KL in the reward."""
 
     gamma: float = setting("Discount.", 1.0, at_least=0, at_most=1)
     lam: float = setting("GAE's lambda.", 0.95, at_least=0, at_most=1)
@@ -379,16 +373,10 @@ class AdvantageConfig:
 
 
 @dataclass
-class PPOConfig:
-    """Everything `algos/ppo.py` reads."""
+class ScriptConfig:
+    """What every script that trains has."""
 
     run: RunConfig = part(RunConfig)
-    data: DataConfig = part(DataConfig)
-    actor: ActorConfig = part(ActorConfig)
-    critic: CriticConfig = part(CriticConfig)
-    reference: ReferenceConfig = part(ReferenceConfig)
-    reward: RewardConfig = part(RewardConfig)
-    advantage: AdvantageConfig = part(AdvantageConfig)
     # Any: a preset's name or a map; config/placement.py reads it
     placement: Any = setting(
         "colocate, split, standalone, auto, or a map pool -> {roles: [...], ranks: [...]}.",
@@ -397,3 +385,15 @@ class PPOConfig:
     total_steps: int = setting("Steps of the run.", 100, at_least=1)
     eval_every: int = setting("Steps between evaluations (0: never).", 10, at_least=0)
     save_every: int = setting("Steps between checkpoints (0: only on SIGTERM).", 0, at_least=0)
+
+
+@dataclass
+class PPOConfig(ScriptConfig):
+    """Everything `algos/ppo.py` reads."""
+
+    data: DataConfig = part(DataConfig)
+    actor: ActorConfig = part(ActorConfig)
+    critic: CriticConfig = part(CriticConfig)
+    reference: ReferenceConfig = part(ReferenceConfig)
+    reward: RewardConfig = part(RewardConfig)
+    advantage: AdvantageConfig = part(AdvantageConfig)

@@ -104,7 +104,7 @@ class Evaluation:
 
     def _judge(self, stream: PromptStream, evaluated: Evaluated) -> dict[str, float]:
         rows, model = stream.eval_batch(), evaluated.model
-        method = model.target.worker_class.evaluation
+        method = getattr(model.target.worker_class, "evaluation", None)
         if method is not None:
             getattr(model, method)(_prepare(rows, evaluated.others), prefix="eval")
             return {}
@@ -132,7 +132,7 @@ class Evaluation:
 def _prepare(rows: Batch, groups: Sequence[WorkerGroup]) -> Batch:
     """The rows with the columns that the groups' `evaluation_columns` write."""
     for group in groups:
-        method = group.target.worker_class.evaluation_columns
+        method = getattr(group.target.worker_class, "evaluation_columns", None)
         if method is not None:
             rows |= getattr(group, method)(rows)
     return rows

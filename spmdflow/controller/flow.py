@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spmdflow.config.placement import Pool, pool_of
-from spmdflow.config.schema import DataConfig
+from spmdflow.config.schema import DataSettings
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.check import check_every
@@ -139,7 +139,7 @@ class Flow:
         self._links.append(link)
         return link
 
-    def prompts(self, cfg: DataConfig, *, name: str = "prompts") -> PromptStream:
+    def prompts(self, cfg: DataSettings, *, name: str = "prompts") -> PromptStream:
         """The prompts of a data section; `next(prompts)` is a batch for one step.
 
         Its place is part of checkpoints, under the name; a second stream gives another one.

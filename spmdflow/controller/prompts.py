@@ -10,7 +10,7 @@ import numpy as np
 
 from spmdflow.config.algorithm import DynamicSamplingConfig
 from spmdflow.config.data_source import eval_prompts_of
-from spmdflow.config.schema import DataConfig
+from spmdflow.config.schema import DataSettings
 from spmdflow.controller.batch import Batch, concatenate
 from spmdflow.controller.caller import Caller
 from spmdflow.data.row_id import Ids, held_out_ids
@@ -40,7 +40,7 @@ class PromptStream(Iterator[Batch]):
 
     def __init__(
         self,
-        cfg: DataConfig,
+        cfg: DataSettings,
         caller: Caller,
         *,
         name: str,

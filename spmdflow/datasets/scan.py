@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from spmdflow.config.data_source import DataSource, data_sources
-from spmdflow.config.schema import DataConfig
+from spmdflow.config.schema import DataSettings
 from spmdflow.datasets.encode import RowEncoder, fields_of, rename_fields
 from spmdflow.datasets.examples import encoder_of
 from spmdflow.datasets.line_file import LineFile
@@ -91,7 +91,7 @@ class ScanReport:
         return ", ".join(parts)
 
 
-def scan(cfg: DataConfig, setting: object, tokenizer: Any) -> ScanReport:
+def scan(cfg: DataSettings, setting: object, tokenizer: Any) -> ScanReport:
     """Read, check and tokenise every row once (rank 0); texts are not kept.
 
     setting: data.train_path or data.eval_path. Any: a transformers tokenizer. DataError if a file
@@ -139,7 +139,7 @@ class _Pass:
     """The state of one scan."""
 
     def __init__(
-        self, source: DataSource, encoder: RowEncoder, cfg: DataConfig, first: int
+        self, source: DataSource, encoder: RowEncoder, cfg: DataSettings, first: int
     ) -> None:
         """first: the number of its first line."""
         self._source, self._first = source, first
@@ -238,7 +238,7 @@ class _Pass:
         return [f"{self._file.path}:{number + 1} {reason}" for number, reason in sorted(self._bad)]
 
 
-def _nothing_left(report: ScanReport, cfg: DataConfig) -> str:
+def _nothing_left(report: ScanReport, cfg: DataSettings) -> str:
     if not report.num_rows:
         return f"{report.path}: got an empty file, expected at least one prompt; fill it"
     return (

@@ -9,7 +9,7 @@ from typing import Any
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.config.schema import DataConfig
+from spmdflow.config.schema import DataSettings
 from spmdflow.data.ragged import lengths_of
 from spmdflow.data.rows import set_column
 from spmdflow.datasets.encode import fields_of, rename_fields
@@ -20,7 +20,7 @@ from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import DataError
 
 
-def source_settings(cfg: DataConfig, report: ScanReport) -> dict[str, Any]:
+def source_settings(cfg: DataSettings, report: ScanReport) -> dict[str, Any]:
     """Arguments of `PromptSource` for a scanned file, as message data."""
     return {
         "files": report.files,

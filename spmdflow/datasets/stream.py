@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from spmdflow.config.schema import DataConfig
+from spmdflow.config.schema import DataSettings
 from spmdflow.data.seed import seed_of
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.errors import CheckpointError, DataError
@@ -38,7 +38,7 @@ class PromptStream:
         self._epochs = [_Epochs(rows, seed, shuffle=shuffle) for rows in _rows_of_files(report)]
 
     @classmethod
-    def from_config(cls, cfg: DataConfig, report: ScanReport, *, seed: int) -> PromptStream:
+    def from_config(cls, cfg: DataSettings, report: ScanReport, *, seed: int) -> PromptStream:
         """A stream with the settings of the data section."""
         return cls(report, prompts_per_step=cfg.prompts_per_step, seed=seed, shuffle=cfg.shuffle)
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from spmdflow.config.data_source import data_sources, eval_prompts_of, split_place
-from spmdflow.config.schema import DataConfig
+from spmdflow.config.schema import DataSettings
 from spmdflow.data.column import ColumnSpec
 from spmdflow.data.rows import VALID
 from spmdflow.datasets.scan import ScanReport, scan
@@ -240,7 +240,7 @@ class DataFiles:
         self._cfg, self._read_data = cfg, read_data
         self.notes: list[str] = []
 
-    def scan(self, data: DataConfig, setting: object) -> ScanReport:
+    def scan(self, data: DataSettings, setting: object) -> ScanReport:
         """Facts of a file or a mixture (data.train_path or data.eval_path), real or assumed."""
         sources = data_sources("data", setting)
         files = [Path(split_place(source.place)[0]) for source in sources]
@@ -259,7 +259,7 @@ class DataFiles:
                 why = f"it cannot be read here ({err})"
         return self._assumed(data, path, why)
 
-    def _assumed(self, data: DataConfig, path: str, why: str) -> ScanReport:
+    def _assumed(self, data: DataSettings, path: str, why: str) -> ScanReport:
         longest = data.max_prompt_tokens
         held_out = eval_prompts_of(data.eval_prompts).num_prompts or 0
         count = max(ASSUMED_ROWS, data.prompts_per_step, held_out)

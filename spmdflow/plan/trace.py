@@ -13,7 +13,7 @@ from typing import Any
 
 from spmdflow.config.leaf import parts_of
 from spmdflow.config.placement import pools_of
-from spmdflow.config.schema import DataConfig, RolloutConfig
+from spmdflow.config.schema import DataSettings, RolloutConfig
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.flow import Flow, FlowSettings
@@ -144,7 +144,7 @@ def _located(err: BaseException, line: int | None, examples: Examples) -> str:
 
 
 def _lengths(cfg: Any) -> Lengths:
-    data = next((part for _, part in parts_of(cfg, DataConfig)), None)
+    data = next((part for _, part in parts_of(cfg, DataSettings)), None)
     rollout = next((part for _, part in parts_of(cfg, RolloutConfig)), None)
     return Lengths(
         prompts=data.max_prompt_tokens if data else 1,

@@ -252,6 +252,7 @@ def test_kl_without_a_reference_model_is_refused() -> None:
     Path("grpo.py").write_text(
         "from dataclasses import dataclass, field\n"
         "from typing import Any\n"
+        "from spmdflow.config.leaf import part\n"
         "from spmdflow.config.schema import *\n"
         "@dataclass\n"
         "class Config:\n"
@@ -302,7 +303,7 @@ SCRIPT_FAULTS = {
     "x = 1": r"^script: bad\.py has no main, expected main\(flow, cfg\); define it$",
     "def main(:": r"^script: bad\.py cannot be imported: SyntaxError: .*line 1.*; expected a",
     "import no_such_thing": r"^script: bad\.py cannot be imported: ModuleNotFoundError: No module",
-    "Config = 3\ndef main(flow, cfg): 0": r"^script: got main\(flow, cfg\) beside .* Config, expected",
+    "Config = 3\ndef main(flow, cfg): 0": r"^script: got main\(flow, cfg\) beside a class",
     "def main(flow, cfg: int): pass": r"^script: got cfg: <class 'int'>, expected a dataclass of s",
     "def main(flow, cfg: 'X'): pass": r"^script: got name 'X' is not defined in the annotations of",
 }

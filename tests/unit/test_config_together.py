@@ -99,6 +99,7 @@ def test_word_that_cannot_be_a_value_is_refused_with_the_key(word: str) -> None:
 def test_own_role_that_is_trained_without_an_optimizer_is_refused() -> None:
     Path("own.py").write_text(
         "from dataclasses import dataclass, field\n"
+        "from spmdflow.config.leaf import part\n"
         "from spmdflow.config.schema import *\n"
         "from spmdflow import PPOConfig\n"
         "@dataclass\n"

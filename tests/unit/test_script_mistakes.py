@@ -124,9 +124,7 @@ def test_plain_answer_that_is_logged_as_metrics_names_the_line(toy: WorkerGroup)
 
 
 @pytest.mark.parametrize("every", ["5", 2.0, True, -1])
-def test_number_of_steps_that_is_none_is_refused(
-    rank: Rank, toy: WorkerGroup, every: Any
-) -> None:
+def test_number_of_steps_that_is_none_is_refused(rank: Rank, toy: WorkerGroup, every: Any) -> None:
     with pytest.raises(ProtocolError, match=r"^flow.evaluate: got every=.*cfg.eval_every"):
         rank.flow.evaluate(toy, every=every)
     with pytest.raises(ProtocolError, match=r"^flow.save: got every=.*cfg.save_every"):
