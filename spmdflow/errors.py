@@ -28,7 +28,7 @@ class SpmdflowError(Exception):
     """Root of the tree: `except SpmdflowError` catches every error made here."""
 
     @classmethod
-    def of(cls, where: str, got: object, expected: str, do: str) -> Self:
+    def of(cls, where: object, got: object, expected: object, do: str) -> Self:
         """The error "where: got ..., expected ...; do".
 
             raise ConfigError.of(key, repr(text), "a number above 0", f"set {key}=1")

@@ -44,8 +44,8 @@ def load_for_launch(script: ModuleType | str | Path, cfg: Any, settings: Sequenc
             )
         return load(script, None, settings)
     if settings:
-        raise ConfigError(
-            f"launch: got cfg and settings {list(settings)}, expected one of them; set them in cfg"
+        raise ConfigError.of(
+            "launch", f"cfg and settings {list(settings)}", "one of them", "set them in cfg"
         )
     cfg = complete(cfg)
     return Loaded(cfg, _module_of(script), to_yaml(cfg))

@@ -133,7 +133,7 @@ def _flag(word: str) -> str:
     if word not in _FLAGS:
         near = difflib.get_close_matches(word, _FLAGS, 1)
         hint = f"did you mean {near[0]}?" if near else "torchrun's own flags go before -m"
-        raise ConfigError(f"command line: got {word}, expected {', '.join(_FLAGS)}; {hint}")
+        raise ConfigError.of("command line", word, ", ".join(_FLAGS), hint)
     return _FLAGS[word]
 
 
@@ -145,8 +145,8 @@ def _help(script: str | None) -> str:
 def _prepare(arguments: Arguments, place: Place) -> Loaded:
     """Load and check everything; ConfigError for what cannot work."""
     if arguments.script is None:
-        raise ConfigError(
-            "command line: got no SCRIPT, expected one such as algos/ppo.py; --help shows the usage"
+        raise ConfigError.of(
+            "command line", "no SCRIPT", "one such as algos/ppo.py", "--help shows the usage"
         )
     if "inproc" in arguments.flags and place.world_size > 1:
         raise ConfigError(

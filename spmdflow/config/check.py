@@ -156,9 +156,8 @@ def check_bounds(leaf: Leaf) -> None:
             (bounds.below, lambda v, b: v < b, "less than"),
         ):
             if limit is not None and not fits(value, limit):
-                raise ConfigError(
-                    f"{leaf.key}: got {value}, expected {words} {limit:g}; "
-                    f"change it ({leaf.doc.rstrip('.')})"
+                raise ConfigError.of(
+                    leaf.key, value, f"{words} {limit:g}", f"change it ({leaf.doc.rstrip('.')})"
                 )
 
 
@@ -169,9 +168,8 @@ def _as_item(leaf: Leaf, value: str) -> str:
 def _check_run(cfg: Any, *, here: bool) -> None:
     for key, run in parts_of(cfg, RunConfig):
         if not run.name or Path(run.name).name != run.name:
-            raise ConfigError(
-                f"{key}.name: got {run.name!r}, expected a plain folder name; "
-                f"set {key}.dir for a path"
+            raise ConfigError.of(
+                f"{key}.name", repr(run.name), "a plain folder name", f"set {key}.dir for a path"
             )
         for tracker in set(run.trackers) & _TRACKERS if here else ():
             _check_installed(f"{key}.trackers", tracker, extra=tracker)
@@ -181,9 +179,8 @@ def _check_run(cfg: Any, *, here: bool) -> None:
             _check_installed(f"{key}.engine", generator.package, extra=generator.extra)
     for key, optimizer in parts_of(cfg, OptimizerConfig):
         if len(optimizer.betas) != 2:
-            raise ConfigError(
-                f"{key}.betas: got {optimizer.betas}, expected two numbers; "
-                f"set {key}.betas=[0.9,0.95]"
+            raise ConfigError.of(
+                f"{key}.betas", optimizer.betas, "two numbers", f"set {key}.betas=[0.9,0.95]"
             )
 
 

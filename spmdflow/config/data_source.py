@@ -61,7 +61,7 @@ def data_sources(key: str, setting: object) -> tuple[DataSource, ...]:
         )
     written = {name: text for name, text in setting.items() if text is not None}
     if not written:
-        raise ConfigError(f"{key}: got an empty map, expected a source; write name: path")
+        raise ConfigError.of(key, "an empty map", "a source", "write name: path")
     for name in written:
         if not isinstance(name, str) or not name.isidentifier():
             raise ConfigError(
@@ -104,7 +104,7 @@ def check_source(key: str, source: DataSource) -> None:
             f"{key}: no file {path} in {Path.cwd()}, expected prompts; correct the path"
         )
     elif Path(path).stat().st_size == 0:
-        raise ConfigError(f"{key}: got the empty file {path}, expected prompts; give another")
+        raise ConfigError.of(key, f"the empty file {path}", "prompts", "give another")
 
 
 def _check_data_set(key: str, path: str) -> None:
@@ -143,8 +143,8 @@ def _weight(key: str, text: str | None) -> float:
     except ValueError:
         weight = math.nan
     if not (math.isfinite(weight) and weight > 0):
-        raise ConfigError(
-            f"{key}: got the weight {text!r}, expected a number above 0; write 3 * train.jsonl"
+        raise ConfigError.of(
+            key, f"the weight {text!r}", "a number above 0", "write 3 * train.jsonl"
         )
     return weight
 

@@ -94,9 +94,8 @@ def check_kind(facts: ModelFacts, endings: tuple[str, ...]) -> None:
             f"give another folder than {facts.path}"
         )
     if names and names[0].endswith(SCORER) and facts.num_labels != 1:
-        raise ConfigError(
-            f"{facts.key}: got {facts.num_labels} labels, expected 1 (a score); "
-            f"give a model with num_labels 1"
+        raise ConfigError.of(
+            facts.key, f"{facts.num_labels} labels", "1 (a score)", "give a model with num_labels 1"
         )
 
 
@@ -212,9 +211,8 @@ def _sizes(key: str, step: Path) -> dict[str, int]:
     manifest = step / _MANIFEST
     if not manifest.is_file():
         got = "no such folder" if not step.is_dir() else f"a folder without {_MANIFEST}"
-        raise ConfigError(
-            f"{key}: got {step}, {got}, expected a sealed checkpoint; choose one of "
-            f"{_steps(step.parent)}"
+        raise ConfigError.of(
+            key, f"{step}, {got}", "a sealed checkpoint", f"choose one of {_steps(step.parent)}"
         )
     try:
         files = json.loads(manifest.read_bytes())["files"]

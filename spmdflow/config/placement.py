@@ -167,14 +167,12 @@ def _read_pool(name: str, pool: Any) -> Pool:
         )
     roles, ranks = pool["roles"], pool["ranks"]
     if not (isinstance(roles, list) and roles and all(isinstance(role, str) for role in roles)):
-        raise ConfigError(
-            f"placement.{name}.roles: got {roles!r}, expected a list of role names; "
-            f"write roles: [actor]"
+        raise ConfigError.of(
+            f"placement.{name}.roles", repr(roles), "a list of role names", "write roles: [actor]"
         )
     if not (isinstance(ranks, list) and ranks and all(type(rank) is int for rank in ranks)):
-        raise ConfigError(
-            f"placement.{name}.ranks: got {ranks!r}, expected a list of integers; "
-            f"write ranks: [0, 1]"
+        raise ConfigError.of(
+            f"placement.{name}.ranks", repr(ranks), "a list of integers", "write ranks: [0, 1]"
         )
     return Pool(tuple(roles), tuple(ranks))
 

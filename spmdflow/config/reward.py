@@ -117,8 +117,8 @@ def _weight(key: str, text: str | None) -> float:
     except ValueError:
         weight = math.nan
     if not math.isfinite(weight):
-        raise ConfigError(
-            f"{key}: got the weight {text!r}, expected a finite number; write 0.5 * file.py:name"
+        raise ConfigError.of(
+            key, f"the weight {text!r}", "a finite number", "write 0.5 * file.py:name"
         )
     return weight
 
@@ -191,7 +191,7 @@ def check_reward_function(key: str, term: RewardTerm) -> None:
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError) as err:
-        raise ConfigError(f"{key}: got {err} in {file}, expected Python; mend the file") from err
+        raise ConfigError.of(key, f"{err} in {file}", "Python", "mend the file") from err
     found = _top_level_names(tree)
     if name not in found:
         near = difflib.get_close_matches(name, found, 1)

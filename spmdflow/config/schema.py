@@ -21,9 +21,8 @@ def micro_batch_of(text: str, key: str = "micro_batch") -> tuple[int, str]:
     """ "16 rows" -> (16, "rows"); the unit is rows or tokens. ConfigError for anything else."""
     count, _, unit = text.strip().partition(" ")
     if not count.isdigit() or int(count) < 1 or unit not in ("rows", "tokens"):
-        raise ConfigError(
-            f"{key}: got {text!r}, expected a number and rows or tokens; "
-            f"write '16 rows' or '4096 tokens'"
+        raise ConfigError.of(
+            key, repr(text), "a number and rows or tokens", "write '16 rows' or '4096 tokens'"
         )
     return int(count), unit
 

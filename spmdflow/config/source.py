@@ -39,9 +39,7 @@ def read_yaml(path: Path) -> Source:
     try:
         tree: Any = OmegaConf.to_container(OmegaConf.load(path))
     except yaml.YAMLError as err:
-        raise ConfigError(
-            f"{path}: got {' '.join(str(err).split())}, expected YAML; correct that line"
-        ) from err
+        raise ConfigError.of(path, " ".join(str(err).split()), "YAML", "correct that line") from err
     except UnicodeDecodeError as err:
         raise ConfigError(
             f"{path}: got a byte that is not UTF-8 at position {err.start}, expected text in "
@@ -50,13 +48,9 @@ def read_yaml(path: Path) -> Source:
     except OmegaConfBaseException as err:
         raise _unreadable(path) from err
     except OSError as err:  # also of a file that is one number
-        raise ConfigError(
-            f"{path}: got {err}, expected a file of key: value lines; correct it"
-        ) from err
+        raise ConfigError.of(path, err, "a file of key: value lines", "correct it") from err
     if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{path}: got {type(tree).__name__}, expected key: value lines; write settings there"
-        )
+        raise ConfigError.of(path, type(tree).__name__, "key: value lines", "write settings there")
     return Source(str(path), _locate_paths(tree, path.parent))
 
 
@@ -65,7 +59,7 @@ def _unreadable(path: Path) -> ConfigError:
     for key, name, value in _entries(yaml.safe_load(path.read_text(encoding="utf-8"))):
         if not isinstance(name, str):
             where = f"a key under {key}" if key else "a key"
-            return ConfigError(f"{path}: got {name!r} as {where}, expected a name; correct the key")
+            return ConfigError.of(path, f"{name!r} as {where}", "a name", "correct the key")
         key = f"{key}.{name}".lstrip(".")
         try:
             OmegaConf.create({"value": value})
@@ -74,8 +68,8 @@ def _unreadable(path: Path) -> ConfigError:
                 f"{path}: {key} got {value!r}, expected a value, ${{key}} of a setting or "
                 f"${{oc.env:NAME}}; correct what is in the braces"
             )
-    return ConfigError(
-        f"{path}: got settings that cannot be read, expected key: value lines; correct the file"
+    return ConfigError.of(
+        path, "settings that cannot be read", "key: value lines", "correct the file"
     )
 
 
@@ -120,8 +114,8 @@ def _locate(value: str, folder: Path) -> str:
 def read_override(text: str) -> Source:
     """The setting of one word of the command line; ConfigError for what is no key=value."""
     if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python keeps such bytes
-        raise ConfigError(
-            f"command line: got {text!a}, expected text in UTF-8; write it again in that encoding"
+        raise ConfigError.of(
+            "command line", f"{text!a}", "text in UTF-8", "write it again in that encoding"
         )
     key, equals, _ = text.partition("=")
     if not equals or not key or "[" in key:
@@ -132,8 +126,8 @@ def read_override(text: str) -> Source:
     try:
         tree = OmegaConf.to_container(OmegaConf.from_dotlist([text]))
     except (yaml.YAMLError, OmegaConfBaseException) as err:
-        raise ConfigError(
-            f"command line: got {text!r}, expected a value in YAML; quote it or close its brackets"
+        raise ConfigError.of(
+            "command line", repr(text), "a value in YAML", "quote it or close its brackets"
         ) from err
     assert isinstance(tree, dict), tree
     return Source("command line", {str(name): value for name, value in tree.items()})

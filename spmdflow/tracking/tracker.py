@@ -32,7 +32,7 @@ class Tracker:
     def __init__(self, run_dir: Path, trackers: Sequence[str] = ()) -> None:
         unknown = [name for name in trackers if name not in SINKS]
         if unknown:
-            raise ConfigError(f"run.trackers: got {unknown}, expected {sorted(SINKS)}; name these")
+            raise ConfigError.of("run.trackers", unknown, sorted(SINKS), "name these")
         run_dir.mkdir(parents=True, exist_ok=True)
         self.metrics_path = run_dir / "metrics.jsonl"
         self.samples_path = run_dir / "samples.jsonl"
