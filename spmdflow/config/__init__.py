@@ -20,4 +20,14 @@ or the bundled files. A bundled script or YAML is given by its name.
 | data_source, reward | settings that are small texts of their own |
 | model_folder | what a model's folder says about it; models inside checkpoints |
 | check | everything that is an error before a process group exists |
+
+Types, bounds and the messages about them are checked here, on plain dataclasses: omegaconf reads
+the types and fills in `${...}`, which a second schema library would have to be kept in step with,
+and an error names the file or the word of the command line, the nearest key and an example, and
+comes together with all else that is wrong. A translation of another library's errors into these is
+as long as the checks are (`leaf.setting`, `check.check_bounds`).
+
+A class whose script lacks a setting that its base has says so with `ClassVar`; what only some
+scripts can set is a plain attribute of a base that is no dataclass (`PolicyLossSettings`,
+`AdvantageSettings`, `DataSettings`), which a subclass turns into a setting.
 """

@@ -16,8 +16,7 @@ from spmdflow.controller.caller import Caller
 from spmdflow.data.row_id import Ids, held_out_ids
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.datasets.source import source_settings
-from spmdflow.datasets.stream import PromptStream as PromptOrder
-from spmdflow.datasets.stream import eval_rows
+from spmdflow.datasets.stream import PromptOrder, eval_rows
 from spmdflow.errors import ConfigError, ProtocolError, RowError
 from spmdflow.transfer.worker import Mean, Metric, Sum
 

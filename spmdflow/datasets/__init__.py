@@ -11,7 +11,7 @@ The column `data.prompt_column` is text or, with `data.chat_template`, text or a
 row is its line (or Parquet row) counted from 0; messages count from 1.
 
 Rank 0 scans a file once (`scan`): the numbers of the good rows are fixed before step 1. The
-controller draws numbers (`PromptStream`); ranks turn numbers into columns (`PromptSource`).
+controller draws numbers (`PromptOrder`); ranks turn numbers into columns (`PromptSource`).
 
 | file | does |
 |---|---|

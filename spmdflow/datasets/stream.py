@@ -20,7 +20,7 @@ from spmdflow.datasets.scan import ScanReport
 from spmdflow.errors import CheckpointError, DataError
 
 
-class PromptStream:
+class PromptOrder:
     """Endless row numbers of one scanned file."""
 
     def __init__(
@@ -38,7 +38,7 @@ class PromptStream:
         self._epochs = [_Epochs(rows, seed, shuffle=shuffle) for rows in _rows_of_files(report)]
 
     @classmethod
-    def from_config(cls, cfg: DataSettings, report: ScanReport, *, seed: int) -> PromptStream:
+    def from_config(cls, cfg: DataSettings, report: ScanReport, *, seed: int) -> PromptOrder:
         """A stream with the settings of the data section."""
         return cls(report, prompts_per_step=cfg.prompts_per_step, seed=seed, shuffle=cfg.shuffle)
 

@@ -24,7 +24,7 @@ from spmdflow.config.location import to_yaml
 from spmdflow.config.schema import DataConfig
 from spmdflow.datasets.scan import ScanReport, scan
 from spmdflow.datasets.source import PromptSource, source_settings
-from spmdflow.datasets.stream import PromptStream
+from spmdflow.datasets.stream import PromptOrder
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import CheckpointError, ConfigError, DataError
 from tests.hub import COMMIT, serve, write_cached
@@ -233,13 +233,13 @@ def mixture(tmp_path: Path) -> dict[str, str]:
 
 def test_mixture_gives_the_rows_of_its_members_in_their_own_order(mixture: dict[str, str]) -> None:
     report = scanned(mixture)
-    stream = PromptStream(report, prompts_per_step=16, seed=5)
+    stream = PromptOrder(report, prompts_per_step=16, seed=5)
     drawn = [number for _ in range(30) for number in stream.next_rows()]
     rows, files = plain(rows_of(mixture, drawn)), report.file_of(drawn).tolist()
 
     for place, (name, setting) in enumerate(mixture.items()):
         alone = setting.removeprefix("3 * ")
-        own = PromptStream(scanned(alone), prompts_per_step=1, seed=5)
+        own = PromptOrder(scanned(alone), prompts_per_step=1, seed=5)
         numbers = [own.next_rows()[0] for _ in range(files.count(place))]
         expected = [
             (ids, text, json.dumps(json.loads(row) | {"source": name}))
@@ -252,17 +252,17 @@ def test_mixture_gives_the_rows_of_its_members_in_their_own_order(mixture: dict[
 
 def test_mixture_that_resumes_goes_on_with_the_same_rows(mixture: dict[str, str]) -> None:
     report = scanned(mixture)
-    whole = PromptStream(report, prompts_per_step=7, seed=0)
+    whole = PromptOrder(report, prompts_per_step=7, seed=0)
     for _ in range(11):
         whole.next_rows()
     state = json.loads(json.dumps(whole.state_dict()))
 
-    resumed = PromptStream(report, prompts_per_step=7, seed=0)
+    resumed = PromptOrder(report, prompts_per_step=7, seed=0)
     resumed.load_state_dict(state)
 
     assert [whole.next_rows() for _ in range(40)] == [resumed.next_rows() for _ in range(40)]
     assert whole.epoch > 2
-    other = PromptStream(
+    other = PromptOrder(
         scanned(mixture | {"others": "2 * " + mixture["others"]}), prompts_per_step=7, seed=0
     )
     with pytest.raises(CheckpointError, match="with weights"):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdflow.datasets.scan import ScanReport
-from spmdflow.datasets.stream import PromptStream, eval_rows
+from spmdflow.datasets.stream import PromptOrder, eval_rows
 from spmdflow.errors import CheckpointError, DataError
 
 
@@ -34,7 +34,7 @@ ROWS = st.sets(st.integers(0, 200), min_size=1, max_size=40).map(sorted)
 @given(ROWS, st.integers(1, 40), st.integers(0, 2**40), st.booleans())
 def test_every_epoch_is_a_permutation_of_the_good_rows(rows, per_step, seed, shuffle):
     per_step = min(per_step, len(rows))
-    stream = PromptStream(report_of(rows), prompts_per_step=per_step, seed=seed, shuffle=shuffle)
+    stream = PromptOrder(report_of(rows), prompts_per_step=per_step, seed=seed, shuffle=shuffle)
 
     drawn = [number for _ in range(3 * len(rows)) for number in stream.next_rows()]
 
@@ -46,11 +46,11 @@ def test_every_epoch_is_a_permutation_of_the_good_rows(rows, per_step, seed, shu
 @given(ROWS, st.integers(1, 40), st.integers(0, 30), st.integers(0, 1000))
 def test_stream_resumed_at_any_point_continues_identically(rows, per_step, steps, seed):
     per_step = min(per_step, len(rows))
-    whole = PromptStream(report_of(rows), prompts_per_step=per_step, seed=seed)
+    whole = PromptOrder(report_of(rows), prompts_per_step=per_step, seed=seed)
     for _ in range(steps):
         whole.next_rows()
 
-    resumed = PromptStream(report_of(rows), prompts_per_step=per_step, seed=seed)
+    resumed = PromptOrder(report_of(rows), prompts_per_step=per_step, seed=seed)
     resumed.next_rows()
     resumed.load_state_dict(whole.state_dict())
 
@@ -60,7 +60,7 @@ def test_stream_resumed_at_any_point_continues_identically(rows, per_step, steps
 
 def test_order_depends_on_seed_and_epoch_and_on_nothing_else():
     rows = list(range(30))
-    streams = [PromptStream(report_of(rows), prompts_per_step=30, seed=s) for s in (1, 1, 2)]
+    streams = [PromptOrder(report_of(rows), prompts_per_step=30, seed=s) for s in (1, 1, 2)]
 
     first, again, other = ([s.next_rows(), s.next_rows()] for s in streams)
 
@@ -70,14 +70,14 @@ def test_order_depends_on_seed_and_epoch_and_on_nothing_else():
 
 
 def test_stream_without_shuffle_keeps_the_order_of_the_file():
-    stream = PromptStream(report_of([1, 4, 9]), prompts_per_step=2, seed=0, shuffle=False)
+    stream = PromptOrder(report_of([1, 4, 9]), prompts_per_step=2, seed=0, shuffle=False)
 
     assert [stream.next_rows() for _ in range(3)] == [[1, 4], [9, 1], [4, 9]]
 
 
 def test_first_order_of_seed_0_is_the_known_one():
     """A run resumed on a newer build must go on in the same order."""
-    stream = PromptStream(report_of(list(range(8))), prompts_per_step=8, seed=0)
+    stream = PromptOrder(report_of(list(range(8))), prompts_per_step=8, seed=0)
 
     assert stream.next_rows() == [2, 4, 6, 1, 5, 0, 7, 3]
 
@@ -86,7 +86,7 @@ def test_fewer_good_rows_than_a_step_takes_is_refused_with_both_numbers():
     report = replace(report_of([0, 1, 2]), num_rows=9)
 
     with pytest.raises(DataError) as caught:
-        PromptStream(report, prompts_per_step=4, seed=0)
+        PromptOrder(report, prompts_per_step=4, seed=0)
 
     assert str(caught.value) == (
         "p.jsonl: got 3 usable prompts of 9 rows, expected at least the 4 of one step; "
@@ -98,24 +98,24 @@ def test_fewer_good_rows_than_a_step_takes_is_refused_with_both_numbers():
     ("other", "message"),
     [
         (
-            PromptStream(report_of([0, 1], fingerprint="g"), prompts_per_step=1, seed=0),
+            PromptOrder(report_of([0, 1], fingerprint="g"), prompts_per_step=1, seed=0),
             "p.jsonl: got a saved position of prompts with fingerprint 'g', expected 'f'; resume "
             "with the file and the data settings of the first run, or start a new run directory",
         ),
         (
-            PromptStream(report_of([0, 1, 2]), prompts_per_step=1, seed=0),
+            PromptOrder(report_of([0, 1, 2]), prompts_per_step=1, seed=0),
             "p.jsonl: got a saved position of prompts with num_rows 3, expected 2; resume "
             "with the file and the data settings of the first run, or start a new run directory",
         ),
         (
-            PromptStream(report_of([0, 1]), prompts_per_step=1, seed=7),
+            PromptOrder(report_of([0, 1]), prompts_per_step=1, seed=7),
             "p.jsonl: got a saved position of prompts with seed 7, expected 0; resume "
             "with the file and the data settings of the first run, or start a new run directory",
         ),
     ],
 )
 def test_state_of_another_file_size_or_seed_is_refused(other, message):
-    stream = PromptStream(report_of([0, 1]), prompts_per_step=1, seed=0)
+    stream = PromptOrder(report_of([0, 1]), prompts_per_step=1, seed=0)
 
     with pytest.raises(CheckpointError) as caught:
         stream.load_state_dict(other.state_dict())
@@ -125,9 +125,9 @@ def test_state_of_another_file_size_or_seed_is_refused(other, message):
 
 def test_state_may_be_resumed_with_another_number_of_prompts_per_step():
     rows = list(range(10))
-    one = PromptStream(report_of(rows), prompts_per_step=3, seed=0)
+    one = PromptOrder(report_of(rows), prompts_per_step=3, seed=0)
     drawn = one.next_rows()
-    two = PromptStream(report_of(rows), prompts_per_step=7, seed=0)
+    two = PromptOrder(report_of(rows), prompts_per_step=7, seed=0)
 
     two.load_state_dict(one.state_dict())
 
