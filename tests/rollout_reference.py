@@ -6,7 +6,7 @@ equal tokens up to the first place where the draw's margin is below MARGIN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ import torch
 import transformers
 from torch import Tensor
 
+from spmdflow.blocks.box import Box
 from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.rollout.sampling import Sampling, perturb, scale
+from spmdflow.weights.move import BlockWriter
 
 MARGIN = 1e-5
 END = 2
@@ -113,6 +115,14 @@ def write_family(folder: Path, name: str, *, seed: int = 0, **changes: Any) -> s
 def load(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:
     """The transformers module of a folder."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def put_weights(generator: Any, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+    """Overwrite a generator's weights, each rank its part, with whole tensors by name."""
+    writer = BlockWriter(generator.blocks())
+    for name, tensor in tensors:
+        writer.write(name, Box.of_shape(tensor.shape), tensor.detach())
+    generator.renew(version)
 
 
 def make_prompts(

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmdflow.blocks.box import Box
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import ragged_from_rows
 from spmdflow.rollout.replica import Replica
@@ -29,7 +30,7 @@ from spmdflow.rollout.vllm import VllmGenerator
 from spmdflow.rollout.vllm_blocks import WHOLE, Key, key_of
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.megatron import megatron_shards
-from spmdflow.weights.move import fill
+from spmdflow.weights.move import BlockWriter, fill
 
 ROOT = Path(__file__).parents[2]
 MODEL = {
@@ -96,7 +97,10 @@ def run(folder: str, num_shards: int, batches: int) -> dict[str, Any]:
     """What one process measures; num_shards 0: stock layers."""
     cfg = RolloutConfig(engine="vllm", max_batch_size=NUM_ROWS, weights="copy")
     generator = VllmGenerator(cfg, folder, torch.device("cpu"), Replica.alone())
-    generator.load(whole_values(folder).items(), version=0)
+    writer = BlockWriter(generator.blocks())
+    for name, values in whole_values(folder).items():
+        writer.write(name, Box.of_shape(values.shape), values)
+    generator.renew(0)
     if num_shards:
         shards = shards_of(folder, num_shards)
         generator.share(shards, tp_size=num_shards, vocab_multiple=64)

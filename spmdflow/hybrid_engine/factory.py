@@ -3,8 +3,7 @@
 | way | when |
 |---|---|
 | blocks, flat | Megatron trains, vLLM generates in the same precision inside its replicas |
-| copy by boxes | other tensor- or pipeline-parallel layouts on either side |
-| copy of whole tensors | data-parallel trainer, each rank generating by itself |
+| copy, box by box | every other engine, generator, layout and precision |
 """
 
 from __future__ import annotations
@@ -12,11 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from spmdflow.errors import ConfigError
-from spmdflow.hybrid_engine.reshard import ReshardPlan, boxes_of, plan_reshard, scopes_of
 from spmdflow.hybrid_engine.shared_storage import BlockStorage, FlatStorage, SharedStorage
-from spmdflow.hybrid_engine.stream import BUCKET_BYTES, GroupWire, WeightStream
-from spmdflow.hybrid_engine.sync import CopySync, SharedSync, StreamSync, WeightSync
-from spmdflow.hybrid_engine.table import generation_tables, training_tables
+from spmdflow.hybrid_engine.sync import BoxSync, SharedSync, WeightSync
 from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.generator import generator_kind
 from spmdflow.parallel.layout import Layout
@@ -69,7 +65,6 @@ def hybrid_of(
 ) -> WeightSync:
     """The way for this trainer and generator. Collective over the pool."""
     verify_every, layout = cfg.rollout.verify_every, context.layout
-    frees_generator = cfg.engine.residency == "offload"
     if storage is not None:
         assert isinstance(generator, VllmGenerator)
         architecture = Architecture.from_folder(cfg.model.path)
@@ -81,32 +76,13 @@ def hybrid_of(
             vocab_multiple=vocab_multiple(layout.tp_size),
             verify_every=verify_every,
         )
-    if layout.pp_size == layout.tp_size == 1 and layout.generation_dp_size == layout.size:
-        return CopySync(
-            engine, generator, verify_every=verify_every, frees_generator=frees_generator
-        )
-    plan = _plan(cfg, layout, element_bytes=generator.dtype.itemsize)
-    stream = WeightStream(
-        plan,
+    return BoxSync(
+        engine,
+        generator,
         rank=context.rank,
-        wire=GroupWire(context.groups, plan, rank=context.rank),
-        dtype=generator.dtype,
-        device=context.device,
         seconds=context.config.run.call_seconds,
-    )
-    return StreamSync(
-        engine, generator, stream, verify_every=verify_every, frees_generator=frees_generator
-    )
-
-
-def _plan(cfg: Any, layout: Layout, *, element_bytes: int) -> ReshardPlan:
-    architecture = Architecture.from_folder(cfg.model.path)
-    return plan_reshard(
-        boxes_of(training_tables(architecture, layout, kind=cfg.engine.kind)),
-        boxes_of(generation_tables(architecture, layout, engine=cfg.rollout.engine)),
-        scopes=scopes_of(layout, layout),
-        element_bytes=element_bytes,
-        bucket_bytes=BUCKET_BYTES,
+        verify_every=verify_every,
+        frees_generator=cfg.engine.residency == "offload",
     )
 
 

@@ -91,7 +91,9 @@ class WeightReceiver:
         header = route.header()
         route.share(header)
         version, verify, *hashes = header.tolist()
-        received = generator.overwrite(lambda target: route.stream.run((), target), version=version)
+        generator.weights_version = NEVER
+        received = route.stream.run((), generator.blocks())
+        generator.renew(version)
         if verify:
             values = [value % MODULUS for value in hashes]
             expected = dict(zip(route.names, values, strict=True))

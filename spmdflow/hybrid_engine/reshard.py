@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 
-from spmdflow.blocks.box import Box, subtract_all
-from spmdflow.blocks.plan import NodeOf, Plan, PlanError, redistribute
+from spmdflow.blocks.box import Box, disjoint, merged, subtract_all
+from spmdflow.blocks.plan import NodeOf, PlanError, redistribute
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.piece import pieces_by_name
 from spmdflow.weights.ranks import RankTables
@@ -172,13 +172,13 @@ def plan_reshard(
     assert bucket_bytes > 0 and element_bytes > 0, (bucket_bytes, element_bytes)
     names = dict.fromkeys(name for rank in sorted(need) for name in need[rank])
     for scope, groups in scopes.items():
-        plans = _plans(names, have, need, groups, node_of)
-        if plans is not None:
+        moves = _moves(names, have, need, groups, node_of)
+        if moves is not None:
             packing = _Packing(max(1, bucket_bytes // element_bytes))
-            for name, per_group in plans.items():
+            for name, per_group in moves.items():
                 packing.add(name, per_group)
             return ReshardPlan(
-                scope, tuple(groups), packing.buckets(), _kept(plans, need), element_bytes
+                scope, tuple(groups), packing.buckets(), _kept(moves, need), element_bytes
             )
     raise PlanError(
         f"reshard: got training ranks {sorted(have)} that do not hold all that generation ranks "
@@ -212,52 +212,99 @@ def boxes_of(tables: RankTables) -> BoxesByRank:
     return {rank: known[id(table)] for rank, table in tables.items()}
 
 
-_GroupPlan = tuple[tuple[int, ...], Plan]
-_Plans = dict[str, list[_GroupPlan]]
+def boxes_by_name(blocks: Iterable[tuple[str, object, Box]]) -> dict[str, tuple[Box, ...]]:
+    """What a rank holds, from its live blocks."""
+    found: dict[str, list[Box]] = {}
+    for name, _, box in blocks:
+        if box.size:
+            found.setdefault(name, []).append(box)
+    return {name: tuple(boxes) for name, boxes in found.items()}
+
+
+def shapes_of(boxes: BoxesByRank) -> dict[str, tuple[int, ...]]:
+    """How far the boxes of all ranks reach: the shape of each tensor that they hold together."""
+    found: dict[str, tuple[int, ...]] = {}
+    for held in boxes.values():
+        for name, some in held.items():
+            for box in some:
+                ends = tuple(stop for _, stop in box.bounds)
+                found[name] = tuple(map(max, ends, found.get(name, ends)))
+    return found
+
+
+@dataclass(frozen=True)
+class _Moves:
+    """What one tensor moves in one group."""
+
+    sent: tuple[tuple[int, Box, tuple[int, ...]], ...]
+    """(source, box, destinations), by source, then first destination."""
+    kept: Mapping[int, tuple[Box, ...]]
+
+
+_GroupMoves = tuple[tuple[int, ...], _Moves]
+"""A group, and what moves in it by places in the group."""
 _Places = tuple[tuple[Box, ...], ...]
 
 
-def _plans(
+def _moves(
     names: Iterable[str],
     have: BoxesByRank,
     need: BoxesByRank,
     groups: Groups,
     node_of: NodeOf | None,
-) -> _Plans | None:
-    """By name, the plan of each group; None if a group lacks an element."""
-    found: _Plans = {}
+) -> dict[str, list[_GroupMoves]] | None:
+    """By name, what each group moves; None if a group lacks an element."""
+    found: dict[str, list[_GroupMoves]] = {}
     for name in names:
         for group in groups:
             nodes = None if node_of is None else tuple(node_of(rank) for rank in group)
-            plan = _plan_places(
+            moves = _moves_of_places(
                 tuple(tuple(have.get(rank, {}).get(name, ())) for rank in group),
                 tuple(tuple(need.get(rank, {}).get(name, ())) for rank in group),
                 nodes,
             )
-            if plan is None:
+            if moves is None:
                 return None
-            found.setdefault(name, []).append((group, plan))
+            found.setdefault(name, []).append((group, moves))
     return found
 
 
 @lru_cache(maxsize=4096)
-def _plan_places(have: _Places, need: _Places, nodes: tuple[int, ...] | None) -> Plan | None:
-    """The plan of one tensor in one group, ranks as places in it; None if an element is missing.
+def _moves_of_places(have: _Places, need: _Places, nodes: tuple[int, ...] | None) -> _Moves | None:
+    """The moves of one tensor in one group, ranks as places in it; None if an element is missing.
 
     Layers of a stage, and groups of different replicas, ask the same: the answer is kept.
     """
     everything = [box for boxes in have for box in boxes]
-    if any(subtract_all(boxes, everything) for boxes in need):
+    wanted = set(need)
+    if any(subtract_all(boxes, everything) for boxes in wanted):
         return None
+    if len(wanted) == 1 and sum(box.size for box in everything) == _size(need[0]):
+        return _from_each_to_all(have)
     node_of = None if nodes is None else nodes.__getitem__
-    return redistribute(dict(enumerate(have)), dict(enumerate(need)), node_of=node_of)
+    plan = redistribute(dict(enumerate(have)), dict(enumerate(need)), node_of=node_of)
+    sent: dict[tuple[int, Box], list[int]] = {}
+    for edge in plan.edges:
+        sent.setdefault((edge.source, edge.box), []).append(edge.destination)
+    return _Moves(tuple((*key, tuple(to)) for key, to in sent.items()), plan.kept)
 
 
-def _kept(plans: _Plans, need: BoxesByRank) -> dict[int, tuple[Part, ...]]:
+def _from_each_to_all(have: _Places) -> _Moves:
+    """What `redistribute` gives where all need the same and each element has one holder (FSDP)."""
+    kept = {place: tuple(merged(boxes)) for place, boxes in enumerate(have)}
+    sent = [
+        (source, box, tuple(place for place in kept if place != source))
+        for source, boxes in kept.items()
+        for box in sorted(boxes)
+    ]
+    return _Moves(tuple(move for move in sent if move[2]), kept)
+
+
+def _kept(moves: Mapping[str, list[_GroupMoves]], need: BoxesByRank) -> dict[int, tuple[Part, ...]]:
     kept: dict[int, list[Part]] = {rank: [] for rank in sorted(need)}
-    for name, per_group in plans.items():
-        for group, plan in per_group:
-            for place, boxes in plan.kept.items():
+    for name, per_group in moves.items():
+        for group, tensor in per_group:
+            for place, boxes in tensor.kept.items():
                 if boxes:
                     kept[group[place]] += [Part(name, box) for box in boxes]
     return {rank: tuple(parts) for rank, parts in kept.items()}
@@ -277,19 +324,19 @@ class _Packing:
         self._sent: dict[int, int] = {}
         self._received: dict[int, int] = {}
 
-    def add(self, name: str, per_group: Sequence[_GroupPlan]) -> None:
+    def add(self, name: str, per_group: Sequence[_GroupMoves]) -> None:
         """Append what a tensor moves, in slabs of rows that fit into a bucket."""
-        edges = [
-            (group[edge.source], group[edge.destination], edge.box)
-            for group, plan in per_group
-            for edge in plan.edges
+        sent = [
+            (group[source], box, [group[place] for place in destinations])
+            for group, moves in per_group
+            for source, box, destinations in moves.sent
         ]
-        for slab in _slabs([box for _, _, box in edges], self._limit):
+        for slab in _slabs([box for _, box, _ in sent], self._limit):
             pieces: _Pieces = {}
-            for source, destination, box in edges:
+            for source, box, destinations in sent:
                 common = box.intersect(slab)
                 if common is not None:
-                    pieces.setdefault((source, common), []).append(destination)
+                    pieces.setdefault((source, common), []).extend(destinations)
             self._append(name, pieces)
 
     def buckets(self) -> tuple[Bucket, ...]:
@@ -298,8 +345,9 @@ class _Packing:
         return tuple(self._done)
 
     def _append(self, name: str, pieces: _Pieces) -> None:
-        sent = _totals((source, box.size) for source, box in pieces)
-        received = _totals((rank, box.size) for (_, box), to in pieces.items() for rank in to)
+        sizes = [(source, to, box.size) for (source, box), to in pieces.items()]
+        sent = _totals((source, size) for source, _, size in sizes)
+        received = _totals((rank, size) for _, to, size in sizes for rank in to)
         if not (self._fits(self._sent, sent) and self._fits(self._received, received)):
             self._close()
         for (source, box), destinations in pieces.items():
@@ -335,6 +383,11 @@ def _slabs(boxes: Sequence[Box], limit: int) -> list[Box]:
     return [
         Box(((start, min(start + height, last)), *inner)) for start in range(first, last, height)
     ]
+
+
+def _size(boxes: Sequence[Box]) -> int:
+    """Elements of disjoint boxes."""
+    return sum(box.size for box in disjoint(boxes))
 
 
 def _totals(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:

@@ -3,22 +3,31 @@
 The comparison does not trust the copy: the trainer hashes its shards where they lie, rounded to
 the generator's precision; the generator hashes the tensors its forward reads. Both hashes depend
 on every bit and its place (blocks.hash), so a wrong, stale, shifted or skipped tensor shows.
-`CopySync` and `StreamSync` keep two copies; `SharedSync` has the generator read the trainer's
-shards where they lie (paper section 5.3). Knows no engine by name.
+`BoxSync` keeps two copies; `SharedSync` has the generator read the trainer's shards where they lie
+(paper section 5.3). Knows no engine by name.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.errors import WeightSyncError
+from spmdflow.hybrid_engine.reshard import (
+    BoxesByRank,
+    ReshardPlan,
+    boxes_by_name,
+    plan_reshard,
+    scopes_of,
+    shapes_of,
+)
 from spmdflow.hybrid_engine.shared_storage import SharedStorage
-from spmdflow.hybrid_engine.stream import WeightStream
+from spmdflow.hybrid_engine.stream import BUCKET_BYTES, GroupWire, WeightStream
 from spmdflow.kind.generator import generator_names
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import NEVER, Generator
@@ -27,7 +36,6 @@ from spmdflow.rollout.vllm import VllmGenerator
 from spmdflow.rollout.vllm_blocks import WHOLE, Key, key_of
 from spmdflow.transfer.worker import Max, Metric, Sum
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.move import Block
 from spmdflow.weights.table import stage_layers
 from spmdflow.workers.engine import TrainEngine
 
@@ -110,36 +118,58 @@ class WeightSync:
             raise
 
 
-class CopySync(WeightSync):
-    """Whole tensors, one at a time, by the engine's own all-gather."""
-
-    def _move(self, version: int) -> int:
-        return self._generator.load(self._engine.full_tensors(), version=version)
-
-
-class StreamSync(WeightSync):
-    """Boxes by the planner, in buckets."""
+class BoxSync(WeightSync):
+    """Two copies of the weights: each rank receives the boxes that its generator lacks."""
 
     def __init__(
         self,
         engine: TrainEngine,
         generator: Generator,
-        stream: WeightStream,
         *,
+        rank: int,
+        seconds: float,
         verify_every: int,
         frees_generator: bool = False,
     ) -> None:
-        """stream: planned from the engine's blocks to the generator's."""
+        """rank: this one; seconds: limit of one message. All ranks of the engine together.
+
+        WeightSyncError if trainer and generator are of different models.
+        """
         super().__init__(
             engine, generator, verify_every=verify_every, frees_generator=frees_generator
         )
-        self._stream = stream
+        plan = self._plan()
+        self._stream = WeightStream(
+            plan,
+            rank=rank,
+            wire=GroupWire(engine.groups, plan, rank=rank),
+            dtype=generator.dtype,
+            device=engine.device,
+            seconds=seconds,
+        )
+
+    def _plan(self) -> ReshardPlan:
+        """From what every rank has to what it needs; the ranks tell one another, collective."""
+        layout = self._engine.layout
+        mine = boxes_by_name(self._engine.blocks()), boxes_by_name(self._generator.blocks())
+        found = [mine] * layout.size
+        if layout.size > 1:
+            dist.all_gather_object(found, mine, group=self._engine.groups.get(layout.ranks))
+        have = {rank: has for rank, (has, _) in zip(layout.ranks, found, strict=True)}
+        need = {rank: needs for rank, (_, needs) in zip(layout.ranks, found, strict=True)}
+        _check_same_model(have, need)
+        return plan_reshard(
+            have,
+            need,
+            scopes=scopes_of(layout, layout),
+            element_bytes=self._generator.dtype.itemsize,
+            bucket_bytes=BUCKET_BYTES,
+        )
 
     def _move(self, version: int) -> int:
-        def fill(target: Iterable[Block]) -> int:
-            return self._stream.run(self._engine.blocks(), target)
-
-        return self._generator.overwrite(fill, version=version)
+        received = self._stream.run(self._engine.blocks(), self._generator.blocks())
+        self._generator.renew(version)
+        return received
 
 
 class SharedSync(WeightSync):
@@ -203,6 +233,20 @@ def _parameters(
                 yield member, name, key
             elif not has_first:  # the last stage's copy; the first stage's embedding serves both
                 yield member, name, (None, "embed")
+
+
+def _check_same_model(have: BoxesByRank, need: BoxesByRank) -> None:
+    """WeightSyncError names the tensors that only one side has, or in another shape."""
+    trained, generates = shapes_of(have), shapes_of(need)
+    names = sorted(trained.keys() | generates.keys())
+    wrong = [name for name in names if trained.get(name) != generates.get(name)]
+    if wrong:
+        name = wrong[0]
+        raise WeightSyncError(
+            f"weights: got rollout tensor {name} of shape {generates.get(name)}, expected the "
+            f"trainer's {trained.get(name)} ({len(wrong)} tensors differ: {wrong[:5]}); give "
+            f"trainer and generator the same model.path"
+        )
 
 
 def compare(expected: Mapping[str, int], found: Mapping[str, int], version: int) -> None:

@@ -28,7 +28,6 @@ from spmdflow.plan.workload import kind_of, settings_of
 from spmdflow.transfer.protocol import protocol
 from spmdflow.transfer.register import method_spec
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.table import parameters
 
 Edge = tuple[int, int]
 Nodes = Mapping[int, int]
@@ -37,7 +36,6 @@ Nodes = Mapping[int, int]
 MOST_RANKS, MOST_SHARDED_RANKS = 128, 16
 """Ranks up to which copies are planned box by box, and where every rank holds a shard of each
 tensor: what takes a second or two. Beyond, ranks count as alike."""
-_FULL_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,7 @@ class WeightPlan:
     entering: Mapping[int, int] = field(default_factory=dict)
     """Bytes that come to each machine from others; what several of its ranks receive comes once."""
     reported: int = 0
-    """What rollout/synced_bytes of one sync is to say, over the ranks that answer: bytes received,
-    or of tensor by tensor the whole tensors."""
+    """What rollout/synced_bytes of one sync is to say: bytes received by the ranks that answer."""
     copies: Copies | None = field(default=None, repr=False, compare=False)
     """What was planned box by box, for its proof; None: nothing was."""
 
@@ -86,8 +83,7 @@ def weight_plans(trace: Trace, syncs: Mapping[str, int]) -> list[WeightPlan]:
                 ranks = traced.layout.ranks
             else:
                 plan, ranks = _local(traced, cfg, nodes, syncs.get(name, 0)), _answering(traced)
-            counted = plan.reported or sum(plan.received[rank] for rank in ranks)
-            plans.append(replace(plan, reported=counted))
+            plans.append(replace(plan, reported=sum(plan.received[rank] for rank in ranks)))
         except (ConfigError, PlanError) as err:
             why = f"not planned: {err}"
             plans.append(WeightPlan(name, name, "?", "?", {}, {}, -1, syncs.get(name, 0), why))
@@ -141,30 +137,7 @@ def _local(traced: TracedModel, cfg: Any, nodes: Nodes, syncs: int) -> WeightPla
             if peer != rank
         }
         return _of_edges(name, name, mode, "micro_dp", layout.ranks, edges, nodes, syncs)
-    if layout.pp_size == layout.tp_size == 1 and layout.generation_dp_size == layout.size:
-        return _whole(traced, cfg, nodes, syncs)
     return _boxes(name, name, cfg, layout, layout, nodes, syncs)
-
-
-def _whole(traced: TracedModel, cfg: Any, nodes: Nodes, syncs: int) -> WeightPlan:
-    """Tensor by tensor in float32 from data-parallel shards: each rank lacks what the others
-    hold."""
-    name, ranks, size = traced.name, traced.layout.ranks, traced.layout.size
-    architecture = Architecture.from_folder(cfg.model.path)
-    total = sum(_numel(parameter.shape) for parameter in parameters(architecture)) * _FULL_BYTES
-    reported = total * len(_answering(traced))
-    if not _sharding(cfg).parameters:
-        note = "every rank has all weights"
-        plan = _of_edges(name, name, "copy", "rank", ranks, {}, nodes, syncs, note)
-        return replace(plan, reported=reported)
-    note = "tensor by tensor; shards of a tensor are taken as equal"
-    if size > MOST_RANKS:
-        received = dict.fromkeys(ranks, total * (size - 1) // size)
-        plan = WeightPlan(name, name, "copy", "pool", received, {}, -1, syncs, note)
-        return replace(plan, reported=reported)
-    edges = {(peer, rank): total // size for rank in ranks for peer in ranks if peer != rank}
-    plan = _of_edges(name, name, "copy", "pool", ranks, edges, nodes, syncs, note)
-    return replace(plan, reported=reported)
 
 
 def _sharding(cfg: Any) -> Sharding:
@@ -220,17 +193,24 @@ def _boxes(
     syncs: int,
 ) -> WeightPlan:
     """From the boxes that ranks have and need; replicas that train and generate are alike."""
-    whole = training, generation
-    if training == generation and training.nests:
+    whole, sharded = (training, generation), _sharding(cfg).parameters
+    if training == generation and training.nests and not sharded:
         training = generation = _first_replica(training)
-    architecture, kind = Architecture.from_folder(cfg.model.path), cfg.engine.kind
+    architecture = Architecture.from_folder(cfg.model.path)
     element_bytes = getattr(torch, cfg.rollout.dtype).itemsize
-    most = MOST_SHARDED_RANKS if _sharding(cfg).parameters else MOST_RANKS
+    most = MOST_SHARDED_RANKS if sharded else MOST_RANKS
     if len({*training.ranks, *generation.ranks}) > most:
         received = _alike(architecture, cfg, *whole, element_bytes=element_bytes)
         note = f"ranks are taken as alike: more than {most} are not planned one by one"
+        if whole[0] == whole[1] and training.size == generation.generation_dp_size <= MOST_RANKS:
+            # each rank lacks what the others hold
+            ranks = training.ranks
+            share = {rank: received[rank] // (len(ranks) - 1) for rank in ranks}
+            pairs = [(peer, rank) for rank in ranks for peer in ranks if peer != rank]
+            alike = {pair: share[pair[1]] for pair in pairs}
+            return _of_edges(source_name, target, "copy", "pool", ranks, alike, nodes, syncs, note)
         return WeightPlan(source_name, target, "copy", "pool", received, {}, -1, syncs, note)
-    have = boxes_of(training_tables(architecture, training, kind=kind))
+    have = boxes_of(training_tables(architecture, training, kind=cfg.engine.kind))
     need = boxes_of(generation_tables(architecture, generation, engine=cfg.rollout.engine))
     plan = plan_reshard(
         have,
@@ -312,10 +292,3 @@ def _remote(
         nodes,
         syncs.get(generator.name, 0),
     )
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for extent in shape:
-        total *= extent
-    return total

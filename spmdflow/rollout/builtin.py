@@ -8,7 +8,7 @@ otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -20,14 +20,7 @@ from spmdflow.blocks.hash import positional_hash
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import lengths_of, mask_of, rows_of
 from spmdflow.rollout import llama
-from spmdflow.rollout.generator import (
-    NEVER,
-    Arrivals,
-    Fill,
-    WakePart,
-    check_prompts,
-    response_columns,
-)
+from spmdflow.rollout.generator import NEVER, WakePart, check_prompts, response_columns
 from spmdflow.rollout.hugging_face import HuggingFaceForward, causal_lm, end_tokens
 from spmdflow.rollout.sampling import Sampling, draw
 from spmdflow.rollout.stop import stop_strings_of
@@ -140,30 +133,11 @@ class BuiltinGenerator:
         ids[mask_of(lengths, width).flip(1)] = torch.cat(prompts).to(self._device)
         return self._forward.start(ids, lengths, num_slots=width + max_new_tokens)
 
-    @torch.no_grad()
-    def load(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> int:
-        """Overwrite the weights; see Generator.load."""
+    def blocks(self) -> list[Block]:
+        """Every tensor whole; see Generator.blocks."""
         self.wake("weights")
-        weights = self._forward.weights
-        arrivals = Arrivals({name: tensor.shape for name, tensor in weights.items()})
-        for name, tensor in arrivals.fitting(tensors):
-            weights[name].copy_(tensor)
-        arrivals.check(version)
-        self.weights_version = version
-        return arrivals.num_bytes
-
-    def blocks(self) -> Iterator[Block]:
-        """Every tensor whole."""
-        for name, tensor in self._forward.weights.items():
-            yield name, tensor, Box.of_shape(tensor.shape)
-
-    def overwrite(self, fill: Fill, *, version: int) -> int:
-        """See Generator.overwrite."""
-        self.wake("weights")
-        self.weights_version = NEVER
-        received = fill(self.blocks())
-        self.renew(version)
-        return received
+        weights = self._forward.weights.items()
+        return [(name, tensor, Box.of_shape(tensor.shape)) for name, tensor in weights]
 
     def renew(self, version: int) -> None:
         """See Generator.renew; no cache outlives a batch."""

@@ -1,12 +1,12 @@
 """The surface of a generator: prompts in, responses out, weights replaced between calls.
 
-`weights_version` is the trainer's version that was loaded last, NEVER before the first load.
+`weights_version` is the version of the trainer's weights that it has, NEVER before the first.
 Whoever generates compares it with the trainer's own (hybrid_engine.sync does).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -14,13 +14,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.data.ragged import lengths_of, ragged
-from spmdflow.errors import ColumnError, ConfigError, WeightSyncError
+from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.weights.move import Block
 
 NEVER = -1
-Fill = Callable[[Iterable[Block]], int]
-"""Writes live blocks in place; the bytes that it received."""
 WakePart = Literal["weights", "kv_cache"]
 
 
@@ -43,35 +41,22 @@ class Generator(Protocol):
         other rows. ConfigError if a prompt and max_new_tokens exceed the model's context.
         """
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> int:
-        """Overwrite the weights by Hugging Face name with full tensors; returns their bytes.
-
-        Each rank keeps the part that it reads.
-
-        Takes the whole stream before it complains. WeightSyncError names tensors that are
-        unknown, misshapen or were not in the stream.
-        """
-
-    def blocks(self) -> Iterable[Block]:
+    def blocks(self) -> Sequence[Block]:
         """(Hugging Face name, live view, its box) of what this rank's forward reads.
 
-        Whoever overwrites them calls `renew` afterwards.
-        """
-
-    def overwrite(self, fill: Fill, *, version: int) -> int:
-        """Have `fill` write this rank's blocks, then `renew`; what fill returns.
-
-        Freed weights are had again first. The generator counts as never synced until the end.
+        Reallocates freed weights first. Whoever overwrites them sets weights_version to NEVER
+        before and calls `renew` afterwards.
         """
 
     def renew(self, version: int) -> None:
-        """The weights were overwritten in place, with that version; forget what rests on them."""
+        """The weights were overwritten in place, with that version; drop what was computed from
+        the old ones."""
 
     def hashes(self) -> dict[str, int]:
         """positional_hash of every whole tensor that the replica reads, by Hugging Face name."""
 
     def sleep(self, *, weights: bool = False) -> None:
-        """Free the KV cache until `wake`, or until load or generate need it.
+        """Free the KV cache until `wake`, or until generate needs it.
 
         weights: free the weights too. The generator then counts as never synced.
         """
@@ -120,34 +105,3 @@ def response_columns(tokens: Tensor, log_probs: Tensor, lengths: Tensor) -> Tens
         },
         batch_size=[len(lengths)],
     )
-
-
-class Arrivals:
-    """Watches a stream of (name, full tensor) on its way into a generator's weights."""
-
-    def __init__(self, expected: Mapping[str, torch.Size]) -> None:
-        """expected: shape of every tensor that must arrive, by Hugging Face name."""
-        self.num_bytes = 0
-        self._missing, self._problems = dict(expected), list[str]()
-
-    def fitting(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The expected ones; runs to the end of the stream, a collective, in any case."""
-        for name, tensor in tensors:
-            shape = self._missing.pop(name, None)
-            if shape is None:
-                self._problems.append(f"{name} is unknown or came twice")
-            elif shape != tensor.shape:
-                self._problems.append(f"{name} has shape {tuple(tensor.shape)}, not {tuple(shape)}")
-            else:
-                self.num_bytes += tensor.numel() * tensor.element_size()
-                yield name, tensor
-
-    def check(self, version: int) -> None:
-        """WeightSyncError if anything was unknown, misshapen or did not come."""
-        problems = self._problems + [f"{name} did not arrive" for name in self._missing]
-        if problems:
-            raise WeightSyncError(
-                f"weights of version {version}: got {len(problems)} problems, {problems[:5]}; "
-                f"expected every tensor of the generator's model once; give trainer and generator "
-                f"the same model.path and make full_tensors() yield all the engine's parameters"
-            )

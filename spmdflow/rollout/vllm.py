@@ -11,7 +11,7 @@ checked by hash.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,7 @@ from torch import Tensor
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import rows_of
 from spmdflow.errors import WeightSyncError
-from spmdflow.rollout.generator import (
-    NEVER,
-    Arrivals,
-    Fill,
-    WakePart,
-    check_prompts,
-    response_columns,
-)
+from spmdflow.rollout.generator import NEVER, WakePart, check_prompts, response_columns
 from spmdflow.rollout.hugging_face import end_tokens
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling
@@ -81,21 +74,6 @@ class VllmGenerator:
             lengths.to(self._device),
         )
 
-    @torch.no_grad()
-    def load(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> int:
-        """Overwrite the weights, this rank's part of each; see Generator.load."""
-        if self._shared:
-            raise WeightSyncError(
-                f"weights of version {version}: got full tensors for a generator that reads the "
-                f"trainer's shards, expected none; call shared(version) after they have changed"
-            )
-        self.wake("weights")
-        arrivals = Arrivals(self._reading.shapes)
-        self._engine.model.load_weights(arrivals.fitting(tensors))
-        arrivals.check(version)
-        self.renew(version)
-        return arrivals.num_bytes
-
     def share(self, shards: Shards, *, tp_size: int, vocab_multiple: int) -> None:
         """Read the trainer's shards from now on; vLLM's own weights are freed for good.
 
@@ -117,15 +95,8 @@ class VllmGenerator:
 
     def blocks(self) -> Sequence[Block]:
         """This rank's views of vLLM's parameters; see Generator.blocks."""
-        return self._reading.blocks
-
-    def overwrite(self, fill: Fill, *, version: int) -> int:
-        """See Generator.overwrite."""
         self.wake("weights")
-        self.weights_version = NEVER
-        received = fill(self.blocks())
-        self.renew(version)
-        return received
+        return self._reading.blocks
 
     def renew(self, version: int) -> None:
         """See Generator.renew: cached prefixes are forgotten."""

@@ -63,7 +63,7 @@ def judge_faults(found: dict[str, Any]) -> None:
         assert said.startswith("WeightSyncError: "), fault
         assert named.get(fault, VICTIM) in said, fault
         assert needs_sync and repaired == "", fault
-    assert "did not arrive" in found["skip"][0]
+    assert "with hash 0x" in found["skip"][0]
     assert "with hash 0x" in found["flip"][0] and "of version 0" in found["flip"][0]
     assert f"and 1 more ({VICTIM})" in found["swap"][0]
 

@@ -15,7 +15,7 @@ from spmdflow.rollout.generator import NEVER
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.storage import Storages
-from tests.rollout_reference import load, make_prompts, write_llama
+from tests.rollout_reference import load, make_prompts, put_weights, write_llama
 
 CPU = torch.device("cpu")
 
@@ -38,11 +38,11 @@ def test_storages_count_what_tensors_share_once_and_keep_their_views() -> None:
     assert view.tolist() == [5.0, 0.0]  # what is there is left alone
 
 
-def test_builtin_generator_frees_its_weights_and_takes_them_back_by_a_load(tmp_path: Path) -> None:
+def test_builtin_generator_frees_its_weights_and_takes_new_ones(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "model")
     generator = generator_of(RolloutConfig(), path, CPU)
     tensors = {name: p.detach() for name, p in load(path).named_parameters()}
-    generator.load(iter(tensors.items()), version=4)
+    put_weights(generator, tensors.items(), version=4)
     prompts, sampling, seeds = make_prompts(4), Sampling(8), [1, 2, 3, 4]
     before = generator.generate(prompts, sampling, seeds)["responses"].values().tolist()
     hashes = generator.hashes()
@@ -55,7 +55,7 @@ def test_builtin_generator_frees_its_weights_and_takes_them_back_by_a_load(tmp_p
     assert held.num_bytes == 0
     generator.wake("kv_cache")
     assert held.num_bytes == 0
-    generator.load(iter(tensors.items()), version=5)
+    put_weights(generator, tensors.items(), version=5)
     assert generator.hashes() == hashes
     assert generator.generate(prompts, sampling, seeds)["responses"].values().tolist() == before
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from fsdp_reference import make_batch
 from torch import Tensor
 
+from spmdflow.blocks.box import Box
 from spmdflow.config.schema import (
     EngineConfig,
     ModelConfig,
@@ -29,7 +30,7 @@ from spmdflow.config.schema import (
     RolloutConfig,
 )
 from spmdflow.errors import SpmdflowError
-from spmdflow.hybrid_engine.sync import CopySync
+from spmdflow.hybrid_engine.sync import BoxSync
 from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
@@ -53,7 +54,7 @@ POOL = (1, 2)
 VOCABULARY = 100  # no multiple of 64: vLLM pads it
 CPU = torch.device("cpu")
 GREEDY, SAMPLED = Sampling(16).to_greedy(), Sampling(16, temperature=0.8)
-Stream = Iterable[tuple[str, Tensor]]
+Blocks = list[tuple[str, Tensor, Box]]
 
 
 @dataclass
@@ -87,6 +88,13 @@ class World:
         return make_prompts(16, vocab_size=VOCABULARY, seed=self.rank, **sizes)
 
 
+def sync_of(
+    world: World, engine: FSDPEngine, generator: Generator, *, verify_every: int
+) -> BoxSync:
+    """From the trainer to this rank's generator."""
+    return BoxSync(engine, generator, rank=world.rank, seconds=60, verify_every=verify_every)
+
+
 def update(engine: FSDPEngine, seed: int) -> None:
     """One optimizer step on random rows, other ones on each rank."""
     batch = make_batch(5, seed=10 * seed + engine.rank)
@@ -106,7 +114,7 @@ def trained_model(world: World, engine: FSDPEngine, model: str) -> Any:
 def check_versions(world: World, generator: Generator) -> dict[str, Any]:
     """Generation is refused before the first sync, after an update and after a restore."""
     engine = world.engine("untied")
-    hybrid = CopySync(engine, generator, verify_every=1)
+    hybrid = sync_of(world, engine, generator, verify_every=1)
     generate = lambda: hybrid.generate(world.prompts(), GREEDY, world.seeds)  # noqa: E731
     found: dict[str, Any] = {"new": (hybrid.needs_sync, message(generate))}
     hybrid.sync()
@@ -117,7 +125,8 @@ def check_versions(world: World, generator: Generator) -> dict[str, Any]:
     found["synced again"] = (hybrid.needs_sync, message(generate))
     engine.load_blocks(engine.state_blocks())
     found["restored"] = (hybrid.needs_sync, message(generate))
-    num_bytes = sum(tensor.numel() * 4 for _, tensor in engine.full_tensors())
+    whole = sum(tensor.numel() * 4 for _, tensor in engine.full_tensors())
+    num_bytes = whole - sum(tensor.nbytes for _, tensor, _ in engine.blocks())
     found["bytes"] = (metrics["rollout/synced_bytes"].total, num_bytes)  # type: ignore[union-attr]
     return {"versions": found}
 
@@ -125,7 +134,7 @@ def check_versions(world: World, generator: Generator) -> dict[str, Any]:
 def check_updates(world: World, generator: Generator, *, model: str = "untied") -> dict[str, Any]:
     """After updates the responses are those of a fresh model with the trainer's weights."""
     engine = world.engine(model)
-    hybrid = CopySync(engine, generator, verify_every=1)
+    hybrid = sync_of(world, engine, generator, verify_every=1)
     faults, close, responses = [], 0, []
     for number in range(3):
         update(engine, 2 * number)
@@ -175,41 +184,45 @@ def nothing(weights: Mapping[str, Tensor]) -> None:
     del weights
 
 
-def without_victim(tensors: Stream) -> Iterator[tuple[str, Tensor]]:
-    return ((name, tensor) for name, tensor in tensors if name != VICTIM)
+def without_victim(blocks: Blocks) -> Blocks:
+    return [block for block in blocks if block[0] != VICTIM]
 
 
-def with_stale_victim(tensors: Stream) -> Iterator[tuple[str, Tensor]]:
-    return ((name, tensor * (1 - 1e-6 * (name == VICTIM))) for name, tensor in tensors)
+def with_stale_victim(blocks: Blocks) -> Blocks:
+    return [(n, tensor * (1 - 1e-6 * (n == VICTIM)), box) for n, tensor, box in blocks]
 
 
-FAULTS: dict[str, tuple[Callable, Callable]] = {
-    "none": (iter, nothing),
-    "flip": (iter, flip_a_bit),
-    "negative zero": (iter, negate_a_zero),
-    "swap": (iter, swap_two_tensors),
-    "shift": (iter, shift_rows),
-    "skip": (without_victim, nothing),
-    "stale": (with_stale_victim, nothing),
+FAULTS: dict[str, tuple[Callable, Callable, Callable]] = {
+    "none": (list, list, nothing),
+    "flip": (list, list, flip_a_bit),
+    "negative zero": (list, list, negate_a_zero),
+    "swap": (list, list, swap_two_tensors),
+    "shift": (list, list, shift_rows),
+    "skip": (list, without_victim, nothing),
+    "stale": (with_stale_victim, list, nothing),
 }
+"""What becomes of the trainer's blocks, of the generator's, and of its weights afterwards."""
 
 
 @contextmanager
-def faulty(generator: Any, stream: Callable, damage: Callable) -> Iterator[None]:
-    """A generator whose load changes the stream on its way and the weights afterwards."""
-    right = generator.load
+def faulty(
+    engine: FSDPEngine, generator: Any, source: Callable, target: Callable, damage: Callable
+) -> Iterator[None]:
+    """A trainer and a generator between which weights go wrong."""
+    give, take, renew = engine.blocks, generator.blocks, generator.renew
 
-    def load_wrongly(tensors: Stream, *, version: int) -> int:
-        num_bytes = right(stream(tensors), version=version)
+    def renew_wrongly(version: int) -> None:
+        renew(version)
         with torch.no_grad():
             damage(weights_of(generator))
-        return num_bytes
 
-    generator.load = load_wrongly
+    engine.blocks = lambda: source(give())  # type: ignore[method-assign]
+    generator.blocks, generator.renew = (lambda: target(take())), renew_wrongly
     try:
         yield
     finally:
-        generator.load = right
+        engine.blocks = give  # type: ignore[method-assign]
+        generator.blocks, generator.renew = take, renew
 
 
 def check_faults(world: World, generator: Generator) -> dict[str, Any]:
@@ -218,21 +231,21 @@ def check_faults(world: World, generator: Generator) -> dict[str, Any]:
     with torch.no_grad():
         victim = next(tensor for name, tensor, _ in engine.blocks() if name == VICTIM)
         victim.normal_()[0, 0] = 0.0  # so that -0.0 is a fault
-    hybrid = CopySync(engine, generator, verify_every=1)
+    hybrid = sync_of(world, engine, generator, verify_every=1)
     found = {}
-    for name, (stream, damage) in FAULTS.items():
-        with faulty(generator, stream, damage):
+    for name, fault in FAULTS.items():
+        with faulty(engine, generator, *fault):
             said = message(hybrid.sync)
         found[name] = (said, hybrid.needs_sync, message(hybrid.sync))
-    unverified = CopySync(engine, generator, verify_every=0)
-    with faulty(generator, *FAULTS["flip"]):
+    unverified = sync_of(world, engine, generator, verify_every=0)
+    with faulty(engine, generator, *FAULTS["flip"]):
         found["flip, never verified"] = (message(unverified.sync), unverified.needs_sync, "")
     return {"faults": found}
 
 
 def check_every(world: World, generator: Generator) -> dict[str, Any]:
     """Which of seven syncs compare hashes, when every third should."""
-    hybrid = CopySync(world.engine("untied"), generator, verify_every=3)
+    hybrid = sync_of(world, world.engine("untied"), generator, verify_every=3)
     verified = [hybrid.sync()["rollout/weights_verified"].value for _ in range(7)]  # type: ignore[union-attr]
     return {"verified": verified}
 
@@ -241,13 +254,13 @@ def check_bfloat16(world: World, generator: Generator) -> dict[str, Any]:
     """A bfloat16 generator has the trainer's weights, rounded, and says if a bit differs."""
     engine = world.engine("untied")
     update(engine, 3)
-    hybrid = CopySync(engine, generator, verify_every=1)
+    hybrid = sync_of(world, engine, generator, verify_every=1)
     said = message(hybrid.sync)
 
     def flip(weights: Mapping[str, Tensor]) -> None:
         weights[VICTIM].view(torch.int16)[0, 0] ^= 1
 
-    with faulty(generator, iter, flip):
+    with faulty(engine, generator, list, list, flip):
         return {"bfloat16": (str(generator.dtype), said, message(hybrid.sync))}
 
 

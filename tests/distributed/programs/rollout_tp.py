@@ -40,7 +40,7 @@ from torch import Tensor
 
 from spmdflow.blocks.hash import positional_hash
 from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig
-from spmdflow.hybrid_engine.sync import CopySync
+from spmdflow.hybrid_engine.sync import BoxSync
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.replica import Replica
@@ -52,20 +52,18 @@ from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
 from spmdflow.workers.fsdp import FSDPEngine
 from spmdflow.workers.hugging_face import load_causal_lm
-from tests.rollout_reference import FAMILIES, load, make_prompts, write_family
+from tests.rollout_reference import FAMILIES, load, make_prompts, put_weights, write_family
 
 
 def check_load(world: World, generator: Any, layout: Layout, family: str) -> dict[str, Any]:
-    """Other weights: the responses and the hashes are theirs, and the stream is complete."""
+    """Other weights: the responses and the hashes are theirs."""
     weights = trained(world, family, 7)
-    num_bytes = generator.load(iter(weights.items()), version=3)
+    put_weights(generator, weights.items(), version=3)
     hashes = {name: positional_hash(tensor, 0) for name, tensor in weights.items()}
     found = compare(world, generator, layout, with_weights(world, family, weights))
     return found | {
         "hashes": generator.hashes() == hashes,
-        "bytes": num_bytes == sum(4 * tensor.numel() for tensor in weights.values()),
         "version": generator.weights_version,
-        "missing": message(lambda: generator.load(iter([]), version=4)),
     }
 
 
@@ -113,7 +111,7 @@ def check_disagreement(world: World, generator: Any, layout: Layout) -> dict[str
 def check_sleep(world: World, generator: Any, layout: Layout) -> dict[str, Any]:
     """Bytes of the KV cache and of the weights awake, asleep and half awake."""
     prompts, weights = world.prompts(layout), trained(world, "llama", 7)
-    generator.load(iter(weights.items()), version=5)
+    put_weights(generator, weights.items(), version=5)
     before = generator.generate(prompts, SAMPLED, SEEDS)["responses"].values().tolist()
     cache = Storages(generator._engine._runner.kv_caches)
     held = Storages(generator._engine.model.parameters())
@@ -125,7 +123,7 @@ def check_sleep(world: World, generator: Any, layout: Layout) -> dict[str, Any]:
     version = generator.weights_version
     generator.wake("weights")
     sizes["weights awake"] = (cache.num_bytes, held.num_bytes)
-    generator.load(iter(weights.items()), version=6)
+    put_weights(generator, weights.items(), version=6)
     sizes["loaded"] = (cache.num_bytes, held.num_bytes)
     after = generator.generate(prompts, SAMPLED, SEEDS)["responses"].values().tolist()
     return {"sizes": sizes, "version asleep": version, "same": before == after}
@@ -154,7 +152,6 @@ def check_blocks(
     shared = {view.data_ptr() for views in shards.values() for view in views}
     parameters = generator._engine.model.parameters()
     found["own"] = sum(p.numel() for p in parameters if p.data_ptr() not in shared)
-    found["load"] = message(lambda: generator.load(iter([]), version=3))
     key = next(key for key in shards if key[1] == "qkv")
     wrong = {**shards, key: [shards[key][0][1:]]}
     found["wrong"] = message(lambda: generator.share(wrong, tp_size=tp_size, vocab_multiple=128))
@@ -175,7 +172,7 @@ def check_trainer(world: World, generator: Any, layout: Layout) -> dict[str, Any
         optimizer=OptimizerConfig(lr=0.02),
         total_optimizer_steps=10,
     )
-    hybrid = CopySync(engine, generator, verify_every=1)
+    hybrid = BoxSync(engine, generator, rank=world.rank, seconds=60, verify_every=1)
     found: dict[str, Any] = {"new": message(hybrid.sync)}
     update(engine, 1)
     generator.sleep(weights=True)
@@ -184,17 +181,16 @@ def check_trainer(world: World, generator: Any, layout: Layout) -> dict[str, Any
     model = with_weights(world, "llama", dict(engine.full_tensors()))
     found["responses"] = compare(world, generator, layout, model)
     view = view_of(generator, "lm_head.weight")
-    load = generator.load
+    renew = generator.renew
 
-    def load_and_damage(tensors: Any, *, version: int) -> int:
-        num_bytes = load(tensors, version=version)
+    def renew_and_damage(version: int) -> None:
+        renew(version)
         view[5, 3] += world.replica(layout).tp_rank  # type: ignore[index]
-        return num_bytes
 
-    generator.load = load_and_damage
+    generator.renew = renew_and_damage
     update(engine, 2)
     found["damaged"] = (message(hybrid.sync), hybrid.needs_sync)
-    generator.load = load
+    generator.renew = renew
     return found
 
 

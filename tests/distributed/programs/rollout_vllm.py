@@ -27,13 +27,13 @@ from rollout_sync import (
     check_versions,
     main,
     message,
+    sync_of,
     update,
     weights_of,
 )
 
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import ragged_from_rows, rows_of
-from spmdflow.hybrid_engine.sync import CopySync
 from spmdflow.rollout.factory import generator_of
 from spmdflow.rollout.hugging_face import end_tokens
 from spmdflow.rollout.sampling import Sampling
@@ -140,7 +140,7 @@ def check_composition(world: World, generator: Any) -> dict[str, Any]:
 def check_prefix_cache(world: World, generator: Any) -> dict[str, Any]:
     """Prompts of several cache blocks, before and after an update."""
     engine = world.engine("untied")
-    hybrid = CopySync(engine, generator, verify_every=1)
+    hybrid = sync_of(world, engine, generator, verify_every=1)
     hybrid.sync()
     prompts = ragged_from_rows([torch.randint(3, VOCABULARY, (280,)) for _ in range(4)])
     hybrid.generate(prompts, GREEDY, world.seeds[:4])
