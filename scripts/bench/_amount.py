@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from spmdflow.hybrid_engine.reshard import ReshardPlan
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.piece import ShardTable
+from spmdflow.weights.cut import ShardTable
 from spmdflow.weights.ranks import RankTables
 from spmdflow.weights.table import EMBEDDING, parameters_by_name
 

@@ -40,10 +40,15 @@ from spmdflow.hybrid_engine.reshard import (
 from spmdflow.hybrid_engine.table import storage_numel
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.cut import ShardTable
 from spmdflow.weights.megatron import buffer_places, vocab_multiple
-from spmdflow.weights.piece import ShardTable
-from spmdflow.weights.ranks import RankTables, megatron_tables, vllm_tables, whole_tables
-from spmdflow.weights.sharded import fsdp_shards
+from spmdflow.weights.ranks import (
+    RankTables,
+    fsdp_shards,
+    megatron_tables,
+    vllm_tables,
+    whole_tables,
+)
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from spmdflow.hybrid_engine.reshard import ReshardPlan
 from spmdflow.hybrid_engine.shared_storage import BlockStorage, FlatStorage, SharedStorage
 from spmdflow.hybrid_engine.stream import ALONE_BYTES, GroupWire, WeightStream
 from spmdflow.parallel.group import GroupTable
+from spmdflow.weights.cut import ShardTable
 from spmdflow.weights.move import Block, BlockReader, Read, blocks, fill
-from spmdflow.weights.piece import ShardTable
 from spmdflow.weights.ranks import vllm_tables
 
 

@@ -34,7 +34,7 @@ from math import prod
 from spmdflow.blocks.box import Box, disjoint, merged, subtract_all
 from spmdflow.blocks.plan import NodeOf, PlanError, redistribute
 from spmdflow.parallel.layout import Layout
-from spmdflow.weights.piece import pieces_by_name
+from spmdflow.weights.cut import pieces_by_name
 from spmdflow.weights.ranks import RankTables
 
 BoxesByRank = Mapping[int, Mapping[str, Sequence[Box]]]

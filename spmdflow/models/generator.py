@@ -26,8 +26,7 @@ from spmdflow.hybrid_engine.remote import WeightReceiver
 from spmdflow.models.base import axis_groups
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.factory import generator_of
-from spmdflow.rollout.from_folder import take_folder_weights
-from spmdflow.rollout.generator import NEVER
+from spmdflow.rollout.generator import NEVER, take_folder_weights
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.register import register

@@ -8,7 +8,7 @@ after each update, or reads the trainer's shards where they lie.
 The recorded log-probabilities are those of logits / temperature over the whole vocabulary,
 before top-k and top-p: the quantity that the trainer computes for the same token. They are
 recomputed by the trainer all the same (`compute_log_prob`), because the two forward passes
-round differently; the gap between the two, the drift, is a metric of every step.
+round differently; the gap between the two is a metric of every step (rollout/drift).
 
 The ranks of a replica are the trainer's generation groups (parallel.layout), and vLLM works on
 their process groups: tensor-parallel t_g, pipeline p_g, strided or not, of a part of the world.
@@ -17,20 +17,17 @@ prompts and tokens are compared by hash in each call. Pipeline stages are vLLM's
 stage broadcasts its logits. One batch is in one stage at a time, so p_g > 1 spares memory, not
 time. The built-in generator is for replicas of one rank.
 
-  generator      the surface, and what every generator checks and gives
+  generator      the surface, what every generator checks and gives, and memory that it frees
   factory        `generator_of`: a generator by its name in the config
-  from_folder    the folder's own weights for a generator that no trainer feeds
   replica        the ranks that generate together, and their groups
   sampling       settings, noise and the draw: pure functions of (seed, position, logits)
-  storage        freeing the memory of tensors, and having it again
-  builtin        the batched decode loop, used with one of the two cached models
-  llama          cached forward of Llama-family weights, written for small models on CPU
-  hugging_face   the seam to transformers, and the cached forward of every other family
+  builtin        the batched decode loop over a cached forward
+  forward        the cached forward of a Llama, for small models on CPU, and of every other family
   vllm           the generator on vLLM in process, one engine per rank
   vllm_engine    the seam to vLLM: its engine inside our process
   vllm_groups    its parallel state on our process groups
   vllm_contract  the names of its inside that are used, checked before an engine is built
+  vllm_process   what it changes in the process and is put back; what it needs on CUDA
   vllm_weights   what its layers read, by Hugging Face name, and the hashes of it
   vllm_blocks    layers that compute with the trainer's shards instead of their own weights
-  process_state  keeping the process as it is while vLLM starts in it
 """

@@ -2,14 +2,12 @@
 
 Rows are sorted by prompt length and decoded `max_batch_size` at a time; a batch is left-padded,
 finished rows leave it, and results return in the order of the prompts. Needs no engine beside
-torch; the model's arithmetic is rollout.llama's where that covers the family, transformers'
-otherwise.
+torch; the model's arithmetic is rollout.forward's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from tensordict import TensorDict
@@ -19,40 +17,20 @@ from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import positional_hash
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import lengths_of, mask_of, rows_of
-from spmdflow.rollout import llama
-from spmdflow.rollout.generator import NEVER, WakePart, check_prompts, response_columns
-from spmdflow.rollout.hugging_face import HuggingFaceForward, causal_lm, end_tokens
+from spmdflow.rollout.forward import causal_lm, end_tokens, forward_of
+from spmdflow.rollout.generator import (
+    NEVER,
+    Storages,
+    WakePart,
+    check_prompts,
+    response_columns,
+    stop_strings_of,
+)
 from spmdflow.rollout.sampling import Sampling, draw
-from spmdflow.rollout.stop import stop_strings_of
-from spmdflow.rollout.storage import Storages
 from spmdflow.weights.move import Block
 
 _LEAVE_BELOW = 0.75
 """Share of unfinished rows below which the others leave: copying the cache costs steps too."""
-
-
-class CachedForward(Protocol):
-    """A causal LM with a KV cache (rollout.llama, rollout.hugging_face)."""
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """Every tensor the forward reads, by Hugging Face name."""
-
-    @property
-    def max_positions(self) -> int:
-        """Longest prompt and response together, in tokens."""
-
-    def start(self, ids: Tensor, lengths: Tensor, *, num_slots: int) -> Tensor:
-        """Logits (B, V) after left-padded prompts."""
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """Logits (B, V) after one more token of each row."""
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop all but these rows."""
-
-    def release(self) -> None:
-        """Free the KV cache."""
 
 
 class BuiltinGenerator:
@@ -63,10 +41,7 @@ class BuiltinGenerator:
         self.dtype = getattr(torch, cfg.dtype)
         self._max_batch_size = cfg.max_batch_size
         module = causal_lm(model_path, dtype=self.dtype, device=device)
-        forward: CachedForward = (
-            llama.LlamaForward(module) if llama.covers(module) else HuggingFaceForward(module)
-        )
-        self._forward = forward
+        self._forward = forward_of(module)
         self._device = device
         self._asleep: Storages | None = None
         self._end_tokens = torch.tensor(end_tokens(model_path), dtype=torch.int64, device=device)

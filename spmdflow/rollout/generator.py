@@ -6,16 +6,20 @@ Whoever generates compares it with the trainer's own (hybrid_engine.sync does).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from spmdflow.blocks.hash import positional_hash
 from spmdflow.data.ragged import lengths_of, ragged
-from spmdflow.errors import ColumnError, ConfigError
+from spmdflow.datasets.tokenizer import StopStrings, load_tokenizer
+from spmdflow.errors import ColumnError, ConfigError, WeightSyncError
+from spmdflow.kind.generator import generator_names
 from spmdflow.rollout.sampling import Sampling
+from spmdflow.weights.folder import folder_tensors
 from spmdflow.weights.move import Block
 
 NEVER = -1
@@ -95,6 +99,13 @@ def check_prompts(
         )
 
 
+def stop_strings_of(sampling: Sampling) -> StopStrings | None:
+    """What ends responses before their end token; None: nothing does."""
+    if not sampling.stop:
+        return None
+    return StopStrings(load_tokenizer(sampling.tokenizer_path), sampling.stop)
+
+
 def response_columns(tokens: Tensor, log_probs: Tensor, lengths: Tensor) -> TensorDict:
     """The three columns from flat tokens and log-probs (sum of lengths,) in row order."""
     return TensorDict(
@@ -105,3 +116,57 @@ def response_columns(tokens: Tensor, log_probs: Tensor, lengths: Tensor) -> Tens
         },
         batch_size=[len(lengths)],
     )
+
+
+def take_folder_weights(generator: Generator, path: str, *, verify: bool) -> int:
+    """Let it generate with the weights of the folder that it was built from: nothing trains it.
+
+    verify: compare the hash of each tensor that both know by name. Returns how many were
+    compared. All ranks of a generation replica call it. WeightSyncError for one that differs.
+    """
+    compared = 0
+    found = generator.hashes() if verify else {}
+    for name, tensor in folder_tensors(path) if verify else ():
+        if name not in found:
+            continue
+        expected = positional_hash(tensor.to(generator.dtype), 0)
+        if found[name] != expected:
+            raise WeightSyncError(
+                f"weights of {path}: got rollout tensor {name} with hash {found[name]:#018x}, "
+                f"expected the file's {expected:#018x}; set "
+                f"actor.rollout.engine={generator_names()[0]} to see "
+                f"whether it is the generator, and report this message"
+            )
+        compared += 1
+    generator.renew(0)
+    return compared
+
+
+class Storages:
+    """The storages below some tensors, each once; freed and given back together.
+
+    A storage that is resized to nothing keeps its tensors: views, addresses in Python and aliases
+    stay valid, and reading them is an error until the storage has its size back.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+        self._storages = [(storage, storage.nbytes()) for storage in found.values()]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held now."""
+        return sum(storage.nbytes() for storage, _ in self._storages)
+
+    def free(self) -> None:
+        """Give the memory back; the values are lost."""
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Take the memory again, filled with zeros (NaN in unused slots would spread)."""
+        for storage, num_bytes in self._storages:
+            if storage.nbytes() == num_bytes:
+                continue
+            storage.resize_(num_bytes)
+            torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage).zero_()

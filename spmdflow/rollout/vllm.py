@@ -21,8 +21,8 @@ from torch import Tensor
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import rows_of
 from spmdflow.errors import WeightSyncError
+from spmdflow.rollout.forward import end_tokens
 from spmdflow.rollout.generator import NEVER, WakePart, check_prompts, response_columns
-from spmdflow.rollout.hugging_face import end_tokens
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm_blocks import Shards, block_reading, install

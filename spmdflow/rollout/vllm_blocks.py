@@ -38,9 +38,9 @@ from spmdflow.errors import ConfigError
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.vllm_weights import Reading, slots_of, whole_shapes
 from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.cut import ShardTable
 from spmdflow.weights.megatron import megatron_shards
 from spmdflow.weights.move import blocks
-from spmdflow.weights.piece import ShardTable
 from spmdflow.weights.table import stage_layers
 
 Key = tuple[int | None, str]

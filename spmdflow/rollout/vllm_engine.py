@@ -34,14 +34,18 @@ from torch.nn import functional as F
 from spmdflow.datasets.tokenizer import StopStrings
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_names
-from spmdflow.rollout import vllm_cuda
-from spmdflow.rollout.process_state import process_state_kept, replaced
+from spmdflow.rollout.generator import Storages, stop_strings_of
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling, draw
-from spmdflow.rollout.stop import stop_strings_of
-from spmdflow.rollout.storage import Storages
 from spmdflow.rollout.vllm_contract import check_contract, walk
 from spmdflow.rollout.vllm_groups import Groups, executor_class, release
+from spmdflow.rollout.vllm_process import (
+    CUDA_SETTINGS,
+    keep_caches_apart,
+    process_state_kept,
+    replaced,
+    trim_weights,
+)
 from spmdflow.weights.table import stage_layers
 
 _RUNNER = "engine_core.model_executor.driver_worker.worker.model_runner"
@@ -81,7 +85,7 @@ class Engine:
         if self._on_cpu:
             _run_without_compiling()
         else:
-            vllm_cuda.keep_caches_apart(device)
+            keep_caches_apart(device)
         with _plain_weights(self._on_cpu), _our_stages():
             self._llm = vllm.LLM(
                 model_path,
@@ -92,7 +96,7 @@ class Engine:
                 generation_config="vllm",
                 async_scheduling=False,  # a row's position is the number of tokens it has
                 use_tqdm_on_load=False,
-                **(({"enforce_eager": True} if self._on_cpu else vllm_cuda.SETTINGS) | settings),
+                **(({"enforce_eager": True} if self._on_cpu else CUDA_SETTINGS) | settings),
             )
         client = self._llm.llm_engine.engine_core
         if hasattr(client, "_finalizer"):  # absent in 0.27; it would end the default process group
@@ -178,7 +182,7 @@ class Engine:
     def trim(self) -> None:
         """Give back the memory of weights that are gone; on CPU it was when they went."""
         if not self._on_cpu:
-            vllm_cuda.trim_weights()
+            trim_weights()
 
     def close(self) -> None:
         """Free the engine and its private group; the trainer's groups stay."""

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_names
-from spmdflow.rollout.process_state import replaced
 from spmdflow.rollout.replica import Replica
+from spmdflow.rollout.vllm_process import replaced
 
 _SINGLE = ("_DCP", "_PCP", "_DP")
 """Axes that always have one rank here; some exist in some versions only."""

@@ -20,8 +20,8 @@ from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.kind.generator import generator_names
 from spmdflow.rollout.replica import Replica
 from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.cut import ShardTable
 from spmdflow.weights.move import Block, blocks
-from spmdflow.weights.piece import ShardTable
 from spmdflow.weights.table import parameters
 from spmdflow.weights.vllm import vllm_shards
 

@@ -27,7 +27,7 @@ from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.rollout.vllm_contract import missing_names
 from spmdflow.rollout.vllm_weights import Slot, joined_hashes, slots_of, whole_shapes
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.piece import ShardTable
+from spmdflow.weights.cut import ShardTable
 from spmdflow.weights.table import EMBEDDING
 from spmdflow.weights.vllm import vllm_shards
 

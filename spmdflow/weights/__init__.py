@@ -2,20 +2,18 @@
 
 One declarative table per architecture family (`architecture` for what differs between families,
 `table` for the tensors) and one function per layout that says, for a rank, which box of which
-Hugging Face tensor fills which part of which local tensor. Loading, export, resharding,
-checkpoints and certificates read these tables; no other code knows how a weight is cut. Integers
+Hugging Face tensor fills which part of which local tensor. Loading, export, resharding
+and checksums read these tables; no other code knows how a weight is cut. Integers
 only but for `move` and `folder`; no processes, no Megatron, no vLLM.
 
 | file | what |
 |---|---|
 | `architecture` | `Architecture`: sizes and features, read from config.json or refused |
 | `table` | `parameters`: name, shape and kind of every tensor; `stage_layers` |
-| `piece` | `Piece`, `LocalTensor`, `ShardTable`; stacking; who owns what several ranks hold |
-| `cut` | the ways to cut: whole, rows, columns, vocabulary, heads, groups of heads |
+| `cut` | `Piece`, `LocalTensor`, `ShardTable`; the ways to cut; who owns what several hold |
 | `megatron` | interleaved qkv, gate over up, padded vocabulary, stages |
 | `vllm` | q over k over v, gate over up, vocabulary padded to 64, replicated kv heads |
-| `sharded` | FSDP2 (rows in equal chunks) and whole tensors (ZeRO parameters, built-in generator) |
-| `ranks` | the tables of all ranks of a layout |
+| `ranks` | the tables of all ranks of a layout; rows in equal chunks (FSDP2) and whole tensors |
 | `move` | fill local tensors through a reader; views by box; whole tensors from boxes |
 | `folder` | a reader of boxes over safetensors files, and the writing of such a folder |
 

@@ -18,8 +18,7 @@ import math
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_names
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.cut import Cut, LayerRow, check_sizes
-from spmdflow.weights.piece import LocalTensor, ShardTable
+from spmdflow.weights.cut import Cut, LayerRow, LocalTensor, ShardTable, check_sizes
 from spmdflow.weights.table import EMBEDDING, stage_layers
 
 SHARED_EMBEDDING = ("embedding.word_embeddings.weight", "output_layer.weight")

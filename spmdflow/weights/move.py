@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmdflow.blocks.box import Box, subtract_all
 from spmdflow.blocks.plan import PlanError
-from spmdflow.weights.piece import ShardTable
+from spmdflow.weights.cut import ShardTable
 
 Read = Callable[[str, Box], Tensor]
 """(Hugging Face name, box) -> a tensor of the box's shape, of any dtype and device."""

@@ -1,4 +1,7 @@
-"""Shard tables of all ranks of a layout. Ranks that hold the same share one table object."""
+"""Shard tables of all ranks of a layout, engine by engine. Integers only.
+
+Ranks that hold the same share one table object.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+from spmdflow.blocks.box import Box
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.cut import ShardTable, rows_of, stack
 from spmdflow.weights.megatron import megatron_shards
 from spmdflow.weights.megatron import vocab_multiple as multiple_of
-from spmdflow.weights.piece import ShardTable
-from spmdflow.weights.sharded import fsdp_shards, whole_shards
+from spmdflow.weights.table import parameters
 from spmdflow.weights.vllm import vllm_shards
 
 _Place = TypeVar("_Place", bound=Hashable)
@@ -76,6 +80,28 @@ def vllm_tables(arch: Architecture, layout: Layout) -> RankTables:
 
     places = {rank: layout.generation_coordinate(rank) for rank in layout.ranks}
     return _shared({rank: (place.pp, place.tp) for rank, place in places.items()}, table)
+
+
+def fsdp_shards(arch: Architecture, *, shard_size: int, shard_rank: int) -> ShardTable:
+    """FSDP2's shards by Hugging Face name: chunk shard_rank of torch.chunk over dimension 0.
+
+    Chunks are rounded up, so the last ranks may have fewer rows, or none.
+    """
+    assert 0 <= shard_rank < shard_size, (shard_rank, shard_size)
+    table = {}
+    for parameter in parameters(arch):
+        rows = -(-parameter.shape[0] // shard_size)
+        box = rows_of(parameter.shape, shard_rank * rows, (shard_rank + 1) * rows)
+        table[parameter.name] = stack([(parameter.name, box)])
+    return table
+
+
+def whole_shards(arch: Architecture) -> ShardTable:
+    """Every tensor whole: ZeRO 1 and 2 parameters, the built-in generator."""
+    return {
+        parameter.name: stack([(parameter.name, Box.of_shape(parameter.shape))])
+        for parameter in parameters(arch)
+    }
 
 
 def _shared(places: Mapping[int, _Place], table: Callable[[_Place], ShardTable]) -> RankTables:

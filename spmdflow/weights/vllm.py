@@ -13,8 +13,7 @@ from __future__ import annotations
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_names
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.cut import Cut, LayerRow, Way, check_sizes
-from spmdflow.weights.piece import LocalTensor, ShardTable
+from spmdflow.weights.cut import Cut, LayerRow, LocalTensor, ShardTable, Way, check_sizes
 from spmdflow.weights.table import EMBEDDING, stage_layers
 
 VOCAB_MULTIPLE = 64

@@ -16,9 +16,9 @@ from spmdflow.blocks.box import Box, flat_range
 from spmdflow.blocks.hash import MODULUS, box_hash, to_signed
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.cut import LocalTensor, Piece, ShardTable, owned
 from spmdflow.weights.megatron import megatron_shards
 from spmdflow.weights.move import Block, Read, blocks, fill
-from spmdflow.weights.piece import LocalTensor, Piece, ShardTable, owned
 from spmdflow.weights.table import parameters
 from spmdflow.workers.megatron_layer import local_name
 from spmdflow.workers.megatron_model import vocab_multiple

@@ -20,8 +20,7 @@ ENVIRONMENT = {
     "spmdflow/config/load.py": "resolves settings",
     "spmdflow/doctor/__main__.py": "reports the variables that a run would see",
     "spmdflow/rollout/vllm_contract.py": "vLLM is configured by variables only",
-    "spmdflow/rollout/vllm_cuda.py": "vLLM's cache is moved by a variable only",
-    "spmdflow/rollout/process_state.py": "puts back what vLLM changes",
+    "spmdflow/rollout/vllm_process.py": "puts back what vLLM changes, and moves its cache",
 }
 """The files that may touch os.environ, and why."""
 

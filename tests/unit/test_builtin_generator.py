@@ -14,11 +14,15 @@ from spmdflow.blocks.hash import positional_hash
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
 from spmdflow.errors import ColumnError, ConfigError
-from spmdflow.rollout import llama
 from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.factory import generator_of
-from spmdflow.rollout.hugging_face import HuggingFaceForward, causal_lm, end_tokens
-from spmdflow.rollout.llama import LlamaForward
+from spmdflow.rollout.forward import (
+    HuggingFaceForward,
+    LlamaForward,
+    causal_lm,
+    covers,
+    end_tokens,
+)
 from spmdflow.rollout.sampling import Sampling
 from tests.rollout_reference import (
     END,
@@ -93,7 +97,7 @@ def test_families_use_the_forward_that_covers_them(folder: Path) -> None:
         for name in [*VARIANTS, "qwen2"]
     }
 
-    assert {name: llama.covers(module) for name, module in modules.items()} == {
+    assert {name: covers(module) for name, module in modules.items()} == {
         **dict.fromkeys(VARIANTS, True),
         "qwen2": False,
     }

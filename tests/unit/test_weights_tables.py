@@ -13,10 +13,10 @@ from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import MODULUS, box_hash, positional_hash
 from spmdflow.blocks.plan import PlanError
 from spmdflow.errors import ConfigError
+from spmdflow.weights.cut import owned
 from spmdflow.weights.megatron import megatron_shards
 from spmdflow.weights.move import BlockReader, blocks, fill, gathered
-from spmdflow.weights.piece import owned
-from spmdflow.weights.sharded import fsdp_shards, whole_shards
+from spmdflow.weights.ranks import fsdp_shards, whole_shards
 from spmdflow.weights.table import parameters
 from spmdflow.weights.vllm import vllm_shards
 from tests.unit.weight_shapes import (

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from spmdflow.blocks.box import Box
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.piece import ShardTable
+from spmdflow.weights.cut import ShardTable
 from spmdflow.weights.table import parameters
 
 TINY = {

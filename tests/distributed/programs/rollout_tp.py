@@ -43,8 +43,8 @@ from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig
 from spmdflow.hybrid_engine.sync import BoxSync
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
+from spmdflow.rollout.generator import Storages
 from spmdflow.rollout.replica import Replica
-from spmdflow.rollout.storage import Storages
 from spmdflow.rollout.vllm_contract import check_contract
 from spmdflow.serving.backend import register_backend
 from spmdflow.serving.receiver import OutsideReceiver

@@ -1,7 +1,7 @@
-"""Keeping a process as it is while a library that wants it for itself is started in it.
+"""vLLM beside a trainer in one process: what it changes is put back, and what CUDA needs.
 
 vLLM reseeds the random states, sets environment variables and, on CPU, replaces functions of
-torch. Knows no vLLM.
+torch. What it needs on CUDA was read in 0.32 and never run.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import gc
 import os
 import random
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,11 @@ _REPLACED_IN_TORCH: tuple[tuple[Any, tuple[str, ...]], ...] = (
 Those of torch.accelerator stay replaced: on CPU the originals only raise, and shutdown calls them.
 On CUDA vLLM replaces torch.cuda.set_stream to know the stream that it launches on: that stays.
 """
+
+
+CUDA_SETTINGS: dict[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.01}
+"""Of vllm.LLM. The fraction is only a check of free memory here, and a trainer holds most of it:
+kv_cache_memory_bytes says what the engine takes."""
 
 
 @contextmanager
@@ -61,6 +68,30 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, stock)
+
+
+def keep_caches_apart(device: torch.device) -> None:
+    """Compiled code belongs to one device, and vLLM's cache tells engines apart by rank alone.
+
+    Before an engine is built; every replica's ranks count from 0.
+    """
+    root, leaf = (
+        import_module("vllm.envs").VLLM_CACHE_ROOT,
+        f"{socket.gethostname()}-{device.index}",
+    )
+    if os.path.basename(root) != leaf:
+        os.environ["VLLM_CACHE_ROOT"] = os.path.join(root, leaf)
+
+
+def trim_weights() -> None:
+    """Have vLLM's sleep allocator give back the memory of weights that are gone.
+
+    Their blocks return to a private pool, which torch keeps as long as the pool lives.
+    """
+    allocator = import_module("vllm.device_allocator").get_mem_allocator_instance()
+    if hasattr(allocator, "_trim"):
+        for pool, _ in allocator.allocator_and_pools.get("weights", ()):
+            allocator._trim(pool)
 
 
 def _restore_environment(before: dict[str, str], own_variables: str) -> None:

@@ -1,23 +1,56 @@
-"""Cached forward of Llama-family weights: one flat function over a few large tensors.
+"""A causal LM with a KV cache: the two passes that the built-in generator needs.
 
-A transformers module spends most of a small model's decode step in Python; this does the same
-arithmetic with fewer, larger operations (one product for q, k and v, one for gate and up).
-Equal to transformers within 1e-5 in float32, which tests/unit/test_builtin_generator.py checks.
+`LlamaForward` is one flat function over a few large tensors: a transformers module spends most of
+a small model's decode step in Python; this does the same arithmetic with fewer, larger operations
+(one product for q, k and v, one for gate and up). Equal to transformers within 1e-5 in float32,
+which tests/unit/test_builtin_generator.py checks. Attention runs over preallocated slots: a batch
+is left-padded, so every row writes the same slot, and a row's first slots are masked.
+`HuggingFaceForward` runs what `LlamaForward` does not cover.
 
-Attention runs over preallocated slots: a batch is left-padded, so every row writes the same
-slot, and a row's first slots are masked. Knows no sampling, no files and no transformers.
+transformers is imported late and, of the rollout package, only here. Knows no sampling.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 _STATIC_ROPE = ("default", "linear", "llama3")
+
+
+class CachedForward(Protocol):
+    """A model's weights and its KV cache."""
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """Every tensor the forward reads, by Hugging Face name."""
+
+    @property
+    def max_positions(self) -> int:
+        """Longest prompt and response together, in tokens."""
+
+    def start(self, ids: Tensor, lengths: Tensor, *, num_slots: int) -> Tensor:
+        """Logits (B, V) after left-padded prompts."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits (B, V) after one more token of each row."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all but these rows."""
+
+    def release(self) -> None:
+        """Free the KV cache."""
+
+
+def forward_of(module: Any) -> CachedForward:
+    """The fastest forward that computes what this transformers causal LM computes."""
+    return LlamaForward(module) if covers(module) else HuggingFaceForward(module)
 
 
 def covers(module: Any) -> bool:
@@ -30,6 +63,77 @@ def covers(module: Any) -> bool:
         and not getattr(config, "mlp_bias", False)
         and module.model.rotary_emb.rope_type in _STATIC_ROPE
     )
+
+
+def causal_lm(path: str, *, dtype: torch.dtype, device: torch.device) -> Any:
+    """The transformers module of a folder (config.json, *.safetensors), in eval mode."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # one bar per rank and model would bury the run's own lines
+    module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    return module.to(device).eval().requires_grad_(False)
+
+
+def end_tokens(path: str) -> tuple[int, ...]:
+    """Token ids that end a response: generation_config.json's, else config.json's; may be none."""
+    from transformers import AutoConfig, GenerationConfig
+
+    found = AutoConfig.from_pretrained(path, local_files_only=True).eos_token_id
+    if (Path(path) / "generation_config.json").exists():
+        chosen = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+        found = found if chosen is None else chosen
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+
+
+class HuggingFaceForward:
+    """Any family: transformers' own module and cache."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.weights: dict[str, Tensor] = {n: p.detach() for n, p in module.named_parameters()}
+        """Every parameter by name; tied ones once."""
+        self.max_positions: int = module.config.max_position_embeddings
+
+    def start(self, ids: Tensor, lengths: Tensor, *, num_slots: int) -> Tensor:
+        """Logits (B, V) after the prompts; ids (B, P) left-padded, lengths (B,)."""
+        from transformers import DynamicCache
+
+        slots = torch.arange(ids.shape[1], device=ids.device)
+        starts = (ids.shape[1] - lengths)[:, None]
+        self._cache = DynamicCache(config=self._module.config)
+        self._mask = (slots >= starts).long()
+        self._positions = lengths
+        return self._forward(ids, (slots - starts).clamp_(min=0))
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits (B, V) after one more token (B,) of every row."""
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
+        logits = self._forward(tokens[:, None], self._positions[:, None])
+        self._positions = self._positions + 1
+        return logits
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows only; rows (b,) int64 ascending."""
+        self._cache.batch_select_indices(rows)
+        self._mask, self._positions = self._mask[rows], self._positions[rows]
+
+    def release(self) -> None:
+        """Free the KV cache."""
+        self._cache = None
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        output = self._module(
+            input_ids=ids,
+            attention_mask=self._mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
 
 
 @dataclass(frozen=True)
