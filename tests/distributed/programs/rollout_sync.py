@@ -185,6 +185,8 @@ def nothing(weights: Mapping[str, Tensor]) -> None:
 
 
 def without_victim(blocks: Blocks) -> Blocks:
+    """The victim keeps old values."""
+    next(view for name, view, _ in blocks if name == VICTIM).mul_(1.5)
     return [block for block in blocks if block[0] != VICTIM]
 
 
