@@ -15,7 +15,6 @@ from spmdflow.controller.batch import Batch, concatenate
 from spmdflow.controller.caller import Caller
 from spmdflow.data.row_id import Ids, held_out_ids
 from spmdflow.datasets.scan import ScanReport
-from spmdflow.datasets.source import source_settings
 from spmdflow.datasets.stream import PromptOrder, eval_rows
 from spmdflow.errors import ConfigError, ProtocolError, RowError
 from spmdflow.transfer.worker import Mean, Metric, Sum
@@ -105,11 +104,8 @@ class PromptStream(Iterator[Batch]):
         replies = sender.submit(f"{name}.scan", {first: command}).result()
         report: ScanReport = replies[first]["report"]
         logger.info("%s", report.describe())
-        command = {
-            "operation": "source",
-            "name": name,
-            "settings": source_settings(self._cfg, report),
-        }
+        files = {"files": report.files, "data": self._cfg}
+        command = {"operation": "source", "name": name} | files
         sender.submit(f"{name}.open", {rank: dict(command) for rank in self._world})
         return report
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spmdflow.config.data_source import SOURCE_COLUMN
+from spmdflow.config.schema import DataSettings
 from spmdflow.data.ragged import ragged_from_rows
 from spmdflow.datasets.tokenizer import check_chat_template, plain_ids, render_chat, template_ids
 from spmdflow.errors import DataError
@@ -61,6 +62,8 @@ def rename_fields(
 class RowEncoder(Protocol):
     """What a row of a file becomes; its text is whatever the encoder makes of it."""
 
+    def __init__(self, tokenizer: Any, data: DataSettings) -> None: ...
+
     def text(self, row: dict[str, Any]) -> Any:
         """What the model is to read; DataError if the row is not of this kind."""
 
@@ -77,11 +80,12 @@ class RowEncoder(Protocol):
 class PromptEncoder:
     """Turns the prompt column of rows into text and token ids."""
 
-    def __init__(self, tokenizer: Any, *, column: str, chat_template: bool) -> None:
-        """Any: a transformers tokenizer. ConfigError if it lacks the template asked for."""
-        if chat_template:
+    def __init__(self, tokenizer: Any, data: DataSettings) -> None:
+        """Any: a transformers tokenizer. ConfigError if it lacks what the settings ask for."""
+        if data.chat_template:
             check_chat_template(tokenizer)
-        self._tokenizer, self._column, self._chat = tokenizer, column, chat_template
+        self._tokenizer, self._chat = tokenizer, data.chat_template
+        self._column = data.prompt_column or ""
 
     def text(self, row: dict[str, Any]) -> Any:
         """What the model is to read: the column itself, or the rendered chat."""

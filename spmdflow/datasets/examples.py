@@ -16,12 +16,12 @@ assistant said before is part of the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spmdflow.config.schema import DataSettings
 from spmdflow.data.ragged import ragged, ragged_from_rows
 from spmdflow.datasets.encode import PromptEncoder, RowEncoder, kind_of, messages_of
 from spmdflow.datasets.tokenizer import eos_token_id, plain_ids, render_chat, template_ids
@@ -34,12 +34,10 @@ Segments = tuple[tuple[str, bool], ...]
 class AnswerEncoder(PromptEncoder):
     """Segments of a prompt with an answer, or of a conversation, and their token ids."""
 
-    def __init__(
-        self, tokenizer: Any, *, column: str, answers: Sequence[str], chat_template: bool
-    ) -> None:
-        """answers: columns with answers. ConfigError if the tokenizer lacks what is needed."""
-        super().__init__(tokenizer, column=column, chat_template=chat_template)
-        self._answers, self._eos = tuple(answers), eos_token_id(tokenizer)
+    def __init__(self, tokenizer: Any, data: DataSettings) -> None:
+        super().__init__(tokenizer, data)
+        self._answers, self._eos = tuple(data.answer_columns), eos_token_id(tokenizer)
+        self._prompt_end = data.prompt_end
 
     def answered(self, row: dict[str, Any], answer: str) -> Segments:
         """The prompt and the answer in that column."""
@@ -134,22 +132,10 @@ Marked = tuple[list[int], list[bool]]
 
 
 class PreferenceEncoder(AnswerEncoder):
-    """Segments of an answer after a prompt of its own column, or after one that is part of it."""
+    """Segments of an answer after a prompt of its own column, or after one that is part of it.
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        column: str | None,
-        answers: Sequence[str],
-        chat_template: bool,
-        prompt_end: str,
-    ) -> None:
-        """column: none if answers begin with the prompt, up to the last prompt_end."""
-        super().__init__(
-            tokenizer, column=column or "", answers=answers, chat_template=chat_template
-        )
-        self._prompt_end = prompt_end
+    Without a prompt column, answers begin with the prompt, up to the last data.prompt_end.
+    """
 
     def judged(self, row: dict[str, Any], answer: str) -> Segments:
         """The prompt, and the answer in that column as the only learnt segment, at the end."""
@@ -269,32 +255,14 @@ def _marked_rows(rows: list[Marked]) -> dict[str, Tensor | list[str]]:
     return whole_rows([ids for ids, _ in rows]) | {"loss_mask": mask}
 
 
-def encoder_of(
-    tokenizer: Any,
-    *,
-    rows: str,
-    column: str | None,
-    answers: Sequence[str],
-    chat_template: bool,
-    prompt_end: str = "",
-) -> RowEncoder:
-    """The encoder of prompts, examples, pairs or labels. Any: a transformers tokenizer.
+_ENCODERS: dict[str, type[RowEncoder]] = {
+    "prompts": PromptEncoder,
+    "examples": ExampleEncoder,
+    "pairs": PairEncoder,
+    "labels": LabelEncoder,
+}
 
-    column: of the prompt; none where pairs and labels have it in the answers, up to the last
-    prompt_end.
-    """
-    if rows in ("pairs", "labels"):
-        judged = PairEncoder if rows == "pairs" else LabelEncoder
-        return judged(
-            tokenizer,
-            column=column,
-            answers=answers,
-            chat_template=chat_template,
-            prompt_end=prompt_end,
-        )
-    assert column is not None, rows
-    if rows == "examples":
-        return ExampleEncoder(
-            tokenizer, column=column, answers=answers, chat_template=chat_template
-        )
-    return PromptEncoder(tokenizer, column=column, chat_template=chat_template)
+
+def encoder_of(tokenizer: Any, data: DataSettings) -> RowEncoder:
+    """The encoder of the rows of a data section. Any: a transformers tokenizer."""
+    return _ENCODERS[data.rows](tokenizer, data)

@@ -97,14 +97,7 @@ def scan(cfg: DataSettings, setting: object, tokenizer: Any) -> ScanReport:
     setting: data.train_path or data.eval_path. Any: a transformers tokenizer. DataError if a file
     cannot be read, if more than cfg.max_bad_rows of its rows are unreadable, or if none is left.
     """
-    encoder = encoder_of(
-        tokenizer,
-        rows=cfg.rows,
-        column=cfg.prompt_column,
-        answers=cfg.answer_columns,
-        chat_template=cfg.chat_template,
-        prompt_end=cfg.prompt_end,
-    )
+    encoder = encoder_of(tokenizer, cfg)
     reports: list[ScanReport] = []
     first = 0
     for source in data_sources("data", str(setting) if isinstance(setting, Path) else setting):

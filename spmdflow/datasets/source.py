@@ -15,52 +15,20 @@ from spmdflow.data.rows import set_column
 from spmdflow.datasets.encode import fields_of, rename_fields
 from spmdflow.datasets.examples import encoder_of
 from spmdflow.datasets.line_file import LineFile
-from spmdflow.datasets.scan import ScannedFile, ScanReport
+from spmdflow.datasets.scan import ScannedFile
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import DataError
-
-
-def source_settings(cfg: DataSettings, report: ScanReport) -> dict[str, Any]:
-    """Arguments of `PromptSource` for a scanned file, as message data."""
-    return {
-        "files": report.files,
-        "rows": cfg.rows,
-        "prompt_column": cfg.prompt_column,
-        "answer_columns": cfg.answer_columns,
-        "chat_template": cfg.chat_template,
-        "prompt_end": cfg.prompt_end,
-        "tokenizer_path": cfg.tokenizer_path,
-        "max_prompt_tokens": cfg.max_prompt_tokens,
-    }
 
 
 class PromptSource:
     """Rows of scanned files by number. Safe to use from two threads."""
 
-    def __init__(
-        self,
-        files: Sequence[ScannedFile],
-        *,
-        prompt_column: str | None,
-        chat_template: bool,
-        tokenizer_path: str,
-        max_prompt_tokens: int,
-        rows: str = "prompts",
-        answer_columns: Sequence[str] = (),
-        prompt_end: str = "",
-    ) -> None:
+    def __init__(self, files: Sequence[ScannedFile], data: DataSettings) -> None:
         """DataError if a file here is not as long as the one that was scanned."""
         self._files = [(facts, _open(facts)) for facts in files]
         self._firsts = [facts.first for facts in files]
-        self._max_prompt_tokens = max_prompt_tokens
-        self._encoder = encoder_of(
-            load_tokenizer(tokenizer_path),
-            rows=rows,
-            column=prompt_column,
-            answers=answer_columns,
-            chat_template=chat_template,
-            prompt_end=prompt_end,
-        )
+        self._max_prompt_tokens = data.max_prompt_tokens
+        self._encoder = encoder_of(load_tokenizer(data.tokenizer_path), data)
 
     def read_rows(self, numbers: Sequence[int]) -> TensorDict:
         """`prompts` (ragged int64), `row` (text) and the kind's other columns, in this order.

@@ -147,7 +147,7 @@ class RankState:
         return {"report": scan(data, plain["path"], load_tokenizer(data.tokenizer_path))}
 
     def _open_source(self, plain: Plain, number: int) -> dict[str, Any]:
-        self._sources[plain["name"]] = PromptSource(**plain["settings"])
+        self._sources[plain["name"]] = PromptSource(plain["files"], plain["data"])
         return {}
 
     # Rows

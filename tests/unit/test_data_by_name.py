@@ -23,7 +23,7 @@ from spmdflow.config.load import load
 from spmdflow.config.location import to_yaml
 from spmdflow.config.schema import DataConfig
 from spmdflow.datasets.scan import ScanReport, scan
-from spmdflow.datasets.source import PromptSource, source_settings
+from spmdflow.datasets.source import PromptSource
 from spmdflow.datasets.stream import PromptOrder
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import CheckpointError, ConfigError, DataError
@@ -66,7 +66,7 @@ def rows_of(setting: Any, numbers: Sequence[int] | None = None) -> TensorDict:
     """The rows as ranks read them."""
     report = scanned(setting)
     cfg = DataConfig(train_path=setting, tokenizer_path=MODEL)
-    source = PromptSource(**source_settings(cfg, report))
+    source = PromptSource(report.files, cfg)
     return source.read_rows(report.rows if numbers is None else numbers)
 
 

@@ -15,7 +15,7 @@ from spmdflow.config.schema import DataConfig
 from spmdflow.data.ragged import rows_of
 from spmdflow.datasets.line_file import LineFile
 from spmdflow.datasets.scan import scan
-from spmdflow.datasets.source import PromptSource, source_settings
+from spmdflow.datasets.source import PromptSource
 from spmdflow.datasets.tokenizer import eos_token_id, load_tokenizer, pad_token_id
 from spmdflow.errors import DataError
 
@@ -44,7 +44,7 @@ def edited_tokenizer(folder: Path, edit: Callable[[dict[str, Any], dict[str, Any
 def source_of(path: Path, tokenizer_path: str = str(MODEL), **settings: Any) -> PromptSource:
     """Scan a file and open it as a rank does."""
     cfg = DataConfig(train_path=str(path), tokenizer_path=tokenizer_path, **settings)
-    return PromptSource(**source_settings(cfg, scan(cfg, path, load_tokenizer(tokenizer_path))))
+    return PromptSource(scan(cfg, path, load_tokenizer(tokenizer_path)).files, cfg)
 
 
 def token_lists(source: PromptSource, numbers: list[int]) -> list[list[int]]:
@@ -230,13 +230,13 @@ def test_fingerprint_changes_with_content_and_with_the_set_of_good_rows(tmp_path
 
 def test_rank_with_a_file_of_another_size_is_refused(three_rows):
     cfg = DataConfig(train_path="", tokenizer_path=str(MODEL))
-    settings = source_settings(cfg, scan(cfg, three_rows, load_tokenizer(str(MODEL))))
+    files = scan(cfg, three_rows, load_tokenizer(str(MODEL))).files
     size = three_rows.stat().st_size
     with three_rows.open("ab") as file:
         file.write(b"\n")
 
     with pytest.raises(DataError) as caught:
-        PromptSource(**settings)
+        PromptSource(files, cfg)
 
     assert str(caught.value) == (
         f"{three_rows}: got a file of {size + 1} bytes, expected the {size} bytes that rank 0 "

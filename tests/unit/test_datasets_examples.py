@@ -12,7 +12,7 @@ from spmdflow.config.offline import ExampleDataConfig, PairDataConfig
 from spmdflow.config.schema import DataConfig
 from spmdflow.data.ragged import lengths_of, rows_of
 from spmdflow.datasets.scan import scan
-from spmdflow.datasets.source import PromptSource, source_settings
+from spmdflow.datasets.source import PromptSource
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import DataError
 from spmdflow.models.preference import pair_rows
@@ -33,7 +33,7 @@ def written(path: Path, *rows: dict[str, Any]) -> Path:
 
 def source_of(cfg: DataConfig) -> PromptSource:
     tokenizer = load_tokenizer(cfg.tokenizer_path)
-    return PromptSource(**source_settings(cfg, scan(cfg, cfg.train_path, tokenizer)))
+    return PromptSource(scan(cfg, cfg.train_path, tokenizer).files, cfg)
 
 
 def examples(path: Path, tokenizer: str = str(MODEL), **settings: Any) -> ExampleDataConfig:
