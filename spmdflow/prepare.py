@@ -23,7 +23,7 @@ def load_settings(
     *,
     num_ranks: int | None = None,
 ) -> Any:
-    """The settings of a script as `spmdflow.run` would load them: an object of its Config class.
+    """The settings of a script as `spmdflow.run` would load them: an object of its settings class.
 
     script and config are paths or bundled names; without config, the script's own YAML counts.
     overrides are "dotted.key=value". num_ranks: also check them for a run on so many ranks, and
@@ -40,7 +40,7 @@ def load_for_launch(script: ModuleType | str | Path, cfg: Any, settings: Sequenc
         if isinstance(script, ModuleType):
             raise ConfigError(
                 f"launch: got module {script.__name__} without settings, expected cfg; pass "
-                f"Config() of the script, or the script's path and settings"
+                f"its settings as an object, or the script's path and settings"
             )
         return load(script, None, settings)
     if settings:

@@ -59,7 +59,7 @@ def launch(
     """Run a script's main(flow, cfg) on `ranks` (default: all). 0: finished, 3: stopped by SIGTERM.
 
     Collective over the default process group, which must exist unless inproc. On GPUs every rank
-    has called torch.cuda.set_device before. cfg is an object of the script's Config class, made by
+    has called torch.cuda.set_device before. cfg is of the script's settings class, made by
     `load_settings` or in Python; or settings are "dotted.key=value" over the script's own YAML.
     They are completed and checked first: ConfigError on every rank, and nothing was started.
 
@@ -94,7 +94,7 @@ def launch_prepared(
 ) -> int:
     """Run on all ranks with settings that were checked; the exit status.
 
-    Any: an object of the script's Config class.
+    Any: an object of the script's settings class.
     """
     status = controller.launch(script, cfg, inproc=inproc, surroundings=surroundings)
     if inproc or dist.get_rank() == 0:

@@ -1,7 +1,7 @@
 """The settings of a run, as typed dataclasses: a default that works, a sentence, bounds.
 
-A field without a default is required. A script may define its own `Config` (a subclass of
-`PPOConfig` or any dataclass built from these parts); its YAML lies beside it.
+A field without a default is required. A script may define a class of its own (a subclass of
+`PPOConfig` or any dataclass built from these parts) and names it in `main(flow: Flow, cfg: Mine)`.
 """
 
 from __future__ import annotations

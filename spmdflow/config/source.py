@@ -17,7 +17,7 @@ from spmdflow.config.reward import with_located_files
 from spmdflow.errors import ConfigError
 
 ASSUME = "assume"
-"""Section of examples that only a plan reads; a script's Config may have a field of that name."""
+"""Section of examples that only a plan reads; a settings class may have a field of that name."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def resolve(
 ) -> Automatic:
     """The fastest placement of a script; ConfigError if none fits, or the script has no model.
 
-    cfg is left as it is (Any: an object of the script's Config class).
+    cfg is left as it is (Any: an object of the script's settings class).
     """
     flow = dataflow_of(script, cfg, examples or {})
     mapping = find_mapping(flow, hardware, world_size)

@@ -93,7 +93,7 @@ def plan(
 ) -> PlanReport:
     """Trace a script and prove, count and predict its last traced step. Refusal: see `trace`.
 
-    Any: an object of the script's Config class.
+    Any: an object of the script's settings class.
     """
     started = time.perf_counter()
     with _without_collections():

@@ -63,7 +63,7 @@ def trace(
 ) -> Trace:
     """Run script.main(flow, cfg) dry. Refusal, with the line, for what cannot be planned.
 
-    Any: an object of the script's Config class.
+    Any: an object of the script's settings class.
     """
     examples = Examples(settings.examples, is_replayed=replay is not None)
     files = DataFiles(cfg, read_data=settings.read_data)
