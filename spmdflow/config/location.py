@@ -17,13 +17,11 @@ names its configs and their files; only those of the config that is asked for ar
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import fnmatch
 import os
 import re
 import shlex
 import textwrap
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -138,7 +136,6 @@ _IGNORED = ("*/*", "*.bin", "*.pth", "consolidated*")
 """Of a model: the same weights in other forms, and what lies in folders."""
 _SHOWN = 300  # characters of an error of the hub
 _SHARD = re.compile(r"(.*)-\d+-of-(\d+)(\..*)?")
-_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -286,19 +283,15 @@ def _one_of_a_node(key: str, name: HubName, seconds: float) -> Iterator[None]:
     folder = _cache() / ".locks"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"spmdflow-{name.kind}--{name.repo.replace('/', '--')}.lock"
-    until = time.monotonic() + seconds
-    with path.open("w") as file:
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            if time.monotonic() > until:
-                raise ConfigError(
-                    f"{key}: got {name}, which another process of this node still downloads after "
-                    f"{seconds:g} s, expected it by then; raise run.start_seconds, or download it "
-                    f"before the run"
-                )
-            time.sleep(_POLL_SECONDS)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(_hub().utils.WeakFileLock(path, timeout=seconds))
+        except TimeoutError as err:
+            raise ConfigError(
+                f"{key}: got {name}, which another process of this node still downloads after "
+                f"{seconds:g} s, expected it by then; raise run.start_seconds, or download it "
+                f"before the run"
+            ) from err
         yield  # the lock goes with the file, also if this process dies
 
 
@@ -314,6 +307,7 @@ def _hub() -> Any:  # the module; it is imported late
     import huggingface_hub
     import huggingface_hub.constants
     import huggingface_hub.errors
+    import huggingface_hub.utils
 
     return huggingface_hub
 
