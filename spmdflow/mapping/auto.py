@@ -19,12 +19,15 @@ from spmdflow.mapping.dataflow import Dataflow
 from spmdflow.mapping.machine import Hardware
 from spmdflow.mapping.placed import Ranking, assemble
 from spmdflow.mapping.search import (
+    SLACK,
     Block,
     Options,
     best_of_partition,
+    best_partitions,
     blocks_of,
     least_cost,
     partitions,
+    possible_sizes,
     undominated,
 )
 from spmdflow.mapping.table import CostTable
@@ -86,16 +89,7 @@ class _Search:
                 bound = least_cost(options, self.num_units)
                 if np.isfinite(bound):
                     bounds.append((bound, blocks))
-        found: list[tuple[float, int, tuple[Block, ...], Found]] = []
-        for bound, blocks in sorted(bounds):
-            worst = found[keep - 1][0] if len(found) >= keep else np.inf
-            if bound > worst * (1 + 1e-9):
-                break
-            result = self._of_partition(blocks, worst)
-            if result is not None:
-                found.append((result[0], len(blocks), blocks, result[1]))
-                found = sorted(found, key=lambda one: one[:3])[:keep]
-        return [one[3] for one in found]
+        return [one[2] for one in best_partitions(bounds, self._of_partition, keep)]
 
     def _of_partition(self, blocks: tuple[Block, ...], worst: float) -> tuple[float, Found] | None:
         """The exact best of one partition, None if it costs more than `worst`."""
@@ -106,10 +100,11 @@ class _Search:
         sizes = [int(one.sizes[pick]) for one, pick in zip(ideal, relaxed[1])]
         first = self._exact(blocks, [[size] for size in sizes], worst)
         worst = min(worst, first[0]) if first else worst
-        if first is not None and first[0] <= relaxed[0] * (1 + 1e-12):
+        if first is not None and first[0] <= relaxed[0] * SLACK:
             return first
         survivors = [
-            _survivors(ideal, place, self.num_units, worst).tolist() for place in range(len(blocks))
+            possible_sizes(ideal, place, self.num_units, worst).tolist()
+            for place in range(len(blocks))
         ]
         return self._exact(blocks, survivors, worst) or first
 
@@ -141,24 +136,6 @@ class _Search:
 
     def _in_units(self, options: Options) -> Options:
         return Options(options.sizes // self.unit, options.costs)
-
-
-def _survivors(ideal: Sequence[Options], place: int, size: int, worst: float) -> np.ndarray:
-    """Sizes of one pool that could be part of a choice of at most `worst`."""
-    one = ideal[place]
-    others = [other for number, other in enumerate(ideal) if number != place]
-    floors = sum(int(other.sizes.min()) for other in others)
-    reach = one.costs.copy()
-    for other in others:
-        spare = size - floors + int(other.sizes.min())
-        least = np.full((size + 1, one.costs.shape[1]), np.inf)
-        np.minimum.at(least, other.sizes, other.costs)
-        least = np.minimum.accumulate(least, axis=0)
-        left = spare - one.sizes
-        reach = np.maximum(
-            reach, np.where((left >= 0)[:, None], least[np.maximum(left, 0)], np.inf)
-        )
-    return one.sizes[reach.sum(axis=1) <= worst * (1 + 1e-9)]
 
 
 def _nothing_fits(dataflow: Dataflow, hardware: Hardware, num_ranks: int, unit: int) -> ConfigError:

@@ -17,9 +17,12 @@ Arrays over strategies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from spmdflow.mapping.dataflow import Kind, Model, Workload
+from spmdflow.mapping.dataflow import Dataflow, Kind, Model, Workload
+from spmdflow.mapping.machine import Hardware
 from spmdflow.mapping.seconds import (
     PREFILL_TOKENS,
     kv_width,
@@ -29,7 +32,7 @@ from spmdflow.mapping.seconds import (
     sequence_bytes,
     share_of,
 )
-from spmdflow.mapping.strategy import Array, Cut
+from spmdflow.mapping.strategy import Array, Cut, Strategy
 
 Bytes = dict[str, Array]
 """Bytes of one rank by what they hold."""
@@ -76,6 +79,39 @@ def call_bytes(model: Model, kind: Kind, workload: Workload, cut: Cut) -> Bytes:
     return parts
 
 
+def pool_memory(
+    members: Sequence[tuple[Model, Strategy]], dataflow: Dataflow, hardware: Hardware
+) -> dict[str, dict[str, float]]:
+    """Bytes of a rank of a pool in each call (`model.method`), by what holds them.
+
+    Residents of all members add; a call brings its own; a generation's KV cache is its
+    `kv_cache_bytes`, whether or not it fits, else what is left of the usable memory. Of calls of
+    one title, such as a greedy and a sampled generation, the one that needs most is kept.
+    """
+    resident: dict[str, float] = {}
+    for model, strategy in members:
+        for part, size in resident_bytes(model, Cut.of([strategy])).items():
+            resident[part] = resident.get(part, 0.0) + float(size[0])
+    names = {model.name: (model, strategy) for model, strategy in members}
+    found: dict[str, dict[str, float]] = {}
+    most: dict[str, float] = {}
+    for call in dataflow.calls:
+        if call.model not in names:
+            continue
+        model, strategy = names[call.model]
+        parts = dict(resident)
+        for part, size in call_bytes(model, call.kind, call.workload, Cut.of([strategy])).items():
+            parts[part] = parts.get(part, 0.0) + float(np.ravel(size)[0])
+        used = sum(parts.values())
+        if used < most.get(call.title, 0.0):
+            continue
+        most[call.title] = used
+        if call.kind == "generate":
+            parts["kv_cache"] = _cache(model, hardware, used)
+        found[call.title] = parts
+    return found
+
+
 def least_cache_bytes(model: Model, workload: Workload, cut: Cut) -> Array:
     """Cache of one rank: what is set, which is taken whole; else for the fewest sequences that a
     plan accepts."""
@@ -89,6 +125,14 @@ def least_cache_bytes(model: Model, workload: Workload, cut: Cut) -> Array:
 def full_cache_bytes(model: Model, workload: Workload, cut: Cut) -> Array:
     """Cache of one rank for all sequences of its replica at once."""
     return rows_per_replica(workload, cut) * sequence_bytes(model, workload, cut)
+
+
+def offload_seconds(model: Model, cut: Cut, hardware: Hardware) -> Array:
+    """A model that lives on the host is loaded before a call, and put back if it was trained."""
+    if not model.engine.offload:
+        return np.zeros(len(cut))
+    ways = 2 if model.trained else 1
+    return ways * total(state_bytes(model, cut)) / hardware.host_bandwidth
 
 
 def total(parts: Bytes) -> Array:
@@ -185,3 +229,9 @@ def _logit_bytes(model: Model, tokens: Array, cut: Cut) -> Array:
     if model.shape.head == "scalar":
         return 0.0 * tokens
     return tokens * model.shape.vocab_size / cut.tp * LOGIT_BYTES
+
+
+def _cache(model: Model, hardware: Hardware, used: float) -> float:
+    assert model.rollout is not None, model.name
+    fixed = model.rollout.kv_cache_bytes
+    return hardware.usable_bytes - used if fixed is None else fixed

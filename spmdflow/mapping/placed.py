@@ -1,6 +1,7 @@
 """`Placed`: a placement with its strategies and predicted seconds, as `placement:` accepts it.
 
-`assemble` makes one from entries of a cost table; `explain` says why the best ones of a search, its
+`call_seconds` is an `Estimate` of one call under one strategy, by cause. `assemble` makes a
+placement from entries of a cost table; `explain` says why the best ones of a search, its
 `Ranking`, are better than the next.
 """
 
@@ -12,13 +13,53 @@ from typing import Any
 
 import numpy as np
 
-from spmdflow.mapping.dataflow import Dataflow
-from spmdflow.mapping.estimate import Estimate, call_seconds, pool_memory, transition_seconds
+from spmdflow.errors import ConfigError
+from spmdflow.mapping.dataflow import Call, Dataflow, Model
 from spmdflow.mapping.machine import Hardware
-from spmdflow.mapping.memory import resident_bytes, total
+from spmdflow.mapping.memory import (
+    call_bytes,
+    offload_seconds,
+    pool_memory,
+    resident_bytes,
+    state_bytes,
+    total,
+)
 from spmdflow.mapping.search import Block
+from spmdflow.mapping.seconds import (
+    Parts,
+    concurrency,
+    generation_parts,
+    inference_parts,
+    rows_per_replica,
+    training_parts,
+)
+from spmdflow.mapping.seconds import transition_seconds as transition
 from spmdflow.mapping.strategy import Cut, Strategy
 from spmdflow.mapping.table import CostTable
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of one call, by cause."""
+
+    parts: Mapping[str, float]
+    notes: tuple[str, ...] = ()
+    """What else decides them, such as the waves of a generation."""
+
+    @property
+    def seconds(self) -> float:
+        """All parts."""
+        return sum(self.parts.values())
+
+    @property
+    def limit(self) -> str:
+        """The largest part's name; compute, memory, weights, kv_read, tensor_parallel, ..."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+    def __add__(self, other: Estimate) -> Estimate:
+        names = dict.fromkeys([*self.parts, *other.parts])
+        parts = {name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in names}
+        return Estimate(parts, self.notes + other.notes)
 
 
 @dataclass(frozen=True)
@@ -62,10 +103,14 @@ class Placed:
     def limit(self) -> tuple[str, str, str, str]:
         """(stage, pool, call, cause): the largest part of the slowest stage's slowest pool."""
         stage = max(self.stage_seconds, key=lambda name: self.stage_seconds[name])
+        return stage, *self.limit_of(stage)
+
+    def limit_of(self, stage: str) -> tuple[str, str, str]:
+        """(pool, call, cause): the largest part of a stage's slowest pool."""
         pool = max(self.pools, key=lambda one: one.stage_seconds.get(stage, 0.0))
         calls = {n: e for n, e in pool.estimates.items() if self.stages[n] == stage}
         number = max(calls, key=lambda n: calls[n].seconds)
-        return stage, str(pool), self.titles[number], calls[number].limit
+        return str(pool), self.titles[number], calls[number].limit
 
     @property
     def title(self) -> str:
@@ -100,6 +145,61 @@ class Placed:
         return found
 
 
+def call_seconds(
+    call: Call,
+    model: Model,
+    strategy: Strategy,
+    hardware: Hardware,
+    *,
+    kv_bytes: float | None = None,
+) -> Estimate:
+    """One call by its kind (paper Appendix C); the transition is not part of it, offloading is.
+
+    kv_bytes: cache of one rank in a generation; None: what the model alone would leave free.
+    ConfigError if not one sequence fits into it.
+    """
+    if call.fixed_seconds is not None:
+        return Estimate({"fixed": call.fixed_seconds})
+    cut, notes = Cut.of([strategy]), ()
+    if call.kind == "generate":
+        parts, notes = _generation(call, model, strategy, hardware, kv_bytes)
+    else:
+        simulate = training_parts if call.kind == "train" else inference_parts
+        parts = simulate(model, call.workload, cut, hardware)
+    if model.engine.offload:
+        parts = {**parts, "offload": offload_seconds(model, cut, hardware)}
+    return _estimate(parts, notes)
+
+
+def transition_seconds(model: Model, strategy: Strategy, hardware: Hardware) -> Estimate:
+    """Weights from training's layout to generation's."""
+    return _estimate({"transition": transition(model, Cut.of([strategy]), hardware)})
+
+
+def _generation(
+    call: Call, model: Model, strategy: Strategy, hardware: Hardware, kv_bytes: float | None
+) -> tuple[Parts, tuple[str, ...]]:
+    cut, workload = Cut.of([strategy]), call.workload
+    if kv_bytes is None:
+        used = total(state_bytes(model, cut)) + total(call_bytes(model, "generate", workload, cut))
+        kv_bytes = float(hardware.usable_bytes - used[0])
+    free = np.array([kv_bytes])
+    held = float(concurrency(model, workload, cut, free)[0])
+    if held < 1:
+        raise ConfigError(
+            f"{model.name}: got {kv_bytes / 1e9:.2f} GB of KV cache a rank under {strategy}, "
+            f"expected room for one sequence of {workload.tokens} tokens; raise the generation "
+            f"sizes, use more ranks or share the pool with fewer models"
+        )
+    rows = float(rows_per_replica(workload, cut)[0])
+    notes = (f"{int(rows)} sequences a replica in {int(-(-rows // held))} waves",)
+    return generation_parts(model, workload, cut, hardware, kv_bytes=free), notes
+
+
+def _estimate(parts: Parts, notes: tuple[str, ...] = ()) -> Estimate:
+    return Estimate({name: float(np.ravel(one)[0]) for name, one in parts.items()}, notes)
+
+
 TIE = 1.01
 """Placements within one percent of the best count as equal."""
 
@@ -132,7 +232,9 @@ def assemble(
 ) -> Placed:
     """From entries of a table; without ranks, pools follow one another, the largest first."""
     pools = []
-    order = range(len(blocks)) if ranks is not None else _by_size(blocks, sizes)
+    order = list(range(len(blocks)))
+    if ranks is None:
+        order.sort(key=lambda place: (-sizes[place], blocks[place]))
     start = 0
     for place in order:
         own = ranks[place] if ranks is not None else range(start, start + sizes[place])
@@ -200,10 +302,6 @@ def placed_of(dataflow: Dataflow, pools: Sequence[PlacedPool]) -> Placed:
     )
 
 
-def _by_size(blocks: Sequence[Block], sizes: Sequence[int]) -> list[int]:
-    return sorted(range(len(blocks)), key=lambda place: (-sizes[place], blocks[place]))
-
-
 def explain(ranking: Ranking, *, count: int = 10) -> str:
     """A line for each of the best `count` placements, and the verdict.
 
@@ -211,15 +309,17 @@ def explain(ranking: Ranking, *, count: int = 10) -> str:
     (stage, call, cause), and where it loses most against the best.
     """
     best = ranking.best[0]
+    num_models = sum(len(pool.roles) for pool in best.pools)
     lines = [
-        f"{_counted(ranking.num_partitions, 'partition')} of {_counted(_count(best), 'model')} on "
+        f"{_counted(ranking.num_partitions, 'partition')} of {_counted(num_models, 'model')} on "
         f"{_counted(ranking.num_ranks, 'rank')}, pools in multiples of {ranking.unit}; searched in "
         f"{ranking.seconds_searched:.2f} s",
         _verdict(ranking),
     ]
     for number, placed in enumerate(ranking.best[:count], 1):
         lines.append(_line(number, placed, best))
-        lines.append(f"      {_strategies(placed)}")
+        cuts = (f"{role} {one}" for pool in placed.pools for role, one in pool.strategies.items())
+        lines.append(f"      {', '.join(cuts)}")
     return "\n".join(lines)
 
 
@@ -233,7 +333,7 @@ def reason(placed: Placed, best: Placed) -> str:
     if losses[stage] <= 0:
         return "the same"
     gains = -sum(loss for loss in losses.values() if loss < 0)
-    pool, call, cause = _slowest(placed, stage)
+    pool, call, cause = placed.limit_of(stage)
     gained = f", gains {gains:.3g} s elsewhere" if gains > 0 else ""
     return f"loses {losses[stage]:.3g} s in {stage} ({call} on {pool}: {cause}){gained}"
 
@@ -262,23 +362,5 @@ def _line(number: int, placed: Placed, best: Placed) -> str:
     return f"{number:4d}. x{ratio:.3f}  {placed.seconds:.4g} s  {placed.title}  [{stages}]  {why}"
 
 
-def _strategies(placed: Placed) -> str:
-    return ", ".join(
-        f"{role} {strategy}" for pool in placed.pools for role, strategy in pool.strategies.items()
-    )
-
-
-def _slowest(placed: Placed, stage: str) -> tuple[str, str, str]:
-    """(pool, call, cause) of the largest call of the pool that decides a stage."""
-    pool = max(placed.pools, key=lambda one: one.stage_seconds.get(stage, 0.0))
-    calls = {n: e for n, e in pool.estimates.items() if placed.stages[n] == stage}
-    number = max(calls, key=lambda n: calls[n].seconds)
-    return str(pool), placed.titles[number], calls[number].limit
-
-
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _count(placed: Placed) -> int:
-    return sum(len(pool.roles) for pool in placed.pools)

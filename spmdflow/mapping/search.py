@@ -17,16 +17,18 @@ Knows no model and no hardware.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
+Found = TypeVar("Found")
 Array = np.ndarray
 Block = tuple[int, ...]
 """Numbers of the models of one pool, ascending."""
 
-_SLACK = 1 + 1e-12
+SLACK = 1 + 1e-12
 """Sums of the same numbers in another order differ by less."""
 _BEAM = 64
 
@@ -40,24 +42,6 @@ class Options:
 
     def __len__(self) -> int:
         return len(self.sizes)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One option for each pool of a partition."""
-
-    cost: float
-    blocks: tuple[Block, ...]
-    indices: tuple[int, ...]
-    """Which option of each block's `Options`."""
-
-    @property
-    def key(self) -> tuple[float, int, tuple[Block, ...], tuple[int, ...]]:
-        """Order of choices: cost, then fewer pools, then a fixed order."""
-        return self.cost, len(self.blocks), self.blocks, self.indices
-
-
-Table = Mapping[Block, Options]
 
 
 def partitions(number: int) -> Iterator[tuple[Block, ...]]:
@@ -81,29 +65,26 @@ def blocks_of(number: int) -> list[Block]:
     return sorted(found, key=lambda block: (len(block), block))
 
 
-def search(table: Table, number: int, size: int, *, keep: int = 1) -> list[Choice]:
-    """The best choice of each partition of `number` models on `size` devices, best first.
+def best_partitions(
+    bounds: Iterable[tuple[float, tuple[Block, ...]]],
+    best_of: Callable[[tuple[Block, ...], float], tuple[float, Found] | None],
+    keep: int,
+) -> list[tuple[float, tuple[Block, ...], Found]]:
+    """(cost, partition, its choice) of at most `keep` partitions, best first.
 
-    At most `keep` of them: partitions that cannot be among those are left out. Empty if nothing
-    fits. Equal costs are ordered by `Choice.key`.
+    bounds: a cost from below, and the partition. best_of: the exact best of a partition, None if
+    it costs more than a limit. Partitions whose bound is above the worst that is kept are left
+    out. Equal costs: fewer pools, then a fixed order.
     """
-    pruned = {block: undominated(options) for block, options in table.items()}
-    bounds = [
-        (least_cost([pruned[block][0] for block in blocks], size), blocks)
-        for blocks in partitions(number)
-        if all(block in pruned and len(pruned[block][0]) for block in blocks)
-    ]
-    found: list[Choice] = []
+    found: list[tuple[float, tuple[Block, ...], Found]] = []
     for bound, blocks in sorted(bounds):
-        worst = found[keep - 1].cost if len(found) >= keep else np.inf
-        if bound > worst * _SLACK:
+        worst = found[keep - 1][0] if len(found) >= keep else np.inf
+        if bound > worst * SLACK:
             break
-        choice = best_of_partition([pruned[block][0] for block in blocks], size, worst=worst)
-        if choice is None:
-            continue
-        cost, picks = choice
-        indices = tuple(int(pruned[block][1][pick]) for block, pick in zip(blocks, picks))
-        found = sorted([*found, Choice(cost, blocks, indices)], key=lambda c: c.key)[:keep]
+        best = best_of(blocks, worst)
+        if best is not None:
+            found.append((best[0], blocks, best[1]))
+            found = sorted(found, key=lambda one: (one[0], len(one[1]), one[1]))[:keep]
     return found
 
 
@@ -137,6 +118,19 @@ def best_of_partition(
         return None
     cost, picks = exact
     return cost, tuple(picks[order.index(place)] for place in range(len(options)))
+
+
+def possible_sizes(options: Sequence[Options], place: int, size: int, worst: float) -> Array:
+    """Sizes of one pool that could be part of a choice of at most `worst`."""
+    one = options[place]
+    others = [other for number, other in enumerate(options) if number != place]
+    floors = sum(int(other.sizes.min()) for other in others)
+    reach = one.costs
+    for other in others:
+        left = size - floors + int(other.sizes.min()) - one.sizes
+        least = _least_by_size(other, size)[np.maximum(left, 0)]
+        reach = np.maximum(reach, np.where((left >= 0)[:, None], least, np.inf))
+    return one.sizes[reach.sum(axis=1) <= worst * SLACK]
 
 
 def undominated(options: Options) -> tuple[Options, Array]:
@@ -201,7 +195,7 @@ def _extended(
         parent, pick = np.divmod(pairs, len(one))
         costs = np.maximum(last.costs[parent], one.costs[pick])
         reach = np.maximum(costs, bounds[place][size - used[pairs]]).sum(axis=1)
-        alive = np.flatnonzero(reach <= worst * _SLACK)
+        alive = np.flatnonzero(reach <= worst * SLACK)
         if beam is not None and len(alive) > beam:
             alive = alive[np.argsort(reach[alive], kind="stable")[:beam]]
         elif place < len(options) - 1:
@@ -229,21 +223,23 @@ def _floor_after(options: Sequence[Options], place: int) -> int:
 def _least_by_rest(options: Sequence[Options], size: int) -> list[Array]:
     """After each pool: (size + 1, stages), the least that the remaining pools cost with so many
     devices left, each of them having all that the others' floors leave."""
-    stages = options[0].costs.shape[1]
-    by_size = []
-    for one in options:
-        least = np.full((size + 1, stages), np.inf)
-        inside = one.sizes <= size
-        np.minimum.at(least, one.sizes[inside], one.costs[inside])
-        by_size.append(np.minimum.accumulate(least, axis=0))
+    by_size = [_least_by_size(one, size) for one in options]
     found = []
     for place in range(len(options)):
-        bound = np.zeros((size + 1, stages))
+        bound = np.zeros_like(by_size[0])
         floors = _floor_after(options, place)
         for later in range(place + 1, len(options)):
             others = floors - int(options[later].sizes.min())
-            shifted = np.full((size + 1, stages), np.inf)
+            shifted = np.full_like(bound, np.inf)
             shifted[others:] = by_size[later][: size + 1 - others]
             bound = np.maximum(bound, shifted)
         found.append(bound)
     return found
+
+
+def _least_by_size(options: Options, size: int) -> Array:
+    """(size + 1, stages): the least that a pool costs with at most so many devices."""
+    least = np.full((size + 1, options.costs.shape[1]), np.inf)
+    inside = options.sizes <= size
+    np.minimum.at(least, options.sizes[inside], options.costs[inside])
+    return np.minimum.accumulate(least, axis=0)

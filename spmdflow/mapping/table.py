@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from spmdflow.mapping.dataflow import Call, Dataflow, Model
-from spmdflow.mapping.estimate import offload_parts
 from spmdflow.mapping.machine import Hardware
 from spmdflow.mapping.memory import (
     call_bytes,
     full_cache_bytes,
     least_cache_bytes,
+    offload_seconds,
     resident_bytes,
     total,
 )
@@ -134,7 +134,7 @@ class CostTable:
             if call.fixed_seconds is not None:
                 costs[:, stage] += call.fixed_seconds
                 continue
-            costs[:, stage] += total(offload_parts(model, cut, self.hardware))
+            costs[:, stage] += offload_seconds(model, cut, self.hardware)
             beside = total(call_bytes(model, call.kind, call.workload, cut))
             if call.kind == "generate":
                 generation = np.maximum(generation, beside)

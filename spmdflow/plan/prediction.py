@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.dataflow import Rollout
-from spmdflow.mapping.estimate import Estimate, call_seconds, pool_memory, transition_seconds
 from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.memory import pool_memory
+from spmdflow.mapping.placed import Estimate, call_seconds, transition_seconds
 from spmdflow.plan.record import COMPUTE, Finding, RowEdge, Trace, TracedOrder
 from spmdflow.plan.weight import WeightPlan
 from spmdflow.plan.workload import Simulated

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spmdflow.mapping.search import Block, Options
+from spmdflow.mapping.search import (
+    Block,
+    Options,
+    best_of_partition,
+    best_partitions,
+    least_cost,
+    partitions,
+    undominated,
+)
 
 Table = Mapping[Block, Options]
 
@@ -123,3 +131,31 @@ def printed_algorithm_2(num_ranks: int, node: int) -> list[tuple[int, int, float
     """(t, p, d) that Algorithm 2 as printed tries on N = num_ranks devices, U = node."""
     sizes = itertools.product(range(1, node + 1), range(1, num_ranks // node + 1))
     return [(t, p, num_ranks / (p * t)) for t, p in sizes]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One option for each pool of a partition."""
+
+    cost: float
+    blocks: tuple[Block, ...]
+    indices: tuple[int, ...]
+    """Which option of each block's `Options`."""
+
+
+def search(table: Table, number: int, size: int, *, keep: int) -> list[Choice]:
+    """The package's search on a table: the best choice of each of the best partitions."""
+    pruned = {block: undominated(options) for block, options in table.items()}
+    bounds = [
+        (least_cost([pruned[block][0] for block in blocks], size), blocks)
+        for blocks in partitions(number)
+        if all(len(pruned[block][0]) for block in blocks)
+    ]
+
+    def best_of(blocks: tuple[Block, ...], worst: float) -> tuple[float, tuple[int, ...]] | None:
+        return best_of_partition([pruned[b][0] for b in blocks], size, worst=worst)
+
+    return [
+        Choice(cost, blocks, tuple(int(pruned[b][1][pick]) for b, pick in zip(blocks, picks)))
+        for cost, blocks, picks in best_partitions(bounds, best_of, keep)
+    ]

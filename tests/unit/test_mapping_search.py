@@ -8,16 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdflow.mapping.search import (
-    Choice,
     Options,
     blocks_of,
     pareto,
     partitions,
-    search,
     unbeaten,
     undominated,
 )
 from tests.unit.mapping_reference import (
+    Choice,
     Family,
     algorithm_1,
     algorithm_1_of_many,
@@ -25,6 +24,7 @@ from tests.unit.mapping_reference import (
     get_placements,
     printed_algorithm_1,
     random_costs,
+    search,
     table_of,
 )
 

@@ -7,21 +7,15 @@ from dataclasses import asdict, replace
 import pytest
 from bench._cost import Case, cost_of, paper
 from bench._dataflows import NOMINAL, Nominal
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from spmdflow.errors import ConfigError
-from spmdflow.mapping.dataflow import Engine, Model, Rollout, Workload
-from spmdflow.mapping.estimate import (
-    Estimate,
-    generate_seconds,
-    infer_seconds,
-    train_seconds,
-    transition_bytes,
-    transition_seconds,
-)
-from spmdflow.mapping.machine import COEFFICIENTS, load_hardware
+from spmdflow.mapping.dataflow import Call, Engine, Model, Rollout, Workload
+from spmdflow.mapping.machine import COEFFICIENTS, Hardware, load_hardware
 from spmdflow.mapping.memory import call_bytes, resident_bytes
+from spmdflow.mapping.placed import Estimate, call_seconds, transition_seconds
+from spmdflow.mapping.seconds import transition_bytes
 from spmdflow.mapping.strategy import Cut, Strategy, pipeline_sizes, strategies
 from spmdflow.parallel.layout import Layout
 from tests.unit.mapping_reference import printed_algorithm_2
@@ -35,6 +29,24 @@ WORK = Workload(1024, 1024, 1024, num_updates=8)
 RATES = [n for n in COEFFICIENTS if n.startswith(("peak_", "link_b", "network_b", "host_b"))]
 RATES += [n for n in COEFFICIENTS if n.endswith("_efficiency") or n == "memory_bandwidth"]
 DELAYS = [name for name in COEFFICIENTS if name.endswith("_seconds")]
+
+
+def train_seconds(model: Model, work: Workload, strategy: Strategy, hw: Hardware) -> Estimate:
+    """A training call with all its updates."""
+    return call_seconds(Call(model.name, "train", "learning", work), model, strategy, hw)
+
+
+def infer_seconds(model: Model, work: Workload, strategy: Strategy, hw: Hardware) -> Estimate:
+    """A forward call over all rows."""
+    return call_seconds(Call(model.name, "infer", "preparation", work), model, strategy, hw)
+
+
+def generate_seconds(
+    model: Model, work: Workload, strategy: Strategy, hw: Hardware, *, kv_bytes: float
+) -> Estimate:
+    """A generation with so much cache on each rank."""
+    call = Call(model.name, "generate", "generation", work)
+    return call_seconds(call, model, strategy, hw, kv_bytes=kv_bytes)
 
 
 def _model(kind: str = "megatron", *, dtype: str = "bfloat16", options: tuple = ()) -> Model:
@@ -195,8 +207,7 @@ def test_transition_bytes_are_table_2(
     grid: tuple[int, int, int], tensor_ratio: int, stage_ratio: int
 ) -> None:
     tp, pp, dp = grid
-    if tp % tensor_ratio or pp % stage_ratio:
-        return
+    assume(tp % tensor_ratio == 0 and pp % stage_ratio == 0)
     strategy = Strategy(tp, pp, dp, tp // tensor_ratio, pp // stage_ratio)
     layout = Layout(
         tuple(range(tp * pp * dp)),
@@ -207,7 +218,7 @@ def test_transition_bytes_are_table_2(
         gen_pp_size=strategy.gen_pp,
     )
 
-    received = transition_bytes(ACTOR, strategy)
+    received = float(transition_bytes(ACTOR, Cut.of([strategy]))[0])
 
     formula = paper("hybridflow", layout).received
     assert received == pytest.approx(float(formula) * 2 * SHAPE.num_parameters)
@@ -227,7 +238,7 @@ def test_transition_bytes_are_what_the_planner_moves(sizes: tuple[int, int, int]
     model = Model("actor", shape, True)
     model = replace(model, rollout=Rollout())
 
-    received = transition_bytes(model, Strategy(tp, pp, 1, gen_tp, 1))
+    received = float(transition_bytes(model, Cut.of([Strategy(tp, pp, 1, gen_tp, 1)]))[0])
 
     assert received == pytest.approx(float(cost.mean("received")), rel=1e-6)
 
@@ -238,7 +249,7 @@ def test_transition_across_machines_shares_their_network() -> None:
     assert found.seconds == pytest.approx(13e9 * 2 / 2 / A100.network_rate, rel=1e-3)
 
 
-def _estimates(strategy: Strategy, kind: str, hardware) -> list[Estimate]:  # noqa: ANN001
+def _estimates(strategy: Strategy, kind: str, hardware: Hardware) -> list[Estimate]:
     model = _model(kind)
     return [
         train_seconds(model, WORK, strategy, hardware),
