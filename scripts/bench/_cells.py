@@ -146,3 +146,8 @@ def family_allocation(cell: Cell, hardware: Hardware, *, log_prob: bool) -> tupl
     best = best_of_partition(options, cell.num_gpus)
     assert best is not None, cell
     return tuple(int(one.sizes[pick]) for one, pick in zip(options, best[1]))
+
+
+def scaled(hardware: Hardware, name: str, factor: float) -> Hardware:
+    """The same machine with one coefficient multiplied."""
+    return replace(hardware, **{name: getattr(hardware, name) * factor})

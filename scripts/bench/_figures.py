@@ -10,7 +10,7 @@ from spmdflow.mapping.dataflow import Engine, Model, Rollout
 from spmdflow.mapping.machine import Hardware
 from spmdflow.mapping.placed import Placed, transition_seconds
 from spmdflow.mapping.seconds import transition_bytes
-from spmdflow.mapping.strategy import Cut, Strategy
+from spmdflow.mapping.strategy import Strategies, Strategy
 
 VOLUMES = {
     "7B": (Strategy(8, 1, 2, 2, 1), 5.25e9),
@@ -30,7 +30,7 @@ TWO_COPIES_REPLICAS = 8
 def volumes() -> dict[str, tuple[float, float]]:
     """Model -> (bytes received by each GPU, what Table 2 says)."""
     return {
-        name: (float(transition_bytes(policy(name), Cut.of([strategy]))[0]), wanted)
+        name: (float(transition_bytes(policy(name), Strategies.of([strategy]))[0]), wanted)
         for name, (strategy, wanted) in VOLUMES.items()
     }
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from bench._cells import CELLS, Score, family_allocation, score_cell
+from bench._cells import CELLS, Score, family_allocation, scaled, score_cell
 from bench._dataflows import NOMINAL, ppo, safe_rlhf
 from bench._event import event_scores
 from bench._figures import (
@@ -133,7 +133,7 @@ def perturbed(draws: range, *, log_prob: bool) -> list[int]:
         moved = hardware
         for name in COEFFICIENTS:
             if name not in UNMOVED:
-                moved = moved.scaled(name, float(rng.uniform(0.85, 1.15)))
+                moved = scaled(moved, name, float(rng.uniform(0.85, 1.15)))
         scores = [score_cell(cell, moved, log_prob=log_prob, keep=1) for cell in CELLS]
         won.append(sum(score.ratio <= 1.01 for score in scores))
     return won

@@ -7,7 +7,6 @@ pools overlap over the whole step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,12 +33,8 @@ class Workload:
     """Passes over the rows of a training call."""
 
     def __post_init__(self) -> None:
-        smallest = min(self.num_sequences, self.prompt_tokens, self.num_updates, self.num_epochs)
-        if smallest < 1 or self.response_tokens < 0:
-            raise ConfigError(
-                f"workload: got {self}, expected at least one sequence, prompt token, update and "
-                f"epoch; correct it"
-            )
+        counts = self.num_sequences, self.prompt_tokens, self.num_updates, self.num_epochs
+        assert min(counts) >= 1 and self.response_tokens >= 0, self
 
     @property
     def tokens(self) -> int:
@@ -68,8 +63,7 @@ class Engine:
     """Whether the model lives on the host between calls."""
 
     def __post_init__(self) -> None:
-        _choice("engine.dtype", self.dtype, tuple(ELEMENT_BYTES))
-        assert self.facts
+        assert self.dtype in ELEMENT_BYTES and self.facts, self
 
     @property
     def facts(self) -> EngineKind:
@@ -85,6 +79,12 @@ class Engine:
     def element_bytes(self) -> int:
         """Bytes of a weight in compute precision."""
         return ELEMENT_BYTES[self.dtype]
+
+    def rows_at(self, tokens: int) -> int:
+        """Rows of so many tokens in one forward pass, at most."""
+        if self.micro_batch_tokens is None:
+            return self.micro_batch_rows
+        return max(self.micro_batch_tokens // tokens, 1)
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,8 @@ class Rollout:
     """Sequences for which the memory floor reserves cache, so that a plan does not crawl."""
 
     def __post_init__(self) -> None:
-        _choice("rollout.weights", self.weights, ("flat", "blocks", "copy"))
-        _choice("rollout.dtype", self.dtype, tuple(ELEMENT_BYTES))
-        assert self.facts
+        assert self.weights in ("flat", "blocks", "copy"), self.weights
+        assert self.dtype in ELEMENT_BYTES and self.facts, self
 
     @property
     def facts(self) -> GeneratorKind:
@@ -166,7 +165,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Dataflow:
-    """Models and the calls of one step. ConfigError if a call names no model or cannot be run."""
+    """Models and the calls of one step; every call can be run by the model that it names."""
 
     models: tuple[Model, ...]
     calls: tuple[Call, ...]
@@ -174,20 +173,14 @@ class Dataflow:
     """Pairs of models that may not share a pool."""
 
     def __post_init__(self) -> None:
-        names = [model.name for model in self.models]
-        if len(set(names)) != len(names) or not names:
-            raise ConfigError(
-                f"dataflow: got models {names}, expected at least one, each name once; rename one"
-            )
+        names = {model.name for model in self.models}
+        assert names and len(names) == len(self.models), self.models
+        assert names >= {name for pair in self.apart for name in pair}, self.apart
+        assert names >= {m.weights_from for m in self.models} - {None}, self.models
         for call in self.calls:
-            _check_call(call, self)
-        unknown = {name for pair in self.apart for name in pair} - set(names)
-        sources = {model.weights_from for model in self.models} - {None, *names}
-        if unknown or sources:
-            raise ConfigError(
-                f"dataflow: got {sorted(unknown | {str(s) for s in sources})} in apart or "
-                f"weights_from, expected some of {', '.join(names)}; correct the name"
-            )
+            model = self.model(call.model)
+            assert call.kind != "generate" or model.rollout is not None, call.title
+            assert call.kind != "train" or model.trained, call.title
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -195,30 +188,9 @@ class Dataflow:
         return tuple(dict.fromkeys(call.stage for call in self.calls))
 
     def model(self, name: str) -> Model:
-        """By name; ConfigError if there is none."""
-        for model in self.models:
-            if model.name == name:
-                return model
-        raise ConfigError(
-            f"dataflow: got model {name!r}, expected one of "
-            f"{', '.join(model.name for model in self.models)}; correct the name"
-        )
+        """By name."""
+        return next(model for model in self.models if model.name == name)
 
-    def calls_of(self, name: str) -> list[tuple[int, Call]]:
-        """(number, call) of a model's calls, in order."""
-        return [(number, call) for number, call in enumerate(self.calls) if call.model == name]
-
-
-def _check_call(call: Call, flow: Dataflow) -> None:
-    model = flow.model(call.model)
-    if call.kind == "generate" and model.rollout is None:
-        raise ConfigError(
-            f"dataflow: got {call.title}, expected a model with a rollout; give {call.model} one"
-        )
-    if call.kind == "train" and not model.trained:
-        raise ConfigError(f"dataflow: got {call.title}, expected a trained model; set trained=True")
-
-
-def _choice(key: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{key}: got {value!r}, expected one of {', '.join(choices)}; choose one")
+    def calls_of(self, name: str) -> list[Call]:
+        """A model's calls, in order."""
+        return [call for call in self.calls if call.model == name]

@@ -69,11 +69,6 @@ class Hardware:
     """Ranks of a machine that reach these rates at once; more share them. inf: devices."""
 
     @property
-    def coefficients(self) -> dict[str, float]:
-        """Every value by name, the name itself left out."""
-        return {name: getattr(self, name) for name in COEFFICIENTS}
-
-    @property
     def usable_bytes(self) -> float:
         """Bytes of one device that a plan may fill."""
         return self.memory_bytes * self.usable_memory_fraction - self.reserved_bytes
@@ -101,15 +96,6 @@ class Hardware:
     def network_rate(self) -> float:
         """Bytes/s that a node sends to other nodes."""
         return self.network_bandwidth * self.network_efficiency
-
-    def scaled(self, name: str, factor: float) -> Hardware:
-        """The same with one coefficient multiplied; ConfigError for an unknown name."""
-        if name not in COEFFICIENTS:
-            raise ConfigError(
-                f"hardware: got coefficient {name!r}, expected one of {', '.join(COEFFICIENTS)}; "
-                f"choose one"
-            )
-        return replace(self, **{name: getattr(self, name) * factor})
 
     def with_node(self, gpus_per_node: int) -> Hardware:
         """The same with another number of devices a node."""

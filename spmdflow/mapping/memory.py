@@ -27,12 +27,11 @@ from spmdflow.mapping.seconds import (
     PREFILL_TOKENS,
     kv_width,
     local_parameters,
-    micro_batch_rows,
     rows_per_replica,
     sequence_bytes,
     share_of,
 )
-from spmdflow.mapping.strategy import Array, Cut, Strategy
+from spmdflow.mapping.strategy import Array, Strategies, Strategy
 
 Bytes = dict[str, Array]
 """Bytes of one rank by what they hold."""
@@ -42,14 +41,14 @@ BUCKET_BYTES = 256 << 20
 """The hybrid engine stages at most so many bytes at once."""
 
 
-def resident_bytes(model: Model, cut: Cut) -> Bytes:
+def resident_bytes(model: Model, cut: Strategies) -> Bytes:
     """What a model keeps on a rank between calls; nothing if it lives on the host."""
     if model.engine.offload:
         return _nothing(cut)
     return state_bytes(model, cut)
 
 
-def state_bytes(model: Model, cut: Cut) -> Bytes:
+def state_bytes(model: Model, cut: Strategies) -> Bytes:
     """Weights, optimizer and, where it stays, the gradient buffer of one rank."""
     engine, sharding = model.engine, model.engine.sharding
     local = local_parameters(model, cut)
@@ -66,7 +65,7 @@ def state_bytes(model: Model, cut: Cut) -> Bytes:
     return parts
 
 
-def call_bytes(model: Model, kind: Kind, workload: Workload, cut: Cut) -> Bytes:
+def call_bytes(model: Model, kind: Kind, workload: Workload, cut: Strategies) -> Bytes:
     """What one call needs beside all residents; generation without its cache."""
     parts = {
         "train": _training_bytes,
@@ -90,7 +89,7 @@ def pool_memory(
     """
     resident: dict[str, float] = {}
     for model, strategy in members:
-        for part, size in resident_bytes(model, Cut.of([strategy])).items():
+        for part, size in resident_bytes(model, Strategies.of([strategy])).items():
             resident[part] = resident.get(part, 0.0) + float(size[0])
     names = {model.name: (model, strategy) for model, strategy in members}
     found: dict[str, dict[str, float]] = {}
@@ -99,8 +98,8 @@ def pool_memory(
         if call.model not in names:
             continue
         model, strategy = names[call.model]
-        parts = dict(resident)
-        for part, size in call_bytes(model, call.kind, call.workload, Cut.of([strategy])).items():
+        parts, cut = dict(resident), Strategies.of([strategy])
+        for part, size in call_bytes(model, call.kind, call.workload, cut).items():
             parts[part] = parts.get(part, 0.0) + float(np.ravel(size)[0])
         used = sum(parts.values())
         if used < most.get(call.title, 0.0):
@@ -112,7 +111,7 @@ def pool_memory(
     return found
 
 
-def least_cache_bytes(model: Model, workload: Workload, cut: Cut) -> Array:
+def least_cache_bytes(model: Model, workload: Workload, cut: Strategies) -> Array:
     """Cache of one rank: what is set, which is taken whole; else for the fewest sequences that a
     plan accepts."""
     assert model.rollout is not None, model.name
@@ -122,12 +121,12 @@ def least_cache_bytes(model: Model, workload: Workload, cut: Cut) -> Array:
     return least * sequence_bytes(model, workload, cut)
 
 
-def full_cache_bytes(model: Model, workload: Workload, cut: Cut) -> Array:
+def full_cache_bytes(model: Model, workload: Workload, cut: Strategies) -> Array:
     """Cache of one rank for all sequences of its replica at once."""
     return rows_per_replica(workload, cut) * sequence_bytes(model, workload, cut)
 
 
-def offload_seconds(model: Model, cut: Cut, hardware: Hardware) -> Array:
+def offload_seconds(model: Model, cut: Strategies, hardware: Hardware) -> Array:
     """A model that lives on the host is loaded before a call, and put back if it was trained."""
     if not model.engine.offload:
         return np.zeros(len(cut))
@@ -143,11 +142,11 @@ def total(parts: Bytes) -> Array:
 _STATE = ("parameters", "gradients", "optimizer")
 
 
-def _nothing(cut: Cut) -> Bytes:
+def _nothing(cut: Strategies) -> Bytes:
     return {name: np.zeros(len(cut)) for name in _STATE}
 
 
-def _passing_gradients(model: Model, cut: Cut) -> Array:
+def _passing_gradients(model: Model, cut: Strategies) -> Array:
     """What an engine without a buffer frees after the step."""
     if model.engine.facts.keeps_gradients:
         return np.zeros(len(cut))
@@ -155,7 +154,7 @@ def _passing_gradients(model: Model, cut: Cut) -> Array:
     return 4 * local_parameters(model, cut) / share
 
 
-def _gathered_bytes(model: Model, cut: Cut, *, training: bool) -> Array:
+def _gathered_bytes(model: Model, cut: Strategies, *, training: bool) -> Array:
     """What a sharded model gathers for its passes: two layers, or all; all gradients too where they
     stay whole until the step ends."""
     sharding, size = model.engine.sharding, model.engine.element_bytes
@@ -168,10 +167,10 @@ def _gathered_bytes(model: Model, cut: Cut, *, training: bool) -> Array:
     return copies * size * model.shape.num_parameters * np.ones(len(cut))
 
 
-def _training_bytes(model: Model, workload: Workload, cut: Cut) -> Bytes:
+def _training_bytes(model: Model, workload: Workload, cut: Strategies) -> Bytes:
     engine, shape = model.engine, model.shape
     rows = np.ceil(workload.num_sequences * workload.num_epochs / workload.num_updates / cut.dp)
-    micro = np.minimum(micro_batch_rows(engine, workload.tokens), rows)
+    micro = np.minimum(engine.rows_at(workload.tokens), rows)
     tokens, layers = micro * workload.tokens, np.ceil(shape.num_layers / cut.pp)
     held = np.minimum(np.ceil(rows / micro), cut.pp)
     one_layer = _layer_elements(model, cut)
@@ -185,9 +184,9 @@ def _training_bytes(model: Model, workload: Workload, cut: Cut) -> Bytes:
     }
 
 
-def _inference_bytes(model: Model, workload: Workload, cut: Cut) -> Bytes:
+def _inference_bytes(model: Model, workload: Workload, cut: Strategies) -> Bytes:
     rows = np.ceil(workload.num_sequences / cut.dp)
-    micro = np.minimum(micro_batch_rows(model.engine, workload.tokens), rows)
+    micro = np.minimum(model.engine.rows_at(workload.tokens), rows)
     tokens = micro * workload.tokens
     return {
         "activations": tokens * _layer_elements(model, cut) * model.engine.element_bytes,
@@ -196,7 +195,7 @@ def _inference_bytes(model: Model, workload: Workload, cut: Cut) -> Bytes:
     }
 
 
-def _generation_bytes(model: Model, workload: Workload, cut: Cut) -> Bytes:
+def _generation_bytes(model: Model, workload: Workload, cut: Strategies) -> Bytes:
     """Weights beyond training's (Table 2: M/(t_g p_g) at the peak, nothing twice) and buffers."""
     rollout, shape = model.rollout, model.shape
     assert rollout is not None, model.name
@@ -216,7 +215,7 @@ def _generation_bytes(model: Model, workload: Workload, cut: Cut) -> Bytes:
     }
 
 
-def _layer_elements(model: Model, cut: Cut) -> Array:
+def _layer_elements(model: Model, cut: Strategies) -> Array:
     shape = model.shape
     divided = 2 * shape.q_size + 2 * shape.kv_size + (2 + shape.gated) * shape.ffn_size
     whole = 5 * shape.hidden_size
@@ -225,7 +224,7 @@ def _layer_elements(model: Model, cut: Cut) -> Array:
     return whole + divided / cut.tp
 
 
-def _logit_bytes(model: Model, tokens: Array, cut: Cut) -> Array:
+def _logit_bytes(model: Model, tokens: Array, cut: Strategies) -> Array:
     if model.shape.head == "scalar":
         return 0.0 * tokens
     return tokens * model.shape.vocab_size / cut.tp * LOGIT_BYTES

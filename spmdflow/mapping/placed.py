@@ -34,7 +34,7 @@ from spmdflow.mapping.seconds import (
     training_parts,
 )
 from spmdflow.mapping.seconds import transition_seconds as transition
-from spmdflow.mapping.strategy import Cut, Strategy
+from spmdflow.mapping.strategy import Strategies, Strategy
 from spmdflow.mapping.table import CostTable
 
 
@@ -160,7 +160,8 @@ def call_seconds(
     """
     if call.fixed_seconds is not None:
         return Estimate({"fixed": call.fixed_seconds})
-    cut, notes = Cut.of([strategy]), ()
+    cut = Strategies.of([strategy])
+    notes: tuple[str, ...] = ()
     if call.kind == "generate":
         parts, notes = _generation(call, model, strategy, hardware, kv_bytes)
     else:
@@ -173,13 +174,13 @@ def call_seconds(
 
 def transition_seconds(model: Model, strategy: Strategy, hardware: Hardware) -> Estimate:
     """Weights from training's layout to generation's."""
-    return _estimate({"transition": transition(model, Cut.of([strategy]), hardware)})
+    return _estimate({"transition": transition(model, Strategies.of([strategy]), hardware)})
 
 
 def _generation(
     call: Call, model: Model, strategy: Strategy, hardware: Hardware, kv_bytes: float | None
 ) -> tuple[Parts, tuple[str, ...]]:
-    cut, workload = Cut.of([strategy]), call.workload
+    cut, workload = Strategies.of([strategy]), call.workload
     if kv_bytes is None:
         used = total(state_bytes(model, cut)) + total(call_bytes(model, "generate", workload, cut))
         kv_bytes = float(hardware.usable_bytes - used[0])
@@ -243,7 +244,7 @@ def assemble(
         for number, row in zip(blocks[place], rows[place].tolist()):
             entries = table.entries[number]
             generates = entries.model.rollout is not None
-            strategies[entries.model.name] = entries.cut.strategy(row, generates=generates)
+            strategies[entries.model.name] = entries.cut.one(row, generates=generates)
         pools.append(pool_of(table.dataflow, table.hardware, strategies, own))
     return placed_of(table.dataflow, pools)
 
@@ -276,7 +277,7 @@ def pool_of(
         stages[call.stage] += found.seconds
         most = max(most, sum(parts.values()))
     if not estimates:
-        most = sum(float(total(resident_bytes(m, Cut.of([s])))[0]) for m, s in members)
+        most = sum(float(total(resident_bytes(m, Strategies.of([s])))[0]) for m, s in members)
     return PlacedPool(
         roles=tuple(strategies),
         num_ranks=len(ranks),

@@ -33,11 +33,14 @@ import numpy as np
 
 from spmdflow.mapping.dataflow import Engine, Model, Rollout, Workload
 from spmdflow.mapping.machine import Hardware
-from spmdflow.mapping.strategy import Array, Cut, stage_share
+from spmdflow.mapping.strategy import Array, Strategies, stage_share
 from spmdflow.weights.architecture import Architecture
 
 Parts = dict[str, Array]
 """Seconds by cause, one entry a strategy."""
+
+Precision = Engine | Rollout
+"""What states a dtype and the bytes of an element."""
 
 GRADIENT_BYTES = 4
 ADAM_BYTES = 28
@@ -46,7 +49,7 @@ PREFILL_TOKENS = 8192
 """Tokens that one prefill pass takes at most."""
 
 
-def training_parts(model: Model, workload: Workload, cut: Cut, hw: Hardware) -> Parts:
+def training_parts(model: Model, workload: Workload, cut: Strategies, hw: Hardware) -> Parts:
     """One training call: all its updates."""
     rows = np.ceil(workload.num_sequences * workload.num_epochs / workload.num_updates / cut.dp)
     stage = _stage(model, workload, rows, cut, hw)
@@ -71,7 +74,7 @@ def training_parts(model: Model, workload: Workload, cut: Cut, hw: Hardware) -> 
     return total
 
 
-def inference_parts(model: Model, workload: Workload, cut: Cut, hw: Hardware) -> Parts:
+def inference_parts(model: Model, workload: Workload, cut: Strategies, hw: Hardware) -> Parts:
     """One forward call over all rows."""
     rows = np.ceil(workload.num_sequences / cut.dp)
     stage, sharding = _stage(model, workload, rows, cut, hw), model.engine.sharding
@@ -90,24 +93,12 @@ def inference_parts(model: Model, workload: Workload, cut: Cut, hw: Hardware) ->
     return parts
 
 
-def local_parameters(model: Model, cut: Cut) -> Array:
+def local_parameters(model: Model, cut: Strategies) -> Array:
     """Weights of a rank of the busiest stage."""
     return model.shape.num_parameters / cut.tp * stage_share(model.shape.num_layers, cut.pp)
 
 
-def precision(engine: Engine) -> Precision:
-    """Of an engine's passes."""
-    return Precision(engine.dtype, engine.element_bytes)
-
-
-def micro_batch_rows(engine: Engine, tokens: int) -> int:
-    """Rows of one forward, at most."""
-    if engine.micro_batch_tokens is None:
-        return engine.micro_batch_rows
-    return max(engine.micro_batch_tokens // tokens, 1)
-
-
-def share_of(divided: bool, cut: Cut) -> Array:
+def share_of(divided: bool, cut: Strategies) -> Array:
     """Data-parallel ranks among which something is divided, or 1."""
     return cut.dp if divided else np.ones(len(cut))
 
@@ -126,23 +117,23 @@ class _Stage:
     num_micro: Array
 
 
-def _stage(model: Model, workload: Workload, rows: Array, cut: Cut, hw: Hardware) -> _Stage:
-    engine, shape, how = model.engine, model.shape, precision(model.engine)
-    micro = np.minimum(micro_batch_rows(engine, workload.tokens), rows)
+def _stage(model: Model, workload: Workload, rows: Array, cut: Strategies, hw: Hardware) -> _Stage:
+    engine, shape = model.engine, model.shape
+    micro = np.minimum(engine.rows_at(workload.tokens), rows)
     tokens = micro * workload.tokens
     layers = np.ceil(shape.num_layers / cut.pp)
-    one = layer_pass(shape, tokens, np.asarray(workload.tokens / 2), cut.tp, hw, how)
+    one = layer_pass(shape, tokens, np.asarray(workload.tokens / 2), cut.tp, hw, engine)
     forward = Pass(*(layers * getattr(one, name) for name in one.__dataclass_fields__))
-    size = tokens * shape.hidden_size * how.element_bytes
+    size = tokens * shape.hidden_size * engine.element_bytes
     crosses = cut.tp * cut.pp > hw.gpus_per_node
     hand_over = point_to_point(np.where(crosses, size, size / cut.tp), crosses, hw)
     local = local_parameters(model, cut)
     per_node = dp_per_node(cut.tp * cut.pp, cut.dp, hw)
     in_float32 = engine.facts.float32_weights and not engine.sharding.parameters
-    weight_bytes = GRADIENT_BYTES if in_float32 else how.element_bytes
+    weight_bytes = GRADIENT_BYTES if in_float32 else engine.element_bytes
     return _Stage(
         forward,
-        head_seconds(shape, tokens, cut.tp, hw, how),
+        head_seconds(shape, tokens, cut.tp, hw, engine),
         np.where(cut.pp > 1, hand_over, 0.0),
         all_gather(local * weight_bytes, cut.dp, per_node, hw),
         all_gather(local * GRADIENT_BYTES, cut.dp, per_node, hw),
@@ -150,7 +141,7 @@ def _stage(model: Model, workload: Workload, rows: Array, cut: Cut, hw: Hardware
     )
 
 
-def _pipelined(parts: Parts, num_micro: Array, cut: Cut) -> Parts:
+def _pipelined(parts: Parts, num_micro: Array, cut: Strategies) -> Parts:
     """Every micro-batch, and the bubble while the pipeline fills and drains."""
     one: Array = sum(parts.values(), np.zeros(len(cut)))
     whole = {name: seconds * num_micro for name, seconds in parts.items()}
@@ -158,31 +149,29 @@ def _pipelined(parts: Parts, num_micro: Array, cut: Cut) -> Parts:
 
 
 def generation_parts(
-    model: Model, workload: Workload, cut: Cut, hw: Hardware, *, kv_bytes: Array
+    model: Model, workload: Workload, cut: Strategies, hw: Hardware, *, kv_bytes: Array
 ) -> Parts:
     """One generation call with `kv_bytes` of cache on each rank; infinite where none fits."""
-    rollout = _rollout(model)
-    how = Precision(rollout.dtype, rollout.element_bytes)
     rows = rows_per_replica(workload, cut)
     held = concurrency(model, workload, cut, kv_bytes)
     with np.errstate(divide="ignore", invalid="ignore"):
         waves = np.where(held >= 1, np.ceil(rows / np.maximum(held, 1)), np.inf)
         batch = rows / waves
-    parts = _decode(model, workload, cut, hw, how, np.maximum(batch, 1e-9))
+    parts = _decode(model, workload, cut, hw, np.maximum(batch, 1e-9))
     steps = waves * workload.response_tokens
     parts = {name: seconds * steps for name, seconds in parts.items()}
-    parts["prefill"] = _prefill(model, workload, cut, hw, how, rows)
+    parts["prefill"] = _prefill(model, workload, cut, hw, rows)
     parts["host"] = parts["host"] + hw.call_seconds
     return parts
 
 
-def rows_per_replica(workload: Workload, cut: Cut) -> Array:
+def rows_per_replica(workload: Workload, cut: Strategies) -> Array:
     """Sequences of the busiest generation replica."""
     replicas = cut.tp * cut.pp * cut.dp / (cut.gen_tp * cut.gen_pp)
     return np.ceil(workload.num_sequences / replicas)
 
 
-def concurrency(model: Model, workload: Workload, cut: Cut, kv_bytes: Array) -> Array:
+def concurrency(model: Model, workload: Workload, cut: Strategies, kv_bytes: Array) -> Array:
     """Whole sequences that a replica holds at once, at most those it has."""
     rollout = _rollout(model)
     if rollout.kv_cache_bytes is not None:
@@ -193,14 +182,14 @@ def concurrency(model: Model, workload: Workload, cut: Cut, kv_bytes: Array) -> 
     return np.clip(most, 0, rows_per_replica(workload, cut))
 
 
-def sequence_bytes(model: Model, workload: Workload, cut: Cut) -> Array:
+def sequence_bytes(model: Model, workload: Workload, cut: Strategies) -> Array:
     """KV cache of one whole sequence on one rank."""
     layers = np.ceil(model.shape.num_layers / cut.gen_pp)
     width = kv_width(model.shape, cut.gen_tp)
     return 2 * layers * width * workload.tokens * _rollout(model).element_bytes
 
 
-def transition_seconds(model: Model, cut: Cut, hw: Hardware) -> Array:
+def transition_seconds(model: Model, cut: Strategies, hw: Hardware) -> Array:
     """Weights from training's layout to generation's, once before a step's generation."""
     received = transition_bytes(model, cut)
     if model.weights_from is not None:
@@ -218,7 +207,7 @@ def transition_seconds(model: Model, cut: Cut, hw: Hardware) -> Array:
     return np.where(received > 0, all_gather(whole, group, per_node, hw), 0.0)
 
 
-def transition_bytes(model: Model, cut: Cut) -> Array:
+def transition_bytes(model: Model, cut: Strategies) -> Array:
     """Received by each rank (Table 2): (d_g - 1)/(t p) M; from other engines what it lacks."""
     weights = model.shape.num_parameters * _rollout(model).element_bytes
     needed = weights / (cut.gen_tp * cut.gen_pp)
@@ -234,11 +223,10 @@ def _rollout(model: Model) -> Rollout:
     return model.rollout
 
 
-def _decode(
-    model: Model, workload: Workload, cut: Cut, hw: Hardware, how: Precision, batch: Array
-) -> Parts:
+def _decode(model: Model, workload: Workload, cut: Strategies, hw: Hardware, batch: Array) -> Parts:
     """One token for every sequence of a wave, by cause."""
-    shape, context = model.shape, workload.prompt_tokens + workload.response_tokens / 2
+    shape, how = model.shape, _rollout(model)
+    context = workload.prompt_tokens + workload.response_tokens / 2
     one = layer_pass(shape, batch, np.asarray(context), cut.gen_tp, hw, how)
     width = kv_width(shape, cut.gen_tp)
     kv = 2 * batch * context * width * how.element_bytes / hw.kv_rate
@@ -250,27 +238,24 @@ def _decode(
         "kv_read": shape.num_layers * kv,
         "launch": shape.num_layers * launch,
         "tensor_parallel": shape.num_layers * one.tensor_parallel,
-        "pipeline": _hand_overs(model, cut, hw, how, batch),
+        "pipeline": _hand_overs(model, cut, hw, batch),
         "host": hw.step_seconds + hw.sequence_step_seconds * batch,
     }
 
 
-def _prefill(
-    model: Model, workload: Workload, cut: Cut, hw: Hardware, how: Precision, rows: Array
-) -> Array:
+def _prefill(model: Model, workload: Workload, cut: Strategies, hw: Hardware, rows: Array) -> Array:
     """All prompts of a replica, in passes of at most PREFILL_TOKENS."""
     shape, tokens = model.shape, rows * workload.prompt_tokens
+    context = np.asarray(workload.prompt_tokens / 2)
     passes = np.ceil(tokens / PREFILL_TOKENS)
-    one = layer_pass(
-        shape, tokens / passes, np.asarray(workload.prompt_tokens / 2), cut.gen_tp, hw, how
-    )
-    hand_overs = _hand_overs(model, cut, hw, how, tokens / passes)
+    one = layer_pass(shape, tokens / passes, context, cut.gen_tp, hw, _rollout(model))
+    hand_overs = _hand_overs(model, cut, hw, tokens / passes)
     return passes * (shape.num_layers * one.total + hand_overs)
 
 
-def _hand_overs(model: Model, cut: Cut, hw: Hardware, how: Precision, tokens: Array) -> Array:
+def _hand_overs(model: Model, cut: Strategies, hw: Hardware, tokens: Array) -> Array:
     """Activations from each generation stage to the next."""
-    size = tokens * model.shape.hidden_size * how.element_bytes
+    size = tokens * model.shape.hidden_size * _rollout(model).element_bytes
     crosses = cut.gen_tp * cut.gen_pp > hw.gpus_per_node
     return (cut.gen_pp - 1) * point_to_point(size, crosses, hw)
 
@@ -282,7 +267,7 @@ class Pass:
     compute: Array
     memory: Array
     launch: Array
-    """What is missing to the time that the kernels' launches take."""
+    """Launch overhead that the kernels do not hide."""
     tensor_parallel: Array
 
     @property
@@ -296,21 +281,18 @@ class Pass:
         return self.busy + self.tensor_parallel
 
 
-@dataclass(frozen=True)
-class Precision:
-    """Which rate applies, and bytes of an element."""
-
-    dtype: str
-    element_bytes: int
-
-
 def kv_width(shape: Architecture, tp: Array) -> Array:
     """Width of a rank's keys: a kv head is not divided, so it repeats where heads < tp."""
     return np.maximum(shape.kv_size / tp, shape.head_dim)
 
 
 def layer_pass(
-    shape: Architecture, tokens: Array, context: Array, tp: Array, hw: Hardware, how: Precision
+    shape: Architecture,
+    tokens: Array,
+    context: Array,
+    tp: Array,
+    hw: Hardware,
+    how: Precision,
 ) -> Pass:
     """One layer over `tokens` tokens, each attending to `context` others on average."""
     hidden, ffn = shape.hidden_size, shape.ffn_size / tp

@@ -10,14 +10,14 @@ taken as they are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.dataflow import Model
 from spmdflow.mapping.machine import Hardware
-from spmdflow.parallel.layout import divisors
+from spmdflow.parallel.layout import Layout, divisors
 
 Array = np.ndarray
 """float64, one entry a strategy."""
@@ -35,6 +35,13 @@ class Strategy:
     gen_pp: int = 0
     recompute: bool = False
 
+    @classmethod
+    def of_layout(cls, layout: Layout, *, generates: bool, recompute: bool) -> Strategy:
+        """A pool's layout, with its generation sizes if the model generates."""
+        generation = (layout.gen_tp_size, layout.gen_pp_size) if generates else (0, 0)
+        sizes = layout.tp_size, layout.pp_size, layout.dp_size
+        return cls(*sizes, *generation, recompute=recompute)
+
     @property
     def num_ranks(self) -> int:
         """Ranks of the pool."""
@@ -48,33 +55,39 @@ class Strategy:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Strategies:
     """Many strategies of one model at once: arrays of the same length."""
 
     tp: Array
     pp: Array
     dp: Array
     gen_tp: Array
+    """1 where the model does not generate, as gen_pp."""
     gen_pp: Array
     recompute: Array
     """1 where activations are recomputed, else 0."""
 
     @classmethod
-    def of(cls, strategies: Sequence[Strategy]) -> Cut:
-        """The strategies in their order; a model that does not generate has gen sizes 1."""
-        rows = [(s.tp, s.pp, s.dp, s.gen_tp or 1, s.gen_pp or 1, s.recompute) for s in strategies]
-        return cls.of_rows(np.array(rows, dtype=np.float64).reshape(-1, 6))
+    def of(cls, strategies: Sequence[Strategy]) -> Strategies:
+        """The strategies in their order."""
 
-    @classmethod
-    def of_rows(cls, rows: Array) -> Cut:
-        """Rows of (tp, pp, dp, gen_tp, gen_pp, recompute), (N, 6)."""
-        return cls(*rows.T)
+        def column(name: str, least: int = 0) -> Array:
+            return np.array([max(getattr(s, name), least) for s in strategies], dtype=np.float64)
 
-    def take(self, index: Array) -> Cut:
+        return cls(
+            tp=column("tp"),
+            pp=column("pp"),
+            dp=column("dp"),
+            gen_tp=column("gen_tp", 1),
+            gen_pp=column("gen_pp", 1),
+            recompute=column("recompute"),
+        )
+
+    def take(self, index: Array) -> Strategies:
         """Some of them."""
-        return Cut(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
+        return Strategies(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
 
-    def strategy(self, index: int, *, generates: bool) -> Strategy:
+    def one(self, index: int, *, generates: bool) -> Strategy:
         """One of them."""
         return Strategy(
             tp=int(self.tp[index]),
@@ -89,20 +102,12 @@ class Cut:
         return len(self.tp)
 
 
-def strategies(model: Model, num_ranks: int, hardware: Hardware) -> list[Strategy]:
-    """All strategies of a model on so many ranks, in a fixed order; none if no size fits."""
-    rows = strategy_rows(model, [num_ranks], hardware)[1]
-    cut = Cut.of_rows(rows)
-    return [cut.strategy(i, generates=model.rollout is not None) for i in range(len(cut))]
-
-
-def strategy_rows(
+def strategies_on(
     model: Model, pool_sizes: Sequence[int], hardware: Hardware
-) -> tuple[Array, Array]:
-    """(pool size of each row, rows of `Cut.of_rows`) of all strategies on pools of these sizes."""
+) -> tuple[Array, Strategies]:
+    """(pool size of each, all strategies) of a model on pools of these sizes, by size."""
     wanted = np.asarray(sorted(pool_sizes), dtype=np.int64)
-    counts: list[Array] = []
-    rows: list[Array] = []
+    sizes, replicas = [wanted[:0]], [Strategy()]
     for tp, pp in _training_sizes(model, hardware):
         fitting = wanted[wanted % (tp * pp) == 0]
         if model.engine.layout is None:
@@ -110,16 +115,13 @@ def strategy_rows(
         for gen_tp, gen_pp in _generation_sizes(model, tp, pp, hardware):
             fits = fitting[fitting % (gen_tp * gen_pp) == 0]
             for recompute in _recompute(model):
-                block = np.empty((len(fits), 6))
-                block[:] = (tp, pp, 0, gen_tp, gen_pp, recompute)
-                block[:, 2] = fits // (tp * pp)
-                counts.append(fits)
-                rows.append(block)
-    if not rows:
-        return np.empty(0, dtype=np.int64), np.empty((0, 6))
-    sizes, table = np.concatenate(counts), np.concatenate(rows)
-    order = np.argsort(sizes, kind="stable")
-    return sizes[order], table[order]
+                sizes.append(fits)
+                replicas.append(Strategy(tp, pp, 1, gen_tp, gen_pp, bool(recompute)))
+    count = np.concatenate(sizes)
+    order = np.argsort(count, kind="stable")
+    which = np.repeat(np.arange(len(sizes)), [len(fits) for fits in sizes])
+    found = Strategies.of(replicas).take(which[order])
+    return count[order], replace(found, dp=count[order] / (found.tp * found.pp))
 
 
 def tensor_sizes(model: Model, hardware: Hardware) -> list[int]:

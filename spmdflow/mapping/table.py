@@ -33,7 +33,7 @@ from spmdflow.mapping.seconds import (
     training_parts,
     transition_seconds,
 )
-from spmdflow.mapping.strategy import Array, Cut, strategy_rows
+from spmdflow.mapping.strategy import Array, Strategies, strategies_on
 
 _MANY = 1 << 20
 """More than any size."""
@@ -47,7 +47,7 @@ class Entries:
     model: Model
     sizes: Array
     """Pool size of each entry."""
-    cut: Cut
+    cut: Strategies
     costs: Array
     """(entries, stages) seconds of all calls but generation; transitions are in them."""
     resident: Array
@@ -125,11 +125,11 @@ class CostTable:
         return self.hardware.usable_bytes - resident - entries.generation_bytes[index]
 
     def _entries_of(self, model: Model) -> Entries:
-        sizes, rows = strategy_rows(model, self.sizes.tolist(), self.hardware)
-        cut, calls = Cut.of_rows(rows), self.dataflow.calls_of(model.name)
+        sizes, cut = strategies_on(model, self.sizes.tolist(), self.hardware)
+        calls = self.dataflow.calls_of(model.name)
         costs = np.zeros((len(cut), len(self.dataflow.stages)))
         needed, generation, cache, full = (np.zeros(len(cut)) for _ in range(4))
-        for call in (call for _, call in calls):
+        for call in calls:
             stage = self.dataflow.stages.index(call.stage)
             if call.fixed_seconds is not None:
                 costs[:, stage] += call.fixed_seconds
@@ -144,7 +144,7 @@ class CostTable:
             simulate = training_parts if call.kind == "train" else inference_parts
             costs[:, stage] += total(simulate(model, call.workload, cut, self.hardware))
             needed = np.maximum(needed, beside)
-        first = next((call for _, call in calls if call.kind == "generate"), None)
+        first = next((call for call in calls if call.kind == "generate"), None)
         if first is not None:
             stage = self.dataflow.stages.index(first.stage)
             costs[:, stage] += transition_seconds(model, cut, self.hardware)
@@ -193,7 +193,7 @@ class CostTable:
         return costs
 
     def _generations(self, model: Model) -> list[Call]:
-        calls = [call for _, call in self.dataflow.calls_of(model.name)]
+        calls = self.dataflow.calls_of(model.name)
         return [c for c in calls if c.kind == "generate" and c.fixed_seconds is None]
 
     def _front_of(self, block: Block, size: int, alone: bool) -> Front:

@@ -128,7 +128,14 @@ def simulated(trace: Trace, orders: tuple[TracedOrder, ...]) -> Simulated:
         if call.kind == "generate":
             models[call.model] = _with_cache(models[call.model], call, trace.models[call.model])
     flow = Dataflow(tuple(models.values()), tuple(calls))
-    strategies = {name: _strategy(trace.models[name], models[name]) for name in models}
+    strategies = {
+        name: Strategy.of_layout(
+            trace.models[name].layout,
+            generates=model.rollout is not None,
+            recompute="recompute" in model.engine.options,
+        )
+        for name, model in models.items()
+    }
     return Simulated(flow, strategies, places, without)
 
 
@@ -227,18 +234,6 @@ def _with_cache(model: Model, call: Call, traced: TracedModel) -> Model:
     size = rows * call.workload.tokens * model.shape.kv_bytes_per_token(rollout.element_bytes)
     cache = max(float(size), rollout.kv_cache_bytes or 0.0)
     return replace(model, rollout=replace(rollout, kv_cache_bytes=cache))
-
-
-def _strategy(traced: TracedModel, model: Model) -> Strategy:
-    layout, generates = traced.layout, model.rollout is not None
-    return Strategy(
-        tp=layout.tp_size,
-        pp=layout.pp_size,
-        dp=layout.dp_size,
-        gen_tp=layout.gen_tp_size if generates else 0,
-        gen_pp=layout.gen_pp_size if generates else 0,
-        recompute="recompute" in model.engine.options,
-    )
 
 
 def _call(trace: Trace, order: TracedOrder, models: Mapping[str, Model]) -> Call | None:

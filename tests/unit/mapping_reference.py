@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from spmdflow.mapping.dataflow import Model
+from spmdflow.mapping.machine import Hardware
 from spmdflow.mapping.search import (
     Block,
     Options,
@@ -22,6 +24,7 @@ from spmdflow.mapping.search import (
     partitions,
     undominated,
 )
+from spmdflow.mapping.strategy import Strategy, strategies_on
 
 Table = Mapping[Block, Options]
 
@@ -159,3 +162,9 @@ def search(table: Table, number: int, size: int, *, keep: int) -> list[Choice]:
         Choice(cost, blocks, tuple(int(pruned[b][1][pick]) for b, pick in zip(blocks, picks)))
         for cost, blocks, picks in best_partitions(bounds, best_of, keep)
     ]
+
+
+def strategies(model: Model, num_ranks: int, hardware: Hardware) -> list[Strategy]:
+    """The package's strategies of a model on so many ranks."""
+    found = strategies_on(model, [num_ranks], hardware)[1]
+    return [found.one(i, generates=model.rollout is not None) for i in range(len(found))]

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
+from bench._cells import scaled
 
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.machine import COEFFICIENTS, FOLDER, HARDWARE, load_hardware
@@ -78,12 +79,12 @@ def test_text_that_is_no_yaml_is_refused(tmp_path: Path) -> None:
 def test_a_scaled_coefficient_leaves_the_others() -> None:
     hardware = load_hardware("a100_80gb")
 
-    twice = hardware.scaled("link_bandwidth", 2.0)
+    twice = scaled(hardware, "link_bandwidth", 2.0)
 
-    changed = [k for k in COEFFICIENTS if twice.coefficients[k] != hardware.coefficients[k]]
+    changed = [k for k in COEFFICIENTS if getattr(twice, k) != getattr(hardware, k)]
     assert changed == ["link_bandwidth"] and twice.link_rate == 2 * hardware.link_rate
-    with pytest.raises(ConfigError, match="got coefficient 'speed'"):
-        hardware.scaled("speed", 1.0)
+    with pytest.raises(AttributeError, match="speed"):
+        scaled(hardware, "speed", 1.0)
 
 
 def test_a_node_has_at_least_one_device() -> None:
@@ -184,7 +185,8 @@ def test_calibrated_file_is_taken_for_the_device_that_was_measured(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
 
     arguments = calibrate._arguments()
-    measured = load_hardware("cpu").coefficients
+    cpu = load_hardware("cpu")
+    measured = {name: getattr(cpu, name) for name in COEFFICIENTS}
     (tmp_path / "mine.yaml").write_text(calibrate.file_text(arguments, measured))
 
     assert arguments.name == name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 import pytest
+from bench._cells import scaled
 from bench._cost import Case, cost_of, paper
 from bench._dataflows import NOMINAL, Nominal
 from hypothesis import assume, given, settings
@@ -16,9 +17,9 @@ from spmdflow.mapping.machine import COEFFICIENTS, Hardware, load_hardware
 from spmdflow.mapping.memory import call_bytes, resident_bytes
 from spmdflow.mapping.placed import Estimate, call_seconds, transition_seconds
 from spmdflow.mapping.seconds import transition_bytes
-from spmdflow.mapping.strategy import Cut, Strategy, pipeline_sizes, strategies
+from spmdflow.mapping.strategy import Strategies, Strategy, pipeline_sizes
 from spmdflow.parallel.layout import Layout
-from tests.unit.mapping_reference import printed_algorithm_2
+from tests.unit.mapping_reference import printed_algorithm_2, strategies
 from tests.unit.weight_shapes import architecture
 
 A100 = load_hardware("a100_80gb")
@@ -171,7 +172,7 @@ def test_resident_bytes_of_a_trained_parameter(
 ) -> None:
     model = _model(kind, dtype=dtype, options=options)
 
-    parts = resident_bytes(model, Cut.of([Strategy(1, 1, 4, 1, 1)]))
+    parts = resident_bytes(model, Strategies.of([Strategy(1, 1, 4, 1, 1)]))
 
     total = sum(float(size[0]) for size in parts.values())
     assert total / SHAPE.num_parameters == pytest.approx(expected)
@@ -183,14 +184,14 @@ def test_resident_bytes_of_a_trained_parameter(
 def test_gradients_that_are_freed_after_a_step_count_while_it_trains(
     kind: str, expected: float
 ) -> None:
-    parts = call_bytes(_model(kind), "train", WORK, Cut.of([Strategy(1, 1, 4, 1, 1)]))
+    parts = call_bytes(_model(kind), "train", WORK, Strategies.of([Strategy(1, 1, 4, 1, 1)]))
 
     assert float(parts["gradients"][0]) == pytest.approx(expected * SHAPE.num_parameters)
 
 
 def test_recomputation_and_tensor_parallelism_need_less_activation_memory() -> None:
     def activations(strategy: Strategy) -> float:
-        return float(call_bytes(ACTOR, "train", WORK, Cut.of([strategy]))["activations"][0])
+        return float(call_bytes(ACTOR, "train", WORK, Strategies.of([strategy]))["activations"][0])
 
     assert activations(Strategy(8, 1, 2)) < activations(Strategy(4, 1, 4))
     assert activations(Strategy(8, 1, 2, recompute=True)) < activations(Strategy(8, 1, 2)) / 3
@@ -218,7 +219,7 @@ def test_transition_bytes_are_table_2(
         gen_pp_size=strategy.gen_pp,
     )
 
-    received = float(transition_bytes(ACTOR, Cut.of([strategy]))[0])
+    received = float(transition_bytes(ACTOR, Strategies.of([strategy]))[0])
 
     formula = paper("hybridflow", layout).received
     assert received == pytest.approx(float(formula) * 2 * SHAPE.num_parameters)
@@ -238,7 +239,7 @@ def test_transition_bytes_are_what_the_planner_moves(sizes: tuple[int, int, int]
     model = Model("actor", shape, True)
     model = replace(model, rollout=Rollout())
 
-    received = float(transition_bytes(model, Cut.of([Strategy(tp, pp, 1, gen_tp, 1)]))[0])
+    received = float(transition_bytes(model, Strategies.of([Strategy(tp, pp, 1, gen_tp, 1)]))[0])
 
     assert received == pytest.approx(float(cost.mean("received")), rel=1e-6)
 
@@ -273,7 +274,7 @@ grids = st.builds(
 def test_a_faster_machine_is_never_slower(strategy: Strategy, kind: str, rate: str) -> None:
     if kind != "megatron":
         strategy = Strategy(1, 1, strategy.num_ranks, strategy.gen_tp, 1)
-    faster = A100.scaled(rate, 1.1)
+    faster = scaled(A100, rate, 1.1)
 
     for now, then in zip(_estimates(strategy, kind, A100), _estimates(strategy, kind, faster)):
         assert then.seconds <= now.seconds * (1 + 1e-12)
@@ -283,7 +284,7 @@ def test_a_faster_machine_is_never_slower(strategy: Strategy, kind: str, rate: s
 @settings(max_examples=80, deadline=None)
 @given(grids, st.sampled_from(DELAYS))
 def test_longer_delays_are_never_faster(strategy: Strategy, delay: str) -> None:
-    slower = A100.scaled(delay, 2.0)
+    slower = scaled(A100, delay, 2.0)
 
     pairs = zip(_estimates(strategy, "megatron", A100), _estimates(strategy, "megatron", slower))
     for now, then in pairs:

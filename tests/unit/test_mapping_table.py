@@ -20,9 +20,9 @@ from spmdflow.mapping.machine import Hardware, load_hardware
 from spmdflow.mapping.memory import pool_memory
 from spmdflow.mapping.placed import Placed, Ranking, explain
 from spmdflow.mapping.search import Options, blocks_of
-from spmdflow.mapping.strategy import Strategy, strategies
+from spmdflow.mapping.strategy import Strategy
 from spmdflow.mapping.table import CostTable
-from tests.unit.mapping_reference import algorithm_1
+from tests.unit.mapping_reference import algorithm_1, strategies
 
 A100 = load_hardware("a100_80gb")
 SMALL = llama("small", 6, 1024, 2816, 8, 8)
