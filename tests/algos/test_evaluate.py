@@ -14,7 +14,7 @@ import yaml
 from spmdflow.config.load import load
 from spmdflow.config.model_folder import exported_folder
 from spmdflow.controller.script import launch
-from spmdflow.errors import ConfigError
+from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.tracking.estimate import majority, pass_at_k
 from tests.algos.runs import (
     ROOT,
@@ -94,6 +94,47 @@ def test_yaml_of_training_is_taken_over_and_typos_are_refused() -> None:
     assert (loaded.cfg.actor.rollout.temperature, loaded.cfg.run.name) == (0.5, "evaluate")
     with pytest.raises(ConfigError, match=r"unknown key actor\.rollout\.temprature, nearest is"):
         load(SCRIPT, ROOT / "algos" / "grpo.yaml", ["actor.rollout.temprature=1"])
+
+
+OWN = """\
+from spmdflow import ActorWorker, Flow, PPOConfig, RewardWorker
+
+
+def main(flow: Flow, cfg: PPOConfig) -> None:
+    actor = flow.spawn(ActorWorker, cfg.actor)
+    judge = flow.spawn(RewardWorker, cfg.reward, name="judge")
+    prompts = flow.prompts(cfg.data)
+    ABOVE
+    for step in flow.steps(cfg.total_steps):
+        actor.generate_sequences(next(prompts))
+        flow.evaluate(actor, judge, every=cfg.eval_every)
+"""
+
+
+@pytest.mark.parametrize("above", ["flow.evaluate(actor, judge, every=cfg.eval_every)", "pass"])
+def test_evaluation_uses_the_groups_it_is_given_before_step_1_too_if_called_above_the_loop(
+    above: str, tmp_path: Path
+) -> None:
+    script, run_dir = tmp_path / "own.py", tmp_path / "run"
+    script.write_text(OWN.replace("ABOVE", above))
+    words = [*SMALL, "total_steps=4", "eval_every=2", "data.eval_prompts=4", f"run.dir={run_dir}"]
+    loaded = load(script, ROOT / "algos" / "ppo.yaml", words)
+
+    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+
+    found = {step["step"]: "eval/mean" in step for step in steps_of(run_dir)}
+    first = {} if above == "pass" else {0: True}
+    assert found == first | {1: False, 2: True, 3: False, 4: True}
+
+
+def test_evaluation_of_a_generator_without_a_reward_is_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(OWN.replace("ABOVE", "flow.evaluate(actor)"))
+    words = [*SMALL, "total_steps=1", "data.eval_prompts=4", f"run.dir={tmp_path / 'run'}"]
+    loaded = load(script, ROOT / "algos" / "ppo.yaml", words)
+
+    with pytest.raises(ProtocolError, match=r"^flow.evaluate: got .*actor.* and 0 more groups, ex"):
+        launch(loaded.script, loaded.cfg, inproc=True)
 
 
 def test_every_evaluation_of_a_run_has_estimates_within_their_intervals(trained: Path) -> None:
