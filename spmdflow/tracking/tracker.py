@@ -20,6 +20,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
+from spmdflow.checkpoint.disk import write_atomically
 from spmdflow.errors import ConfigError, SpmdflowError
 from spmdflow.tracking.progress import Sample
 
@@ -186,7 +187,7 @@ def cut_back(path: Path, step: int) -> None:
         return
     kept = b"".join(line for line, record in _records(path) if record["step"] <= step)
     if kept != path.read_bytes():
-        _guarded(path, lambda: _replace(path, kept))
+        _guarded(path, lambda: write_atomically(path, kept))
 
 
 def set_aside(path: Path) -> None:
@@ -232,15 +233,6 @@ def _append(path: Path, data: bytes) -> None:
         view = memoryview(data)
         while view:
             view = view[file.write(view) :]
-
-
-def _replace(path: Path, data: bytes) -> None:
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
 
 
 def _guarded(path: Path, write: Callable[[], None]) -> None:
