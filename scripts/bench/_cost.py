@@ -31,10 +31,8 @@ from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.reshard import (
     Groups,
     ReshardPlan,
-    ShardPlan,
     boxes_of,
     plan_reshard,
-    plan_shards,
     scopes_of,
 )
 from spmdflow.hybrid_engine.table import storage_numel
@@ -49,6 +47,45 @@ from spmdflow.weights.ranks import (
     vllm_tables,
     whole_tables,
 )
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Whole training shards, as their flat storages lie, inside micro-DP groups (flat, blocks).
+
+    flat: each rank owns storage [len(group), row]; its shard is at the row of its place in the
+    group; the transition is one in-place all-gather over the group, rows padded to `row_numel`, or
+    a broadcast of each shard (gloo, where that is faster; padding then stays where it is).
+    blocks: each rank of the group broadcasts its storage of `numel` elements to the others.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    numel: Mapping[int, int]
+    """By rank: elements of its parameter storage, alignment included."""
+    element_bytes: int
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """The micro-DP group of a rank, ascending: the order of rows."""
+        return next(group for group in self.groups if rank in group)
+
+    def row_numel(self, rank: int) -> int:
+        """flat: elements of a row, those of the group's largest shard."""
+        return max(self.numel[peer] for peer in self.group_of(rank))
+
+    def gather_bytes(self, rank: int) -> int:
+        """Bytes that reach a rank by an all-gather: its peers' rows."""
+        return self.element_bytes * (len(self.group_of(rank)) - 1) * self.row_numel(rank)
+
+    def broadcast_bytes(self, rank: int) -> int:
+        """Bytes that reach a rank by broadcasts: its peers' shards."""
+        peers = [peer for peer in self.group_of(rank) if peer != rank]
+        return self.element_bytes * sum(self.numel[peer] for peer in peers)
+
+
+def plan_shards(layout: Layout, numel: Mapping[int, int], *, element_bytes: int) -> ShardPlan:
+    """The plan of whole storages; numel: elements of each rank's parameter storage."""
+    assert layout.nests, f"layout {layout}: shards of the trainer do not make generation shards"
+    return ShardPlan(tuple(layout.axis_groups("micro_dp")), dict(numel), element_bytes)
 
 
 @dataclass(frozen=True)

@@ -10,22 +10,23 @@ weights; what each way adds to the trainer's own M / (t p), its moments and grad
 |---|---|---|---|
 | blocks | Megatron + vLLM, nested | (d_g - 1)/(t p) M | peers' shards while generating |
 | flat | the same | the same | peers' shards, at fixed addresses |
-| boxes | all layouts of `weights` | what is missing | M / (t_g p_g), unless offloaded |
-| tensors | data-parallel, t_g = p_g = 1 | (n - 1)/n M | M, unless offloaded |
+| copy | every engine, generator and layout | what is missing | M / (t_g p_g), unless offloaded |
+| copy, other ranks | a generator's own pool | M / (t_g p_g) | the same |
 
-boxes and tensors are what rollout.weights calls copy; blocks and flat need one precision.
-blocks and flat keep one copy: vLLM's layers work on lists of Megatron's shards
-(rollout.vllm_blocks), so training and generation read the same storage and nothing is redundant
-but norms and alignment. With engine.residency=offload generation frees the trainer's moments and
-gradients, and training frees the KV cache and a copy's weights.
+copy goes box by box: each rank receives the boxes of Hugging Face tensors that its generator
+lacks, in the generator's precision. blocks and flat need one precision and keep one copy: vLLM's
+layers work on lists of Megatron's shards (rollout.vllm_blocks), so training and generation read
+the same storage and nothing is redundant but norms and alignment. With engine.residency=offload
+generation frees the trainer's moments and gradients, and training frees the KV cache and a copy's
+weights.
 
 | file | what |
 |---|---|
 | `factory` | which way applies to settings and layout, and its parts |
-| `sync` | versions, the certificate by hashes, release; copies, and the trainer's shards in place |
+| `sync` | versions, checksums, release; copies box by box, and the trainer's shards in place |
 | `shared_storage` | the trainer's shards as generation reads them: blocks and flat |
 | `stream` | a plan's messages over the job's groups |
 | `remote` | from a policy to a generator on other ranks |
-| `reshard` | plans: boxes in bounded buckets, whole shards inside micro-dp groups. Integers only |
+| `reshard` | plans of boxes in bounded buckets. Integers only |
 | `table` | which boxes settings give to each rank |
 """

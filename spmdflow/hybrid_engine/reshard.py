@@ -12,16 +12,13 @@ nothing that is there. It stays inside the smallest scope that holds all that is
 Messages are gathered in buckets, in the order of the model, so that no rank packs or receives more
 than `bucket_bytes` at a time (a single row of a tensor that is larger goes alone).
 
-`plan_shards` is for the modes that use training shards as they are (flat, blocks): whole parameter
-storages inside micro-DP groups, one in-place all-gather or one broadcast each.
-
 How a runtime executes a `ReshardPlan`, on every rank of `plan.ranks`, bucket by bucket:
 for each message of `bucket.messages_of(rank)`, in order, its source packs the parts (the values of
 each box, row-major, one behind the other, in the generator's precision) and sends them: a broadcast
 where a process group over `message.ranks` exists, else point to point to each destination. When all
 messages of the bucket have arrived, a destination writes each box to every place where its
 generation table has it (`weights.move.BlockWriter`). `plan.kept` is written the same way, from the
-rank's own shards. All ranks derive the same plan; nothing is negotiated.
+rank's own shards. All ranks derive the same plan from what all have and need.
 """
 
 from __future__ import annotations
@@ -121,39 +118,6 @@ class ReshardPlan:
         return self.element_bytes * max(sizes, default=0)
 
 
-@dataclass(frozen=True)
-class ShardPlan:
-    """Whole training shards, as their flat storages lie, inside micro-DP groups (flat, blocks).
-
-    flat: each rank owns storage [len(group), row]; its shard is at the row of its place in the
-    group; the transition is one in-place all-gather over the group, rows padded to `row_numel`, or
-    a broadcast of each shard (gloo, where that is faster; padding then stays where it is).
-    blocks: each rank of the group broadcasts its storage of `numel` elements to the others.
-    """
-
-    groups: tuple[tuple[int, ...], ...]
-    numel: Mapping[int, int]
-    """By rank: elements of its parameter storage, alignment included."""
-    element_bytes: int
-
-    def group_of(self, rank: int) -> tuple[int, ...]:
-        """The micro-DP group of a rank, ascending: the order of rows."""
-        return next(group for group in self.groups if rank in group)
-
-    def row_numel(self, rank: int) -> int:
-        """flat: elements of a row, those of the group's largest shard."""
-        return max(self.numel[peer] for peer in self.group_of(rank))
-
-    def gather_bytes(self, rank: int) -> int:
-        """Bytes that reach a rank by an all-gather: its peers' rows."""
-        return self.element_bytes * (len(self.group_of(rank)) - 1) * self.row_numel(rank)
-
-    def broadcast_bytes(self, rank: int) -> int:
-        """Bytes that reach a rank by broadcasts: its peers' shards."""
-        peers = [peer for peer in self.group_of(rank) if peer != rank]
-        return self.element_bytes * sum(self.numel[peer] for peer in peers)
-
-
 def plan_reshard(
     have: BoxesByRank,
     need: BoxesByRank,
@@ -185,12 +149,6 @@ def plan_reshard(
         f"{sorted(need)} need within {list(scopes)}, expected a whole copy; give the ranks of a "
         f"replica"
     )
-
-
-def plan_shards(layout: Layout, numel: Mapping[int, int], *, element_bytes: int) -> ShardPlan:
-    """The plan of whole storages; numel: elements of each rank's parameter storage."""
-    assert layout.nests, f"layout {layout}: shards of the trainer do not make generation shards"
-    return ShardPlan(tuple(layout.axis_groups("micro_dp")), dict(numel), element_bytes)
 
 
 def scopes_of(training: Layout, generation: Layout) -> dict[str, Groups]:

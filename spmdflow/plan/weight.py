@@ -16,7 +16,7 @@ import torch
 from spmdflow.blocks.plan import PlanError
 from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.factory import sync_mode
-from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, plan_shards, scopes_of
+from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, scopes_of
 from spmdflow.hybrid_engine.stream import BUCKET_BYTES
 from spmdflow.hybrid_engine.table import generation_tables, storage_numel, training_tables
 from spmdflow.kind.engine import Sharding, engine_kind
@@ -128,10 +128,9 @@ def _local(traced: TracedModel, cfg: Any, nodes: Nodes, syncs: int) -> WeightPla
         architecture = Architecture.from_folder(cfg.model.path)
         distributed = _sharding(cfg).optimizer
         numel = storage_numel(architecture, layout, distributed_optimizer=distributed)
-        plan = plan_shards(layout, numel, element_bytes=element_bytes)
         edges = {
-            (peer, rank): plan.numel[peer] * element_bytes
-            for group in plan.groups
+            (peer, rank): numel[peer] * element_bytes
+            for group in layout.axis_groups("micro_dp")
             for rank in group
             for peer in group
             if peer != rank

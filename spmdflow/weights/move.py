@@ -1,9 +1,8 @@
-"""Values between local tensors, boxes and whole tensors. Pure torch, no processes.
+"""Values between local tensors and boxes. Pure torch, no processes.
 
 fill(local, table, read)          boxes -> local tensors (loading, resharding, a checkpoint)
 blocks(local, table)              local tensors -> live views by box (the inverse)
 BlockReader(blocks).read          boxes out of such views: fill's third argument
-gathered(blocks, shapes)          whole tensors out of the views of several ranks
 """
 
 from __future__ import annotations
@@ -116,15 +115,6 @@ class BlockWriter:
                 common = whole.intersect(box)
                 if common is not None:
                     target[common.slices(whole)].copy_(values[common.slices(box)])
-
-
-def gathered(
-    some: Iterable[Block], shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors of the names in shapes, in that order; PlanError if an element is missing."""
-    reader = BlockReader(some)
-    for name, shape in shapes.items():
-        yield name, reader.read(name, Box.of_shape(shape))
 
 
 def _local(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:

@@ -28,11 +28,6 @@ class Parameter:
     layer: int | None
     """Decoder layer, None outside of them."""
 
-    @property
-    def suffix(self) -> str:
-        """The name below its layer, such as self_attn.q_proj.weight; else the whole name."""
-        return self.name if self.layer is None else self.name.split(".", 3)[3]
-
 
 @lru_cache(maxsize=64)
 def parameters(arch: Architecture) -> tuple[Parameter, ...]:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from bench._cost import SYSTEMS, Case, cost_of, obstacle, paper
+from bench._cost import SYSTEMS, Case, cost_of, obstacle, paper, plan_shards
 
 from spmdflow.errors import ConfigError
 from spmdflow.parallel.layout import Layout
@@ -232,3 +232,13 @@ def _megatron_numel(module, *, distributed, dp_size):
         )
     (buffer,) = wrapped.buffers
     return buffer.numel
+
+
+def test_shard_plan_counts_rows_of_the_largest_shard_for_flat_and_the_peers_for_blocks():
+    layout = Layout((0, 1, 2, 3), tp_size=2, pp_size=2, gen_tp_size=1, gen_pp_size=1)
+
+    plan = plan_shards(layout, {0: 10, 1: 10, 2: 12, 3: 12}, element_bytes=4)
+
+    assert plan.group_of(1) == (0, 1, 2, 3)
+    assert [plan.gather_bytes(rank) for rank in layout.ranks] == [4 * 3 * 12] * 4
+    assert [plan.broadcast_bytes(rank) for rank in layout.ranks] == [136, 136, 128, 128]

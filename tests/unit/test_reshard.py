@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdflow.blocks.plan import PlanError
-from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, plan_shards, scopes_of
+from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, scopes_of
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.ranks import megatron_tables, sharded_tables, vllm_tables, whole_tables
 from tests.unit.resharding import arch_for, crossing_layouts, execute, nested_layouts
@@ -179,16 +179,6 @@ def test_ranks_that_lack_an_element_of_the_model_are_refused():
 
     with pytest.raises(PlanError, match=r"training ranks \[0\] that do not hold all"):
         _plan(have, vllm_tables(arch, layout), scopes_of(layout, layout))
-
-
-def test_shard_plan_counts_rows_of_the_largest_shard_for_flat_and_the_peers_for_blocks():
-    layout = Layout((0, 1, 2, 3), tp_size=2, pp_size=2, gen_tp_size=1, gen_pp_size=1)
-
-    plan = plan_shards(layout, {0: 10, 1: 10, 2: 12, 3: 12}, element_bytes=4)
-
-    assert plan.group_of(1) == (0, 1, 2, 3)
-    assert [plan.gather_bytes(rank) for rank in layout.ranks] == [4 * 3 * 12] * 4
-    assert [plan.broadcast_bytes(rank) for rank in layout.ranks] == [136, 136, 128, 128]
 
 
 def test_world_of_1024_is_planned_in_seconds():

@@ -15,9 +15,9 @@ from spmdflow.errors import ConfigError
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.folder import HuggingFaceFolder, write_folder
 from spmdflow.weights.megatron import megatron_shards
-from spmdflow.weights.move import blocks, fill, gathered
+from spmdflow.weights.move import blocks, fill
 from spmdflow.weights.table import parameters
-from tests.unit.weight_shapes import TINY, VARIANTS, architecture, empty_of, values_of
+from tests.unit.weight_shapes import TINY, VARIANTS, architecture, empty_of, gathered, values_of
 
 BUNDLED = Path(__file__).parents[2] / "algos/arithmetic/model"
 

@@ -15,7 +15,7 @@ from spmdflow.blocks.plan import PlanError
 from spmdflow.errors import ConfigError
 from spmdflow.weights.cut import owned
 from spmdflow.weights.megatron import megatron_shards
-from spmdflow.weights.move import BlockReader, blocks, fill, gathered
+from spmdflow.weights.move import BlockReader, blocks, fill
 from spmdflow.weights.ranks import fsdp_shards, whole_shards
 from spmdflow.weights.table import parameters
 from spmdflow.weights.vllm import vllm_shards
@@ -25,6 +25,7 @@ from tests.unit.weight_shapes import (
     architectures,
     count,
     empty_of,
+    gathered,
     reader_of,
     values_of,
 )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from spmdflow.blocks.box import Box
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.cut import ShardTable
+from spmdflow.weights.move import Block, BlockReader
 from spmdflow.weights.table import parameters
 
 TINY = {
@@ -85,3 +89,12 @@ def architectures(draw, head=None):
     return Architecture.from_config(
         config, head=head or draw(st.sampled_from(["causal_lm", "scalar"]))
     )
+
+
+def gathered(
+    some: Iterable[Block], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors of the names in shapes, in that order; PlanError if an element is missing."""
+    reader = BlockReader(some)
+    for name, shape in shapes.items():
+        yield name, reader.read(name, Box.of_shape(shape))
