@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdflow.blocks.hash import MODULUS, to_signed
-from spmdflow.errors import WeightSyncError
 from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, scopes_of
 from spmdflow.hybrid_engine.stream import BUCKET_BYTES, GroupWire, WeightStream
-from spmdflow.hybrid_engine.sync import compare
+from spmdflow.hybrid_engine.sync import verify_weights
 from spmdflow.hybrid_engine.table import generation_tables, training_tables
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import NEVER, Generator
@@ -97,19 +96,12 @@ class WeightReceiver:
         if verify:
             values = [value % MODULUS for value in hashes]
             expected = dict(zip(route.names, values, strict=True))
-            self._verify(expected, version)
+            verify_weights(generator, expected, version)
         return {
             "rollout/synced_bytes": Sum(float(received)),
             "rollout/weights_verified": Max(float(verify)),
             "time/weight_sync_seconds": Max(time.perf_counter() - started),
         }
-
-    def _verify(self, expected: dict[str, int], version: int) -> None:
-        try:
-            compare(expected, self._generator.hashes(), version)
-        except WeightSyncError:
-            self._generator.weights_version = NEVER
-            raise
 
 
 def _route(context: WorkerContext, cfg: Any, *, training: Layout, generation: Layout) -> _Route:

@@ -28,7 +28,7 @@ BUCKET_BYTES = 64 << 20
 
 ALONE_BYTES = 64 << 10
 """A box of at least so many bytes is not packed with others."""
-_Shipment = tuple[Message, Tensor | None]
+_Transfer = tuple[Message, Tensor | None]
 """A message, and the live values that it goes from or to; None: by way of the staging buffer."""
 
 
@@ -95,14 +95,14 @@ class WeightStream:
         for part in self.plan.kept.get(self._rank, ()):
             for values, box in reader.pieces(part.name, part.box):
                 writer.write(part.name, box, values)
-        buckets = [list(self._shipments(b, reader, writer)) for b in self.plan.buckets]
+        buckets = [list(self._transfers(b, reader, writer)) for b in self.plan.buckets]
         sizes = [sum(m.num_elements for m, live in bucket if live is None) for bucket in buckets]
         staging = torch.empty(max(sizes, default=0), dtype=self._dtype, device=self._device)
         return sum(self._exchange(bucket, staging, reader, writer) for bucket in buckets)
 
     def _exchange(
         self,
-        bucket: list[_Shipment],
+        bucket: list[_Transfer],
         staging: Tensor,
         reader: BlockReader,
         writer: BlockWriter,
@@ -128,9 +128,9 @@ class WeightStream:
             _unpack(message.parts, values, writer)
         return received
 
-    def _shipments(
+    def _transfers(
         self, bucket: Bucket, reader: BlockReader, writer: BlockWriter
-    ) -> Iterator[_Shipment]:
+    ) -> Iterator[_Transfer]:
         """This rank's messages, divided alike at both ends: large boxes first, each alone."""
         for message in bucket.messages_of(self._rank):
             blocks = reader if message.source == self._rank else writer

@@ -1,4 +1,4 @@
-"""`WeightSync`: what every way from trainer to generator has in common, and its certificate.
+"""`WeightSync`: a trainer, its generator, and the comparison of their checksums.
 
 The comparison does not trust the copy: the trainer hashes its shards where they lie, rounded to
 the generator's precision; the generator hashes the tensors its forward reads. Both hashes depend
@@ -86,7 +86,8 @@ class WeightSync:
         self._generator.weights_version = NEVER
         num_bytes = self._move(version)
         if verify:
-            self._verify(version)
+            expected = self._engine.shard_hashes(self._generator.dtype)
+            verify_weights(self._generator, expected, version)
         self._num_syncs += 1
         seconds = time.perf_counter() - start
         logger.debug("synced weights of version %d, verified: %s", version, verify)
@@ -98,7 +99,7 @@ class WeightSync:
         }
 
     def generate(self, prompts: Tensor, sampling: Sampling, seeds: Sequence[int]) -> TensorDict:
-        """Generator.generate, refused with WeightSyncError while needs_sync holds."""
+        """As Generator.generate; WeightSyncError while needs_sync is true."""
         if self.needs_sync:
             held = self._generator.weights_version
             raise WeightSyncError(
@@ -107,15 +108,6 @@ class WeightSync:
                 f"on every rank of the actor first"
             )
         return self._generator.generate(prompts, sampling, seeds)
-
-    def _verify(self, version: int) -> None:
-        """Compare every tensor's hash; a collective over the engine's ranks."""
-        try:
-            expected = self._engine.shard_hashes(self._generator.dtype)
-            compare(expected, self._generator.hashes(), version)
-        except WeightSyncError:
-            self._generator.weights_version = NEVER
-            raise
 
 
 class BoxSync(WeightSync):
@@ -247,6 +239,18 @@ def _check_same_model(have: BoxesByRank, need: BoxesByRank) -> None:
             f"trainer's {trained.get(name)} ({len(wrong)} tensors differ: {wrong[:5]}); give "
             f"trainer and generator the same model.path"
         )
+
+
+def verify_weights(generator: Generator, expected: Mapping[str, int], version: int) -> None:
+    """Compare every tensor's hash; a collective over the replica.
+
+    WeightSyncError if one differs; the generator then counts as never synced.
+    """
+    try:
+        compare(expected, generator.hashes(), version)
+    except WeightSyncError:
+        generator.weights_version = NEVER
+        raise
 
 
 def compare(expected: Mapping[str, int], found: Mapping[str, int], version: int) -> None:

@@ -1,7 +1,7 @@
 """The surface of a generator: prompts in, responses out, weights replaced between calls.
 
 `weights_version` is the version of the trainer's weights that it has, NEVER before the first.
-Whoever generates compares it with the trainer's own (hybrid_engine.sync does).
+hybrid_engine.sync compares it with the trainer's own before it generates.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Generator(Protocol):
     def blocks(self) -> Sequence[Block]:
         """(Hugging Face name, live view, its box) of what this rank's forward reads.
 
-        Reallocates freed weights first. Whoever overwrites them sets weights_version to NEVER
-        before and calls `renew` afterwards.
+        Reallocates freed weights first. A caller that overwrites them sets weights_version to
+        NEVER before and calls `renew` afterwards.
         """
 
     def renew(self, version: int) -> None:

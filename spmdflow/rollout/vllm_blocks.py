@@ -90,7 +90,7 @@ def shard_tables(
     per_rank = _shards_per_rank(arch, replica, tp_size, vocab_multiple)
     pp_rank, tp_rank = divmod(place, replica.tp_size)
     layers = stage_layers(arch.num_layers, pp_size=replica.pp_size, pp_rank=pp_rank)
-    wanted = {None: _top_kinds(arch, replica.pp_size, pp_rank)}
+    top_kinds = _top_kinds(arch, replica.pp_size, pp_rank)
     found: dict[Key, list[ShardTable]] = {}
     for shard in range(tp_rank * per_rank, (tp_rank + 1) * per_rank):
         table = megatron_shards(
@@ -103,7 +103,8 @@ def shard_tables(
         )
         for name, tensor in table.items():
             layer, kind = key = key_of(name)
-            if kind in wanted[None] if layer is None else layer in layers:
+            is_needed = kind in top_kinds if layer is None else layer in layers
+            if is_needed:
                 found.setdefault(key, []).append({name: tensor})
     return {k: tables[:1] if k[1] in WHOLE else tables for k, tables in found.items()}
 

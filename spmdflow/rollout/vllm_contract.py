@@ -1,7 +1,7 @@
 """What of vLLM's inside is used here, checked before an engine is built.
 
 The generator leans on names that vLLM does not promise. All of them are listed in this file, so
-that a version that moved one is refused with its name, before a wrong number or a hang.
+that a version which lacks one raises an error with its name, before a wrong number or a hang.
 """
 
 from __future__ import annotations

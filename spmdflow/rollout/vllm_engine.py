@@ -141,7 +141,7 @@ class Engine:
                 seed=seed,
                 logprobs=0,
                 detokenize=False,
-                ignore_eos=True,  # the config's end tokens; ours are these:
+                ignore_eos=True,  # the model config's; those of stop_token_ids count
                 stop_token_ids=list(end_tokens),
             )
             for seed in seeds

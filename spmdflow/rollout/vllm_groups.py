@@ -24,7 +24,7 @@ _SINGLE = ("_DCP", "_PCP", "_DP")
 _ALL = ("_WORLD", "_TP", "_ETP", "_PP", *_SINGLE, "_NODE_COUNT")
 _PREFIX = "spmdflow_"
 """Of the coordinators' names: those that begin with tp or pp get shared memory on CPU, whose name
-is the same in every job of a machine."""
+is the same in every job of a node."""
 
 
 class Groups:

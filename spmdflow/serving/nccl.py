@@ -1,7 +1,7 @@
 """`NcclPublisher`: weights to a vLLM that has vLLM's own NCCL backend and no spmdflow beside it.
 
 Whole tensors come to the trainer's first rank, chunk by chunk by the planner; vLLM's trainer
-engine broadcasts them to the workers. There is no certificate: nothing of ours runs over there.
+engine broadcasts them to the workers. There are no checksums: nothing of ours runs over there.
 Written against vLLM 0.32 and never run, as it needs a GPU on both sides.
 """
 
@@ -22,7 +22,7 @@ from spmdflow.hybrid_engine.reshard import boxes_of
 from spmdflow.hybrid_engine.stream import GroupWire
 from spmdflow.hybrid_engine.table import training_tables
 from spmdflow.rollout.vllm_contract import missing_names
-from spmdflow.serving.meeting import address_towards, agreed_address
+from spmdflow.serving.connection import address_towards, agreed_address
 from spmdflow.serving.server import VllmServer
 from spmdflow.serving.whole import WholeTensors
 from spmdflow.transfer.worker import Max, Metric, WorkerContext

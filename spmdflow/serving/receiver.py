@@ -16,10 +16,10 @@ import torch
 from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.sync import compare
 from spmdflow.serving.backend import Target, check_reload, register_backend
-from spmdflow.serving.meeting import (
+from spmdflow.serving.connection import (
     BACKEND,
     DTYPES,
-    Meeting,
+    Connection,
     check_model,
     header_of,
     packed_hashes,
@@ -46,21 +46,21 @@ class OutsideReceiver:
     """One worker's end; see serving.backend.Receiver."""
 
     def __init__(self, facts: Mapping[str, Any], target: Target) -> None:
-        """facts: a Meeting's. Waits for the trainer; ConfigError if the models differ."""
+        """facts: a Connection's. Waits for the trainer; ConfigError if the models differ."""
         check_reload()
-        self._target, self._meeting = target, Meeting(**facts)
-        check_model(self._meeting, target.architecture())
+        self._target, self._connection = target, Connection(**facts)
+        check_model(self._connection, target.architecture())
         if target.dtype not in DTYPES:
             raise ConfigError(
                 f"weight transfer: got a vLLM model in {target.dtype}, expected one of {DTYPES}; "
                 f"serve it with --dtype bfloat16"
             )
-        self._rank = self._meeting.workers[target.place]
-        self._wire = self._meeting.join(self._rank)
+        self._rank = self._connection.workers[target.place]
+        self._wire = self._connection.join(self._rank)
         precision = torch.tensor([DTYPES.index(target.dtype)])
-        self._wire.share(precision, self._meeting.workers[0])
-        self._tensors = self._meeting.tensors(self._rank, self._wire, target.dtype)
-        self._header = header_of(self._meeting)
+        self._wire.share(precision, self._connection.workers[0])
+        self._tensors = self._connection.tensors(self._rank, self._wire, target.dtype)
+        self._header = header_of(self._connection)
 
     def start(self) -> None:
         """An update begins."""
@@ -68,7 +68,7 @@ class OutsideReceiver:
 
     def receive(self, facts: Mapping[str, Any]) -> None:
         """Load what the trainer sends; takes all of it, also where loading fails."""
-        self._wire.share(self._header, self._meeting.training.ranks[0])
+        self._wire.share(self._header, self._connection.training.ranks[0])
         tensors = self._tensors.run(())
         try:
             self._target.load(tensors)
@@ -78,19 +78,19 @@ class OutsideReceiver:
 
     def finish(self) -> None:
         """Use the weights. WeightSyncError names the first tensor that is not the trainer's."""
-        meeting, verdict = self._meeting, verdict_of(self._meeting)
+        connection, verdict = self._connection, verdict_of(self._connection)
         version, verify = self._header[:2].tolist()
         found: dict[str, int] = {}
         try:
             self._target.finish_reload()
             if verify:
-                found = self._target.hashes(meeting.model)
-                verdict[1:] = packed_hashes(meeting, found)
+                found = self._target.hashes(connection.model)
+                verdict[1:] = packed_hashes(connection, found)
             verdict[0] = 1
         finally:  # the trainer waits for it
-            self._wire.share(verdict.clone(), meeting.workers[0])
+            self._wire.share(verdict.clone(), connection.workers[0])
         if verify:
-            compare(unpacked_hashes(meeting, self._header[2:]), found, version)
+            compare(unpacked_hashes(connection, self._header[2:]), found, version)
 
     def close(self) -> None:
         """Let go of the trainer."""

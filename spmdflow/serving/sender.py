@@ -2,8 +2,8 @@
 
 Every rank of the trainer sends its boxes straight to every worker of the server, in chunks of
 whole tensors; the first rank also speaks to the server, through vLLM's own interface. The server
-stops while it is updated and goes on only if the certificate holds: hashes of what its workers'
-forward reads against those of the trainer's shards.
+stops while it is updated and resumes only if the checksums agree: hashes of what its workers'
+forward reads, and of the trainer's shards.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from spmdflow.errors import WeightSyncError
 from spmdflow.hybrid_engine.sync import compare
-from spmdflow.serving.meeting import (
+from spmdflow.serving.connection import (
     DTYPES,
-    Meeting,
+    Connection,
     address_towards,
     agreed_address,
     header_of,
@@ -56,7 +56,7 @@ class WeightPublisher:
             found = host, store.port, workers
         group = context.groups.get(layout.ranks)
         host, port, workers = agreed_address(found, group, layout.ranks[0], context.device)
-        self._meeting = Meeting(
+        self._connection = Connection(
             host=host,
             port=port,
             num_workers=workers,
@@ -65,15 +65,15 @@ class WeightPublisher:
             architecture=asdict(Architecture.from_folder(cfg.model.path)),
             seconds=seconds,
         )
-        self._store = store  # the workers' meeting place, as long as they may look
-        facts = {"facts": self._meeting.to_facts()}
+        self._store = store  # what the workers connect to, as long as they may
+        facts = {"facts": self._connection.to_facts()}
         with _Asked(self._is_first, lambda: self._server.init_weight_transfer_engine(facts)) as ask:
-            self._wire = self._meeting.join(self._rank, store, meanwhile=ask.check)
+            self._wire = self._connection.join(self._rank, store, meanwhile=ask.check)
             precision = torch.zeros(1, dtype=torch.int64)
-            self._wire.share(precision, self._meeting.workers[0], meanwhile=ask.check)
+            self._wire.share(precision, self._connection.workers[0], meanwhile=ask.check)
         self.dtype = DTYPES[int(precision)]
         """What the server holds its weights in; the trainer's are rounded to it."""
-        self._tensors = self._meeting.tensors(self._rank, self._wire, self.dtype)
+        self._tensors = self._connection.tensors(self._rank, self._wire, self.dtype)
 
     def publish(self) -> dict[str, Metric]:
         """Bring the trainer's weights to the server; all ranks of the trainer together.
@@ -83,22 +83,22 @@ class WeightPublisher:
         version = self._engine.weights_version
         verify = self._every > 0 and self._count % self._every == 0
         self._count += 1
-        meeting, header = self._meeting, header_of(self._meeting)
+        connection, header = self._connection, header_of(self._connection)
         header[0] = version
         if verify:
             hashes = self._engine.shard_hashes(self.dtype)
-            header[1], header[2:] = 1, packed_hashes(meeting, hashes)
+            header[1], header[2:] = 1, packed_hashes(connection, hashes)
         if self._is_first:
             self._server.pause()
             self._server.start_weight_update()
         with _Asked(self._is_first, lambda: self._server.update_weights({"facts": {}})) as ask:
-            self._wire.share(header, meeting.training.ranks[0], meanwhile=ask.check)
+            self._wire.share(header, connection.training.ranks[0], meanwhile=ask.check)
             for _ in self._tensors.run(self._engine.blocks()):
                 pass
         self._finish(version, hashes if verify else None)
         if self._is_first:
             self._server.resume()
-        sent = sum(self._tensors.received_bytes_of(worker) for worker in meeting.workers)
+        sent = sum(self._tensors.received_bytes_of(worker) for worker in connection.workers)
         return {
             "publish/weights_version": Max(float(version)),
             "publish/weights_verified": Max(float(verify)),
@@ -107,12 +107,12 @@ class WeightPublisher:
 
     def _finish(self, version: int, expected: dict[str, int] | None) -> None:
         """Have the server use the weights, and compare what it then reads."""
-        meeting, verdict = self._meeting, verdict_of(self._meeting)
+        connection, verdict = self._connection, verdict_of(self._connection)
         finish = self._server.finish_weight_update
         with _Asked(self._is_first, lambda: finish(str(version))) as ask:
-            self._wire.share(verdict, meeting.workers[0], meanwhile=ask.check)
+            self._wire.share(verdict, connection.workers[0], meanwhile=ask.check)
             if expected is not None and verdict[0]:
-                compare(expected, unpacked_hashes(meeting, verdict[1:]), version)
+                compare(expected, unpacked_hashes(connection, verdict[1:]), version)
         if not verdict[0]:
             raise WeightSyncError(
                 f"weight server {self._server.url}: got weights of version {version} that it could "

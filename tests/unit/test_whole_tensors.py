@@ -17,8 +17,8 @@ from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.hybrid_engine.reshard import Message, ReshardPlan, boxes_of
 from spmdflow.hybrid_engine.table import training_tables
 from spmdflow.parallel.layout import Layout
-from spmdflow.serving.meeting import (
-    Meeting,
+from spmdflow.serving.connection import (
+    Connection,
     address_towards,
     check_model,
     packed_hashes,
@@ -63,11 +63,11 @@ def held(kind: str, layout: Layout, rank: int) -> list[Block]:
     return list(blocks(local, table))
 
 
-def met(name: str, num_workers: int) -> tuple[Meeting, dist.TCPStore]:
-    """A meeting, and where its first rank listens."""
+def connected(name: str, num_workers: int) -> tuple[Connection, dist.TCPStore]:
+    """A connection, and where its first rank listens."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     kind, layout = LAYOUTS[name]
-    meeting = Meeting(
+    connection = Connection(
         host="127.0.0.1",
         port=store.port,
         num_workers=num_workers,
@@ -76,7 +76,7 @@ def met(name: str, num_workers: int) -> tuple[Meeting, dist.TCPStore]:
         architecture=asdict(ARCH),
         seconds=20.0,
     )
-    return Meeting(**json.loads(json.dumps(meeting.to_facts()))), store
+    return Connection(**json.loads(json.dumps(connection.to_facts()))), store
 
 
 @dataclass
@@ -88,12 +88,16 @@ class Seen:
     planned: int
 
 
-def one_rank(meeting: Meeting, store: dist.TCPStore, rank: int, dtype: torch.dtype) -> Seen:
+def one_rank(connection: Connection, store: dist.TCPStore, rank: int, dtype: torch.dtype) -> Seen:
     """A training rank sends, a worker takes."""
-    is_first = rank == meeting.training.ranks[0]
-    wire = meeting.join(rank, store if is_first else None)
-    way = meeting.tensors(rank, wire, dtype)
-    source = held(meeting.kind, meeting.training, rank) if rank in meeting.training.ranks else []
+    is_first = rank == connection.training.ranks[0]
+    wire = connection.join(rank, store if is_first else None)
+    way = connection.tensors(rank, wire, dtype)
+    source = (
+        held(connection.kind, connection.training, rank)
+        if rank in connection.training.ranks
+        else []
+    )
     made = {name: tensor.clone() for name, tensor in way.run(source)}
     num_bytes = sum(tensor.nbytes for tensor in made.values())
     return Seen(made, num_bytes, way.received_bytes_of(rank))
@@ -104,19 +108,19 @@ def one_rank(meeting: Meeting, store: dist.TCPStore, rank: int, dtype: torch.dty
 def test_every_worker_gets_every_tensor_whole_and_trainers_get_nothing(
     name: str, num_workers: int, dtype: torch.dtype
 ) -> None:
-    meeting, store = met(name, num_workers)
-    everyone = [*meeting.training.ranks, *meeting.workers]
+    connection, store = connected(name, num_workers)
+    everyone = [*connection.training.ranks, *connection.workers]
 
     with ThreadPoolExecutor(len(everyone)) as pool:
-        jobs = [pool.submit(one_rank, meeting, store, rank, dtype) for rank in everyone]
+        jobs = [pool.submit(one_rank, connection, store, rank, dtype) for rank in everyone]
         seen = dict(zip(everyone, [job.result(60) for job in jobs], strict=True))
 
-    for worker in meeting.workers:
+    for worker in connection.workers:
         found = seen[worker]
         assert list(found.tensors) == list(WEIGHTS)
         assert all(torch.equal(found.tensors[each], WEIGHTS[each].to(dtype)) for each in WEIGHTS)
         assert found.planned == found.num_bytes  # a worker has nothing, and gets nothing twice
-    for rank in meeting.training.ranks:
+    for rank in connection.training.ranks:
         assert seen[rank].planned == seen[rank].num_bytes == 0
 
 
@@ -163,48 +167,48 @@ def test_chunks_are_neighbours_within_the_limit_or_single_tensors(chunk: int, na
 
 
 def test_other_model_is_refused_with_the_fact_that_differs() -> None:
-    meeting, _ = met("one rank", 1)
+    connection, _ = connected("one rank", 1)
 
-    check_model(meeting, ARCH)
+    check_model(connection, ARCH)
     with pytest.raises(ConfigError, match=r"num_layers 4, expected the trainer's 3 \(1 facts"):
-        check_model(meeting, replace(ARCH, num_layers=4))
+        check_model(connection, replace(ARCH, num_layers=4))
 
 
 def test_meeting_survives_json_with_scaled_positions_and_hashes_survive_int64() -> None:
-    meeting, _ = met("megatron t2", 3)
+    connection, _ = connected("megatron t2", 3)
     scaled = replace(ARCH, rope_scaling=RopeScaling("llama3", 8.0))
-    facts = json.loads(json.dumps(replace(meeting, architecture=asdict(scaled)).to_facts()))
-    hashes = {name: (1 << 64) - 1 - number for number, name in enumerate(meeting.names)}
+    facts = json.loads(json.dumps(replace(connection, architecture=asdict(scaled)).to_facts()))
+    hashes = {name: (1 << 64) - 1 - number for number, name in enumerate(connection.names)}
 
-    assert Meeting(**facts).model == scaled
-    assert Meeting(**facts).training == LAYOUTS["megatron t2"][1]
-    assert meeting.workers == (2, 3, 4)
-    assert unpacked_hashes(meeting, packed_hashes(meeting, hashes)) == hashes
+    assert Connection(**facts).model == scaled
+    assert Connection(**facts).training == LAYOUTS["megatron t2"][1]
+    assert connection.workers == (2, 3, 4)
+    assert unpacked_hashes(connection, packed_hashes(connection, hashes)) == hashes
 
 
 def test_program_that_does_not_come_is_an_error_within_the_limit() -> None:
-    meeting, store = met("one rank", 1)
+    connection, store = connected("one rank", 1)
 
     with pytest.raises(WeightSyncError, match=r"got no workers \[1\] .* within 1 s at"):
-        replace(meeting, seconds=1.0).join(0, store)
+        replace(connection, seconds=1.0).join(0, store)
 
 
 def test_refusal_of_the_other_program_ends_the_wait_for_it() -> None:
-    meeting, store = met("one rank", 1)
+    connection, store = connected("one rank", 1)
 
     def refused() -> None:
         raise ConfigError("another model")
 
     with pytest.raises(ConfigError, match="another model"):
-        meeting.join(0, store, meanwhile=refused)
+        connection.join(0, store, meanwhile=refused)
 
 
 def test_program_that_leaves_is_an_error_and_not_a_wait() -> None:
-    meeting, store = met("one rank", 1)
+    connection, store = connected("one rank", 1)
 
     with ThreadPoolExecutor(2) as pool:
-        trainer = pool.submit(meeting.join, 0, store)
-        worker = pool.submit(meeting.join, 1)
+        trainer = pool.submit(connection.join, 0, store)
+        worker = pool.submit(connection.join, 1)
         wire = trainer.result(30)
         worker.result(30)
         del worker  # with it its end of the wire

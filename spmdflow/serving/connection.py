@@ -1,4 +1,4 @@
-"""`Meeting`: what a trainer and the workers of another program's vLLM agree on.
+"""`Connection`: what a trainer and the workers of another program's vLLM agree on.
 
 The trainer says it once, as plain data, through vLLM's own interface (vllm_server); from it each
 side derives the same plan. Over both is one numbering: the trainer's ranks keep their numbers, the
@@ -40,7 +40,7 @@ _WAIT_SECONDS = 1e-3
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Connection:
     """Facts of one trainer and one server; both build the rest from them."""
 
     host: str
@@ -128,13 +128,13 @@ class Meeting:
         )
 
     def to_facts(self) -> dict[str, Any]:
-        """Plain data; `Meeting(**facts)` is the same meeting."""
+        """Plain data; `Connection(**facts)` is the same connection."""
         return asdict(self)
 
 
-def check_model(meeting: Meeting, served: Architecture) -> None:
+def check_model(connection: Connection, served: Architecture) -> None:
     """ConfigError that names what differs between the trainer's model and the server's."""
-    mine, theirs = dict(meeting.architecture), asdict(served)
+    mine, theirs = dict(connection.architecture), asdict(served)
     wrong = [name for name in theirs if theirs[name] != mine.get(name)]
     if wrong:
         name = wrong[0]
@@ -145,25 +145,25 @@ def check_model(meeting: Meeting, served: Architecture) -> None:
         )
 
 
-def header_of(meeting: Meeting) -> Tensor:
+def header_of(connection: Connection) -> Tensor:
     """Empty: the version of the weights, whether hashes follow, every tensor's hash; int64."""
-    return torch.zeros(2 + len(meeting.names), dtype=torch.int64)
+    return torch.zeros(2 + len(connection.names), dtype=torch.int64)
 
 
-def verdict_of(meeting: Meeting) -> Tensor:
+def verdict_of(connection: Connection) -> Tensor:
     """Empty: whether the weights were taken, every tensor's hash; int64."""
-    return torch.zeros(1 + len(meeting.names), dtype=torch.int64)
+    return torch.zeros(1 + len(connection.names), dtype=torch.int64)
 
 
-def packed_hashes(meeting: Meeting, hashes: Mapping[str, int]) -> Tensor:
+def packed_hashes(connection: Connection, hashes: Mapping[str, int]) -> Tensor:
     """Hashes as int64, in the order of names."""
-    return torch.tensor([to_signed(hashes[name]) for name in meeting.names], dtype=torch.int64)
+    return torch.tensor([to_signed(hashes[name]) for name in connection.names], dtype=torch.int64)
 
 
-def unpacked_hashes(meeting: Meeting, values: Tensor) -> dict[str, int]:
+def unpacked_hashes(connection: Connection, values: Tensor) -> dict[str, int]:
     """The inverse."""
     found = [value % MODULUS for value in values.tolist()]
-    return dict(zip(meeting.names, found, strict=True))
+    return dict(zip(connection.names, found, strict=True))
 
 
 class SocketWire:
@@ -184,7 +184,7 @@ class SocketWire:
         try:
             self._group = gloo(store, self._ranks.index(rank), len(self._ranks), options)
         except RuntimeError as err:
-            raise self._apart(f"no meeting within {seconds:g} s at {address}") from err
+            raise self._apart(f"no connection within {seconds:g} s at {address}") from err
 
     def start(self, message: Message, values: Tensor) -> list[dist.Work]:
         """Point to point."""
