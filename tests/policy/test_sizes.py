@@ -58,11 +58,7 @@ def test_ppo_has_fewer_than_100_settings_and_each_has_a_sentence() -> None:
 
 
 def test_readme_is_short() -> None:
-    readme = REPOSITORY / "README.md"
-    if not readme.exists():
-        pytest.skip("README.md is not written yet")
-
-    assert readme.read_text(encoding="utf-8").count("\n") <= 150
+    assert text_of("README.md").count("\n") <= 150
 
 
 @pytest.mark.parametrize("name", ["local.sh", "multinode.sh", "slurm.sbatch", "kubernetes.yaml"])

@@ -15,6 +15,7 @@ from spmdflow.plan.record import RowEdge, Trace, row_edges
 from spmdflow.plan.update import check_batches
 from spmdflow.plan.wait import check_order, check_waits, sequences_of
 from tests.unit.planned import (
+    ROOT,
     SMALL,
     Commands,
     changed,
@@ -24,6 +25,9 @@ from tests.unit.planned import (
     texts,
     traced,
 )
+
+SCRIPT = (ROOT / "algos" / "ppo.py").read_text().splitlines()
+LINE = 1 + next(i for i, text in enumerate(SCRIPT) if "actor.update_actor(" in text)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +213,7 @@ def test_rows_that_were_freed_before_they_are_read_are_found(right: Trace) -> No
 
     found = texts(check_rows(changed(right, update, free)))
 
-    assert f"actor.update_actor (call {update.number}, line 40) on rank 0 reads rows" in found
+    assert f"actor.update_actor (call {update.number}, line {LINE}) on rank 0 reads rows" in found
 
 
 def test_call_that_does_not_reach_a_member_of_its_group_is_found(layered: Trace) -> None:
@@ -218,7 +222,8 @@ def test_call_that_does_not_reach_a_member_of_its_group_is_found(layered: Trace)
     found = texts(check_members(changed(layered, update, lambda c: c.pop(5))))
 
     assert (
-        f"critic.update_critic (call {update.number}, line 40): got no command for rank 5" in found
+        f"critic.update_critic (call {update.number}, line {LINE}): got no command for rank 5"
+        in found
     )
 
 
@@ -283,7 +288,9 @@ def test_call_that_waits_for_rows_of_a_later_call_is_a_circle(right: Trace) -> N
     found = texts(check_waits(changed(right, first, produced_later)))
 
     assert "transfer 1 of actor.generate_sequences" in found
-    assert f"waits for actor.update_actor (call {later.number}, line 40) (its producer)" in found
+    assert (
+        f"waits for actor.update_actor (call {later.number}, line {LINE}) (its producer)" in found
+    )
 
 
 def test_mutations_leave_the_plan_itself_as_it_was(right: Trace) -> None:
