@@ -14,7 +14,15 @@ from typing import Any, TypeVar
 
 from spmdflow.config.algorithm import TextConfig
 from spmdflow.config.data_source import check_source, data_sources, eval_prompts_of
-from spmdflow.config.leaf import NOT_GIVEN, Errors, Leaf, SettingErrors, leaves, parts_of
+from spmdflow.config.leaf import (
+    NOT_GIVEN,
+    Errors,
+    Leaf,
+    SettingErrors,
+    leaves,
+    micro_batch_of,
+    parts_of,
+)
 from spmdflow.config.model_folder import (
     CAUSAL_LM,
     SCORER,
@@ -58,7 +66,6 @@ from spmdflow.config.schema import (
     RolloutConfig,
     RunConfig,
     UpdateConfig,
-    micro_batch_of,
 )
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_kind

@@ -17,6 +17,8 @@ from spmdflow.errors import ConfigError
 REQUIRED: Any = "???"  # omegaconf's mark for "no default", written out: only load.py imports it
 T = TypeVar("T")
 
+_FOLLOWS = "follows"  # in the metadata of a field that is no setting (`follows`)
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -55,9 +57,29 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
+def follows(key: str, default: Any) -> Any:
+    """A dataclass field that is no setting: `load` and `complete` give it the value at `key`.
+
+    So a role sees what it shares with another section in its own. A subclass that declares the
+    field with `setting` can be set apart, and one with another `follows` takes it from elsewhere.
+    default: where the settings have no such key.
+    """
+    return field(default=default, metadata={_FOLLOWS: key})
+
+
 def part(cls: type) -> Any:
     """A dataclass field that is itself a group of settings with defaults."""
     return field(default_factory=cls)
+
+
+def micro_batch_of(text: str, key: str = "micro_batch") -> tuple[int, str]:
+    """ "16 rows" -> (16, "rows"); the unit is rows or tokens. ConfigError for anything else."""
+    count, _, unit = text.strip().partition(" ")
+    if not count.isdigit() or int(count) < 1 or unit not in ("rows", "tokens"):
+        raise ConfigError.of(
+            key, repr(text), "a number and rows or tokens", "write '16 rows' or '4096 tokens'"
+        )
+    return int(count), unit
 
 
 @dataclass(frozen=True)
@@ -76,6 +98,8 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[Leaf]:
     """Every setting of a dataclass object, depth first; an absent part is one leaf, None."""
     hints = get_type_hints(type(tree))
     for each in fields(tree):
+        if _FOLLOWS in each.metadata:
+            continue
         key, value = prefix + each.name, getattr(tree, each.name)
         if is_dataclass(value):
             yield from leaves(value, key + ".")
@@ -83,6 +107,24 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[Leaf]:
         doc = each.metadata.get("doc", "")
         bounds = each.metadata.get("bounds", Bounds())
         yield Leaf(key, hints[each.name], value, doc, bounds)
+
+
+def follow(tree: Any) -> None:
+    """Give every field of `follows` its value; one that was given in Python stays."""
+    for _, part in parts_of(tree, object):
+        for each in fields(part):  # type: ignore[arg-type]
+            found = tree if _FOLLOWS in each.metadata else None
+            for name in each.metadata.get(_FOLLOWS, "").split("."):
+                found = getattr(found, name, None)
+            if found is not None and getattr(part, each.name) == each.default:
+                setattr(part, each.name, found)
+
+
+def plain_tree(tree: Any) -> dict[str, Any]:
+    """The settings of a dataclass object as nested dicts."""
+    shown = [each.name for each in fields(tree) if _FOLLOWS not in each.metadata]
+    values = {name: getattr(tree, name) for name in shown}
+    return {name: plain_tree(x) if is_dataclass(x) else x for name, x in values.items()}
 
 
 def defaults(cls: type) -> Any:
@@ -119,7 +161,7 @@ def parts_of(tree: Any, cls: type[T], prefix: str = "") -> Iterator[tuple[str, T
     """(dotted key, part) of every part of a settings object that is a `cls`."""
     for each in fields(tree):
         value = getattr(tree, each.name)
-        if isinstance(value, cls):
+        if is_dataclass(value) and isinstance(value, cls):
             yield prefix + each.name, value
         if is_dataclass(value):
             yield from parts_of(value, cls, f"{prefix}{each.name}.")

@@ -29,6 +29,7 @@ from spmdflow.config.leaf import (
     Errors,
     Leaf,
     defaults,
+    follow,
     leaves,
     parts,
     type_name,
@@ -82,6 +83,7 @@ def load(
     assume = {} if ASSUME in {part.name for part in fields(schema)} else take_examples(sources)
     cfg = _build(schema, sources)
     resolve_paths(cfg, download=download)
+    follow(cfg)
     return Loaded(cfg, script, to_yaml(cfg), assume)
 
 
@@ -188,6 +190,7 @@ def complete(cfg: Any, *, download: bool = True) -> Any:
         raise _wrong_type(key, Source("settings", asdict(cfg)), known) from err
     found = _resolve(tree, known, Errors())
     resolve_paths(found, download=download)
+    follow(found)
     return found
 
 

@@ -24,14 +24,14 @@ import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from spmdflow.config.data_source import split_place, with_places
-from spmdflow.config.leaf import parts_of
+from spmdflow.config.leaf import parts_of, plain_tree
 from spmdflow.config.model_folder import exported_folder
 from spmdflow.config.schema import DataSettings, ModelConfig, RunConfig
 from spmdflow.errors import ConfigError
@@ -48,7 +48,9 @@ def resolve_paths(cfg: Any, *, download: bool) -> None:
     models = [(f"{key}.path", part, "path", files) for key, part in parts_of(cfg, ModelConfig)]
     data = list(parts_of(cfg, DataSettings))
     tokenizers = [
-        (f"{key}.tokenizer_path", part, "tokenizer_path", TOKENIZER) for key, part in data
+        (f"{key}.tokenizer_path", part, "tokenizer_path", TOKENIZER)
+        for key, part in parts_of(cfg, object)
+        if "tokenizer_path" in plain_tree(part)
     ]
     run = next((part for _, part in parts_of(cfg, RunConfig)), RunConfig())
     for key, part, field, wanted in [*models, *tokenizers]:  # a model's folder has its tokenizer
@@ -76,7 +78,7 @@ def to_yaml(cfg: Any) -> str:
 
     Models and data sets of the hub's cache are named, with their commit.
     """
-    return yaml.safe_dump(named(asdict(cfg)), sort_keys=False, default_flow_style=False)
+    return yaml.safe_dump(named(plain_tree(cfg)), sort_keys=False, default_flow_style=False)
 
 
 def named(value: Any) -> Any:

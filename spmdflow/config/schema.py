@@ -9,22 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from spmdflow.config.leaf import part, setting
-from spmdflow.errors import ConfigError
+from spmdflow.config.leaf import follows, micro_batch_of, part, setting
 from spmdflow.kind.engine import engine_names, option_names, options_doc
 from spmdflow.kind.generator import generator_names, generators_doc
 
 NO_LIMIT = 1 << 30
-
-
-def micro_batch_of(text: str, key: str = "micro_batch") -> tuple[int, str]:
-    """ "16 rows" -> (16, "rows"); the unit is rows or tokens. ConfigError for anything else."""
-    count, _, unit = text.strip().partition(" ")
-    if not count.isdigit() or int(count) < 1 or unit not in ("rows", "tokens"):
-        raise ConfigError.of(
-            key, repr(text), "a number and rows or tokens", "write '16 rows' or '4096 tokens'"
-        )
-    return int(count), unit
 
 
 @dataclass
@@ -88,6 +77,11 @@ class DataSettings:
     def answer_columns(self) -> tuple[str, ...]:
         """Columns with answers."""
         return ()
+
+    @property
+    def samples_per_step(self) -> int:
+        """Rows of one step's batch."""
+        return self.prompts_per_step * self.samples_per_prompt
 
 
 @dataclass
@@ -218,6 +212,8 @@ class UpdateConfig:
         "Permute samples before cutting mini-batches, derived from run.seed.", True
     )
     balance_tokens: bool = setting("Share each mini-batch out by tokens instead of rows.", False)
+    # Rows of a step say when a schedule ends; 0: a step is one optimizer step.
+    samples_per_step: int = follows("data.samples_per_step", 0)
 
 
 @dataclass
@@ -252,6 +248,7 @@ class RolloutConfig:
     max_drift: float | None = setting(
         "Mean |log-prob| gap, rollout against trainer, that ends the run.", None, above=0
     )
+    tokenizer_path: str = follows("data.tokenizer_path", "")  # reads stop strings
 
 
 class PolicyLossSettings:
@@ -327,6 +324,7 @@ class ReferenceConfig:
 
     model: ModelConfig = _model_at("${actor.model.path}")
     engine: FrozenEngineConfig = part(FrozenEngineConfig)
+    temperature: float = follows("actor.rollout.temperature", 1.0)  # divides the logits
 
 
 @dataclass
@@ -351,6 +349,7 @@ class RewardConfig:
         "function's score is 0.",
         "raise",
     )
+    tokenizer_path: str = follows("data.tokenizer_path", "")  # makes responses text
 
 
 class AdvantageSettings:

@@ -80,7 +80,7 @@ def hybrid_of(
         engine,
         generator,
         rank=context.rank,
-        seconds=context.config.run.call_seconds,
+        seconds=context.call_seconds,
         verify_every=verify_every,
         frees_generator=cfg.engine.residency == "offload",
     )

@@ -120,7 +120,7 @@ def _route(context: WorkerContext, cfg: Any, *, training: Layout, generation: La
         wire=GroupWire(context.groups, plan, rank=context.rank),
         dtype=dtype,
         device=context.device,
-        seconds=context.config.run.call_seconds,
+        seconds=context.call_seconds,
     )
     names = [parameter.name for parameter in parameters(architecture)]
     group = context.groups.get(plan.ranks)

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from spmdflow.config.schema import ActorConfig
 from spmdflow.hybrid_engine.factory import hybrid_of, storage_of, sync_mode
-from spmdflow.models.generator import check_sampling, rollout_metrics, row_seeds, tokenizer_path
+from spmdflow.models.generator import check_sampling, rollout_metrics, row_seeds
 from spmdflow.models.policy import PolicyWorker
 from spmdflow.objectives.loss import Loss
 from spmdflow.rollout.factory import generator_of
@@ -76,7 +76,7 @@ class ActorWorker(PolicyWorker):
             top_k=top_k,
             max_new_tokens=max_new_tokens,
             stop=stop,
-            tokenizer_path=tokenizer_path(self.context),
+            tokenizer_path=self.cfg.rollout.tokenizer_path,
         )
         made = self.hybrid.generate(batch["prompts"], sampling, row_seeds(self.context, self.call))
         if self.cfg.engine.residency == "offload":

@@ -77,12 +77,6 @@ def check_sampling(label: str, cfg: Any, arguments: Mapping[str, Any]) -> None:
         )
 
 
-def tokenizer_path(context: WorkerContext) -> str:
-    """Folder of the tokenizer that makes and reads the run's texts."""
-    data = getattr(context.config, "data", None)
-    return "" if data is None else str(data.tokenizer_path)
-
-
 def rollout_metrics(prompts: Tensor, responses: Tensor) -> dict[str, Metric]:
     """Tokens in and out of ragged columns."""
     rows, tokens = prompts.shape[0], total_length(responses)
@@ -173,7 +167,7 @@ class GeneratorWorker(Worker):
             top_k=top_k,
             max_new_tokens=max_new_tokens,
             stop=stop,
-            tokenizer_path=tokenizer_path(self.context),
+            tokenizer_path=self.cfg.rollout.tokenizer_path,
         )
         seeds = row_seeds(self.context, self.call)
         made = self.generator.generate(batch["prompts"], sampling, seeds)

@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.config.schema import ActorConfig, ReferenceConfig
+from spmdflow.config.schema import ActorConfig
 from spmdflow.data.ragged import is_ragged, lengths_of, pad, ragged
 from spmdflow.data.rows import VALID, chosen_mask, total_length, without_failed
 from spmdflow.errors import SpmdflowError
@@ -182,27 +182,17 @@ class ReferenceWorker(EngineWorker):
     role = "reference"
     head = "causal_lm"
 
-    def __init__(
-        self,
-        cfg: ReferenceConfig,
-        context: WorkerContext,
-        *,
-        adopt: Callable[..., None] | None = None,
-    ) -> None:
-        """adopt: see EngineWorker."""
-        super().__init__(cfg, context, adopt=adopt)
-        self._temperature = context.config.actor.rollout.temperature
-
     @register(
         transfer_mode="3D_PROTO",
         reads=("prompts", "responses", "response_mask"),
         writes=("ref_log_probs",),
     )
     def compute_ref_log_prob(self, batch: TensorDict) -> TensorDict | None:
-        """ref_log_probs: log-probability of each response token, at the actor's temperature."""
+        """ref_log_probs: log-probability of each response token, at the settings' temperature."""
+        temperature = self.cfg.temperature
 
         def score(logits: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
-            log_probs = log_probs_from_logits(logits, micro.next_ids, self._temperature)
+            log_probs = log_probs_from_logits(logits, micro.next_ids, temperature)
             return {"ref_log_probs": micro.gather(log_probs)}
 
         return self.score(batch, score)

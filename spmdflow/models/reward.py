@@ -54,7 +54,7 @@ class RewardWorker(Worker):
 
     def __init__(self, cfg: RewardConfig, context: WorkerContext) -> None:
         super().__init__(cfg, context)
-        self._tokenizer = load_tokenizer(context.config.data.tokenizer_path)
+        self._tokenizer = load_tokenizer(cfg.tokenizer_path)
         terms = reward_terms(f"{self.role}.function", cfg.function) or (RewardTerm("", MODEL),)
         self._model_terms = [term for term in terms if term.is_model]
         self._model = _ModelScorer(cfg, context) if cfg.model else None
@@ -144,9 +144,6 @@ class _ModelScorer(EngineWorker):
 
     role = "reward"
     head = "scalar"
-
-    def __init__(self, cfg: RewardConfig, context: WorkerContext) -> None:
-        super().__init__(cfg, context)
 
     def scores(self, batch: TensorDict) -> Tensor | None:
         """(B,) scores; None before the last pipeline stage."""

@@ -206,7 +206,6 @@ def _rank_settings(
         seed=cfg.run.seed,
         call_seconds=cfg.run.call_seconds,
         run_dir=run_dir,
-        config=cfg,
         announce=announce,
     )
 

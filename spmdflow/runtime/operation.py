@@ -54,8 +54,6 @@ class RankSettings:
     seed: int
     call_seconds: float
     run_dir: Path
-    config: Any
-    """The whole configuration of the run."""
     announce: Callable[[Any], None] | None = None
     """Tells ranks outside the run which groups are made next; None: no more."""
 
@@ -133,7 +131,7 @@ class RankState:
             seed=settings.seed,
             total_steps=plain["total_steps"],
             run_dir=settings.run_dir,
-            config=settings.config,
+            call_seconds=settings.call_seconds,
         )
         worker = self._workers[plain["name"]] = find(plain["class"])(plain["config"], context)
         folder = worker.frozen_folder

@@ -58,7 +58,7 @@ class NcclPublisher:
                 f"nccl, expected CUDA; use the backend spmdflow, or train on a GPU"
             )
         self._engine, self._source = engine, source_of(engine, context, cfg)
-        self._server = VllmServer(url, seconds=context.config.run.call_seconds)
+        self._server = VllmServer(url, seconds=context.call_seconds)
         layout = context.layout
         self._is_first = context.rank == layout.ranks[0]
         host, port, workers = "", 0, 0
@@ -112,7 +112,7 @@ def source_of(engine: TrainEngine, context: WorkerContext, cfg: Any) -> TrainerS
         rank=context.rank,
         dtype=getattr(torch, cfg.rollout.dtype),
         device=context.device,
-        seconds=context.config.run.call_seconds,
+        seconds=context.call_seconds,
     )
     return TrainerSource(engine, way, arch)
 

@@ -45,7 +45,7 @@ class WeightPublisher:
         """
         self._engine, self._every, self._count = engine, cfg.rollout.verify_every, 0
         self._rank, layout = context.rank, context.layout
-        seconds = context.config.run.call_seconds
+        seconds = context.call_seconds
         self._server = VllmServer(url, seconds=seconds)
         self._is_first = self._rank == layout.ranks[0]
         store, found = None, ("", 0, 0)

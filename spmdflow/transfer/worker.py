@@ -79,8 +79,8 @@ class WorkerContext:
     device: torch.device
     seed: int
     total_steps: int = 0
-    config: Any = None
-    """The whole configuration of the run."""
+    call_seconds: float = 3600.0
+    """Limit for one worker method."""
     run_dir: Path | None = None
 
 

@@ -61,8 +61,8 @@ def _model_of(cfg: Any, kind: EngineKind, *, head: str) -> LoadedModel | ModelSo
 
 def _total_optimizer_steps(cfg: Any, context: WorkerContext) -> int:
     """Optimizer steps of the whole run, for schedules that end with it."""
-    update, data = getattr(cfg, "update", None), getattr(context.config, "data", None)
-    if update is None or data is None:
+    update = getattr(cfg, "update", None)
+    if update is None or not update.samples_per_step:
         return context.total_steps
-    samples = data.prompts_per_step * data.samples_per_prompt
-    return context.total_steps * update.num_epochs * -(-samples // update.mini_batch_size)
+    mini_batches = -(-update.samples_per_step // update.mini_batch_size)
+    return context.total_steps * update.num_epochs * mini_batches

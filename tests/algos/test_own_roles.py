@@ -1,20 +1,29 @@
-"""Roles that a script defines on FSDPWorker and ZeROWorker train like the given ones."""
+"""Roles of a script's own: on bases that bind an engine, and several of one kind set apart."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spmdflow import ActorWorker, ConfigError, FSDPWorker, ThreeDParallelWorker, ZeROWorker
 from spmdflow.config.load import load
 from spmdflow.config.schema import ActorConfig, EngineConfig
 from spmdflow.controller.script import launch
 from spmdflow.parallel.layout import Layout
+from spmdflow.workers.optimizer import learning_rate
 from tests.algos.runs import ROOT, SCRIPT, SMALL, finish, log_of, steps_of, torchrun
 
 OWN = ROOT / "tests" / "algos" / "programs" / "own_roles.py"
+APART = OWN.with_name("set_apart.py")
+MODEL = ROOT / "algos" / "arithmetic" / "model"
 SETTINGS = ("total_steps=2", "eval_every=0", "critic.loss.clip_range=null")
 
 
@@ -34,6 +43,76 @@ def test_own_critic_and_zero_actor_give_the_numbers_of_the_given_roles(tmp_path:
         for name in ("critic/loss", "critic/grad_norm", "actor/pg_loss", "actor/grad_norm"):
             assert other[name] == pytest.approx(one[name], rel=1e-6), name
     assert own[1]["critic/loss"] != own[0]["critic/loss"]
+
+
+def log_probs_of(row: int, seen: dict[str, Any], temperature: float) -> Tensor:
+    """(R,) of the bundled model, by Hugging Face alone."""
+    prompt, response = seen["prompts"][row], seen["responses"][row]
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(-1, response[:, None])[:, 0]
+
+
+def test_second_actor_reference_and_reward_have_the_settings_of_their_own_sections(
+    tmp_path: Path,
+) -> None:
+    mirrored = tmp_path / "mirrored"  # the bundled tokenizer with 0 to 9 in the other order
+    shutil.copytree(MODEL, mirrored, ignore=shutil.ignore_patterns("*.safetensors"))
+    tree = json.loads((mirrored / "tokenizer.json").read_text())
+    vocabulary = tree["model"]["vocab"]
+    digits = {str(digit): vocabulary[str(9 - digit)] for digit in range(10)}
+    tree["model"]["vocab"] = vocabulary | digits
+    (mirrored / "tokenizer.json").write_text(json.dumps(tree))
+    words = [
+        *(*SMALL, "total_steps=1", "eval_every=0", "save_every=0", "advantage.kl_coef=0"),
+        *("actor.loss.kl_coef=0", f"run.dir={tmp_path / 'run'}", "actor.rollout.temperature=0.8"),
+        *("actor.optimizer.schedule=linear", "data.prompts_per_step=16"),
+        *("lessons.train_path=${data.train_path}", "lessons.prompts_per_step=6"),
+        *("lessons.samples_per_prompt=2", f"lessons.tokenizer_path={mirrored}"),
+        *("lessons.max_prompt_tokens=8", "student.model.path=${actor.model.path}"),
+        *("student.rollout.temperature=1.5", "student.rollout.max_new_tokens=4"),
+        *("student.update.mini_batch_size=4", "student.optimizer.schedule=linear"),
+        *("teacher.temperature=0.5", f"judge.tokenizer_path={mirrored}"),
+        "judge.function=${reward.function}",
+    ]
+    loaded = load(APART, SCRIPT.with_suffix(".yaml"), words)
+    loaded.script.SEEN.clear()
+
+    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+
+    first, second = loaded.script.SEEN
+    assert (len(first["prompts"]), len(second["prompts"])) == (16, 12)
+    cfg = loaded.cfg
+    plain, other = (AutoTokenizer.from_pretrained(folder) for folder in (MODEL, mirrored))
+    temperatures = ((first, 0.8, 0.8, plain), (second, 1.5, 0.5, other))
+    for seen, policy, frozen, tokenizer in temperatures:
+        for row in range(3):
+            for column, value in (("old_log_probs", policy), ("ref_log_probs", frozen)):
+                torch.testing.assert_close(
+                    seen[column][row], log_probs_of(row, seen, value), rtol=1e-4, atol=1e-4
+                )
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in seen["responses"]]
+        assert seen["response_text"] == texts
+        assert any("5" in text for text in texts)  # a stop string ends a response, and stays in it
+        assert all("5" not in text[:-1] for text in texts)
+    for seen, part, steps in ((first, cfg.actor, 16 // 8), (second, cfg.student, 12 // 4)):
+        rates = [learning_rate(part.optimizer, number, steps) for number in range(steps)]
+        assert seen["update"]["actor/lr"] == pytest.approx(sum(rates) / steps)  # a step's mean
+
+
+def test_role_has_the_values_it_shares_in_its_own_section_and_the_file_has_them_once() -> None:
+    words = ["actor.rollout.temperature=0.7", "data.prompts_per_step=6"]
+    loaded = load(SCRIPT, None, [*words, "data.samples_per_prompt=4"])
+    cfg = loaded.cfg
+
+    assert cfg.reference.temperature == 0.7
+    assert cfg.reward.tokenizer_path == cfg.actor.rollout.tokenizer_path == cfg.data.tokenizer_path
+    assert cfg.actor.update.samples_per_step == cfg.critic.update.samples_per_step == 24
+    assert "samples_per_step" not in loaded.yaml_text
+    assert loaded.yaml_text.count("tokenizer_path") == 1
+    with pytest.raises(ConfigError, match="unknown key reference.temperature"):
+        load(SCRIPT, None, ["reference.temperature=0.5"])
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed" / "programs"))
@@ -21,7 +20,7 @@ from fsdp_reference import make_batch
 from torch import Tensor
 
 from spmdflow.config.leaf import defaults
-from spmdflow.config.schema import ActorConfig, RunConfig
+from spmdflow.config.schema import ActorConfig
 from spmdflow.data.ragged import rows_of
 from spmdflow.errors import SpmdflowError
 from spmdflow.models.actor import ActorWorker
@@ -53,8 +52,7 @@ def actor_on(device: str, path: str, settings: dict[str, str]) -> Iterator[Actor
     needed = ActorWorker.needed_groups(cfg, layout)
     for backend in ("nccl", "gloo") if device == "cuda" else ("gloo",):
         groups.make([GroupSpec(group, "compute", backend) for group in needed])
-    whole = SimpleNamespace(run=RunConfig())
-    actor = ActorWorker(cfg, WorkerContext("actor", layout, rank, groups, place, 0, 0, whole))
+    actor = ActorWorker(cfg, WorkerContext("actor", layout, rank, groups, place, 0, 0))
     try:
         yield actor
     finally:

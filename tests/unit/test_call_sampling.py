@@ -35,9 +35,8 @@ def spawned(rank: Rank, **rollout: Any) -> tuple[Any, Batch]:
     cfg = ActorConfig(
         model=ModelConfig(path=str(TASK / "model")),
         engine=EngineConfig(),
-        rollout=RolloutConfig(**rollout),
+        rollout=RolloutConfig(tokenizer_path=str(TASK / "model"), **rollout),
     )
-    rank.config.actor = cfg  # type: ignore[attr-defined]
     actor = rank.flow.spawn(ActorWorker, cfg, pool=rank.flow.pool("all"))
     prompts = rank.flow.prompts(rank.config.data)
     next(rank.flow.steps(1))

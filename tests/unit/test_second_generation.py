@@ -47,7 +47,6 @@ def spawned(rank: Rank) -> tuple[Any, Batch]:
     rollout = RolloutConfig(max_new_tokens=4, temperature=NEARLY_UNIFORM, max_batch_size=ROWS)
     model = ModelConfig(path=str(TASK / "model"))
     cfg = ActorConfig(model=model, engine=EngineConfig(), rollout=rollout)
-    rank.config.actor = cfg  # type: ignore[attr-defined]
     actor = rank.flow.spawn(ActorWorker, cfg, pool=rank.flow.pool("all"))
     prompts = rank.flow.prompts(rank.config.data)
     next(rank.flow.steps(1))

@@ -200,7 +200,7 @@ def rank_of_one(run_dir: Path, **data: Any) -> Iterator[Rank]:
     config = Config(RunConfig(dir=str(run_dir), sample_every=0), replace(rows, **data))
     run_dir.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    settings = RankSettings(0, torch.device("cpu"), 0, 60.0, run_dir, config)
+    settings = RankSettings(0, torch.device("cpu"), 0, 60.0, run_dir)
     groups = GroupTable(0, timeout_seconds=60)
     state = RankState(settings, groups, CountedTransport(None, seconds=60))
     show = Show(config, run_dir, last_step=0)

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -26,7 +25,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.leaf import defaults
-from spmdflow.config.schema import ActorConfig, RunConfig
+from spmdflow.config.schema import ActorConfig
 from spmdflow.data.ragged import lengths_of
 from spmdflow.models.actor import ActorWorker
 from spmdflow.objectives.log_prob import log_probs_from_logits
@@ -54,8 +53,7 @@ def actor_of(case: Case, folder: Path, rank: int, groups: GroupTable) -> ActorWo
     layout = ActorWorker.layout_of(cfg, ranks)
     needed = ActorWorker.needed_groups(cfg, layout)
     groups.make([GroupSpec(group, "compute", "gloo") for group in needed])
-    whole = SimpleNamespace(run=RunConfig())
-    return ActorWorker(cfg, WorkerContext("actor", layout, rank, groups, CPU, 0, 0, whole))
+    return ActorWorker(cfg, WorkerContext("actor", layout, rank, groups, CPU, 0, 0))
 
 
 def update(actor: ActorWorker, seed: int) -> None:

@@ -83,7 +83,8 @@ class ReplayActor(ActorWorker):
     )
     def generate_sequences(self, batch: TensorDict, *, greedy: bool = False) -> TensorDict:
         made = super().generate_sequences(batch, greedy=greedy)
-        run_dir = Path(self.context.config.run.dir)
+        run_dir = self.context.run_dir
+        assert run_dir is not None
         path, ids = self._record(run_dir), self.call.row_ids.tolist()
         rows = {name: rows_of(made[name]) for name in _COLUMNS}
         if run_dir.name in ("one", "one-judged"):
@@ -99,7 +100,7 @@ class ReplayActor(ActorWorker):
         return replayed
 
     def _record(self, run_dir: Path) -> Path:
-        kind = "judged" if self.context.config.reward.model else "plain"
+        kind = "judged" if run_dir.name in MIXED else "plain"
         return run_dir.parent / f"rollouts-{kind}-{self.call.step}.pt"
 
     def _compare(self, rows: dict[str, Any], recorded: dict[int, Any], ids: list[int]) -> None:

@@ -49,9 +49,9 @@ class ReplayActor(ActorWorker):
         made = super().generate_sequences(batch, greedy=greedy)
         if greedy:
             return made
-        path = Path(self.context.config.run.dir).parent / f"rollouts-{self.call.step}.pt"
+        path = Path(str(self.context.run_dir)).parent / f"rollouts-{self.call.step}.pt"
         ids = self.call.row_ids.tolist()
-        if Path(self.context.config.run.dir).name == "colocate-1":
+        if Path(str(self.context.run_dir)).name == "colocate-1":
             rows = {name: rows_of(made[name]) for name in _COLUMNS}
             torch.save({row: [rows[n][i] for n in _COLUMNS] for i, row in enumerate(ids)}, path)
             return made

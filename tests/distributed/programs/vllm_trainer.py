@@ -9,7 +9,6 @@ import json
 import sys
 import urllib.request
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from fsdp_reference import make_batch
 
 from spmdflow.config.leaf import defaults
-from spmdflow.config.schema import ActorConfig, RunConfig
+from spmdflow.config.schema import ActorConfig
 from spmdflow.errors import SpmdflowError
 from spmdflow.models.policy import PolicyWorker
 from spmdflow.parallel.group import GroupSpec, GroupTable
@@ -43,10 +42,7 @@ def trainer_of(path: str, kind: str, layout: str, groups: GroupTable) -> PolicyW
     groups.make(
         [GroupSpec(group, "compute", "gloo") for group in PolicyWorker.needed_groups(cfg, grid)]
     )
-    whole = SimpleNamespace(run=RunConfig(call_seconds=60.0))
-    context = WorkerContext(
-        "actor", grid, dist.get_rank(), groups, torch.device("cpu"), 0, 0, whole
-    )
+    context = WorkerContext("actor", grid, dist.get_rank(), groups, torch.device("cpu"), 0, 0, 60.0)
     return PolicyWorker(cfg, context)
 
 
