@@ -1,26 +1,33 @@
-"""`verify`, `verify_rows`: whether a plan does what it promises, from the definitions alone.
+"""`verify`, `verify_rows`, `find_cover_error`: whether a plan does what it promises.
 
 A right plan sends what is lacking exactly once, from ranks that hold it, nothing that is already
 there, in the canonical order. The last check is that the plan is the one that every rank derives
 from the same facts: of several right plans only that one avoids a deadlock. Levelled loads and
-the choice of near senders are part of that last check only. Shares no step with the planners
-before it.
+the choice of near senders are part of that last check only. Before it, from the definitions alone:
+no step is shared with the planners but the algebra of boxes. `spmdflow.plan` proves weights by
+`find_cover_error`, tensor by tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
-from spmdflow.blocks.box import Box, disjoint
-from spmdflow.blocks.plan import Edge, NodeOf, Plan, PlanError, redistribute
+from spmdflow.blocks.box import Box, disjoint, subtract_all
+from spmdflow.blocks.plan import NodeOf, Plan, PlanError, redistribute
 from spmdflow.blocks.rows import Ids, RowEdge, redistribute_rows
 
-Boxes = np.ndarray
-"""(boxes, dims, 2) int64: start and stop of each dimension."""
-
-_NO_BOXES = np.zeros((0, 0, 2), dtype=np.int64)
+Boxes = tuple[Box, ...]
+MISSING, TWICE, THERE, STRANGE, FALSE = "missing", "twice", "there", "strange", "false"
+_SAID = {
+    MISSING: "that nobody sends",
+    TWICE: "sent twice",
+    THERE: "sent that is already there",
+    STRANGE: "sent that is not needed",
+    FALSE: "kept that is not held and needed, once",
+}
 
 
 def verify(
@@ -32,20 +39,48 @@ def verify(
 ) -> None:
     """PlanError with the exact fault unless plan is right for have and need."""
     _check_order([(edge.source, edge.destination, edge.box.bounds) for edge in plan.edges])
-    held = {rank: _array(disjoint(boxes)) for rank, boxes in have.items()}
-    wanted = {rank: _array(disjoint(boxes)) for rank, boxes in need.items()}
     _require(set(plan.kept) == set(need), "kept", sorted(plan.kept), sorted(need))
-    for edge in plan.edges:
-        _check_edge(edge, held, wanted)
     received: dict[int, list[Box]] = {}
     for edge in plan.edges:
+        name = f"edge {edge.source} -> {edge.destination}, box {edge.box.bounds}"
+        _require(edge.box.size > 0, f"{name}: elements", edge.box.size, "at least 1")
+        _require(edge.source != edge.destination, f"{name}: source", edge.source, "another rank")
+        lacking = subtract_all([edge.box], have.get(edge.source, ()))
+        _require(not lacking, f"{name}: boxes that the source lacks", lacking, "none")
         received.setdefault(edge.destination, []).append(edge.box)
-    for rank, boxes in wanted.items():
-        arrives, stays = _array(received.get(rank, [])), _array(plan.kept[rank])
-        _check_cover(rank, arrives, stays, boxes, held.get(rank, _NO_BOXES))
+    for rank in dict.fromkeys([*received, *need]):
+        sides = (need.get(rank, ()), have.get(rank, ()), plan.kept.get(rank, ()))
+        error = find_cover_error(*map(tuple, sides), tuple(received.get(rank, ())))
+        if error is not None:
+            what, box = error
+            _require(False, f"rank {rank}: box {_SAID[what]}", box.bounds, "none")
     derived = redistribute(have, need, node_of=node_of).edges
     if plan.edges != derived:
         _refuse_other(plan.edges, derived)
+
+
+@lru_cache(maxsize=4096)
+def find_cover_error(
+    need: Boxes, held: Boxes, kept: Boxes, arriving: Boxes
+) -> tuple[str, Box] | None:
+    """What is wrong with the boxes of one tensor on one rank, and the first such box; None: right.
+
+    What the rank needs must be what it keeps of what it held, and what arrives, each element once.
+    Equal questions are answered once: the layers of a model ask the same.
+    """
+    for place, box in enumerate(arriving):
+        if any(box.intersect(other) for other in arriving[:place]):
+            return TWICE, box
+        if any(box.intersect(other) for other in held):
+            return THERE, box
+        if subtract_all([box], need):
+            return STRANGE, box
+    for place, box in enumerate(kept):
+        is_twice = any(box.intersect(other) for other in kept[:place])
+        if is_twice or subtract_all([box], held) or subtract_all([box], need):
+            return FALSE, box
+    missing = subtract_all(disjoint(need), [*kept, *arriving])
+    return (MISSING, missing[0]) if missing else None
 
 
 def verify_rows(
@@ -82,59 +117,6 @@ def _check_order(keys: Sequence[tuple]) -> None:
                 f"plan: got edge {place + 1} {after} after {before}, expected edges in the order "
                 f"of source, destination, start, each once; sort them and drop repeats"
             )
-
-
-def _check_edge(edge: Edge, held: Mapping[int, Boxes], wanted: Mapping[int, Boxes]) -> None:
-    name = f"edge {edge.source} -> {edge.destination}, box {edge.box.bounds}"
-    size, box = edge.box.size, _array([edge.box])[0]
-    _require(size > 0, f"{name}: elements", size, "at least 1")
-    _require(edge.source != edge.destination, f"{name}: source", edge.source, "another rank")
-    at_source = _common(box, held.get(edge.source, _NO_BOXES))
-    _require(at_source == size, f"{name}: elements that the source holds", at_source, size)
-    there = _common(box, held.get(edge.destination, _NO_BOXES))
-    _require(there == 0, f"{name}: elements that are already there", there, 0)
-    needed = _common(box, wanted.get(edge.destination, _NO_BOXES))
-    _require(needed == size, f"{name}: elements that are needed", needed, size)
-
-
-def _check_cover(rank: int, received: Boxes, kept: Boxes, wanted: Boxes, held: Boxes) -> None:
-    """Disjoint boxes inside what is wanted, with as many elements: that is an exact cover."""
-    for what, boxes in (("received", received), ("kept", kept)):
-        for place, box in enumerate(boxes):
-            twice = _common(box, boxes[:place])
-            _require(twice == 0, f"rank {rank}: elements of {_text(box)} {what} twice", twice, 0)
-    for box in kept:
-        ours, size = min(_common(box, wanted), _common(box, held)), _size(box)
-        _require(ours == size, f"rank {rank}: kept of {_text(box)}, held and needed", ours, size)
-    right = sum(_common(box, held) for box in wanted)
-    stays, arrives = sum(map(_size, kept)), sum(map(_size, received))
-    _require(stays == right, f"rank {rank}: elements kept", stays, right)
-    lacking = sum(map(_size, wanted)) - right
-    _require(arrives == lacking, f"rank {rank}: elements received", arrives, lacking)
-
-
-def _array(boxes: Sequence[Box]) -> Boxes:
-    if not boxes:
-        return _NO_BOXES
-    bounds = np.array([box.bounds for box in boxes], dtype=np.int64)
-    return bounds.reshape(len(boxes), len(boxes[0].bounds), 2)
-
-
-def _common(box: np.ndarray, boxes: Boxes) -> int:
-    """Elements that a box (dims, 2) has in common with disjoint boxes."""
-    if not len(boxes):
-        return 0
-    starts = np.maximum(box[:, 0], boxes[..., 0])
-    stops = np.minimum(box[:, 1], boxes[..., 1])
-    return int(np.clip(stops - starts, 0, None).prod(axis=1).sum())
-
-
-def _size(box: np.ndarray) -> int:
-    return int((box[:, 1] - box[:, 0]).prod())
-
-
-def _text(box: np.ndarray) -> str:
-    return str(box.tolist())
 
 
 def _check_rows(rank: int, got: Ids, held: Ids, needed: Ids) -> None:

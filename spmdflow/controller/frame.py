@@ -155,19 +155,19 @@ class Result(Mapping[str, float]):
     """
 
     def __init__(self, label: str, pending: Pending, ranks: tuple[int, ...]) -> None:
-        self._label, self._pending, self._ranks = label, pending, ranks
+        self.label, self.pending, self.ranks = label, pending, ranks
 
     def values_by_rank(self) -> list[Any]:
         """What each answering rank returned, in the protocol's order."""
-        replies = self._pending.result()
-        return [replies[rank].get("value") for rank in self._ranks]
+        replies = self.pending.result()
+        return [replies[rank].get("value") for rank in self.ranks]
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the answering ranks, merged."""
         values = self.values_by_rank()
         if not all(isinstance(value, dict) for value in values):
             raise ProtocolError(
-                f"{self._label}: returned {type(values[0]).__name__}, expected a dict of metrics; "
+                f"{self.label}: returned {type(values[0]).__name__}, expected a dict of metrics; "
                 f"use values_by_rank() for plain values"
             )
         return merge(values)
@@ -182,8 +182,8 @@ class Result(Mapping[str, float]):
         return len(self.metrics())
 
     def __repr__(self) -> str:
-        state = "done" if self._pending.done else "pending"
-        return f"Result({self._label}, {state})"
+        state = "done" if self.pending.done else "pending"
+        return f"Result({self.label}, {state})"
 
 
 def ascending(ids: Ids) -> Ids:

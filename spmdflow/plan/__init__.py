@@ -14,10 +14,10 @@ controller's own; nothing is modelled twice. Knows no tensors, makes no process 
 | `answers`, `example` | what a rank would have answered: shapes, lengths, examples |
 | `replay` | the record of a run: its lengths for a dry run, its orders without its script |
 | `record` | what was recorded, as frozen facts |
-| `check`, `update`, `reshard`, `wait` | proofs on the record: rows, members, weights, updates |
+| `rows`, `check` | proofs on the record: rows; members, updates, weights |
 | `weight` | the ways of weights and their bytes by edge |
 | `workload`, `prediction` | seconds and memory, by the simulators of `mapping` |
-| `report`, `text`, `plain`, `picture` | what is shown |
+| `report`, `text`, `picture` | what is shown: as data, as text, as a schedule |
 | `comparison` | prediction beside measurement, after a run |
 | `auto` | placement=auto |
 """

@@ -22,7 +22,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,8 @@ import yaml
 
 from spmdflow.config.load import load
 from spmdflow.errors import ConfigError, DataError
-from spmdflow.mapping.machine import Hardware
 from spmdflow.plan.auto import auto_plain, auto_text, is_auto, resolve
 from spmdflow.plan.picture import write_picture
-from spmdflow.plan.plain import report_plain
 from spmdflow.plan.record import Refusal
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.report import PlanReport, plan
@@ -43,6 +41,7 @@ from spmdflow.plan.transport import MOST_CALLS
 from spmdflow.plan.workload import hardware_of, is_cpu, nodes_of
 
 FINE, WRONG, REFUSED = 0, 1, 2
+_HERE = "command line"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -78,8 +77,8 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(options: argparse.Namespace) -> int:
     script, config, overrides = _sorted(options.words)
     if options.world < 1:
-        raise ConfigError(
-            f"command line: got --world {options.world}, expected at least 1 rank; correct it"
+        raise ConfigError.of(
+            _HERE, f"--world {options.world}", "at least 1 rank", "set --world 1 or more"
         )
     _check_folder(options.picture)
     if options.replay is not None and (options.replay / "config.yaml").exists():
@@ -87,24 +86,29 @@ def _plan(options: argparse.Namespace) -> int:
     # first: the record has objects of its classes
     loaded = load(script, config, overrides, download=False)
     replay = None if options.replay is None else Replay.of_run(options.replay)
-    if replay is not None:
-        options.world = len(replay.ranks)
+    world = tuple(range(options.world if replay is None else len(replay.ranks)))
     name = options.hardware or loaded.cfg.run.hardware
-    hardware = hardware_of(name, options.node_size, world_size=options.world)
-    settings = _trace_settings(options, hardware, loaded.assume)
+    hardware = hardware_of(name, options.node_size, world_size=len(world))
+    settings = TraceSettings(
+        world=world,
+        nodes=nodes_of(world, hardware),
+        backend="gloo" if is_cpu(hardware) else "nccl",
+        examples={**loaded.assume, **dict(_example(text) for text in options.assume)},
+        most_calls=options.calls,
+        read_data=not options.no_data,
+    )
     if replay is not None:
         settings = settings_of_run(replay, backend=settings.backend)
     cfg, found = loaded.cfg, None
     if options.auto or is_auto(cfg):
-        found = resolve(
-            loaded.script, cfg, options.world, hardware, examples=dict(settings.examples)
-        )
+        examples = dict(settings.examples)
+        found = resolve(loaded.script, cfg, len(world), hardware, examples=examples)
         cfg = found.cfg
     report = plan(loaded.script, cfg, settings, hardware, replay=replay)
     if options.picture is not None:
         _write_picture(report, options.picture)
     if options.json:
-        plain = report_plain(report) | ({"auto": auto_plain(found)} if found else {})
+        plain = report.to_plain() | ({"auto": auto_plain(found)} if found else {})
         sys.stdout.write(json.dumps(plain) + "\n")
     else:
         sys.stdout.write(auto_text(found) if found else "")
@@ -116,34 +120,16 @@ def _write_picture(report: PlanReport, path: Path) -> None:
     try:
         write_picture(report, path)
     except OSError as err:
-        raise ConfigError(
-            f"command line: got --picture {path}: {err.strerror}, expected a file that can be "
-            f"written; give another"
-        ) from err
+        got, expected = f"--picture {path}: {err.strerror}", "a file that can be written"
+        raise ConfigError.of(_HERE, got, expected, "give another") from err
 
 
 def _check_folder(picture: Path | None) -> None:
     """Before the work is done: a picture can be written there."""
     if picture is not None and not (picture.parent.is_dir() and os.access(picture.parent, os.W_OK)):
-        raise ConfigError(
-            f"command line: got --picture {picture}, expected a name in a folder that can be "
-            f"written; make {picture.parent} or give another"
-        )
-
-
-def _trace_settings(
-    options: argparse.Namespace, hardware: Hardware, assume: Mapping[str, Any]
-) -> TraceSettings:
-    """assume: examples of the configuration; those of the command line overrule them."""
-    world = tuple(range(options.world))
-    return TraceSettings(
-        world=world,
-        nodes=nodes_of(world, hardware),
-        backend="gloo" if is_cpu(hardware) else "nccl",
-        examples={**assume, **dict(_example(text) for text in options.assume)},
-        most_calls=options.calls,
-        read_data=not options.no_data,
-    )
+        expected = "a name in a folder that can be written"
+        do = f"make {picture.parent} or give another"
+        raise ConfigError.of(_HERE, f"--picture {picture}", expected, do)
 
 
 def _sorted(words: Sequence[str]) -> tuple[str, str | None, list[str]]:
@@ -152,11 +138,8 @@ def _sorted(words: Sequence[str]) -> tuple[str, str | None, list[str]]:
     configs = [word for word in plain[1:] if word.endswith((".yaml", ".yml"))]
     surplus = [word for word in plain[1:] if word not in configs] + configs[1:]
     if not plain or surplus:
-        got = surplus[0] if surplus else "no SCRIPT"
-        raise ConfigError(
-            f"command line: got {got}, expected SCRIPT [CONFIG.yaml] [key=value ...]; --help "
-            f"shows the usage"
-        )
+        got, expected = [*surplus, "no SCRIPT"][0], "SCRIPT [CONFIG.yaml] [key=value ...]"
+        raise ConfigError.of(_HERE, got, expected, "--help shows the usage")
     return plain[0], next(iter(configs), None), [word for word in words if "=" in word]
 
 
@@ -164,22 +147,17 @@ def _example(text: str) -> tuple[str, Any]:
     """ "scores=0,1" -> ("scores", [0, 1])."""
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise ConfigError(
-            f"command line: got --assume {text}, expected NAME=VALUE; write --assume scores=0,1"
-        )
+        got = f"--assume {text}"
+        raise ConfigError.of(_HERE, got, "NAME=VALUE", "write --assume scores=0,1")
+    if "," in value:
+        try:
+            return name, [float(part) for part in value.split(",")]
+        except ValueError:
+            pass  # a word among them: one declaration, such as int64[2,3]
     try:
-        return name, [float(part) for part in value.split(",")] if "," in value else _read(
-            name, value
-        )
-    except ValueError:  # a word among them: one declaration, such as int64[2,3]
-        return name, _read(name, value)
-
-
-def _read(name: str, value: str) -> Any:
-    try:
-        return yaml.safe_load(value)
+        return name, yaml.safe_load(value)
     except yaml.YAMLError as err:
         raise ConfigError(
-            f"command line: got --assume {name}={value}, expected a number, numbers with commas, "
-            f"or a text such as 'float32 like responses', in YAML; quote it or close its brackets"
+            f"{_HERE}: got --assume {text}, expected a number, numbers with commas, or a text such "
+            f"as 'float32 like responses', in YAML; quote it or close its brackets"
         ) from err

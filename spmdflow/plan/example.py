@@ -43,63 +43,6 @@ class ColumnForm:
     """Items of a row for each item of the column it is like (text: bytes)."""
 
 
-def _dense(dtype: str, *row_shape: int) -> ColumnForm:
-    return ColumnForm(ColumnSpec("dense", dtype, row_shape))
-
-
-def _ragged(dtype: str, like: str) -> ColumnForm:
-    return ColumnForm(ColumnSpec("ragged", dtype, ()), like)
-
-
-def _text(like: str) -> ColumnForm:
-    return ColumnForm(ColumnSpec("text", "uint8", ()), like, TEXT_BYTES_PER_TOKEN)
-
-
-_PER_TOKEN = (
-    "rollout_log_probs",
-    "old_log_probs",
-    "ref_log_probs",
-    "values",
-    "cost_values",
-    "token_level_rewards",
-    "token_level_costs",
-    "advantages",
-    "returns",
-    "cost_returns",
-    "rollout_weights",
-)
-_PER_ROW = (
-    "scores",
-    "costs",
-    "baseline_scores",
-    "reference_kl",
-    "pretrain_losses",
-    "losses",
-    "margins",
-)
-KNOWN: dict[str, ColumnForm] = {
-    "prompts": _ragged("int64", PROMPTS),
-    "pretrain_ids": _ragged("int64", PROMPTS),
-    "loss_mask": _ragged("bool", PROMPTS),
-    "responses": _ragged("int64", RESPONSES),
-    "response_mask": _ragged("bool", RESPONSES),
-    "chosen_tokens": _dense("int64"),
-    "valid": _dense("bool"),
-    "cost_valid": _dense("bool"),
-    "ref_answer_log_probs": _dense("float32", 2),
-    "prompt_text": _text(PROMPTS),
-    "row": _text(PROMPTS),
-    "response_text": _text(RESPONSES),
-    "score_terms": _text(PROMPTS),
-    **{name: _ragged("float32", RESPONSES) for name in _PER_TOKEN},
-    **{name: _dense("float32") for name in _PER_ROW},
-}
-"""Columns of the built-in roles."""
-
-UNKNOWN = _dense("float32")
-"""What a column is taken for that nobody has declared; the plan says so."""
-
-
 def form_of(name: str, text: str) -> ColumnForm:
     """A declaration as users write it: "float32", "int64[3]", "float32 like responses", "text".
 
@@ -124,6 +67,45 @@ def form_of(name: str, text: str) -> ColumnForm:
     kind = "text" if is_text else "ragged" if like else "dense"
     per_token = TEXT_BYTES_PER_TOKEN if is_text else 1
     return ColumnForm(ColumnSpec(kind, dtype, row_shape), like, per_token)
+
+
+_FORMS = {
+    "int64 like prompts": ("prompts", "pretrain_ids"),
+    "bool like prompts": ("loss_mask",),
+    "text like prompts": ("prompt_text", "row", "score_terms"),
+    "int64 like responses": ("responses",),
+    "bool like responses": ("response_mask",),
+    "text like responses": ("response_text",),
+    "float32 like responses": (
+        "rollout_log_probs",
+        "old_log_probs",
+        "ref_log_probs",
+        "values",
+        "cost_values",
+        "token_level_rewards",
+        "token_level_costs",
+        "advantages",
+        "returns",
+        "cost_returns",
+        "rollout_weights",
+    ),
+    "float32": (
+        "scores",
+        "costs",
+        "baseline_scores",
+        "reference_kl",
+        "pretrain_losses",
+        "losses",
+        "margins",
+    ),
+    "float32[2]": ("ref_answer_log_probs",),
+    "int64": ("chosen_tokens",),
+    "bool": ("valid", "cost_valid"),
+}
+KNOWN = {name: form_of(name, text) for text, names in _FORMS.items() for name in names}
+"""Columns of the built-in roles."""
+UNKNOWN = form_of("", "float32")
+"""What a column is taken for that nobody has declared; the plan says so."""
 
 
 _BUILT_IN: dict[str, Any] = {"scores": (0.0, 1.0), "costs": 0.0, "reference_kl": 0.01}
@@ -236,8 +218,8 @@ ASSUMED_ROWS = 1 << 12
 class DataFiles:
     """Scans data files as rank 0 would, or says what it took instead."""
 
-    def __init__(self, cfg: Any, *, read_data: bool) -> None:
-        self._cfg, self._read_data = cfg, read_data
+    def __init__(self, *, read_data: bool) -> None:
+        self._read_data = read_data
         self.notes: list[str] = []
 
     def scan(self, data: DataSettings, setting: object) -> ScanReport:

@@ -17,6 +17,7 @@ from spmdflow.plan.report import PlanReport
 from spmdflow.plan.text import seconds_of, spans
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _GAP = 1000, 190, 20, 74, 30, 16
+_SPACE = _WIDTH - _LEFT - _RIGHT
 _COLOURS = {
     "generate": ("#3b7dd8", "generation"),
     "infer": ("#8fbf6a", "inference"),
@@ -30,8 +31,7 @@ _FONT = 'font-family="Helvetica, Arial, sans-serif"'
 class _Band:
     """One pool's part of the picture."""
 
-    pool: str
-    ranks: str
+    ranks: tuple[int, ...]
     models: tuple[str, ...]
     top: int
 
@@ -42,16 +42,13 @@ class _Band:
 
 def write_picture(report: PlanReport, path: Path) -> None:
     """Write the schedule as .svg or .html; ConfigError for another ending or without a schedule."""
+    where = "command line"
     if path.suffix not in (".svg", ".html"):
-        raise ConfigError(
-            f"command line: got --picture {path}, expected a name that ends in .svg or .html; "
-            f"rename it"
-        )
+        expected = "a name that ends in .svg or .html"
+        raise ConfigError.of(where, f"--picture {path}", expected, "rename it")
     if not report.prediction.calls:
-        raise ConfigError(
-            f"command line: got --picture {path} for a step without calls, expected a schedule; "
-            f"plan a script that calls a model"
-        )
+        got, expected = f"--picture {path} for a step without calls", "a schedule"
+        raise ConfigError.of(where, got, expected, "plan a script that calls a model")
     picture = schedule_svg(report)
     if path.suffix == ".html":
         title = escape(Path(report.script).name)
@@ -72,7 +69,7 @@ def schedule_svg(report: PlanReport) -> str:
         f'viewBox="0 0 {_WIDTH} {height}">',
         f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
         *_title(report),
-        *_axis(report, bottom),
+        *_axis(report.prediction.seconds or 1.0, bottom),
         *(line for band in bands for line in _frame(band)),
         *(line for call in report.prediction.calls for line in _bars(report, bands, call)),
         *_legend(bottom + 56),
@@ -85,30 +82,23 @@ def _bands(report: PlanReport) -> Iterator[_Band]:
     top = _TOP
     for name, pool in report.trace.pools.items():
         models = tuple(m.name for m in report.trace.models.values() if m.pool == name)
-        if not models:
-            continue
-        band = _Band(name, spans(pool.ranks), models, top)
-        yield band
-        top += band.height + _GAP
+        if models:
+            band = _Band(tuple(pool.ranks), models, top)
+            yield band
+            top += band.height + _GAP
 
 
 def _title(report: PlanReport) -> Iterator[str]:
-    prediction = report.prediction
-    name = escape(Path(report.script).name)
-    yield _text(16, 28, f"{name}, step {report.step} on {report.world_size} ranks", size=17, bold=1)
-    yield _text(
-        16,
-        50,
-        f"{prediction.hardware}: {seconds_of(prediction.seconds)} a step predicted, "
-        f"{prediction.tokens_per_second:,.0f} tokens/s",
-        size=13,
-    )
+    prediction, name = report.prediction, Path(report.script).name
+    heading = f"{name}, step {report.step} on {report.world_size} ranks"
+    yield _text(16, 28, heading, size=17, bold=True)
+    words = f"{prediction.hardware}: {seconds_of(prediction.seconds)} a step predicted, "
+    yield _text(16, 50, f"{words}{prediction.tokens_per_second:,.0f} tokens/s", size=13)
 
 
-def _axis(report: PlanReport, bottom: int) -> Iterator[str]:
-    total = report.prediction.seconds or 1.0
+def _axis(total: float, bottom: int) -> Iterator[str]:
     for tick in range(6):
-        at = _LEFT + (_WIDTH - _LEFT - _RIGHT) * tick / 5
+        at = _LEFT + _SPACE * tick / 5
         yield f'<line x1="{at:.1f}" y1="{_TOP - 6}" x2="{at:.1f}" y2="{bottom}" stroke="#e3e3e8"/>'
         words = seconds_of(total * tick / 5) if tick else "0"
         yield _text(at, bottom + 18, words, size=11, anchor="end" if tick == 5 else "middle")
@@ -116,45 +106,38 @@ def _axis(report: PlanReport, bottom: int) -> Iterator[str]:
 
 def _frame(band: _Band) -> Iterator[str]:
     yield (
-        f'<rect x="{_LEFT}" y="{band.top}" width="{_WIDTH - _LEFT - _RIGHT}" '
-        f'height="{band.height}" fill="none" stroke="#9a9aa5"/>'
+        f'<rect x="{_LEFT}" y="{band.top}" width="{_SPACE}" height="{band.height}" fill="none" '
+        f'stroke="#9a9aa5"/>'
     )
     for row, model in enumerate(band.models):
         yield _text(_LEFT - 10, band.top + _ROW * row + 20, model, size=13, anchor="end")
     yield (
         f'<text x="16" y="{band.top + 14}" {_FONT} font-size="10" fill="#77777f">'
-        f"{escape(f'ranks {band.ranks}')}</text>"
+        f"ranks {spans(band.ranks)}</text>"
     )
 
 
 def _bars(report: PlanReport, bands: list[_Band], call: CallTime) -> Iterator[str]:
     model, _, method = call.label.partition(".")
-    scale = (_WIDTH - _LEFT - _RIGHT) / (report.prediction.seconds or 1.0)
+    scale = _SPACE / (report.prediction.seconds or 1.0)
     left, width = _LEFT + call.start * scale, max(1.0, call.seconds * scale)
-    colour = _COLOURS[call.kind][0]
+    took = seconds_of(call.seconds)
+    hint = escape(f"{call.label}: {took} {call.limit}")
     for band in bands:
         if model in band.models:
-            rows = [band.models.index(model)]
-            height = _ROW - 6
-        elif model == "map" and set(call.ranks) & _ranks_of(report, band):
-            rows, height = [0], band.height - 6
+            row, height = band.models.index(model), _ROW - 6
+        elif model == "map" and set(call.ranks) & set(band.ranks):
+            row, height = 0, band.height - 6
         else:
             continue
-        for row in rows:
-            top = band.top + _ROW * row + 3
-            hint = escape(f"{call.label}: {seconds_of(call.seconds)} {call.limit}")
-            yield (
-                f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{height}" rx="2" '
-                f'fill="{colour}"><title>{hint}</title></rect>'
-            )
-            took = seconds_of(call.seconds)
-            fitting = [words for words in (f"{method} {took}", took) if width > 6.4 * len(words)]
-            for label in fitting[:1]:
-                yield _text(left + 5, top + min(height, _ROW - 6) / 2 + 4, label, size=11)
-
-
-def _ranks_of(report: PlanReport, band: _Band) -> set[int]:
-    return set(report.trace.pools[band.pool].ranks)
+        top = band.top + _ROW * row + 3
+        yield (
+            f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{height}" rx="2" '
+            f'fill="{_COLOURS[call.kind][0]}"><title>{hint}</title></rect>'
+        )
+        fitting = [words for words in (f"{method} {took}", took) if width > 6.4 * len(words)]
+        for label in fitting[:1]:
+            yield _text(left + 5, top + min(height, _ROW - 6) / 2 + 4, label, size=11)
 
 
 def _legend(top: int) -> Iterator[str]:
@@ -166,7 +149,7 @@ def _legend(top: int) -> Iterator[str]:
 
 
 def _text(
-    x: float, y: float, words: str, *, size: int, anchor: str = "start", bold: bool | int = False
+    x: float, y: float, words: str, *, size: int, anchor: str = "start", bold: bool = False
 ) -> str:
     weight = ' font-weight="bold"' if bold else ""
     return (

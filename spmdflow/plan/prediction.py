@@ -13,16 +13,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.dataflow import Rollout
 from spmdflow.mapping.machine import Hardware
 from spmdflow.mapping.memory import pool_memory
 from spmdflow.mapping.placed import Estimate, call_seconds, transition_seconds
-from spmdflow.plan.record import COMPUTE, Finding, RowEdge, Trace, TracedOrder
+from spmdflow.plan.record import COMPUTE, Finding, Trace, TracedOrder, row_edges
 from spmdflow.plan.weight import WeightPlan
-from spmdflow.plan.workload import Simulated
+from spmdflow.plan.workload import Simulated, simulated
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CallTime:
     ranks: tuple[int, ...]
     start: float
     end: float
-    limit: str
+    limit: str = ""
     """What most of it is: compute, memory, kv_read, tensor_parallel, ...; empty: not simulated."""
     notes: tuple[str, ...] = ()
     phase: str = "train"
@@ -96,9 +96,7 @@ class Prediction:
 
 def predict(
     trace: Trace,
-    orders: tuple[TracedOrder, ...],
-    edges: list[RowEdge],
-    step: Simulated,
+    orders: Sequence[TracedOrder],
     hardware: Hardware,
     *,
     ways: Sequence[WeightPlan] = (),
@@ -108,15 +106,14 @@ def predict(
     ways: of the weights, `weight_plans`; a model without one, or whose bytes are not known by edge,
     has the seconds of the paper's formula (Table 2).
     """
+    step = simulated(trace, orders)
     findings: list[Finding] = []
     memory = _memory(trace, step, hardware, findings)
     planned = {way.target: way for way in ways if way.inter_bytes >= 0}
     estimates = _estimates(step, hardware, memory, planned, findings)
-    durations = {place: estimates[number] for place, number in step.calls.items()}
-    kinds = {place: _kind(step, place) for place in step.calls}
-    calls = _schedule(orders, edges, durations, kinds, hardware)
-    generated = [place for place, kind in kinds.items() if kind == "generate"]
-    counted = generated or [place for place, kind in kinds.items() if kind == "train"]
+    calls = _schedule(orders, step, estimates, hardware)
+    generated = [place for place, call in step.calls.items() if call.kind == "generate"]
+    counted = generated or [place for place, call in step.calls.items() if call.kind == "train"]
     tokens = [trace.tokens[place] for place in counted]
     return Prediction(
         hardware=hardware.name,
@@ -129,31 +126,20 @@ def predict(
     )
 
 
-def _kind(step: Simulated, place: int) -> str:
-    assert step.dataflow is not None
-    return step.dataflow.calls[step.calls[place]].kind
-
-
 def _memory(
     trace: Trace, step: Simulated, hardware: Hardware, findings: list[Finding]
 ) -> dict[str, PhaseMemory]:
     """By call title; residents of all models of a pool add."""
     found: dict[str, PhaseMemory] = {}
-    if step.dataflow is None:
-        return found
     for pool in dict.fromkeys(model.pool for model in trace.models.values()):
-        members = [
-            (step.dataflow.model(name), strategy)
-            for name, strategy in step.strategies.items()
-            if trace.models[name].pool == pool
-        ]
-        if not members:
+        names = [name for name in step.strategies if trace.models[name].pool == pool]
+        if step.dataflow is None or not names:
             continue
+        members = [(step.dataflow.model(name), step.strategies[name]) for name in names]
         for title, parts in pool_memory(members, step.dataflow, hardware).items():
-            cache = parts.get("kv_cache", 0.0)
-            kept = {**parts, "kv_cache": max(cache, 0.0)} if "kv_cache" in parts else dict(parts)
-            phase = PhaseMemory(pool, title, kept, hardware.usable_bytes)
-            found[title] = phase
+            if "kv_cache" in parts:
+                parts = {**parts, "kv_cache": max(parts["kv_cache"], 0.0)}
+            phase = found[title] = PhaseMemory(pool, title, dict(parts), hardware.usable_bytes)
             if phase.total > hardware.usable_bytes * 1.0001:
                 rollout = step.dataflow.model(title.partition(".")[0]).rollout
                 findings.append(_too_much(phase, rollout, hardware))
@@ -189,29 +175,26 @@ def _estimates(
     ways: Mapping[str, WeightPlan],
     findings: list[Finding],
 ) -> dict[int, Estimate]:
-    """By the call's number; a model's first generation includes the weights' way."""
+    """By the order's place; a model's first generation includes the time that its weights take."""
     found: dict[int, Estimate] = {}
-    if step.dataflow is None:
-        return found
     moved: set[str] = set()
-    for number, call in enumerate(step.dataflow.calls):
+    for place, call in step.calls.items():
+        assert step.dataflow is not None
         model, strategy = step.dataflow.model(call.model), step.strategies[call.model]
-        cache = None
-        if call.kind == "generate":
-            cache = memory[call.title].parts.get("kv_cache", 0.0)
+        generates = call.kind == "generate"
+        cache = memory[call.title].parts.get("kv_cache", 0.0) if generates else None
         try:
             estimate = call_seconds(call, model, strategy, hardware, kv_bytes=cache)
         except ConfigError as err:
             findings.append(Finding("memory", str(err)))
             estimate = call_seconds(call, model, strategy, hardware, kv_bytes=1e15)
-        if call.kind == "generate" and call.model not in moved:
+        if generates and call.model not in moved:
             moved.add(call.model)
-            way = ways.get(call.model)
-            if way is None:
-                estimate = estimate + transition_seconds(model, strategy, hardware)
+            if call.model in ways:
+                estimate = estimate + planned_transition(ways[call.model], hardware)
             else:
-                estimate = estimate + planned_transition(way, hardware)
-        found[number] = estimate
+                estimate = estimate + transition_seconds(model, strategy, hardware)
+        found[place] = estimate
     return found
 
 
@@ -234,54 +217,40 @@ def planned_transition(way: WeightPlan, hardware: Hardware) -> Estimate:
 
 
 def _schedule(
-    orders: tuple[TracedOrder, ...],
-    edges: list[RowEdge],
-    durations: Mapping[int, Estimate],
-    kinds: Mapping[int, str],
+    orders: Sequence[TracedOrder],
+    step: Simulated,
+    estimates: Mapping[int, Estimate],
     hardware: Hardware,
 ) -> list[CallTime]:
     """Every order of the compute lane as early as its ranks and rows allow."""
-    moved = _transfer_seconds(edges, hardware)
+    moved = _transfer_seconds(orders, hardware)
     last: dict[int, int] = {}
     tasks: list[Task] = []
     numbers: dict[int, int] = {}
     rows: list[tuple[int | None, float]] = []
-    shown = [order for order in orders if order.lane == COMPUTE]
     for order in orders:
         if order.lane != COMPUTE:
             frame = next(iter(order.commands.values()))["frame"]
             rows.append((numbers.get(frame), moved.get(order.place, 0.0)))
             continue
-        estimate = durations.get(order.place)
+        estimate = estimates.get(order.place)
         before = {(last[rank], 0.0) for rank in order.commands if rank in last}
         before |= {(place, wait) for place, wait in rows if place is not None}
-        tasks.append(
-            Task(
-                estimate.seconds if estimate else hardware.call_seconds,
-                order.ranks,
-                tuple(before),
-                max((wait for place, wait in rows if place is None), default=0.0),
-                _busy(estimate),
-            )
-        )
+        earliest = max((wait for place, wait in rows if place is None), default=0.0)
+        seconds = estimate.seconds if estimate else hardware.call_seconds
+        tasks.append(Task(seconds, order.ranks, tuple(before), earliest, _busy(estimate)))
         numbers[order.number] = len(tasks) - 1
         last |= dict.fromkeys(order.commands, len(tasks) - 1)
         rows = []
     spans = timeline(tasks, node_size=hardware.gpus_per_node, cores=hardware.cores)
-    return [
-        CallTime(
-            order.place,
-            order.label,
-            order.ranks,
-            start,
-            end,
-            durations[order.place].limit if order.place in durations else "",
-            durations[order.place].notes if order.place in durations else (),
-            order.phase,
-            kinds.get(order.place, ""),
-        )
-        for order, (start, end) in zip(shown, spans, strict=True)
-    ]
+    found = []
+    for order, span in zip((o for o in orders if o.lane == COMPUTE), spans, strict=True):
+        time = CallTime(order.place, order.label, order.ranks, *span, phase=order.phase)
+        if order.place in estimates:
+            estimate, kind = estimates[order.place], step.calls[order.place].kind
+            time = replace(time, limit=estimate.limit, notes=estimate.notes, kind=kind)
+        found.append(time)
+    return found
 
 
 def _busy(estimate: Estimate | None) -> float:
@@ -291,14 +260,14 @@ def _busy(estimate: Estimate | None) -> float:
     return 1.0 - estimate.parts.get("bubble", 0.0) / estimate.seconds
 
 
-def _transfer_seconds(edges: list[RowEdge], hardware: Hardware) -> dict[int, float]:
+def _transfer_seconds(orders: Sequence[TracedOrder], hardware: Hardware) -> dict[int, float]:
     """Seconds of each transfer: the busiest rank's bytes over its share of the network.
 
     Rows travel over gloo, between nodes and inside of them alike.
     """
     rate = hardware.network_rate / hardware.gpus_per_node
     busy: dict[int, dict[int, int]] = {}
-    for edge in edges:
+    for edge in row_edges(orders):
         ranks = busy.setdefault(edge.release, {})
         for rank in (edge.source, edge.destination):
             ranks[rank] = ranks.get(rank, 0) + edge.num_bytes

@@ -14,6 +14,7 @@ from spmdflow.data.column import ColumnSpec
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import SpmdflowError
 from spmdflow.parallel.layout import Layout
+from spmdflow.runtime.message import find
 from spmdflow.transfer.worker import Worker
 
 
@@ -26,13 +27,14 @@ class Finding:
     """A fault: what is wrong, and which knob to turn."""
 
     check: str
-    """Which proof failed: rows, members, order, waits, batches, weights, memory,
-    settings, bytes."""
+    """Which proof failed: rows, members, batches, weights, memory, settings, bytes."""
     text: str
     """Got, expected, do; names the edge, the call or the setting."""
 
 
 COMPUTE, TRANSFER = "compute", "transfer"
+EdgeBytes = Mapping[tuple[int, int], int]
+"""Bytes by (source, destination)."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,6 @@ class TracedModel:
     layout: Layout
     pool: str
 
-    @property
-    def role(self) -> str:
-        """Name under which placements know it."""
-        return str(getattr(self.worker_class, "role", "")) or self.name
-
 
 @dataclass(frozen=True)
 class Read:
@@ -127,34 +124,46 @@ class Trace:
     orders: tuple[TracedOrder, ...]
     tokens: Mapping[int, Tokens]
     """Of orders that have rows, by place."""
-    edges: Mapping[tuple[int, int], int]
-    """Row bytes by (source, destination) as the controller's own account has them."""
     steps: tuple[int, ...]
     """Numbers of the steps that were traced."""
     reads: tuple[Read, ...] = ()
     assumptions: tuple[str, ...] = ()
     """How each length and value was come by, as sentences."""
     edges_by_step: Mapping[int, Mapping[tuple[int, int], int]] = field(default_factory=dict)
-    """The account of edges, of each step alone."""
+    """Row bytes by (source, destination) of each step, as the controller's own account has them."""
     batches: Mapping[int, tuple[Ids, Ids]] = field(default_factory=dict)
     """Row ids of the batch that each update is given, and their parents, by place."""
 
-    def node_of(self, rank: int) -> int:
-        """The machine that a rank would run on."""
-        return self.nodes[self.world.index(rank)]
+    @property
+    def edges(self) -> dict[tuple[int, int], int]:
+        """Row bytes by (source, destination) of all steps."""
+        found: dict[tuple[int, int], int] = {}
+        for edges in self.edges_by_step.values():
+            for edge, size in edges.items():
+                found[edge] = found.get(edge, 0) + size
+        return found
 
     def in_step(self, step: int | None = None) -> tuple[TracedOrder, ...]:
         """Orders of a step; without one, of the last that was traced."""
         number = self.steps[-1] if step is None else step
         return tuple(order for order in self.orders if order.step == number)
 
-    def sequence(self, rank: int, lane: str) -> list[int]:
-        """Places of the orders that a rank runs in a lane, in their order."""
-        return [o.place for o in self.orders if o.lane == lane and rank in o.commands]
+
+def models_of(orders: Sequence[TracedOrder], pools: Mapping[str, Pool]) -> dict[str, TracedModel]:
+    """The models that orders spawn; a pool of others than `pools` is named by its ranks."""
+    found = {}
+    for plain in (next(iter(o.commands.values())) for o in orders if o.operation == "spawn"):
+        layout = Layout(**plain["layout"] | {"ranks": tuple(plain["layout"]["ranks"])})
+        names = (name for name, pool in pools.items() if set(layout.ranks) <= set(pool.ranks))
+        facts = find(plain["class"]), plain["config"], layout, next(names, str(layout.ranks))
+        found[plain["name"]] = TracedModel(plain["name"], *facts)
+    return found
 
 
-EdgeBytes = Mapping[tuple[int, int], int]
-"""Bytes by (source, destination)."""
+def links_of(orders: Sequence[TracedOrder]) -> tuple[tuple[str, str], ...]:
+    """Pairs that `flow.connect` joins: it opens the weights of a policy, then of its generator."""
+    opened = [o.label.partition(".")[0] for o in orders if o.label.endswith(".open_weights")]
+    return tuple(zip(opened[::2], opened[1::2], strict=True))
 
 
 @dataclass(frozen=True)
@@ -166,7 +175,6 @@ class RowEdge:
     source: int
     destination: int
     columns: tuple[str, ...]
-    num_rows: int
     num_bytes: int
 
 
@@ -183,11 +191,6 @@ class Route:
     inter_bytes: int
     """Between nodes."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Both."""
-        return self.intra_bytes + self.inter_bytes
-
 
 def row_edges(orders: Sequence[TracedOrder]) -> Iterator[RowEdge]:
     """Every edge between two ranks, transfer by transfer."""
@@ -196,22 +199,16 @@ def row_edges(orders: Sequence[TracedOrder]) -> Iterator[RowEdge]:
             continue
         for destination, command in order.commands.items():
             for edge in command["receives"]:
-                source, columns, ids = edge[:3]
+                source, columns = edge[:2]
                 if source != destination:
                     size = received_bytes(edge)
-                    names = tuple(columns)
-                    yield RowEdge(order.place, source, destination, names, len(ids), size)
+                    yield RowEdge(order.place, source, destination, tuple(columns), size)
 
 
 def consumer_of(trace: Trace, release: TracedOrder) -> TracedOrder | None:
     """The call whose rows a transfer brings: the first one after it in the compute lane."""
     later = trace.orders[release.place + 1 :]
     return next((order for order in later if order.lane == COMPUTE), None)
-
-
-def producer_label(release: TracedOrder) -> str:
-    """The call that made the rows of a transfer."""
-    return release.label.partition(" of ")[2]
 
 
 def routes_of(trace: Trace, edges: Iterable[RowEdge]) -> list[Route]:
@@ -222,7 +219,8 @@ def routes_of(trace: Trace, edges: Iterable[RowEdge]) -> list[Route]:
         if edge.release not in labels:
             order = trace.orders[edge.release]
             consumer = consumer_of(trace, order)
-            labels[edge.release] = producer_label(order), consumer.label if consumer else ""
+            producer = order.label.partition(" of ")[2]
+            labels[edge.release] = producer, consumer.label if consumer else ""
         gathered.setdefault(labels[edge.release], []).append(edge)
     return [_route(trace, *pair, found) for pair, found in gathered.items()]
 

@@ -1,35 +1,61 @@
-"""What a run recorded: its orders, and the lengths and values that its ranks reported."""
+"""What a run recorded: `Replay` has its orders, and the lengths and values that ranks reported;
+`recorded_trace` makes the trace of that run from them, without calling its script.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from spmdflow.config.placement import Pool
 from spmdflow.controller.transcript import TRANSCRIPT_FILE, read_transcript
 from spmdflow.data.column import Column, ColumnSpec, join, read_message
 from spmdflow.datasets.scan import ScanReport
+from spmdflow.plan.example import PROMPTS, RESPONSES
+from spmdflow.plan.record import (
+    COMPUTE,
+    TRANSFER,
+    Tokens,
+    Trace,
+    TracedOrder,
+    bytes_by_edge,
+    links_of,
+    models_of,
+    row_edges,
+)
+from spmdflow.runtime.order import names_in
 
+Plain = Mapping[str, Any]
 Columns = Mapping[str, tuple[ColumnSpec, np.ndarray | None]]
 """Column -> kind, and items by row where it is not dense; rows in the order of their ids."""
+Arrival = tuple[int, Sequence[str], np.ndarray]
+"""Frame, columns and row ids that a transfer brings."""
 
-_NOTHING: Mapping[str, Any] = {"orders": [], "steps": [], "ranks": [], "nodes": [], "start": None}
+_NOTHING: Plain = {"orders": [], "steps": [], "ranks": [], "nodes": [], "start": None}
+_NO_IDS = np.zeros(0, dtype=np.int64)
 
 
 class Replay:
     """Answers of a run by label, each label's in the order of the script; without a file: none."""
 
-    def __init__(self, content: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, content: Plain | None = None) -> None:
         self._content = content or _NOTHING
-        self._answers: dict[str, deque[Mapping[str, Any]]] = {}
+        self.orders: Sequence[Plain] = self._content["orders"]
+        """Every order of the steps that were kept and before them, as `Transcript` writes it."""
+        self.start: Plain | None = self._content["start"]
+        """The flow's part of the checkpoint that the steps follow; None: they are the first."""
+        self._steps = {int(step["step"]): step for step in self._content["steps"]}
+        self._answers: dict[str, deque[Plain]] = {}
         for order in self.orders:
             if "answer" in order:
                 self._answers.setdefault(order["label"], deque()).append(order["answer"])
-        self._entry: Mapping[str, Any] = {}
+        self._entry: Plain = {}
 
     @classmethod
     def of_run(cls, run_dir: str | Path) -> Replay:
@@ -43,34 +69,21 @@ class Replay:
 
     @property
     def nodes(self) -> dict[int, int]:
-        """The machine of each rank of the run."""
+        """The node of each rank of the run."""
         return dict(zip(self.ranks, self._content["nodes"], strict=True))
-
-    @property
-    def start(self) -> Mapping[str, Any] | None:
-        """The flow's part of the checkpoint that the steps follow; None: they are the first."""
-        start: Mapping[str, Any] | None = self._content["start"]
-        return start
 
     @property
     def steps(self) -> tuple[int, ...]:
         """Numbers of the steps that were kept; 0 is the evaluation before the first."""
-        return tuple(int(step["step"]) for step in self._content["steps"])
-
-    @property
-    def orders(self) -> Sequence[Mapping[str, Any]]:
-        """Every order of these steps and before them, as `Transcript` writes it."""
-        orders: list[Mapping[str, Any]] = self._content["orders"]
-        return orders
+        return tuple(self._steps)
 
     def edges(self, step: int) -> dict[tuple[int, int], int]:
         """Row bytes that the run counted in a step, by (source, destination)."""
-        kept = next(s for s in self._content["steps"] if s["step"] == step)
-        return {(source, to): size for source, to, size in kept["edges"]}
+        return {(source, to): size for source, to, size in self._steps[step]["edges"]}
 
     def metrics(self, step: int) -> dict[str, float]:
         """What the run measured in a step."""
-        return dict(next(s for s in self._content["steps"] if s["step"] == step)["metrics"])
+        return dict(self._steps[step]["metrics"])
 
     # Answers
 
@@ -87,8 +100,7 @@ class Replay:
     @property
     def columns(self) -> Columns:
         """What the order made; empty: not known."""
-        plain = self._entry.get("columns", {})
-        return {name: (ColumnSpec.from_plain(spec), n) for name, (spec, n) in plain.items()}
+        return columns_of(self._entry)
 
     @property
     def values(self) -> Mapping[int, Any]:
@@ -104,3 +116,155 @@ class Replay:
         ids = np.concatenate([ids for ids, _ in parts])
         whole = join([read_message(plain) for _, plain in parts])
         return whole.take(torch.from_numpy(np.argsort(ids, kind="stable")))
+
+
+def columns_of(answer: Plain) -> Columns:
+    """What an order made, as its recorded answer says."""
+    plain = answer.get("columns", {})
+    return {name: (ColumnSpec.from_plain(spec), items) for name, (spec, items) in plain.items()}
+
+
+@dataclass
+class ColumnLengths:
+    """One column of one frame: its kind and, unless dense, items by row."""
+
+    spec: ColumnSpec
+    ids: np.ndarray = field(default_factory=lambda: _NO_IDS)
+    """Ascending."""
+    items: np.ndarray = field(default_factory=lambda: _NO_IDS)
+
+    def of(self, ids: np.ndarray) -> np.ndarray:
+        """(n,) int64: items of the rows ids."""
+        return self.items[np.searchsorted(self.ids, ids)]
+
+    def add(self, ids: np.ndarray, items: np.ndarray) -> None:
+        """Rows of one more rank; those that are known stay."""
+        joined, first = np.unique(np.concatenate([self.ids, ids]), return_index=True)
+        self.ids, self.items = joined, np.concatenate([self.items, items])[first]
+
+
+class RowLengths:
+    """Items of the rows that calls have made, and of those in data files."""
+
+    def __init__(self) -> None:
+        self.frames: dict[int, dict[str, ColumnLengths]] = {}
+        """By the call's number and column."""
+        self.scans: dict[str, ScanReport] = {}
+        """By the name of the data source."""
+
+    def of_input(self, name: str, part: Plain) -> np.ndarray | None:
+        """Items of an input's rows, aligned with the ids of its command; None: not known."""
+        if "source" not in part:
+            made = self.frames.get(part["frame"], {}).get(name)
+            return None if made is None or made.spec.kind == "dense" else made.of(part["ids"])
+        if name not in ("prompts", "loss_mask"):
+            return None
+        return self.scans[part["source"]].tokens_of(part["rows"])
+
+    def tokens(self, number: int, commands: Mapping[int, Plain]) -> Tokens | None:
+        """Rows of a call and their mean tokens; None for orders without rows."""
+        given = {id(p["inputs"]): p for p in commands.values() if p.get("ids") is not None}
+        if not given or "inputs" not in next(iter(given.values())):
+            return None
+        means = {}
+        for name in (PROMPTS, RESPONSES):
+            parts = [
+                (part["ids"], self.of_input(stored, part))
+                for plain in given.values()
+                for part in plain["inputs"]
+                for seen, stored in names_in(part)
+                if seen == name
+            ]
+            made = self.frames.get(number, {}).get(name)
+            parts += [(made.ids, made.items)] if made else []
+            known = [(ids, items) for ids, items in parts if items is not None]
+            if known:
+                first = np.unique(np.concatenate([i for i, _ in known]), return_index=True)[1]
+                items = np.concatenate([n for _, n in known])[first]
+                means[name] = float(items.mean()) if len(items) else 0.0
+        num_rows = len(unique_ids(plain["ids"] for plain in given.values()))
+        return Tokens(num_rows, means.get(PROMPTS, 0.0), means.get(RESPONSES, 0.0))
+
+
+def unique_ids(parts: Iterable[np.ndarray | None]) -> np.ndarray:
+    """Row ids of all parts, ascending, each once; peers that hold the same rows share an array."""
+    alone = {id(ids): ids for ids in parts if ids is not None}
+    return np.unique(np.concatenate([_NO_IDS, *alone.values()]))
+
+
+def recorded_trace(replay: Replay) -> Trace:
+    """What a dry run with these lengths would have recorded, of the steps that were kept.
+
+    A pool is the ranks of its models. Lines of the script and rows of updates are not known.
+    """
+    orders: list[TracedOrder] = []
+    tokens: dict[int, Tokens] = {}
+    lengths = RowLengths()
+    for place, entry in enumerate(_in_dry_order(replay.orders)):
+        facts = {name: entry[name] for name in ("number", "lane", "label", "step", "phase")}
+        order = TracedOrder(place, **facts, line=None, commands=_commands(entry))
+        orders.append(order)
+        _learn(lengths, order, entry.get("answer", {}))
+        found = lengths.tokens(order.number, order.commands) if order.lane == COMPUTE else None
+        tokens |= {} if found is None else {place: found}
+    models = models_of(orders, {})
+    by_step = {step: [order for order in orders if order.step == step] for step in replay.steps}
+    return Trace(
+        world=replay.ranks,
+        nodes=tuple(replay.nodes[rank] for rank in replay.ranks),
+        pools={model.pool: Pool((), tuple(model.layout.ranks)) for model in models.values()},
+        models=models,
+        links=links_of(orders),
+        orders=tuple(orders),
+        tokens=tokens,
+        steps=tuple(step for step in replay.steps if step),
+        edges_by_step={n: bytes_by_edge(row_edges(orders)) for n, orders in by_step.items()},
+    )
+
+
+def _learn(lengths: RowLengths, order: TracedOrder, answer: Plain) -> None:
+    """The lengths that the ranks reported."""
+    if "report" in answer:
+        lengths.scans[order.label.removesuffix(".scan")] = answer["report"]
+    ids = unique_ids(plain.get("holds", plain.get("ids")) for plain in order.commands.values())
+    for name, (spec, items) in columns_of(answer).items():
+        known = (ids, items) if items is not None else ()
+        lengths.frames.setdefault(order.number, {})[name] = ColumnLengths(spec, *known)
+
+
+def _in_dry_order(entries: Sequence[Plain]) -> list[Plain]:
+    """Every transfer just before the first call that reads its rows, as a dry run has it."""
+    waiting = [(entry, *_an_edge(entry)) for entry in entries if entry["lane"] == TRANSFER]
+    found: list[Plain] = []
+    for entry in entries:
+        if entry["lane"] == COMPUTE:
+            commands = _commands(entry)
+            read = [_reads(commands.get(rank, {}), edge) for _, rank, edge in waiting]
+            found += [each[0] for each, now in zip(waiting, read, strict=True) if now]
+            waiting = [each for each, now in zip(waiting, read, strict=True) if not now]
+            found.append(entry)
+    return found + [entry for entry, _, _ in waiting]
+
+
+def _an_edge(transfer: Plain) -> tuple[int, Arrival]:
+    """A rank and what it receives: one edge tells what reads them all."""
+    received = ((rank, plain) for rank, plain in _commands(transfer).items() if plain["receives"])
+    rank, plain = next(received)
+    _, columns, ids, *_ = plain["receives"][0]
+    return rank, (plain["frame"], columns, ids)
+
+
+def _reads(plain: Plain, arrival: Arrival) -> bool:
+    """Whether a command reads the rows that arrive."""
+    frame, columns, ids = arrival
+    return any(
+        part.get("frame") == frame
+        and set(columns) <= set(part["columns"])
+        and bool(np.isin(ids, part["ids"]).all())
+        for part in plain.get("inputs", ())
+    )
+
+
+def _commands(entry: Plain) -> dict[int, Plain]:
+    """Command by rank."""
+    return {rank: plain for ranks, plain in entry["commands"] for rank in ranks}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -15,29 +15,31 @@ from spmdflow.config.check import faults
 from spmdflow.mapping.machine import Hardware
 from spmdflow.parallel.group import GroupSpec
 from spmdflow.parallel.layout import Layout
-from spmdflow.plan.check import check_members, check_rows
+from spmdflow.plan.check import check_batches, check_members, check_weights
 from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.record import (
     COMPUTE,
-    TRANSFER,
+    EdgeBytes,
     Finding,
     Route,
     RowEdge,
     Trace,
-    TracedModel,
     TracedOrder,
     bytes_by_edge,
     routes_of,
     row_edges,
 )
 from spmdflow.plan.replay import Replay
-from spmdflow.plan.reshard import check_weights
+from spmdflow.plan.rows import check_rows
 from spmdflow.plan.trace import TraceSettings, trace
-from spmdflow.plan.update import check_batches
-from spmdflow.plan.wait import check_order, check_waits
 from spmdflow.plan.weight import WeightPlan, weight_plans
-from spmdflow.plan.workload import kind_of, simulated
-from spmdflow.transfer.register import method_spec
+
+_AXES = ("replica", "tp", "pp", "dp", "embedding", "gen_replica", "gen_tp", "gen_pp", "micro_dp")
+_SIZES = ("pp_size", "dp_size", "tp_size", "shard_size", "gen_tp_size", "gen_pp_size")
+
+GroupKind = tuple[str, str, str, str]
+"""Who made groups that are alike (a model, or run: the transfer lane's), their axis (such as tp, or
+pool, single; several names where axes have the same groups), lane and backend."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +56,12 @@ class PlanReport:
     """A plan of one step."""
 
     script: str
-    world_size: int
     trace: Trace
     step: int
     """Number of the step that is shown."""
     orders: tuple[TracedOrder, ...]
     """Of that step."""
     edges: tuple[RowEdge, ...]
-    routes: tuple[Route, ...]
-    groups: tuple[PlannedGroup, ...]
-    group_kinds: tuple[GroupKind, ...]
     weights: tuple[WeightPlan, ...]
     prediction: Prediction
     proofs: tuple[Proof, ...]
@@ -71,6 +69,11 @@ class PlanReport:
     """Why this machine would refuse the run, though the plan is fine."""
     seconds: float
     """That planning took."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return len(self.trace.world)
 
     @property
     def findings(self) -> list[Finding]:
@@ -81,6 +84,141 @@ class PlanReport:
     def edge_bytes(self) -> dict[tuple[int, int], int]:
         """Row bytes of the step by (source, destination)."""
         return bytes_by_edge(self.edges)
+
+    @cached_property
+    def routes(self) -> list[Route]:
+        """The same by the calls that made the rows and that read them."""
+        return routes_of(self.trace, self.edges)
+
+    @cached_property
+    def groups(self) -> dict[GroupSpec, str]:
+        """Every process group and who asked for it first, in the order in which ranks make them."""
+        found = {GroupSpec(self.trace.world, "transfer", "gloo"): "run"}
+        for order in self.trace.orders:
+            if order.operation == "groups":
+                for ranks, lane, backend in next(iter(order.commands.values()))["specs"]:
+                    spec = GroupSpec(tuple(ranks), lane, backend)
+                    found.setdefault(spec, order.label.removesuffix(".groups"))
+        return found
+
+    def group_kinds(self) -> dict[GroupKind, list[tuple[int, ...]]]:
+        """The ranks of every group, by kind."""
+        axes = {name: _axes_of(model.layout) for name, model in self.trace.models.items()}
+        found: dict[GroupKind, list[tuple[int, ...]]] = {}
+        for spec, maker in self.groups.items():
+            axis = axes.get(maker, {}).get(spec.ranks)
+            axis = axis or ("all ranks" if maker == "run" else "both pools")
+            found.setdefault((maker, axis, spec.lane, spec.backend), []).append(spec.ranks)
+        return found
+
+    def calls(self) -> list[dict[str, Any]]:
+        """What is known of every call of the step, in the order of the script."""
+        times = {call.place: call for call in self.prediction.calls}
+        found = []
+        for order in (order for order in self.orders if order.lane == COMPUTE):
+            tokens, time = self.trace.tokens.get(order.place), times.get(order.place)
+            found.append(
+                {
+                    "number": order.number,
+                    "label": order.label,
+                    "line": order.line,
+                    "phase": order.phase,
+                    "ranks": list(order.ranks),
+                    "rows": tokens.num_rows if tokens else None,
+                    "prompt_tokens": tokens.prompts if tokens else None,
+                    "response_tokens": tokens.responses if tokens else None,
+                    "start_seconds": time.start if time else None,
+                    "seconds": time.seconds if time else None,
+                    "limit": time.limit if time else "",
+                }
+            )
+        return found
+
+    def to_plain(self) -> dict[str, Any]:
+        """For --json: the same facts as the text, nothing left out but row ids."""
+        trace, prediction = self.trace, self.prediction
+        return {
+            "script": self.script,
+            "world_size": self.world_size,
+            "nodes": len(set(trace.nodes)),
+            "hardware": prediction.hardware,
+            "step": self.step,
+            "ok": not self.findings,
+            "findings": [asdict(finding) for finding in self.findings],
+            "checks": {proof.name: not proof.findings for proof in self.proofs},
+            "pools": {
+                name: {"ranks": list(pool.ranks), "roles": list(pool.roles)}
+                for name, pool in trace.pools.items()
+            },
+            "models": [
+                {
+                    "name": model.name,
+                    "class": model.worker_class.__name__,
+                    "pool": model.pool,
+                    "layout": {size: getattr(model.layout, size) for size in _SIZES},
+                    "ranks": list(model.layout.ranks),
+                }
+                for model in trace.models.values()
+            ],
+            "groups": [
+                {
+                    "ranks": list(spec.ranks),
+                    "lane": spec.lane,
+                    "backend": spec.backend,
+                    "made_by": maker,
+                }
+                for spec, maker in self.groups.items()
+            ],
+            "calls": self.calls(),
+            "edges": self._plain_edges(self.edge_bytes),
+            "routes": [asdict(route) for route in self.routes],
+            "weights": [
+                {name: value for name, value in vars(way).items() if name != "copies"}
+                | {"received": dict(way.received), "edges": self._plain_edges(way.edges)}
+                for way in self.weights
+            ],
+            "order": self._plain_order(),
+            "memory": [asdict(phase) | {"total": phase.total} for phase in prediction.memory],
+            "seconds": {
+                "step": prediction.seconds,
+                "tokens_per_second": prediction.tokens_per_second,
+                "stages": prediction.stage_seconds(),
+            },
+            "assumed": list(trace.assumptions),
+            "missing_here": self.missing_here,
+            "reads": [asdict(read) for read in trace.reads],
+            "not_predicted": dict(prediction.without),
+            "planning_seconds": self.seconds,
+        }
+
+    def _plain_edges(self, edges: EdgeBytes) -> list[list[Any]]:
+        """Source, destination, bytes, whether they cross nodes."""
+        node = dict(zip(self.trace.world, self.trace.nodes, strict=True))
+        return [[a, b, size, node[a] != node[b]] for (a, b), size in sorted(edges.items())]
+
+    def _plain_order(self) -> list[dict[str, Any]]:
+        """Numbers of calls and releases; ranks with the same ones together."""
+        orders: dict[int, dict[str, list[int]]] = {}
+        for order in self.orders:
+            for rank in order.commands:
+                lanes = orders.setdefault(rank, {"compute": [], "transfer": []})
+                lanes[order.lane].append(order.number)
+        alike: dict[str, dict[str, Any]] = {}
+        for rank, lanes in sorted(orders.items()):
+            alike.setdefault(str(lanes), {"ranks": [], **lanes})["ranks"].append(rank)
+        return list(alike.values())
+
+
+def _axes_of(layout: Layout) -> dict[tuple[int, ...], str]:
+    """Names of every group of a layout; those of one axis or more."""
+    names: dict[tuple[int, ...], list[str]] = {(rank,): ["single"] for rank in layout.ranks}
+    for axis in _AXES:
+        for ranks in layout.axis_groups(axis):
+            if len(ranks) > 1:
+                names.setdefault(ranks, []).append(axis)
+    if len(layout.ranks) > 1:
+        names[layout.ranks] = ["pool"]
+    return {ranks: ", ".join(axes) for ranks, axes in names.items()}
 
 
 def plan(
@@ -98,121 +236,72 @@ def plan(
     started = time.perf_counter()
     with _without_collections():
         traced = trace(script, cfg, settings, replay)
-        if (
-            traced.links and settings.num_steps == 1 and replay is None
-        ):  # the first step fills a pipeline
-            traced = trace(script, cfg, _two_steps(settings), replay)
-        report = _report(script, cfg, traced, hardware, started)
+        if traced.links and settings.num_steps == 1 and replay is None:
+            # the first step fills a pipeline
+            traced = trace(script, cfg, replace(settings, num_steps=2), replay)
+        step = traced.steps[-1] if traced.steps else 0
+        orders = tuple(order for order in traced.orders if order.step == step)
+        edges, weights = tuple(row_edges(orders)), tuple(weight_plans(traced, orders))
+        prediction = predict(traced, orders, hardware, ways=weights)
+        wrong, here = _wrong_settings(cfg, len(traced.world))
+        proofs = [Proof("settings", "the settings' own checks", wrong)]
+        proofs += _proofs(traced, edges, weights, prediction)
         if replay is not None:
-            report = replace(report, proofs=(*report.proofs, _counted(traced, replay)))
-    return report
-
-
-def _counted(traced: Trace, replay: Replay) -> Proof:
-    """Whether the ranks of the run counted the bytes that are planned."""
-    found, edges = [], 0
-    for step in replay.steps:
-        planned, counted = traced.edges_by_step.get(step, {}), replay.edges(step)
-        edges += len(counted)
-        for source, rank in sorted({*planned, *counted}):
-            sizes = planned.get((source, rank), 0), counted.get((source, rank), 0)
-            if sizes[0] != sizes[1]:
-                text = (
-                    f"edge {source} -> {rank} in step {step}: got {sizes[1]} bytes counted, "
-                    f"expected the {sizes[0]} that are planned; plan with the script and settings "
-                    f"of the run"
-                )
-                found.append(Finding("bytes", text))
-    what = f"{edges} edges of steps {', '.join(map(str, replay.steps))} as the run counted them"
-    return Proof("bytes", what, tuple(found[:5]))
-
-
-def _two_steps(settings: TraceSettings) -> TraceSettings:
-    return replace(settings, num_steps=2)
-
-
-def _report(
-    script: ModuleType, cfg: Any, traced: Trace, hardware: Hardware, started: float
-) -> PlanReport:
-    step = traced.steps[-1] if traced.steps else 0
-    orders = tuple(order for order in traced.orders if order.step == step)
-    edges = list(row_edges(orders))
-    weights = weight_plans(traced, _syncs(traced, orders))
-    step_calls = simulated(traced, orders)
-    prediction = predict(traced, orders, edges, step_calls, hardware, ways=weights)
-    groups = groups_of(traced)
-    proofs = _proofs(traced, cfg, edges, weights, prediction)
-    return PlanReport(
-        script=str(script.__file__),
-        world_size=len(traced.world),
-        trace=traced,
-        step=step,
-        orders=orders,
-        edges=tuple(edges),
-        routes=tuple(routes_of(traced, edges)),
-        groups=tuple(groups),
-        group_kinds=tuple(kinds_of(groups, dict(traced.models))),
-        weights=tuple(weights),
-        prediction=prediction,
-        proofs=tuple(proofs),
-        missing_here=missing_here(cfg, len(traced.world)),
-        seconds=time.perf_counter() - started,
-    )
+            proofs.append(_prove_bytes(traced, replay))
+    facts = traced, step, orders, edges, weights, prediction, tuple(proofs), here
+    return PlanReport(str(script.__file__), *facts, seconds=time.perf_counter() - started)
 
 
 def _proofs(
     traced: Trace,
-    cfg: Any,
-    edges: list[RowEdge],
-    weights: list[WeightPlan],
+    edges: Sequence[RowEdge],
+    weights: Sequence[WeightPlan],
     prediction: Prediction,
 ) -> Iterator[Proof]:
     calls = sum(order.lane == COMPUTE for order in traced.orders)
-    transfers = sum(order.lane == TRANSFER for order in traced.orders)
-    phases = len(prediction.memory)
-    yield Proof("settings", "the settings' own checks", tuple(setting_findings(cfg, traced)))
     yield Proof("rows", f"{len(edges)} edges bring each row once", tuple(check_rows(traced)))
-    yield Proof(
-        "members", f"all members enter {calls} calls and their groups", tuple(check_members(traced))
-    )
-    yield Proof(
-        "order", f"one order of commands on {len(traced.world)} ranks", tuple(check_order(traced))
-    )
-    yield Proof(
-        "waits",
-        f"no circle among {calls} calls and {transfers} transfers",
-        tuple(check_waits(traced)),
-    )
+    what = f"all members enter {calls} calls and their groups"
+    yield Proof("members", what, tuple(check_members(traced)))
     yield Proof("batches", "updates use each row once an epoch", tuple(check_batches(traced)))
-    yield from _weights_proved(weights)
+    copies = [(way, way.copies) for way in weights if way.copies is not None]
+    if copies:  # planned box by box; of other ways whole shards go to fixed groups
+        found = [
+            finding
+            for way, boxes in copies
+            for finding in check_weights(boxes, way=f"weights of {way.source} to {way.target}")
+        ]
+        ranks = sum(len(boxes.need) for _, boxes in copies)
+        yield Proof("weights", f"{ranks} ranks get each element that they lack once", tuple(found))
+    phases = len(prediction.memory)
     if phases:
         yield Proof("memory", f"{phases} phases fit ({prediction.hardware})", prediction.findings)
 
 
-def _weights_proved(weights: list[WeightPlan]) -> Iterator[Proof]:
-    """Copies that are planned box by box; of other ways whole shards go to fixed groups."""
-    ways = [(way, way.copies) for way in weights if way.copies is not None]
-    if ways:
-        names = {way.target: f"weights of {way.source} to {way.target}" for way, _ in ways}
-        found = [check_weights(copies, way=names[way.target]) for way, copies in ways]
-        ranks = sum(len(copies.need) for _, copies in ways)
-        what = f"{ranks} ranks get each element that they lack once"
-        yield Proof("weights", what, tuple(finding for faults in found for finding in faults))
+def _wrong_settings(cfg: Any, world_size: int) -> tuple[tuple[Finding, ...], str | None]:
+    """What a run would refuse before it starts; and why it would be refused on this machine alone,
+    though the plan is fine (None if it would not)."""
+    found = [str(fault) for fault in faults(cfg, world_size, here=False)]
+    here = next((str(f) for f in faults(cfg, world_size) if str(f) not in found), None)
+    return tuple(Finding("settings", text) for text in found), here
 
 
-def _syncs(traced: Trace, orders: tuple[TracedOrder, ...]) -> dict[str, int]:
-    """How often weights pass to each model that generates, in a step that follows an update."""
-    found: dict[str, int] = {}
-    for order in orders:
-        name, _, method = order.label.partition(".")
-        if order.operation != "call" or name not in traced.models:
-            continue
-        if method == "receive_weights":
-            found[name] = found.get(name, 0) + 1
-        elif kind_of(method_spec(traced.models[name].worker_class, method)) == "generate":
-            linked = any(generator == name for _, generator in traced.links)
-            found.setdefault(name, 0 if linked else 1)
-    return found
+def _prove_bytes(traced: Trace, replay: Replay) -> Proof:
+    """Whether the ranks of the run counted the bytes that are planned."""
+    found, edges = [], 0
+    for step in replay.steps:
+        planned: Mapping[tuple[int, int], int] = traced.edges_by_step.get(step, {})
+        counted = replay.edges(step)
+        edges += len(counted)
+        for edge in sorted({*planned, *counted}):
+            if planned.get(edge, 0) != counted.get(edge, 0):
+                text = (
+                    f"edge {edge[0]} -> {edge[1]} in step {step}: got {counted.get(edge, 0)} bytes "
+                    f"counted, expected the {planned.get(edge, 0)} that are planned; plan with the "
+                    f"script and settings of the run"
+                )
+                found.append(Finding("bytes", text))
+    what = f"{edges} edges of steps {', '.join(map(str, replay.steps))} as the run counted them"
+    return Proof("bytes", what, tuple(found[:5]))
 
 
 @contextmanager
@@ -225,90 +314,3 @@ def _without_collections() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-_AXES = ("replica", "tp", "pp", "dp", "embedding", "gen_replica", "gen_tp", "gen_pp", "micro_dp")
-
-
-@dataclass(frozen=True)
-class PlannedGroup:
-    """One group; models on the same ranks share it."""
-
-    spec: GroupSpec
-    """Its key: ranks, lane and backend."""
-    made_by: str
-    """The model that asked for it first; run: the transfer lane's."""
-
-
-@dataclass(frozen=True)
-class GroupKind:
-    """Groups of one model that are alike."""
-
-    made_by: str
-    axis: str
-    """Such as tp, or pool, single; several names where axes have the same groups."""
-    lane: str
-    backend: str
-    size: int
-    """Ranks of each, at most."""
-    members: tuple[tuple[int, ...], ...]
-    """The ranks of every one, in the order in which they are made."""
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return len(self.members)
-
-
-def groups_of(trace: Trace) -> list[PlannedGroup]:
-    """Every group, in the order in which the ranks make them; the first is the transfer lane's."""
-    lane = GroupSpec(trace.world, "transfer", "gloo")
-    found = {lane: PlannedGroup(lane, "run")}
-    for order in trace.orders:
-        if order.operation != "groups":
-            continue
-        maker = order.label.removesuffix(".groups")
-        for ranks, name, backend in next(iter(order.commands.values()))["specs"]:
-            spec = GroupSpec(tuple(ranks), name, backend)
-            found.setdefault(spec, PlannedGroup(spec, maker))
-    return list(found.values())
-
-
-def kinds_of(groups: Iterable[PlannedGroup], models: dict[str, TracedModel]) -> list[GroupKind]:
-    """The groups by model, axis, backend and size, in their order."""
-    axes = {name: _axes_of(model.layout) for name, model in models.items()}
-    members: dict[tuple[str, str, str, str], list[tuple[int, ...]]] = {}
-    for group in groups:
-        spec = group.spec
-        axis = axes.get(group.made_by, {}).get(spec.ranks)
-        axis = axis or ("all ranks" if group.made_by == "run" else "both pools")
-        key = (group.made_by, axis, spec.lane, spec.backend)
-        members.setdefault(key, []).append(spec.ranks)
-    return [
-        GroupKind(*key, size=max(map(len, ranks)), members=tuple(ranks))
-        for key, ranks in members.items()
-    ]
-
-
-def _axes_of(layout: Layout) -> dict[tuple[int, ...], str]:
-    """Names of every group of a layout; those of one axis or more."""
-    names: dict[tuple[int, ...], list[str]] = {(rank,): ["single"] for rank in layout.ranks}
-    for axis in _AXES:
-        for ranks in layout.axis_groups(axis):
-            if len(ranks) > 1:
-                names.setdefault(ranks, []).append(axis)
-    if len(layout.ranks) > 1:
-        names[layout.ranks] = ["pool"]
-    return {ranks: ", ".join(axes) for ranks, axes in names.items()}
-
-
-def setting_findings(cfg: Any, trace: Trace) -> list[Finding]:
-    """Faults that a run would refuse before it starts. Any: the script's settings."""
-    found = faults(cfg, len(trace.world), here=False)
-    return [Finding("settings", str(fault)) for fault in found]
-
-
-def missing_here(cfg: Any, world_size: int) -> str | None:
-    """Why a run would be refused on this machine, though the plan is fine; None if it would not."""
-    planned = {str(fault) for fault in faults(cfg, world_size, here=False)}
-    return next((str(f) for f in faults(cfg, world_size) if str(f) not in planned), None)

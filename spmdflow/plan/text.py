@@ -1,33 +1,43 @@
-"""A plan as text of at most 100 columns: sections, tables, paragraphs, ranks, bytes and seconds."""
+"""A plan as text of at most 100 columns; tables, paragraphs, ranks, bytes and seconds as text."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from spmdflow.plan.record import COMPUTE, TRANSFER, Tokens
+from spmdflow.plan.record import COMPUTE, TRANSFER
 from spmdflow.plan.report import PlanReport
 
 WIDTH = 100
+MOST_LISTED = 16
+"""Ranks of a world of which every process group and transfer is printed."""
+_MOST_EDGES = 16
 _MOST_LINES = 24
 _ROUNDED_UP = 0.9995
 """From here on three digits read 1."""
+_MEMORY_NAMES = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "activ",
+    "generation_weights": "gen.wts",
+    "kv_cache": "kv",
+}
 
 
-def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> Iterator[str]:
+def table(rows: Sequence[Sequence[object]], *, right: Iterable[int] = ()) -> Iterator[str]:
     """Columns side by side, the first row their heads; the last column is cut at the width."""
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    for number, row in enumerate(rows):
-        if number > _MOST_LINES and number < len(rows) - 1:
-            if number == _MOST_LINES + 1:
-                yield f"  ... {len(rows) - _MOST_LINES - 2} more"
-            continue
-        cells = [
-            cell.rjust(width) if place in right else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        line = ("  " + "  ".join(cells)).rstrip()
-        yield line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    adjust = [str.rjust if place in right else str.ljust for place in range(len(widths))]
+    lines = []
+    for row in cells:
+        fitted = [fit(cell, width) for fit, cell, width in zip(adjust, row, widths, strict=True)]
+        lines.append("  " + "  ".join(fitted).rstrip())
+    if len(lines) > _MOST_LINES + 2:
+        left_out = len(lines) - _MOST_LINES - 2
+        lines[_MOST_LINES + 1 : -1] = [f"  ... {left_out} more"]
+    yield from (line if len(line) <= WIDTH else line[: WIDTH - 3] + "..." for line in lines)
 
 
 def wrapped(head: str, text: str, *, colon: str = ":") -> Iterator[str]:
@@ -45,7 +55,7 @@ def spans(ranks: Sequence[int]) -> str:
             found[-1][1:] = [rank]
         else:
             found.append([rank])
-    parts = [f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in found]
+    parts = ["-".join(map(str, span)) for span in found]
     if len(parts) > 4:
         parts = [*parts[:2], f"... {parts[-1]} ({len(ranks)} ranks)"]
     return ", ".join(parts)
@@ -59,8 +69,10 @@ def bytes_of(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def seconds_of(value: float) -> str:
-    """0.0123 -> 12.3 ms."""
+def seconds_of(value: float | None) -> str:
+    """0.0123 -> 12.3 ms; nothing for None."""
+    if value is None:
+        return ""
     if value < _ROUNDED_UP * 1e-3:
         return f"{value * 1e6:.0f} us"
     return f"{_three_digits(value * 1e3)} ms" if value < _ROUNDED_UP else f"{value:.4g} s"
@@ -70,26 +82,26 @@ def _three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
-MOST_LISTED = 16
-"""Ranks of a world of which every process group and transfer is printed."""
-_MOST_EDGES = 16
-
-
 def report_text(report: PlanReport) -> str:
-    """All sections."""
-    sections = [
-        _head(report),
-        _models(report),
-        _calls(report),
-        _routes(report),
-        _weights(report),
-        _memory(report),
-        _groups(report),
-        _orders_by_rank(report),
-        _assumed(report),
-        _proofs(report),
-    ]
-    return "\n".join("\n".join(lines) for lines in map(list, sections) if lines) + "\n"
+    """All sections, an empty line before each but the first."""
+    sections = (
+        _pools,
+        _models,
+        _calls,
+        _routes,
+        _weights,
+        _memory,
+        _groups,
+        _orders_by_rank,
+        _assumed,
+        _proofs,
+        _wrong,
+    )
+    lines = [*_head(report)]
+    for section in sections:
+        found = [*section(report)]
+        lines += ["", *found] if found else []
+    return "\n".join(lines) + "\n"
 
 
 def _head(report: PlanReport) -> Iterator[str]:
@@ -99,96 +111,76 @@ def _head(report: PlanReport) -> Iterator[str]:
         f"{nodes} node{'s' * (nodes > 1)}, {prediction.hardware}"
     )
     if prediction.seconds:
+        synced = sum(sum(way.received.values()) * way.syncs for way in report.weights)
         yield (
             f"       {seconds_of(prediction.seconds)} a step predicted, "
-            f"{prediction.tokens_per_second:,.0f} tokens/s; {bytes_of(_moved(report))} of rows and "
-            f"{bytes_of(_synced(report))} of weights move"
+            f"{prediction.tokens_per_second:,.0f} tokens/s; {_moved(report)} of rows and "
+            f"{bytes_of(synced)} of weights move"
         )
     wrong = len(report.findings)
     verdict = f"{wrong} thing{'s' * (wrong > 1)} wrong, see the end" if wrong else "nothing wrong"
     yield f"       {verdict}; planned in {report.seconds:.1f} s"
 
 
-def _models(report: PlanReport) -> Iterator[str]:
+def _pools(report: PlanReport) -> Iterator[str]:
     trace = report.trace
-    yield ""
     yield "pools"
     for name, pool in trace.pools.items():
         yield f"  {name:12} ranks {spans(pool.ranks)}: {', '.join(pool.roles)}"
     idle = set(trace.world) - {rank for pool in trace.pools.values() for rank in pool.ranks}
     if idle:
         yield f"  {'none':12} ranks {spans(sorted(idle))} have no work"
+
+
+def _models(report: PlanReport) -> Iterator[str]:
     rows = [("model", "class", "engine", "layout", "pool")]
-    for model in trace.models.values():
-        engine = getattr(model.cfg, "engine", None)
-        held = getattr(model.cfg, "model", None) is not None
-        kind = f"{engine.kind} {model.cfg.model.dtype}" if engine is not None and held else "-"
+    for model in report.trace.models.values():
+        engine, held = getattr(model.cfg, "engine", None), getattr(model.cfg, "model", None)
+        kind = f"{engine.kind} {held.dtype}" if engine is not None and held is not None else "-"
         name = model.worker_class.__name__
         rows.append((model.name, name, kind, str(model.layout), model.pool))
-    yield ""
     yield from table(rows)
 
 
 def _calls(report: PlanReport) -> Iterator[str]:
     """Calls in the order of the script, with what is known of each."""
-    times = {call.place: call for call in report.prediction.calls}
+    prediction = report.prediction
     rows = [("line", "call", "ranks", "rows", "tokens", "starts", "takes", "most of it")]
-    for order in report.orders:
-        if order.lane != COMPUTE:
-            continue
-        tokens = report.trace.tokens.get(order.place)
-        time = times.get(order.place)
+    for call in report.calls():
+        prompts, responses = call["prompt_tokens"] or 0, call["response_tokens"] or 0
+        times = call["start_seconds"], call["seconds"]
         rows.append(
             (
-                str(order.line or ""),
-                order.label + " (eval)" * (order.phase == "eval"),
-                spans(order.ranks),
-                str(tokens.num_rows) if tokens else "",
-                _tokens(tokens) if tokens else "",
-                seconds_of(time.start) if time and report.prediction.seconds else "",
-                seconds_of(time.seconds) if time and report.prediction.seconds else "",
-                time.limit if time else "",
+                call["line"] or "",
+                call["label"] + " (eval)" * (call["phase"] == "eval"),
+                spans(call["ranks"]),
+                "" if call["rows"] is None else call["rows"],
+                f"{prompts:.5g}+{responses:.5g}" if prompts + responses else "",
+                *(seconds_of(time) if prediction.seconds else "" for time in times),
+                call["limit"],
             )
         )
-    yield ""
     yield f"calls of step {report.step}, in the order of their numbers"
     yield from table(rows, right=(0, 3, 5, 6))
-    stages = report.prediction.stage_seconds().items()
-    if report.prediction.seconds and stages:
+    stages = prediction.stage_seconds().items()
+    if prediction.seconds and stages:
         shown = ", ".join(f"{stage} {seconds_of(seconds)}" for stage, seconds in stages)
         yield from wrapped("  by stage", shown)
-    for call in report.prediction.calls:
-        for note in call.notes:
-            yield f"  {call.label}: {note}"
-    for why in report.prediction.without.values():
+    yield from (f"  {call.label}: {note}" for call in prediction.calls for note in call.notes)
+    for why in prediction.without.values():
         yield from wrapped("  not predicted", why)
 
 
-def _tokens(tokens: Tokens) -> str:
-    """Of the prompt + of the response, where the call has them."""
-    if not tokens.prompts + tokens.responses:
-        return ""
-    return f"{tokens.prompts:.5g}+{tokens.responses:.5g}"
-
-
 def _routes(report: PlanReport) -> Iterator[str]:
-    yield ""
     if not report.routes:
         yield "rows between ranks: none"
         return
-    yield f"rows between ranks: {bytes_of(_moved(report))} over {len(report.edge_bytes)} edges"
-    rows = [("from", "to", "edges", "in node", "between", "columns")]
+    yield f"rows between ranks: {_moved(report)} over {len(report.edge_bytes)} edges"
+    rows: list[Sequence[object]] = [("from", "to", "edges", "in node", "between", "columns")]
     for route in report.routes:
-        rows.append(
-            (
-                route.producer,
-                route.consumer,
-                str(route.num_edges),
-                bytes_of(route.intra_bytes),
-                bytes_of(route.inter_bytes),
-                " ".join(route.columns),
-            )
-        )
+        sizes = bytes_of(route.intra_bytes), bytes_of(route.inter_bytes)
+        columns = " ".join(route.columns)
+        rows.append((route.producer, route.consumer, route.num_edges, *sizes, columns))
     yield from table(rows, right=(2, 3, 4))
     ranked = sorted(report.edge_bytes.items(), key=lambda item: (-item[1], item[0]))
     shown = ", ".join(f"{a} -> {b} {bytes_of(size)}" for (a, b), size in ranked[:5])
@@ -198,18 +190,18 @@ def _routes(report: PlanReport) -> Iterator[str]:
 def _weights(report: PlanReport) -> Iterator[str]:
     if not report.weights:
         return
-    yield ""
     yield "weights from trainer to generator"
-    rows = [("from", "to", "way", "among", "a rank receives", "edges", "all", "between", "syncs")]
+    rows: list[Sequence[object]] = [
+        ("from", "to", "way", "among", "a rank receives", "edges", "all", "between", "syncs")
+    ]
     for way in report.weights:
         sizes = list(way.received.values()) or [0]
         mean = bytes_of(sum(sizes) / len(sizes))
         spread = mean if min(sizes) == max(sizes) else f"{mean} (most {bytes_of(max(sizes))})"
+        edges = len(way.edges) if way.edges or not sum(sizes) else "?"
         far = bytes_of(way.inter_bytes) if way.inter_bytes >= 0 else "?"
-        everything = bytes_of(sum(sizes))
-        edges = str(len(way.edges)) if way.edges or not sum(sizes) else "?"
-        how = way.mode, way.scope, spread, edges
-        rows.append((way.source, way.target, *how, everything, far, str(way.syncs)))
+        how = way.source, way.target, way.mode, way.scope
+        rows.append((*how, spread, edges, bytes_of(sum(sizes)), far, way.syncs))
     yield from table(rows, right=(4, 5, 6, 7, 8))
     for way in report.weights:
         if way.note:
@@ -220,46 +212,35 @@ def _memory(report: PlanReport) -> Iterator[str]:
     phases = report.prediction.memory
     if not phases:
         return
-    yield ""
     yield f"memory of a rank in GB, of {phases[0].budget / 1e9:.2f} that a plan may fill"
     names = list(dict.fromkeys(part for phase in phases for part in phase.parts))
     names = [name for name in names if any(phase.parts.get(name) for phase in phases)]
-    short = {
-        "parameters": "params",
-        "gradients": "grads",
-        "optimizer": "optim",
-        "activations": "activ",
-        "generation_weights": "gen.wts",
-        "kv_cache": "kv",
-    }
     digits = 1 if max(phase.total for phase in phases) > 1e10 else 3
     methods = {phase.phase: phase.phase.partition(".")[2] for phase in phases}
     methods_differ = len(set(methods.values())) == len(methods)
-    heads = (short.get(name, name) for name in names)
-    rows = [("while", "all", "of it", *heads)]
+    rows = [("while", "all", "of it", *(_MEMORY_NAMES.get(name, name) for name in names))]
     for phase in phases:
-        parts = [f"{phase.parts.get(name, 0.0) / 1e9:.{digits}f}" for name in names]
-        share = f"{100 * phase.total / phase.budget:.0f} %"
         title = methods[phase.phase] if methods_differ else phase.phase
-        rows.append((title, f"{phase.total / 1e9:.{digits}f}", share, *parts))
-    yield from table(rows, right=tuple(range(1, len(rows[0]))))
+        all_of_it, *parts = (
+            f"{size / 1e9:.{digits}f}"
+            for size in (phase.total, *(phase.parts.get(name, 0.0) for name in names))
+        )
+        rows.append((title, all_of_it, f"{100 * phase.total / phase.budget:.0f} %", *parts))
+    yield from table(rows, right=range(1, len(rows[0])))
 
 
 def _groups(report: PlanReport) -> Iterator[str]:
-    yield ""
     yield f"process groups: {len(report.groups)}"
-    rows = [("made by", "what", "lane", "backend", "groups", "ranks each")]
-    for kind in report.group_kinds:
-        rows.append(
-            (kind.made_by, kind.axis, kind.lane, kind.backend, str(kind.count), str(kind.size))
-        )
+    kinds = report.group_kinds()
+    rows: list[Sequence[object]] = [("made by", "what", "lane", "backend", "groups", "ranks each")]
+    rows += [(*kind, len(groups), max(map(len, groups))) for kind, groups in kinds.items()]
     yield from table(rows, right=(4, 5))
     if report.world_size > MOST_LISTED:
         yield "  --json lists every one with its ranks"
         return
-    for kind in report.group_kinds:
-        everyone = ", ".join(str(list(ranks)) for ranks in kind.members)
-        yield from wrapped(f"  {kind.made_by} {kind.axis} ({kind.lane}, {kind.backend})", everyone)
+    for (maker, axis, lane, backend), groups in kinds.items():
+        everyone = ", ".join(str(list(ranks)) for ranks in groups)
+        yield from wrapped(f"  {maker} {axis} ({lane}, {backend})", everyone)
 
 
 def _orders_by_rank(report: PlanReport) -> Iterator[str]:
@@ -276,11 +257,10 @@ def _orders_by_rank(report: PlanReport) -> Iterator[str]:
     for rank in sorted({*calls, *transfers}):
         alike.setdefault(tuple(calls.get(rank, ())), []).append(rank)
     released = sum(order.lane == TRANSFER for order in report.orders)
-    yield ""
     yield f"order of commands by rank (and {released} transfers, in the order of their release)"
     for labels, ranks in alike.items():
-        counts = [transfers.get(rank, 0) for rank in ranks]
-        many = f"{min(counts)}-{max(counts)}" if min(counts) != max(counts) else str(counts[0])
+        counts = sorted({transfers.get(rank, 0) for rank in ranks})
+        many = f"{counts[0]}-{counts[-1]}" if counts[1:] else str(counts[0])
         yield from wrapped(f"  ranks {spans(ranks)}, {many} transfers", ", ".join(labels) or "none")
     if released and report.world_size > MOST_LISTED:
         yield "  --json lists the transfers of every rank"
@@ -298,7 +278,6 @@ def _orders_by_rank(report: PlanReport) -> Iterator[str]:
 def _assumed(report: PlanReport) -> Iterator[str]:
     trace = report.trace
     if trace.assumptions or trace.reads or report.missing_here:
-        yield ""
         yield "assumed"
     if report.missing_here:
         yield from wrapped("  - not on this machine", report.missing_here)
@@ -311,21 +290,18 @@ def _assumed(report: PlanReport) -> Iterator[str]:
 
 
 def _proofs(report: PlanReport) -> Iterator[str]:
-    yield ""
     yield "checks"
     for proof in report.proofs:
         verdict = f"{len(proof.findings)} wrong" if proof.findings else "ok"
         yield f"  {verdict:8} {proof.name:9} {proof.what}"
-    if report.findings:
-        yield ""
-        yield "wrong"
+
+
+def _wrong(report: PlanReport) -> Iterator[str]:
     for number, finding in enumerate(report.findings, 1):
+        if number == 1:
+            yield "wrong"
         yield from wrapped(f"  {number}. {finding.check}", finding.text)
 
 
-def _moved(report: PlanReport) -> int:
-    return sum(report.edge_bytes.values())
-
-
-def _synced(report: PlanReport) -> int:
-    return sum(sum(way.received.values()) * way.syncs for way in report.weights)
+def _moved(report: PlanReport) -> str:
+    return bytes_of(sum(report.edge_bytes.values()))

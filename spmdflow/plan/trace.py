@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,25 +15,25 @@ from spmdflow.config.leaf import parts_of
 from spmdflow.config.placement import pools_of
 from spmdflow.config.schema import DataSettings, RolloutConfig
 from spmdflow.controller.batch import Batch
+from spmdflow.controller.call import Target
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.flow import Flow, FlowSettings
-from spmdflow.controller.frame import CallRecord
-from spmdflow.controller.saving import Groups, Saving
+from spmdflow.controller.frame import Frame, Result
 from spmdflow.controller.sender import CallSettings
-from spmdflow.controller.step import Show, Step
+from spmdflow.controller.step import Step
 from spmdflow.controller.transfers import Transfers
+from spmdflow.data.row_id import Ids
 from spmdflow.errors import SpmdflowError
-from spmdflow.plan.answers import Answers, Lengths
-from spmdflow.plan.example import DataFiles, Examples
-from spmdflow.plan.record import Refusal, Trace, TracedModel
+from spmdflow.plan.answers import Answers
+from spmdflow.plan.example import PROMPTS, RESPONSES, DataFiles, Examples
+from spmdflow.plan.record import Refusal, Trace, links_of, models_of
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.transport import (
     MOST_CALLS,
-    TracedCaller,
     TraceTransport,
-    UnknownMetric,
     reads_of,
 )
+from spmdflow.transfer.register import method_spec
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def trace(
     Any: an object of the script's settings class.
     """
     examples = Examples(settings.examples, is_replayed=replay is not None)
-    files = DataFiles(cfg, read_data=settings.read_data)
-    answers = Answers(examples, _lengths(cfg), files.scan, replay or Replay())
+    files = DataFiles(read_data=settings.read_data)
+    answers = Answers(examples, _longest(cfg), files.scan, replay or Replay())
     transport = TraceTransport(
         settings.nodes,
         answers,
@@ -126,7 +126,7 @@ def _line_of(err: BaseException, file: str) -> int | None:
 
 def _located(err: BaseException, line: int | None, examples: Examples) -> str:
     text = str(err)
-    if isinstance(err, UnknownMetric):
+    if isinstance(err, _UnknownMetric):
         text = (
             f"reads {err.args[0]!r}, which only a run knows, expected an example; declare it with "
             f"flow.assume({{{err.args[0]!r}: 0.5}}) at the top of main"
@@ -143,13 +143,12 @@ def _located(err: BaseException, line: int | None, examples: Examples) -> str:
     return f"script line {line}: {text}"
 
 
-def _lengths(cfg: Any) -> Lengths:
+def _longest(cfg: Any) -> dict[str, int]:
+    """Most tokens of rows that the settings allow."""
     data = next((part for _, part in parts_of(cfg, DataSettings)), None)
     rollout = next((part for _, part in parts_of(cfg, RolloutConfig)), None)
-    return Lengths(
-        prompts=data.max_prompt_tokens if data else 1,
-        responses=rollout.max_new_tokens if rollout else 1,
-    )
+    prompts = data.max_prompt_tokens if data else 1
+    return {PROMPTS: prompts, RESPONSES: rollout.max_new_tokens if rollout else 1}
 
 
 class _TracedFlow(Flow):
@@ -159,51 +158,36 @@ class _TracedFlow(Flow):
         self, cfg: Any, settings: TraceSettings, transport: TraceTransport, examples: Examples
     ) -> None:
         self._trace_settings, self._transport, self._examples = settings, transport, examples
-        self._cfg = cfg
-        self._traced_steps: list[int] = []
-        self._models: dict[str, TracedModel] = {}
-        self._pairs: list[tuple[str, str]] = []
+        self._pools = pools_of(cfg, settings.world)
         transfers = Transfers(transport, seconds=cfg.run.transfer_seconds)
         limits = CallSettings(cfg.run.seed, cfg.run.call_seconds, settings.world)
-        caller = self._traced_caller = TracedCaller(transport, transfers, limits, examples)
-        pools = pools_of(cfg, settings.world)
+        self._calls = _TracedCaller(transport, transfers, limits, examples)
+        listener: Any = transport  # told when steps begin and end
         facts = FlowSettings(
             config=cfg,
             world=settings.world,
-            pools=pools,
+            pools=self._pools,
             run_dir=Path(),
             backend=settings.backend,
             start_seconds=cfg.run.start_seconds,
+            transcript=listener,
         )
-        self._pools = pools
-        self._edges: dict[int, dict[tuple[int, int], int]] = {}
-        super().__init__(caller, facts, _NoSaving(settings.start), _Quiet())
+        unwritten: Any = _Unwritten(settings.start)
+        super().__init__(self._calls, facts, unwritten, unwritten)
 
     def assume(self, examples: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Keep the script's examples."""
         self._examples.add({**(examples or {}), **more})
-
-    def spawn(self, worker_class: Any, cfg: Any, **place: Any) -> Any:
-        """As `Flow.spawn`; the model is written down."""
-        group = super().spawn(worker_class, cfg, **place)
-        layout = group.target.layout
-        pool = next((n for n, p in self._pools.items() if set(layout.ranks) <= set(p.ranks)), "")
-        self._models[group.name] = TracedModel(group.name, worker_class, cfg, layout, pool)
-        return group
-
-    def connect(self, policy: Any, generator: Any) -> Any:
-        """As `Flow.connect`; the pair is written down."""
-        self._pairs.append((policy.name, generator.name))
-        return super().connect(policy, generator)
 
     def steps(self, total: int) -> Iterator[Step]:
         """The first steps of the run, or of its continuation."""
         settings = self._trace_settings
         first = int(settings.start["step"]) if settings.start else 0
         for step in super().steps(min(total, first + settings.num_steps)):
-            self._transport.begin_step(step.number)
-            self._traced_steps.append(step.number)
+            self._transport.is_looking = True
             yield step
+            self._transport.is_looking = False  # while the step ends
+        self._transport.is_looking = True
 
     def report(self, greedy: Batch, sampled: Batch) -> dict[str, float]:
         """The values are looked at, nothing is written."""
@@ -216,17 +200,6 @@ class _TracedFlow(Flow):
         if self._trace_settings.with_evaluation:
             super()._before_first_step()
 
-    def _finish(self, step: Step) -> None:
-        self._transport.is_looking = False
-        super()._finish(step)
-        self._transport.is_looking = True
-        before = self._edges.values()
-        planned = self.caller.transfers.bytes.planned
-        self._edges[step.number] = {
-            edge: size - sum(earlier.get(edge, 0) for earlier in before)
-            for edge, size in planned.items()
-        }
-
     def to_trace(self, notes: Sequence[str], script: ModuleType) -> Trace:
         """What was written down."""
         settings, transport = self._trace_settings, self._transport
@@ -236,49 +209,113 @@ class _TracedFlow(Flow):
             world=settings.world,
             nodes=tuple(settings.nodes[rank] for rank in settings.world),
             pools=self._pools,
-            models=self._models,
-            links=tuple(self._pairs),
+            models=models_of(transport.orders, self._pools),
+            links=links_of(transport.orders),
             orders=tuple(transport.orders),
             tokens=transport.tokens,
-            edges=dict(self.caller.transfers.bytes.planned),
-            steps=tuple(self._traced_steps),
+            steps=tuple(transport.steps),
             reads=tuple(reads_of(script, transport.waits, transport.paths)),
             assumptions=(*notes, *used, *guessed),
-            edges_by_step={n: _moved(edges) for n, edges in self._edges.items()},
-            batches=self._traced_caller.batches,
+            edges_by_step=transport.edges,
+            batches=self._calls.batches,
         )
 
 
-def _moved(edges: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], int]:
-    return {edge: size for edge, size in edges.items() if size}
-
-
-class _Quiet(Show):
-    """Shows nothing and writes no file."""
-
-    def __init__(self) -> None:
-        pass
-
-    def samples(self, step: int, scored: Batch | None) -> None:
-        """None are fetched."""
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing was measured."""
-
-    def spans(self, records: Sequence[CallRecord]) -> None:  # type: ignore[override]
-        """Nothing took time."""
-
-
-class _NoSaving(Saving):
-    """No checkpoints: a dry run loads and writes nothing; it may start where a run did."""
+class _Unwritten:
+    """Stands for the flow's `Show` and `Saving`: a dry run shows, loads and writes nothing. It may
+    start where a run did; the weights are nowhere."""
 
     def __init__(self, start: Mapping[str, Any] | None) -> None:
         self._start, self.due = start, False
 
-    def resume(self, caller: Caller, groups: Groups) -> dict[str, Any] | None:
-        """The state that the run had; the weights are nowhere."""
+    def resume(self, *_: object) -> dict[str, Any] | None:
+        """The state that the run had."""
         return None if self._start is None else dict(self._start)
 
-    def save(self, step: int, caller: Caller, groups: Groups, state: Mapping[str, Any]) -> None:
+    def save(self, *_: object) -> None:
         """Nothing is written."""
         self.due = False
+
+    def show(self, *_: object) -> None:
+        """Nothing was measured."""
+
+    step = spans = samples = show
+
+
+class _TracedCaller(Caller):
+    """Writes down the rows of updates and the metrics that are read; `Caller` does all the work."""
+
+    def __init__(
+        self,
+        transport: TraceTransport,
+        transfers: Transfers,
+        settings: CallSettings,
+        examples: Examples,
+    ) -> None:
+        super().__init__(transport, transfers, settings)
+        self._trace, self._examples = transport, examples
+        self.batches: dict[int, tuple[Ids, Ids]] = {}
+        """Row ids of the batch that each update was given, and their parents, by place."""
+
+    def invoke(
+        self, target: Target, method: str, batch: Batch | None, arguments: Mapping[str, Any]
+    ) -> Batch | Result:
+        """As `Caller.invoke`."""
+        made = super().invoke(target, method, batch, arguments)
+        if batch is not None and method_spec(target.worker_class, method).minibatches:
+            label = f"{target.name}.{method}"
+            order = next(o for o in reversed(self._trace.orders) if o.label == label)
+            self.batches[order.place] = batch.ids, batch.parents
+        return made if isinstance(made, Batch) else _WatchedResult(made, self._use)
+
+    def invoke_each(
+        self, target: Target, method: str, items: Sequence[Any], arguments: Mapping[str, Any]
+    ) -> Result:
+        """As `Caller.invoke_each`."""
+        return _WatchedResult(super().invoke_each(target, method, items, arguments), self._use)
+
+    def metrics_of(self, frames: Iterable[Frame]) -> Mapping[str, float]:
+        """As `Caller.metrics_of`; the numbers are examples."""
+        super().metrics_of(frames)
+        return _WatchedMetrics(self._examples.metrics(), self._use)
+
+    def _use(self, *names: str) -> None:
+        if self._trace.is_looking:
+            self._examples.use(names)
+
+
+class _UnknownMetric(KeyError):
+    """A metric that the script reads and nobody has declared."""
+
+
+class _WatchedMetrics(dict[str, float]):
+    """Metrics that calls would have reported; those that the script reads count as used."""
+
+    def __init__(self, metrics: Mapping[str, float], use: Callable[..., None]) -> None:
+        super().__init__(metrics)
+        self._use = use
+
+    def __missing__(self, key: str) -> float:
+        raise _UnknownMetric(key)
+
+    def __getitem__(self, key: str) -> float:
+        value = super().__getitem__(key)
+        self._use(key)
+        return value
+
+
+class _WatchedResult(Result):
+    """The answer of a call; the metrics that the script reads count as used."""
+
+    def __init__(self, result: Result, use: Callable[..., None]) -> None:
+        super().__init__(result.label, result.pending, result.ranks)
+        self._use = use
+
+    def metrics(self) -> dict[str, float]:
+        """As `Result.metrics`."""
+        metrics = super().metrics()
+        self._use(*metrics)
+        return metrics
+
+    def __getitem__(self, key: str) -> float:
+        return _WatchedMetrics(super().metrics(), self._use)[key]

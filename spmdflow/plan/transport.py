@@ -10,24 +10,16 @@ from __future__ import annotations
 import ast
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import FrameType, ModuleType
 from typing import Any
 
-from spmdflow.controller.batch import Batch
-from spmdflow.controller.call import Target
-from spmdflow.controller.caller import Caller
-from spmdflow.controller.frame import Frame, Result
-from spmdflow.controller.sender import CallSettings
-from spmdflow.controller.transfers import Transfers
-from spmdflow.data.row_id import Ids
+from spmdflow.controller.transfers import EdgeBytes
 from spmdflow.plan.answers import Answers
-from spmdflow.plan.example import Examples
 from spmdflow.plan.record import COMPUTE, Read, Refusal, Tokens, TracedOrder
 from spmdflow.runtime.inproc import ImmediateTransport
 from spmdflow.runtime.order import Order, Pending, Replies, too_early
-from spmdflow.transfer.register import method_spec
 
 Path = tuple[int, ...]
 """Lines of the script that were running, the innermost first: a helper's, then its caller's."""
@@ -102,15 +94,39 @@ class TraceTransport(ImmediateTransport):
         """(lines, what was waited for) of every look at a result from the script."""
         self.paths: list[Path] = []
         """Of every order of a step: the script's lines that led to it."""
-        self.step = 0
+        self.steps: list[int] = []
+        """Numbers of the steps that began."""
         self.is_looking = True
         """Whether results are asked for by the script, not by the end of a step."""
         self.tokens: dict[int, Tokens] = {}
+        self.edges: dict[int, dict[tuple[int, int], int]] = {}
+        """Row bytes by step and (source, destination), as the controller's own account has them."""
         self._num_calls = 0
+
+    # Steps: what `Flow` tells its transcript
+
+    def continue_from(self, state: Mapping[str, Any]) -> None:
+        """The flow's part of the checkpoint that the steps follow."""
 
     def begin_step(self, number: int) -> None:
         """Calls are counted anew."""
-        self.step, self._num_calls = number, 0
+        self.steps.append(number)
+        self._num_calls = 0
+
+    def end_step(self, number: int, metrics: Mapping[str, float], edges: EdgeBytes) -> None:
+        """A step is over and everything has arrived."""
+        before = [found.get for found in self.edges.values()]
+        moved = {
+            edge: size - sum(get(edge, 0) for get in before) for edge, size in edges.planned.items()
+        }
+        self.edges[number] = {edge: size for edge, size in moved.items() if size}
+
+    @property
+    def step(self) -> int:
+        """Number of the step that runs; 0 before the first."""
+        return self.steps[-1] if self.steps else 0
+
+    # The transport's surface
 
     def submit(self, order: Order) -> Pending:
         """Write an order down and answer it; Refusal beyond the calls of a step."""
@@ -131,7 +147,7 @@ class TraceTransport(ImmediateTransport):
             dict(order.commands),
         )
         self.orders.append(traced)
-        pending = _Watched(order.label, _never_done, self)
+        pending = _Watched(order.label, self)
         self.post(partial(self._answer, order, pending, traced.place))
         return pending
 
@@ -163,7 +179,7 @@ class TraceTransport(ImmediateTransport):
 
     def _answer(self, order: Order, pending: Pending, place: int) -> None:
         replies = self._answers.to(order.label, order.number, order.commands)
-        tokens = self._answers.tokens(order.number, order.commands)
+        tokens = self._answers.rows.tokens(order.number, order.commands)
         if tokens is not None:
             self.tokens[place] = tokens
         if order.on_done:
@@ -174,10 +190,8 @@ class TraceTransport(ImmediateTransport):
 class _Watched(Pending):
     """Replies that are there; looking at them is written down."""
 
-    def __init__(
-        self, label: str, wait: Callable[[Pending], None], transport: TraceTransport
-    ) -> None:
-        super().__init__(label, wait)
+    def __init__(self, label: str, transport: TraceTransport) -> None:
+        super().__init__(label, _never_done)
         self._transport = transport
 
     def result(self) -> Replies:
@@ -191,94 +205,3 @@ class _Watched(Pending):
 def _never_done(pending: Pending) -> None:
     """Waiting cannot help where everything is answered at once."""
     raise too_early(pending)
-
-
-class UnknownMetric(KeyError):
-    """A metric that the script reads and nobody has declared."""
-
-
-class TracedCaller(Caller):
-    """Writes down the rows of updates and the metrics that are read; `Caller` does all the work."""
-
-    def __init__(
-        self,
-        transport: TraceTransport,
-        transfers: Transfers,
-        settings: CallSettings,
-        examples: Examples,
-    ) -> None:
-        super().__init__(transport, transfers, settings)
-        self._trace, self._examples = transport, examples
-        self.batches: dict[int, tuple[Ids, Ids]] = {}
-        """Row ids of the batch that each update was given, and their parents, by place."""
-
-    def invoke(
-        self, target: Target, method: str, batch: Batch | None, arguments: Mapping[str, Any]
-    ) -> Batch | Result:
-        """As `Caller.invoke`."""
-        made = super().invoke(target, method, batch, arguments)
-        if batch is not None and method_spec(target.worker_class, method).minibatches:
-            label = f"{target.name}.{method}"
-            order = next(o for o in reversed(self._trace.orders) if o.label == label)
-            self.batches[order.place] = batch.ids, batch.parents
-        return made if isinstance(made, Batch) else self._watched(made)
-
-    def invoke_each(
-        self, target: Target, method: str, items: Sequence[Any], arguments: Mapping[str, Any]
-    ) -> Result:
-        """As `Caller.invoke_each`."""
-        return self._watched(super().invoke_each(target, method, items, arguments))
-
-    def metrics_of(self, frames: Iterable[Frame]) -> Mapping[str, float]:
-        """As `Caller.metrics_of`; the numbers are examples."""
-        super().metrics_of(frames)
-        return _WatchedMetrics(self._trace, self._examples)
-
-    def _watched(self, result: Result) -> Result:
-        return _WatchedResult(result, self._trace, self._examples)
-
-
-class _WatchedMetrics(Mapping[str, float]):
-    """Metrics that calls would have reported; those that the script reads count as used."""
-
-    def __init__(self, transport: TraceTransport, examples: Examples) -> None:
-        self._transport, self._examples = transport, examples
-        self._metrics = examples.metrics()
-
-    def __getitem__(self, key: str) -> float:
-        if key not in self._metrics:
-            raise UnknownMetric(key)
-        if self._transport.is_looking:
-            self._examples.use([key])
-        return self._metrics[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._metrics)
-
-    def __len__(self) -> int:
-        return len(self._metrics)
-
-
-class _WatchedResult(Result):
-    """Metrics of a call; those that the script reads count as used examples."""
-
-    def __init__(self, result: Result, transport: TraceTransport, examples: Examples) -> None:
-        super().__init__(result._label, result._pending, result._ranks)
-        self._transport, self._examples = transport, examples
-
-    def metrics(self) -> dict[str, float]:
-        """As `Result.metrics`."""
-        metrics = super().metrics()
-        self._note(*metrics)
-        return metrics
-
-    def __getitem__(self, key: str) -> float:
-        metrics = super().metrics()
-        if key not in metrics:
-            raise UnknownMetric(key)
-        self._note(key)
-        return metrics[key]
-
-    def _note(self, *names: str) -> None:
-        if self._transport.is_looking:
-            self._examples.use(names)

@@ -8,14 +8,13 @@ no simulator.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
 import torch
 
-from spmdflow.config.schema import EngineConfig
 from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.factory import sync_mode
 from spmdflow.kind.engine import engine_kind, engines_that_cut
@@ -98,13 +97,13 @@ class Simulated:
     dataflow: Dataflow | None
     """None: no model of the script has weights."""
     strategies: Mapping[str, Strategy]
-    calls: Mapping[int, int]
-    """Place of an order -> its call's number in the dataflow."""
+    calls: Mapping[int, Call]
+    """The dataflow's calls by the place of their order."""
     without: Mapping[str, str]
     """Models without a simulator, and why."""
 
 
-def simulated(trace: Trace, orders: tuple[TracedOrder, ...]) -> Simulated:
+def simulated(trace: Trace, orders: Sequence[TracedOrder]) -> Simulated:
     """The orders of one step, as far as there are simulators."""
     models: dict[str, Model] = {}
     without: dict[str, str] = {}
@@ -114,20 +113,14 @@ def simulated(trace: Trace, orders: tuple[TracedOrder, ...]) -> Simulated:
             models[name] = _model(traced, weights_from=sources.get(name))
         except ConfigError as err:
             without[name] = str(err)
-    calls: list[Call] = []
-    places: dict[int, int] = {}
-    one_stage = bool(trace.links)
-    for order in orders:
-        call = _call(trace, order, models)
-        if call is not None:
-            places[order.place] = len(calls)
-            calls.append(_in_one_stage(call) if one_stage else call)
+    known = {order.place: _call(trace, order, models) for order in orders}
+    calls = {place: call for place, call in known.items() if call is not None}
     if not models:
         return Simulated(None, {}, {}, without)
-    for call in calls:
+    for call in calls.values():
         if call.kind == "generate":
             models[call.model] = _with_cache(models[call.model], call, trace.models[call.model])
-    flow = Dataflow(tuple(models.values()), tuple(calls))
+    flow = Dataflow(tuple(models.values()), tuple(calls.values()))
     strategies = {
         name: Strategy.of_layout(
             trace.models[name].layout,
@@ -136,7 +129,7 @@ def simulated(trace: Trace, orders: tuple[TracedOrder, ...]) -> Simulated:
         )
         for name, model in models.items()
     }
-    return Simulated(flow, strategies, places, without)
+    return Simulated(flow, strategies, calls, without)
 
 
 def kind_of(spec: MethodSpec) -> Kind:
@@ -153,24 +146,6 @@ def settings_of(traced: TracedModel) -> Any:
     return traced.cfg
 
 
-def has_logits(traced: TracedModel) -> bool:
-    """Whether the model's head is a vocabulary's, not a scalar."""
-    return issubclass(traced.worker_class, _WITH_LOGITS)
-
-
-def engine_of(engine: EngineConfig, *, tp: int, pp: int, dtype: str) -> Engine:
-    """The engine's settings in the simulators' words."""
-    return Engine(
-        kind=engine.kind,
-        layout=(tp, pp) if engine_kind(engine.kind).cuts_model else None,
-        options=tuple(engine.options),
-        micro_batch_rows=min(engine.micro_batch_size_per_rank, 1 << 20),
-        micro_batch_tokens=engine.max_micro_batch_tokens,
-        dtype=dtype,
-        offload=engine.residency == "offload",
-    )
-
-
 def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
     cfg, layout = settings_of(traced), traced.layout
     model = getattr(cfg, "model", None)
@@ -179,32 +154,28 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
             f"{traced.name}: got no model of weights, expected one for a prediction; its calls "
             f"count as host time alone"
         )
-    head: Head = "causal_lm" if has_logits(traced) else "scalar"
-    shape = Architecture.sizes_from_folder(model.path, head=head)
-    engine = engine_of(cfg.engine, tp=layout.tp_size, pp=layout.pp_size, dtype=model.dtype)
-    generates_apart = issubclass(traced.worker_class, GeneratorWorker)
-    if generates_apart:
-        engine = _cut_as_it_generates(engine, traced)
+    head: Head = "causal_lm" if issubclass(traced.worker_class, _WITH_LOGITS) else "scalar"
+    sizes = layout.tp_size, layout.pp_size
+    engine = Engine(
+        kind=cfg.engine.kind,
+        layout=sizes if engine_kind(cfg.engine.kind).cuts_model else None,
+        options=tuple(cfg.engine.options),
+        micro_batch_rows=min(cfg.engine.micro_batch_size_per_rank, 1 << 20),
+        micro_batch_tokens=cfg.engine.max_micro_batch_tokens,
+        dtype=model.dtype,
+        offload=cfg.engine.residency == "offload",
+    )
+    only_generates = issubclass(traced.worker_class, GeneratorWorker)
+    if only_generates:  # no engine: its weights stay where it generates, in that precision
+        kind, dtype = engines_that_cut()[0], cfg.rollout.dtype
+        engine = replace(engine, kind=kind, layout=sizes, options=(), dtype=dtype, offload=False)
     return Model(
         traced.name,
-        shape,
-        trained=hasattr(cfg, "update") and not generates_apart,
+        Architecture.sizes_from_folder(model.path, head=head),
+        trained=hasattr(cfg, "update") and not only_generates,
         engine=engine,
         rollout=_rollout(traced, cfg),
         weights_from=weights_from,
-    )
-
-
-def _cut_as_it_generates(engine: Engine, traced: TracedModel) -> Engine:
-    """A generator on ranks of its own has no engine, its settings are the trainer's: its weights
-    stay where it generates, in that precision."""
-    return replace(
-        engine,
-        kind=engines_that_cut()[0],
-        layout=(traced.layout.tp_size, traced.layout.pp_size),
-        options=(),
-        dtype=traced.cfg.rollout.dtype,
-        offload=False,
     )
 
 
@@ -253,9 +224,5 @@ def _call(trace: Trace, order: TracedOrder, models: Mapping[str, Model]) -> Call
         num_updates=max(1, max(map(len, minis))) if kind == "train" else 1,
         num_epochs=trace.models[name].cfg.update.num_epochs if kind == "train" else 1,
     )
-    return Call(name, kind, STAGES[kind], workload, method)
-
-
-def _in_one_stage(call: Call) -> Call:
-    """A script whose generator has ranks of its own overlaps generation with all else."""
-    return Call(call.model, call.kind, "step", call.workload, call.name)
+    # a script whose generator has ranks of its own overlaps generation with all else
+    return Call(name, kind, "step" if trace.links else STAGES[kind], workload, method)

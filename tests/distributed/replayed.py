@@ -51,6 +51,6 @@ def check_planned_bytes(script: Path, run_dir: Path) -> None:
 
 def reported_weight_bytes(planned: Trace, model: str = "actor") -> int:
     """What rollout/synced_bytes of one sync is to be: of the ranks that answer for a replica."""
-    (way,) = weight_plans(planned, {})
+    (way,) = weight_plans(planned)
     layout = planned.models[model].layout
     return sum(way.received[group[0]] for group in layout.axis_groups("gen_replica"))

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdflow.plan.check import check_members, check_rows
+from spmdflow.plan.check import check_batches, check_members
 from spmdflow.plan.record import RowEdge, Trace, row_edges
-from spmdflow.plan.update import check_batches
-from spmdflow.plan.wait import check_order, check_waits, sequences_of
+from spmdflow.plan.rows import check_rows
 from tests.unit.planned import (
     ROOT,
     SMALL,
@@ -104,7 +103,7 @@ def test_plan_of_a_script_is_proved(name: str, request: pytest.FixtureRequest) -
     trace = request.getfixturevalue(name)
 
     assert edges_of(trace)
-    for check in (check_rows, check_members, check_batches, check_order, check_waits):
+    for check in (check_rows, check_members, check_batches):
         assert check(trace) == []  # type: ignore[operator]
 
 
@@ -254,30 +253,7 @@ def test_group_that_nobody_makes_is_found(layered: Trace) -> None:
     assert "uses the group of ranks [4, 5], which no order made before" in found
 
 
-def test_commands_in_another_order_on_one_rank_are_found_as_a_circle(right: Trace) -> None:
-    sequences = sequences_of(right)
-    one, other = find(right, "actor.compute_log_prob"), find(right, "actor.update_actor")
-    places = sequences[0, "compute"]
-    i, j = places.index(one.place), places.index(other.place)
-    places[i], places[j] = places[j], places[i]
-
-    order, waits = texts(check_order(right, sequences)), texts(check_waits(right, sequences))
-
-    assert f"rank 0, compute lane: runs actor.update_actor (call {other.number}" in order
-    assert waits.startswith("a circle: ")
-    assert "compute lane of rank 0" in waits
-
-
-def test_transfers_released_in_another_order_on_one_rank_are_found(right: Trace) -> None:
-    sequences = sequences_of(right)
-    lane = sequences[1, "transfer"]
-    lane[0], lane[1] = lane[1], lane[0]
-
-    assert "rank 1, transfer lane" in texts(check_order(right, sequences))
-    assert "a circle" in texts(check_waits(right, sequences))
-
-
-def test_call_that_waits_for_rows_of_a_later_call_is_a_circle(right: Trace) -> None:
+def test_transfer_of_rows_that_a_later_call_makes_is_found(right: Trace) -> None:
     first = next(order for order in right.orders if order.lane == "transfer")
     later = find(right, "actor.update_actor")
 
@@ -285,12 +261,10 @@ def test_call_that_waits_for_rows_of_a_later_call_is_a_circle(right: Trace) -> N
         for plain in commands.values():
             plain["frame"] = later.number
 
-    found = texts(check_waits(changed(right, first, produced_later)))
+    found = texts(check_rows(changed(right, first, produced_later)))
 
-    assert "transfer 1 of actor.generate_sequences" in found
-    assert (
-        f"waits for actor.update_actor (call {later.number}, line {LINE}) (its producer)" in found
-    )
+    assert "of transfer 1 of actor.generate_sequences (release" in found
+    assert "which the source does not have" in found
 
 
 def test_mutations_leave_the_plan_itself_as_it_was(right: Trace) -> None:

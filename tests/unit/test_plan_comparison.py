@@ -25,14 +25,12 @@ from spmdflow.plan.comparison import (
     compare,
     compare_run,
     comparison_text,
-    recorded_trace,
 )
 from spmdflow.plan.prediction import Prediction, predict
-from spmdflow.plan.record import Trace, TracedOrder, row_edges
-from spmdflow.plan.replay import Replay
+from spmdflow.plan.record import Trace, TracedOrder
+from spmdflow.plan.replay import Replay, recorded_trace
 from spmdflow.plan.trace import TraceSettings, trace, trace_replayed
 from spmdflow.plan.weight import weight_plans
-from spmdflow.plan.workload import simulated
 from spmdflow.runtime.message import decode, encode
 from tests.unit.planned import ALGORITHMS
 
@@ -147,9 +145,7 @@ def scanned() -> ScanReport:
 
 
 def predicted(traced: Trace, orders: tuple[TracedOrder, ...]) -> Prediction:
-    step, edges = simulated(traced, orders), list(row_edges(orders))
-    ways = weight_plans(traced, {})
-    return predict(traced, orders, edges, step, load_hardware("h100"), ways=ways)
+    return predict(traced, orders, load_hardware("h100"), ways=weight_plans(traced))
 
 
 def assert_alike(one: Trace, other: Trace) -> None:

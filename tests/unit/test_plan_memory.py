@@ -22,10 +22,8 @@ from spmdflow.config.load import load
 from spmdflow.controller.script import launch
 from spmdflow.mapping.machine import Hardware, load_hardware
 from spmdflow.plan.prediction import Prediction, predict
-from spmdflow.plan.record import row_edges
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.trace import trace_replayed
-from spmdflow.plan.workload import simulated
 from tests.unit.planned import ALGORITHMS, SMALL, traced
 
 LEAST, MOST = 0.75, 1.2
@@ -66,7 +64,7 @@ def memory_of(*settings: str, hardware: Hardware) -> Prediction:
     """Of a dry step of PPO on two ranks."""
     found = traced("ppo", 2, *SMALL, *settings)
     orders = found.in_step()
-    return predict(found, orders, list(row_edges(orders)), simulated(found, orders), hardware)
+    return predict(found, orders, hardware)
 
 
 def test_cache_of_vllm_that_is_set_too_large_is_reported_with_its_setting() -> None:
@@ -133,8 +131,7 @@ def test_predicted_memory_is_near_the_measured_peak_of_every_call(tmp_path: Path
     peaks = measured_peaks(tmp_path / "run", found)
     traced = trace_replayed(loaded.script, loaded.cfg, Replay.of_run(tmp_path / "run"))
     orders = traced.in_step()
-    step = simulated(traced, orders)
-    predicted = predict(traced, orders, list(row_edges(orders)), step, load_hardware("h100"))
+    predicted = predict(traced, orders, load_hardware("h100"))
 
     ratios = {phase.phase: phase.total / peaks[phase.phase] for phase in predicted.memory}
     assert len(ratios) == 6

@@ -24,7 +24,8 @@ from spmdflow.hybrid_engine.reshard import (
 )
 from spmdflow.hybrid_engine.table import generation_tables, training_tables
 from spmdflow.parallel.layout import Layout
-from spmdflow.plan.reshard import Copies, check_weights
+from spmdflow.plan.check import check_weights
+from spmdflow.plan.weight import Copies
 from tests.unit.resharding import arch_for
 
 Case = tuple[ReshardPlan, BoxesByRank, BoxesByRank]

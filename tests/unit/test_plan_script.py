@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from spmdflow.plan.check import check_members, check_rows
+from spmdflow.plan.check import check_members
 from spmdflow.plan.record import Refusal
+from spmdflow.plan.rows import check_rows
 from tests.unit.test_plan_trace import own_script
 
 LOOP = """\

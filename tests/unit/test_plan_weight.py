@@ -73,7 +73,7 @@ def planned(
     nodes = tuple(rank // node_size for rank in world)
     links = (("actor", "generator"),) if generator is not None else ()
     trace = Trace(world, nodes, {}, models, links, (), {}, {}, (1,))
-    return weight_plans(trace, {"actor": 1, "generator": 1})[-1]
+    return weight_plans(trace)[-1]
 
 
 def grid(t: int, p: int, d: int, *, gen: tuple[int, int] = (1, 1), start: int = 0) -> Layout:
@@ -277,6 +277,6 @@ def test_generator_whose_weights_come_from_files_has_no_sync() -> None:
     alone = traced("evaluate", 4, "data.eval_prompts=12 x 2 samples")
     apart = traced("grpo_async", 4, *SMALL_GROUPS)
 
-    assert (weight_plans(alone, {}), syncs_by_step(alone)) == ([], {1: {}})
-    assert [(way.source, way.target) for way in weight_plans(apart, {})] == [("actor", "generator")]
+    assert (weight_plans(alone), syncs_by_step(alone)) == ([], {1: {}})
+    assert [(way.source, way.target) for way in weight_plans(apart)] == [("actor", "generator")]
     assert syncs_by_step(apart)[1].keys() == {"generator"}

@@ -113,7 +113,7 @@ def planned_bytes(actor: ActorWorker) -> int:
     model = TracedModel("actor", ActorWorker, actor.cfg, context.layout, "all")
     ranks = context.layout.ranks
     trace = Trace(ranks, (0,) * len(ranks), {}, {"actor": model}, (), (), {}, {}, ())
-    (way,) = weight_plans(trace, {})
+    (way,) = weight_plans(trace)
     return way.received[context.rank]
 
 

@@ -1,0 +1,238 @@
+"""Proof on the record of a dry run that every row is where it is read. Pure, integers only.
+
+Shares no step with the controller: rows are followed from rank to rank by what each command says.
+Rows on ranks are numbers rank * 2^40 + row id, in sorted arrays, so that a thousand ranks take a
+few array operations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from spmdflow.plan.record import TRANSFER, Finding, Trace, TracedOrder, consumer_of
+from spmdflow.runtime.message import find
+from spmdflow.runtime.order import names_in
+from spmdflow.transfer.register import method_spec, row_maths_spec
+
+_SHIFT = 40
+_NONE = np.zeros(0, dtype=np.int64)
+_SHOWN = 5
+_MOST_SOURCES = 64
+Key = tuple[int, str]
+"""Frame and column."""
+
+
+def check_rows(trace: Trace) -> list[Finding]:
+    """Every row that a call reads is there: made on the rank, or brought by exactly one edge.
+
+    Also: what is sent is received, the source has it, the call that it is for reads it, and
+    nothing is read after it was freed, or sent before it was made.
+    """
+    account = _Rows(trace)
+    for order in trace.orders:
+        account.take(order)
+    return [Finding("rows", text) for text in account.found[: 4 * _SHOWN]]
+
+
+class _Rows:
+    """Which rank has which rows, order by order."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._held: dict[Key, np.ndarray] = {}
+        self._label: dict[int, str] = {}
+        self._freed: dict[int, set[int]] = {}
+        self.found: list[str] = []
+
+    def take(self, order: TracedOrder) -> None:
+        """Follow one order."""
+        if order.lane == TRANSFER:
+            self._transfer(order)
+            return
+        for rank, plain in order.commands.items():
+            for frame in plain.get("free", ()):
+                self._freed.setdefault(frame, set()).add(rank)
+        self._reads(order)
+        self._label[order.number] = order.label
+        holds = {rank: p.get("holds", p.get("ids")) for rank, p in order.commands.items()}
+        made = _keys((rank, ids) for rank, ids in holds.items() if ids is not None)
+        for name in _writes_of(self._trace, order):
+            self._held[order.number, name] = made
+
+    def _reads(self, order: TracedOrder) -> None:
+        wanted: dict[tuple[int, tuple[str, ...]], list[tuple[int, np.ndarray]]] = {}
+        for rank, plain in order.commands.items():
+            for part in _parts(plain):
+                if "source" in part:
+                    continue
+                frame, columns = part["frame"], tuple(part["columns"])
+                wanted.setdefault((frame, columns), []).append((rank, part["ids"]))
+                if rank in self._freed.get(frame, ()):
+                    self.found.append(
+                        f"{order.name} on rank {rank} reads rows of call {frame}, which it was "
+                        f"told to free; expected rows that are kept; report this plan"
+                    )
+        for (frame, columns), rows in wanted.items():
+            keys = _keys(rows)
+            for name in columns:
+                held = self._held.get((frame, name), _NONE)
+                lacking = keys[~_among(keys, held)]
+                if len(lacking):
+                    rank = int(lacking[0] >> _SHIFT)
+                    ids = _ids(lacking[lacking >> _SHIFT == rank])
+                    self.found.append(
+                        f"edge {_either(_holders_of_all(ids, held))} -> {rank}: got no rows "
+                        f"{shown(ids)} of column {name!r} of "
+                        f"{self._label.get(frame, f'call {frame}')}, expected them before "
+                        f"{order.name}; a transfer was dropped, or brings other rows"
+                    )
+
+    def _transfer(self, order: TracedOrder) -> None:
+        self._check_pairs(order)
+        by_columns: dict[tuple[str, ...], list[tuple[int, int, np.ndarray]]] = {}
+        for rank, plain in order.commands.items():
+            for source, columns, ids, *_ in plain["receives"]:
+                by_columns.setdefault(tuple(columns), []).append((source, rank, ids))
+        for columns, edges in by_columns.items():
+            self._deliver(order, columns, edges)
+
+    def _deliver(
+        self,
+        order: TracedOrder,
+        columns: tuple[str, ...],
+        edges: Sequence[tuple[int, int, np.ndarray]],
+    ) -> None:
+        frame = next(iter(order.commands.values()))["frame"]
+        sizes = [len(ids) for _, _, ids in edges]
+        sources = np.repeat(np.array([s for s, _, _ in edges], dtype=np.int64), sizes)
+        ids = np.concatenate([_NONE, *(ids for _, _, ids in edges)])
+        arriving = np.repeat(np.array([d for _, d, _ in edges], dtype=np.int64), sizes)
+        arriving = (arriving << _SHIFT) + ids
+        ascending = np.argsort(arriving, kind="stable")
+        arriving, sources, ids = arriving[ascending], sources[ascending], ids[ascending]
+        consumer = consumer_of(self._trace, order)
+        reader = consumer.label if consumer else "any call"
+        twice = np.concatenate([[False], arriving[1:] == arriving[:-1]])
+        strange = ~_among(arriving, _needed(consumer, frame, columns))
+        strange_text = f"where {reader} does not read it, expected only rows that are read"
+        wrong = [
+            (columns, twice, "twice, expected each row once"),
+            (columns, strange, strange_text),
+        ]
+        for name in columns:
+            held = self._held.get((frame, name), _NONE)
+            absent = ~_among((sources << _SHIFT) + ids, held)
+            absent_text = "which the source does not have, expected a source that has it"
+            there_text = "which is there already, expected only rows that are missing"
+            wrong += [
+                ((name,), absent, absent_text),
+                ((name,), _among(arriving, held), there_text),
+            ]
+            self._held[frame, name] = np.union1d(held, arriving)
+        for names, rows, what in wrong:
+            first: dict[tuple[int, int], int] = {}
+            for place in np.flatnonzero(rows).tolist():
+                first.setdefault((int(sources[place]), int(arriving[place]) >> _SHIFT), place)
+            for (source, rank), place in list(first.items())[:_SHOWN]:
+                self.found.append(
+                    f"edge {source} -> {rank} of {order.name}: got row {ids[place]} of "
+                    f"{', '.join(names)} {what}; derive the transfer again"
+                )
+
+    def _check_pairs(self, order: TracedOrder) -> None:
+        sends = Counter(
+            (rank, to, tuple(columns), ids.tobytes())
+            for rank, plain in order.commands.items()
+            for to, columns, ids in plain["sends"]
+        )
+        receives = Counter(
+            (source, rank, tuple(columns), ids.tobytes())
+            for rank, plain in order.commands.items()
+            for source, columns, ids, *_ in plain["receives"]
+            if source != rank
+        )
+        for alone, what, other in (
+            (sends - receives, "sent", "received"),
+            (receives - sends, "awaited", "sent"),
+        ):
+            for source, rank, columns, _ in sorted(alone)[:1]:
+                self.found.append(
+                    f"edge {source} -> {rank} of {order.name}: got rows of {', '.join(columns)} "
+                    f"{what} that are not {other} as often, expected both ends alike; tell both "
+                    f"ranks"
+                )
+
+
+def _writes_of(trace: Trace, order: TracedOrder) -> tuple[str, ...]:
+    """Columns that an order makes on its ranks."""
+    plain = next(iter(order.commands.values()))
+    if order.operation == "call" and plain.get("ids") is not None:
+        return method_spec(trace.models[plain["group"]].worker_class, plain["method"]).writes
+    if order.operation == "map":
+        return row_maths_spec(find(plain["function"])).writes
+    if order.operation == "join":
+        return tuple(name for name, _ in names_in(plain["inputs"][0]))
+    return ()
+
+
+def _parts(plain: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    return (plain["input"],) if "input" in plain else plain.get("inputs", ())
+
+
+def _needed(consumer: TracedOrder | None, frame: int, columns: tuple[str, ...]) -> np.ndarray:
+    """Rows that the consumer reads of a frame's columns, by rank."""
+    return _keys(
+        (rank, part["ids"])
+        for rank, plain in (consumer.commands if consumer else {}).items()
+        for part in _parts(plain)
+        if part["frame"] == frame and set(columns) <= set(part["columns"])
+    )
+
+
+def _keys(rows: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
+    """Sorted numbers of rows on ranks."""
+    parts = list(rows)
+    ranks = np.array([rank for rank, _ in parts], dtype=np.int64)
+    ranks = np.repeat(ranks, [len(ids) for _, ids in parts])
+    return np.unique((ranks << _SHIFT) + np.concatenate([_NONE, *(ids for _, ids in parts)]))
+
+
+def _ids(keys: np.ndarray) -> np.ndarray:
+    return keys & ((1 << _SHIFT) - 1)
+
+
+def _among(keys: np.ndarray, ascending: np.ndarray) -> np.ndarray:
+    if not len(ascending):
+        return np.zeros(len(keys), dtype=bool)
+    places = np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)
+    return ascending[places] == keys
+
+
+def _holders_of_all(ids: np.ndarray, held: np.ndarray) -> list[int]:
+    """Ranks that have all of the rows; where no rank has: those that have the first one."""
+    for rows in (ids, ids[:1]):
+        having = held[np.isin(_ids(held), rows)] >> _SHIFT
+        ranks, counts = np.unique(having, return_counts=True)
+        if (counts == len(rows)).any():
+            return ranks[counts == len(rows)].tolist()
+    return []
+
+
+def _either(ranks: Sequence[int]) -> str:
+    """Any of which could be meant: [0, 4, 6] -> "0, 4 or 6"."""
+    *others, last = [str(rank) for rank in ranks] or ["?"]
+    if len(others) > _MOST_SOURCES:
+        others = [*others[:_MOST_SOURCES], "..."]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def shown(numbers: Iterable[int]) -> str:
+    """Numbers in brackets; of many the first four and the last."""
+    values = [int(number) for number in numbers]
+    if len(values) <= 8:
+        return str(values)
+    return f"[{', '.join(map(str, values[:4]))}, ... {values[-1]}; {len(values)}]"
