@@ -126,7 +126,7 @@ def _bars(report: PlanReport, bands: list[_Band], call: CallTime) -> Iterator[st
     for band in bands:
         if model in band.models:
             row, height = band.models.index(model), _ROW - 6
-        elif model == "map" and set(call.ranks) & set(band.ranks):
+        elif model == "map" and set(call.order.commands) & set(band.ranks):
             row, height = 0, band.height - 6
         else:
             continue

@@ -29,18 +29,19 @@ from spmdflow.plan.workload import Simulated, simulated
 class CallTime:
     """When a call runs."""
 
-    place: int
-    label: str
-    ranks: tuple[int, ...]
+    order: TracedOrder
     start: float
     end: float
     limit: str = ""
     """What most of it is: compute, memory, kv_read, tensor_parallel, ...; empty: not simulated."""
     notes: tuple[str, ...] = ()
-    phase: str = "train"
-    """train or eval."""
     kind: str = ""
     """generate, infer or train; empty: not simulated."""
+
+    @property
+    def label(self) -> str:
+        """Of its order."""
+        return self.order.label
 
     @property
     def seconds(self) -> float:
@@ -89,7 +90,7 @@ class Prediction:
         found: dict[str, float] = {}
         for call in self.calls:
             method = call.label.partition(".")[2]
-            if method and call.phase == "train":
+            if method and call.order.phase == "train":
                 found[method] = found.get(method, 0.0) + call.seconds
         return found
 
@@ -245,7 +246,7 @@ def _schedule(
     spans = timeline(tasks, node_size=hardware.gpus_per_node, cores=hardware.cores)
     found = []
     for order, span in zip((o for o in orders if o.lane == COMPUTE), spans, strict=True):
-        time = CallTime(order.place, order.label, order.ranks, *span, phase=order.phase)
+        time = CallTime(order, *span)
         if order.place in estimates:
             estimate, kind = estimates[order.place], step.calls[order.place].kind
             time = replace(time, limit=estimate.limit, notes=estimate.notes, kind=kind)

@@ -113,10 +113,9 @@ class PlanReport:
 
     def calls(self) -> list[dict[str, Any]]:
         """What is known of every call of the step, in the order of the script."""
-        times = {call.place: call for call in self.prediction.calls}
         found = []
-        for order in (order for order in self.orders if order.lane == COMPUTE):
-            tokens, time = self.trace.tokens.get(order.place), times.get(order.place)
+        for call in self.prediction.calls:
+            order, tokens = call.order, self.trace.tokens.get(call.order.place)
             found.append(
                 {
                     "number": order.number,
@@ -127,9 +126,9 @@ class PlanReport:
                     "rows": tokens.num_rows if tokens else None,
                     "prompt_tokens": tokens.prompts if tokens else None,
                     "response_tokens": tokens.responses if tokens else None,
-                    "start_seconds": time.start if time else None,
-                    "seconds": time.seconds if time else None,
-                    "limit": time.limit if time else "",
+                    "start_seconds": call.start,
+                    "seconds": call.seconds,
+                    "limit": call.limit,
                 }
             )
         return found

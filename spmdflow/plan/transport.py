@@ -1,8 +1,7 @@
 """`TraceTransport` sends nothing, answers at once, writes every order down with its line.
 
 The Transport surface of `runtime.order`. Orders submitted while another is answered follow it,
-as with sockets. `TracedCaller` is the controller's own caller, which notes the rows of updates and
-the metrics that the script reads; `reads_of` finds the loops around the lines that wait.
+as with sockets. `reads_of` finds the loops around the lines of the script that wait for data.
 """
 
 from __future__ import annotations
@@ -23,56 +22,6 @@ from spmdflow.runtime.order import Order, Pending, Replies, too_early
 
 Path = tuple[int, ...]
 """Lines of the script that were running, the innermost first: a helper's, then its caller's."""
-
-_LOOPS = (ast.While, ast.For, ast.AsyncFor)
-
-
-def reads_of(
-    script: ModuleType, waits: Sequence[tuple[Path, str]], orders: Iterable[Path]
-) -> list[Read]:
-    """Every line that waited, once, with what it waited for; then loops that made calls.
-
-    orders: the lines that led to each order of a step.
-    """
-    inner = _inner_loops(pathlib.Path(str(script.__file__)).read_text(encoding="utf-8"))
-    found: dict[int, list[str]] = {}
-    looping = {path[0] for path, _ in waits if any(_encloses(loop, path) for loop in inner)}
-    for (line, *_), what in waits:
-        if what not in found.setdefault(line, []):
-            found[line].append(what)
-    reads = [Read(line, ", ".join(what), line in looping) for line, what in sorted(found.items())]
-    calls = set(orders)
-    for loop in inner:
-        if loop.start not in found and any(_encloses(loop, path) for path in calls):
-            waiting = any(_encloses(loop, path) for path, _ in waits)
-            what = f"loop over lines {loop.start}-{loop.stop - 1}"
-            reads.append(Read(loop.start, what, True, waits=waiting))
-    return reads
-
-
-def _encloses(loop: range, path: Path) -> bool:
-    return any(line in loop for line in path)
-
-
-def _inner_loops(text: str) -> list[range]:
-    """Lines of all loops but those over the run's steps, and those that such a loop is in."""
-    loops = [node for node in ast.walk(ast.parse(text)) if isinstance(node, _LOOPS)]
-    return [
-        range(loop.lineno, (loop.end_lineno or loop.lineno) + 1)
-        for loop in loops
-        if not any(_is_over_steps(node) for node in ast.walk(loop))
-    ]
-
-
-def _is_over_steps(node: ast.AST) -> bool:
-    """`for step in flow.steps(...)`, also inside of enumerate and the like."""
-    return isinstance(node, ast.For | ast.AsyncFor) and any(
-        isinstance(part, ast.Call)
-        and isinstance(part.func, ast.Attribute)
-        and part.func.attr == "steps"
-        for part in ast.walk(node.iter)
-    )
-
 
 MOST_CALLS = 100
 """Calls of one step, or before the first; a script that makes more is taken for one that never
@@ -205,3 +154,53 @@ class _Watched(Pending):
 def _never_done(pending: Pending) -> None:
     """Waiting cannot help where everything is answered at once."""
     raise too_early(pending)
+
+
+_LOOPS = (ast.While, ast.For, ast.AsyncFor)
+
+
+def reads_of(
+    script: ModuleType, waits: Sequence[tuple[Path, str]], orders: Iterable[Path]
+) -> list[Read]:
+    """Every line that waited, once, with what it waited for; then loops that made calls.
+
+    orders: the lines that led to each order of a step.
+    """
+    inner = _inner_loops(pathlib.Path(str(script.__file__)).read_text(encoding="utf-8"))
+    found: dict[int, list[str]] = {}
+    looping = {path[0] for path, _ in waits if any(_encloses(loop, path) for loop in inner)}
+    for (line, *_), what in waits:
+        if what not in found.setdefault(line, []):
+            found[line].append(what)
+    reads = [Read(line, ", ".join(what), line in looping) for line, what in sorted(found.items())]
+    calls = set(orders)
+    for loop in inner:
+        if loop.start not in found and any(_encloses(loop, path) for path in calls):
+            waiting = any(_encloses(loop, path) for path, _ in waits)
+            what = f"loop over lines {loop.start}-{loop.stop - 1}"
+            reads.append(Read(loop.start, what, True, waits=waiting))
+    return reads
+
+
+def _encloses(loop: range, path: Path) -> bool:
+    return any(line in loop for line in path)
+
+
+def _inner_loops(text: str) -> list[range]:
+    """Lines of all loops but those over the run's steps, and those that such a loop is in."""
+    loops = [node for node in ast.walk(ast.parse(text)) if isinstance(node, _LOOPS)]
+    return [
+        range(loop.lineno, (loop.end_lineno or loop.lineno) + 1)
+        for loop in loops
+        if not any(_is_over_steps(node) for node in ast.walk(loop))
+    ]
+
+
+def _is_over_steps(node: ast.AST) -> bool:
+    """`for step in flow.steps(...)`, also inside of enumerate and the like."""
+    return isinstance(node, ast.For | ast.AsyncFor) and any(
+        isinstance(part, ast.Call)
+        and isinstance(part.func, ast.Attribute)
+        and part.func.attr == "steps"
+        for part in ast.walk(node.iter)
+    )
