@@ -6,7 +6,7 @@ import pytest
 
 from spmdflow.errors import ProtocolError, RowError
 from spmdflow.parallel.layout import Layout
-from spmdflow.transfer import protocol_rule as registry
+from spmdflow.transfer import protocol as registry
 from spmdflow.transfer.protocol import Answer, Protocol, protocol, register_protocol
 
 FOUR = Layout.data_parallel((0, 1, 2, 3))
