@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,12 @@ _SHOWN = 5  # bad rows named in a message
 
 
 @dataclass(frozen=True)
-class ScannedFile:
+class ScannedFile(DataSource):
     """Facts of one source of a mixture, or of the only one; plain data."""
 
-    name: str
-    """Its name in the mixture; "" for a source that stands alone."""
-    place: str
-    weight: float
-    columns: tuple[tuple[str, str], ...]
-    """Columns that are renamed: (name, name in the file)."""
-    num_bytes: int
-    """Size of the file on disk, or of a data set's rows; a rank that sees another refuses it."""
-    first: int
+    num_bytes: int = 0
+    """Size of the file on disk, or of a data set's rows; an error on a rank that sees another."""
+    first: int = 0
     """The number that its first line has in the mixture."""
 
 
@@ -170,18 +164,11 @@ class _Pass:
             longest_tokens=self._longest,
             bad_rows=self._bad_rows(),
             fingerprint=self._digest.hexdigest(),
-            files=(self._scanned(),),
-        )
-
-    def _scanned(self) -> ScannedFile:
-        source = self._source
-        return ScannedFile(
-            source.name,
-            source.place,
-            source.weight,
-            source.columns,
-            self._file.num_bytes,
-            self._first,
+            files=(
+                ScannedFile(
+                    **asdict(self._source), num_bytes=self._file.num_bytes, first=self._first
+                ),
+            ),
         )
 
     def _texts(self) -> Iterator[tuple[int, Any]]:
