@@ -200,9 +200,9 @@ def _estimates(
 
 
 def planned_transition(way: WeightPlan, hardware: Hardware) -> Estimate:
-    """Seconds in which the busiest rank has received its bytes, and the busiest machine its own.
+    """Seconds in which the busiest rank has received its bytes, and the busiest node its own.
 
-    The ranks of a machine share its network; a broadcast passes it once. One hop for each rank that
+    The ranks of a node share its network; a broadcast passes it once. One hop for each rank that
     the rank with most of them receives from.
     """
     if not way.edges:
@@ -295,7 +295,7 @@ class Task:
 @dataclass
 class _Running:
     asked: dict[int, float]
-    """Machine -> cores that the task's ranks on it ask for."""
+    """Node -> cores that the task's ranks on it ask for."""
     left: float
     """Seconds of work when the speed was last set."""
     since: float
@@ -315,7 +315,7 @@ def timeline(
 ) -> list[tuple[float, float]]:
     """Start and end of every task, in their order, each as early as it may.
 
-    node_size: ranks of a machine, in the order of their numbers; cores: of a machine.
+    node_size: ranks of a node, in the order of their numbers; cores: of a node.
     """
     starts: dict[int, float] = {}
     ends: dict[int, float] = {}

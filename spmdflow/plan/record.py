@@ -33,7 +33,7 @@ class Finding:
 
 
 COMPUTE, TRANSFER = "compute", "transfer"
-EdgeBytes = Mapping[tuple[int, int], int]
+BytesByEdge = Mapping[tuple[int, int], int]
 """Bytes by (source, destination)."""
 
 

@@ -19,7 +19,7 @@ from spmdflow.plan.check import check_batches, check_members, check_weights
 from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.record import (
     COMPUTE,
-    EdgeBytes,
+    BytesByEdge,
     Finding,
     Route,
     RowEdge,
@@ -190,7 +190,7 @@ class PlanReport:
             "planning_seconds": self.seconds,
         }
 
-    def _plain_edges(self, edges: EdgeBytes) -> list[list[Any]]:
+    def _plain_edges(self, edges: BytesByEdge) -> list[list[Any]]:
         """Source, destination, bytes, whether they cross nodes."""
         node = dict(zip(self.trace.world, self.trace.nodes, strict=True))
         return [[a, b, size, node[a] != node[b]] for (a, b), size in sorted(edges.items())]

@@ -43,7 +43,7 @@ class TraceSettings:
     world: tuple[int, ...]
     """Ranks of the run."""
     nodes: tuple[int, ...]
-    """Machine of each rank of the cluster, by rank."""
+    """Node of each rank of the cluster, by rank."""
     backend: str = "gloo"
     """Backend of compute-lane groups: nccl on GPUs."""
     num_steps: int = 1
@@ -104,7 +104,7 @@ def trace_replayed(script: ModuleType, cfg: Any, replay: Replay) -> Trace:
 
 
 def settings_of_run(replay: Replay, *, backend: str = "gloo") -> TraceSettings:
-    """The ranks, machines and steps of a run that was."""
+    """The ranks, nodes and steps of a run."""
     nodes = replay.nodes
     return TraceSettings(
         world=replay.ranks,

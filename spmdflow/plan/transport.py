@@ -34,7 +34,7 @@ class TraceTransport(ImmediateTransport):
     def __init__(
         self, nodes: Sequence[int], answers: Answers, *, script_file: str, most_calls: int
     ) -> None:
-        """nodes: the machine of each rank of the world."""
+        """nodes: the node of each rank of the world."""
         super().__init__()
         self.world_size, self._nodes = len(nodes), tuple(nodes)
         self._answers, self._file, self._most_calls = answers, script_file, most_calls
@@ -101,7 +101,7 @@ class TraceTransport(ImmediateTransport):
         return pending
 
     def node_of(self, rank: int) -> int:
-        """The machine that a rank would run on."""
+        """The node that a rank would run on."""
         return self._nodes[rank]
 
     def lines(self) -> Path:

@@ -28,7 +28,7 @@ from spmdflow.hybrid_engine.table import generation_tables, storage_numel, train
 from spmdflow.kind.engine import Sharding, engine_kind
 from spmdflow.models.generator import GeneratorWorker
 from spmdflow.parallel.layout import Layout
-from spmdflow.plan.record import EdgeBytes, Trace, TracedModel, TracedOrder
+from spmdflow.plan.record import BytesByEdge, Trace, TracedModel, TracedOrder
 from spmdflow.plan.workload import kind_of, settings_of
 from spmdflow.transfer.protocol import protocol
 from spmdflow.transfer.register import method_spec
@@ -64,7 +64,7 @@ class WeightPlan:
     """Ranks that exchange weights: micro_dp, replica, shard or pool."""
     received: Mapping[int, int] = field(default_factory=dict)
     """Bytes that reach each rank over the wire."""
-    edges: EdgeBytes = field(default_factory=dict)
+    edges: BytesByEdge = field(default_factory=dict)
     """The same by (source, destination); empty where `inter_bytes` is -1."""
     inter_bytes: int = -1
     """Of all ranks' bytes, those from another node; -1: not told apart."""
@@ -78,7 +78,7 @@ class WeightPlan:
     copies: Copies | None = field(default=None, repr=False, compare=False)
     """What was planned box by box, for its proof; None: nothing was."""
 
-    def over(self, edges: EdgeBytes, ranks: Sequence[int], nodes: Nodes) -> WeightPlan:
+    def over(self, edges: BytesByEdge, ranks: Sequence[int], nodes: Nodes) -> WeightPlan:
         """With the bytes of ranks that receive, known by edge; what a rank sends to several of a
         node is the same and enters it once."""
         received = dict.fromkeys(ranks, 0)

@@ -43,7 +43,7 @@ def hardware_of(
 ) -> Hardware:
     """The named hardware, or this machine's kind. ConfigError if there is no such hardware.
 
-    node_size: ranks that share a machine; without it the hardware's, on CPUs all of the world. The
+    node_size: ranks of a node; without it the hardware's, on CPUs all of the world. The
     rates and memory of a file of processors hold for as many ranks as were measured: more share
     them.
     """
@@ -63,7 +63,7 @@ def is_cpu(hardware: Hardware) -> bool:
 
 
 def nodes_of(world: tuple[int, ...], hardware: Hardware) -> tuple[int, ...]:
-    """The machine of each rank."""
+    """The node of each rank."""
     return tuple(rank // int(hardware.gpus_per_node) for rank in world)
 
 
