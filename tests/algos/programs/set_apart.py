@@ -10,7 +10,6 @@ from spmdflow import (
     ActorWorker,
     Flow,
     PPOConfig,
-    PromptStream,
     ReferenceWorker,
     RewardWorker,
     compute_advantages,
@@ -84,8 +83,8 @@ def main(flow: Flow, cfg: Config) -> None:
     teacher = flow.spawn(ReferenceWorker, cfg.teacher, name="teacher")
     reward = flow.spawn(RewardWorker, cfg.reward)
     judge = flow.spawn(RewardWorker, cfg.judge, name="judge")
-    prompts = flow.keep(prompts=PromptStream(cfg.data))
-    lessons = flow.keep(lessons=PromptStream(cfg.lessons))
+    prompts = flow.prompts(cfg.data)
+    lessons = flow.prompts(cfg.lessons, name="lessons")
 
     for step in flow.steps(cfg.total_steps):
         for who, own, frozen, scores in (
