@@ -41,6 +41,7 @@ from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.cut import ShardTable
 from spmdflow.weights.megatron import buffer_places, vocab_multiple
 from spmdflow.weights.ranks import (
+    BUCKET_BYTES,
     RankTables,
     fsdp_shards,
     megatron_tables,
@@ -144,7 +145,7 @@ class Case:
     layout: Layout
     """Training sizes; its generation sizes are those of generation, also of a separate pool."""
     element_bytes: int = 4
-    bucket_bytes: int = 256 << 20
+    bucket_bytes: int = BUCKET_BYTES
     rollout: Layout | None = None
     """two_copies: the pool that generates; its tp and pp sizes are the generation sizes."""
     gathers_rows: bool = False

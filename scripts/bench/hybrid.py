@@ -29,10 +29,10 @@ from bench._cost import Case, Cost, cost_of
 from bench._systems import Seat, System, groups_of, system_of
 from spmdflow.blocks.box import Box
 from spmdflow.hybrid_engine.reshard import ReshardPlan
-from spmdflow.hybrid_engine.stream import BUCKET_BYTES
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.ranks import BUCKET_BYTES
 from spmdflow.weights.table import parameters
 
 ROOT = Path(__file__).parents[2]

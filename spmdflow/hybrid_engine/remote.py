@@ -17,13 +17,14 @@ from torch import Tensor
 
 from spmdflow.blocks.hash import MODULUS, to_signed
 from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, scopes_of
-from spmdflow.hybrid_engine.stream import BUCKET_BYTES, GroupWire, WeightStream
+from spmdflow.hybrid_engine.stream import GroupWire, WeightStream
 from spmdflow.hybrid_engine.sync import verify_weights
 from spmdflow.hybrid_engine.table import generation_tables, training_tables
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import NEVER, Generator
 from spmdflow.transfer.worker import Max, Metric, Sum, WorkerContext
 from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.ranks import BUCKET_BYTES
 from spmdflow.weights.table import parameters
 from spmdflow.workers.engine import TrainEngine
 

@@ -22,10 +22,6 @@ from spmdflow.hybrid_engine.reshard import Bucket, Message, Part, ReshardPlan
 from spmdflow.parallel.group import GroupTable
 from spmdflow.weights.move import Block, BlockReader, BlockWriter
 
-BUCKET_BYTES = 64 << 20
-"""Bytes that one rank packs, and that reach it, in one bucket."""
-
-
 ALONE_BYTES = 64 << 10
 """A box of at least so many bytes is not packed with others."""
 _Transfer = tuple[Message, Tensor | None]

@@ -27,7 +27,7 @@ from spmdflow.hybrid_engine.reshard import (
     shapes_of,
 )
 from spmdflow.hybrid_engine.shared_storage import SharedStorage
-from spmdflow.hybrid_engine.stream import BUCKET_BYTES, GroupWire, WeightStream
+from spmdflow.hybrid_engine.stream import GroupWire, WeightStream
 from spmdflow.kind.generator import generator_names
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import NEVER, Generator
@@ -36,6 +36,7 @@ from spmdflow.rollout.vllm import VllmGenerator
 from spmdflow.rollout.vllm_blocks import WHOLE, Key, key_of
 from spmdflow.transfer.worker import Max, Metric, Sum
 from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.ranks import BUCKET_BYTES
 from spmdflow.weights.table import stage_layers
 from spmdflow.workers.engine import TrainEngine
 

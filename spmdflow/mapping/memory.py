@@ -32,13 +32,12 @@ from spmdflow.mapping.seconds import (
     share_of,
 )
 from spmdflow.mapping.strategy import Array, Strategies, Strategy
+from spmdflow.weights.ranks import BUCKET_BYTES
 
 Bytes = dict[str, Array]
 """Bytes of one rank by what they hold."""
 
 LOGIT_BYTES = 4
-BUCKET_BYTES = 256 << 20
-"""The hybrid engine stages at most so many bytes at once."""
 
 
 def resident_bytes(model: Model, cut: Strategies) -> Bytes:

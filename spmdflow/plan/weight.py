@@ -23,7 +23,6 @@ from spmdflow.hybrid_engine.reshard import (
     plan_reshard,
     scopes_of,
 )
-from spmdflow.hybrid_engine.stream import BUCKET_BYTES
 from spmdflow.hybrid_engine.table import generation_tables, storage_numel, training_tables
 from spmdflow.kind.engine import Sharding, engine_kind
 from spmdflow.models.generator import GeneratorWorker
@@ -33,6 +32,7 @@ from spmdflow.plan.workload import kind_of, settings_of
 from spmdflow.transfer.protocol import protocol
 from spmdflow.transfer.register import method_spec
 from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.ranks import BUCKET_BYTES
 
 Nodes = Mapping[int, int]
 """The node of each rank."""

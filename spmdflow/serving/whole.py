@@ -14,9 +14,10 @@ from torch import Tensor
 
 from spmdflow.blocks.box import Box
 from spmdflow.hybrid_engine.reshard import BoxesByRank, ReshardPlan, plan_reshard
-from spmdflow.hybrid_engine.stream import BUCKET_BYTES, WeightStream, Wire
+from spmdflow.hybrid_engine.stream import WeightStream, Wire
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Block
+from spmdflow.weights.ranks import BUCKET_BYTES
 from spmdflow.weights.table import Parameter, parameters
 
 

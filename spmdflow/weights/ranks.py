@@ -21,6 +21,8 @@ from spmdflow.weights.vllm import vllm_shards
 _Place = TypeVar("_Place", bound=Hashable)
 RankTables = Mapping[int, ShardTable]
 """By global rank."""
+BUCKET_BYTES = 64 << 20
+"""Bytes of weights that one rank packs, and that reach it, at a time between two layouts."""
 
 
 def megatron_tables(
