@@ -30,10 +30,10 @@ ASIDE = (("actor", "reference", "reward"), ("critic",))
 
 
 TRAINED_WITH = {
-    "7B": Engine(tp_sizes=(8,), pp_sizes=(1,)),
-    "13B": Engine(tp_sizes=(8,), pp_sizes=(1,)),
-    "34B": Engine(tp_sizes=(8,), pp_sizes=(1, 2, 4)),
-    "70B": Engine(tp_sizes=(8,), pp_sizes=(1, 2, 4, 8)),
+    "7B": Engine(layouts=((8, 1),)),
+    "13B": Engine(layouts=((8, 1),)),
+    "34B": Engine(layouts=((8, 1), (8, 2), (8, 4))),
+    "70B": Engine(layouts=((8, 1), (8, 2), (8, 4), (8, 8))),
 }
 """Sizes of the paper's figures 14 and 15: t = 8 and p = 1, 1, 4, 8, less where a pool is small."""
 

@@ -74,7 +74,7 @@ def actor_share(placed: Placed) -> float:
         number: estimate.seconds
         for pool in placed.pools
         for number, estimate in pool.estimates.items()
-        if placed.titles[number] in ("actor.generate_sequences", "actor.update_actor")
+        if placed.calls[number].title in ("actor.generate_sequences", "actor.update_actor")
     }
     return sum(actor.values()) / placed.seconds
 

@@ -9,7 +9,7 @@ import numpy as np
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.dataflow import Dataflow
 from spmdflow.mapping.machine import Hardware
-from spmdflow.mapping.placed import Placed, assemble, placed_of, pool_of
+from spmdflow.mapping.placed import Placed, placed_of, pool_of
 from spmdflow.mapping.search import Options, best_of_partition
 from spmdflow.mapping.strategy import Strategy
 from spmdflow.mapping.table import CostTable
@@ -49,9 +49,12 @@ def evaluate(
     ones = [Options(np.ones(len(front.costs), dtype=np.int64), front.costs) for front in fronts]
     best = best_of_partition(ones, len(ones))
     assert best is not None
-    rows = [front.entries[pick] for front, pick in zip(fronts, best[1])]
-    ranks_of = [tuple(ranks) for _, ranks in pools]
-    return assemble(table, blocks, [len(r) for r in ranks_of], rows, ranks=ranks_of)
+    chosen = {
+        names[number]: table.entries[number].strategy(entry)
+        for block, front, pick in zip(blocks, fronts, best[1])
+        for number, entry in zip(block, front.entries[pick].tolist())
+    }
+    return _assemble_given(dataflow, hardware, pools, chosen)
 
 
 def memory_floor(

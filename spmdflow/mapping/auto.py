@@ -20,7 +20,7 @@ from spmdflow.mapping.machine import Hardware
 from spmdflow.mapping.placed import Ranking, assemble
 from spmdflow.mapping.search import (
     SLACK,
-    Block,
+    ModelSet,
     Options,
     best_of_partition,
     best_partitions,
@@ -47,7 +47,8 @@ def find_mapping(
     Ranks may stay idle. ConfigError if nothing fits, with the smallest world that would.
     """
     started = time.perf_counter()
-    unit = unit or default_unit(num_ranks, hardware)
+    node = int(hardware.gpus_per_node)
+    unit = unit or (node if num_ranks > node and num_ranks % node == 0 else 1)
     pool_sizes = range(unit, num_ranks + 1, unit)
     table = CostTable(dataflow, hardware, pool_sizes)
     found = _Search(table, num_ranks // unit, unit).best(keep)
@@ -58,15 +59,9 @@ def find_mapping(
     return Ranking(placed, number, num_ranks, unit, time.perf_counter() - started)
 
 
-def default_unit(num_ranks: int, hardware: Hardware) -> int:
-    """Whole nodes if there are several, else single ranks."""
-    node = int(hardware.gpus_per_node)
-    return node if num_ranks > node and num_ranks % node == 0 else 1
-
-
 _LARGEST_WORLD = 1 << 14
 
-Found = tuple[tuple[Block, ...], list[int], list[np.ndarray]]
+Found = tuple[tuple[ModelSet, ...], list[int], list[np.ndarray]]
 """Blocks, their pool sizes in ranks, and each model's entry in the table."""
 
 
@@ -75,10 +70,9 @@ class _Search:
 
     def __init__(self, table: CostTable, num_units: int, unit: int) -> None:
         self.table, self.num_units, self.unit = table, num_units, unit
-        self.ideal = {
-            block: self._in_units(table.ideal(block))
-            for block in blocks_of(len(table.dataflow.models))
-        }
+        blocks = blocks_of(len(table.dataflow.models))
+        ideal = {block: table.ideal(block) for block in blocks}
+        self.ideal = {block: Options(o.sizes // unit, o.costs) for block, o in ideal.items()}
 
     def best(self, keep: int) -> list[Found]:
         """At most `keep` partitions' best, best first; equal costs: fewer pools, then in order."""
@@ -91,7 +85,9 @@ class _Search:
                     bounds.append((bound, blocks))
         return [one[2] for one in best_partitions(bounds, self._of_partition, keep)]
 
-    def _of_partition(self, blocks: tuple[Block, ...], worst: float) -> tuple[float, Found] | None:
+    def _of_partition(
+        self, blocks: tuple[ModelSet, ...], worst: float
+    ) -> tuple[float, Found] | None:
         """The exact best of one partition, None if it costs more than `worst`."""
         ideal = [self.ideal[block] for block in blocks]
         relaxed = best_of_partition(ideal, self.num_units, worst=worst)
@@ -109,7 +105,7 @@ class _Search:
         return self._exact(blocks, survivors, worst) or first
 
     def _exact(
-        self, blocks: tuple[Block, ...], sizes: Sequence[Sequence[int]], worst: float
+        self, blocks: tuple[ModelSet, ...], sizes: Sequence[Sequence[int]], worst: float
     ) -> tuple[float, Found] | None:
         """The best choice with exact fronts of these sizes (in units)."""
         options, origins = [], []
@@ -133,9 +129,6 @@ class _Search:
         pool_sizes = [int(o[0][pick]) * self.unit for o, pick in zip(origins, picks)]
         rows = [o[1][pick] for o, pick in zip(origins, picks)]
         return cost, (blocks, pool_sizes, rows)
-
-    def _in_units(self, options: Options) -> Options:
-        return Options(options.sizes // self.unit, options.costs)
 
 
 def _nothing_fits(dataflow: Dataflow, hardware: Hardware, num_ranks: int, unit: int) -> ConfigError:

@@ -50,10 +50,8 @@ class Engine:
     """As engine.kind; its facts are `facts`."""
     layout: tuple[int, int] | None = None
     """(tp_size, pp_size), or None: Algorithm 2 chooses; data-parallel engines have (1, 1)."""
-    tp_sizes: tuple[int, ...] | None = None
-    """Tensor-parallel sizes among which it chooses; None: all."""
-    pp_sizes: tuple[int, ...] | None = None
-    """Pipeline sizes among which it chooses; None: all."""
+    layouts: tuple[tuple[int, int], ...] | None = None
+    """Those among which it chooses; None: all."""
     options: tuple[str, ...] = ()
     """recompute, keep_gathered, sequence_parallel, plain_optimizer."""
     micro_batch_rows: int = 1

@@ -42,9 +42,7 @@ LOGIT_BYTES = 4
 
 def resident_bytes(model: Model, cut: Strategies) -> Bytes:
     """What a model keeps on a rank between calls; nothing if it lives on the host."""
-    if model.engine.offload:
-        return _nothing(cut)
-    return state_bytes(model, cut)
+    return _nothing(cut) if model.engine.offload else state_bytes(model, cut)
 
 
 def state_bytes(model: Model, cut: Strategies) -> Bytes:
@@ -138,19 +136,8 @@ def total(parts: Bytes) -> Array:
     return np.asarray(sum(parts.values()))
 
 
-_STATE = ("parameters", "gradients", "optimizer")
-
-
 def _nothing(cut: Strategies) -> Bytes:
-    return {name: np.zeros(len(cut)) for name in _STATE}
-
-
-def _passing_gradients(model: Model, cut: Strategies) -> Array:
-    """What an engine without a buffer frees after the step."""
-    if model.engine.facts.keeps_gradients:
-        return np.zeros(len(cut))
-    share = share_of(model.engine.sharding.parameters, cut)
-    return 4 * local_parameters(model, cut) / share
+    return {name: np.zeros(len(cut)) for name in ("parameters", "gradients", "optimizer")}
 
 
 def _gathered_bytes(model: Model, cut: Strategies, *, training: bool) -> Array:
@@ -175,8 +162,10 @@ def _training_bytes(model: Model, workload: Workload, cut: Strategies) -> Bytes:
     one_layer = _layer_elements(model, cut)
     kept = np.where(cut.recompute > 0, shape.hidden_size, one_layer) * layers * held
     working = np.where(cut.recompute > 0, one_layer, 0.0)
+    share = share_of(engine.sharding.parameters, cut)
+    passing = not engine.facts.keeps_gradients  # freed after the step
     return {
-        "gradients": _passing_gradients(model, cut),
+        "gradients": passing * 4 * local_parameters(model, cut) / share,
         "activations": tokens * (kept + working) * engine.element_bytes,
         "logits": 2 * _logit_bytes(model, tokens, cut),
         "gather": _gathered_bytes(model, cut, training=True),

@@ -17,14 +17,12 @@ from spmdflow.errors import ConfigError
 from spmdflow.mapping.dataflow import Call, Dataflow, Model
 from spmdflow.mapping.machine import Hardware
 from spmdflow.mapping.memory import (
-    call_bytes,
     offload_seconds,
     pool_memory,
     resident_bytes,
-    state_bytes,
     total,
 )
-from spmdflow.mapping.search import Block
+from spmdflow.mapping.search import ModelSet
 from spmdflow.mapping.seconds import (
     Parts,
     concurrency,
@@ -67,7 +65,6 @@ class PlacedPool:
     """One pool: who shares it, how each is cut, what each call takes."""
 
     roles: tuple[str, ...]
-    num_ranks: int
     ranks: tuple[int, ...]
     """Global ranks, ascending."""
     strategies: Mapping[str, Strategy]
@@ -77,11 +74,9 @@ class PlacedPool:
     """Most that a rank holds at any time."""
     estimates: Mapping[int, Estimate]
     """By the call's number in the dataflow; a generation includes the transition before it."""
-    kv_bytes: float = 0.0
-    """KV cache of a rank while a model of the pool generates."""
 
     def __str__(self) -> str:
-        return f"{{{', '.join(self.roles)}}}@{self.num_ranks}"
+        return f"{{{', '.join(self.roles)}}}@{len(self.ranks)}"
 
 
 @dataclass(frozen=True)
@@ -92,10 +87,8 @@ class Placed:
     seconds: float
     stage_seconds: Mapping[str, float]
     """Of the slowest pool of each stage."""
-    titles: Mapping[int, str]
-    """`model.method` of each call."""
-    stages: Mapping[int, str]
-    """Stage of each call."""
+    calls: tuple[Call, ...]
+    """Of the data flow."""
     generators: Mapping[str, str]
     """Models that only generate -> the trained model whose settings and weights they have."""
 
@@ -108,9 +101,9 @@ class Placed:
     def limit_of(self, stage: str) -> tuple[str, str, str]:
         """(pool, call, cause): the largest part of a stage's slowest pool."""
         pool = max(self.pools, key=lambda one: one.stage_seconds.get(stage, 0.0))
-        calls = {n: e for n, e in pool.estimates.items() if self.stages[n] == stage}
+        calls = {n: e for n, e in pool.estimates.items() if self.calls[n].stage == stage}
         number = max(calls, key=lambda n: calls[n].seconds)
-        return str(pool), self.titles[number], calls[number].limit
+        return str(pool), self.calls[number].title, calls[number].limit
 
     @property
     def title(self) -> str:
@@ -151,12 +144,11 @@ def call_seconds(
     strategy: Strategy,
     hardware: Hardware,
     *,
-    kv_bytes: float | None = None,
+    kv_bytes: float = 0.0,
 ) -> Estimate:
     """One call by its kind (paper Appendix C); the transition is not part of it, offloading is.
 
-    kv_bytes: cache of one rank in a generation; None: what the model alone would leave free.
-    ConfigError if not one sequence fits into it.
+    kv_bytes: cache of one rank in a generation; ConfigError if not one sequence fits into it.
     """
     if call.fixed_seconds is not None:
         return Estimate({"fixed": call.fixed_seconds})
@@ -178,12 +170,9 @@ def transition_seconds(model: Model, strategy: Strategy, hardware: Hardware) -> 
 
 
 def _generation(
-    call: Call, model: Model, strategy: Strategy, hardware: Hardware, kv_bytes: float | None
+    call: Call, model: Model, strategy: Strategy, hardware: Hardware, kv_bytes: float
 ) -> tuple[Parts, tuple[str, ...]]:
     cut, workload = Strategies.of([strategy]), call.workload
-    if kv_bytes is None:
-        used = total(state_bytes(model, cut)) + total(call_bytes(model, "generate", workload, cut))
-        kv_bytes = float(hardware.usable_bytes - used[0])
     free = np.array([kv_bytes])
     held = float(concurrency(model, workload, cut, free)[0])
     if held < 1:
@@ -225,27 +214,21 @@ class Ranking:
 
 def assemble(
     table: CostTable,
-    blocks: Sequence[Block],
+    blocks: Sequence[ModelSet],
     sizes: Sequence[int],
     rows: Sequence[np.ndarray],
-    *,
-    ranks: Sequence[Sequence[int]] | None = None,
 ) -> Placed:
-    """From entries of a table; without ranks, pools follow one another, the largest first."""
-    pools = []
-    order = list(range(len(blocks)))
-    if ranks is None:
-        order.sort(key=lambda place: (-sizes[place], blocks[place]))
-    start = 0
-    for place in order:
-        own = ranks[place] if ranks is not None else range(start, start + sizes[place])
-        start += sizes[place]
-        strategies = {}
-        for number, row in zip(blocks[place], rows[place].tolist()):
-            entries = table.entries[number]
-            generates = entries.model.rollout is not None
-            strategies[entries.model.name] = entries.cut.one(row, generates=generates)
-        pools.append(pool_of(table.dataflow, table.hardware, strategies, own))
+    """From entries of a table; pools follow one another, the largest first."""
+    pools: list[PlacedPool] = []
+    for place in sorted(range(len(blocks)), key=lambda place: (-sizes[place], blocks[place])):
+        start = sum(len(pool.ranks) for pool in pools)
+        strategies = {
+            table.entries[number].model.name: table.entries[number].strategy(entry)
+            for number, entry in zip(blocks[place], rows[place].tolist())
+        }
+        pools.append(
+            pool_of(table.dataflow, table.hardware, strategies, range(start, start + sizes[place]))
+        )
     return placed_of(table.dataflow, pools)
 
 
@@ -261,15 +244,14 @@ def pool_of(
     estimates: dict[int, Estimate] = {}
     stages = dict.fromkeys(dataflow.stages, 0.0)
     moved: set[str] = set()
-    most, cache = 0.0, 0.0
+    most = 0.0
     for number, call in enumerate(dataflow.calls):
         if call.model not in strategies:
             continue
         model, strategy = dataflow.model(call.model), strategies[call.model]
         parts = memory[call.title]
-        free = parts.get("kv_cache", 0.0)
-        cache = max(cache, free)
-        found = call_seconds(call, model, strategy, hardware, kv_bytes=free)
+        cache = parts.get("kv_cache", 0.0)
+        found = call_seconds(call, model, strategy, hardware, kv_bytes=cache)
         if call.kind == "generate" and call.model not in moved:
             moved.add(call.model)
             found = found + transition_seconds(model, strategy, hardware)
@@ -280,13 +262,11 @@ def pool_of(
         most = sum(float(total(resident_bytes(m, Strategies.of([s])))[0]) for m, s in members)
     return PlacedPool(
         roles=tuple(strategies),
-        num_ranks=len(ranks),
         ranks=tuple(ranks),
         strategies=dict(strategies),
         stage_seconds=stages,
         memory_bytes=most,
         estimates=estimates,
-        kv_bytes=cache,
     )
 
 
@@ -297,8 +277,7 @@ def placed_of(dataflow: Dataflow, pools: Sequence[PlacedPool]) -> Placed:
         pools=tuple(pools),
         seconds=sum(stages.values()),
         stage_seconds=stages,
-        titles={number: call.title for number, call in enumerate(dataflow.calls)},
-        stages={number: call.stage for number, call in enumerate(dataflow.calls)},
+        calls=dataflow.calls,
         generators={m.name: m.weights_from for m in dataflow.models if m.weights_from},
     )
 

@@ -25,7 +25,7 @@ import numpy as np
 
 Found = TypeVar("Found")
 Array = np.ndarray
-Block = tuple[int, ...]
+ModelSet = tuple[int, ...]
 """Numbers of the models of one pool, ascending."""
 
 SLACK = 1 + 1e-12
@@ -44,10 +44,10 @@ class Options:
         return len(self.sizes)
 
 
-def partitions(number: int) -> Iterator[tuple[Block, ...]]:
+def partitions(number: int) -> Iterator[tuple[ModelSet, ...]]:
     """All set partitions of 0 .. number-1, each once; blocks by their lowest model: 5, 15, 52."""
 
-    def extend(blocks: tuple[Block, ...], model: int) -> Iterator[tuple[Block, ...]]:
+    def extend(blocks: tuple[ModelSet, ...], model: int) -> Iterator[tuple[ModelSet, ...]]:
         if model == number:
             yield blocks
             return
@@ -58,7 +58,7 @@ def partitions(number: int) -> Iterator[tuple[Block, ...]]:
     yield from extend((), 0)
 
 
-def blocks_of(number: int) -> list[Block]:
+def blocks_of(number: int) -> list[ModelSet]:
     """All sets of 0 .. number-1, by size, then in order."""
     masks = range(1, 1 << number)
     found = [tuple(m for m in range(number) if mask >> m & 1) for mask in masks]
@@ -66,17 +66,17 @@ def blocks_of(number: int) -> list[Block]:
 
 
 def best_partitions(
-    bounds: Iterable[tuple[float, tuple[Block, ...]]],
-    best_of: Callable[[tuple[Block, ...], float], tuple[float, Found] | None],
+    bounds: Iterable[tuple[float, tuple[ModelSet, ...]]],
+    best_of: Callable[[tuple[ModelSet, ...], float], tuple[float, Found] | None],
     keep: int,
-) -> list[tuple[float, tuple[Block, ...], Found]]:
+) -> list[tuple[float, tuple[ModelSet, ...], Found]]:
     """(cost, partition, its choice) of at most `keep` partitions, best first.
 
     bounds: a cost from below, and the partition. best_of: the exact best of a partition, None if
     it costs more than a limit. Partitions whose bound is above the worst that is kept are left
     out. Equal costs: fewer pools, then a fixed order.
     """
-    found: list[tuple[float, tuple[Block, ...], Found]] = []
+    found: list[tuple[float, tuple[ModelSet, ...], Found]] = []
     for bound, blocks in sorted(bounds):
         worst = found[keep - 1][0] if len(found) >= keep else np.inf
         if bound > worst * SLACK:
@@ -204,16 +204,12 @@ def _extended(
             return None
         fronts.append(_Front(used[pairs][alive], costs[alive], parent[alive], pick[alive]))
     totals = fronts[-1].costs.sum(axis=1)
-    best = int(np.lexsort((fronts[-1].pick, fronts[-1].used, totals))[0])
-    return float(totals[best]), _picks(fronts, best)
-
-
-def _picks(fronts: list[_Front], state: int) -> list[int]:
+    best = state = int(np.lexsort((fronts[-1].pick, fronts[-1].used, totals))[0])
     picks: list[int] = []
     for front in reversed(fronts[1:]):
         picks.append(int(front.pick[state]))
         state = int(front.parent[state])
-    return picks[::-1]
+    return float(totals[best]), picks[::-1]
 
 
 def _floor_after(options: Sequence[Options], place: int) -> int:

@@ -33,7 +33,7 @@ import numpy as np
 
 from spmdflow.mapping.dataflow import Engine, Model, Rollout, Workload
 from spmdflow.mapping.machine import Hardware
-from spmdflow.mapping.strategy import Array, Strategies, stage_share
+from spmdflow.mapping.strategy import Array, Strategies
 from spmdflow.weights.architecture import Architecture
 
 Parts = dict[str, Array]
@@ -95,7 +95,8 @@ def inference_parts(model: Model, workload: Workload, cut: Strategies, hw: Hardw
 
 def local_parameters(model: Model, cut: Strategies) -> Array:
     """Weights of a rank of the busiest stage."""
-    return model.shape.num_parameters / cut.tp * stage_share(model.shape.num_layers, cut.pp)
+    layers = model.shape.num_layers
+    return model.shape.num_parameters / cut.tp * (np.ceil(layers / cut.pp) / layers)
 
 
 def share_of(divided: bool, cut: Strategies) -> Array:
@@ -128,7 +129,7 @@ def _stage(model: Model, workload: Workload, rows: Array, cut: Strategies, hw: H
     crosses = cut.tp * cut.pp > hw.gpus_per_node
     hand_over = point_to_point(np.where(crosses, size, size / cut.tp), crosses, hw)
     local = local_parameters(model, cut)
-    per_node = dp_per_node(cut.tp * cut.pp, cut.dp, hw)
+    per_node = np.clip(hw.gpus_per_node // (cut.tp * cut.pp), 1, cut.dp)
     in_float32 = engine.facts.float32_weights and not engine.sharding.parameters
     weight_bytes = GRADIENT_BYTES if in_float32 else engine.element_bytes
     return _Stage(
@@ -271,14 +272,9 @@ class Pass:
     tensor_parallel: Array
 
     @property
-    def busy(self) -> Array:
-        """Without collectives."""
-        return self.compute + self.memory + self.launch
-
-    @property
     def total(self) -> Array:
-        """With collectives."""
-        return self.busy + self.tensor_parallel
+        """All of them."""
+        return self.compute + self.memory + self.launch + self.tensor_parallel
 
 
 def kv_width(shape: Architecture, tp: Array) -> Array:
@@ -343,11 +339,6 @@ def point_to_point(size: Array, crosses_nodes: Array, hardware: Hardware) -> Arr
     local = size / hardware.link_rate + hardware.collective_base_seconds
     remote = size / hardware.network_rate + hardware.network_hop_seconds
     return np.where(crosses_nodes, remote, local)
-
-
-def dp_per_node(replica: Array, dp: Array, hardware: Hardware) -> Array:
-    """Members of a data-parallel group on one node, for replicas of `replica` ranks."""
-    return np.clip(hardware.gpus_per_node // replica, 1, dp)
 
 
 def _ring(traffic: Array, steps: Array, group: Array, per_node: Array, hw: Hardware) -> Array:

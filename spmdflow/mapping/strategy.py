@@ -140,22 +140,22 @@ def pipeline_sizes(num_layers: int) -> list[int]:
     return [1, *(s for s in range(2, num_layers + 1) if layers[s - 1] < layers[s - 2])]
 
 
-def stage_share(num_layers: int, pp: Array) -> Array:
-    """Part of the layers that the busiest of so many stages has."""
-    return np.ceil(num_layers / pp) / num_layers
-
-
 def _training_sizes(model: Model, hardware: Hardware) -> Iterator[tuple[int, int]]:
     engine = model.engine
     if not engine.facts.cuts_model:
         yield 1, 1
     elif engine.layout is not None:
-        _check_layout(model, engine.layout)
+        tp, pp = engine.layout
+        heads, layers = model.shape.num_heads, model.shape.num_layers
+        if heads % tp or not 1 <= pp <= layers:
+            got = f"layout t{tp}p{pp} for {heads} attention heads and {layers} layers"
+            expected = "a divisor of the heads and at most a stage a layer"
+            raise ConfigError.of(model.name, got, expected, f"choose t among {divisors(heads)}")
         yield engine.layout
     else:
         for tp in tensor_sizes(model, hardware):
             for pp in pipeline_sizes(model.shape.num_layers):
-                if _among(tp, engine.tp_sizes) and _among(pp, engine.pp_sizes):
+                if engine.layouts is None or (tp, pp) in engine.layouts:
                     yield tp, pp
 
 
@@ -179,23 +179,9 @@ def _generation_sizes(
                 yield gen_tp, gen_pp
 
 
-def _among(size: int, sizes: tuple[int, ...] | None) -> bool:
-    return sizes is None or size in sizes
-
-
 def _recompute(model: Model) -> tuple[int, ...]:
     if not model.trained:
         return (0,)
     if "recompute" in model.engine.options:
         return (1,)
     return (0, 1) if model.engine.layout is None and model.engine.facts.cuts_model else (0,)
-
-
-def _check_layout(model: Model, layout: tuple[int, int]) -> None:
-    tp, pp = layout
-    if model.shape.num_heads % tp or not 1 <= pp <= model.shape.num_layers:
-        raise ConfigError(
-            f"{model.name}: got layout t{tp}p{pp} for {model.shape.num_heads} attention heads and "
-            f"{model.shape.num_layers} layers, expected a divisor of the heads and at most a stage "
-            f"a layer; choose t among {divisors(model.shape.num_heads)}"
-        )

@@ -26,14 +26,14 @@ from spmdflow.mapping.memory import (
     resident_bytes,
     total,
 )
-from spmdflow.mapping.search import Block, Options, pareto, unbeaten
+from spmdflow.mapping.search import ModelSet, Options, pareto, unbeaten
 from spmdflow.mapping.seconds import (
     generation_parts,
     inference_parts,
     training_parts,
     transition_seconds,
 )
-from spmdflow.mapping.strategy import Array, Strategies, strategies_on
+from spmdflow.mapping.strategy import Array, Strategies, Strategy, strategies_on
 
 _MANY = 1 << 20
 """More than any size."""
@@ -58,17 +58,15 @@ class Entries:
     least_cache: Array
     full_cache: Array
     """With so much cache all sequences of a replica are held at once."""
-    starts: dict[int, slice]
-    """Entries of each pool size."""
+
+    def strategy(self, entry: int) -> Strategy:
+        """One of them."""
+        return self.cut.one(entry, generates=self.model.rollout is not None)
 
     @property
     def most_beside(self) -> Array:
         """Most that any call needs beside the residents, generation with its least cache."""
         return np.maximum(self.needed, self.generation_bytes + self.least_cache)
-
-    def take(self, size: int) -> slice:
-        """Entries of a pool size; an empty slice if there are none."""
-        return self.starts.get(size, slice(0, 0))
 
 
 @dataclass(frozen=True)
@@ -88,13 +86,14 @@ class CostTable:
         self.dataflow, self.hardware = dataflow, hardware
         self.sizes = np.asarray(sorted(pool_sizes), dtype=np.int64)
         self.entries = [self._entries_of(model) for model in dataflow.models]
-        self._fronts: dict[tuple[Block, int, bool], Front] = {}
+        self._fronts: dict[tuple[ModelSet, int, bool], Front] = {}
         self._useful_entries: dict[tuple[int, int], Array] = {}
         self._least = [self._least_resident(entries) for entries in self.entries]
 
-    def ideal(self, block: Block) -> Options:
+    def ideal(self, block: ModelSet) -> Options:
         """A bound from below for a set on every pool size on which it might fit."""
-        if not self.may_share(block):
+        names = {self.dataflow.models[number].name for number in block}
+        if any(set(pair) <= names for pair in self.dataflow.apart):
             return Options(np.empty(0, dtype=np.int64), np.empty((0, len(self.dataflow.stages))))
         costs = np.zeros((len(self.sizes), len(self.dataflow.stages)))
         for number in block:
@@ -105,7 +104,7 @@ class CostTable:
         fits = np.isfinite(costs).all(axis=1)
         return Options(self.sizes[fits], costs[fits])
 
-    def front(self, block: Block, size: int, *, alone: bool = False) -> Front:
+    def front(self, block: ModelSet, size: int, *, alone: bool = False) -> Front:
         """All vectors that a set can have on one pool size.
 
         alone: no other pool overlaps it, so only the sum over stages counts: one entry a vector.
@@ -114,11 +113,6 @@ class CostTable:
         if key not in self._fronts:
             self._fronts[key] = self._front_of(block, size, alone)
         return self._fronts[key]
-
-    def may_share(self, block: Block) -> bool:
-        """Whether no two models of the set have to be apart."""
-        names = {self.dataflow.models[number].name for number in block}
-        return not any(set(pair) <= names for pair in self.dataflow.apart)
 
     def cache_bytes(self, entries: Entries, index: Array, resident: Array) -> Array:
         """What is left for a generator's KV cache beside residents of so many bytes."""
@@ -162,7 +156,6 @@ class CostTable:
             generation[kept],
             cache[kept],
             full[kept],
-            _slices(sizes[kept]),
         )
 
     def _least_resident(self, entries: Entries) -> Array:
@@ -196,7 +189,7 @@ class CostTable:
         calls = self.dataflow.calls_of(model.name)
         return [c for c in calls if c.kind == "generate" and c.fixed_seconds is None]
 
-    def _front_of(self, block: Block, size: int, alone: bool) -> Front:
+    def _front_of(self, block: ModelSet, size: int, alone: bool) -> Front:
         loud = [n for n in block if self._generations(self.entries[n].model)]
         order = [*(n for n in block if n not in loud), *loud]
         index = {number: self._useful(number, size) for number in block}
@@ -227,10 +220,10 @@ class CostTable:
             return costs, pareto(costs)
         alive = np.arange(len(costs))
         if len(costs) > _MANY_COMBINATIONS:
-            bound = costs.copy()
+            bound, least = costs.copy(), mixed.resident.min()
             for number, index in own.items():
                 entries, values = self.entries[number], np.unique(index)
-                best = self._generation_costs(entries, values, np.full(len(values), mixed.least))
+                best = self._generation_costs(entries, values, np.full(len(values), least))
                 best = best.sum(axis=1, keepdims=True) if costs.shape[1] == 1 else best
                 bound += best[np.searchsorted(values, index)]
             first = np.argpartition(bound.sum(axis=1), _MANY_COMBINATIONS // 4)
@@ -254,7 +247,7 @@ class CostTable:
         key = number, size
         if key not in self._useful_entries:
             entries = self.entries[number]
-            index = np.arange(len(entries.sizes))[entries.take(size)]
+            index = np.arange(*np.searchsorted(entries.sizes, [size, size + 1]))
             memory = (entries.resident, entries.needed, entries.generation_bytes)
             points = np.column_stack([*(part[index] for part in memory), entries.costs[index]])
             groups = entries.cut.gen_tp[index] * _MANY + entries.cut.gen_pp[index]
@@ -312,11 +305,6 @@ class _Mix:
             np.column_stack([self.picks[mine], index[theirs]]),
         )
 
-    @property
-    def least(self) -> float:
-        """Fewest resident bytes of any combination."""
-        return float(self.resident.min())
-
     def pruned(self, *, memory_matters: bool) -> _Mix:
         """Without combinations that another beats in every stage, and in memory if it matters."""
         points = self.costs
@@ -324,12 +312,3 @@ class _Mix:
             points = np.column_stack([self.resident, self.needed, self.costs])
         kept = pareto(points)
         return _Mix(self.resident[kept], self.needed[kept], self.costs[kept], self.picks[kept])
-
-
-def _slices(sizes: Array) -> dict[int, slice]:
-    values, starts = np.unique(sizes, return_index=True)
-    stops = [*starts[1:].tolist(), len(sizes)]
-    return {
-        int(value): slice(int(start), int(stop))
-        for value, start, stop in zip(values, starts.tolist(), stops)
-    }

@@ -183,7 +183,7 @@ def _estimates(
         assert step.dataflow is not None
         model, strategy = step.dataflow.model(call.model), step.strategies[call.model]
         generates = call.kind == "generate"
-        cache = memory[call.title].parts.get("kv_cache", 0.0) if generates else None
+        cache = memory[call.title].parts.get("kv_cache", 0.0) if generates else 0.0
         try:
             estimate = call_seconds(call, model, strategy, hardware, kv_bytes=cache)
         except ConfigError as err:

@@ -16,7 +16,7 @@ import numpy as np
 from spmdflow.mapping.dataflow import Model
 from spmdflow.mapping.machine import Hardware
 from spmdflow.mapping.search import (
-    Block,
+    ModelSet,
     Options,
     best_of_partition,
     best_partitions,
@@ -26,10 +26,10 @@ from spmdflow.mapping.search import (
 )
 from spmdflow.mapping.strategy import Strategy, strategies_on
 
-Table = Mapping[Block, Options]
+Table = Mapping[ModelSet, Options]
 
 
-def get_placements(number: int) -> Iterator[tuple[Block, ...]]:
+def get_placements(number: int) -> Iterator[tuple[ModelSet, ...]]:
     """All set partitions, by trying every labelling of the models."""
     seen = set()
     for labels in itertools.product(range(number), repeat=number):
@@ -45,9 +45,9 @@ def d_cost(vectors: Sequence[np.ndarray]) -> float:
     return float(np.max(np.stack(vectors), axis=0).sum())
 
 
-def algorithm_1(table: Table, number: int, size: int) -> dict[tuple[Block, ...], float]:
+def algorithm_1(table: Table, number: int, size: int) -> dict[tuple[ModelSet, ...], float]:
     """Partition -> least cost over allocations and vectors; partitions that do not fit left out."""
-    best: dict[tuple[Block, ...], float] = {}
+    best: dict[tuple[ModelSet, ...], float] = {}
     for blocks in get_placements(number):
         for picks in itertools.product(*(range(len(table[block])) for block in blocks)):
             chosen = [(table[b].sizes[i], table[b].costs[i]) for b, i in zip(blocks, picks)]
@@ -81,7 +81,7 @@ def random_costs(family: Family, count: int, seed: int) -> np.ndarray:
     return costs
 
 
-def table_of(costs: np.ndarray, blocks: Sequence[Block]) -> dict[Block, Options]:
+def table_of(costs: np.ndarray, blocks: Sequence[ModelSet]) -> dict[ModelSet, Options]:
     """One random table, (sets, sizes, vectors, stages), as the search takes it."""
     found = {}
     for block, own in zip(blocks, costs):
@@ -92,7 +92,9 @@ def table_of(costs: np.ndarray, blocks: Sequence[Block]) -> dict[Block, Options]
     return found
 
 
-def algorithm_1_of_many(family: Family, costs: np.ndarray, blocks: Sequence[Block]) -> np.ndarray:
+def algorithm_1_of_many(
+    family: Family, costs: np.ndarray, blocks: Sequence[ModelSet]
+) -> np.ndarray:
     """(count, partitions) least costs of many tables at once; infinite where nothing fits."""
     place = {block: number for number, block in enumerate(blocks)}
     columns = []
@@ -111,12 +113,12 @@ def algorithm_1_of_many(family: Family, costs: np.ndarray, blocks: Sequence[Bloc
     return np.stack(columns, axis=1)
 
 
-def printed_algorithm_1(table: Table, number: int, size: int) -> tuple[float, dict[Block, int]]:
+def printed_algorithm_1(table: Table, number: int, size: int) -> tuple[float, dict[ModelSet, int]]:
     """Algorithm 1 as printed, for one vector a size: `plm` is one object that `plm.update` changes
     and that `best_plm_alloc` refers to. Returns C* and the placement that it then holds."""
     best_cost, best_mapping = np.inf, {}
     for blocks in get_placements(number):
-        plm: dict[Block, int] = dict.fromkeys(blocks, 0)
+        plm: dict[ModelSet, int] = dict.fromkeys(blocks, 0)
         plm_cost, best_plm_alloc = np.inf, plm
         for picks in itertools.product(*(range(len(table[block])) for block in blocks)):
             if sum(int(table[b].sizes[i]) for b, i in zip(blocks, picks)) > size:
@@ -141,7 +143,7 @@ class Choice:
     """One option for each pool of a partition."""
 
     cost: float
-    blocks: tuple[Block, ...]
+    blocks: tuple[ModelSet, ...]
     indices: tuple[int, ...]
     """Which option of each block's `Options`."""
 
@@ -155,7 +157,7 @@ def search(table: Table, number: int, size: int, *, keep: int) -> list[Choice]:
         if all(len(pruned[block][0]) for block in blocks)
     ]
 
-    def best_of(blocks: tuple[Block, ...], worst: float) -> tuple[float, tuple[int, ...]] | None:
+    def best_of(blocks: tuple[ModelSet, ...], worst: float) -> tuple[float, tuple[int, ...]] | None:
         return best_of_partition([pruned[b][0] for b in blocks], size, worst=worst)
 
     return [

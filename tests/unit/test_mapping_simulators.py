@@ -328,7 +328,7 @@ def test_pipeline_sizes_each_relieve_the_busiest_stage() -> None:
 
 
 def test_sizes_can_be_limited_to_some() -> None:
-    model = replace(ACTOR, engine=Engine(tp_sizes=(8,), pp_sizes=(1, 2)))
+    model = replace(ACTOR, engine=Engine(layouts=((8, 1), (8, 2))))
 
     assert {(one.tp, one.pp) for one in strategies(model, 64, A100)} == {(8, 1), (8, 2)}
 

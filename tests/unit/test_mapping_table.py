@@ -209,7 +209,7 @@ def _check_placed(placed: Placed, dataflow: Dataflow, hardware: Hardware, world:
     assert placed.seconds == pytest.approx(sum(slowest))
     for pool in placed.pools:
         for stage in dataflow.stages:
-            calls = [e.seconds for n, e in pool.estimates.items() if placed.stages[n] == stage]
+            calls = [e.seconds for n, e in pool.estimates.items() if placed.calls[n].stage == stage]
             assert pool.stage_seconds[stage] == pytest.approx(sum(calls))
 
 
