@@ -106,7 +106,7 @@ class EngineWorker(Worker):
 
         ConfigError if the class combines roles with several heads.
         """
-        heads = {base.head: base.__name__ for base in _with_own_head(type(self))}
+        heads = {base.head: base.__name__ for base in _find_heads(type(self))}
         if len(heads) > 1 and "head" not in vars(type(self)):
             raise ConfigError(
                 f"{type(self).__name__}: combines roles with several heads ("
@@ -135,7 +135,7 @@ class EngineWorker(Worker):
                 metrics = self.engine.train_step(
                     rows, loss, num_micro_batches=mini.num_micro_batches
                 )
-                steps.append({_prefixed(name, prefix): value for name, value in metrics.items()})
+                steps.append({_add_prefix(name, prefix): value for name, value in metrics.items()})
         return merge(steps) | {f"{prefix}/optimizer_steps": float(len(steps))}
 
     @contextmanager
@@ -152,7 +152,7 @@ class EngineWorker(Worker):
 
     @property
     def frozen_folder(self) -> Path | None:
-        """That of a model whose settings have no optimizer: it is never trained."""
+        """Folder of a model whose settings have no optimizer: it is never trained."""
         return None if hasattr(self.cfg, "optimizer") else Path(self.cfg.model.path)
 
     def save_state(self, folder: Path) -> None:
@@ -186,8 +186,8 @@ class EngineWorker(Worker):
                 self.engine.residency(where, part)
 
 
-def _with_own_head(cls: type) -> list[type[EngineWorker]]:
-    """The roles that a class derives from, as far as they say which head they have."""
+def _find_heads(cls: type) -> list[type[EngineWorker]]:
+    """The bases of a class that state a head."""
     return [base for base in cls.__mro__ if base is not EngineWorker and "head" in vars(base)]
 
 
@@ -216,5 +216,5 @@ class ThreeDParallelWorker(EngineWorker):
     engine_kinds = engines_of("ThreeDParallelWorker")
 
 
-def _prefixed(name: str, prefix: str) -> str:
+def _add_prefix(name: str, prefix: str) -> str:
     return name if "/" in name else f"{prefix}/{name}"

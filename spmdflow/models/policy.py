@@ -218,7 +218,7 @@ def with_text_rows(batch: TensorDict, call: CallInfo) -> tuple[TensorDict, CallI
     samples = batch.exclude("pretrain_ids")
     samples["is_text"] = torch.zeros_like(texts["is_text"])
     columns = {
-        str(name): _stacked(column, texts[name] if name in texts.keys() else None)
+        str(name): _stack(column, texts[name] if name in texts.keys() else None)
         for name, column in samples.items()
         if isinstance(column, Tensor)
     }
@@ -229,7 +229,7 @@ def with_text_rows(batch: TensorDict, call: CallInfo) -> tuple[TensorDict, CallI
     return TensorDict(columns, batch_size=[2 * count]), replace(call, mini_batches=minis)
 
 
-def _stacked(column: Tensor, below: Tensor | None) -> Tensor:
+def _stack(column: Tensor, below: Tensor | None) -> Tensor:
     """A column of the samples with one of the texts below it, or with as many empty rows."""
     if not is_ragged(column):
         return torch.cat([column, torch.zeros_like(column) if below is None else below])

@@ -55,7 +55,7 @@ class PairWorker(EngineWorker):
         num_micro_batches: of n rows. None before the last pipeline stage.
         """
         made = self._score_each(rows, 2 * num_micro_batches)
-        return None if made is None else _side_by_side(made)
+        return None if made is None else _pair_up(made)
 
     def _score_each(self, rows: TensorDict, num_micro_batches: int) -> Tensor | None:
         """(n,) float32: scores of n sequences."""
@@ -180,7 +180,7 @@ class PreferenceWorker(PairWorker):
         update = self._pair_step if is_pairs(batch) else self._label_step
         for mini in self.call.mini_batches:
             steps.append(update(select_rows(batch, mini.index), mini.num_micro_batches))
-        self.report({f"actor/{name}": mean for name, mean in _summed(self._seen).items()})
+        self.report({f"actor/{name}": mean for name, mean in _add_means(self._seen).items()})
         return merge(steps) | {"actor/optimizer_steps": float(len(steps))}
 
     def _pair_step(self, batch: TensorDict, num_micro_batches: int) -> dict[str, float]:
@@ -198,8 +198,8 @@ class PreferenceWorker(PairWorker):
     def _label_step(self, batch: TensorDict, num_micro_batches: int) -> dict[str, float]:
         """Labelled rows, after the other rows' answers have measured the KL."""
         ref = batch["ref_answer_log_probs"]
-        others = self._score_each(_as_rows(_other_answers(batch)), num_micro_batches)
-        rows = _as_rows(_own_answers(batch))
+        others = self._score_each(_build_rows(_cut_other_answers(batch)), num_micro_batches)
+        rows = _build_rows(_cut_own_answers(batch))
         rows["ref_answer_log_probs"], rows["desirable"] = ref, batch["desirable"]
         rows["kl_log_ratios"] = ref[:, 1] * 0 if others is None else others - ref[:, 1]
         return self._step(rows, LabelLoss(self._preference), num_micro_batches, prefix="actor")
@@ -281,23 +281,23 @@ def answer_rows(batch: TensorDict) -> TensorDict:
     row's answer and, after the same prompt, another row's answer.
     """
     if not is_pairs(batch):
-        return _as_rows([*_own_answers(batch), *_other_answers(batch)])
-    both, cuts = _marked(batch), batch["chosen_tokens"].tolist()
+        return _build_rows([*_cut_own_answers(batch), *_cut_other_answers(batch)])
+    both, cuts = _read_marked(batch), batch["chosen_tokens"].tolist()
     chosen = [_cut(ids[:cut], mask[:cut]) for (ids, mask), cut in zip(both, cuts, strict=True)]
     rejected = [_cut(ids[cut:], mask[cut:]) for (ids, mask), cut in zip(both, cuts, strict=True)]
-    return _as_rows([*chosen, *rejected])
+    return _build_rows([*chosen, *rejected])
 
 
 def answer_tokens(rows: TensorDict) -> Tensor:
     """(n, 2) float32: learnt tokens of both answers; rows: 2n sequences of `answer_rows`."""
-    return _side_by_side(pad(rows["response_mask"]).sum(-1).float())
+    return _pair_up(pad(rows["response_mask"]).sum(-1).float())
 
 
 Sequence = tuple[Tensor, Tensor, Tensor]
 """Ids of the prompt (P,), of the response (R,), and which of those are the answer's (R,) bool."""
 
 
-def _marked(batch: TensorDict) -> list[tuple[Tensor, Tensor]]:
+def _read_marked(batch: TensorDict) -> list[tuple[Tensor, Tensor]]:
     return list(zip(rows_of(batch["prompts"]), rows_of(batch["loss_mask"]), strict=True))
 
 
@@ -308,20 +308,20 @@ def _cut(ids: Tensor, mask: Tensor) -> Sequence:
     return ids[:first], ids[first:], mask[first:]
 
 
-def _own_answers(batch: TensorDict) -> list[Sequence]:
-    return [_cut(*row) for row in _marked(batch)]
+def _cut_own_answers(batch: TensorDict) -> list[Sequence]:
+    return [_cut(*row) for row in _read_marked(batch)]
 
 
-def _other_answers(batch: TensorDict) -> list[Sequence]:
+def _cut_other_answers(batch: TensorDict) -> list[Sequence]:
     """Prompts of labelled rows with the answers of other rows."""
     answers = rows_of(batch["answers"])
     return [
         (prompt, answer, torch.ones_like(answer, dtype=torch.bool))
-        for (prompt, _, _), answer in zip(_own_answers(batch), answers, strict=True)
+        for (prompt, _, _), answer in zip(_cut_own_answers(batch), answers, strict=True)
     ]
 
 
-def _as_rows(sequences: list[Sequence]) -> TensorDict:
+def _build_rows(sequences: list[Sequence]) -> TensorDict:
     columns = {
         name: ragged_from_rows([row[place] for row in sequences], dtype=dtype)
         for place, (name, dtype) in enumerate(_COLUMNS.items())
@@ -332,7 +332,7 @@ def _as_rows(sequences: list[Sequence]) -> TensorDict:
 _COLUMNS = {"prompts": torch.int64, "responses": torch.int64, "response_mask": torch.bool}
 
 
-def _side_by_side(x: Tensor) -> Tensor:
+def _pair_up(x: Tensor) -> Tensor:
     """(2n,) in the order of `answer_rows` -> (n, 2)."""
     return x.view(2, len(x) // 2).T
 
@@ -353,7 +353,7 @@ def _accuracies(margins: Tensor) -> Tensor:
     return (margins > 0).double() + 0.5 * (margins == 0).double()
 
 
-def _summed(metrics: list[dict[str, Mean]]) -> dict[str, Mean]:
+def _add_means(metrics: list[dict[str, Mean]]) -> dict[str, Mean]:
     """The same means over the rows of all of them."""
     names = metrics[0] if metrics else {}
     return {n: Mean(*map(sum, zip(*(found[n] for found in metrics)))) for n in names}

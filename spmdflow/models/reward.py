@@ -44,12 +44,12 @@ class RewardWorker(Worker):
 
     @classmethod
     def layout_of(cls, cfg: RewardConfig, ranks: tuple[int, ...]) -> Layout:
-        """That of the reward model; functions alone are data-parallel."""
+        """Layout of the reward model; functions alone are data-parallel."""
         return _ModelScorer.layout_of(cfg, ranks) if cfg.model else Layout.data_parallel(ranks)
 
     @classmethod
     def needed_groups(cls, cfg: RewardConfig, layout: Layout) -> list[tuple[int, ...]]:
-        """Those of the reward model; functions alone need none but the pool's."""
+        """Groups of the reward model; functions alone need the pool's only."""
         return _ModelScorer.needed_groups(cfg, layout) if cfg.model else [layout.ranks]
 
     def __init__(self, cfg: RewardConfig, context: WorkerContext) -> None:
@@ -83,7 +83,9 @@ class RewardWorker(Worker):
         valid = torch.tensor([not (drops and result.get("errors")) for result in results]).bool()
         scores = torch.tensor([result["score"] for result in results], dtype=torch.float32)
         kept = [result for result, counts in zip(results, valid.tolist()) if counts]
-        metrics = {"mean": Mean(float(scores[valid].double().sum()), len(kept))} | _means(kept)
+        metrics = {"mean": Mean(float(scores[valid].double().sum()), len(kept))} | _average_terms(
+            kept
+        )
         if drops:
             metrics.pop("errors", None)
             metrics |= self._count_dropped(valid)
@@ -91,17 +93,17 @@ class RewardWorker(Worker):
         scores[~valid] = torch.nan
         columns = {
             "scores": scores,
-            "token_level_rewards": _at_last_token(scores, batch),
+            "token_level_rewards": _put_at_last_token(scores, batch),
             "valid": valid,
         }
         made = TensorDict(columns, batch_size=batch.batch_size)
         made.set_non_tensor("response_text", texts)
-        made.set_non_tensor("score_terms", [_without_score(result) for result in results])
+        made.set_non_tensor("score_terms", [_dump_terms(result) for result in results])
         return made
 
     @property
     def frozen_folder(self) -> Path | None:
-        """That of the reward model, if there is one."""
+        """Folder of the reward model, if there is one."""
         return Path(self.cfg.model.path) if self.cfg.model else None
 
     def close(self) -> None:
@@ -198,7 +200,7 @@ class _FunctionScorer:
             self._pool.close()
 
 
-def _means(results: list[Result]) -> dict[str, Metric]:
+def _average_terms(results: list[Result]) -> dict[str, Metric]:
     """Means of each term and of further numbers that functions returned; errors are counted."""
     names = sorted({name for result in results for name in result} - {"score", "answer"})
     metrics: dict[str, Metric] = {}
@@ -208,7 +210,7 @@ def _means(results: list[Result]) -> dict[str, Metric]:
     return metrics
 
 
-def _without_score(result: Result) -> str:
+def _dump_terms(result: Result) -> str:
     return json.dumps({name: value for name, value in result.items() if name != "score"})
 
 
@@ -216,7 +218,7 @@ def _last(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
     return {"scores": micro.last(output)}
 
 
-def _at_last_token(scores: Tensor, batch: TensorDict) -> Tensor:
+def _put_at_last_token(scores: Tensor, batch: TensorDict) -> Tensor:
     lengths = lengths_of(batch["responses"]).cpu()
     values = torch.zeros(int(lengths.sum()))
     ends = torch.cumsum(lengths, 0)
@@ -257,7 +259,7 @@ class Dropped(NamedTuple):
         return 100 * self.num_failed / max(self.num_rows, 1)
 
     def excess(self, key: str, max_percent: float) -> str:
-        """What is wrong if the share is above max_percent; key: of the setting."""
+        """The error text for a share above max_percent; key: of the setting."""
         return (
             f"{key}: got {self.num_failed} failed rows among the {self.num_rows} of one call "
             f"({self.percent:.3g} %), expected at most {max_percent:g} %; fix the function, or set "
@@ -266,7 +268,7 @@ class Dropped(NamedTuple):
 
 
 def count_dropped(valid: Tensor, context: WorkerContext) -> Dropped:
-    """Of this rank's rows (B,) and those of its data-parallel peers, which all call it."""
+    """Count failed rows (B,) here and on this rank's data-parallel peers, which all call it."""
     peers = context.layout.axis_group(context.rank, "dp")
     table = torch.zeros(2, len(peers))
     table[:, peers.index(context.rank)] = torch.tensor([float((~valid).sum()), len(valid)])

@@ -73,8 +73,12 @@ def compute_advantages(
     report(advantage_metrics(columns, mask, valid))
     chosen = ESTIMATORS.find(estimator)
     if valid is not None:
-        valid = _comparable(valid, columns, groups if chosen.groups else None)
-        mask, groups, columns = mask & valid[:, None], groups.only(valid), _kept(columns, valid)
+        valid = _find_comparable_rows(valid, columns, groups if chosen.groups else None)
+        mask, groups, columns = (
+            mask & valid[:, None],
+            groups.only(valid),
+            _zero_failed_rows(columns, valid),
+        )
     advantages, returns = chosen.estimate(Samples(columns, mask, groups, reduce), cfg)
     if cfg.whiten:
         advantages = whiten(advantages, mask, reduce)
@@ -95,21 +99,23 @@ def numbers_of(batch: TensorDict, valid: Tensor | None = None) -> dict[str, Tens
         if isinstance(column, Tensor):
             values = pad(column) if is_ragged(column) else column
             found[str(name)] = values.double() if values.is_floating_point() else values
-    return found if valid is None else _kept(found, valid)
+    return found if valid is None else _zero_failed_rows(found, valid)
 
 
-def _kept(columns: Mapping[str, Tensor], valid: Tensor) -> dict[str, Tensor]:
-    """The columns with zeros, whatever was there, in the rows that are not valid (B,)."""
+def _zero_failed_rows(columns: Mapping[str, Tensor], valid: Tensor) -> dict[str, Tensor]:
+    """The columns with zeros in the rows that are not valid (B,)."""
     return {
         name: torch.where(valid.view(-1, *[1] * (x.dim() - 1)), x, torch.zeros_like(x))
         for name, x in columns.items()
     }
 
 
-def _comparable(valid: Tensor, columns: Mapping[str, Tensor], groups: RowGroups | None) -> Tensor:
-    """(B,) bool: valid rows that still have what they are compared with.
+def _find_comparable_rows(
+    valid: Tensor, columns: Mapping[str, Tensor], groups: RowGroups | None
+) -> Tensor:
+    """(B,) bool: valid rows whose baseline is there.
 
-    A row lacks it if the greedy response that is its baseline failed (baseline_scores is nan), or
+    It is missing if the greedy response that is its baseline failed (baseline_scores is nan), or
     if groups are given and all other rows of its group failed.
     """
     if "baseline_scores" in columns:

@@ -134,7 +134,7 @@ def grpo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     centred = scores - groups.means(scores)
     variance = groups.sums(centred.square()) / (sizes - 1).clamp(min=1)
     normalised = centred / (variance.sqrt() + STD_FLOOR)
-    return _alike(samples, torch.where(sizes > 1, normalised, scores))
+    return _repeat_per_token(samples, torch.where(sizes > 1, normalised, scores))
 
 
 @advantage("dr_grpo", groups=True)
@@ -144,7 +144,7 @@ def dr_grpo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     Liu et al. 2025, "Understanding R1-Zero-like training"; its loss sums over tokens and divides
     by a constant (loss.aggregation: sequence-mean-token-sum-by-budget).
     """
-    return _alike(samples, _centred(samples))
+    return _repeat_per_token(samples, _subtract_group_mean(samples))
 
 
 @advantage("rloo", groups=True)
@@ -155,7 +155,7 @@ def rloo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     """
     sizes = samples.groups.sizes()
     scale = torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0)
-    return _alike(samples, scale * _centred(samples))
+    return _repeat_per_token(samples, scale * _subtract_group_mean(samples))
 
 
 @advantage("opo", groups=True)
@@ -168,7 +168,7 @@ def opo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     scores, groups = samples.scores, samples.groups
     lengths = samples.mask.sum(-1).double()
     baseline = groups.sums(lengths * scores) / groups.sums(lengths).clamp(min=1)
-    return _alike(samples, torch.where(groups.sizes() > 1, scores - baseline, scores))
+    return _repeat_per_token(samples, torch.where(groups.sizes() > 1, scores - baseline, scores))
 
 
 @advantage("pass_at_k", groups=True)
@@ -189,10 +189,10 @@ def pass_at_k(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     ordered = groups.members(scores).sort(-1).values  # nan comes last
     weights = torch.zeros_like(ordered)
     for n in set(sizes.int().tolist()):
-        weights[sizes == n] = _weights(n, ordered.shape[1], cfg.best_of).to(weights)
+        weights[sizes == n] = _weigh_places(n, ordered.shape[1], cfg.best_of).to(weights)
     beaten = (scores[:, None] - ordered.nan_to_num(torch.inf)).clamp(min=0)
     found = (beaten * weights).sum(-1)
-    return _alike(samples, torch.where(sizes > 1, found, scores))
+    return _repeat_per_token(samples, torch.where(sizes > 1, found, scores))
 
 
 @advantage("remax", reads=("baseline_scores",))
@@ -223,7 +223,7 @@ def reinforce_pp_baseline(samples: Samples, cfg: AdvantageConfig) -> Estimates:
 
     REINFORCE++-baseline (Hu 2025); the KL belongs into the loss (loss.kl_coef, k2).
     """
-    return _alike(samples, _centred(samples))
+    return _repeat_per_token(samples, _subtract_group_mean(samples))
 
 
 def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
@@ -242,20 +242,20 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return to_go
 
 
-def _weights(n: int, width: int, best_of: int) -> Tensor:
+def _weigh_places(n: int, width: int, best_of: int) -> Tensor:
     """(width,) float64: C(j, k - 2) / C(n - 1, k - 1) at place j of n scores in ascending order."""
     k = max(2, min(best_of or n, n))
     table = [comb(j, k - 2) / comb(n - 1, k - 1) if j < n - 1 else 0.0 for j in range(width)]
     return torch.tensor(table, dtype=torch.float64)
 
 
-def _centred(samples: Samples) -> Tensor:
+def _subtract_group_mean(samples: Samples) -> Tensor:
     """(B,) s_i - mean_G s; s_i alone where a prompt has one sample."""
     scores, groups = samples.scores, samples.groups
     return torch.where(groups.sizes() > 1, scores - groups.means(scores), scores)
 
 
-def _alike(samples: Samples, advantages: Tensor) -> Estimates:
-    """One number a row at all of its tokens; without values the returns are the same."""
+def _repeat_per_token(samples: Samples, advantages: Tensor) -> Estimates:
+    """(advantages, returns), the same without values: a row's number at each of its tokens."""
     spread = samples.spread(advantages)
     return spread, spread

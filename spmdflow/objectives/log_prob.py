@@ -45,7 +45,7 @@ def log_probs_from_logits(
 ) -> Tensor:
     """log softmax(logits / temperature) at ids: (..., V), (...) int64 -> (...) float32."""
     assert temperature > 0, temperature
-    flat, shard = _flat(logits)
+    flat, shard = _flatten(logits)
     result: Tensor = _LogProb.apply(flat, ids.reshape(-1), temperature, shard)  # type: ignore[no-untyped-call]
     return result.view(ids.shape)
 
@@ -53,7 +53,7 @@ def log_probs_from_logits(
 def entropy_from_logits(logits: Tensor | LogitShard, temperature: float = 1.0) -> Tensor:
     """H = -sum_v p_v log p_v of softmax(logits / temperature): (..., V) -> (...) float32."""
     assert temperature > 0, temperature
-    flat, shard = _flat(logits)
+    flat, shard = _flatten(logits)
     result: Tensor = _Entropy.apply(flat, temperature, shard)  # type: ignore[no-untyped-call]
     whole = logits if isinstance(logits, Tensor) else logits.logits
     return result.view(whole.shape[:-1])
@@ -69,11 +69,11 @@ class _LogProb(torch.autograd.Function):
         column = ids - shard.first
         here = (column >= 0) & (column < shard.width)
         column = torch.where(here, column, 0)
-        picked = logits.gather(1, column[:, None])[:, 0].to(_wide(logits)) / temperature
+        picked = logits.gather(1, column[:, None])[:, 0].to(_widen(logits)) / temperature
         picked = torch.where(here, picked, 0.0)
         normaliser = torch.empty_like(picked)
         for part in _chunks(logits):
-            normaliser[part] = _log_sum(_scaled(logits[part], temperature, shard))
+            normaliser[part] = _log_sum(_scale(logits[part], temperature, shard))
         if shard.group is not None:
             normaliser = _joint_log_sum(normaliser, shard.group)
             dist.all_reduce(picked, group=shard.group)
@@ -87,7 +87,7 @@ class _LogProb(torch.autograd.Function):
         shard, grad = ctx.shard, grads[0] / ctx.temperature
         out = torch.zeros_like(logits)
         for part in _chunks(logits):
-            probs = (_scaled(logits[part], ctx.temperature, shard) - normaliser[part, None]).exp()
+            probs = (_scale(logits[part], ctx.temperature, shard) - normaliser[part, None]).exp()
             dense = probs * -grad[part, None]  # (n, width)
             if shard.width:
                 dense.scatter_add_(1, column[part, None], (grad * here)[part, None])
@@ -100,10 +100,10 @@ class _Entropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, temperature: float, shard: _Columns) -> Tensor:
-        entropy = torch.empty(len(logits), dtype=_wide(logits), device=logits.device)
+        entropy = torch.empty(len(logits), dtype=_widen(logits), device=logits.device)
         normaliser = torch.empty_like(entropy)
         for part in _chunks(logits):
-            scaled = _scaled(logits[part], temperature, shard)
+            scaled = _scale(logits[part], temperature, shard)
             normaliser[part] = _log_sum(scaled)
             probs = (scaled - normaliser[part, None]).exp()
             entropy[part] = torch.special.entr(probs).sum(-1)
@@ -123,7 +123,7 @@ class _Entropy(torch.autograd.Function):
         shard, grad = ctx.shard, grads[0] / ctx.temperature
         out = torch.zeros_like(logits)
         for part in _chunks(logits):
-            log_probs = _scaled(logits[part], ctx.temperature, shard) - normaliser[part, None]
+            log_probs = _scale(logits[part], ctx.temperature, shard) - normaliser[part, None]
             # a word of probability 0 has log-prob -inf and no weight
             slope = torch.where(
                 log_probs.isneginf(), 0.0, log_probs.exp() * (log_probs + entropy[part, None])
@@ -141,7 +141,7 @@ class _Columns:
     group: dist.ProcessGroup | None
 
 
-def _flat(logits: Tensor | LogitShard) -> tuple[Tensor, _Columns]:
+def _flatten(logits: Tensor | LogitShard) -> tuple[Tensor, _Columns]:
     """Logits as (N, V/t), and which columns they are."""
     if isinstance(logits, Tensor):
         return logits.reshape(-1, logits.shape[-1]), _Columns(0, logits.shape[-1], None)
@@ -149,13 +149,13 @@ def _flat(logits: Tensor | LogitShard) -> tuple[Tensor, _Columns]:
     return logits.logits.reshape(-1, logits.logits.shape[-1]), columns
 
 
-def _wide(logits: Tensor) -> torch.dtype:
+def _widen(logits: Tensor) -> torch.dtype:
     """float32 at least; float64 stays float64."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _scaled(logits: Tensor, temperature: float, shard: _Columns) -> Tensor:
-    return logits[:, : shard.width].to(_wide(logits)) / temperature
+def _scale(logits: Tensor, temperature: float, shard: _Columns) -> Tensor:
+    return logits[:, : shard.width].to(_widen(logits)) / temperature
 
 
 def _log_sum(scaled: Tensor) -> Tensor:

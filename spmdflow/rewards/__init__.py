@@ -17,5 +17,13 @@ keyword arguments come from the setting. docs/REWARDS.md shows all of it in use.
 | arithmetic, sentiment | the bundled task's reward and control; a lexicon score of a text |
 
 A worker process lives until its pool kills it or the pool's process is gone, whichever is first.
+
+Processes are managed by hand and not by pebble.ProcessPool, which has timeouts and restarts but
+kills a worker process alone: children of a hung function live on, a worker whose rank was killed
+runs until its function returns, SIGTERM to the whole job ends workers before the ranks have saved,
+and nothing asks a hung function for its stack before it is killed. All of this would have to be
+added by hand again. The sentiment score is not vaderSentiment's, as the lexicon
+is the user's file and scores of earlier runs stay comparable.
+
 Knows no batches, no tokens and no ranks.
 """

@@ -37,7 +37,7 @@ _OUR_MODULES = (__name__, "spmdflow.rewards.function", "importlib")
 def main(socket_fd: int, lifeline_fd: int, stack_fd: int) -> None:
     """Serve until the pool's end of the socket is closed."""
     _set_up_signals()
-    _die_with(lifeline_fd)
+    _end_with_pool(lifeline_fd)
     _show_stacks(stack_fd)
     _limit_memory()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # whole lines, at once
@@ -77,7 +77,7 @@ def _set_up_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _die_with(lifeline_fd: int) -> None:
+def _end_with_pool(lifeline_fd: int) -> None:
     """End this process group when the pool's process is gone and its pipe end with it.
 
     The kernel sends SIGKILL itself (fcntl(2), F_SETSIG): a function that never gives up the GIL
@@ -125,7 +125,7 @@ def _load(
         source = name.rpartition(":")[0]
         if source.endswith(".py"):
             sys.path.insert(0, str(Path(source).resolve().parent))  # as if it were a script
-        function, error = _attempt(load_function, name, arguments)
+        function, error = _try(load_function, name, arguments)
         if error is not None:
             refused = isinstance(error, ConfigError)
             answer = {"refused": str(error)} if refused else {"broken": [name, _describe(error)]}
@@ -138,9 +138,7 @@ def _load(
 
 def _answer(function: RewardFunction, sample: Sequence[Any]) -> dict[str, Any]:
     prompt, response, row = sample
-    value, error = _attempt(
-        function, prompt, response, copy.deepcopy(row)
-    )  # the next sees it whole
+    value, error = _try(function, prompt, response, copy.deepcopy(row))  # the next sees it whole
     if error is not None:
         return {"failed": "raised " + _describe(error)}
     try:
@@ -149,8 +147,8 @@ def _answer(function: RewardFunction, sample: Sequence[Any]) -> dict[str, Any]:
         return {"failed": str(err)}
 
 
-def _attempt(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseException | None]:
-    """What the user's code returned, or what it raised (sys.exit too): either is the answer."""
+def _try(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseException | None]:
+    """What the user's code returned, or what it raised, sys.exit included."""
     try:
         return call(*arguments), None
     except BaseException as err:

@@ -45,31 +45,31 @@ def score(
 
 
 def number_of(answer: str) -> Fraction | None:
-    """The number of a reference answer: behind ####, else the text's only or last one."""
+    """The number of a reference answer: behind ####, else the only or last number of the text."""
     return final_number(answer, strict=False)
 
 
 def final_number(text: str, *, strict: bool = False) -> Fraction | None:
-    """The number that a text ends up with; None if it has none. Units and signs of money fall."""
+    """The final number of a text, without units and currency signs; None if it has none."""
     part = answer_part(text)
     said = behind_mark(part)
     if said is None:
         said = last_box(part)
     if said is not None:
-        numbers = _numbers(said[-1000:].rpartition("=")[2])
-        return _value(numbers[0]) if numbers else None
+        numbers = _find_numbers(said[-1000:].rpartition("=")[2])
+        return _read_number(numbers[0]) if numbers else None
     if strict:
         return None
-    numbers = _numbers(part)
-    return _value(numbers[-1]) if numbers else None
+    numbers = _find_numbers(part)
+    return _read_number(numbers[-1]) if numbers else None
 
 
-def _numbers(text: str) -> list[str]:
+def _find_numbers(text: str) -> list[str]:
     plain = _FRACTION.sub(r" \1/\2 ", _ORNAMENTS.sub("", text))
     return _NUMBER.findall(plain)
 
 
-def _value(number: str) -> Fraction | None:
+def _read_number(number: str) -> Fraction | None:
     if len(number) > _MAX_LETTERS:
         return None
     above, _, below = number.replace(",", "").partition("/")

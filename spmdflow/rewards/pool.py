@@ -56,14 +56,14 @@ class RewardPool:
         self._sample_seconds, self._start_seconds = sample_seconds, start_seconds
         self._strict, self._outcome = on_error == "raise", _OUTCOMES[on_error]
         self.first_failure = ""
-        """What the first sample of the last `score` died of, in words; empty if none failed."""
+        """Why the first sample of the last `score` failed; empty if none did."""
         self._processes: list[RewardProcess] = []
         self._closed = False
         self._num_errors = 0
         self._causes: set[tuple[str, str]] = set()
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
-            self._fill()
+            self._start_missing()
             while not all(process.ready for process in self._processes):
                 self._advance(Work(0, 1, strict=False))
             on_failure.pop_all()
@@ -105,13 +105,13 @@ class RewardPool:
                 self._hand_out(work, samples)
                 self._advance(work)
         finally:
-            self._drop([process for process in self._processes if process.pending])
-        return self._answers(work, samples)
+            self._kill([process for process in self._processes if process.pending])
+        return self._collect(work, samples)
 
     def close(self) -> None:
         """Kill all worker processes; harmless when repeated."""
         self._closed = True
-        self._drop(list(self._processes))
+        self._kill(list(self._processes))
 
     def __enter__(self) -> RewardPool:
         return self
@@ -124,7 +124,7 @@ class RewardPool:
     ) -> None:
         self.close()
 
-    def _fill(self) -> None:
+    def _start_missing(self) -> None:
         while len(self._processes) < self._num_processes:
             self._processes.append(
                 RewardProcess(
@@ -135,14 +135,14 @@ class RewardPool:
             )
 
     def _replace_ended(self) -> None:
-        """Make up for processes that went between two calls: no sample is to blame."""
+        """Replace processes that ended between two calls; no sample is to blame."""
         ended = [process for process in self._processes if process.ended]
         for process in ended:
             logger.warning("reward worker process %s ended while idle; replaced", process.pid)
-        self._drop(ended)
-        self._fill()
+        self._kill(ended)
+        self._start_missing()
 
-    def _drop(self, processes: list[RewardProcess]) -> None:
+    def _kill(self, processes: list[RewardProcess]) -> None:
         for process in processes:
             process.kill()
             self._processes.remove(process)
@@ -157,17 +157,19 @@ class RewardPool:
                 process.give(numbers, [(calls[sample], *samples[sample][:3]) for sample in calls])
 
     def _advance(self, work: Work) -> None:
-        """Wait for any process to say something, end or run out of time; take note of it."""
+        """Wait until a process answers, ends or runs out of time, and record it."""
         self._wait()
         for process in list(self._processes):
             messages, end = process.advance()
             for message in messages:
-                self._take(process, message, work)
+                self._record(process, message, work)
             if end is not None:
                 cause = f"ended its worker process ({end})"
-                self._lose(process, _with_stack(cause, process.stack()), work)
+                self._replace(process, _add_stack(cause, process.stack()), work)
             elif process.seconds_left() <= 0:
-                self._lose(process, _with_stack(self._late(process), process.stack()), work)
+                self._replace(
+                    process, _add_stack(self._describe_delay(process), process.stack()), work
+                )
 
     def _wait(self) -> None:
         poll = select.poll()
@@ -176,7 +178,7 @@ class RewardPool:
         seconds = min([_LOOK_SECONDS, *(process.seconds_left() for process in self._processes)])
         poll.poll(max(0.0, seconds * 1000))
 
-    def _take(self, process: RewardProcess, message: dict[str, Any], work: Work) -> None:
+    def _record(self, process: RewardProcess, message: dict[str, Any], work: Work) -> None:
         if "scores" in message:
             work.scores[process.pending.popleft()] = message["scores"]
         elif "failed" in message:
@@ -199,14 +201,14 @@ class RewardPool:
         else:
             process.ready, self._places = True, message["ready"]
 
-    def _late(self, process: RewardProcess) -> str:
+    def _describe_delay(self, process: RewardProcess) -> str:
         if not process.ready:
             return f"did not end within {self._start_seconds:g} s"
         return f"ran longer than reward.sample_seconds ({self._sample_seconds:g} s)"
 
-    def _lose(self, process: RewardProcess, cause: str, work: Work) -> None:
-        """Blame the sample that the process was at, put the others back, start another."""
-        self._drop([process])
+    def _replace(self, process: RewardProcess, cause: str, work: Work) -> None:
+        """Blame the sample that the process was working on, requeue the others, start another."""
+        self._kill([process])
         if not process.ready:
             names = ", ".join(repr(term.function) for term in self._terms)
             what, _, stack = cause.partition("\n")
@@ -218,9 +220,9 @@ class RewardPool:
         if process.pending:
             work.fail(process.pending.popleft(), cause)
             work.give_back(list(process.pending))
-        self._fill()
+        self._start_missing()
 
-    def _answers(self, work: Work, samples: Sequence[Any]) -> list[Result]:
+    def _collect(self, work: Work, samples: Sequence[Any]) -> list[Result]:
         self.first_failure = ""
         for number in sorted(work.failures):
             self._report(number, work.failures[number], samples)
@@ -256,17 +258,17 @@ class RewardPool:
         text = (
             f"reward.function {self._terms[function].function!r} {what}; expected a finite number "
             f'or a dict with "score" within {self._sample_seconds:g} s; fix the function{instead}\n'
-            f"prompt: {_excerpt(prompt)!r}\nresponse: {_excerpt(response)!r}\n"
-            f"row{row_id}: {_excerpt(json.dumps(row))}\nfunction: {self._places[function]}"
+            f"prompt: {_shorten(prompt)!r}\nresponse: {_shorten(response)!r}\n"
+            f"row{row_id}: {_shorten(json.dumps(row))}\nfunction: {self._places[function]}"
         )
         return f"{text}\n{trace.rstrip()}" if trace else text
 
 
-def _with_stack(cause: str, stack: str) -> str:
+def _add_stack(cause: str, stack: str) -> str:
     return f"{cause}\nIt was there (innermost call first):\n{stack}" if stack else cause
 
 
-def _excerpt(text: str) -> str:
+def _shorten(text: str) -> str:
     half = _EXCERPT_LETTERS // 2
     return text if len(text) <= _EXCERPT_LETTERS else f"{text[:half]} ... {text[-half:]}"
 

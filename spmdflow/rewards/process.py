@@ -45,7 +45,7 @@ class RewardProcess:
         """functions: name and keyword arguments of each."""
         self.ready = False
         self.pending: deque[int] = deque()
-        """Numbers of the calls it has not answered yet; it is at the first of them."""
+        """Numbers of the calls it has not answered yet; it is running the first of them."""
         self._sample_seconds = sample_seconds
         self._deadline = time.monotonic() + start_seconds
         self._unread, self._unsent = b"", memoryview(b"")
@@ -90,16 +90,16 @@ class RewardProcess:
         messages = self._read()
         if messages:
             self._deadline = time.monotonic() + self._sample_seconds
-        return messages, None if status is None else _end_in_words(status)
+        return messages, None if status is None else _describe_end(status)
 
     def seconds_left(self) -> float:
-        """Until the call it is at, or its start, takes too long; infinite when idle."""
+        """Until its running call, or its start, takes too long; infinite when idle."""
         return float("inf") if self.idle else self._deadline - time.monotonic()
 
     def stack(self) -> str:
-        """Where it is now, or was when it crashed: lines "  File ..., line ... in ...".
+        """The stack of the running function, or of a crash: lines "  File ..., line ... in ...".
 
-        Innermost first; "" if it does not say so soon.
+        Innermost call first; "" if none comes in time.
         """
         if not self.ended:
             os.kill(self.pid, signal.SIGUSR1)
@@ -175,7 +175,7 @@ def _start() -> tuple[subprocess.Popen[bytes], socket.socket, int, int]:
     return popen, ours, lifeline, stack
 
 
-def _end_in_words(status: int) -> str:
+def _describe_end(status: int) -> str:
     if status < 0:
         return f"signal {signal.Signals(-status).name}"
     return f"exit status {status}"

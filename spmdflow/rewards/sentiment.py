@@ -1,7 +1,7 @@
 """How cheerful a text is, from a lexicon of word valences (after Hutto and Gilbert 2014, VADER).
 
 Score range: -1 to 1. No column of the row is read. Simpler than the published rules: no capitals,
-idioms, emoticons or "but"; docs/REWARDS.md says how far that carries.
+idioms, emoticons or "but"; docs/REWARDS.md says how well it agrees with them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def lexicon_score(text: str, lexicon: Mapping[str, float]) -> float:
 
 
 def _valence(words: list[str], place: int, lexicon: Mapping[str, float]) -> float:
-    """Valence of one word, moved by the word before and turned by a negation up to 3 before."""
+    """Valence of a word, scaled by an intensifier before it, turned by a negation up to 3 back."""
     valence = lexicon.get(words[place], 0.0)
     if not valence:
         return 0.0
