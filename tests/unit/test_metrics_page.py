@@ -9,7 +9,9 @@ from spmdflow.tracking.progress import FIELDS
 from tests.metrics_page import PAGE, unknown_metrics
 
 ROOT = Path(__file__).parents[2]
-PREFIXES = "reward|eval|actor|critic|rollout|time|perf|transfer|controller|sampling|advantage"
+PREFIXES = (
+    "reward|eval|actor|critic|rollout|publish|time|perf|transfer|controller|sampling|advantage"
+)
 INNER = {
     "actor/ratio_square",
     "critic/return_square",
@@ -21,7 +23,15 @@ INNER = {
 
 def test_every_metric_that_the_code_names_is_on_the_page() -> None:
     written = set()
-    for folder in ("objectives", "models", "hybrid_engine", "rewards", "controller", "workers"):
+    for folder in (
+        "objectives",
+        "models",
+        "hybrid_engine",
+        "serving",
+        "rewards",
+        "controller",
+        "workers",
+    ):
         for file in (ROOT / "spmdflow" / folder).glob("*.py"):
             written |= set(re.findall(rf'"((?:{PREFIXES})/[a-z_@]+)"', file.read_text()))
     written -= INNER | {"eval/sampled"}
