@@ -161,11 +161,6 @@ class EngineConfig:
         return "recompute" in self.options
 
     @property
-    def reshard_after_forward(self) -> bool:
-        """Free gathered parameters between forward and backward."""
-        return "keep_gathered" not in self.options
-
-    @property
     def micro_batch_size_per_rank(self) -> int:
         """Rows of one forward on one rank; practically no limit if tokens limit it."""
         count, unit = micro_batch_of(self.micro_batch)

@@ -1,6 +1,6 @@
 """FSDP and the stages of ZeRO: every rank has rows of its own (Rajbhandari et al. 2020)."""
 
-from spmdflow.kind.engine import RECOMPUTE, EngineKind, Option, Sharding, register_engine
+from spmdflow.kind.engine import RECOMPUTE, EngineKind, EngineOption, Sharding, register_engine
 
 _ROWS = "spmdflow.weights.ranks:row_tables"
 _LAYERS = Sharding(parameters=True, micro_batch_gathers=2, micro_batch_reductions=1)
@@ -12,7 +12,7 @@ register_engine(
         _LAYERS,
         options=RECOMPUTE
         | {
-            "keep_gathered": Option(
+            "keep_gathered": EngineOption(
                 "keep parameters gathered through a step",
                 sharding=Sharding(parameters=True, gathers=1, reductions=1),
             )
@@ -41,7 +41,7 @@ register_engine(
         weight_table=_ROWS,
         worker_class="ZeROWorker",
     )
-)("spmdflow.workers.zero:ZeROEngine")
+)("spmdflow.workers.fsdp:FSDPEngine")
 
 register_engine(
     EngineKind(
@@ -52,4 +52,4 @@ register_engine(
         weight_table=_ROWS,
         worker_class="ZeROWorker",
     )
-)("spmdflow.workers.zero:ZeROEngine")
+)("spmdflow.workers.fsdp:FSDPEngine")

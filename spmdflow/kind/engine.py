@@ -38,7 +38,7 @@ class Sharding:
 
 
 @dataclass(frozen=True)
-class Option:
+class EngineOption:
     """What engine.options may ask of an engine."""
 
     doc: str
@@ -48,7 +48,7 @@ class Option:
     """In place of the kind's own."""
 
 
-RECOMPUTE = {"recompute": Option("compute activations again in backward")}
+RECOMPUTE = {"recompute": EngineOption("compute activations again in backward")}
 """The option that every built-in engine has."""
 
 
@@ -62,7 +62,7 @@ class EngineKind:
     sharding: Sharding
     axes: tuple[str, ...] = ()
     """Axes besides dp over which it cuts a model: tp, pp."""
-    options: Mapping[str, Option] = field(default_factory=dict)
+    options: Mapping[str, EngineOption] = field(default_factory=dict)
     float32_weights: bool = True
     """Trained weights are stored in float32 and rounded when they are gathered. Else they are
     stored in compute precision, and the optimizer has float32 copies."""

@@ -1,6 +1,6 @@
 """Megatron-Core: tensor, pipeline and data parallelism; the paper's 3D parallel engine."""
 
-from spmdflow.kind.engine import RECOMPUTE, EngineKind, Option, Sharding, register_engine
+from spmdflow.kind.engine import RECOMPUTE, EngineKind, EngineOption, Sharding, register_engine
 
 register_engine(
     EngineKind(
@@ -10,8 +10,8 @@ register_engine(
         axes=("tp", "pp"),
         options=RECOMPUTE
         | {
-            "sequence_parallel": Option("divide norms over the sequence too", needs="tp"),
-            "plain_optimizer": Option(
+            "sequence_parallel": EngineOption("divide norms over the sequence too", needs="tp"),
+            "plain_optimizer": EngineOption(
                 "step every weight on every dp rank",
                 sharding=Sharding(optimizer=False, reductions=2),
             ),

@@ -29,8 +29,7 @@ from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.layout import Layout
 from spmdflow.tracking.metric import merge
 from spmdflow.transfer.worker import Worker, WorkerContext
-from spmdflow.workers.engine import Part, Place
-from spmdflow.workers.factory import engine_of
+from spmdflow.workers.engine import Part, Place, engine_of
 from spmdflow.workers.micro_batch import MicroBatch
 
 _AXES = ("tp", "pp", "dp", "replica", "embedding", "gen_tp", "gen_pp", "gen_replica", "micro_dp")

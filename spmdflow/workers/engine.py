@@ -1,44 +1,66 @@
-"""`TrainEngine`: what every train engine can do. Roles know this and no engine (DESIGN 5)."""
+"""`TrainEngine`: what every train engine can do, and what all share; `engine_of` builds one.
+
+Roles know this class and no engine. An engine derives from it and states how it runs micro-batches,
+steps its weights and shows its blocks; its facts are in `spmdflow.kind`.
+"""
 
 from __future__ import annotations
 
+import math
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.blocks.box import Box
+from spmdflow.blocks.hash import MODULUS, to_signed
+from spmdflow.config.schema import EngineConfig
+from spmdflow.errors import ProtocolError, SpmdflowError
+from spmdflow.kind.engine import engine_kind, load
 from spmdflow.objectives.loss import Loss
-from spmdflow.parallel.group import GroupTable
-from spmdflow.parallel.layout import Layout
-from spmdflow.transfer.worker import Metric
-from spmdflow.workers.micro_batch import MicroBatch
+from spmdflow.transfer.worker import Metric, WorkerContext
+from spmdflow.workers.micro_batch import MicroBatch, micro_batches
+from spmdflow.workers.model import LoadedModel, ModelSource, load_model, open_model
+from spmdflow.workers.optimizer import Scheduled
 
-ForwardFn = Callable[[Tensor, MicroBatch], Mapping[str, Tensor]]
+ForwardFn = Callable[[Any, MicroBatch], Mapping[str, Tensor]]
 """(output, micro) -> columns: response-shaped (b, R) or dense (b,), one row per micro row."""
 
 Part = Literal["parameters", "gradients", "optimizer"]
 Place = Literal["device", "host"]
 
 
-class TrainEngine(Protocol):
+class TrainEngine(ABC):
     """A distributed model. Every method is called by all ranks of the pool.
 
     Batches and answers lie in host memory (the store's); micro-batches go to the device. The
     output of a causal LM is logits (b, T, V), that of a scalar head values (b, T).
     """
 
-    layout: Layout
-    groups: GroupTable
-    device: torch.device
-    dtype: torch.dtype
-    """Compute precision; master parameters, gradients and optimizer are float32."""
-    weights_version: int
-    """Goes up whenever the weights change: at each optimizer step and at load_blocks."""
+    optimizer: Scheduled | None = None
+    """What steps the weights; none: it only runs forward."""
 
+    def __init__(
+        self, model: LoadedModel | ModelSource, cfg: EngineConfig, context: WorkerContext
+    ) -> None:
+        self.name, self.layout, self.groups = context.name, context.layout, context.groups
+        self.device, self.rank = context.device, context.rank
+        self.model, self.cfg = model, cfg
+        self.dtype = model.dtype
+        """Compute precision; master parameters, gradients and optimizer are float32."""
+        self.weights_version = 0
+        """Goes up whenever the weights change: at each optimizer step and at load_blocks."""
+        self.dp_group = self.groups.get(self.layout.axis_group(self.rank, "dp"))
+
+    # -- running ------------------------------------------------------------------------------
+
+    @abstractmethod
     def forward(
         self, batch: TensorDict, fn: ForwardFn, *, num_micro_batches: int
     ) -> TensorDict | None:
@@ -47,7 +69,8 @@ class TrainEngine(Protocol):
         None on ranks before the last pipeline stage.
 
         (b, R) answers become ragged by the rows' response lengths. Every rank of the dp group
-        makes num_micro_batches forwards, also with no rows.
+        makes num_micro_batches forwards, also with no rows. Answers leave the device micro-batch
+        by micro-batch.
         """
 
     def train_step(
@@ -58,24 +81,147 @@ class TrainEngine(Protocol):
         The loss's metrics plus loss, grad_norm (before clipping) and lr. SpmdflowError if the
         gradient is not finite; nothing is changed then.
         """
+        optimizer = self._require_optimizer()
+        totals = self.dp_sums(loss.denominators(batch))
+        micros = self.micro_batches(batch, num_micro_batches)
+        metrics = loss.finalize(self.accumulate(micros, loss, totals))
+        norm = self.gradient_norm()
+        self._require_finite(optimizer, norm, metrics["loss"])
+        lr = optimizer.next_lr
+        self.update(norm)
+        self.weights_version += 1
+        return {**metrics, "grad_norm": norm, "lr": lr}
 
+    @abstractmethod
+    def accumulate(
+        self, micros: list[MicroBatch], loss: Loss, totals: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Forward and backward of every micro-batch: gradients summed over all ranks' rows.
+
+        Gives the sums of the loss and its metrics over all ranks' rows, on every rank.
+        """
+
+    @abstractmethod
+    def gradient_norm(self) -> float:
+        """Norm of the whole model's summed gradient; called once, after `accumulate`."""
+
+    @abstractmethod
+    def update(self, norm: float) -> None:
+        """Clip the gradient, whose norm is given, step the weights and forget the gradient."""
+
+    # -- weights ------------------------------------------------------------------------------
+
+    @abstractmethod
     def blocks(self) -> Iterable[tuple[str, Tensor, Box]]:
         """(Hugging Face name, live tensor, its box of the whole), tied ones once, fixed order."""
 
+    @abstractmethod
     def full_tensors(self) -> Iterable[tuple[str, Tensor]]:
         """(Hugging Face name, full float32 tensor) on every rank, in the order of blocks."""
 
+    @abstractmethod
     def shard_hashes(self, dtype: torch.dtype) -> dict[str, int]:
         """Positional hash of each whole tensor cast to dtype, from the shards themselves."""
 
+    def export_hugging_face(self, folder: Path) -> None:
+        """Write a folder that from_pretrained can load: every rank gathers, the first writes."""
+        tensors = self.full_tensors()
+        if self.rank == self.layout.ranks[0]:
+            self.model.export(folder, tensors)
+        for _ in tensors:  # the other ranks take part in the gathers
+            pass
+
+    # -- state --------------------------------------------------------------------------------
+
+    @abstractmethod
     def state_blocks(self) -> dict[str, Tensor]:
         """This rank's exact state: shards, optimizer moments, steps done."""
 
+    @abstractmethod
     def load_blocks(self, blocks: Mapping[str, Tensor]) -> None:
         """Restore what state_blocks gave on the same layout, bit for bit."""
 
+    @abstractmethod
     def residency(self, where: Place, part: Part) -> None:
         """Move a part to the host or back to the device."""
 
-    def export_hugging_face(self, folder: Path) -> None:
-        """Write a folder that from_pretrained can load (the pool's first rank writes)."""
+    # -- for engines --------------------------------------------------------------------------
+
+    def micro_batches(self, batch: TensorDict, num_micro_batches: int) -> list[MicroBatch]:
+        """The rows of batch as the settings cut them, on the device."""
+        by_tokens = self.cfg.max_micro_batch_tokens is not None
+        return micro_batches(
+            batch, num_micro_batches=num_micro_batches, by_tokens=by_tokens, device=self.device
+        )
+
+    def dp_sums(self, local: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Sums over the dp group in float64; every rank gives the same names."""
+        names = sorted(local)
+        sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        for place, name in enumerate(names):
+            sums[place] = local[name]
+        dist.all_reduce(sums, group=self.dp_group)
+        return dict(zip(names, sums.tolist(), strict=True))
+
+    def _require_optimizer(self) -> Scheduled:
+        if self.optimizer is None:
+            raise ProtocolError(
+                f"{self.name}: train_step on a model without an optimizer; expected one built "
+                f"for training; give the engine an OptimizerConfig"
+            )
+        return self.optimizer
+
+    def _require_finite(self, optimizer: Scheduled, norm: float, loss: float) -> None:
+        if not math.isfinite(norm):
+            raise SpmdflowError(
+                f"{self.name}: optimizer step {optimizer.steps_done} has gradient norm {norm} and "
+                f"loss {loss}; expected finite numbers, no weight was changed; lower optimizer.lr "
+                f"({optimizer.cfg.lr}) or look for extreme rewards and log-probs in the batch"
+            )
+
+
+def sum_hashes(
+    local: Mapping[str, int], group: dist.ProcessGroup, device: torch.device
+) -> dict[str, int]:
+    """Hashes of whole tensors from those of each rank's pieces, modulo 2**64."""
+    signed = [to_signed(value % MODULUS) for value in local.values()]
+    values = torch.tensor(signed, dtype=torch.int64, device=device)
+    dist.all_reduce(values, group=group)  # int64 wraps: a sum modulo 2**64
+    return {name: value % MODULUS for name, value in zip(local, values.tolist(), strict=True)}
+
+
+def engine_of(
+    cfg: Any,
+    context: WorkerContext,
+    *,
+    head: str,
+    adopt: Callable[..., None] | None = None,
+) -> TrainEngine:
+    """The engine `cfg.engine.kind` with the weights of cfg.model.
+
+    head: causal_lm (logits), scalar (a trained one-label head) or critic (a zero head if the
+    folder has none). With `cfg.optimizer` it can train. adopt: where the weights of an engine that
+    shares its storage lie (megatron_optimizer.Adopt). Collective over the pool.
+    """
+    kind = engine_kind(cfg.engine.kind, key=f"{context.name}.engine.kind")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron names every extra that is not installed
+        engine_class = load(kind.implementation)
+    engine: TrainEngine = engine_class(
+        (open_model if kind.reads_folder else load_model)(cfg.model, head=head),
+        cfg.engine,
+        context,
+        optimizer=getattr(cfg, "optimizer", None),
+        total_optimizer_steps=_total_optimizer_steps(cfg, context),
+        **({} if adopt is None else {"adopt": adopt}),
+    )
+    return engine
+
+
+def _total_optimizer_steps(cfg: Any, context: WorkerContext) -> int:
+    """Optimizer steps of the whole run, for schedules that end with it."""
+    update = getattr(cfg, "update", None)
+    if update is None or not update.samples_per_step:
+        return context.total_steps
+    mini_batches = -(-update.samples_per_step // update.mini_batch_size)
+    return context.total_steps * update.num_epochs * mini_batches

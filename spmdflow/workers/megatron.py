@@ -9,9 +9,7 @@ stops its gradient). Knows no roles: what an output means is up to `fn` and `los
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,37 +19,37 @@ from torch import Tensor
 
 from spmdflow.blocks.box import Box
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
-from spmdflow.errors import ConfigError, ProtocolError, SpmdflowError
+from spmdflow.errors import ConfigError
+from spmdflow.kind.engine import engine_kind
 from spmdflow.objectives.loss import Loss
-from spmdflow.transfer.worker import Metric, WorkerContext
+from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.table import stage_layers
-from spmdflow.workers.engine import ForwardFn, Part, Place
-from spmdflow.workers.megatron_groups import process_groups
+from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.megatron_model import build_model, transformer_config
-from spmdflow.workers.megatron_optimizer import Adopt, StageOptimizer
+from spmdflow.workers.megatron_optimizer import Adopt, Owned, StageOptimizer
+from spmdflow.workers.megatron_runtime import megatron_runtime, process_groups
 from spmdflow.workers.megatron_schedule import StageSchedule
-from spmdflow.workers.megatron_shim import megatron_runtime
 from spmdflow.workers.megatron_weights import (
     StageWeights,
     block_name,
     flat_blocks,
     replica_tables,
 )
-from spmdflow.workers.micro_batch import MicroBatch, join_columns, micro_batches
-from spmdflow.workers.model_source import ModelSource
-from spmdflow.workers.optimizer import copy_block
+from spmdflow.workers.micro_batch import MicroBatch, join_columns
+from spmdflow.workers.model import ModelSource
+from spmdflow.workers.optimizer import STEPS, copy_block
 from spmdflow.workers.residency import Storages
 
-OPTIONS = ("recompute", "sequence_parallel", "plain_optimizer")
-_STEPS = "optimizer.steps"
 
-
-class MegatronEngine:
+class MegatronEngine(TrainEngine):
     """A `TrainEngine` over a model folder; without an optimizer it only runs forward.
 
     All ranks of context.layout.ranks build it together. ConfigError if the model cannot be cut
     as the layout asks. adopt: see `megatron_optimizer.Adopt`.
     """
+
+    model: ModelSource
+    optimizer: StageOptimizer | None = None
 
     def __init__(
         self,
@@ -63,12 +61,9 @@ class MegatronEngine:
         total_optimizer_steps: int = 0,
         adopt: Adopt | None = None,
     ) -> None:
-        self.name, self.layout, self.groups = context.name, context.layout, context.groups
-        self.device, self.dtype, self.rank = context.device, model.dtype, context.rank
-        self.weights_version = 0
+        super().__init__(model, cfg, context)
         _check_options(self.name, cfg)
-        self._cfg, self._model = cfg, model
-        self._stage, _, self._tp_rank = self.layout.coordinate(self.rank)
+        self._stage = self.layout.coordinate(self.rank).pp
         self._replica = self.groups.get(self.layout.axis_group(self.rank, "replica"))
         tables = replica_tables(model.architecture, self.layout)  # refuses what cannot be cut
         with megatron_runtime():
@@ -79,19 +74,16 @@ class MegatronEngine:
             self.weights = StageWeights(self._module, model.architecture, tables, self._replica)
             self.weights.load(model.read)
             self._schedule = StageSchedule(self._module, model.architecture, self._megatron_groups)
-            self._optimizer = (
-                StageOptimizer(
+            if optimizer is not None:
+                self.optimizer = StageOptimizer(
                     self._module,
                     optimizer,
                     self._megatron_groups,
                     total_steps=total_optimizer_steps,
-                    distributed="plain_optimizer" not in cfg.options,
+                    distributed=engine_kind(cfg.kind).sharding_with(cfg.options).optimizer,
                     adopt=adopt,
                 )
-                if optimizer is not None
-                else None
-            )
-        if self._optimizer is not None and self.dtype != torch.float32:
+        if self.optimizer is not None and self.dtype != torch.float32:
             self._load_masters()
         self._storages: dict[Part, Storages] = {}
 
@@ -101,7 +93,7 @@ class MegatronEngine:
         self, batch: TensorDict, fn: ForwardFn, *, num_micro_batches: int
     ) -> TensorDict | None:
         """See `TrainEngine.forward`; None but on the last stage."""
-        micros = self._micro_batches(batch, num_micro_batches)
+        micros = self.micro_batches(batch, num_micro_batches)
 
         def answer(output: Any, micro: MicroBatch) -> dict[str, Tensor]:
             return {name: column.cpu() for name, column in fn(output, micro).items()}
@@ -110,13 +102,11 @@ class MegatronEngine:
             answers = self._schedule.forward(micros, answer)
         return join_columns(answers, micros) if self._is_last else None
 
-    def train_step(
-        self, batch: TensorDict, loss: Loss, *, num_micro_batches: int
-    ) -> dict[str, Metric]:
-        """See `TrainEngine.train_step`. Metrics are those of the last stage, on every rank."""
-        optimizer = self._require_optimizer()
-        micros = self._micro_batches(batch, num_micro_batches)
-        totals = self._dp_sums(loss.denominators(batch))
+    def accumulate(
+        self, micros: list[MicroBatch], loss: Loss, totals: Mapping[str, float]
+    ) -> dict[str, float]:
+        """See `TrainEngine.accumulate`. Sums are those of the last stage, on every rank."""
+        assert self.optimizer is not None
 
         def terms(output: Any, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             value, metrics = loss(output, micro, totals)
@@ -124,15 +114,21 @@ class MegatronEngine:
             return value, torch.zeros((), dtype=torch.int), found
 
         with megatron_runtime():
-            optimizer.zero_gradients()
-            found = self._schedule.forward_backward(optimizer.ddp, micros, terms)
-            metrics = loss.finalize(self._everywhere(found))
-            norm = optimizer.gradient_norm()
-            self._require_finite(optimizer, norm, metrics["loss"])
-            lr = optimizer.next_lr
-            optimizer.step(norm)
-        self.weights_version += 1
-        return {**metrics, "grad_norm": norm, "lr": lr}
+            self.optimizer.zero_gradients()
+            found = self._schedule.forward_backward(self.optimizer.ddp, micros, terms)
+            return self._everywhere(found)
+
+    def gradient_norm(self) -> float:
+        """See `TrainEngine.gradient_norm`."""
+        assert self.optimizer is not None
+        with megatron_runtime():
+            return self.optimizer.gradient_norm()
+
+    def update(self, norm: float) -> None:
+        """See `TrainEngine.update`."""
+        assert self.optimizer is not None
+        with megatron_runtime():
+            self.optimizer.step(norm)
 
     # -- weights ------------------------------------------------------------------------------
 
@@ -151,14 +147,6 @@ class MegatronEngine:
         """Hash of each whole tensor cast to dtype; each replica hashes its own copy."""
         return self.weights.hashes(dtype)
 
-    def export_hugging_face(self, folder: Path) -> None:
-        """See `TrainEngine.export_hugging_face`; every rank gathers, the first writes."""
-        tensors = self.full_tensors()
-        if self.rank == self.layout.ranks[0]:
-            self._model.export(folder, tensors)
-        for _ in tensors:  # the other ranks take part in the gathers
-            pass
-
     # -- state --------------------------------------------------------------------------------
 
     def state_blocks(self) -> dict[str, Tensor]:
@@ -167,9 +155,9 @@ class MegatronEngine:
         With the distributed optimizer each element is in the blocks of one dp rank. Without an
         optimizer: the weights held here.
         """
-        if self._optimizer is None:
+        if self.optimizer is None:
             return {block_name(name, box): view for name, view, box in self.blocks()}
-        return self._optimizer_blocks() | {_STEPS: torch.tensor(self._optimizer.steps_done)}
+        return self._optimizer_blocks() | {STEPS: torch.tensor(self.optimizer.steps_done)}
 
     def load_blocks(self, blocks: Mapping[str, Tensor]) -> None:
         """Restore bit for bit on the same layout; collective over dp."""
@@ -177,34 +165,34 @@ class MegatronEngine:
         with torch.no_grad():
             for name, target in self.state_blocks().items():
                 copy_block(target, blocks, name)
-            if self._optimizer is not None:
+            if self.optimizer is not None:
                 with megatron_runtime():
-                    self._optimizer.restored(int(blocks[_STEPS]))
+                    self.optimizer.restored(int(blocks[STEPS]))
 
     def residency(self, where: Place, part: Part) -> None:
         """Move a part to the host or back. Gradients are not kept: they live within a step.
 
         On a CPU device only gradients matter: their buffer is freed.
         """
-        if part == "optimizer" and self._optimizer is not None:
-            self._optimizer.move(self.device if where == "device" else torch.device("cpu"))
+        if part == "optimizer" and self.optimizer is not None:
+            self.optimizer.move(self.device if where == "device" else torch.device("cpu"))
         elif part == "parameters" and self.device.type != "cpu":
             storages = self._storages_of(part, list(self._module.parameters()))
             storages.to_host() if where == "host" else storages.to_device()
-        elif part == "gradients" and self._optimizer is not None:
-            buffers = [buffer.grad_data for buffer in self._optimizer.ddp.buffers]
+        elif part == "gradients" and self.optimizer is not None:
+            buffers = [buffer.grad_data for buffer in self.optimizer.ddp.buffers]
             storages = self._storages_of(part, buffers)
             storages.drop() if where == "host" else storages.to_device()
 
     # -- helpers, in the order of use ---------------------------------------------------------
 
     def _build(self) -> Any:
-        layout, options = self.layout, self._cfg.options
+        layout, options = self.layout, self.cfg.options
         layers = stage_layers(
-            self._model.architecture.num_layers, pp_size=layout.pp_size, pp_rank=self._stage
+            self.model.architecture.num_layers, pp_size=layout.pp_size, pp_rank=self._stage
         )
         config = transformer_config(
-            self._model.architecture,
+            self.model.architecture,
             tp_size=layout.tp_size,
             pp_size=layout.pp_size,
             num_layers=len(layers),
@@ -213,35 +201,12 @@ class MegatronEngine:
             sequence_parallel="sequence_parallel" in options,
         )
         return build_model(
-            self._model.architecture, config, self._megatron_groups, num_layers=len(layers)
-        )
-
-    def _micro_batches(self, batch: TensorDict, num_micro_batches: int) -> list[MicroBatch]:
-        by_tokens = self._cfg.max_micro_batch_tokens is not None
-        return micro_batches(
-            batch, num_micro_batches=num_micro_batches, by_tokens=by_tokens, device=self.device
+            self.model.architecture, config, self._megatron_groups, num_layers=len(layers)
         )
 
     @property
     def _is_last(self) -> bool:
         return self._stage == self.layout.pp_size - 1
-
-    def _require_optimizer(self) -> StageOptimizer:
-        if self._optimizer is None:
-            raise ProtocolError(
-                f"{self.name}: train_step on a model without an optimizer; expected one built "
-                f"for training; give the engine an OptimizerConfig"
-            )
-        return self._optimizer
-
-    def _dp_sums(self, local: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """Sums over this rank's dp group in float64."""
-        names = sorted(local)
-        sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
-        for place, name in enumerate(names):
-            sums[place] = local[name]
-        dist.all_reduce(sums, group=self._megatron_groups.dp)
-        return dict(zip(names, sums.tolist(), strict=True))
 
     def _everywhere(self, found: list[dict[str, Tensor]]) -> dict[str, float]:
         """Metrics summed over micro-batches and dp, from each replica's first rank of the last
@@ -250,22 +215,18 @@ class MegatronEngine:
         shared: list[Any] = [None]
         if self.rank == source:
             local = {name: sum(metrics[name] for metrics in found) for name in found[0]}
-            shared = [self._dp_sums(local)]
+            shared = [self.dp_sums(local)]
         dist.broadcast_object_list(shared, source, group=self._replica, device=self.device)
         metrics: dict[str, float] = shared[0]
         return metrics
 
-    def _require_finite(self, optimizer: StageOptimizer, norm: float, loss: float) -> None:
-        if not math.isfinite(norm):
-            raise SpmdflowError(
-                f"{self.name}: optimizer step {optimizer.steps_done} has gradient norm {norm} and "
-                f"loss {loss}; expected finite numbers, no weight was changed; lower optimizer.lr "
-                f"({optimizer.cfg.lr}) or look for extreme rewards and log-probs in the batch"
-            )
+    def _owned(self) -> Iterator[Owned]:
+        assert self.optimizer is not None
+        return self.optimizer.owned()
 
     def _optimizer_blocks(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for part in self._require_optimizer().owned():
+        for part in self._owned():
             local = self.weights.table[part.name]
             for kind, flat in {"": part.main, **part.moments}.items():
                 for name, view, box in flat_blocks(local, flat, part.start):
@@ -274,11 +235,11 @@ class MegatronEngine:
 
     def _load_masters(self) -> None:
         """Read the float32 masters from the folder, whose values bfloat16 weights have lost."""
-        for part in self._require_optimizer().owned():
+        for part in self._owned():
             for name, view, box in flat_blocks(
                 self.weights.table[part.name], part.main, part.start
             ):
-                view.copy_(self._model.read(name, box))
+                view.copy_(self.model.read(name, box))
 
     def _storages_of(self, part: Part, tensors: list[Tensor]) -> Storages:
         if part not in self._storages:
@@ -287,9 +248,10 @@ class MegatronEngine:
 
 
 def _check_options(name: str, cfg: EngineConfig) -> None:
-    unknown = sorted(set(cfg.options) - set(OPTIONS))
+    known = engine_kind(cfg.kind).options
+    unknown = sorted(set(cfg.options) - set(known))
     if unknown:
         raise ConfigError(
-            f"{name}.engine.options: got {unknown} for engine megatron, expected some of "
-            f"{list(OPTIONS)}; leave them out or choose another engine.kind"
+            f"{name}.engine.options: got {unknown} for engine {cfg.kind}, expected some of "
+            f"{list(known)}; leave them out or choose another engine.kind"
         )

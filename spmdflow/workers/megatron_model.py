@@ -2,23 +2,42 @@
 
 Settings that follow from how the engine runs: no dropout, sums instead of means over micro-
 batches and dp (`calculate_per_token_loss`), shapes sent along between stages, so that micro-
-batches may differ in rows and length.
+batches may differ in rows and length. Layers are TransformerEngine's where it can run; else
+Megatron's local ones, with a norm, an attention and a scalar head of our own.
+
+Parameter names are those of Megatron's local layers, also under TransformerEngine, which fuses a
+norm into the linear layer that follows it: `local_name` undoes that.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.megatron import vocab_multiple
-from spmdflow.workers.megatron_layer import ScalarHead, stage_spec
+
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
 
 
 def transformer_config(
@@ -135,3 +154,158 @@ def rotary_frequencies(architecture: Architecture) -> Tensor:
 def _leave(tensor: Tensor) -> Tensor:
     """An initialisation that does nothing."""
     return tensor
+
+
+def stage_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
+    """num_layers decoder layers and a final norm: TransformerEngine's where it can run."""
+    qk_norm = config.qk_layernorm
+    if uses_transformer_engine():
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+        layer.submodules.self_attention.module = GroupedSelfAttention
+        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
+    layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention: ModuleSpec = layer.submodules.self_attention
+    attention.module = GroupedSelfAttention
+    attention.submodules.core_attention = CausalAttention
+    if qk_norm:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def uses_transformer_engine() -> bool:
+    """Whether layers are TransformerEngine's: installed, and a GPU to run on."""
+    return bool(HAVE_TE) and torch.cuda.is_available()
+
+
+def local_name(name: str) -> str:
+    """A parameter's name in a model of local layers, without the wrappers' prefixes."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    for fused, plain in _FUSED_NORMS.items():
+        if name.endswith(fused):
+            return name.removesuffix(fused) + plain
+    return name
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight (Zhang and Sennrich 2019), normalised in float32 as Hugging Face does.
+
+    Megatron's own norm without TransformerEngine refuses sequence parallelism.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        device = torch.cuda.current_device()  # the CPU, inside megatron_runtime
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+        )
+        # each rank sees its part of the sequence: gradients are summed over tp afterwards
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden_size) -> the same."""
+        wide = x.float()
+        normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normalised.to(x.dtype)
+
+
+class CausalAttention(nn.Module):
+    """Scaled dot-product attention by PyTorch's kernels: no (T, T) scores are kept.
+
+    Not for context parallelism: every rank needs the keys of the whole sequence, which
+    Megatron passes around in TransformerEngine's attention only.
+    """
+
+    def __init__(
+        self, *, config: TransformerConfig, softmax_scale: float | None = None, **_: Any
+    ) -> None:
+        super().__init__()
+        assert config.context_parallel_size == 1, config.context_parallel_size
+        self.scale = softmax_scale
+        self.window = None if config.window_size is None else config.window_size[0] + 1
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+    ) -> Tensor:
+        """query (T, b, heads, d), key and value (T, b, kv heads, d) -> (T, b, heads * d)."""
+        assert attention_mask is None, "rows are padded on the right: causality is mask enough"
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # (b, heads, T, d)
+        mask = self._band(len(query), query.device)
+        if q.is_cuda and (mask is not None or q.dtype == torch.float32):
+            # of CUDA's kernels only flash takes grouped heads: half precision and no mask
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        mixed = functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+        )
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+    def _band(self, length: int, device: torch.device) -> Tensor | None:
+        """(T, T) bool: the last `window` positions up to each; None if that is all of them."""
+        if self.window is None or length <= self.window:
+            return None
+        places = torch.arange(length, device=device)
+        distance = places[:, None] - places
+        return (distance >= 0) & (distance < self.window)
+
+
+class GroupedSelfAttention(SelfAttention):
+    """Self-attention that also splits over more ranks than there are key-value heads.
+
+    Megatron does the same with its global tensor-parallel group (attention.py, 0.16.1); here it
+    is the model's own. Each rank stores 1/t of the fused rows; the outputs are gathered, and a
+    rank keeps its key-value head and its own query heads.
+    """
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> Any:
+        """(T, b, H) -> query (T, b, heads/t, d), key and value (T, b, kv heads or 1, d)."""
+        kv_heads, ranks_per_head = self.config.num_query_groups, 1
+        if kv_heads >= self.world_size:
+            return super().get_query_key_value_tensors(
+                hidden_states, key_value_states, output_gate=output_gate, split_qkv=split_qkv
+            )
+        fused, _ = self.linear_qkv(hidden_states)
+        fused = all_gather_last_dim_from_tensor_parallel_region(fused, group=self.tp_group)
+        ranks_per_head = self.world_size // kv_heads
+        head, part = divmod(self.tp_group.rank(), ranks_per_head)
+        mine = fused.chunk(kv_heads, -1)[head]
+        mine = mine.unflatten(-1, (-1, self.hidden_size_per_attention_head))  # (T, b, q.. k v, d)
+        query, key, value = mine[..., :-2, :], mine[..., -2:-1, :], mine[..., -1:, :]
+        query = query.chunk(ranks_per_head, 2)[part]
+        if self.q_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query.contiguous(), key.contiguous(), value.contiguous()
+
+
+class ScalarHead(nn.Module):
+    """Bias-free linear head with one output, whole on every rank and in float32.
+
+    Called as the output layer it replaces. 8 bits of mantissa would ruin a value.
+    """
+
+    def __init__(self, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> None:
+        super().__init__()
+        self._group, self._sequence_parallel = group, config.sequence_parallel
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """(T or T/t, b, H) -> (T, b, 1) float32."""
+        values = functional.linear(hidden.float(), self.weight)
+        if self._sequence_parallel:
+            values = gather_from_sequence_parallel_region(
+                values, tensor_parallel_output_grad=False, group=self._group
+            )
+        return values, None

@@ -27,11 +27,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from spmdflow.config.schema import OptimizerConfig
-from spmdflow.workers.megatron_groups import only_among
-from spmdflow.workers.megatron_layer import local_name
-from spmdflow.workers.optimizer import check_schedule, clip_, learning_rate, squared_norm
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from spmdflow.workers.megatron_model import local_name
+from spmdflow.workers.megatron_runtime import only_among
+from spmdflow.workers.optimizer import MOMENTS, Scheduled, clip_, squared_norm
 
 Adopt = Callable[[DistributedDataParallel, Mapping[Tensor, str]], None]
 """Called between the making of the buffers and of the optimizer: the last moment at which
@@ -53,7 +51,7 @@ class Owned:
     """exp_avg and exp_avg_sq of the same shape, live."""
 
 
-class StageOptimizer:
+class StageOptimizer(Scheduled):
     """DDP and optimizer around a stage's module. Collective over the model's ranks."""
 
     def __init__(
@@ -66,8 +64,7 @@ class StageOptimizer:
         distributed: bool,
         adopt: Adopt | None,
     ) -> None:
-        check_schedule(cfg, total_steps)
-        self.cfg, self.total_steps, self.steps_done = cfg, total_steps, 0
+        super().__init__(cfg, total_steps)
         self.distributed = distributed
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
@@ -92,11 +89,6 @@ class StageOptimizer:
         for parameter in self._stepped():
             # made now, not at the first step: memory is known and checkpoints look alike
             self._adam.state[parameter].update(_fresh_state(self._adam, parameter))
-
-    @property
-    def next_lr(self) -> float:
-        """The rate that the next step will use."""
-        return learning_rate(self.cfg, self.steps_done, self.total_steps)
 
     def zero_gradients(self) -> None:
         """Before the first micro-batch of a step."""

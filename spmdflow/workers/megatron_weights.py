@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spmdflow.blocks.box import Box, flat_range
-from spmdflow.blocks.hash import MODULUS, box_hash, to_signed
+from spmdflow.blocks.hash import box_hash
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.cut import LocalTensor, Piece, ShardTable, owned
-from spmdflow.weights.megatron import megatron_shards
+from spmdflow.weights.megatron import megatron_shards, vocab_multiple
 from spmdflow.weights.move import Block, Read, blocks, fill
 from spmdflow.weights.table import parameters
-from spmdflow.workers.megatron_layer import local_name
-from spmdflow.workers.megatron_model import vocab_multiple
+from spmdflow.workers.engine import sum_hashes
+from spmdflow.workers.megatron_model import local_name
 
 
 class StageWeights:
@@ -77,10 +77,7 @@ class StageWeights:
         local = dict.fromkeys(shapes, 0)
         for name, tensor, box in blocks(self.local, self._owned):
             local[name] += box_hash(tensor.to(dtype), box, shapes[name])
-        signed = [to_signed(value % MODULUS) for value in local.values()]
-        sums = torch.tensor(signed, dtype=torch.int64, device=self._device)
-        dist.all_reduce(sums, group=self._group)  # int64 wraps: a sum modulo 2**64
-        return {name: value % MODULUS for name, value in zip(shapes, sums.tolist(), strict=True)}
+        return sum_hashes(local, self._group, self._device)
 
     @property
     def _device(self) -> torch.device:

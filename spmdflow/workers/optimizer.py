@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from spmdflow.config.schema import OptimizerConfig
 from spmdflow.errors import CheckpointError, ConfigError
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_STEPS = "optimizer.steps"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STEPS = "optimizer.steps"
+"""Key of the number of steps in a checkpoint."""
 
 
 def learning_rate(cfg: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -72,12 +73,25 @@ def clip_(gradients: Iterable[Tensor], norm: float, max_norm: float) -> None:
             gradient.mul_(max_norm / norm)
 
 
-class ShardedAdamW:
+class Scheduled:
+    """What every optimizer counts: the steps done, and the learning rate of the next one."""
+
+    def __init__(self, cfg: OptimizerConfig, total_steps: int) -> None:
+        """total_steps: of the whole run, for schedules that end with it."""
+        check_schedule(cfg, total_steps)
+        self.cfg, self.total_steps, self.steps_done = cfg, total_steps, 0
+
+    @property
+    def next_lr(self) -> float:
+        """The rate that the next step will use."""
+        return learning_rate(self.cfg, self.steps_done, self.total_steps)
+
+
+class ShardedAdamW(Scheduled):
     """AdamW with a schedule over named float32 shards, which may be empty on some ranks."""
 
     def __init__(self, shards: Mapping[str, Tensor], cfg: OptimizerConfig, total_steps: int):
-        check_schedule(cfg, total_steps)
-        self.cfg, self.total_steps, self.steps_done = cfg, total_steps, 0
+        super().__init__(cfg, total_steps)
         self._parameters = {name: nn.Parameter(shard.detach()) for name, shard in shards.items()}
         self._settings: dict[str, Any] = {
             "lr": cfg.lr,
@@ -90,18 +104,13 @@ class ShardedAdamW:
         for name, parameter in self._parameters.items():
             if self.owns(name):
                 # made now, not at the first step: memory is known and checkpoints look alike
-                moments = {moment: torch.zeros_like(parameter.detach()) for moment in _MOMENTS}
+                moments = {moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS}
                 self._state[name] = {"step": torch.zeros((), device=parameter.device), **moments}
                 self._adamw.state[parameter] = self._state[name]
 
     def owns(self, name: str) -> bool:
         """Whether this rank steps (its rows of) the tensor and has the moments."""
         return name in self._parameters
-
-    @property
-    def next_lr(self) -> float:
-        """The rate that the next step will use."""
-        return learning_rate(self.cfg, self.steps_done, self.total_steps)
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
         """Update the shards in place from their gradients; a shard without one is left alone."""
@@ -128,15 +137,15 @@ class ShardedAdamW:
         blocks = {
             f"{name}.{moment}": state[moment]
             for name, state in self._state.items()
-            for moment in _MOMENTS
+            for moment in MOMENTS
         }
-        return blocks | {_STEPS: torch.tensor(self.steps_done)}
+        return blocks | {STEPS: torch.tensor(self.steps_done)}
 
     def load_blocks(self, blocks: Mapping[str, Tensor]) -> None:
         """Restore `state_blocks` bitwise; CheckpointError for a missing or misshapen block."""
         for name, target in self.state_blocks().items():
             copy_block(target, blocks, name)
-        self.steps_done = int(blocks[_STEPS])
+        self.steps_done = int(blocks[STEPS])
         for state in self._state.values():
             state["step"].fill_(self.steps_done)
 

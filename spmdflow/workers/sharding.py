@@ -14,23 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from spmdflow.blocks.box import Box
+from spmdflow.kind.engine import Sharding
 from spmdflow.transfer.worker import WorkerContext
-from spmdflow.workers.hugging_face import LoadedModel
+from spmdflow.workers.model import LoadedModel
 
 
-@dataclass(frozen=True)
-class Partition:
-    """What the ranks of a pool divide among themselves, and for how long it is whole."""
-
-    parameters: bool
-    """Each rank holds 1/n of every parameter; else every rank holds them all."""
-    reshard_after_forward: bool
-    """Free a layer's gathered parameters between forward and backward."""
-    reduce_each_micro_batch: bool
-    """Sum gradients over the ranks after each micro-batch, and keep only this rank's part."""
-
-
-def mesh_of(partition: Partition, context: WorkerContext) -> DeviceMesh:
+def mesh_of(sharding: Sharding, context: WorkerContext) -> DeviceMesh:
     """Mesh of the pool, last axis "shard": all of its ranks, or (replicate, shard) = (n, 1).
 
     Meshes are equal if ranks and names are; with the group's name in its own, this one is no mesh
@@ -39,7 +28,7 @@ def mesh_of(partition: Partition, context: WorkerContext) -> DeviceMesh:
     ranks, device = context.layout.ranks, context.device.type
     pool = context.groups.get(ranks)
     shard, replicate = f"shard-{pool.group_name}", f"replicate-{pool.group_name}"
-    if partition.parameters:
+    if sharding.parameters:
         return DeviceMesh.from_group(pool, device, mesh_dim_names=(shard,))
     alone = context.groups.get((context.rank,))
     column = torch.tensor(ranks)[:, None]
@@ -49,7 +38,7 @@ def mesh_of(partition: Partition, context: WorkerContext) -> DeviceMesh:
 
 
 def shard_model(
-    model: LoadedModel, partition: Partition, mesh: DeviceMesh, *, recompute: bool
+    model: LoadedModel, sharding: Sharding, mesh: DeviceMesh, *, recompute: bool
 ) -> None:
     """Shard model.module in place over mesh: one unit per decoder layer, one for the rest.
 
@@ -58,7 +47,7 @@ def shard_model(
     """
     mixed = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
-    reshard = partition.reshard_after_forward
+    reshard = _reshards(sharding)
     for layer in model.layers:
         if recompute:
             recompute_in_backward(layer)
@@ -72,12 +61,17 @@ def shard_model(
         unit.set_force_sum_reduction_for_comms(True)
 
 
-def set_last_micro_batch(root: FSDPModule, partition: Partition, *, last: bool) -> None:
+def set_last_micro_batch(root: FSDPModule, sharding: Sharding, *, last: bool) -> None:
     """Before a micro-batch: what may wait until the last one of the step waits."""
-    if not partition.reduce_each_micro_batch:
+    if not sharding.micro_batch_reductions:
         root.set_requires_gradient_sync(last)
-    if not partition.reshard_after_forward:
+    if not _reshards(sharding):
         root.set_reshard_after_backward(last)
+
+
+def _reshards(sharding: Sharding) -> bool:
+    """Whether a layer's copy in compute precision is freed between forward and backward."""
+    return sharding.frees_gathered or not sharding.parameters
 
 
 def recompute_in_backward(layer: nn.Module) -> None:

@@ -1,4 +1,6 @@
-"""`ZeROEngine`: the stages of ZeRO from torch's own parts (Rajbhandari et al. 2020).
+"""`ZeROEngine`: stage 1 of ZeRO from torch's own parts (Rajbhandari et al. 2020).
+
+Stages 2 and 3 are `FSDPEngine` with another `Sharding`:
 
 | kind | divided over the n ranks | parts | sent by a rank in a step of m micro-batches, P bytes float32 |
 |---|---|---|---|
@@ -20,53 +22,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from spmdflow.config.schema import EngineConfig, OptimizerConfig
-from spmdflow.kind.engine import engine_kind
-from spmdflow.workers.data_parallel import DataParallelEngine
+from spmdflow.config.schema import OptimizerConfig
+from spmdflow.workers.fsdp import FSDPEngine
 from spmdflow.workers.optimizer import ShardedAdamW
-from spmdflow.workers.sharding import Partition
 
 
-class ZeROEngine(DataParallelEngine):
-    """Stage 1, 2 or 3, as cfg.kind says. State and outputs as `FSDPEngine`'s.
+class ZeROEngine(FSDPEngine):
+    """Whole weights on every rank, moments divided. State and outputs as `FSDPEngine`'s.
 
-    In stage 1 a rank saves the tensors that it steps, so that every tensor is saved once; loading
-    sends them to the other ranks.
+    A rank saves the tensors that it steps, so that every tensor is saved once; loading sends them
+    to the other ranks.
     """
-
-    @staticmethod
-    def partition_of(cfg: EngineConfig) -> Partition:
-        """What the stage divides, and when it gathers, as its kind states."""
-        sharding = engine_kind(cfg.kind).sharding
-        return Partition(
-            parameters=sharding.parameters,
-            reshard_after_forward=sharding.frees_gathered or not sharding.parameters,
-            reduce_each_micro_batch=sharding.micro_batch_reductions > 0,
-        )
 
     def load_blocks(self, blocks: Mapping[str, Tensor]) -> None:
         """See `TrainEngine.load_blocks`; whole parameters go from their owner to every rank."""
         super().load_blocks(blocks)
-        if self._partition.parameters:
-            return
         for name, tensor in self._local().items():
-            dist.broadcast(tensor, self.layout.ranks[self._owner(name)], group=self._group)
+            dist.broadcast(tensor, self.layout.ranks[self._owner(name)], group=self.dp_group)
 
     def _optimizer_of(self, cfg: OptimizerConfig, total_steps: int) -> ShardedAdamW:
-        if self._partition.parameters:
-            return super()._optimizer_of(cfg, total_steps)
-        return PartitionedAdamW(self._local(), cfg, total_steps, self._group)
+        return PartitionedAdamW(self._local(), cfg, total_steps, self.dp_group)
 
     def _owned(self) -> dict[str, Tensor]:
-        if self._partition.parameters:
-            return super()._owned()
         place = self.layout.group_rank(self.rank)
         return {name: x for name, x in self._local().items() if self._owner(name) == place}
 
     def _owner(self, name: str) -> int:
         """Position in the pool of the rank that saves a replicated tensor."""
-        if isinstance(self._optimizer, PartitionedAdamW):
-            return self._optimizer.owners[name]
+        if isinstance(self.optimizer, PartitionedAdamW):
+            return self.optimizer.owners[name]
         return 0
 
 

@@ -37,15 +37,14 @@ from spmdflow.config.schema import (
 from spmdflow.data.micro import cut, num_micro_batches
 from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
 from spmdflow.errors import SpmdflowError
+from spmdflow.kind.engine import engine_kind, load
 from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.objectives.value import ValueLoss
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.worker import WorkerContext
-from spmdflow.workers.data_parallel import DataParallelEngine
-from spmdflow.workers.fsdp import FSDPEngine
-from spmdflow.workers.hugging_face import load_causal_lm, load_scalar_model
-from spmdflow.workers.zero import ZeROEngine
+from spmdflow.workers.engine import TrainEngine
+from spmdflow.workers.model import load_causal_lm, load_scalar_model
 
 LR = 1e-2
 MAX_DP, MAX_ROWS = 4, 9
@@ -90,7 +89,7 @@ class World:
 
     def engine(
         self, kind: str, dp: int, cfg: EngineConfig, *, dtype: str = "float32", **optimizer: Any
-    ) -> DataParallelEngine:
+    ) -> TrainEngine:
         """An engine on ranks 0..dp-1; betas[0] = 0 keeps the gradient in exp_avg."""
         layout = Layout.data_parallel(tuple(range(dp)))
         context = WorkerContext(kind, layout, self.rank, self.groups, torch.device("cpu"), seed=0)
@@ -99,7 +98,7 @@ class World:
         )
         settings = {"lr": LR, "betas": [0.0, 0.95], "weight_decay": 0.1, "clip_norm": 1e9}
         chosen = OptimizerConfig(**{**settings, **optimizer})
-        engine = FSDPEngine if self.kind == "fsdp" else ZeROEngine
+        engine = load(engine_kind(self.kind).implementation)
         cfg = replace(cfg, kind=self.kind)
         return engine(model, cfg, context, optimizer=chosen, total_optimizer_steps=4)
 
@@ -159,7 +158,7 @@ def loss_of(kind: str) -> PolicyLoss | ValueLoss:
     return PolicyLoss(cfg, TEMPERATURE)
 
 
-def whole_state(engine: DataParallelEngine) -> dict[str, Tensor]:
+def whole_state(engine: TrainEngine) -> dict[str, Tensor]:
     """What the ranks save put together on rank 0, by pickling: independent of FSDP's gathers."""
     group = engine.groups.get(engine.layout.ranks)
     pieces: list[Any] | None = [None] * engine.layout.size if engine.rank == 0 else None
@@ -170,7 +169,7 @@ def whole_state(engine: DataParallelEngine) -> dict[str, Tensor]:
     return {name: torch.cat([p[name] for p in pieces if name in p]) for name in sorted(names)}
 
 
-def copies_differ(engine: DataParallelEngine) -> list[str]:
+def copies_differ(engine: TrainEngine) -> list[str]:
     """Names of tensors whose values on some rank are not those of the ranks that saved them."""
     saved: list[Any] = [whole_state(engine)]
     dist.broadcast_object_list(saved, src=0, group=engine.groups.get(engine.layout.ranks))

@@ -52,7 +52,7 @@ from spmdflow.config.schema import (
 )
 from spmdflow.data.ragged import lengths_of, rows_of
 from spmdflow.parallel.group import GroupSpec, GroupTable
-from spmdflow.workers.hugging_face import load_causal_lm, load_critic_model, load_scalar_model
+from spmdflow.workers.model import load_causal_lm, load_critic_model, load_scalar_model
 
 
 def main(folder: Path, kinds: list[str]) -> None:

@@ -27,7 +27,7 @@ from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.table import parameters
 from spmdflow.workers.megatron import MegatronEngine
 from spmdflow.workers.micro_batch import MicroBatch
-from spmdflow.workers.model_source import open_model
+from spmdflow.workers.model import open_model
 
 LR, MAX_ROWS = 1e-3, 2
 _AXES = ("tp", "pp", "dp", "replica", "embedding")

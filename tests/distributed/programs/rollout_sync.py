@@ -39,7 +39,7 @@ from spmdflow.rollout.generator import Generator
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.workers.fsdp import FSDPEngine
-from spmdflow.workers.hugging_face import load_causal_lm
+from spmdflow.workers.model import load_causal_lm
 from tests.rollout_reference import (
     END,
     disagreements,

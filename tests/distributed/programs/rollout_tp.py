@@ -51,7 +51,7 @@ from spmdflow.serving.receiver import OutsideReceiver
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
 from spmdflow.workers.fsdp import FSDPEngine
-from spmdflow.workers.hugging_face import load_causal_lm
+from spmdflow.workers.model import load_causal_lm
 from tests.rollout_reference import FAMILIES, load, make_prompts, put_weights, write_family
 
 

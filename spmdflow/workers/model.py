@@ -1,8 +1,12 @@
-"""The seam to transformers: folders in, modules out, folders written. Knows no ranks.
+"""What an engine is built from: a module that transformers loads, or a folder read box by box.
 
-Only this file of the room imports transformers, when a model is loaded. A causal LM gives logits
-(b, T, V); a scalar model (reward, cost, critic) gives values (b, T) from a bias-free linear head
-`score` on the last hidden state, with the tensor names of `...ForSequenceClassification`.
+`LoadedModel` is a whole module on the host. `ModelSource` is for engines that build modules of
+their own: no transformers, and no rank reads more than its share. Both can be written as a folder
+again. Knows no ranks. Only this file of the package imports transformers, when a model is loaded.
+
+A causal LM gives logits (b, T, V); a scalar model (reward, cost, critic) gives values (b, T) from a
+bias-free linear head `score` on the last hidden state, with the tensor names of
+`...ForSequenceClassification`.
 """
 
 from __future__ import annotations
@@ -17,14 +21,39 @@ from torch import Tensor, nn
 
 from spmdflow.config.schema import ModelConfig
 from spmdflow.errors import ConfigError
-from spmdflow.weights.architecture import read_config
-from spmdflow.weights.folder import write_folder
+from spmdflow.weights.architecture import Architecture, Head, read_config
+from spmdflow.weights.folder import HuggingFaceFolder, write_folder
+from spmdflow.weights.move import Read
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class LoadedModel:
+@dataclass(frozen=True, kw_only=True)
+class _Exported:
+    """What both have in common."""
+
+    dtype: torch.dtype
+    """Compute precision, of all parts that are not float32 in any case."""
+    config: Mapping[str, Any]
+    """config.json of an export."""
+    source: Path
+    """The folder it came from; its tokenizer files go along with an export."""
+
+    def export(self, folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write a folder that from_pretrained can load, its files of at most 4 GiB."""
+        write_folder(folder, tensors, config=self.config, source=self.source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource(_Exported):
+    """What an engine needs of a model: its architecture, and a reader of its weights."""
+
+    architecture: Architecture
+    read: Read
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel(_Exported):
     """A module in float32 on the host, and what an engine must know to shard and run it."""
 
     module: nn.Module
@@ -34,12 +63,6 @@ class LoadedModel:
     """(module, input_ids (b, T)) -> logits (b, T, V) or values (b, T)."""
     float32_modules: tuple[nn.Module, ...]
     """Parts that compute in float32 whatever dtype is: 8 bits of mantissa ruin a value."""
-    dtype: torch.dtype
-    """Compute precision of all other parts."""
-    config: Mapping[str, Any]
-    """config.json of an export."""
-    source: Path
-    """The folder it came from; its tokenizer files go along with an export."""
 
 
 class ScalarModel(nn.Module):
@@ -56,6 +79,30 @@ class ScalarModel(nn.Module):
         decoder, score = self.get_submodule(self._decoder_name), self.get_submodule("score")
         hidden = decoder(input_ids=input_ids, use_cache=False).last_hidden_state  # (b, T, H)
         return score(hidden.float())
+
+
+def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
+    """The module of a folder. head: as `open_model`."""
+    return _LOADERS[head](cfg)
+
+
+def open_model(cfg: ModelConfig, *, head: str) -> ModelSource:
+    """The folder cfg.path; ConfigError if it is incomplete or no engine here can compute it.
+
+    head: causal_lm, scalar (a trained one-label head) or critic (a zero head if there is none).
+    """
+    path = Path(cfg.path)
+    kind: Head = "causal_lm" if head == "causal_lm" else "scalar"
+    config = read_config(path)
+    architecture = Architecture.from_config(config, head=kind)
+    folder = HuggingFaceFolder(path, architecture, new_head=head == "critic")
+    return ModelSource(
+        dtype=DTYPES[cfg.dtype],
+        config=_with_head(config, kind),
+        source=path,
+        architecture=architecture,
+        read=folder.read,
+    )
 
 
 def load_causal_lm(cfg: ModelConfig) -> LoadedModel:
@@ -77,9 +124,24 @@ def load_critic_model(cfg: ModelConfig) -> LoadedModel:
     return _load_scalar(cfg, new_head=True)
 
 
-def export_folder(folder: Path, model: LoadedModel, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write config, weights (files of at most 4 GiB) and the source's other files to folder."""
-    write_folder(folder, tensors, config=model.config, source=model.source)
+_LOADERS = {
+    "causal_lm": load_causal_lm,
+    "scalar": load_scalar_model,
+    "critic": load_critic_model,
+}
+
+
+def _with_head(config: dict[str, Any], head: Head) -> dict[str, Any]:
+    """config.json of a folder with float32 weights and this head."""
+    config = {key: value for key, value in config.items() if key != "torch_dtype"}
+    config["dtype"] = "float32"
+    if head == "scalar":
+        names = config.get("architectures") or [""]
+        config["architectures"] = [
+            name.replace("ForCausalLM", "ForSequenceClassification") for name in names
+        ]
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return config
 
 
 def _load_scalar(cfg: ModelConfig, *, new_head: bool) -> LoadedModel:
@@ -141,7 +203,13 @@ def _loaded(
         "dtype": "float32",
     }
     return LoadedModel(
-        module, layers, output, float32_modules, DTYPES[cfg.dtype], config, Path(cfg.path)
+        dtype=DTYPES[cfg.dtype],
+        config=config,
+        source=Path(cfg.path),
+        module=module,
+        layers=layers,
+        output=output,
+        float32_modules=float32_modules,
     )
 
 
