@@ -137,6 +137,8 @@ def _models(report: PlanReport) -> Iterator[str]:
     for model in report.trace.models.values():
         engine, held = getattr(model.cfg, "engine", None), getattr(model.cfg, "model", None)
         kind = f"{engine.kind} {held.dtype}" if engine is not None and held is not None else "-"
+        if hasattr(model.worker_class, "generate_sequences") and hasattr(model.cfg, "rollout"):
+            kind += f", {model.cfg.rollout.engine}"
         name = model.worker_class.__name__
         rows.append((model.name, name, kind, str(model.layout), model.pool))
     yield from table(rows)

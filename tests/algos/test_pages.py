@@ -17,6 +17,7 @@ PAGES = sorted(
         "INSTALL",
         "METRICS",
         "OWN_ALGORITHM",
+        "OWN_ENGINE",
         "TROUBLESHOOTING",
     )
     if (page := ROOT / "docs" / f"{name}.md").exists()
