@@ -20,7 +20,6 @@ from spmdflow.data.ragged import lengths_of, mask_of, rows_of
 from spmdflow.rollout.forward import causal_lm, end_tokens, forward_of
 from spmdflow.rollout.generator import (
     NEVER,
-    Storages,
     WakePart,
     check_prompts,
     response_columns,
@@ -28,6 +27,7 @@ from spmdflow.rollout.generator import (
 )
 from spmdflow.rollout.sampling import Sampling, draw
 from spmdflow.weights.move import Block
+from spmdflow.weights.storage import Storages
 
 _LEAVE_BELOW = 0.75
 """Share of unfinished rows below which the others leave: copying the cache costs steps too."""

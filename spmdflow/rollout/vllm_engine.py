@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from spmdflow.datasets.tokenizer import StopStrings
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_names
-from spmdflow.rollout.generator import Storages, stop_strings_of
+from spmdflow.rollout.generator import stop_strings_of
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling, draw
 from spmdflow.rollout.vllm_contract import check_contract, walk
@@ -46,6 +46,7 @@ from spmdflow.rollout.vllm_process import (
     replaced,
     trim_weights,
 )
+from spmdflow.weights.storage import Storages
 from spmdflow.weights.table import stage_layers
 
 _RUNNER = "engine_core.model_executor.driver_worker.worker.model_runner"

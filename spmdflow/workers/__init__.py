@@ -16,8 +16,8 @@ Without tp and pp every rank is on the last stage; elsewhere `forward` gives Non
 
 Files: `model` what an engine is built from, the only file that imports transformers; `micro_batch`
 rows -> padded tensors; `optimizer` the schedule, and AdamW over shards; `sharding` FSDP2 meshes and
-shards; `residency` device memory given back. Megatron: `megatron_runtime` process groups, and its
-CUDA names on a CPU; `megatron_model` what a stage computes; `megatron_schedule` micro-batches
-through stages; `megatron_optimizer` gradients and AdamW; `megatron_weights` its tensors by Hugging
-Face name. Only these files import Megatron.
+shards. Megatron: `megatron_runtime` process groups, and its CUDA names on a CPU; `megatron_model`
+what a stage computes; `megatron_schedule` micro-batches through stages; `megatron_optimizer`
+gradients and AdamW; `megatron_weights` its tensors by Hugging Face name. Only these files import
+Megatron.
 """

@@ -23,6 +23,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import WorkerContext
+from spmdflow.weights.storage import Storages
 from spmdflow.weights.table import stage_layers
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.megatron_model import build_model, transformer_config
@@ -38,7 +39,6 @@ from spmdflow.workers.megatron_weights import (
 from spmdflow.workers.micro_batch import MicroBatch, join_columns
 from spmdflow.workers.model import ModelSource
 from spmdflow.workers.optimizer import STEPS, copy_block
-from spmdflow.workers.residency import Storages
 
 
 class MegatronEngine(TrainEngine):
@@ -178,11 +178,11 @@ class MegatronEngine(TrainEngine):
             self.optimizer.move(self.device if where == "device" else torch.device("cpu"))
         elif part == "parameters" and self.device.type != "cpu":
             storages = self._storages_of(part, list(self._module.parameters()))
-            storages.to_host() if where == "host" else storages.to_device()
+            storages.to_host() if where == "host" else storages.restore()
         elif part == "gradients" and self.optimizer is not None:
             buffers = [buffer.grad_data for buffer in self.optimizer.ddp.buffers]
             storages = self._storages_of(part, buffers)
-            storages.drop() if where == "host" else storages.to_device()
+            storages.free() if where == "host" else storages.restore()
 
     # -- helpers, in the order of use ---------------------------------------------------------
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from spmdflow.blocks.hash import positional_hash
-from spmdflow.rollout.generator import Storages
 from spmdflow.rollout.sampling import Sampling, draw
+from spmdflow.weights.storage import Storages
 from tests.distributed.ranks import run_ranks
 from tests.gpu.rounds import KV_CACHE_BYTES, follow, phases, stale
 from tests.rollout_reference import write_family

@@ -6,8 +6,8 @@ import torch
 from tensordict import TensorDict
 
 from spmdflow.data.ragged import ragged
+from spmdflow.weights.storage import Storages
 from spmdflow.workers.micro_batch import lengthened, micro_batches
-from spmdflow.workers.residency import Storages
 
 
 def test_views_have_their_values_again_after_a_stay_on_the_host() -> None:
@@ -17,7 +17,7 @@ def test_views_have_their_values_again_after_a_stay_on_the_host() -> None:
 
     storages.to_host()
     sizes = [x.untyped_storage().nbytes() for x in (whole, apart)]
-    storages.to_device()
+    storages.restore()
 
     assert sizes == [0, 0]
     assert torch.equal(rows, torch.arange(12.0).view(3, 4)) and bool((apart == 1).all())
@@ -27,10 +27,10 @@ def test_dropped_memory_comes_back_as_zeros_and_moves_may_be_repeated() -> None:
     gradients = torch.ones(6)
     storages = Storages([gradients])
 
-    storages.drop()
-    storages.drop()
-    storages.to_device()
-    storages.to_device()
+    storages.free()
+    storages.free()
+    storages.restore()
+    storages.restore()
 
     assert torch.equal(gradients, torch.zeros(6))
 

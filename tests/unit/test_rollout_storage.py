@@ -11,9 +11,10 @@ from spmdflow.config.schema import RolloutConfig
 from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.factory import generator_of
-from spmdflow.rollout.generator import NEVER, Storages
+from spmdflow.rollout.generator import NEVER
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling
+from spmdflow.weights.storage import Storages
 from tests.rollout_reference import load, make_prompts, put_weights, write_llama
 
 CPU = torch.device("cpu")

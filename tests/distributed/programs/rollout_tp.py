@@ -43,13 +43,13 @@ from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig
 from spmdflow.hybrid_engine.sync import BoxSync
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.rollout.generator import Storages
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.vllm_contract import check_contract
 from spmdflow.serving.backend import register_backend
 from spmdflow.serving.receiver import OutsideReceiver
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.storage import Storages
 from spmdflow.workers.fsdp import FSDPEngine
 from spmdflow.workers.model import load_causal_lm
 from tests.rollout_reference import FAMILIES, load, make_prompts, put_weights, write_family

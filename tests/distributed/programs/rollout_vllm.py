@@ -36,8 +36,8 @@ from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.rollout.factory import generator_of
 from spmdflow.rollout.forward import end_tokens
-from spmdflow.rollout.generator import Storages
 from spmdflow.rollout.sampling import Sampling
+from spmdflow.weights.storage import Storages
 from tests.rollout_reference import (
     END,
     disagreements,
