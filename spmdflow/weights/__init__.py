@@ -15,6 +15,7 @@ only but for `move` and `folder`; no processes, no Megatron, no vLLM.
 | `vllm` | q over k over v, gate over up, vocabulary padded to 64, replicated kv heads |
 | `ranks` | the tables of all ranks of a layout; rows in equal chunks (FSDP2) and whole tensors |
 | `move` | fill local tensors through a reader; views by box; whole tensors from boxes |
+| `storage` | memory of tensors that is freed and taken again, on the host meanwhile if wanted |
 | `folder` | a reader of boxes over safetensors files, and the writing of such a folder |
 
     table = megatron_shards(arch, tp_size=2, tp_rank=1, pp_size=2, pp_rank=0, vocab_multiple=64)

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from spmdflow.blocks.box import Box
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
-from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import WorkerContext
+from spmdflow.weights.ranks import megatron_tables
 from spmdflow.weights.storage import Storages
 from spmdflow.weights.table import stage_layers
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
@@ -34,7 +34,6 @@ from spmdflow.workers.megatron_weights import (
     StageWeights,
     block_name,
     flat_blocks,
-    replica_tables,
 )
 from spmdflow.workers.micro_batch import MicroBatch, join_columns
 from spmdflow.workers.model import ModelSource
@@ -62,10 +61,11 @@ class MegatronEngine(TrainEngine):
         adopt: Adopt | None = None,
     ) -> None:
         super().__init__(model, cfg, context)
-        _check_options(self.name, cfg)
         self._stage = self.layout.coordinate(self.rank).pp
-        self._replica = self.groups.get(self.layout.axis_group(self.rank, "replica"))
-        tables = replica_tables(model.architecture, self.layout)  # refuses what cannot be cut
+        replica = self.layout.axis_group(self.rank, "replica")
+        self._replica = self.groups.get(replica)
+        every = megatron_tables(model.architecture, self.layout)  # refuses what cannot be cut
+        tables = [every[rank] for rank in replica]
         with megatron_runtime():
             self._megatron_groups = process_groups(self.layout, self.rank, self.groups)
             self._module = self._build()
@@ -245,13 +245,3 @@ class MegatronEngine(TrainEngine):
         if part not in self._storages:
             self._storages[part] = Storages(tensors)
         return self._storages[part]
-
-
-def _check_options(name: str, cfg: EngineConfig) -> None:
-    known = engine_kind(cfg.kind).options
-    unknown = sorted(set(cfg.options) - set(known))
-    if unknown:
-        raise ConfigError(
-            f"{name}.engine.options: got {unknown} for engine {cfg.kind}, expected some of "
-            f"{list(known)}; leave them out or choose another engine.kind"
-        )

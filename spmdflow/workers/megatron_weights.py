@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from spmdflow.blocks.box import Box, flat_range
 from spmdflow.blocks.hash import box_hash
-from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.cut import LocalTensor, Piece, ShardTable, owned
-from spmdflow.weights.megatron import megatron_shards, vocab_multiple
 from spmdflow.weights.move import Block, Read, blocks, fill
 from spmdflow.weights.table import parameters
 from spmdflow.workers.engine import sum_hashes
@@ -34,7 +32,7 @@ class StageWeights:
         tables: Sequence[ShardTable],
         group: dist.ProcessGroup,
     ) -> None:
-        """tables: `replica_tables`; group: the ranks of the replica, in that order."""
+        """tables: of the ranks of the replica, in their order; group: these ranks."""
         self.table = tables[group.rank()]
         self._owned = owned(tables)[group.rank()]
         self.architecture, self._group = architecture, group
@@ -82,25 +80,6 @@ class StageWeights:
     @property
     def _device(self) -> torch.device:
         return next(iter(self._parameters.values())).device
-
-
-def replica_tables(architecture: Architecture, layout: Layout) -> list[ShardTable]:
-    """The table of each rank of a replica, in its order: tp fastest, then pp.
-
-    ConfigError if the layout cannot cut the architecture.
-    """
-    return [
-        megatron_shards(
-            architecture,
-            tp_size=layout.tp_size,
-            tp_rank=tp,
-            pp_size=layout.pp_size,
-            pp_rank=pp,
-            vocab_multiple=vocab_multiple(layout.tp_size),
-        )
-        for pp in range(layout.pp_size)
-        for tp in range(layout.tp_size)
-    ]
 
 
 def block_name(name: str, box: Box) -> str:
