@@ -82,14 +82,23 @@ class ScalarModel(nn.Module):
 
 
 def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
-    """The module of a folder. head: as `open_model`."""
-    return _LOADERS[head](cfg)
+    """The module of the folder cfg.path; ConfigError if the folder or a tensor of it is missing.
+
+    head: causal_lm, scalar (a trained one-label head) or critic (a zero head if there is none).
+    """
+    import transformers
+
+    if head != "causal_lm":
+        return _load_scalar(cfg, new_head=head == "critic")
+    model, missing = _load(transformers.AutoModelForCausalLM, cfg)
+    _require_complete(cfg, missing)
+    return _loaded(model, model, _logits, (), cfg)
 
 
 def open_model(cfg: ModelConfig, *, head: str) -> ModelSource:
-    """The folder cfg.path; ConfigError if it is incomplete or no engine here can compute it.
+    """The folder cfg.path; ConfigError if it is incomplete or has no weight table.
 
-    head: causal_lm, scalar (a trained one-label head) or critic (a zero head if there is none).
+    head: as `load_model`.
     """
     path = Path(cfg.path)
     kind: Head = "causal_lm" if head == "causal_lm" else "scalar"
@@ -103,32 +112,6 @@ def open_model(cfg: ModelConfig, *, head: str) -> ModelSource:
         architecture=architecture,
         read=folder.read,
     )
-
-
-def load_causal_lm(cfg: ModelConfig) -> LoadedModel:
-    """A causal LM from a folder; ConfigError if the folder or a tensor of it is missing."""
-    import transformers
-
-    model, missing = _load(transformers.AutoModelForCausalLM, cfg)
-    _require_complete(cfg, missing)
-    return _loaded(model, model, _logits, (), cfg)
-
-
-def load_scalar_model(cfg: ModelConfig) -> LoadedModel:
-    """A model with a trained one-label head; ConfigError if the folder has no such head."""
-    return _load_scalar(cfg, new_head=False)
-
-
-def load_critic_model(cfg: ModelConfig) -> LoadedModel:
-    """A scalar model, from a reward model's folder or, with a zero head, from a causal LM's."""
-    return _load_scalar(cfg, new_head=True)
-
-
-_LOADERS = {
-    "causal_lm": load_causal_lm,
-    "scalar": load_scalar_model,
-    "critic": load_critic_model,
-}
 
 
 def _with_head(config: dict[str, Any], head: Head) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.workers.engine import TrainEngine
-from spmdflow.workers.model import load_causal_lm, load_scalar_model
+from spmdflow.workers.model import load_model
 
 LR = 1e-2
 MAX_DP, MAX_ROWS = 4, 9
@@ -93,9 +93,8 @@ class World:
         """An engine on ranks 0..dp-1; betas[0] = 0 keeps the gradient in exp_avg."""
         layout = Layout.data_parallel(tuple(range(dp)))
         context = WorkerContext(kind, layout, self.rank, self.groups, torch.device("cpu"), seed=0)
-        model = (load_scalar_model if kind == "reward" else load_causal_lm)(
-            ModelConfig(path=str(self.folder / kind), dtype=dtype)
-        )
+        head = "scalar" if kind == "reward" else "causal_lm"
+        model = load_model(ModelConfig(path=str(self.folder / kind), dtype=dtype), head=head)
         settings = {"lr": LR, "betas": [0.0, 0.95], "weight_decay": 0.1, "clip_norm": 1e9}
         chosen = OptimizerConfig(**{**settings, **optimizer})
         engine = load(engine_kind(self.kind).implementation)

@@ -52,7 +52,7 @@ from spmdflow.config.schema import (
 )
 from spmdflow.data.ragged import lengths_of, rows_of
 from spmdflow.parallel.group import GroupSpec, GroupTable
-from spmdflow.workers.model import load_causal_lm, load_critic_model, load_scalar_model
+from spmdflow.workers.model import load_model
 
 
 def main(folder: Path, kinds: list[str]) -> None:
@@ -278,12 +278,14 @@ def check_refusals(world: World) -> None:
     after = engine.state_blocks()
     world.note("not_finite", text)
     world.note("unchanged", all(torch.equal(before[name], after[name]) for name in before))
-    critic = load_critic_model(ModelConfig(path=str(world.folder / "tied")))
+    critic = load_model(ModelConfig(path=str(world.folder / "tied")), head="critic")
     head = critic.module.get_parameter("score.weight")
     world.note("zero_head", bool((head == 0).all()) and tuple(head.shape) == (1, 32))
     causal = ModelConfig(path=str(world.folder / "tied"))
-    world.note("no_head", message(lambda: load_scalar_model(causal)))
-    world.note("no_folder", message(lambda: load_causal_lm(ModelConfig(path="/nowhere"))))
+    world.note("no_head", message(lambda: load_model(causal, head="scalar")))
+    world.note(
+        "no_folder", message(lambda: load_model(ModelConfig(path="/nowhere"), head="causal_lm"))
+    )
 
 
 def hashes_of(folder: Path) -> dict[str, int]:

@@ -39,7 +39,7 @@ from spmdflow.rollout.generator import Generator
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.workers.fsdp import FSDPEngine
-from spmdflow.workers.model import load_causal_lm
+from spmdflow.workers.model import load_model
 from tests.rollout_reference import (
     END,
     disagreements,
@@ -68,7 +68,7 @@ class World:
     def engine(self, model: str) -> FSDPEngine:
         """A trainer over the pool."""
         context = WorkerContext("actor", Layout.data_parallel(POOL), self.rank, self.groups, CPU, 0)
-        loaded = load_causal_lm(ModelConfig(path=str(self.folder / model)))
+        loaded = load_model(ModelConfig(path=str(self.folder / model)), head="causal_lm")
         optimizer = OptimizerConfig(lr=0.02)
         return FSDPEngine(
             loaded, EngineConfig(), context, optimizer=optimizer, total_optimizer_steps=100

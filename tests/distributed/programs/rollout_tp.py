@@ -51,7 +51,7 @@ from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.storage import Storages
 from spmdflow.workers.fsdp import FSDPEngine
-from spmdflow.workers.model import load_causal_lm
+from spmdflow.workers.model import load_model
 from tests.rollout_reference import FAMILIES, load, make_prompts, put_weights, write_family
 
 
@@ -166,7 +166,7 @@ def check_trainer(world: World, generator: Any, layout: Layout) -> dict[str, Any
     path = world.path("llama")
     context = WorkerContext("actor", DATA_PARALLEL, world.rank, world.groups, CPU, 0)
     engine = FSDPEngine(
-        load_causal_lm(ModelConfig(path=str(path))),
+        load_model(ModelConfig(path=str(path)), head="causal_lm"),
         EngineConfig(),
         context,
         optimizer=OptimizerConfig(lr=0.02),
