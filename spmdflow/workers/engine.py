@@ -21,7 +21,7 @@ from torch import Tensor
 from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import MODULUS, to_signed
 from spmdflow.config.schema import EngineConfig
-from spmdflow.errors import ConfigError, ProtocolError, SpmdflowError
+from spmdflow.errors import ProtocolError, SpmdflowError
 from spmdflow.kind.engine import engine_kind, load
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import Metric, WorkerContext
@@ -52,7 +52,6 @@ class TrainEngine(ABC):
         self.name, self.layout, self.groups = context.name, context.layout, context.groups
         self.device, self.rank = context.device, context.rank
         self.model, self.cfg = model, cfg
-        _check_options(self.name, cfg)
         self.dtype = model.dtype
         """Compute precision; master parameters, gradients and optimizer are float32."""
         self.weights_version = 0
@@ -179,16 +178,6 @@ class TrainEngine(ABC):
                 f"loss {loss}; expected finite numbers, no weight was changed; lower optimizer.lr "
                 f"({optimizer.cfg.lr}) or look for extreme rewards and log-probs in the batch"
             )
-
-
-def _check_options(name: str, cfg: EngineConfig) -> None:
-    known = engine_kind(cfg.kind).options
-    unknown = sorted(set(cfg.options) - set(known))
-    if unknown:
-        raise ConfigError(
-            f"{name}.engine.options: got {unknown} for engine {cfg.kind}, expected some of "
-            f"{list(known)}; leave them out or choose another engine.kind"
-        )
 
 
 def sum_hashes(

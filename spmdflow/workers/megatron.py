@@ -19,6 +19,7 @@ from torch import Tensor
 
 from spmdflow.blocks.box import Box
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
+from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import WorkerContext
@@ -61,6 +62,7 @@ class MegatronEngine(TrainEngine):
         adopt: Adopt | None = None,
     ) -> None:
         super().__init__(model, cfg, context)
+        _check_options(self.name, cfg)
         self._stage = self.layout.coordinate(self.rank).pp
         replica = self.layout.axis_group(self.rank, "replica")
         self._replica = self.groups.get(replica)
@@ -245,3 +247,13 @@ class MegatronEngine(TrainEngine):
         if part not in self._storages:
             self._storages[part] = Storages(tensors)
         return self._storages[part]
+
+
+def _check_options(name: str, cfg: EngineConfig) -> None:
+    known = engine_kind(cfg.kind).options
+    unknown = sorted(set(cfg.options) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"{name}.engine.options: got {unknown} for engine {cfg.kind}, expected some of "
+            f"{list(known)}; leave them out or choose another engine.kind"
+        )

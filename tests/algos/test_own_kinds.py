@@ -14,7 +14,9 @@ from spmdflow.config.load import Loaded, load
 from spmdflow.config.placement import resolve_placement, roles_of
 from spmdflow.controller.script import launch
 from spmdflow.errors import ConfigError
+from spmdflow.hybrid_engine.factory import sync_mode
 from spmdflow.mapping.machine import load_hardware
+from spmdflow.parallel.layout import Layout
 from spmdflow.plan.auto import resolve
 from spmdflow.plan.command import FINE, main
 from spmdflow.plan.report import plan
@@ -109,7 +111,6 @@ def test_auto_placement_of_both_is_proved() -> None:
         ("actor.engine.layout=t2", "got t2 with engine.kind=ddp, expected none, as that engine is"),
         ("actor.rollout.layout=t2", "got t2 with rollout.engine=plain, expected t1, as it"),
         ("actor.engine.options=[recompute]", "got recompute with engine.kind=ddp, expected some"),
-        ("actor.rollout.weights=flat", "rollout.weights: got flat, expected copy here"),
     ],
 )
 def test_what_a_kind_does_not_state_is_refused(setting: str, message: str) -> None:
@@ -117,7 +118,14 @@ def test_what_a_kind_does_not_state_is_refused(setting: str, message: str) -> No
 
     with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
         check(made.cfg, 2)
-        plan(made.script, made.cfg, settings_of(2), load_hardware("h100"))
+
+
+def test_weights_that_neither_lends_or_borrows_are_refused_in_place() -> None:
+    layout = Layout.data_parallel((0, 1))
+
+    with pytest.raises(ConfigError, match="got flat, expected copy here, as engine.kind=ddp"):
+        sync_mode(loaded("actor.rollout.weights=flat").cfg.actor, layout)
+    assert sync_mode(loaded().cfg.actor, layout) == "copy"
 
 
 def test_page_has_the_files_that_are_tested() -> None:
