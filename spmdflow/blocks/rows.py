@@ -7,7 +7,7 @@ senders' loads. So peers with the same rows send equal parts and edges are few.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -55,6 +55,44 @@ def redistribute_rows(
     except RowError:
         return _redistribute(have, need, node_of)  # whose message names the true ids
     return [RowEdge(edge.source, edge.destination, edge.ids + base) for edge in edges]
+
+
+def plan_rounds(
+    have: Mapping[int, Ids], need: Mapping[int, Ids], *, node_of: NodeOf | None = None
+) -> list[list[RowEdge]]:
+    """As `redistribute_rows`, with a broadcast inside a replica: one list of edges, or two.
+
+    Ranks of one node that lack the same rows are a team, unless so many ranks there hold them that
+    none needs to send a row twice. Each of a team is sent a part of the rows in the first round,
+    and in the second they send their parts to one another: rows enter a node once, no holder sends
+    a row twice, and everybody sends. (A broadcast as scatter and all-gather, van de Geijn 1994.)
+    """
+    direct = redistribute_rows(have, need, node_of=node_of)
+    parts: dict[int, Ids] = {}
+    lacking: dict[int, Ids] = {}
+    for team, ids in _teams(direct, node_of):
+        parts |= zip(team, np.array_split(ids, len(team)), strict=True)
+        lacking |= dict.fromkeys(team, ids)
+    if not parts:
+        return [direct]
+    first = redistribute_rows(have, {**need, **parts}, node_of=node_of)
+    return [first, redistribute_rows(parts, lacking, node_of=node_of)]
+
+
+def _teams(direct: Sequence[RowEdge], node_of: NodeOf | None) -> Iterator[tuple[list[int], Ids]]:
+    """Ranks of a node that lack the same rows, sent by fewer ranks of that node; and the rows."""
+    arriving: dict[int, list[RowEdge]] = {}
+    for edge in direct:
+        arriving.setdefault(edge.destination, []).append(edge)
+    teams: dict[tuple[int, bytes], tuple[list[int], set[int], Ids]] = {}
+    for rank, edges in arriving.items():
+        node, ids = node_of(rank) if node_of else 0, _joined([edge.ids for edge in edges])
+        team, sources, _ = teams.setdefault((node, ids.tobytes()), ([], set(), ids))
+        team.append(rank)
+        sources |= {e.source for e in edges if node_of is None or node_of(e.source) == node}
+    for team, sources, ids in teams.values():
+        if len(sources) < len(team) and 1 < len(team) <= len(ids):
+            yield sorted(team), ids
 
 
 @lru_cache(maxsize=128)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spmdflow.blocks.rows import RowEdge, redistribute_rows
+from spmdflow.blocks.rows import RowEdge, plan_rounds
 from spmdflow.controller.frame import CallRecord, Frame
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import TransferError
@@ -64,7 +64,7 @@ class Transfers:
 
         A rank that needs no rows and has never had the column gets an empty one, from itself.
         """
-        edges: dict[tuple[int, int, bytes], tuple[list[str], RowEdge]] = {}
+        rounds: list[dict[tuple[int, int, bytes], tuple[list[str], RowEdge]]] = [{}, {}]
         for columns, held in _by_holders(frame, names):
             unions: dict[tuple[int, int], Ids | None] = {}
             for rank, ids in need.items():
@@ -74,19 +74,22 @@ class Transfers:
             joined = {rank: unions[id(held.get(rank)), id(ids)] for rank, ids in need.items()}
             after = {rank: ids for rank, ids in joined.items() if ids is not None}
             lacking = {rank: need[rank] for rank in after}
-            found = redistribute_rows(held, lacking, node_of=self._transport.node_of)
-            empty = [RowEdge(rank, rank, ids) for rank, ids in lacking.items() if not len(ids)]
-            for edge in found + empty:
-                key = (edge.source, edge.destination, edge.ids.tobytes())
-                edges.setdefault(key, ([], edge))[0].extend(columns)
+            found = plan_rounds(held, lacking, node_of=self._transport.node_of)
+            found[0] += [RowEdge(rank, rank, ids) for rank, ids in lacking.items() if not len(ids)]
+            for edges, planned in zip(rounds, found, strict=False):
+                for edge in planned:
+                    key = (edge.source, edge.destination, edge.ids.tobytes())
+                    edges.setdefault(key, ([], edge))[0].extend(columns)
             frame.held |= dict.fromkeys(columns, {**held, **after})
-        if edges:
-            planned = tuple(
-                _PlannedEdge(edge.source, edge.destination, tuple(columns), edge.ids)
-                for columns, edge in edges.values()
+        for edges in filter(None, rounds):
+            transfer = _Transfer(
+                frame,
+                tuple(
+                    _PlannedEdge(edge.source, edge.destination, tuple(columns), edge.ids)
+                    for columns, edge in edges.values()
+                ),
             )
-            transfer = _Transfer(frame, planned)
-            self._transport.post(lambda: self._offer(transfer))
+            self._transport.post(partial(self._offer, transfer))
 
     def take_outstanding(self) -> list[CallRecord]:
         """Transfers released and not yet waited for; the end of a step waits for them."""

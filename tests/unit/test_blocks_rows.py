@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from spmdflow.blocks.plan import share_out
 from spmdflow.blocks.proof import verify_rows
-from spmdflow.blocks.rows import redistribute_rows
+from spmdflow.blocks.rows import plan_rounds, redistribute_rows
 from spmdflow.errors import RowError
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.protocol import protocol
@@ -197,3 +197,57 @@ def test_plan_of_later_ids_is_the_plan_of_the_step_before_with_later_ids():
 def test_row_that_nobody_holds_is_named_by_its_true_id():
     with pytest.raises(RowError, match="first id 1007"):
         redistribute_rows(arrays({0: [1000, 1001]}), arrays({1: [1001, 1007]}))
+
+
+def after(have, edges):
+    """What each rank has once the edges have brought their rows."""
+    arrived = {rank: [ids] for rank, ids in have.items()}
+    for edge in edges:
+        arrived.setdefault(edge.destination, []).append(edge.ids)
+    return {rank: np.unique(np.concatenate(ids)) for rank, ids in arrived.items()}
+
+
+def test_replica_gets_rows_once_and_its_ranks_exchange_them():
+    have, need = arrays({0: range(4)}), arrays({1: range(4), 2: range(4)})
+
+    first, second = plan_rounds(have, need)
+
+    assert plain(first) == [(0, 1, [0, 1]), (0, 2, [2, 3])]
+    assert plain(second) == [(1, 2, [0, 1]), (2, 1, [2, 3])]
+
+
+def test_ranks_with_a_sender_each_are_sent_everything_in_one_round():
+    have = arrays({0: range(4), 1: range(4)})
+
+    assert len(plan_rounds(have, arrays({2: range(4), 3: range(4)}))) == 1
+
+
+def test_rows_enter_another_node_once_however_many_ranks_there_need_them():
+    have = arrays({rank: range(8) for rank in range(4)})
+    need = arrays({rank: range(8) for rank in range(4, 8)})
+
+    first, second = plan_rounds(have, need, node_of=node_of_4)
+
+    assert sum(len(edge.ids) for edge in first) == 8
+    assert {edge.source for edge in second} == {4, 5, 6, 7}
+
+
+@settings(max_examples=60)
+@given(problem=problems(max_rank=7), copies=st.integers(1, 4), nodes=st.booleans())
+def test_each_round_is_a_right_plan_and_together_they_bring_what_is_needed(problem, copies, nodes):
+    have, need = problem
+    need = {8 * copy + rank: ids for rank, ids in need.items() for copy in range(copies)}
+    node_of = node_of_4 if nodes else None
+
+    there = dict(have)
+    for edges in plan_rounds(have, need, node_of=node_of):
+        for edge in edges:
+            assert np.isin(edge.ids, there.get(edge.source, [])).all()
+            assert not np.isin(edge.ids, there.get(edge.destination, [])).any()
+        there = after(there, edges)
+
+    total = sum(len(np.setdiff1d(ids, have.get(rank, []))) for rank, ids in need.items())
+    rounds = plan_rounds(have, need, node_of=node_of)
+    assert sum(len(edge.ids) for edges in rounds for edge in edges) == total
+    for rank, ids in need.items():
+        assert np.isin(ids, there.get(rank, [])).all()
