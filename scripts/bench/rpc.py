@@ -27,7 +27,8 @@ if str(ROOT) not in sys.path:  # started by torchrun, without bench.py
     sys.path.insert(0, str(ROOT))
 
 from spmdflow.runtime.executor import Operation  # noqa: E402
-from spmdflow.runtime.io import Io, Order, Transport  # noqa: E402
+from spmdflow.runtime.io import Io  # noqa: E402
+from spmdflow.runtime.order import Order, Transport  # noqa: E402
 from spmdflow.runtime.peers import Peers  # noqa: E402
 from spmdflow.runtime.process import Process  # noqa: E402
 from spmdflow.runtime.settings import Member, SessionSettings  # noqa: E402
@@ -179,16 +180,15 @@ def _endpoints_main(address: str, run_id: str, count: str) -> None:
 def _answer(endpoint: Endpoint, envelopes: Envelopes) -> bool:
     """Reply to what is there; True if the end was among it."""
     ended = False
-    while (message := endpoint.receive()) is not None:
-        for data in message:
-            envelope = envelopes.open(data, 0)
-            assert envelope is not None
-            kind, body = envelope
-            if kind is Kind.COMMAND:
-                endpoint.send(envelopes.seal(Kind.REPLY, [body[0], {}]))
-            elif kind is Kind.CLOSE:
-                endpoint.send(envelopes.seal(Kind.BYE))
-                ended = True
+    while (data := endpoint.receive()) is not None:
+        envelope = envelopes.open(data, 0)
+        assert envelope is not None
+        kind, body = envelope
+        if kind is Kind.COMMAND:
+            endpoint.send(envelopes.seal(Kind.REPLY, [body[0], {}]))
+        elif kind is Kind.CLOSE:
+            endpoint.send(envelopes.seal(Kind.BYE))
+            ended = True
     return ended
 
 

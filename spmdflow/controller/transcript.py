@@ -30,7 +30,7 @@ NUM_STEPS = 3
 MOST_BYTES = 16 << 20
 """A step after which the transcript would be larger is left out, and those after it."""
 _ANSWERED = ("scan", "call", "map", "join", "fetch")
-_LEFT_OUT = ("free", "sends", "precedes_call")
+_LEFT_OUT = ("free", "sends")
 """Parts of commands that no later reader needs."""
 _NO_IDS = np.zeros(0, dtype=np.int64)
 

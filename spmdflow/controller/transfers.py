@@ -105,12 +105,12 @@ class Transfers:
 
     def _offer(self, transfer: _Transfer) -> None:
         if transfer.frame.done:
-            self._release(transfer, before_call=True)
+            self._release(transfer)
         else:
             transfer.frame.waiting.append(transfer)
 
-    def _release(self, transfer: _Transfer, *, before_call: bool = False) -> None:
-        """Send the commands; before_call: the call that needs the rows is sent next."""
+    def _release(self, transfer: _Transfer) -> None:
+        """Send the commands."""
         self._num_released += 1
         frame = transfer.frame
         planned: dict[Edge, int] = {}
@@ -130,8 +130,6 @@ class Transfers:
             self.bytes.planned[key] = self.bytes.planned.get(key, 0) + size
             source = _command(commands, edge.source, frame.number)
             source["sends"].append([edge.destination, list(edge.columns), edge.ids])
-        for command in commands.values():  # a rank that only receives has nothing to do before
-            command["precedes_call"] = not command["sends"]
         label = f"transfer {self._num_released} of {frame.label}"
         order = Order(
             number=self._num_released,
@@ -140,7 +138,6 @@ class Transfers:
             commands=commands,
             seconds=self._seconds,
             on_done=partial(self._count, frame, label, planned),
-            rides=before_call and not planned,
         )
         pending = self._transport.submit(order)
         record = CallRecord(self._num_released, label, "transfer", pending, lane="transfer")

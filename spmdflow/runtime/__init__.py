@@ -8,7 +8,7 @@ Knows process groups, sockets, rows by number and worker classes by name; no scr
 | launch, session, settings, rendezvous | how ranks become one session, and part |
 | order, message, wire | what is sent: orders, plain data and names, envelopes and sockets |
 | io, peers, verdict | the sending rank's side: who was told what, who answered, what failed first |
-| comm, link, executor, operation | a rank's side: threads, lanes, and what each command does |
+| comm, executor, operation | a rank's side: threads, lanes, and what each command does |
 | process, failure | processes and signals of the run; how a failure is told |
 | inproc | the same in one process, without threads (`--inproc`) |
 """

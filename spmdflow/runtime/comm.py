@@ -1,10 +1,10 @@
 """The comm thread of a rank: the one that always answers, whatever the lanes are doing.
 
-Hands commands to the lanes while they are busy (runtime/link.py), gives signs of life, and
-watches everything that must not go unnoticed: the limit of the running commands, the controller,
-the parent process (torchrun killed with -9 leaves orphans), SIGTERM. When the run fails it ends
-the process itself: the lanes may sit in a collective that hears nothing. If every process of the
-run is alive and the program around the session wants to go on, the controller says UNWIND instead.
+Hands commands to the lanes, gives signs of life, and watches everything that must not go unnoticed:
+the limit of the running commands, the controller, the parent process (torchrun killed with -9
+leaves orphans), SIGTERM. When the run fails it ends the process itself: the lanes may sit in a
+collective that hears nothing. If every process of the run is alive and the program around the
+session wants to go on, the controller says UNWIND instead.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ from typing import Any
 from spmdflow.errors import MessageError
 from spmdflow.runtime.executor import (
     COMPUTE,
-    LANES,
     TRANSFER,
     Command,
     Lane,
-    SharedLane,
+    RowsAwaited,
     failure_of,
     stay_until,
 )
 from spmdflow.runtime.failure import UNWIND_SECONDS, Failure, as_record, write_failure
-from spmdflow.runtime.link import Link
 from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.process import Process, Signals, dump_stacks, leave
 from spmdflow.runtime.settings import SessionSettings
-from spmdflow.runtime.wire import Endpoint, Envelopes, Kind
+from spmdflow.runtime.wire import Endpoint, Envelopes, Kind, Waiter
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +58,18 @@ class Comm:
         settings: SessionSettings,
         signals: Signals,
     ) -> None:
-        self.compute = Lane(COMPUTE, rank, self)
-        self.transfers = SharedLane(TRANSFER, rank, self)
-        self.link, self._envelopes = Link(endpoint, self._take, self.transfers), envelopes
+        self.compute, self.transfers = Lane(COMPUTE, rank, self), Lane(TRANSFER, rank, self)
+        self.rows = RowsAwaited()
+        self._lanes = {lane.name: lane for lane in (self.compute, self.transfers)}
+        self._endpoint, self._envelopes = endpoint, envelopes
+        self._socket = threading.Lock()  # several threads may use it by turns
+        self._waiter = Waiter()
+        self._waiter.watch(endpoint.descriptor)
+        self._waiter.watch(endpoint.lost.descriptor)
         self._rank, self._settings, self._signals = rank, settings, signals
         self._controller = controller
         self._is_controller = rank == settings.controller_rank
         self.thread = threading.Thread(target=self._run, name="comm", daemon=True)
-        self._put = {COMPUTE: self.link.put, TRANSFER: self.link.put_transfer}
         self._ended_lanes: list[str] = []
         self._parent = settings.launcher or os.getppid()
         self._neighbours: Peers | None = None
@@ -88,16 +90,9 @@ class Comm:
         self._send(Kind.HELLO)
         self.thread.start()
 
-    def reply(self, ticket: int, payload: dict[str, Any], *, rides: bool = False) -> None:
-        """Answer a command. MessageError if payload is not plain data.
-
-        rides: it may wait for the next answer, at most a tick.
-        """
-        data = self._envelopes.seal(Kind.REPLY, [ticket, payload])
-        if rides:
-            self.link.send_with_next(data)
-        else:
-            self.link.send(data)
+    def reply(self, ticket: int, payload: dict[str, Any]) -> None:
+        """Answer a command. MessageError if payload is not plain data."""
+        self._send(Kind.REPLY, [ticket, payload])
 
     def fail(self, failure: Failure) -> None:
         """End the run: tell the controller, then obey it or leave (any thread)."""
@@ -116,17 +111,21 @@ class Comm:
     def lane_ended(self, name: str) -> None:
         """A lane has run everything before CLOSE."""
         self._ended_lanes.append(name)
-        self.link.waiter.wake()
+        self._waiter.wake()
 
     def _send(self, kind: Kind, body: Any = None) -> None:
-        self.link.send(self._envelopes.seal(kind, body))
+        data = self._envelopes.seal(kind, body)
+        with self._socket:
+            unnoticed = self._endpoint.send(data)
+        if unnoticed:
+            self._waiter.wake()
 
     # ---- the thread
 
     def _run(self) -> None:
         try:
-            self.link.waiter.watch(self._signals.descriptor)
-            while len(self._ended_lanes) < len(LANES):
+            self._waiter.watch(self._signals.descriptor)
+            while len(self._ended_lanes) < len(self._lanes):
                 self._step()
             if self.cause is not None:
                 self._send(Kind.UNWOUND)
@@ -134,8 +133,9 @@ class Comm:
                     self._step()
             self._send(Kind.BYE)
             if self._neighbours:
-                self._neighbours.unwatch(self.link.waiter)
-            self.link.close()
+                self._neighbours.unwatch(self._waiter)
+            self._endpoint.close()
+            self._waiter.close()
         except BaseException as err:
             logger.exception("the comm thread failed")
             self._failures.append(failure_of(err, self._rank))
@@ -147,11 +147,20 @@ class Comm:
         if now >= self._next_tick:
             self._next_tick = now + _TICK_SECONDS
             self._tick(now)
-        self.link.receive()
-        self._notice(self.link.waiter.wait(max(0.0, self._next_tick - time.monotonic())))
+        self._receive()
+        self._notice(self._waiter.wait(max(0.0, self._next_tick - time.monotonic())))
+
+    def _receive(self) -> None:
+        """Take every message that is there."""
+        while True:
+            with self._socket:
+                data = self._endpoint.receive()
+            if data is None:
+                return
+            self._take(data)
 
     def _take(self, data: bytes) -> None:
-        """React to one message (comm thread or compute lane)."""
+        """React to one message."""
         try:
             envelope = self._envelopes.open(data, self._settings.controller_rank)
         except MessageError as err:
@@ -162,14 +171,14 @@ class Comm:
         self._heard = time.monotonic()
         kind, body = envelope
         if kind is Kind.COMMAND:
-            self._put[body[2]](Command(*body))
+            self._lanes[body[2]].put(Command(*body))
         elif kind is Kind.WELCOME:
             self._meet_neighbours(body)
         elif kind is Kind.CLOSE and self.cause is not None:
             self._all_unwound = True
         elif kind is Kind.CLOSE:
-            for put in self._put.values():
-                put(None)
+            for lane in self._lanes.values():
+                lane.put(None)
         elif kind is Kind.UNWIND:
             self._unwind(body)
         elif kind is Kind.ABORT:
@@ -179,7 +188,7 @@ class Comm:
         """Where the controller cannot see how a process ends, its neighbours do."""
         neighbours = Peers(processes, own_rank=self._rank)
         if not self._controller.is_local():
-            neighbours.watch(self.link.waiter)
+            neighbours.watch(self._waiter)
         self._neighbours, self._welcome = neighbours, True
 
     # ---- watching
@@ -188,15 +197,19 @@ class Comm:
         """React at once to signals, a lost connection and ended neighbours."""
         if self._signals.descriptor in ready:
             self._next_tick = 0.0
-        if self.link.lost_connection(ready):
+        if self._lost_connection(ready):
             secret = "" if self._welcome else "; is SPMDFLOW_SECRET the same on every rank?"
             self._lost_controller(f"its connection is lost{secret}")
-        if self._neighbours and self._neighbours.unwatch(self.link.waiter, ready):
+        if self._neighbours and self._neighbours.unwatch(self._waiter, ready):
             for ended in self._neighbours.ended().items():
                 self._send(Kind.ENDED, list(ended))
 
+    def _lost_connection(self, ready: list[int]) -> bool:
+        lost = self._endpoint.lost
+        return (not ready or lost.descriptor in ready) and lost.any_new()
+
     def _tick(self, now: float) -> None:
-        if now >= self._next_beat or self.link.has_riders:
+        if now >= self._next_beat:
             self._next_beat = now + self._settings.beat_seconds
             self._send(Kind.BEAT)
         self._check_signals()
@@ -215,7 +228,7 @@ class Comm:
                 self.fail(self._about("interrupt", self._rank, "SIGINT (Ctrl-C)"))
 
     def _check_lanes(self, now: float) -> None:
-        for lane in (self.compute, self.transfers):
+        for lane in self._lanes.values():
             if command := lane.overdue(now):
                 cause = f"still running after its limit of {command.seconds:g} s"
                 self.fail(
@@ -257,7 +270,9 @@ class Comm:
         self.cause = cause
         self._failures.insert(0, cause)
         self._give_up_at = time.monotonic() + UNWIND_SECONDS + _ABORT_SECONDS
-        self.link.unwind()
+        for lane in self._lanes.values():
+            lane.unwind()
+        self.rows.unwind()
         self._unwound.set()
 
     def _obey(self, to_kill: list[int]) -> None:
@@ -282,7 +297,7 @@ class Comm:
 
     def _about(self, kind: str, rank: int, cause: str) -> Failure:
         """A failure with what this rank is running."""
-        for lane in (self.compute, self.transfers):
+        for lane in self._lanes.values():
             if running := lane.running:
                 command = running[0]
                 return Failure(kind, rank, cause, command.label, command.number, lane.name)

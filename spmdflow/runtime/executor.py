@@ -1,10 +1,8 @@
 """A lane: the loop that runs a rank's commands one after the other.
 
-The compute lane runs on the main thread. The transfer lane has a thread of its own, but what a
-rank would next wait for is run by the main thread while that is free, which saves two thread
-switches. A lane knows operations by name, not what they do. An operation that raises ends the
-run: the lane reports it and stays where it is until the comm thread ends the process, or only the
-session (`Unwound`).
+The compute lane runs on the main thread, the transfer lane in a thread of its own. A lane knows
+operations by name, not what they do. An operation that raises ends the run: the lane reports it
+and stays where it is until the comm thread ends the process, or only the session (`Unwound`).
 """
 
 from __future__ import annotations
@@ -14,11 +12,11 @@ import queue
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from spmdflow.data.store import Sleep
 from spmdflow.errors import ProtocolError
 from spmdflow.runtime.failure import Failure, own_traceback
 from spmdflow.runtime.process import leave
@@ -53,11 +51,6 @@ class Command:
     payload: dict[str, Any]
 
     @property
-    def precedes_call(self) -> bool:
-        """Whether the compute lane, when it is free, would next have to wait for this."""
-        return bool(self.payload.get("precedes_call"))
-
-    @property
     def needs_everybody(self) -> bool:
         """Whether every rank of the world waits for this one, even if the run has failed."""
         return self.payload.get("operation") == "groups"
@@ -66,8 +59,8 @@ class Command:
 class Reporter(Protocol):
     """Where a lane sends what it has to say (runtime/comm.py)."""
 
-    def reply(self, ticket: int, payload: dict[str, Any], *, rides: bool = False) -> None:
-        """Answer a command; rides: together with the next answer."""
+    def reply(self, ticket: int, payload: dict[str, Any]) -> None:
+        """Answer a command."""
 
     def fail(self, failure: Failure) -> None:
         """End the run."""
@@ -88,13 +81,32 @@ class Lane:
         """What this rank can do, by name; set before the first command runs."""
         self.running: tuple[Command, float] | None = None
         """The command that runs and its start (time.monotonic()); read by the comm thread."""
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._is_over = False
 
-    def run(self, next_command: Callable[[], Command | None]) -> None:
-        """Run commands in this thread until there are no more: next_command gave None."""
+    def put(self, command: Command | None) -> None:
+        """Append a command; None is the end (comm thread)."""
+        if not self._is_over:
+            self._commands.put(command)
+
+    def unwind(self) -> None:
+        """Forget what has not begun, but for what needs everybody, then end (comm thread)."""
+        self._is_over = True
+        with contextlib.suppress(queue.Empty):
+            left = []
+            while True:
+                left.append(self._commands.get_nowait())
+        for command in left:
+            if command and command.needs_everybody:
+                self._commands.put(command)
+        self._commands.put(None)
+
+    def run(self) -> None:
+        """Run commands in this thread until the end."""
         is_over = False
         while not is_over:  # once more after the session has failed, for what needs everybody
             with contextlib.suppress(Unwound), self._reporting():
-                while (command := next_command()) is not None:
+                while (command := self._commands.get()) is not None:
                     self._run_one(command)
                     del command  # it may hold much while the next one is awaited
                 is_over = True
@@ -114,11 +126,11 @@ class Lane:
         self._reporter.stay()
         raise Unwound
 
-    def _run_one(self, command: Command, *, rides: bool = False) -> None:
+    def _run_one(self, command: Command) -> None:
         self.running = (command, time.monotonic())
         operation = find_operation(self.operations, command.label, command.payload.get("operation"))
         answer = operation(command.payload, command.number)
-        self._reporter.reply(command.ticket, answer, rides=rides)
+        self._reporter.reply(command.ticket, answer)
         self.running = None
 
     def overdue(self, now: float) -> Command | None:
@@ -127,64 +139,24 @@ class Lane:
         return running[0] if running and now > running[1] + running[0].seconds else None
 
 
-class SharedLane(Lane):
-    """A lane that two threads run: its own, and the compute lane's while that has nothing to do.
+class RowsAwaited(Sleep):
+    """How the compute lane waits for rows that the transfer lane brings."""
 
-    Whoever has the turn runs the next command, so they run in order and one at a time.
-    """
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_over = False
 
-    def __init__(self, name: str, rank: int, reporter: Reporter) -> None:
-        super().__init__(name, rank, reporter)
-        self._line: deque[tuple[Command, bool]] = deque()
-        self._turn = threading.Lock()
-        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until condition() holds; False after seconds. Unwound if the session ends."""
+        super().wait_until(lambda: self._is_over or condition(), seconds)
+        if self._is_over:
+            raise Unwound
+        return condition()
 
-    def put(self, command: Command, *, here: bool) -> None:
-        """Append a command; here: the calling thread will `run_here`."""
-        self._line.append((command, here))
-        if not here:
-            self.wake()
-
-    def wake(self, *, end: bool = False) -> None:
-        """Let the lane's own thread run what is there; end: and then end."""
-        self._calls.put(end)
-
-    def run_own_thread(self) -> None:
-        """The loop of the lane's own thread."""
-        is_over = False
-        with contextlib.suppress(Unwound):
-            while not is_over:
-                is_over = self._calls.get()
-                while self._run_next():
-                    pass
-        self.running = None
-        self._reporter.lane_ended(self.name)
-
-    def drop(self) -> None:
-        """Forget what has not begun, and let the lane's own thread end."""
-        self._line.clear()
-        self.wake(end=True)
-
-    def has_work_here(self) -> bool:
-        """Whether `run_here` would run something."""
-        return bool(self._line) and self._line[0][1]
-
-    def run_here(self, is_enough: Callable[[], bool]) -> None:
-        """Run what was left to this thread until is_enough(); the other thread gets the rest."""
-        while not is_enough() and self._run_next(here=True):
-            pass
-        if self._line:
-            self.wake()
-
-    def _run_next(self, *, here: bool = False) -> bool:
-        """Run the next command, if there is one; here: a call follows, so the answer can wait."""
-        if here and not self.has_work_here():
-            return False
-        with self._turn, self._reporting():
-            if not self._line or (here and not self.has_work_here()):
-                return False
-            self._run_one(self._line.popleft()[0], rides=here)
-            return True
+    def unwind(self) -> None:
+        """From now on `wait_until` raises Unwound."""
+        self._is_over = True
+        self.wake()
 
 
 def failure_of(

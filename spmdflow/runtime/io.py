@@ -2,8 +2,7 @@
 
 Sends orders in the order they were submitted (per rank one FIFO stream for both lanes), collects
 the replies, runs `on_done` when an order is complete, and keeps watch (runtime/verdict.py) while
-the script computes. One lock makes all of that one thing after the other. A script that waits
-takes the io thread's place: it sends and receives for itself, so a call costs no thread switch.
+the script computes. One lock makes all of that one thing after the other.
 """
 
 from __future__ import annotations
@@ -21,16 +20,14 @@ from typing import Any
 from spmdflow.errors import RunFailed
 from spmdflow.runtime.executor import failure_of, stay_until
 from spmdflow.runtime.failure import Failure
-from spmdflow.runtime.order import Order, Pending, Replies, Transport, too_early
+from spmdflow.runtime.order import Order, Pending, Replies, too_early
 from spmdflow.runtime.peers import Entry, Ledger, Peers
 from spmdflow.runtime.process import leave
 from spmdflow.runtime.settings import SessionSettings
 from spmdflow.runtime.verdict import LOST, Verdict, Watch
-from spmdflow.runtime.wire import Envelopes, Hub, Kind, Waiter
+from spmdflow.runtime.wire import Envelopes, Hub, Kind
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["Io", "Order", "Pending", "Replies", "Transport"]
 
 _TICK_SECONDS = 0.25
 
@@ -54,13 +51,9 @@ class Io:
         self.thread = threading.Thread(target=self._run, name="io", daemon=True)
         self._lock = threading.RLock()
         self._worker: int | None = None
-        self._helper_waiter = Waiter()
-        self._has_helper = False
         self._inbox: deque[Callable[[], None]] = deque()
         self._tickets = itertools.count(1)
         self._open: dict[int, _Open] = {}
-        self._riding: dict[int, list[bytes]] = {}
-        """Commands by rank that wait for the next one, at most a tick."""
         self._ledger = Ledger()
         self._verdict = Verdict(peers, self._ledger, settings=settings)
         start_by = time.monotonic() + settings.start_seconds
@@ -118,7 +111,7 @@ class Io:
             return
         try:
             if self._worker is None and not self._finished:
-                self._work_quietly()
+                self._work()
         finally:
             self._lock.release()
 
@@ -155,17 +148,16 @@ class Io:
             bodies.append((rank, body))
         return bodies
 
-    # ---- the io thread, and who takes its place
+    # ---- the io thread
 
     def _run(self) -> None:
         try:
             self._peers.watch(self._hub.waiter)
-            while not self._finished or self._has_helper:
+            while not self._finished:
                 self._step()
             with self._lock:
                 self._peers.unwatch(self._hub.waiter)
                 self._hub.close()
-                self._helper_waiter.close()
         except BaseException as err:
             logger.exception("the io thread failed")
             with self._lock:
@@ -178,8 +170,6 @@ class Io:
             self._next_tick = now + _TICK_SECONDS
             self._tick(now)
         self._work()
-        if self._has_helper:
-            self._helper_waiter.wake()
         if not self._finished:
             self._notice(self._hub.waiter.wait(max(0.0, self._next_tick - time.monotonic())))
 
@@ -193,7 +183,7 @@ class Io:
             self._next_tick = 0.0
 
     def _await(self, pending: Pending) -> None:
-        """Do the io thread's work until pending is done; RunFailed if the session is over."""
+        """Wait until pending is done; RunFailed if the session is over."""
         if self._worker == threading.get_ident():
             raise too_early(pending)
         while not pending.done:
@@ -201,49 +191,14 @@ class Io:
                 raise RunFailed(
                     f"{pending.label}: the session is over; expected all ranks to answer"
                 )
-            if threading.current_thread() is self.thread or not self._help(pending):
-                pending.sleep(1.0)
-
-    def _help(self, pending: Pending) -> bool:
-        """Receive in this thread until pending is done; False if another thread does."""
-        with self._lock:
-            if self._has_helper or self._finished:
-                return False
-            self._has_helper = True
-            self._hub.move_input(self._hub.waiter, self._helper_waiter)
-        try:
-            self._work()
-            while not pending.done and self.thread.is_alive():
-                self._helper_waiter.wait(1.0)
-                self._work()
-        finally:
-            with self._lock:
-                self._has_helper = False
-                self._hub.move_input(self._helper_waiter, self._hub.waiter)
-            self._wake_if_finished()
-        return True
-
-    def _wake_if_finished(self) -> None:
-        if self._finished:
-            self._hub.waiter.wake()
-
-    def _work_quietly(self) -> None:
-        """Work without letting the io thread wake up for what this thread is about to read."""
-        if self._has_helper:
-            self._work()
-            return
-        self._hub.move_input(self._hub.waiter, None)
-        self._work()
-        self._hub.move_input(None, self._hub.waiter)
+            pending.sleep(1.0)
 
     def _work(self) -> None:
         """Handle all orders and messages that are there."""
         with self._lock:
             self._guarded(self._work_through_inbox)
             while (message := self._hub.receive()) is not None:
-                rank, envelopes = message
-                for data in envelopes:
-                    self._guarded(self._handle, rank, data)
+                self._guarded(self._handle, *message)
                 if self._inbox:
                     self._guarded(self._work_through_inbox)
             if self._close_wanted:
@@ -283,14 +238,8 @@ class Io:
         facts = (ticket, order.number, order.lane, order.label, order.seconds, time.monotonic())
         for rank, body in bodies:
             self._ledger.sent(rank, Entry(*facts, order.line))
-            self._riding.setdefault(rank, []).append(body)
-            if not order.rides:
-                self._send_riders(rank)
-
-    def _send_riders(self, rank: int) -> None:
-        """Send rank's commands, as one message."""
-        if not self._hub.send(rank, *self._riding.pop(rank)):
-            self._verdict.add_death(rank, LOST)
+            if not self._hub.send(rank, body):
+                self._verdict.add_death(rank, LOST)
 
     def _on_hello(self, rank: int, _: Any) -> None:
         self._peers.arrived(rank)
@@ -354,8 +303,6 @@ class Io:
 
     def _tick(self, now: float) -> None:
         with self._lock:
-            for rank in list(self._riding):
-                self._guarded(self._send_riders, rank)
             if now >= self._next_beat:
                 self._next_beat = now + self._settings.beat_seconds
                 beat = self._envelopes.seal(Kind.BEAT)

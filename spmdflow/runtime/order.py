@@ -33,8 +33,6 @@ class Order:
     """Limit on each rank, from the moment it starts there."""
     on_done: Callable[[Replies], None] | None = None
     """Runs in the io thread once all ranks have replied, before `Pending` is done."""
-    rides: bool = False
-    """Every rank gets another order at once: both may travel as one message."""
     phase: str = "train"
     """train or eval."""
     line: str = ""
@@ -87,8 +85,7 @@ class Transport(Protocol):
     """What carries orders to ranks: sockets (`Io`) or nothing at all (`InprocTransport`).
 
     Posted functions and `on_done` run "in the io thread": one at a time, in order. A script that
-    waits in `result` or submits does that work itself, under the io thread's lock, so that no
-    call pays two thread switches.
+    submits does that work itself, under the io thread's lock, which saves a thread switch.
     """
 
     @property

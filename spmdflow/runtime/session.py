@@ -157,16 +157,16 @@ def _run_lanes(
     settings: SessionSettings,
 ) -> threading.Thread:
     """Be the compute lane until the controller closes; the thread of the transfer lane."""
-    transfer = threading.Thread(target=comm.transfers.run_own_thread, name="transfer", daemon=True)
+    transfer = threading.Thread(target=comm.transfers.run, name="transfer", daemon=True)
     try:
-        operations = operations_of(Member(rank, settings, comm.link))
+        operations = operations_of(Member(rank, settings, comm.rows))
     except BaseException as err:
         comm.fail(failure_of(err, rank))
         comm.stay()
         operations = {}
     comm.compute.operations = comm.transfers.operations = operations
     transfer.start()
-    comm.compute.run(comm.link.next_command)
+    comm.compute.run()
     return transfer
 
 

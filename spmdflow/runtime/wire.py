@@ -1,7 +1,7 @@
 """Envelopes and the two sockets: a ROUTER at the controller, a DEALER on every rank.
 
 The only file that imports zmq. Every envelope starts with the run's random id; what carries
-another one is dropped with a warning. Several envelopes may travel as one message. Connections
+another one is dropped with a warning. Every message is one envelope. Connections
 are never repaired: losing one means that the peer is gone (TCP keep-alive finds dead machines; a
 stopped process stays connected). Each socket is used by one thread at a time. With a secret the
 connection is CURVE: both key pairs derive from the secret and the run's id, the public ones are
@@ -19,7 +19,6 @@ import os
 import select
 import struct
 import threading
-from collections.abc import Sequence
 from typing import Any, cast
 
 import zmq
@@ -46,7 +45,7 @@ _LOST = (
 _MAX_WARNINGS = 10
 # plain ints: arithmetic on zmq's enums costs more than the calls
 _NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-_EVENTS, _POLLIN, _RCVMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE)
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class Kind(enum.IntEnum):
@@ -117,8 +116,7 @@ class Hub:
         self._socket.bind(LOCAL_ADDRESS)
         self.lost = LostConnections(self._socket)
         self.waiter.watch(self.lost.descriptor)
-        self._descriptor = _descriptor(self._socket)
-        self.waiter.watch(self._descriptor)
+        self.waiter.watch(_descriptor(self._socket))
 
     def bind(self, host: str) -> str:
         """Listen on a free port of an interface; returns the address to connect to."""
@@ -127,34 +125,23 @@ class Hub:
         self._socket.bind(f"tcp://{name}:0")
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def send(self, rank: int, *envelopes: bytes) -> bool:
-        """Queue envelopes for rank, as one message; False if rank is not connected (any more)."""
+    def send(self, rank: int, envelope: bytes) -> bool:
+        """Queue an envelope for rank; False if rank is not connected (any more)."""
         try:
             self._socket.send(_identity(rank), _MORE)
-            _send_parts(self._socket, envelopes)
+            self._socket.send(envelope, _NOW)
         except zmq.ZMQError as err:
             if err.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
             raise
         return True
 
-    def receive(self) -> tuple[int, list[bytes]] | None:
-        """The next message's rank (-1: no rank of ours) and envelopes; None if there is none."""
-        if not self.has_input():
+    def receive(self) -> tuple[int, bytes] | None:
+        """The next message: its rank (-1: no rank of ours) and envelope; None if there is none."""
+        if not _has_input(self._socket):
             return None
-        identity, *envelopes = _receive_parts(self._socket)
-        return _rank(identity), envelopes
-
-    def has_input(self) -> bool:
-        """Whether `receive` would give a message."""
-        return _has_input(self._socket)
-
-    def move_input(self, old: Waiter | None, new: Waiter | None) -> None:
-        """Let new wake up for messages instead of old; `receive` what is there afterwards."""
-        if old:
-            old.forget(self._descriptor)
-        if new:
-            new.watch(self._descriptor)
+        identity, *envelope = self._socket.recv_multipart(_NOW)
+        return _rank(identity), b"".join(envelope)
 
     def close(self) -> None:
         """Send what is queued (at most 2 s) and give everything back."""
@@ -193,19 +180,19 @@ class Endpoint:
         self.descriptor = _descriptor(self._socket)
         """Readable when there may be input; only to be trusted after `receive` gave None."""
 
-    def send(self, *envelopes: bytes) -> bool:
-        """Queue envelopes for the controller, as one message.
+    def send(self, envelope: bytes) -> bool:
+        """Queue an envelope for the controller.
 
         True: input may have arrived unnoticed meanwhile. Without a connection they are dropped;
         `lost` has told or will tell.
         """
         with contextlib.suppress(zmq.Again):
-            _send_parts(self._socket, envelopes)
+            self._socket.send(envelope, _NOW)
         return _has_input(self._socket)
 
-    def receive(self) -> list[bytes] | None:
-        """The next message's envelopes; None if there is none."""
-        return _receive_parts(self._socket) if _has_input(self._socket) else None
+    def receive(self) -> bytes | None:
+        """The next message's envelope; None if there is none."""
+        return self._socket.recv(_NOW) if _has_input(self._socket) else None
 
     def close(self) -> None:
         """Send what is queued (at most 2 s) and give everything back."""
@@ -255,19 +242,6 @@ def _set_options(socket: zmq.Socket[bytes]) -> None:
         (zmq.TCP_MAXRT, 60_000),
     ):
         socket.setsockopt(option, value)
-
-
-def _send_parts(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
-    for part in parts[:-1]:
-        socket.send(part, _MORE)
-    socket.send(parts[-1], _NOW)
-
-
-def _receive_parts(socket: zmq.Socket[bytes]) -> list[bytes]:
-    parts = [socket.recv(_NOW)]
-    while socket.getsockopt(_RCVMORE):
-        parts.append(socket.recv(_NOW))
-    return parts
 
 
 def _has_input(socket: zmq.Socket[bytes]) -> bool:

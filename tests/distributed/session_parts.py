@@ -12,7 +12,7 @@ import torch
 from torch import distributed as dist
 
 from spmdflow.runtime.executor import Operation
-from spmdflow.runtime.io import Order, Transport
+from spmdflow.runtime.order import Order, Transport
 from spmdflow.runtime.session import Member, SessionSettings, run_session
 
 

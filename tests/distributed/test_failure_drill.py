@@ -30,14 +30,14 @@ CAUSES = {
 DEFAULT = {
     ("compute", "exception", 2),
     ("transfer", "exit", 2),
-    ("main", "kill", 2),
+    ("transfer", "kill", 2),
     ("idle", "kill", 2),
     ("compute", "kill", 0),
     ("transfer", "exception", 0),
 }
 MATRIX = [
     pytest.param(*case, marks=[] if case in DEFAULT else [pytest.mark.slow])
-    for where in ("compute", "transfer", "main", "idle")
+    for where in ("compute", "transfer", "idle")
     for how in ("exception", "exit", "kill")
     for victim in (2, 0)
     if (where, how) != ("idle", "exception")  # nothing runs: see the error in the script
@@ -64,9 +64,8 @@ def test_rank_that_fails_is_named_and_everything_ends(
         assert lives_to_tell or where == "idle" or "running actor.harm" in failure["cause"]
     if lives_to_tell and where != "idle":
         assert (failure["role"], failure["method"]) == ("actor", "harm")
-        lane = "transfer" if where == "main" else where
-        assert (failure["call"], failure["lane"]) == (2, lane)
-        assert f"RUN FAILED: rank {victim}, actor.harm (call 2, {lane} lane): " in drill.log()
+        assert (failure["call"], failure["lane"]) == (2, where)
+        assert f"RUN FAILED: rank {victim}, actor.harm (call 2, {where} lane): " in drill.log()
     if how == "exception":
         assert 'raise RuntimeError("drill in a lane")' in failure["traceback"]
 
@@ -106,8 +105,6 @@ def test_ranks_end_when_torchrun_is_killed(drill: Drill, where: str) -> None:
         ("compute", 0),
         pytest.param("transfer", 1, marks=pytest.mark.slow),
         pytest.param("transfer", 0, marks=pytest.mark.slow),
-        pytest.param("main", 1, marks=pytest.mark.slow),
-        pytest.param("main", 0, marks=pytest.mark.slow),
     ],
 )
 def test_stopped_rank_is_named_at_the_limit_of_the_call(

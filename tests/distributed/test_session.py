@@ -16,7 +16,8 @@ from torch import distributed as dist
 
 from spmdflow.errors import MessageError
 from spmdflow.runtime.executor import Operation
-from spmdflow.runtime.io import Io, Order, Transport
+from spmdflow.runtime.io import Io
+from spmdflow.runtime.order import Order, Transport
 from spmdflow.runtime.session import Member, run_session
 from spmdflow.runtime.wire import Endpoint, Envelopes, Kind
 from tests.distributed.session_parts import (

@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from spmdflow.errors import DeadlineError, ProtocolError
 from spmdflow.runtime.executor import Operation
-from spmdflow.runtime.io import Order, Transport
+from spmdflow.runtime.order import Order, Transport
 from spmdflow.runtime.session import Member, SessionSettings, run_session
 from tests.distributed.ranks import watch_ranks
 from tests.distributed.session_parts import one_round, operations, settings_for, to_all, with_secret

@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from spmdflow.errors import RunFailed
 from spmdflow.runtime.executor import Operation
-from spmdflow.runtime.io import Order, Transport
+from spmdflow.runtime.order import Order, Transport
 from spmdflow.runtime.session import Member, run_session
 from tests.distributed.ranks import watch_ranks
 from tests.distributed.session_parts import global_sum, settings_for, to_all

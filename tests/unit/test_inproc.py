@@ -9,7 +9,7 @@ import pytest
 
 from spmdflow.errors import ProtocolError
 from spmdflow.runtime.inproc import InprocTransport
-from spmdflow.runtime.io import Order
+from spmdflow.runtime.order import Order
 
 
 def _transport(log: list[Any]) -> InprocTransport:

@@ -2,9 +2,8 @@
 
     torchrun ... session_drill.py RUN_DIR WHERE HOW VICTIM SECONDS
 
-WHERE is compute, transfer (a command of that lane), main (a transfer that the free compute lane
-runs) or idle; HOW is exception, exit or wait (the test does the harm from outside). Files
-RUN_DIR/running-<rank> say that a rank is where it should.
+WHERE is compute, transfer (a command of that lane) or idle; HOW is exception, exit or wait (the
+test does the harm from outside). Files RUN_DIR/running-<rank> say that a rank is where it should.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from torch import distributed as dist
 
 from spmdflow.log import set_up_logging
 from spmdflow.runtime.executor import Operation
-from spmdflow.runtime.io import Order, Transport
+from spmdflow.runtime.order import Order, Transport
 from spmdflow.runtime.session import Member, SessionSettings, run_session
 
 RUN_DIR, WHERE, HOW = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-LANE = "transfer" if WHERE == "main" else WHERE
+LANE = WHERE
 VICTIM, SECONDS = int(sys.argv[4]), float(sys.argv[5])
 
 
@@ -44,7 +43,7 @@ def main(transport: Transport) -> None:
             raise RuntimeError("drill in the script")
         time.sleep(60)
     else:
-        harm = dict.fromkeys(ranks, {"operation": "harm", "precedes_call": WHERE == "main"})
+        harm = dict.fromkeys(ranks, {"operation": "harm"})
         transport.submit(Order(2, LANE, "actor.harm", harm, SECONDS)).result()
 
 
