@@ -242,6 +242,7 @@ class Io:
                 self._verdict.add_death(rank, LOST)
 
     def _on_hello(self, rank: int, _: Any) -> None:
+        self._hub.admit(rank)
         self._peers.arrived(rank)
         if not self._peers.missing() and not self.met.done:
             self._welcome()

@@ -32,7 +32,7 @@ from spmdflow.data.unchanged import Unchanged
 from spmdflow.datasets.scan import scan
 from spmdflow.datasets.source import PromptSource
 from spmdflow.datasets.tokenizer import load_tokenizer
-from spmdflow.errors import ColumnError, SpmdflowError
+from spmdflow.errors import ColumnError, ProtocolError, SpmdflowError
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.runtime.message import find
@@ -133,7 +133,12 @@ class RankState:
             run_dir=settings.run_dir,
             call_seconds=settings.call_seconds,
         )
-        worker = self._workers[plain["name"]] = find(plain["class"])(plain["config"], context)
+        worker_class = find(plain["class"])
+        if not (isinstance(worker_class, type) and issubclass(worker_class, Worker)):
+            raise ProtocolError.of(
+                "spawn", plain["class"], "a subclass of Worker", "name a worker class"
+            )
+        worker = self._workers[plain["name"]] = worker_class(plain["config"], context)
         folder = worker.frozen_folder
         if folder is not None and settings.rank == context.layout.ranks[0]:
             self._frozen[plain["name"]] = (str(folder), model_hash(folder))
@@ -152,6 +157,7 @@ class RankState:
 
     def _call(self, plain: Plain, number: int) -> dict[str, Any]:
         worker = self._workers[plain["group"]]
+        spec = method_spec(type(worker), plain["method"])  # refuses what is not registered
         method = getattr(worker, plain["method"])
         if plain.get("ids") is None:
             items = [plain["item"]] if "item" in plain else []
@@ -163,15 +169,15 @@ class RankState:
         returned = method(batch, **plain["arguments"])
         given.check(label)
         reply: dict[str, Any] = {"metrics": worker.take_metrics()}
-        writes = method_spec(type(worker), plain["method"]).writes
-        if not writes:
+        if not spec.writes:
             return reply | {"value": returned}
         if plain["holds"] is None:
             return reply | {"columns": {}}
-        return reply | self._keep(label, number, plain["holds"], returned, writes)
+        return reply | self._keep(label, number, plain["holds"], returned, spec.writes)
 
     def _map(self, plain: Plain, number: int) -> dict[str, Any]:
         function = find(plain["function"])
+        spec = row_maths_spec(function)  # refuses what is not marked
         metrics: dict[str, Metric] = {}
         reduce = self._groups.reducer(tuple(plain["ranks"]))
         arguments = dict(plain["arguments"])
@@ -185,7 +191,7 @@ class RankState:
         with _explaining_lengths(label):
             made = function(batch, reduce=reduce, report=metrics.update, **arguments)
         given.check(label)
-        kept = self._keep(label, number, plain["ids"], made, row_maths_spec(function).writes)
+        kept = self._keep(label, number, plain["ids"], made, spec.writes)
         return {"metrics": metrics} | kept
 
     def _join(self, plain: Plain, number: int) -> dict[str, Any]:

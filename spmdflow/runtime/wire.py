@@ -114,6 +114,7 @@ class Hub:
             self._socket.curve_publickey, self._socket.curve_secretkey = _keys(secret, run_id, 0)
             self._socket.curve_server = True
         self._socket.bind(LOCAL_ADDRESS)
+        self._admitted: set[int] = set()
         self.lost = LostConnections(self._socket)
         self.waiter.watch(self.lost.descriptor)
         self.waiter.watch(_descriptor(self._socket))
@@ -125,8 +126,14 @@ class Hub:
         self._socket.bind(f"tcp://{name}:0")
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
+    def admit(self, rank: int) -> None:
+        """Let rank be sent to from now on: it has shown that it knows the run's id."""
+        self._admitted.add(rank)
+
     def send(self, rank: int, envelope: bytes) -> bool:
-        """Queue an envelope for rank; False if rank is not connected (any more)."""
+        """Queue an envelope for rank; False if it is not admitted, or not connected any more."""
+        if rank not in self._admitted:
+            return False
         try:
             self._socket.send(_identity(rank), _MORE)
             self._socket.send(envelope, _NOW)

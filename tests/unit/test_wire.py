@@ -1,0 +1,102 @@
+"""What may travel, and to whom: ranks that showed the run's id, names that are marked."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from spmdflow.errors import ProtocolError
+from spmdflow.parallel.group import GroupTable
+from spmdflow.parallel.layout import Layout
+from spmdflow.runtime.operation import RankSettings, RankState
+from spmdflow.runtime.wire import RUN_ID_BYTES, Endpoint, Envelopes, Hub, Kind
+from spmdflow.transfer.lane import CountedTransport
+from spmdflow.transfer.register import register
+from spmdflow.transfer.worker import Worker
+
+ROWS = {"ids": torch.zeros(0, dtype=torch.int64).numpy(), "inputs": []}
+
+
+def wait_for_message(hub: Hub) -> tuple[int, bytes]:
+    limit = time.monotonic() + 5
+    while time.monotonic() < limit:
+        if (message := hub.receive()) is not None:
+            return message
+        hub.waiter.wait(0.05)
+    raise AssertionError("no message came")
+
+
+def test_nothing_is_sent_to_a_rank_before_it_has_shown_the_run_id() -> None:
+    run_id = os.urandom(RUN_ID_BYTES)
+    hub, envelopes = Hub(run_id), Envelopes(run_id)
+    endpoint = Endpoint(hub.bind("127.0.0.1"), 1, run_id=run_id)
+    endpoint.send(envelopes.seal(Kind.HELLO))
+    rank, hello = wait_for_message(hub)
+
+    before = hub.send(rank, envelopes.seal(Kind.BEAT))
+    assert envelopes.open(hello, rank) == (Kind.HELLO, None)
+    hub.admit(rank)
+    after = hub.send(rank, envelopes.seal(Kind.BEAT))
+
+    assert (before, after) == (False, True)
+    endpoint.close()
+    hub.close()
+    hub.terminate()
+
+
+class Toy(Worker):
+    @register(transfer_mode="ONE_TO_ALL")
+    def known(self) -> int:
+        return 1
+
+    def secret(self) -> int:
+        return 2
+
+
+def unmarked(batch: TensorDict, **_: Any) -> TensorDict:
+    return batch
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    settings = RankSettings(0, torch.device("cpu"), 1, 1.0, tmp_path, None)
+    state = RankState(settings, GroupTable(0, timeout_seconds=1), CountedTransport(None, seconds=1))
+    operations = state.operations()
+
+    def run_command(operation: str, **plain: Any) -> dict[str, Any]:
+        return operations[operation]({"operation": operation, **plain}, 1)
+
+    yield run_command
+
+
+def spawn(run: Any, name: str) -> dict[str, Any]:
+    layout = Layout.data_parallel((0,))
+    plain = {"ranks": layout.ranks, "dp_size": 1}
+    return run("spawn", name="toy", layout=plain, config=None, total_steps=1, **{"class": name})
+
+
+def test_command_runs_a_registered_method_and_no_other(run: Any) -> None:
+    spawn(run, f"{__name__}:Toy")
+
+    assert run("call", group="toy", method="known", arguments={})["value"] == 1
+    for method in ("secret", "close", "__init__"):
+        with pytest.raises(ProtocolError, match=rf"Toy.{method}: is not registered"):
+            run("call", group="toy", method=method, arguments={})
+
+
+def test_only_worker_classes_are_spawned(run: Any) -> None:
+    with pytest.raises(ProtocolError, match="spawn: got os:system, expected a subclass of Worker"):
+        spawn(run, "os:system")
+
+
+def test_only_marked_functions_are_mapped(run: Any) -> None:
+    plain = {"ranks": [0], "arguments": {}, **ROWS}
+
+    with pytest.raises(ProtocolError, match="unmarked declares no columns"):
+        run("map", function=f"{__name__}:unmarked", **plain)
