@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,31 +17,30 @@ from spmdflow.data.column import Column, join
 from spmdflow.errors import DeadlineError, RowError
 
 
-class Rest(Protocol):
-    """How a thread waits for what another thread does."""
-
-    def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait until condition() holds; False after seconds."""
-
-    def wake(self) -> None:
-        """Let `wait_until` look at its condition again."""
-
-
-class Sleep:
-    """Waiting and doing nothing else."""
+class RowCondition:
+    """How the compute lane waits for rows that the transfer lane brings."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
+        self._end: BaseException | None = None
 
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait until condition() holds; False after seconds."""
+        """Wait until condition() holds; False after seconds. Raises what `end` was given."""
         with self._changed:
-            return self._changed.wait_for(condition, seconds)
+            self._changed.wait_for(lambda: self._end is not None or condition(), seconds)
+        if self._end is not None:
+            raise self._end
+        return condition()
 
     def wake(self) -> None:
         """Let `wait_until` look at its condition again."""
         with self._changed:
             self._changed.notify_all()
+
+    def end(self, error: BaseException) -> None:
+        """No more rows come: `wait_until` raises error."""
+        self._end = error
+        self.wake()
 
 
 class _Rows:
@@ -82,10 +80,10 @@ class _Rows:
 class RowStore:
     """Rows of this rank. Shared by the two lanes."""
 
-    def __init__(self, rest: Rest | None = None) -> None:
-        """rest: how `wait` waits."""
+    def __init__(self, arrival: RowCondition | None = None) -> None:
+        """arrival: how `wait` waits."""
         self._frames: dict[int, dict[str, _Rows]] = {}
-        self._lock, self._rest = threading.Lock(), rest or Sleep()
+        self._lock, self._arrival = threading.Lock(), arrival or RowCondition()
 
     def put(self, frame: int, ids: np.ndarray, columns: Mapping[str, Column]) -> None:
         """Add rows of a frame and wake whoever waits for them."""
@@ -94,7 +92,7 @@ class RowStore:
             for name, column in columns.items():
                 assert len(column) == len(ids), (name, len(column), len(ids))
                 kept.setdefault(name, _Rows()).add(ids, column)
-        self._rest.wake()
+        self._arrival.wake()
 
     def has(self, frame: int) -> bool:
         """Whether any row of the frame was put here."""
@@ -124,7 +122,7 @@ class RowStore:
 
     def wait(self, frame: int, names: Sequence[str], ids: np.ndarray, *, seconds: float) -> None:
         """Block until the rows are here; DeadlineError after `seconds`."""
-        if not self._rest.wait_until(lambda: not self._lacking(frame, names, ids), seconds):
+        if not self._arrival.wait_until(lambda: not self._lacking(frame, names, ids), seconds):
             raise DeadlineError(
                 f"columns {self._lacking(frame, names, ids)} of call {frame}: rows not here after "
                 f"{seconds:g} s; the producer is slow or its transfer was not released; "

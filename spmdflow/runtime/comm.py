@@ -16,13 +16,14 @@ import threading
 import time
 from typing import Any
 
+from spmdflow.data.store import RowCondition
 from spmdflow.errors import MessageError
 from spmdflow.runtime.executor import (
     COMPUTE,
     TRANSFER,
     Command,
     Lane,
-    RowsAwaited,
+    Unwound,
     failure_of,
     stay_until,
 )
@@ -59,7 +60,8 @@ class Comm:
         signals: Signals,
     ) -> None:
         self.compute, self.transfers = Lane(COMPUTE, rank, self), Lane(TRANSFER, rank, self)
-        self.rows = RowsAwaited()
+        self.arrival = RowCondition()
+        """How the compute lane waits for rows."""
         self._lanes = {lane.name: lane for lane in (self.compute, self.transfers)}
         self._endpoint, self._envelopes = endpoint, envelopes
         self._socket = threading.Lock()  # several threads may use it by turns
@@ -272,7 +274,7 @@ class Comm:
         self._give_up_at = time.monotonic() + UNWIND_SECONDS + _ABORT_SECONDS
         for lane in self._lanes.values():
             lane.unwind()
-        self.rows.unwind()
+        self.arrival.end(Unwound())
         self._unwound.set()
 
     def _obey(self, to_kill: list[int]) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from spmdflow.data.store import Sleep
 from spmdflow.errors import ProtocolError
 from spmdflow.runtime.failure import Failure, own_traceback
 from spmdflow.runtime.process import leave
@@ -137,26 +136,6 @@ class Lane:
         """The running command if its limit has passed (time.monotonic())."""
         running = self.running
         return running[0] if running and now > running[1] + running[0].seconds else None
-
-
-class RowsAwaited(Sleep):
-    """How the compute lane waits for rows that the transfer lane brings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._is_over = False
-
-    def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait until condition() holds; False after seconds. Unwound if the session ends."""
-        super().wait_until(lambda: self._is_over or condition(), seconds)
-        if self._is_over:
-            raise Unwound
-        return condition()
-
-    def unwind(self) -> None:
-        """From now on `wait_until` raises Unwound."""
-        self._is_over = True
-        self.wake()
 
 
 def failure_of(

@@ -131,7 +131,7 @@ class _Run:
         transport = CountedTransport(self._lane, seconds=self._cfg.run.transfer_seconds)
         announce = self._announcements.announce if self._is_told else None
         settings = _rank_settings(self._cfg, member.rank, self._run_dir, announce)
-        self._state = RankState(settings, self._groups, transport, member.rest)
+        self._state = RankState(settings, self._groups, transport, member.arrival)
         return self._state.operations()
 
     def _release(self) -> None:

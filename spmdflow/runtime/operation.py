@@ -27,7 +27,7 @@ from spmdflow.data.group import RowGroups
 from spmdflow.data.ragged import is_ragged, with_offsets
 from spmdflow.data.row_id import Ids
 from spmdflow.data.rows import names_of
-from spmdflow.data.store import Rest, RowStore
+from spmdflow.data.store import RowCondition, RowStore
 from spmdflow.data.unchanged import Unchanged
 from spmdflow.datasets.scan import scan
 from spmdflow.datasets.source import PromptSource
@@ -66,11 +66,11 @@ class RankState:
         settings: RankSettings,
         groups: GroupTable,
         transport: CountedTransport,
-        rest: Rest | None = None,
+        arrival: RowCondition | None = None,
     ) -> None:
-        """rest: how the compute lane waits for rows."""
+        """arrival: how the compute lane waits for rows."""
         self._settings, self._groups, self._transport = settings, groups, transport
-        self.store = RowStore(rest)
+        self.store = RowStore(arrival)
         self._workers: dict[str, Worker] = {}
         self._frozen: dict[str, tuple[str, str]] = {}
         """Folder and hash of frozen models, by worker, on the first rank of each."""

@@ -159,7 +159,7 @@ def _run_lanes(
     """Be the compute lane until the controller closes; the thread of the transfer lane."""
     transfer = threading.Thread(target=comm.transfers.run, name="transfer", daemon=True)
     try:
-        operations = operations_of(Member(rank, settings, comm.rows))
+        operations = operations_of(Member(rank, settings, comm.arrival))
     except BaseException as err:
         comm.fail(failure_of(err, rank))
         comm.stay()

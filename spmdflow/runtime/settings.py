@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmdflow.data.store import Rest
+from spmdflow.data.store import RowCondition
 from spmdflow.errors import RunFailed
 
 
@@ -57,5 +57,5 @@ class Member:
     rank: int
     """Global rank."""
     settings: SessionSettings
-    rest: Rest
+    arrival: RowCondition
     """How the compute lane waits for rows."""

@@ -31,7 +31,7 @@ def _operations(member: Member) -> Mapping[str, Operation]:
         return {}
 
     def await_rows(payload: dict[str, Any], number: int) -> dict[str, Any]:
-        return {"there": member.rest.wait_until(lambda: False, 60.0)}
+        return {"there": member.arrival.wait_until(lambda: False, 60.0)}
 
     def rest(payload: dict[str, Any], number: int) -> dict[str, Any]:
         time.sleep(payload["seconds"])

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from spmdflow.runtime.executor import COMPUTE, Command, Lane, RowsAwaited, Unwound
+from spmdflow.data.store import RowCondition
+from spmdflow.runtime.executor import COMPUTE, Command, Lane, Unwound
 from spmdflow.runtime.failure import Failure
 
 
@@ -80,15 +81,15 @@ def test_command_after_the_unwinding_is_not_run() -> None:
 
 
 def test_wait_for_rows_ends_with_the_session() -> None:
-    rows = RowsAwaited()
-    threading.Timer(0.05, rows.unwind).start()
+    rows = RowCondition()
+    threading.Timer(0.05, rows.end, [Unwound()]).start()
 
     with pytest.raises(Unwound):
         rows.wait_until(lambda: False, 5)
 
 
 def test_wait_for_rows_ends_when_they_are_there_or_at_its_limit() -> None:
-    rows, arrived = RowsAwaited(), threading.Event()
+    rows, arrived = RowCondition(), threading.Event()
 
     def arrive() -> None:
         arrived.set()

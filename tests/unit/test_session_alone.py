@@ -28,12 +28,12 @@ class Ranks:
             time.sleep(payload.get("seconds", 0.0))
             self._note(f"transfer {number}")
             self.arrived.add(number)
-            member.rest.wake()
+            member.arrival.wake()
             return {}
 
         def call(payload: dict[str, Any], number: int) -> dict[str, Any]:
             awaited = payload["awaits"]
-            there = member.rest.wait_until(lambda: awaited <= len(self.arrived), 1)
+            there = member.arrival.wait_until(lambda: awaited <= len(self.arrived), 1)
             self._note(f"call {number}")
             return {"there": there}
 
