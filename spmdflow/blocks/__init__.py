@@ -9,9 +9,8 @@ derives the same plan. Knows no tensors, columns, processes or bytes.
 | file | what |
 |---|---|
 | `box` | `Box` and its algebra: intersect, subtract, cut, merge, flat ranges |
-| `plan` | `redistribute` for boxes of any number of dimensions |
-| `rows` | `redistribute_rows`, the same for row ids, vectorised |
-| `source` | which holder sends: the same node first, then the least loaded |
+| `plan` | `redistribute` for boxes of any number of dimensions; which holder sends |
+| `rows` | the same for row ids, vectorised; `plan_rounds`: with a broadcast inside a replica |
 | `proof` | `verify`, `verify_rows` |
 | `hash` | additive hash of a tensor's elements and places |
 """
