@@ -74,7 +74,7 @@ _HOMES = {
     "advantage": "spmdflow.objectives.estimator",
     "policy_loss": "spmdflow.objectives.policy",
     "preference_loss": "spmdflow.objectives.preference",
-    "row_maths": "spmdflow.transfer.register",
+    "map_function": "spmdflow.transfer.register",
     "register": "spmdflow.transfer.register",
     "Worker": "spmdflow.transfer.worker",
     "Protocol": "spmdflow.transfer.protocol",

@@ -55,7 +55,7 @@ def disk_error(doing: str, path: Path, err: Exception) -> CheckpointError:
     cause = getattr(err, "strerror", None) or err
     return CheckpointError(
         f"checkpoint: cannot {doing} {path}: {cause} ({at}); expected a writable folder with "
-        f"space, {free_bytes(path)} bytes are free; free some, mend its rights or set run.dir"
+        f"space, {free_bytes(path)} bytes are free; free some, fix its rights or set run.dir"
     )
 
 

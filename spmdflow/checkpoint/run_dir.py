@@ -99,7 +99,7 @@ def _usable(path: Path) -> Iterator[None]:
     except OSError as err:
         raise ConfigError(
             f"run.dir: cannot use {path}: {err.strerror} ({err.filename}), expected a writable "
-            f"folder; mend its rights or set run.dir"
+            f"folder; fix its rights or set run.dir"
         ) from err
 
 

@@ -191,7 +191,7 @@ def check_reward_function(key: str, term: RewardTerm) -> None:
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError) as err:
-        raise ConfigError.of(key, f"{err} in {file}", "Python", "mend the file") from err
+        raise ConfigError.of(key, f"{err} in {file}", "Python", "fix the file") from err
     found = _top_level_names(tree)
     if name not in found:
         near = difflib.get_close_matches(name, found, 1)

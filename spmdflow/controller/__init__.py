@@ -20,6 +20,6 @@ The life of a call, `batch |= actor.compute_log_prob(batch)`:
 | flow, group, batch, prompts | what a script holds |
 | step, evaluation, saving | metrics and what is shown of them, evaluation, checkpoints |
 | caller, call, check, assignment, sender | a call: planned once, as integers, and sent |
-| frame, rows, transfers, transcript | what is known of rows, and how they move |
+| result, rows, transfers, transcript | what is known of rows, and how they move |
 | script | builds all of this and runs `main` |
 """

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from spmdflow.controller.frame import Frame, SourceFrame
+from spmdflow.controller.result import RowResult, SourceRows
 from spmdflow.data.ragged import is_ragged
 from spmdflow.data.row_id import Ids
 from spmdflow.data.rows import VALID
@@ -22,16 +22,16 @@ from spmdflow.errors import ColumnError, ProtocolError, RowError
 
 @dataclass(frozen=True)
 class ColumnRef:
-    """A column of a batch: the frame that holds it and, per row of the batch, the frame's id."""
+    """A column of a batch: the result that holds it and, per row of the batch, the result's id."""
 
-    frame: Frame | SourceFrame
+    result: RowResult | SourceRows
     ids: Ids
     stored: str
     """Its name there; `rename` changes only the batch's."""
 
     def at(self, places: np.ndarray) -> ColumnRef:
         """The rows at these places."""
-        return ColumnRef(self.frame, self.ids[places], self.stored)
+        return ColumnRef(self.result, self.ids[places], self.stored)
 
 
 class BatchCaller(Protocol):
@@ -51,8 +51,8 @@ class BatchCaller(Protocol):
     def lengths(self, ref: ColumnRef) -> np.ndarray:
         """(B,) items of each row."""
 
-    def metrics_of(self, frames: Iterable[Frame]) -> Mapping[str, float]:
-        """What the calls that made the frames reported."""
+    def metrics_of(self, results: Iterable[RowResult]) -> Mapping[str, float]:
+        """What the calls that made the results reported."""
 
     def join(self, columns: Mapping[str, Sequence[ColumnRef]], ids: Ids) -> dict[str, ColumnRef]:
         """Columns of rows that several calls made."""
@@ -228,7 +228,7 @@ class Batch:
         return Batch(self._caller, self.ids, self.parents, columns | refs)
 
     def map(self, function: Callable[..., Any], **settings: Any) -> Batch:
-        """Run row maths where the rows live; the answer has the columns that it writes."""
+        """Run map functions where the rows live; the answer has the columns that it writes."""
         return self._caller.map(self, function, settings)
 
     def fetch(self, *names: str) -> dict[str, Tensor | list[str]]:
@@ -252,8 +252,8 @@ class Batch:
 
         Merged over ranks and calls. Waits for the calls when it is looked at.
         """
-        frames = {ref.frame.number: ref.frame for ref in self._columns.values()}
-        made = [frame for frame in frames.values() if isinstance(frame, Frame)]
+        results = {ref.result.number: ref.result for ref in self._columns.values()}
+        made = [result for result in results.values() if isinstance(result, RowResult)]
         return self._caller.metrics_of(made)
 
     def _numbers(self, what: str, name: str) -> list[float]:
@@ -365,9 +365,9 @@ def _checked(positions: Sequence[int] | np.ndarray, num_rows: int) -> np.ndarray
 
 
 def _same(one: ColumnRef, other: ColumnRef) -> bool:
-    same = one.frame is other.frame and one.stored == other.stored
+    same = one.result is other.result and one.stored == other.stored
     return same and np.array_equal(one.ids, other.ids)
 
 
 def _source(ref: ColumnRef) -> str:
-    return ref.frame.label if isinstance(ref.frame, Frame) else ref.frame.source
+    return ref.result.label if isinstance(ref.result, RowResult) else ref.result.source

@@ -23,13 +23,13 @@ from spmdflow.controller.assignment import (
 )
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.check import check_arguments, check_extends, columns_read
-from spmdflow.controller.frame import Frame, SourceFrame, ascending, input_of
+from spmdflow.controller.result import RowResult, SourceRows, ascending, input_of
 from spmdflow.data.group import places_in_groups
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import ColumnError, ProtocolError
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.protocol import protocol
-from spmdflow.transfer.register import MethodSpec, method_spec, row_maths_spec
+from spmdflow.transfer.register import MethodSpec, map_spec, method_spec
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Input:
-    """Columns of a batch that one frame holds under the same row ids."""
+    """Columns of a batch that one result holds under the same row ids."""
 
-    frame: Frame | SourceFrame
+    result: RowResult | SourceRows
     columns: dict[str, str]
     """Stored names by their names in the batch."""
     ids: Ids
-    """(B,): the frame's id of each row of the batch."""
+    """(B,): the result's id of each row of the batch."""
 
 
 @dataclass(frozen=True)
@@ -97,20 +97,22 @@ class CallPlan:
             for rank, given in by_share(self.assignment.given, self._rows_at).items()
         }
 
-    def frame(self, number: int, held: dict[int, Ids], on_free: Callable[[int], None]) -> Frame:
-        """The frame that the call makes."""
+    def result(
+        self, number: int, held: dict[int, Ids], on_free: Callable[[int], None]
+    ) -> RowResult:
+        """The result that the call makes."""
         answer = {rank: held[rank] for rank in self.assignment.answering}
         names = self.spec.writes
         by_column = dict.fromkeys(names, held)
         ranks = tuple(sorted(self.assignment.given))
-        return Frame(number, self.label, ranks, tuple(names), answer, by_column, on_free)
+        return RowResult(number, self.label, ranks, tuple(names), answer, by_column, on_free)
 
     def _rows_at(self, positions: np.ndarray) -> dict[str, Any]:
         """What a rank is told of its rows."""
         told = {
             "ids": self.ids[positions],
             "inputs": [
-                input_of(given.frame, given.columns, given.ids[positions]) for given in self.inputs
+                input_of(given.result, given.columns, given.ids[positions]) for given in self.inputs
             ],
             "micro": self.assignment.num_micro_batches,
             **{name: numbers[positions] for name, numbers in self.per_row.items()},
@@ -143,7 +145,7 @@ def plan_map(
     batch: Batch, function: Callable[..., Any], arguments: Mapping[str, Any], *, step: int
 ) -> CallPlan:
     """A map function on the ranks that hold most of the columns that it reads."""
-    marks = row_maths_spec(function)
+    marks = map_spec(function)
     label = f"map.{function.__name__}"
     given_later = dict.fromkeys(("reduce", "report", *(["groups"] if marks.groups else [])))
     check_arguments(label, partial(function, **given_later), [batch], arguments)
@@ -165,12 +167,12 @@ def plan_map(
 
 
 def _inputs_of(batch: Batch, names: Sequence[str]) -> tuple[Input, ...]:
-    """Columns by the frame and the row ids that they share."""
+    """Columns by the result and the row ids that they share."""
     inputs: dict[tuple[int, bytes], Input] = {}
     for name in names:
         ref = batch.column(name)
-        key = (ref.frame.number, ref.ids.tobytes())
-        inputs.setdefault(key, Input(ref.frame, {}, ref.ids)).columns[name] = ref.stored
+        key = (ref.result.number, ref.ids.tobytes())
+        inputs.setdefault(key, Input(ref.result, {}, ref.ids)).columns[name] = ref.stored
     return tuple(inputs.values())
 
 
@@ -224,13 +226,13 @@ def _token_lengths(batch: Batch, target: Target, spec: MethodSpec) -> np.ndarray
 
 
 def _widest(inputs: Sequence[Input], ranks: Sequence[int]) -> Input | None:
-    """The input with most columns whose frame was made on exactly these ranks."""
+    """The input with most columns whose result was made on exactly these ranks."""
     made = [
         each
         for each in inputs
-        if isinstance(each.frame, Frame) and set(each.frame.ranks) == set(ranks)
+        if isinstance(each.result, RowResult) and set(each.result.ranks) == set(ranks)
     ]
-    order = [(len(each.columns), -each.frame.number) for each in made]
+    order = [(len(each.columns), -each.result.number) for each in made]
     return made[order.index(max(order))] if made else None
 
 
@@ -239,12 +241,12 @@ def _home(batch: Batch, inputs: Sequence[Input], label: str) -> Input:
 
     If they are all of a data file: of the pool that made most of the batch's other columns.
     """
-    if not any(isinstance(each.frame, Frame) for each in inputs):
+    if not any(isinstance(each.result, RowResult) for each in inputs):
         inputs = _inputs_of(batch, batch.columns)
     counts: dict[tuple[int, ...], int] = {}
     for each in inputs:
-        if isinstance(each.frame, Frame):
-            ranks = each.frame.ranks
+        if isinstance(each.result, RowResult):
+            ranks = each.result.ranks
             counts[ranks] = counts.get(ranks, 0) + len(each.columns)
     if not counts:
         raise ProtocolError(
@@ -259,8 +261,8 @@ def _home(batch: Batch, inputs: Sequence[Input], label: str) -> Input:
 
 
 def _positions_held(given: Input) -> dict[int, np.ndarray]:
-    """Positions in the batch by rank: each row at the rank that answers for it in the frame."""
-    assert isinstance(given.frame, Frame)
-    holder = {int(i): rank for rank, own in given.frame.answer.items() for i in own}
+    """Positions in the batch by rank: each row at the rank that answers for it in the result."""
+    assert isinstance(given.result, RowResult)
+    holder = {int(i): rank for rank, own in given.result.answer.items() for i in own}
     owner = np.array([holder[int(i)] for i in given.ids], dtype=np.int64)
-    return {rank: np.flatnonzero(owner == rank) for rank in given.frame.ranks}
+    return {rank: np.flatnonzero(owner == rank) for rank in given.result.ranks}

@@ -16,7 +16,7 @@ from torch import Tensor
 from spmdflow.controller.batch import Batch, ColumnRef
 from spmdflow.controller.call import CallPlan, Target, plan_map, plan_method
 from spmdflow.controller.check import check_method, check_takes_list
-from spmdflow.controller.frame import Frame, Result, SourceFrame, source_lengths
+from spmdflow.controller.result import Result, RowResult, SourceRows, source_lengths
 from spmdflow.controller.rows import fetch_column, join_columns
 from spmdflow.controller.sender import CallSettings, Sender
 from spmdflow.controller.transfers import Transfers
@@ -105,22 +105,22 @@ class Caller:
         """Set missing rows under way, send the commands, return what will be there."""
         spec, answering = plan.spec, plan.assignment.answering
         number, held = self.sender.next_number(), plan.held()
-        frame = plan.frame(number, held, self.sender.free) if spec.writes else None
+        result = plan.result(number, held, self.sender.free) if spec.writes else None
         commands = plan.commands(held)
 
         def done(replies: Replies, _kept: Batch = batch) -> None:  # keeps the inputs until then
-            if frame is not None:
-                frame.learn(replies)
-                self.transfers.producer_done(frame)
+            if result is not None:
+                result.learn(replies)
+                self.transfers.producer_done(result)
 
         for given in plan.inputs:  # first: the rows are under way before the call
-            if isinstance(given.frame, Frame):
+            if isinstance(given.result, RowResult):
                 names = list(dict.fromkeys(given.columns.values()))
-                self.transfers.need(given.frame, names, plan.needs(given))
+                self.transfers.need(given.result, names, plan.needs(given))
         pending = self.sender.submit(plan.label, commands, done, answering=answering, number=number)
-        if frame is None:
+        if result is None:
             return Result(plan.label, pending, answering)
-        columns = {name: ColumnRef(frame, batch.ids, name) for name in spec.writes}
+        columns = {name: ColumnRef(result, batch.ids, name) for name in spec.writes}
         if spec.extends:
             columns = {name: batch.column(name) for name in batch.columns} | columns
         made = Batch(self, batch.ids, batch.parents, columns)
@@ -146,17 +146,17 @@ class Caller:
 
     def lengths(self, ref: ColumnRef) -> np.ndarray:
         """(B,) items of each row; waits for the producer."""
-        if isinstance(ref.frame, SourceFrame):
-            return source_lengths(ref.frame, ref.ids, ref.stored)
-        self.sender.wait_for(ref.frame)
-        return ref.frame.facts[ref.stored].lengths_of(ref.ids)
+        if isinstance(ref.result, SourceRows):
+            return source_lengths(ref.result, ref.ids, ref.stored)
+        self.sender.wait_for(ref.result)
+        return ref.result.facts[ref.stored].lengths_of(ref.ids)
 
-    def metrics_of(self, frames: Iterable[Frame]) -> Mapping[str, float]:
-        """What the calls that made the frames reported, merged; waits for them."""
+    def metrics_of(self, results: Iterable[RowResult]) -> Mapping[str, float]:
+        """What the calls that made the results reported, merged; waits for them."""
         metrics = []
-        for frame in frames:
-            self.sender.wait_for(frame)
-            metrics += frame.metrics
+        for result in results:
+            self.sender.wait_for(result)
+            metrics += result.metrics
         return merge(metrics)
 
     def join(self, columns: Mapping[str, Sequence[ColumnRef]], ids: Ids) -> dict[str, ColumnRef]:
@@ -177,8 +177,8 @@ class Caller:
         rows (B,): numbers in the file; lengths (B,): their prompt tokens.
         """
         number, free = self.sender.next_number(), self.sender.free
-        frame = SourceFrame(number, source, tuple(columns), ids, rows, free, lengths)
-        return Batch(self, ids, parents, {name: ColumnRef(frame, ids, name) for name in columns})
+        result = SourceRows(number, source, tuple(columns), ids, rows, free, lengths)
+        return Batch(self, ids, parents, {name: ColumnRef(result, ids, name) for name in columns})
 
 
 class Draws:

@@ -13,10 +13,10 @@ from typing import Any
 from spmdflow.controller.batch import Batch
 from spmdflow.errors import ColumnError, MessageError, ProtocolError
 from spmdflow.runtime.message import encode
-from spmdflow.transfer.register import MethodSpec, RowMathsSpec, method_spec
+from spmdflow.transfer.register import MapSpec, MethodSpec, method_spec
 
 
-def columns_read(spec: MethodSpec | RowMathsSpec, batch: Batch, label: str) -> list[str]:
+def columns_read(spec: MethodSpec | MapSpec, batch: Batch, label: str) -> list[str]:
     """Columns that travel to the call; ColumnError if the batch lacks one."""
     missing = [name for name in spec.reads if name not in batch.columns]
     if missing:

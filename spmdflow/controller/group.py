@@ -11,7 +11,7 @@ from spmdflow.controller.batch import Batch
 from spmdflow.controller.call import Target
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.check import too_many
-from spmdflow.controller.frame import Result
+from spmdflow.controller.result import Result
 from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.runtime.message import name_of
 from spmdflow.transfer.register import method_spec

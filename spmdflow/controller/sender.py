@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spmdflow.controller.frame import CallRecord, Frame
+from spmdflow.controller.result import CallRecord, RowResult
 from spmdflow.errors import MessageError
 from spmdflow.runtime.failure import script_line
 from spmdflow.runtime.order import Order, Pending, Replies, Transport
@@ -41,13 +41,13 @@ class Sender:
         return self.settings.ranks
 
     def next_number(self) -> int:
-        """The number of the next call or frame."""
+        """The number of the next call or result."""
         self._last_number += 1
         return self._last_number
 
-    def free(self, frame: int) -> None:
-        """A frame lost its last reference; ranks hear of it with the next command."""
-        self._freed.append(frame)
+    def free(self, result: int) -> None:
+        """A result lost its last reference; ranks hear of it with the next command."""
+        self._freed.append(result)
 
     def submit(
         self,
@@ -61,7 +61,7 @@ class Sender:
     ) -> Pending:
         """Send one numbered command to each rank of `commands`; metrics of answering count.
 
-        seconds: the limit of each command, by default that of calls. number: of the frame that
+        seconds: the limit of each command, by default that of calls. number: of the result that
         the command makes, if it makes one. MessageError: nothing was sent.
         """
         number = number or self.next_number()
@@ -86,10 +86,10 @@ class Sender:
         self.records.append(CallRecord(number, label, self.phase, pending, answering))
         return pending
 
-    def wait_for(self, frame: Frame) -> None:
-        """Block until the call that makes the frame has replied."""
+    def wait_for(self, result: RowResult) -> None:
+        """Block until the call that makes the result has replied."""
         for record in self.records:
-            if record.number == frame.number:
+            if record.number == result.number:
                 record.pending.result()
 
     def _add_freed(self, commands: Mapping[int, dict[str, Any]]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
-from spmdflow.controller.frame import CallRecord, Result
+from spmdflow.controller.result import CallRecord, Result
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import ProtocolError
 from spmdflow.runtime.failure import script_line

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from spmdflow.controller.frame import Ids
+from spmdflow.controller.result import Ids
 from spmdflow.controller.transfers import EdgeBytes
 from spmdflow.errors import DataError, MessageError
 from spmdflow.runtime.message import decode, encode

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from spmdflow.blocks.rows import RowEdge, plan_rounds
-from spmdflow.controller.frame import CallRecord, Frame
+from spmdflow.controller.result import CallRecord, RowResult
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import TransferError
 from spmdflow.runtime.order import Order, Transport
@@ -46,7 +46,7 @@ class _PlannedEdge:
 
 @dataclass(frozen=True)
 class _Transfer:
-    frame: Frame
+    result: RowResult
     edges: tuple[_PlannedEdge, ...]
 
 
@@ -59,13 +59,13 @@ class Transfers:
         self._num_released = 0
         self._outstanding: list[CallRecord] = []
 
-    def need(self, frame: Frame, names: Sequence[str], need: Mapping[int, Ids]) -> None:
+    def need(self, result: RowResult, names: Sequence[str], need: Mapping[int, Ids]) -> None:
         """Make the rows `need[rank]` of the columns `names` arrive everywhere (script thread).
 
         A rank that needs no rows and has never had the column gets an empty one, from itself.
         """
         rounds: list[dict[tuple[int, int, bytes], tuple[list[str], RowEdge]]] = [{}, {}]
-        for columns, held in _by_holders(frame, names):
+        for columns, held in _by_holders(result, names):
             unions: dict[tuple[int, int], Ids | None] = {}
             for rank, ids in need.items():
                 pair = (id(held.get(rank)), id(ids))
@@ -80,10 +80,10 @@ class Transfers:
                 for edge in planned:
                     key = (edge.source, edge.destination, edge.ids.tobytes())
                     edges.setdefault(key, ([], edge))[0].extend(columns)
-            frame.held |= dict.fromkeys(columns, {**held, **after})
+            result.held |= dict.fromkeys(columns, {**held, **after})
         for edges in filter(None, rounds):
             transfer = _Transfer(
-                frame,
+                result,
                 tuple(
                     _PlannedEdge(edge.source, edge.destination, tuple(columns), edge.ids)
                     for columns, edge in edges.values()
@@ -96,48 +96,48 @@ class Transfers:
         taken, self._outstanding = self._outstanding, []
         return taken
 
-    def producer_done(self, frame: Frame) -> None:
-        """Release what waited for this frame (io thread; facts are set)."""
-        frame.done = True
-        waiting, frame.waiting = frame.waiting, []
+    def producer_done(self, result: RowResult) -> None:
+        """Release what waited for this result (io thread; facts are set)."""
+        result.done = True
+        waiting, result.waiting = result.waiting, []
         for transfer in waiting:
             self._release(transfer)
 
     def _offer(self, transfer: _Transfer) -> None:
-        if transfer.frame.done:
+        if transfer.result.done:
             self._release(transfer)
         else:
-            transfer.frame.waiting.append(transfer)
+            transfer.result.waiting.append(transfer)
 
     def _release(self, transfer: _Transfer) -> None:
         """Send the commands."""
         self._num_released += 1
-        frame = transfer.frame
+        result = transfer.result
         planned: dict[Edge, int] = {}
         commands: dict[int, dict[str, Any]] = {}
-        specs = {name: fact.spec.to_plain() for name, fact in frame.facts.items()}
+        specs = {name: fact.spec.to_plain() for name, fact in result.facts.items()}
         for edge in transfer.edges:
-            lengths = _lengths(edge, frame)
-            destination = _command(commands, edge.destination, frame.number)
+            lengths = _lengths(edge, result)
+            destination = _command(commands, edge.destination, result.number)
             kinds = {name: specs[name] for name in edge.columns}
             plain = [edge.source, list(edge.columns), edge.ids, kinds, lengths]
             destination["receives"].append(plain)
             if edge.source == edge.destination:
                 continue
-            size = _num_bytes(edge, frame, lengths)
+            size = _num_bytes(edge, result, lengths)
             key = (edge.source, edge.destination)
             planned[key] = planned.get(key, 0) + size
             self.bytes.planned[key] = self.bytes.planned.get(key, 0) + size
-            source = _command(commands, edge.source, frame.number)
+            source = _command(commands, edge.source, result.number)
             source["sends"].append([edge.destination, list(edge.columns), edge.ids])
-        label = f"transfer {self._num_released} of {frame.label}"
+        label = f"transfer {self._num_released} of {result.label}"
         order = Order(
             number=self._num_released,
             lane="transfer",
             label=label,
             commands=commands,
             seconds=self._seconds,
-            on_done=partial(self._count, frame, label, planned),
+            on_done=partial(self._count, result, label, planned),
         )
         pending = self._transport.submit(order)
         record = CallRecord(self._num_released, label, "transfer", pending, lane="transfer")
@@ -145,12 +145,12 @@ class Transfers:
 
     def _count(
         self,
-        _kept: Frame,
+        _kept: RowResult,
         label: str,
         planned: Mapping[Edge, int],
         replies: Mapping[int, Mapping[str, Any]],
     ) -> None:
-        """Check and count the bytes. Until here the frame is kept: its holders send its rows."""
+        """Check and count the bytes. Until here the result is kept: its holders send its rows."""
         sent = {(r, to): n for r, reply in replies.items() for to, n in reply["sent"].items()}
         got = {(at, r): n for r, reply in replies.items() for at, n in reply["received"].items()}
         expected = {edge: size for edge, size in planned.items() if size}
@@ -164,37 +164,37 @@ class Transfers:
             self.bytes.moved[edge] = self.bytes.moved.get(edge, 0) + size
 
 
-def _command(commands: dict[int, dict[str, Any]], rank: int, frame: int) -> dict[str, Any]:
-    empty = {"operation": "transfer", "frame": frame, "sends": [], "receives": []}
+def _command(commands: dict[int, dict[str, Any]], rank: int, result: int) -> dict[str, Any]:
+    empty = {"operation": "transfer", "result": result, "sends": [], "receives": []}
     return commands.setdefault(rank, empty)
 
 
-def _lengths(edge: _PlannedEdge, frame: Frame) -> dict[str, np.ndarray]:
+def _lengths(edge: _PlannedEdge, result: RowResult) -> dict[str, np.ndarray]:
     """Items of the edge's rows, by ragged or text column."""
     lengths: dict[str, np.ndarray] = {}
     place: np.ndarray | None = None
     for name in edge.columns:
-        fact = frame.facts[name]
+        fact = result.facts[name]
         if fact.lengths is not None:
-            if place is None:  # the columns of a frame have the same rows
+            if place is None:  # the columns of a result have the same rows
                 place = np.searchsorted(fact.ids, edge.ids)
             lengths[name] = fact.lengths[place]
     return lengths
 
 
-def _num_bytes(edge: _PlannedEdge, frame: Frame, lengths: Mapping[str, np.ndarray]) -> int:
+def _num_bytes(edge: _PlannedEdge, result: RowResult, lengths: Mapping[str, np.ndarray]) -> int:
     size = 0
     for name in edge.columns:
         items = int(lengths[name].sum()) if name in lengths else len(edge.ids)
-        size += items * frame.facts[name].spec.item_bytes
+        size += items * result.facts[name].spec.item_bytes
     return size
 
 
-def _by_holders(frame: Frame, names: Sequence[str]) -> list[tuple[list[str], dict[int, Ids]]]:
+def _by_holders(result: RowResult, names: Sequence[str]) -> list[tuple[list[str], dict[int, Ids]]]:
     """Columns that the same ranks hold, together."""
     groups: dict[int, tuple[list[str], dict[int, Ids]]] = {}
     for name in names:
-        held = frame.held[name]
+        held = result.held[name]
         groups.setdefault(id(held), ([], held))[0].append(name)
     return list(groups.values())
 

@@ -1,4 +1,4 @@
-"""The rows a rank holds, by frame (the call that made them), column and row id.
+"""The rows a rank holds, by result (the call that made them), column and row id.
 
 Two lanes use it: the compute lane puts results and takes inputs, the transfer lane takes rows
 to send and puts rows received. Waiting for rows has a limit. Rows are kept in host memory,
@@ -44,7 +44,7 @@ class RowCondition:
 
 
 class _Rows:
-    """The rows of one column of one frame; parts are joined when more than one is needed."""
+    """The rows of one column of one result; parts are joined when more than one is needed."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[np.ndarray, Column]] = []
@@ -82,65 +82,65 @@ class RowStore:
 
     def __init__(self, arrival: RowCondition | None = None) -> None:
         """arrival: how `wait` waits."""
-        self._frames: dict[int, dict[str, _Rows]] = {}
+        self._results: dict[int, dict[str, _Rows]] = {}
         self._lock, self._arrival = threading.Lock(), arrival or RowCondition()
 
-    def put(self, frame: int, ids: np.ndarray, columns: Mapping[str, Column]) -> None:
-        """Add rows of a frame and wake whoever waits for them."""
+    def put(self, result: int, ids: np.ndarray, columns: Mapping[str, Column]) -> None:
+        """Add rows of a result and wake whoever waits for them."""
         with self._lock:
-            kept = self._frames.setdefault(frame, {})
+            kept = self._results.setdefault(result, {})
             for name, column in columns.items():
                 assert len(column) == len(ids), (name, len(column), len(ids))
                 kept.setdefault(name, _Rows()).add(ids, column)
         self._arrival.wake()
 
-    def has(self, frame: int) -> bool:
-        """Whether any row of the frame was put here."""
+    def has(self, result: int) -> bool:
+        """Whether any row of the result was put here."""
         with self._lock:
-            return frame in self._frames
+            return result in self._results
 
-    def missing(self, frame: int, name: str, ids: np.ndarray) -> np.ndarray:
+    def missing(self, result: int, name: str, ids: np.ndarray) -> np.ndarray:
         """The ids among `ids` that are not here."""
         with self._lock:
-            rows = self._frames.get(frame, {}).get(name)
+            rows = self._results.get(result, {}).get(name)
             return ids if rows is None else rows.missing(ids)
 
-    def take(self, frame: int, names: Iterable[str], ids: np.ndarray) -> dict[str, Column]:
+    def take(self, result: int, names: Iterable[str], ids: np.ndarray) -> dict[str, Column]:
         """The rows `ids`, in that order, of the columns `names`."""
         with self._lock:
-            return {name: self._column(frame, name, ids) for name in names}
+            return {name: self._column(result, name, ids) for name in names}
 
-    def _column(self, frame: int, name: str, ids: np.ndarray) -> Column:
-        rows = self._frames.get(frame, {}).get(name)
+    def _column(self, result: int, name: str, ids: np.ndarray) -> Column:
+        rows = self._results.get(result, {}).get(name)
         missing = ids if rows is None else rows.missing(ids)
         if rows is None or len(missing):
             raise RowError(
-                f"column {name!r} of call {frame}: {len(missing)} of {len(ids)} rows are not "
+                f"column {name!r} of call {result}: {len(missing)} of {len(ids)} rows are not "
                 f"here (first id {missing[:1].tolist()}); was the batch freed or never produced?"
             )
         return rows.take(ids)
 
-    def wait(self, frame: int, names: Sequence[str], ids: np.ndarray, *, seconds: float) -> None:
+    def wait(self, result: int, names: Sequence[str], ids: np.ndarray, *, seconds: float) -> None:
         """Block until the rows are here; DeadlineError after `seconds`."""
-        if not self._arrival.wait_until(lambda: not self._lacking(frame, names, ids), seconds):
+        if not self._arrival.wait_until(lambda: not self._lacking(result, names, ids), seconds):
             raise DeadlineError(
-                f"columns {self._lacking(frame, names, ids)} of call {frame}: rows not here after "
-                f"{seconds:g} s; the producer is slow or its transfer was not released; "
+                f"columns {self._lacking(result, names, ids)} of call {result}: rows not here "
+                f"after {seconds:g} s; the producer is slow or its transfer was not released; "
                 f"raise run.call_seconds if the producer needs longer"
             )
 
-    def _lacking(self, frame: int, names: Sequence[str], ids: np.ndarray) -> list[str]:
+    def _lacking(self, result: int, names: Sequence[str], ids: np.ndarray) -> list[str]:
         with self._lock:
-            kept = self._frames.get(frame, {})
+            kept = self._results.get(result, {})
             return [name for name in names if name not in kept or len(kept[name].missing(ids))]
 
-    def free(self, frames: Iterable[int]) -> None:
-        """Forget frames; unknown numbers are fine (a rank need not hold every frame)."""
+    def free(self, results: Iterable[int]) -> None:
+        """Forget results; unknown numbers are fine (a rank need not hold every result)."""
         with self._lock:
-            for frame in frames:
-                self._frames.pop(frame, None)
+            for result in results:
+                self._results.pop(result, None)
 
-    def num_frames(self) -> int:
-        """Frames held, for leak checks."""
+    def num_results(self) -> int:
+        """Results held, for leak checks."""
         with self._lock:
-            return len(self._frames)
+            return len(self._results)

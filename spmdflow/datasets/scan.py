@@ -210,7 +210,7 @@ class _Pass:
         lines = [*shown, f"... and {more} more"] if more else shown
         raise DataError(
             f"{self._file.path}: got {'at least ' * at_least}{len(self._bad)} unreadable rows, "
-            f"expected at most {limit} (data.max_bad_rows); mend or remove them, correct "
+            f"expected at most {limit} (data.max_bad_rows); fix or remove them, correct "
             f"data.prompt_column, or raise data.max_bad_rows\n  " + "\n  ".join(lines)
         )
 
@@ -224,5 +224,5 @@ def _nothing_left(report: ScanReport, cfg: DataSettings) -> str:
     return (
         f"{report.path}: got no usable prompt in {report.num_rows} rows ({report.num_too_long} "
         f"longer than {cfg.max_prompt_tokens} tokens, {len(report.bad_rows)} unreadable), "
-        f"expected at least one; raise data.max_prompt_tokens or mend the file"
+        f"expected at least one; raise data.max_prompt_tokens or fix the file"
     )

@@ -127,7 +127,7 @@ def load_hardware(name: str | Path) -> Hardware:
     except yaml.YAMLError as err:
         raise ConfigError(
             f"hardware: got {path}, which does not read as YAML ({err}), expected name and "
-            f"coefficients; mend it or write it anew with scripts/calibrate.py"
+            f"coefficients; fix it or write it anew with scripts/calibrate.py"
         ) from err
     return _from_content(content, path)
 

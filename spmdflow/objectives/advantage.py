@@ -31,7 +31,7 @@ from spmdflow.errors import ColumnError
 from spmdflow.objectives.estimator import ESTIMATORS, Samples, gae
 from spmdflow.objectives.kl import kl_estimate
 from spmdflow.objectives.loss import Reduce, Report, inside, masked_sum, whiten
-from spmdflow.transfer.register import row_maths
+from spmdflow.transfer.register import map_function
 from spmdflow.transfer.worker import Mean, Metric
 
 
@@ -39,7 +39,7 @@ def _estimator_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     return ESTIMATORS.find(arguments["estimator"]).reads
 
 
-@row_maths(
+@map_function(
     reads=("response_mask", "token_level_rewards"),
     reads_for=_estimator_columns,
     optional=("old_log_probs", "ref_log_probs", *VALID),
@@ -156,7 +156,7 @@ def advantage_metrics(
     return metrics
 
 
-@row_maths(
+@map_function(
     reads=("response_mask", "token_level_rewards", "token_level_costs", "values", "cost_values"),
     optional=("old_log_probs", "ref_log_probs", *VALID),
     writes=("advantages", "returns", "cost_returns"),
@@ -233,7 +233,7 @@ def overlong_penalty(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: int)
     return -(beyond.double() / max(buffer_tokens, 1)).clamp(0, 1)
 
 
-@row_maths(reads=("token_level_rewards",), optional=VALID, writes=("token_level_rewards",))
+@map_function(reads=("token_level_rewards",), optional=VALID, writes=("token_level_rewards",))
 def add_overlong_penalty(
     batch: TensorDict, *, cfg: OverlongConfig, max_tokens: int, reduce: Reduce, report: Report
 ) -> TensorDict:
@@ -256,7 +256,7 @@ def add_overlong_penalty(
     return TensorDict({"token_level_rewards": ragged(values, lengths)}, batch.batch_size)
 
 
-@row_maths(reads=("scores",), writes=("baseline_scores",))
+@map_function(reads=("scores",), writes=("baseline_scores",))
 def as_baseline(batch: TensorDict, *, reduce: Reduce, report: Report) -> TensorDict:
     """baseline_scores (B,): the scores, under the name that the estimator `remax` reads.
 

@@ -21,10 +21,10 @@ from spmdflow.data.rows import VALID, chosen_mask
 from spmdflow.objectives.kl import bounded, kl_estimate
 from spmdflow.objectives.loss import Reduce, Report, inside
 from spmdflow.objectives.registry import Registry
-from spmdflow.transfer.register import row_maths
+from spmdflow.transfer.register import map_function
 
 
-@row_maths(
+@map_function(
     reads=("response_mask", "old_log_probs", "rollout_log_probs"),
     optional=VALID,
     writes=("rollout_weights",),

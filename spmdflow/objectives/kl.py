@@ -30,7 +30,7 @@ from spmdflow.data.rows import VALID, chosen_mask, valid_rows
 from spmdflow.errors import ConfigError
 from spmdflow.objectives.loss import Reduce, Report, inside
 from spmdflow.objectives.registry import Registry
-from spmdflow.transfer.register import row_maths
+from spmdflow.transfer.register import map_function
 from spmdflow.transfer.worker import Mean
 
 MAX_LOG_RATIO = 20.0
@@ -69,7 +69,7 @@ LARGEST_ERROR, GAIN = 0.2, 0.1
 A = TypeVar("A", bound=AdvantageConfig)
 
 
-@row_maths(
+@map_function(
     reads=("response_mask", "old_log_probs", "ref_log_probs"),
     optional=VALID,
     writes=("reference_kl",),

@@ -1,6 +1,6 @@
 """What ranks would have answered: column kinds, lengths, examples. No values but examples.
 
-A frame's lengths come, in this order, from the run that is replayed, from a column of the inputs
+A result's lengths come, in this order, from the run that is replayed, from a column of the inputs
 that is as long, from the data file, from `flow.assume`, from the settings.
 """
 
@@ -19,7 +19,7 @@ from spmdflow.plan.record import received_bytes
 from spmdflow.plan.replay import ColumnLengths, Columns, Plain, Replay, RowLengths, unique_ids
 from spmdflow.runtime.message import find
 from spmdflow.runtime.order import Replies, names_in
-from spmdflow.transfer.register import method_spec, row_maths_spec
+from spmdflow.transfer.register import map_spec, method_spec
 
 Commands = Mapping[int, Plain]
 
@@ -59,7 +59,7 @@ class Answers:
             said, value = self._replay.values, self.examples.answer(label)
             return {rank: {"value": said.get(rank, value)} for rank in commands}
         elif operation == "map":
-            writes = row_maths_spec(find(plain["function"])).writes
+            writes = map_spec(find(plain["function"])).writes
             holding = {rank: {**given, "holds": given["ids"]} for rank, given in commands.items()}
             return self._to_rows(number, holding, writes)
         elif operation == "join":
@@ -101,9 +101,9 @@ class Answers:
     ) -> list[Any]:
         """Kind and items of the rows ids of one column; at: their places in the run's (Any: an
         array, or None where nothing was recorded)."""
-        frame, form = self.rows.frames.setdefault(number, {}), self.examples.form(name)
+        result, form = self.rows.results.setdefault(number, {}), self.examples.form(name)
         spec, recorded_items = recorded.get(name, (form.spec, None))
-        made = frame.setdefault(name, ColumnLengths(spec))
+        made = result.setdefault(name, ColumnLengths(spec))
         if made.spec.kind == "dense":
             return [made.spec.to_plain(), None]
         items = self._items(form, plain, ids) if recorded_items is None else recorded_items[at]
@@ -129,18 +129,18 @@ class Answers:
         return tokens * form.items_per_token
 
     def _to_join(self, number: int, commands: Commands) -> Replies:
-        frame = self.rows.frames.setdefault(number, {})
+        result = self.rows.results.setdefault(number, {})
         replies: Replies = {}
         for rank, plain in commands.items():
             columns = {}
             for name, _ in names_in(plain["inputs"][0]):
-                if name not in frame:
-                    frame[name] = ColumnLengths(self._made_by_a_call(name, commands).spec)
-                items, spec = None, frame[name].spec
+                if name not in result:
+                    result[name] = ColumnLengths(self._made_by_a_call(name, commands).spec)
+                items, spec = None, result[name].spec
                 if spec.kind != "dense":
                     parts = [(dict(names_in(part))[name], part) for part in plain["inputs"]]
                     items = np.concatenate([self._known_items(n, part) for n, part in parts])
-                    frame[name].add(plain["ids"], items)
+                    result[name].add(plain["ids"], items)
                 columns[name] = [spec.to_plain(), items]
             replies[rank] = {"columns": columns}
         return replies
@@ -149,7 +149,7 @@ class Answers:
         """A part of a joined column that a call has made; controller/rows.py sees to it."""
         parts = (part for plain in commands.values() for part in plain["inputs"])
         part = next(part for part in parts if "source" not in part)
-        return self.rows.frames[part["frame"]][dict(names_in(part))[name]]
+        return self.rows.results[part["result"]][dict(names_in(part))[name]]
 
     def _known_items(self, name: str, part: Plain) -> np.ndarray:
         """Items of an input's rows; of a data file's column without lengths, from the settings."""
@@ -180,7 +180,7 @@ class Answers:
         if "source" in part:
             spec = self.examples.form(name).spec
         else:
-            spec = self.rows.frames[part["frame"]][name].spec
+            spec = self.rows.results[part["result"]][name].spec
         dtype = getattr(torch, spec.dtype)
         if spec.kind == "dense":
             values = torch.from_numpy(self.examples.values(seen, ids, name)).to(dtype)

@@ -22,7 +22,7 @@ _COLOURS = {
     "generate": ("#3b7dd8", "generation"),
     "infer": ("#8fbf6a", "inference"),
     "train": ("#e08a3c", "training"),
-    "": ("#b9b9c2", "row maths and functions (host time alone)"),
+    "": ("#b9b9c2", "map functions and functions (host time alone)"),
 }
 _FONT = 'font-family="Helvetica, Arial, sans-serif"'
 
@@ -70,7 +70,7 @@ def schedule_svg(report: PlanReport) -> str:
         f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
         *_title(report),
         *_axis(report.prediction.seconds or 1.0, bottom),
-        *(line for band in bands for line in _frame(band)),
+        *(line for band in bands for line in _result(band)),
         *(line for call in report.prediction.calls for line in _bars(report, bands, call)),
         *_legend(bottom + 56),
         "</svg>",
@@ -104,7 +104,7 @@ def _axis(total: float, bottom: int) -> Iterator[str]:
         yield _text(at, bottom + 18, words, size=11, anchor="end" if tick == 5 else "middle")
 
 
-def _frame(band: _Band) -> Iterator[str]:
+def _result(band: _Band) -> Iterator[str]:
     yield (
         f'<rect x="{_LEFT}" y="{band.top}" width="{_SPACE}" height="{band.height}" fill="none" '
         f'stroke="#9a9aa5"/>'

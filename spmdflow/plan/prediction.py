@@ -231,8 +231,8 @@ def _schedule(
     rows: list[tuple[int | None, float]] = []
     for order in orders:
         if order.lane != COMPUTE:
-            frame = next(iter(order.commands.values()))["frame"]
-            rows.append((numbers.get(frame), moved.get(order.place, 0.0)))
+            result = next(iter(order.commands.values()))["result"]
+            rows.append((numbers.get(result), moved.get(order.place, 0.0)))
             continue
         estimate = estimates.get(order.place)
         before = {(last[rank], 0.0) for rank in order.commands if rank in last}

@@ -35,7 +35,7 @@ Plain = Mapping[str, Any]
 Columns = Mapping[str, tuple[ColumnSpec, np.ndarray | None]]
 """Column -> kind, and items by row where it is not dense; rows in the order of their ids."""
 Arrival = tuple[int, Sequence[str], np.ndarray]
-"""Frame, columns and row ids that a transfer brings."""
+"""RowResult, columns and row ids that a transfer brings."""
 
 _NOTHING: Plain = {"orders": [], "steps": [], "ranks": [], "nodes": [], "start": None}
 _NO_IDS = np.zeros(0, dtype=np.int64)
@@ -126,7 +126,7 @@ def columns_of(answer: Plain) -> Columns:
 
 @dataclass
 class ColumnLengths:
-    """One column of one frame: its kind and, unless dense, items by row."""
+    """One column of one result: its kind and, unless dense, items by row."""
 
     spec: ColumnSpec
     ids: np.ndarray = field(default_factory=lambda: _NO_IDS)
@@ -147,7 +147,7 @@ class RowLengths:
     """Items of the rows that calls have made, and of those in data files."""
 
     def __init__(self) -> None:
-        self.frames: dict[int, dict[str, ColumnLengths]] = {}
+        self.results: dict[int, dict[str, ColumnLengths]] = {}
         """By the call's number and column."""
         self.scans: dict[str, ScanReport] = {}
         """By the name of the data source."""
@@ -155,7 +155,7 @@ class RowLengths:
     def of_input(self, name: str, part: Plain) -> np.ndarray | None:
         """Items of an input's rows, aligned with the ids of its command; None: not known."""
         if "source" not in part:
-            made = self.frames.get(part["frame"], {}).get(name)
+            made = self.results.get(part["result"], {}).get(name)
             return None if made is None or made.spec.kind == "dense" else made.of(part["ids"])
         if name not in ("prompts", "loss_mask"):
             return None
@@ -175,7 +175,7 @@ class RowLengths:
                 for seen, stored in names_in(part)
                 if seen == name
             ]
-            made = self.frames.get(number, {}).get(name)
+            made = self.results.get(number, {}).get(name)
             parts += [(made.ids, made.items)] if made else []
             known = [(ids, items) for ids, items in parts if items is not None]
             if known:
@@ -229,7 +229,7 @@ def _learn(lengths: RowLengths, order: TracedOrder, answer: Plain) -> None:
     ids = unique_ids(plain.get("holds", plain.get("ids")) for plain in order.commands.values())
     for name, (spec, items) in columns_of(answer).items():
         known = (ids, items) if items is not None else ()
-        lengths.frames.setdefault(order.number, {})[name] = ColumnLengths(spec, *known)
+        lengths.results.setdefault(order.number, {})[name] = ColumnLengths(spec, *known)
 
 
 def _in_dry_order(entries: Sequence[Plain]) -> list[Plain]:
@@ -251,14 +251,14 @@ def _an_edge(transfer: Plain) -> tuple[int, Arrival]:
     received = ((rank, plain) for rank, plain in _commands(transfer).items() if plain["receives"])
     rank, plain = next(received)
     _, columns, ids, *_ = plain["receives"][0]
-    return rank, (plain["frame"], columns, ids)
+    return rank, (plain["result"], columns, ids)
 
 
 def _reads(plain: Plain, arrival: Arrival) -> bool:
     """Whether a command reads the rows that arrive."""
-    frame, columns, ids = arrival
+    result, columns, ids = arrival
     return any(
-        part.get("frame") == frame
+        part.get("result") == result
         and set(columns) <= set(part["columns"])
         and bool(np.isin(ids, part["ids"]).all())
         for part in plain.get("inputs", ())

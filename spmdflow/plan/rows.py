@@ -16,14 +16,14 @@ import numpy as np
 from spmdflow.plan.record import TRANSFER, Finding, Trace, TracedOrder, consumer_of
 from spmdflow.runtime.message import find
 from spmdflow.runtime.order import names_in
-from spmdflow.transfer.register import method_spec, row_maths_spec
+from spmdflow.transfer.register import map_spec, method_spec
 
 _SHIFT = 40
 _NONE = np.zeros(0, dtype=np.int64)
 _SHOWN = 5
 _MOST_SOURCES = 64
 Key = tuple[int, str]
-"""Frame and column."""
+"""RowResult and column."""
 
 
 def check_rows(trace: Trace) -> list[Finding]:
@@ -54,8 +54,8 @@ class _Rows:
             self._transfer(order)
             return
         for rank, plain in order.commands.items():
-            for frame in plain.get("free", ()):
-                self._freed.setdefault(frame, set()).add(rank)
+            for result in plain.get("free", ()):
+                self._freed.setdefault(result, set()).add(rank)
         self._reads(order)
         self._label[order.number] = order.label
         holds = {rank: p.get("holds", p.get("ids")) for rank, p in order.commands.items()}
@@ -69,17 +69,17 @@ class _Rows:
             for part in _parts(plain):
                 if "source" in part:
                     continue
-                frame, columns = part["frame"], tuple(part["columns"])
-                wanted.setdefault((frame, columns), []).append((rank, part["ids"]))
-                if rank in self._freed.get(frame, ()):
+                result, columns = part["result"], tuple(part["columns"])
+                wanted.setdefault((result, columns), []).append((rank, part["ids"]))
+                if rank in self._freed.get(result, ()):
                     self.found.append(
-                        f"{order.name} on rank {rank} reads rows of call {frame}, which it was "
+                        f"{order.name} on rank {rank} reads rows of call {result}, which it was "
                         f"told to free; expected rows that are kept; report this plan"
                     )
-        for (frame, columns), rows in wanted.items():
+        for (result, columns), rows in wanted.items():
             keys = _keys(rows)
             for name in columns:
-                held = self._held.get((frame, name), _NONE)
+                held = self._held.get((result, name), _NONE)
                 lacking = keys[~_among(keys, held)]
                 if len(lacking):
                     rank = int(lacking[0] >> _SHIFT)
@@ -87,7 +87,7 @@ class _Rows:
                     self.found.append(
                         f"edge {_either(_holders_of_all(ids, held))} -> {rank}: got no rows "
                         f"{shown(ids)} of column {name!r} of "
-                        f"{self._label.get(frame, f'call {frame}')}, expected them before "
+                        f"{self._label.get(result, f'call {result}')}, expected them before "
                         f"{order.name}; a transfer was dropped, or brings other rows"
                     )
 
@@ -106,7 +106,7 @@ class _Rows:
         columns: tuple[str, ...],
         edges: Sequence[tuple[int, int, np.ndarray]],
     ) -> None:
-        frame = next(iter(order.commands.values()))["frame"]
+        result = next(iter(order.commands.values()))["result"]
         sizes = [len(ids) for _, _, ids in edges]
         sources = np.repeat(np.array([s for s, _, _ in edges], dtype=np.int64), sizes)
         ids = np.concatenate([_NONE, *(ids for _, _, ids in edges)])
@@ -117,14 +117,14 @@ class _Rows:
         consumer = consumer_of(self._trace, order)
         reader = consumer.label if consumer else "any call"
         twice = np.concatenate([[False], arriving[1:] == arriving[:-1]])
-        strange = ~_among(arriving, _needed(consumer, frame, columns))
+        strange = ~_among(arriving, _needed(consumer, result, columns))
         strange_text = f"where {reader} does not read it, expected only rows that are read"
         wrong = [
             (columns, twice, "twice, expected each row once"),
             (columns, strange, strange_text),
         ]
         for name in columns:
-            held = self._held.get((frame, name), _NONE)
+            held = self._held.get((result, name), _NONE)
             absent = ~_among((sources << _SHIFT) + ids, held)
             absent_text = "which the source does not have, expected a source that has it"
             there_text = "which is there already, expected only rows that are missing"
@@ -132,7 +132,7 @@ class _Rows:
                 ((name,), absent, absent_text),
                 ((name,), _among(arriving, held), there_text),
             ]
-            self._held[frame, name] = np.union1d(held, arriving)
+            self._held[result, name] = np.union1d(held, arriving)
         for names, rows, what in wrong:
             first: dict[tuple[int, int], int] = {}
             for place in np.flatnonzero(rows).tolist():
@@ -173,7 +173,7 @@ def _writes_of(trace: Trace, order: TracedOrder) -> tuple[str, ...]:
     if order.operation == "call" and plain.get("ids") is not None:
         return method_spec(trace.models[plain["group"]].worker_class, plain["method"]).writes
     if order.operation == "map":
-        return row_maths_spec(find(plain["function"])).writes
+        return map_spec(find(plain["function"])).writes
     if order.operation == "join":
         return tuple(name for name, _ in names_in(plain["inputs"][0]))
     return ()
@@ -183,13 +183,13 @@ def _parts(plain: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
     return (plain["input"],) if "input" in plain else plain.get("inputs", ())
 
 
-def _needed(consumer: TracedOrder | None, frame: int, columns: tuple[str, ...]) -> np.ndarray:
-    """Rows that the consumer reads of a frame's columns, by rank."""
+def _needed(consumer: TracedOrder | None, result: int, columns: tuple[str, ...]) -> np.ndarray:
+    """Rows that the consumer reads of a result's columns, by rank."""
     return _keys(
         (rank, part["ids"])
         for rank, plain in (consumer.commands if consumer else {}).items()
         for part in _parts(plain)
-        if part["frame"] == frame and set(columns) <= set(part["columns"])
+        if part["result"] == result and set(columns) <= set(part["columns"])
     )
 
 

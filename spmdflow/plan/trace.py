@@ -18,7 +18,7 @@ from spmdflow.controller.batch import Batch
 from spmdflow.controller.call import Target
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.flow import Flow, FlowSettings
-from spmdflow.controller.frame import Frame, Result
+from spmdflow.controller.result import Result, RowResult
 from spmdflow.controller.sender import CallSettings
 from spmdflow.controller.step import Step
 from spmdflow.controller.transfers import Transfers
@@ -135,7 +135,7 @@ def _located(err: BaseException, line: int | None, examples: Examples) -> str:
         seen = ", ".join(f"{name} = {value}" for name, value in sorted(examples.used.items()))
         text = (
             f"got {type(err).__name__}: {err}, expected main to run to the end of its steps on "
-            f"examples ({seen or 'none was read'}); mend the line, or declare an example that it "
+            f"examples ({seen or 'none was read'}); fix the line, or declare an example that it "
             f"can work with: flow.assume(name=value) at the top of main, or --assume name=value"
         )
     if line is None or text.startswith("script line"):
@@ -274,9 +274,9 @@ class _TracedCaller(Caller):
         """As `Caller.invoke_each`."""
         return _WatchedResult(super().invoke_each(target, method, items, arguments), self._use)
 
-    def metrics_of(self, frames: Iterable[Frame]) -> Mapping[str, float]:
+    def metrics_of(self, results: Iterable[RowResult]) -> Mapping[str, float]:
         """As `Caller.metrics_of`; the numbers are examples."""
-        super().metrics_of(frames)
+        super().metrics_of(results)
         return _WatchedMetrics(self._examples.metrics(), self._use)
 
     def _use(self, *names: str) -> None:

@@ -1,8 +1,8 @@
 """A traced step in the words of `mapping`: hardware, models, strategies and calls.
 
 A call is training if its method takes mini-batches, generation if it writes responses, else
-inference if its model has weights and reads tokens. Row maths, fetches and reward functions have
-no simulator.
+inference if its model has weights and reads tokens. Map functions, fetches and reward functions
+have no simulator.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ class RewardPool:
             name, text = message["broken"]
             raise RewardError(
                 f"reward.function {name!r}: its module raised {text.rstrip()}\n"
-                f"expected a module that can be imported; mend it"
+                f"expected a module that can be imported; fix it"
             )
         else:
             process.ready, self._places = True, message["ready"]

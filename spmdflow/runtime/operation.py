@@ -38,7 +38,7 @@ from spmdflow.parallel.layout import Layout
 from spmdflow.runtime.message import find
 from spmdflow.runtime.order import names_in
 from spmdflow.transfer.lane import CountedTransport, Release, run_release
-from spmdflow.transfer.register import method_spec, row_maths_spec
+from spmdflow.transfer.register import map_spec, method_spec
 from spmdflow.transfer.worker import CallInfo, Metric, MiniBatch, Worker, WorkerContext
 
 Plain = Mapping[str, Any]
@@ -177,7 +177,7 @@ class RankState:
 
     def _map(self, plain: Plain, number: int) -> dict[str, Any]:
         function = find(plain["function"])
-        spec = row_maths_spec(function)  # refuses what is not marked
+        spec = map_spec(function)  # refuses what is not marked
         metrics: dict[str, Metric] = {}
         reduce = self._groups.reducer(tuple(plain["ranks"]))
         arguments = dict(plain["arguments"])
@@ -195,7 +195,7 @@ class RankState:
         return {"metrics": metrics} | kept
 
     def _join(self, plain: Plain, number: int) -> dict[str, Any]:
-        """Rows of several frames as rows of this one."""
+        """Rows of several results as rows of this one."""
         parts = [self._input(part) for part in plain["inputs"]]
         columns = {name: join([part[name] for part in parts]) for name in parts[0]}
         return self._put(number, plain["ids"], columns)
@@ -220,26 +220,26 @@ class RankState:
         return batch
 
     def _input(self, part: Plain) -> dict[str, Column]:
-        frame, names, ids = part["frame"], part["columns"], part["ids"]
+        result, names, ids = part["result"], part["columns"], part["ids"]
         if "source" in part:
             self._read_source(part)
-        self.store.wait(frame, names, ids, seconds=self._settings.call_seconds)
-        taken = self.store.take(frame, names, ids)
+        self.store.wait(result, names, ids, seconds=self._settings.call_seconds)
+        taken = self.store.take(result, names, ids)
         return {seen: taken[stored] for seen, stored in names_in(part)}
 
     def _read_source(self, part: Plain) -> None:
-        frame, ids = part["frame"], part["ids"]
-        lacking = np.isin(ids, self.store.missing(frame, "prompts", ids))
-        if not lacking.any() and self.store.has(frame):
+        result, ids = part["result"], part["ids"]
+        lacking = np.isin(ids, self.store.missing(result, "prompts", ids))
+        if not lacking.any() and self.store.has(result):
             return
         rows = self._sources[part["source"]].read_rows(part["rows"][lacking].tolist())
         columns = {name: column_of(name, rows[name], int(lacking.sum())) for name in names_of(rows)}
-        self.store.put(frame, ids[lacking], columns)
+        self.store.put(result, ids[lacking], columns)
 
     def _keep(
         self, label: str, number: int, ids: Ids, made: Any, writes: Sequence[str]
     ) -> dict[str, Any]:
-        """Store what a method returned as the rows `ids` of the frame `number`."""
+        """Store what a method returned as the rows `ids` of the result `number`."""
         names = sorted(made.keys()) if hasattr(made, "keys") else None
         if names != sorted(writes):
             got = type(made).__name__ if names is None else f"columns {names}"

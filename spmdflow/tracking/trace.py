@@ -106,7 +106,7 @@ class TraceWriter:
             view, at = view[written:], at + written
 
     def _continued(self) -> int:
-        """Size of the file, made empty or mended so that it ends in a closing bracket."""
+        """Size of the file, made empty or fixed so that it ends in a closing bracket."""
         size = os.fstat(self._file).st_size
         if size >= len(_EMPTY) and os.pread(self._file, len(_END), size - len(_END)) == _END:
             return size

@@ -17,5 +17,5 @@ the controller and the planner call them, no rank asks another.
 | DP_METRIC | chunk of its rank | all ranks, as a list |
 
 Files: `register` the mark; `protocol` and `chunk` who gets what; `worker` what a worker is told;
-`row_maths` the mark of functions that run where rows live; `lane` moves the bytes of a plan.
+`map_function` the mark of functions that run where rows live; `lane` moves the bytes of a plan.
 """  # noqa: E501 a table row is one line

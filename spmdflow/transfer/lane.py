@@ -103,10 +103,10 @@ class Receive:
 
 @dataclass(frozen=True)
 class Release:
-    """This rank's part of one released transfer of one frame."""
+    """This rank's part of one released transfer of one result."""
 
     number: int
-    frame: int
+    result: int
     sends: tuple[Send, ...]
     receives: tuple[Receive, ...]
 
@@ -118,7 +118,7 @@ class Release:
             Receive(source, tuple(names), ids, _specs(specs), lengths)
             for source, names, ids, specs, lengths in plain["receives"]
         )
-        return cls(number, plain["frame"], sends, receives)
+        return cls(number, plain["result"], sends, receives)
 
 
 def _specs(plain: Mapping[str, Sequence[Any]]) -> dict[str, ColumnSpec]:
@@ -136,7 +136,7 @@ def run_release(release: Release, store: RowStore, transport: CountedTransport) 
             transport.wait(work)
         arrival.check(edge, release.number)
         arrival.unpack()
-        store.put(release.frame, edge.ids, arrival.columns)
+        store.put(release.result, edge.ids, arrival.columns)
     for work, _kept in outgoing:
         transport.wait(work)
 
@@ -144,7 +144,7 @@ def run_release(release: Release, store: RowStore, transport: CountedTransport) 
 def _post_send(
     edge: Send, release: Release, store: RowStore, transport: CountedTransport
 ) -> list[tuple[dist.Work, Tensor]]:
-    columns = store.take(release.frame, edge.columns, edge.ids)
+    columns = store.take(release.result, edge.columns, edge.ids)
     messages = [_bytes_of(columns[name].values) for name in edge.columns]
     head = _header(release.number, [len(message) for message in messages])
     tag, header_bytes = _first_tag(release.number), len(head)

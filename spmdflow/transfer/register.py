@@ -1,5 +1,5 @@
 """The marks that make a user's code callable: `@register` for worker methods (paper Fig. 5b), and
-`@row_maths` for functions that `batch.map` may run where the rows live.
+`@map_function` for functions that `batch.map` may run where the rows live.
 
 A mark only stores facts on the function; nothing wraps it. The controller reads them to know which
 columns travel, which rows go where and who answers. The executor calls a map function as
@@ -106,11 +106,11 @@ def registered_methods(cls: type) -> dict[str, MethodSpec]:
     return {name: spec for name, spec in found.items() if spec is not None}
 
 
-_MAP_ATTRIBUTE = "_spmdflow_row_maths"
+_MAP_ATTRIBUTE = "_spmdflow_map_function"
 
 
 @dataclass(frozen=True)
-class RowMathsSpec:
+class MapSpec:
     """Facts of one row-maths function."""
 
     module: str
@@ -134,7 +134,7 @@ class RowMathsSpec:
         return tuple(dict.fromkeys([*self.reads, *more]))
 
 
-def row_maths(
+def map_function(
     *,
     reads: Iterable[str],
     optional: Iterable[str] = (),
@@ -146,7 +146,7 @@ def row_maths(
 
     def mark(fn: F) -> F:
         _require_module_level(fn)
-        spec = RowMathsSpec(
+        spec = MapSpec(
             fn.__module__,
             fn.__qualname__,
             tuple(reads),
@@ -161,7 +161,7 @@ def row_maths(
     return mark
 
 
-def row_maths_spec(fn: Callable[..., Any]) -> RowMathsSpec:
+def map_spec(fn: Callable[..., Any]) -> MapSpec:
     """Facts of fn; ProtocolError if it is not marked, saying what to add."""
     spec = getattr(fn, _MAP_ATTRIBUTE, None)
     if spec is not None:
@@ -169,7 +169,7 @@ def row_maths_spec(fn: Callable[..., Any]) -> RowMathsSpec:
     _require_module_level(fn)
     raise ProtocolError(
         f"map: {_name(fn)} declares no columns; expected a function marked with "
-        f"@row_maths(reads=(...), writes=(...)); add the mark above its definition"
+        f"@map_function(reads=(...), writes=(...)); add the mark above its definition"
     )
 
 

@@ -175,9 +175,9 @@ def read_json(file: Path, *, key: str) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as err:
-        raise ConfigError(f"{key}: got {err} in {file}, expected JSON; mend the file") from err
+        raise ConfigError(f"{key}: got {err} in {file}, expected JSON; fix the file") from err
     if not isinstance(content, dict):
-        raise ConfigError(f"{key}: got a JSON list in {file}, expected an object; mend the file")
+        raise ConfigError(f"{key}: got a JSON list in {file}, expected an object; fix the file")
     return content
 
 
@@ -312,7 +312,7 @@ def _size(facts: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise ConfigError(
             f"model: got {key} {value!r} in config.json, expected a positive integer; "
-            f"mend the file or choose another model"
+            f"fix the file or choose another model"
         )
     return value
 
@@ -354,10 +354,10 @@ def _check_heads(arch: Architecture) -> None:
     if arch.num_heads % arch.num_kv_heads:
         raise ConfigError(
             f"model: got {arch.num_kv_heads} key-value heads for {arch.num_heads} attention "
-            f"heads, expected a divisor; mend config.json"
+            f"heads, expected a divisor; fix config.json"
         )
     if arch.head_dim % 2:
         raise ConfigError(
             f"model: got head_dim {arch.head_dim}, expected an even number, as rotary positions "
-            f"turn pairs; mend config.json"
+            f"turn pairs; fix config.json"
         )

@@ -141,7 +141,7 @@ def test_bad_sample_is_named_with_cause_and_place_and_the_pool_goes_on(
     assert len(places) == stack.count("\n") + bool(stack), stack
     if line is None:
         assert places == []
-    else:  # only the function's own frames, and the line that it was at
+    else:  # only the function's own results, and the line that it was at
         file, number, name = places[-1]
         assert (file, name) == (function.removesuffix(":score"), "score")
         assert line in FUNCTIONS.splitlines()[int(number) - 1]
@@ -328,7 +328,7 @@ def test_module_that_raises_is_refused_with_its_traceback(tmp_path):
         f'  File "{path}", line 2, in <module>\n'
         f"    raise OSError('no disk')\n"
         f"OSError: no disk\n"
-        f"expected a module that can be imported; mend it"
+        f"expected a module that can be imported; fix it"
     )
 
 

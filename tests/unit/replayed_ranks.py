@@ -1,4 +1,4 @@
-"""Row maths on several ranks without processes: a reduce is a sum that is known at the replay."""
+"""Map functions on several ranks without processes: a reduce is a sum known at the replay."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def test_fetch_without_names_brings_every_column(batch: Batch) -> None:
     assert all(len(value) == ROWS for value in values.values())
 
 
-# Row maths
+# Map functions
 
 
 def test_map_runs_where_the_rows_live_and_sums_over_all_of_them(batch: Batch) -> None:
@@ -299,7 +299,7 @@ MAPS: dict[str, tuple[tuple[Any, dict[str, Any]], str]] = {
     "no mark": (
         (unmarked_maths, {}),
         "map: unmarked_maths declares no columns; expected a function marked with "
-        "@row_maths(reads=(...), writes=(...)); add the mark above its definition",
+        "@map_function(reads=(...), writes=(...)); add the mark above its definition",
     ),
 }
 

@@ -91,7 +91,7 @@ def test_joined_rows_are_rows_like_any_other_and_free_what_they_were_made_of(
 
     assert numbers(again, "next") == [i + 1 for i in numbers(again)]
     assert sum(numbers(again, "share")) == pytest.approx(1)
-    assert rank.num_frames == 3  # joined rows, next and share: what they were made of is freed
+    assert rank.num_results == 3  # joined rows, next and share: what they were made of is freed
 
 
 def test_batches_with_different_columns_are_refused_by_name(batch: Batch, toy: WorkerGroup) -> None:

@@ -103,12 +103,12 @@ def test_missing_column_is_named_before_anything_is_sent(
     toy: WorkerGroup, batch: Batch, rank: Rank
 ) -> None:
     caller = rank.flow.caller
-    before = (caller.sender.next_number(), len(caller.sender.records), rank.num_frames)
+    before = (caller.sender.next_number(), len(caller.sender.records), rank.num_results)
 
     with pytest.raises(ColumnError):
         toy.add(batch.drop("number"))
 
-    assert (caller.sender.next_number() - 1, len(caller.sender.records), rank.num_frames) == before
+    assert (caller.sender.next_number() - 1, len(caller.sender.records), rank.num_results) == before
 
 
 def test_method_with_mini_batches_needs_an_update_config(rank: Rank, batch: Batch) -> None:
@@ -228,29 +228,29 @@ def test_rows_of_50_steps_are_freed_as_the_script_goes_on(
         batch |= toy.add(batch)
         batch |= batch.map(share)
         step.log(toy.measure(batch))
-        held.append(rank.num_frames)
+        held.append(rank.num_results)
 
     assert set(held[2:]) == {held[2]}
-    assert held[2] <= 8  # four frames of this step, and those of the last until the next command
+    assert held[2] <= 8  # four results of this step, and those of the last until the next command
 
 
 def test_frame_is_freed_with_the_next_command_after_its_last_batch_is_dropped(
     rank: Rank, toy: WorkerGroup, batch: Batch
 ) -> None:
-    before = rank.num_frames
+    before = rank.num_results
     kept, dropped = toy.add(batch), toy.add(batch)
     part = kept[2:3]
-    assert rank.num_frames == before + 2
+    assert rank.num_results == before + 2
 
     del dropped, kept
-    assert rank.num_frames == before + 2
+    assert rank.num_results == before + 2
     toy.describe()
-    assert rank.num_frames == before + 1
+    assert rank.num_results == before + 1
     assert part.fetch("next")["next"].tolist() == [batch.ids[2] + 1]
     del part
     toy.describe()
 
-    assert rank.num_frames == before
+    assert rank.num_results == before
 
 
 def test_input_of_a_running_call_lives_until_it_is_done(
@@ -279,9 +279,9 @@ def test_input_of_a_running_call_lives_until_it_is_done(
 def test_frees_of_a_command_that_is_refused_ride_on_the_next(
     rank: Rank, toy: WorkerGroup, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = rank.num_frames
+    before = rank.num_results
     toy.add(batch)  # dropped at once
-    assert rank.num_frames == before + 1
+    assert rank.num_results == before + 1
 
     def refuse(order: Any) -> None:
         raise MessageError("too large")
@@ -291,7 +291,7 @@ def test_frees_of_a_command_that_is_refused_ride_on_the_next(
         toy.describe()
     toy.describe()
 
-    assert rank.num_frames == before
+    assert rank.num_results == before
 
 
 # The flow

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import spmdflow
-from spmdflow.transfer.register import registered_methods, row_maths_spec
+from spmdflow.transfer.register import map_spec, registered_methods
 from spmdflow.transfer.worker import Worker
 
 _PAGE = (Path(__file__).parents[2] / "docs" / "COLUMNS.md").read_text(encoding="utf-8")
@@ -27,8 +27,8 @@ def _specs() -> Iterator[tuple[str, ...]]:
         if inspect.isclass(thing) and issubclass(thing, Worker):
             for spec in registered_methods(thing).values():
                 yield (*spec.reads, *spec.optional, *spec.writes)
-        elif hasattr(thing, "_spmdflow_row_maths"):
-            spec = row_maths_spec(thing)
+        elif hasattr(thing, "_spmdflow_map_function"):
+            spec = map_spec(thing)
             yield (*spec.reads, *spec.optional, *spec.writes)
 
 

@@ -128,7 +128,7 @@ FILES = {
     "actor.model.path=nothing": "actor.model.path: no config.json in nothing, expected a Hugging "
     "Face folder; give the folder that holds it",
     "actor.model.path=broken": "actor.model.path: got Expecting property name enclosed in double "
-    "quotes: line 1 column 2 (char 1) in broken/config.json, expected JSON; mend the file",
+    "quotes: line 1 column 2 (char 1) in broken/config.json, expected JSON; fix the file",
     "actor.model.path=bare": "actor.model.path: no *.safetensors in bare, expected weights beside "
     "config.json; save the model with safetensors",
     "reference.model.path=scorer": "reference.model.path: got LlamaForSequenceClassification, "
@@ -153,7 +153,7 @@ REWARDS = {
     "reward.function=no_such_module:score": "reward.function: no module no_such_module, expected "
     "one that Python can import; install it or write file.py:name",
     "reward.function=syntax.py:score": "reward.function: got invalid syntax (<unknown>, line 1) in "
-    "syntax.py, expected Python; mend the file",
+    "syntax.py, expected Python; fix the file",
     "reward.function=null reward.model.path=actor": "reward.model.path: got LlamaForCausalLM, "
     "expected an architecture ...ForSequenceClassification; give another folder than actor",
     "reward.function=null reward.model.path=labels": "reward.model.path: got 2 labels, expected 1 "

@@ -42,7 +42,7 @@ def message_of(kind: type[SpmdflowError], path: Path, text: str | bytes, **setti
 def one_bad_row(reason: str) -> str:
     """The message about a file whose second row is bad."""
     return (
-        "FILE: got 1 unreadable rows, expected at most 0 (data.max_bad_rows); mend or remove "
+        "FILE: got 1 unreadable rows, expected at most 0 (data.max_bad_rows); fix or remove "
         "them, correct data.prompt_column, or raise data.max_bad_rows\n  FILE:2 " + reason
     )
 
@@ -132,7 +132,7 @@ def test_more_bad_rows_than_allowed_are_listed_up_to_five(tmp_path):
 
     first, *lines = message.splitlines()
     assert first == (
-        "FILE: got at least 7 unreadable rows, expected at most 2 (data.max_bad_rows); mend or "
+        "FILE: got at least 7 unreadable rows, expected at most 2 (data.max_bad_rows); fix or "
         "remove them, correct data.prompt_column, or raise data.max_bad_rows"
     )
     bad = "is not valid JSON (Expecting value at column 1)"
@@ -164,7 +164,7 @@ def test_file_of_over_long_prompts_only_is_refused(tmp_path):
 
     assert message == (
         "FILE: got no usable prompt in 3 rows (2 longer than 3 tokens, 1 unreadable), expected "
-        "at least one; raise data.max_prompt_tokens or mend the file"
+        "at least one; raise data.max_prompt_tokens or fix the file"
     )
 
 

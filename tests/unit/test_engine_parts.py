@@ -11,17 +11,17 @@ from tensordict import TensorDict
 from spmdflow.blocks.hash import MODULUS, positional_hash, to_signed
 from spmdflow.config.schema import OptimizerConfig
 from spmdflow.errors import CheckpointError, ConfigError, ProtocolError
-from spmdflow.transfer.register import row_maths, row_maths_spec
+from spmdflow.transfer.register import map_function, map_spec
 from spmdflow.workers.optimizer import ShardedAdamW, learning_rate
 
 
-@row_maths(reads=["a"], optional=["b"], writes=["c"])
+@map_function(reads=["a"], optional=["b"], writes=["c"])
 def _marked(batch: TensorDict) -> TensorDict:
     return batch
 
 
-def test_row_maths_mark_stores_facts_and_wraps_nothing() -> None:
-    spec = row_maths_spec(_marked)
+def test_map_function_mark_stores_facts_and_wraps_nothing() -> None:
+    spec = map_spec(_marked)
 
     assert (spec.reads, spec.optional, spec.writes) == (("a",), ("b",), ("c",))
     assert spec.name == "_marked" and _marked.__name__ == "_marked"
@@ -33,14 +33,14 @@ def test_lambda_and_local_function_are_refused_because_other_ranks_cannot_import
 
     for fn in (local, lambda batch: batch):
         with pytest.raises(ProtocolError, match="import by name; move it to the top level"):
-            row_maths(reads=(), writes=())(fn)
+            map_function(reads=(), writes=())(fn)
         with pytest.raises(ProtocolError, match="import by name"):
-            row_maths_spec(fn)
+            map_spec(fn)
 
 
 def test_unmarked_function_is_refused_with_what_to_add() -> None:
-    with pytest.raises(ProtocolError, match="declares no columns; .* @row_maths"):
-        row_maths_spec(positional_hash)
+    with pytest.raises(ProtocolError, match="declares no columns; .* @map_function"):
+        map_spec(positional_hash)
 
 
 @settings(deadline=None)  # a loaded machine is no failure

@@ -17,7 +17,7 @@ from spmdflow.data.ragged import lengths_of, pad, ragged
 from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.objectives.advantage import compute_advantages, gae
 from spmdflow.objectives.loss import whiten
-from spmdflow.transfer.register import row_maths_spec
+from spmdflow.transfer.register import map_spec
 from spmdflow.transfer.worker import Mean
 from tests.unit.replayed_ranks import run_ranks, take
 
@@ -151,7 +151,7 @@ def test_whitening_of_none_or_one_entry_is_finite_and_zero(count: int) -> None:
 
 
 def test_unknown_estimator_is_refused_with_the_choices() -> None:
-    spec = row_maths_spec(compute_advantages)
+    spec = map_spec(compute_advantages)
 
     with pytest.raises(ConfigError, match=r"got 'grpo2'; expected one of \[.*'dr_grpo', 'gae'"):
         spec.reads_with({"estimator": "grpo2"})
@@ -165,7 +165,7 @@ def test_kl_weight_without_reference_is_refused_with_the_missing_columns() -> No
 
 
 def test_compute_advantages_declares_its_columns_and_where_it_lives() -> None:
-    spec = row_maths_spec(compute_advantages)
+    spec = map_spec(compute_advantages)
 
     assert spec.reads == ("response_mask", "token_level_rewards")
     assert spec.reads_with({"estimator": "gae"}) == (*spec.reads, "values")

@@ -205,10 +205,10 @@ def test_edge_that_is_doubled_on_one_end_only_is_found(
 
 def test_rows_that_were_freed_before_they_are_read_are_found(right: Trace) -> None:
     update = find(right, "actor.update_actor")
-    frame = update.commands[0]["inputs"][1]["frame"]
+    result = update.commands[0]["inputs"][1]["result"]
 
     def free(commands: Commands) -> None:
-        commands[0]["free"] = [frame]
+        commands[0]["free"] = [result]
 
     found = texts(check_rows(changed(right, update, free)))
 
@@ -259,7 +259,7 @@ def test_transfer_of_rows_that_a_later_call_makes_is_found(right: Trace) -> None
 
     def produced_later(commands: Commands) -> None:
         for plain in commands.values():
-            plain["frame"] = later.number
+            plain["result"] = later.number
 
     found = texts(check_rows(changed(right, first, produced_later)))
 

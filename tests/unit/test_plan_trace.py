@@ -12,7 +12,7 @@ from spmdflow.config.load import load
 from spmdflow.plan.example import KNOWN
 from spmdflow.plan.record import Refusal, bytes_by_edge, row_edges
 from spmdflow.plan.trace import trace
-from spmdflow.transfer.register import registered_methods, row_maths_spec
+from spmdflow.transfer.register import map_spec, registered_methods
 from spmdflow.transfer.worker import Worker
 from tests.unit.planned import (
     ALGORITHMS,
@@ -85,7 +85,7 @@ def test_no_bundled_script_is_left_out() -> None:
     assert sorted(SCRIPTS) == sorted(path.stem for path in ALGORITHMS.glob("*.py"))
 
 
-def test_every_column_of_a_built_in_role_or_row_maths_is_known() -> None:
+def test_every_column_of_a_built_in_role_or_map_function_is_known() -> None:
     written = {
         name
         for public in spmdflow.__all__
@@ -101,7 +101,7 @@ def test_every_column_of_a_built_in_role_or_row_maths_is_known() -> None:
 def _specs(thing: Any) -> list[Any]:
     if isinstance(thing, type):
         return list(registered_methods(thing).values()) if issubclass(thing, Worker) else []
-    return [row_maths_spec(thing)] if hasattr(thing, "_spmdflow_row_maths") else []
+    return [map_spec(thing)] if hasattr(thing, "_spmdflow_map_function") else []
 
 
 def test_bytes_of_the_recorded_transfers_are_those_of_the_controllers_account() -> None:

@@ -1,4 +1,4 @@
-"""Row maths over the samples of a prompt: which rows are a group, and what a call must have."""
+"""Map functions over the samples of a prompt: which rows are a group, and what a call must have."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from spmdflow.config.schema import AdvantageConfig
 from spmdflow.data.group import RowGroups
 from spmdflow.errors import ColumnError, ConfigError, ProtocolError
 from spmdflow.objectives.advantage import compute_advantages
-from spmdflow.transfer.register import row_maths
+from spmdflow.transfer.register import map_function
 from tests.unit.replayed_ranks import run_ranks
 from tests.unit.toy_flow import Rank, Toy, ToyConfig, rank_of_one
 
 
-@row_maths(reads=("number",), writes=("group", "total"), groups=True)
+@map_function(reads=("number",), writes=("group", "total"), groups=True)
 def group_totals(
     batch: TensorDict, *, groups: RowGroups, reduce: Any, report: Any, scale: float = 1.0
 ) -> TensorDict:
@@ -30,7 +30,7 @@ def group_totals(
     return TensorDict(columns, batch_size=batch.batch_size)
 
 
-@row_maths(reads=("number",), writes=("members",), groups=True)
+@map_function(reads=("number",), writes=("members",), groups=True)
 def group_members(batch: TensorDict, *, groups: RowGroups, reduce: Any, report: Any) -> TensorDict:
     """The numbers of each row's group, then -1."""
     members = groups.members(batch["number"]).nan_to_num(-1.0)

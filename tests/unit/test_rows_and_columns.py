@@ -156,4 +156,4 @@ def test_freed_frames_are_gone_and_unknown_ones_are_ignored():
 
     store.free([1, 99])
 
-    assert store.num_frames() == 0
+    assert store.num_results() == 0

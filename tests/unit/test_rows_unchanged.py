@@ -15,7 +15,7 @@ from spmdflow.data.column import Column, column_of
 from spmdflow.data.ragged import lengths_of, ragged
 from spmdflow.data.unchanged import Unchanged
 from spmdflow.errors import ColumnError
-from spmdflow.transfer.register import register, row_maths
+from spmdflow.transfer.register import map_function, register
 from tests.unit.toy_flow import ROWS, FrozenToyConfig, Rank, Toy, rank_of_one
 
 Write = Callable[[TensorDict], object]
@@ -73,7 +73,7 @@ class Writer(Toy):
         return TensorDict(own, batch_size=batch.batch_size)
 
 
-@row_maths(reads=("number",), writes=("half",))
+@map_function(reads=("number",), writes=("half",))
 def halve_in_place(batch: TensorDict, *, reduce: Any, report: Any) -> TensorDict:
     """Writes into what it was given."""
     return TensorDict({"half": batch["number"].div_(2)}, batch_size=batch.batch_size)

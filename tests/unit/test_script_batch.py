@@ -10,7 +10,15 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from spmdflow import Batch, WorkerGroup, concatenate, ragged, ragged_from_rows, row_maths, rows_of
+from spmdflow import (
+    Batch,
+    WorkerGroup,
+    concatenate,
+    map_function,
+    ragged,
+    ragged_from_rows,
+    rows_of,
+)
 from spmdflow.errors import ColumnError, RowError, SpmdflowError
 from tests.unit.toy_flow import ROWS, Rank, Toy, ToyConfig, rank_of_one, share
 
@@ -38,7 +46,7 @@ def numbers(batch: Batch, name: str = "number") -> list[Any]:
     return values.tolist() if isinstance(values, torch.Tensor) else values
 
 
-@row_maths(reads=("number",), writes=("is_even", "lengthy"))
+@map_function(reads=("number",), writes=("is_even", "lengthy"))
 def look(batch: TensorDict, *, reduce: Any, report: Any) -> TensorDict:
     """is_even (B,) bool; lengthy: one more row of items than the number."""
     report({"look/largest": float(batch["number"].max())})
@@ -48,14 +56,14 @@ def look(batch: TensorDict, *, reduce: Any, report: Any) -> TensorDict:
     return made
 
 
-@row_maths(reads=("prompts",), writes=("prompts",))
+@map_function(reads=("prompts",), writes=("prompts",))
 def add_a_token(batch: TensorDict, *, reduce: Any, report: Any) -> TensorDict:
     """prompts with the token 7 at their end."""
     rows = [torch.cat([row, torch.tensor([7])]) for row in rows_of(batch["prompts"])]
     return TensorDict({"prompts": ragged_from_rows(rows)}, batch_size=batch.batch_size)
 
 
-@row_maths(reads=("one", "other", "mask"), writes=("sum", "product", "chosen", "masked"))
+@map_function(reads=("one", "other", "mask"), writes=("sum", "product", "chosen", "masked"))
 def combine(batch: TensorDict, *, reduce: Any, report: Any) -> TensorDict:
     """Ragged columns of equal lengths, as if they were dense."""
     one, other, mask = batch["one"], batch["other"], batch["mask"]
@@ -64,7 +72,7 @@ def combine(batch: TensorDict, *, reduce: Any, report: Any) -> TensorDict:
     return made
 
 
-@row_maths(reads=("number",), writes=("one", "other", "mask"))
+@map_function(reads=("number",), writes=("one", "other", "mask"))
 def make_ragged(batch: TensorDict, *, reduce: Any, report: Any) -> TensorDict:
     """Three ragged columns of equal lengths, each with lengths of its own making."""
     lengths = batch["number"].long() % 3
@@ -76,7 +84,7 @@ def make_ragged(batch: TensorDict, *, reduce: Any, report: Any) -> TensorDict:
     return made
 
 
-@row_maths(reads=("ragged", "lengthy"), writes=("sum",))
+@map_function(reads=("ragged", "lengthy"), writes=("sum",))
 def add_unequal(batch: TensorDict, *, reduce: Any, report: Any) -> TensorDict:
     """Cannot work."""
     return TensorDict({"sum": batch["ragged"] + batch["lengthy"]}, batch_size=batch.batch_size)

@@ -155,10 +155,10 @@ def test_error_of_a_script_in_one_process_shows_its_line(
 FAILING = """\
 import torch
 from tensordict import TensorDict
-from spmdflow import ActorWorker, GRPOConfig, row_maths
+from spmdflow import ActorWorker, GRPOConfig, map_function
 
 
-@row_maths(reads=("responses",), writes=("x",))
+@map_function(reads=("responses",), writes=("x",))
 def divide(batch, *, reduce, report):
     return TensorDict({"x": torch.ones(1 // 0)}, batch_size=batch.batch_size)
 

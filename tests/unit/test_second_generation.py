@@ -19,7 +19,7 @@ from spmdflow.data.seed import seed_of
 from spmdflow.errors import ProtocolError
 from spmdflow.models.actor import ActorWorker
 from spmdflow.models.generator import row_seeds
-from spmdflow.transfer.register import row_maths
+from spmdflow.transfer.register import map_function
 from spmdflow.transfer.worker import CallInfo
 from tests.unit.toy_flow import TASK, Rank, rank_of_one
 
@@ -28,7 +28,7 @@ NEARLY_UNIFORM = 1e4
 """A temperature: noise alone decides, so that equal noise shows as equal tokens."""
 
 
-@row_maths(reads=("prompts", "responses"), writes=("prompts",))
+@map_function(reads=("prompts", "responses"), writes=("prompts",))
 def next_turn(batch: TensorDict, *, reduce: Any, report: Any) -> TensorDict:
     """The prompts of a second turn: prompt, response and the beginning of the prompt again."""
     turns = zip(rows_of(batch["prompts"]), rows_of(batch["responses"]), strict=True)

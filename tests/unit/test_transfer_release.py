@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spmdflow.controller.frame import ColumnFacts, Frame
+from spmdflow.controller.result import ColumnFacts, RowResult
 from spmdflow.controller.transfers import Transfers
 from spmdflow.data.column import ColumnSpec
 from spmdflow.errors import TransferError
@@ -46,23 +46,23 @@ class Orders:
         on_done({rank: {"sent": {}, "header_bytes": 0, **r} for rank, r in replies.items()})
 
 
-def frame_of(freed: list[int], rows: np.ndarray = ROWS, *, held_by: int = 0) -> Frame:
+def frame_of(freed: list[int], rows: np.ndarray = ROWS, *, held_by: int = 0) -> RowResult:
     """Rows that rank 0 made, a dense column x and a ragged column y, released at once."""
     held = {held_by: rows}
-    frame = Frame(7, "a.make", (0,), ("x", "y"), held, {"x": held, "y": held}, freed.append)
+    result = RowResult(7, "a.make", (0,), ("x", "y"), held, {"x": held, "y": held}, freed.append)
     items = np.resize(ITEMS, len(rows))
-    frame.facts = {
+    result.facts = {
         "x": ColumnFacts(ColumnSpec("dense", "float32", (2,)), rows, None),
         "y": ColumnFacts(ColumnSpec("ragged", "int64", ()), rows, items),
     }
-    frame.done = True
-    return frame
+    result.done = True
+    return result
 
 
-def release(frame: Frame, ids: np.ndarray) -> tuple[Orders, Order]:
+def release(result: RowResult, ids: np.ndarray) -> tuple[Orders, Order]:
     orders = Orders()
     transfers = Transfers(orders, seconds=5)
-    transfers.need(frame, ["x", "y"], {1: ids})
+    transfers.need(result, ["x", "y"], {1: ids})
     return orders, orders.open[0]
 
 

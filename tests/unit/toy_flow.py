@@ -30,7 +30,7 @@ from spmdflow.runtime.inproc import InprocTransport
 from spmdflow.runtime.operation import RankSettings, RankState
 from spmdflow.transfer.lane import CountedTransport
 from spmdflow.transfer.protocol import Answer, Protocol, Shares, register_protocol
-from spmdflow.transfer.register import register, row_maths
+from spmdflow.transfer.register import map_function, register
 from spmdflow.transfer.worker import Max, Mean, Sum, Worker
 
 TASK = Path(__file__).parents[2] / "algos" / "arithmetic"
@@ -155,7 +155,7 @@ class Other(Toy):
     role = "other"
 
 
-@row_maths(reads=("number",), optional=("next",), writes=("share",))
+@map_function(reads=("number",), optional=("next",), writes=("share",))
 def share(batch: TensorDict, *, reduce: Any, report: Any, scale: float = 1.0) -> TensorDict:
     """share = scale * number / sum of numbers."""
     total = reduce(batch["number"].double().sum())
@@ -164,7 +164,7 @@ def share(batch: TensorDict, *, reduce: Any, report: Any, scale: float = 1.0) ->
     return TensorDict({"share": part}, batch_size=batch.batch_size)
 
 
-@row_maths(reads=("prompts",), writes=("num_tokens",))
+@map_function(reads=("prompts",), writes=("num_tokens",))
 def count_tokens(batch: TensorDict, *, reduce: Any, report: Any) -> TensorDict:
     """num_tokens = the prompt's length."""
     return TensorDict({"num_tokens": lengths_of(batch["prompts"])}, batch_size=batch.batch_size)
@@ -184,9 +184,9 @@ class Rank:
     config: Config
 
     @property
-    def num_frames(self) -> int:
-        """Frames that the rank holds."""
-        return self.state.store.num_frames()
+    def num_results(self) -> int:
+        """Results that the rank holds."""
+        return self.state.store.num_results()
 
 
 @contextlib.contextmanager

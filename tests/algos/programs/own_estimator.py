@@ -13,9 +13,9 @@ from spmdflow import (
     advantage,
     compute_advantages,
     compute_rollout_weights,
+    map_function,
     part,
     policy_loss,
-    row_maths,
 )
 
 
@@ -41,7 +41,7 @@ def unclipped(log_probs, old_log_probs, advantages, mask, cfg):
     return -ratio * advantages, ratio, torch.zeros_like(mask)
 
 
-@row_maths(reads=("scores",), writes=("bonus",))
+@map_function(reads=("scores",), writes=("bonus",))
 def add_bonus(batch, *, reduce, report):
     """One more column for the estimator."""
     return batch.select("scores").rename_key_("scores", "bonus")

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from spmdflow.config.schema import DataConfig, EngineConfig, RunConfig, UpdateConfig
 from spmdflow.controller.script import launch
 from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
-from spmdflow.transfer.register import register, row_maths
+from spmdflow.transfer.register import map_function, register
 from spmdflow.transfer.worker import Mean, Sum, Worker
 
 ROWS = 11
@@ -124,7 +124,7 @@ class SecondWorker(Worker):
             assert list(batch["text"])[at] == f"row {i} \u00fc"
 
 
-@row_maths(reads=("checked", "ragged"), writes=("share",))
+@map_function(reads=("checked", "ragged"), writes=("share",))
 def share_of_total(batch: TensorDict, *, reduce: Any, report: Any, scale: float) -> TensorDict:
     total = reduce(batch["checked"].double().sum())
     report({"toy/items": Mean(float(lengths_of(batch["ragged"]).sum()), 1)})

@@ -1,4 +1,4 @@
-"""Frames: what the controller knows of the rows that one call made. No values, only integers.
+"""Results: what the controller knows of the rows that one call made. No values, only integers.
 
 `held` is the script thread's account of which rank has, or is about to have, which rows; it is
 exact because protocols are pure functions and calls are numbered. `facts` (dtype, row shape,
@@ -42,7 +42,7 @@ class ColumnFacts:
 
 
 @dataclass(eq=False)
-class Frame:
+class RowResult:
     """Rows made by call `number`, and who holds them."""
 
     number: int
@@ -74,7 +74,7 @@ class Frame:
 
 
 @dataclass(eq=False)
-class SourceFrame:
+class SourceRows:
     """Rows of a data file: every rank can read them, so they never travel."""
 
     number: int
@@ -191,25 +191,27 @@ def ascending(ids: Ids) -> Ids:
     return ids if (ids[1:] > ids[:-1]).all() else np.unique(ids)
 
 
-def input_of(frame: Frame | SourceFrame, columns: Mapping[str, str], ids: Ids) -> dict[str, Any]:
-    """One frame's part of the inputs; columns: stored names by the names that the call sees."""
+def input_of(
+    result: RowResult | SourceRows, columns: Mapping[str, str], ids: Ids
+) -> dict[str, Any]:
+    """One result's part of the inputs; columns: stored names by the names that the call sees."""
     stored = list(dict.fromkeys(columns.values()))
-    plain: dict[str, Any] = {"frame": frame.number, "columns": stored, "ids": ids}
+    plain: dict[str, Any] = {"result": result.number, "columns": stored, "ids": ids}
     if stored != list(columns):
         plain["seen"] = list(columns.items())
-    if isinstance(frame, SourceFrame):
-        plain |= {"source": frame.source, "rows": frame.rows_of(ids)}
+    if isinstance(result, SourceRows):
+        plain |= {"source": result.source, "rows": result.rows_of(ids)}
     return plain
 
 
-def source_lengths(frame: SourceFrame, ids: Ids, name: str) -> np.ndarray:
+def source_lengths(result: SourceRows, ids: Ids, name: str) -> np.ndarray:
     """Prompt tokens of each row; a file's responses are empty, its other columns not measured."""
     if name == "responses":
         return np.zeros(len(ids), dtype=np.int64)
-    lengths = frame.lengths_of(ids) if name == "prompts" else None
+    lengths = result.lengths_of(ids) if name == "prompts" else None
     if lengths is None:
         raise ColumnError(
-            f"column {name!r} of {frame.source}: its lengths are not known on the controller, "
+            f"column {name!r} of {result.source}: its lengths are not known on the controller, "
             f"expected prompts; fetch the column instead"
         )
     return lengths
