@@ -3,8 +3,8 @@
 `LlamaForward` is one flat function over a few large tensors: a transformers module spends most of
 a small model's decode step in Python; this does the same arithmetic with fewer, larger operations
 (one product for q, k and v, one for gate and up). Equal to transformers within 1e-5 in float32,
-which tests/unit/test_builtin_generator.py checks. Attention runs over preallocated slots: a batch
-is left-padded, so every row writes the same slot, and a row's first slots are masked.
+which tests/unit/rollout/test_builtin_generator.py checks. Attention runs over preallocated slots:
+a batch is left-padded, so every row writes the same slot, and a row's first slots are masked.
 `HuggingFaceForward` runs what `LlamaForward` does not cover.
 
 transformers is imported late and, of the rollout package, only here. Knows no sampling.

@@ -1,0 +1,149 @@
+"""The command line of a rank: arguments, refusals, exit codes. Nothing here starts a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmdflow import run
+from spmdflow.errors import ConfigError
+from tests.unit.config_folder import write_config_folder
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The valid folder as current directory, rank 0 of 4 in the environment, no waiting."""
+    write_config_folder(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(run, "_SILENT_SECONDS", 0.0)
+
+
+def test_words_are_sorted_into_script_config_overrides_and_flags() -> None:
+    words = ["--inproc", "a.py", "b.yaml", "run.seed=1", "run.name=x.yaml"]
+
+    arguments = run.parse_arguments(words)
+
+    assert arguments.script == "a.py"
+    assert arguments.config == "b.yaml"
+    assert arguments.overrides == ("run.seed=1", "run.name=x.yaml")
+    assert arguments.flags == {"inproc"}
+
+
+def test_config_may_be_left_out() -> None:
+    assert run.parse_arguments(["a.py", "run.seed=1"]).config is None
+
+
+COMMAND_LINES = {
+    "a.py b.yaml c.yaml": r"got 'c\.yaml', expected SCRIPT \[CONFIG\.yaml\] \[key=value \.\.\.\];",
+    "a.py total_steps": r"got 'total_steps', expected SCRIPT .* write settings as key=value",
+    "a.py --improc": r"got --improc, expected --help, -h, --inproc; did you mean --inproc\?",
+}
+
+
+@pytest.mark.parametrize("line", COMMAND_LINES)
+def test_command_line_that_makes_no_sense_is_refused(line: str) -> None:
+    with pytest.raises(ConfigError, match=COMMAND_LINES[line]):
+        run.parse_arguments(line.split())
+
+
+def test_refusal_is_printed_by_the_first_rank_of_a_node_and_exits_with_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status = run.main(["ppo.py", "actor.rollout.top_p=2"])
+
+    assert status == 2
+    assert capsys.readouterr().err == (
+        "spmdflow: actor.rollout.top_p: got 2.0, expected at most 1; "
+        "change it (Nucleus sampling; 1 keeps every token)\n"
+    )
+
+
+def test_refusal_is_written_where_torchrun_looks_for_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+
+    run.main(["ppo.py", "run.resume=maybe"])
+
+    cause = json.loads((tmp_path / "error.json").read_text())
+    assert cause["message"].startswith("run.resume: got 'maybe', expected auto or never")
+    assert int(cause["timestamp"]) > 0
+
+
+def test_other_ranks_of_the_node_are_silent_about_the_same_refusal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+
+    status = run.main(["ppo.py", "actor.rollout.top_p=2"])
+
+    assert status == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_first_rank_of_another_node_names_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "2")
+
+    run.main(["ppo.py", "actor.model.path=only-on-node-0"])
+
+    assert capsys.readouterr().err.startswith("spmdflow: rank 2: actor.model.path: no folder")
+
+
+MISSING_PIECES = {
+    "": "got no SCRIPT, expected one such as algos/ppo.py; --help shows the usage",
+    "ppo.py --inproc": "got --inproc on 4 ranks, expected one process; start it without torchrun",
+}
+
+
+@pytest.mark.parametrize("line", MISSING_PIECES)
+def test_missing_piece_is_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(line.split()) == 2
+    assert MISSING_PIECES[line] in capsys.readouterr().err
+
+
+def test_start_without_torchrun_is_refused_with_both_ways(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+    assert run.main(["ppo.py"]) == 2
+    assert "expected torchrun or --inproc; write torchrun" in capsys.readouterr().err
+
+
+def test_help_prints_usage_exit_codes_and_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    status = run.main(["ppo.py", "--help"])
+
+    text = capsys.readouterr().out
+    assert status == 0
+    assert "usage: torchrun [...] -m spmdflow.run SCRIPT [CONFIG.yaml] [key=value ...]" in text
+    assert "exit codes of a rank: 0 finished, 1 failed, 2 refused, 3 stopped by SIGTERM" in text
+    assert "actor.rollout.top_p (float, default 1.0)\n    Nucleus sampling" in text
+
+
+def test_refusal_needs_neither_torch_nor_a_process_group() -> None:
+    program = (
+        "import sys; from spmdflow.run import main\n"
+        "status = main(['ppo.py', '--inproc', 'placement=split'])\n"
+        "loaded = [name for name in ('torch', 'transformers', 'zmq') if name in sys.modules]\n"
+        "print(status, loaded)"
+    )
+    environment = {"PYTHONPATH": str(REPOSITORY), "PATH": ""}
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+    )
+
+    assert done.stdout == "2 []\n", done.stderr
+    assert "split got 1 rank, expected at least 2" in done.stderr

@@ -1,0 +1,196 @@
+"""Settings that work: precedence, types, paths, references, help and the first lines of a run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmdflow.config.check import check
+from spmdflow.config.leaf import defaults, leaves, schema_help
+from spmdflow.config.load import SCRIPT_MODULE, load
+from spmdflow.config.location import to_yaml
+from spmdflow.config.offline import DPOConfig
+from spmdflow.config.parallel import batch_algebra
+from spmdflow.config.schema import PPOConfig
+from tests.unit.config_folder import accept, write_config_folder
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_config_folder(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_command_line_wins_over_yaml_and_yaml_over_defaults() -> None:
+    Path("own.yaml").write_text(
+        Path("ppo.yaml").read_text() + "run: {seed: 5, name: from-yaml}\ntotal_steps: 7\n"
+    )
+
+    cfg = load("ppo.py", "own.yaml", ["run.seed=9"]).cfg
+
+    assert (cfg.run.seed, cfg.run.name, cfg.total_steps) == (9, "from-yaml", 7)
+    assert cfg.run.resume == "auto"
+
+
+def test_later_override_wins_over_earlier() -> None:
+    assert accept("run.seed=1", "run.seed=2").run.seed == 2
+
+
+def test_values_get_the_declared_types() -> None:
+    cfg = accept(
+        "actor.optimizer.lr=1e-4",
+        "actor.optimizer.betas=[0.8,0.9]",
+        "run.trackers=[]",
+        "critic.loss.clip_range=null",
+        "run.name=a=b",
+        "reward.sample_seconds=3",
+    )
+
+    assert isinstance(cfg, PPOConfig)
+    assert cfg.actor.optimizer.lr == 1e-4
+    assert cfg.actor.optimizer.betas == [0.8, 0.9]
+    assert cfg.critic.loss.clip_range is None
+    assert cfg.run.name == "a=b"
+    assert type(cfg.reward.sample_seconds) is float
+
+
+def test_models_that_are_not_named_start_from_the_actor() -> None:
+    cfg = accept()
+
+    assert cfg.data.tokenizer_path == cfg.reference.model.path == cfg.actor.model.path
+    assert cfg.critic.model.path == cfg.actor.model.path
+    assert cfg.reward.model is None
+
+
+def test_critic_starts_from_the_reward_model_if_there_is_one() -> None:
+    cfg = accept("reward.model.path=scorer", "reward.function=null")
+
+    assert cfg.critic.model.path == "scorer"
+
+
+def test_reference_to_the_environment_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPMDFLOW_SOMEWHERE", "scorer")
+
+    assert accept("critic.model.path=${oc.env:SPMDFLOW_SOMEWHERE}").critic.model.path == "scorer"
+
+
+def test_resolved_yaml_loads_to_equal_settings() -> None:
+    loaded = load("ppo.py", None, ["placement={a: {roles: [actor], ranks: [0, 1]}}"])
+    Path("again.yaml").write_text(loaded.yaml_text)
+
+    again = load("ppo.py", "again.yaml", [])
+
+    assert again.cfg == loaded.cfg
+    assert to_yaml(again.cfg) == loaded.yaml_text
+
+
+def test_path_that_is_only_beside_the_yaml_is_found_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    cfg = load("../ppo.py", None, []).cfg
+
+    assert cfg.data.train_path == "../train.jsonl"
+    assert cfg.actor.model.path == "../actor"
+    assert cfg.reward.function == "../reward.py:score"
+    check(cfg, 1)
+
+
+def test_path_in_the_current_directory_wins_over_the_one_beside_the_yaml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    Path("train.jsonl").write_text('{"prompt": "b"}\n')
+
+    assert load("../ppo.py", None, []).cfg.data.train_path == "train.jsonl"
+
+
+def test_script_is_imported_under_one_name_with_its_own_config_class() -> None:
+    Path("own.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from spmdflow.config.schema import PPOConfig, setting\n\n\n"
+        "@dataclass\n"
+        "class Config(PPOConfig):\n"
+        "    tau: float = setting('Expectile.', 0.7, above=0)\n\n\n"
+        "def main(flow, cfg: Config):\n"
+        "    pass\n"
+    )
+
+    loaded = load("own.py", "ppo.yaml", ["tau=0.9"])
+
+    assert sys.modules[SCRIPT_MODULE] is loaded.script
+    assert type(loaded.cfg) is loaded.script.Config
+    assert loaded.script.main.__module__ == SCRIPT_MODULE
+    assert loaded.cfg.tau == 0.9
+    check(loaded.cfg, 1)
+
+
+def test_frozen_models_have_no_settings_of_the_backward_pass() -> None:
+    keys = [leaf.key for leaf in leaves(defaults(PPOConfig))]
+
+    assert "actor.engine.options" in keys
+    assert "reference.engine.options" not in keys
+    assert accept().reference.engine.recompute is False
+
+
+def test_help_writes_a_default_with_line_breaks_in_one_line() -> None:
+    entry = r'data.prompt_end (str, default "\n\nAssistant:")'
+
+    assert entry in schema_help(DPOConfig).splitlines()
+
+
+def test_help_names_key_type_default_and_sentence_of_every_setting() -> None:
+    text = schema_help(PPOConfig)
+
+    assert "data.train_path (any, required)\n    File or data set of training prompts" in text
+    assert (
+        "actor.optimizer.betas (list of float, default [0.9, 0.95])\n"
+        "    AdamW's two moment decays. (at least 0, less than 1)"
+    ) in text
+    assert "run.dir (str or none, default null)\n    RUN_DIR itself; overrides name." in text
+    assert "(auto | never | reload_frozen)" in text
+    assert "reward.model.path (str, required)" in text
+    assert text.count("\n    ") == len(list(leaves(defaults(PPOConfig))))
+
+
+def test_bundled_ppo_settings_pass_the_check_on_every_small_world() -> None:
+    cfg = load("ppo.py", REPOSITORY / "algos/ppo.yaml", []).cfg
+
+    for world_size in range(1, 9):
+        check(cfg, world_size)
+
+
+def test_batch_algebra_names_pools_and_every_stage_of_the_batch() -> None:
+    cfg = accept(
+        "placement={a: {roles: [actor, reference], ranks: [0, 1, 2]}, "
+        "b: {roles: [critic, reward], ranks: [4]}}",
+        "data.samples_per_prompt=2",
+        "actor.update.num_epochs=3",
+        "critic.engine.micro_batch=100 tokens",
+        "critic.update.mini_batch_size=128",
+        world_size=5,
+    )
+
+    assert batch_algebra(cfg, 5).splitlines() == [
+        "pool   a: ranks 0-2: actor, reference",
+        "pool   b: ranks 4: critic, reward",
+        "pool   none: ranks 3 have no work",
+        "batch  64 prompts x 2 samples = 128 rows",
+        "actor  128 rows = 2 mini-batches of 64, x 3 epochs = 6 optimizer steps (600 in the run)",
+        "       64 rows over 3 ranks = 21 or 22 per rank = 2 micro-batches of at most 16 rows",
+        "critic 128 rows = 1 mini-batch of 128, x 1 epoch = 1 optimizer step (100 in the run)",
+        "       128 rows over 1 rank = 128 per rank = micro-batches of at most 100 tokens",
+    ]
+
+
+def test_warm_up_longer_than_a_short_run_is_said_and_not_refused() -> None:
+    cfg = accept("actor.optimizer.warmup_steps=500")
+
+    assert "(100 in the run, all of them warm-up, which takes 500)" in batch_algebra(cfg, 1)

@@ -1,0 +1,168 @@
+"""Importance weights of rollouts: formulas in loops, truncation, metrics, ranks, in the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch import Tensor
+
+from spmdflow.config.algorithm import CorrectionConfig
+from spmdflow.config.schema import PolicyLossConfig
+from spmdflow.data.ragged import pad, ragged
+from spmdflow.errors import ConfigError
+from spmdflow.objectives.correction import compute_rollout_weights
+from spmdflow.objectives.policy import PolicyLoss
+from tests.unit.objectives.test_objectives import Rows
+from tests.unit.replayed_ranks import run_ranks, take
+
+
+def weight(kind: str, gaps: list[float], t: int, cap: float) -> float:
+    """The printed formula for token t of a row with these log-ratios."""
+    ratio = math.exp(gaps[t])
+    if kind == "token":
+        return min(ratio, cap)
+    if kind == "sequence":
+        return min(math.prod(math.exp(gap) for gap in gaps), cap)
+    return ratio if 1 / cap <= ratio <= cap else 0.0
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence", "mask"])
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10_000), st.floats(1.1, 4.0))
+def test_weights_equal_their_definition(kind: str, seed: int, cap: float) -> None:
+    batch = make(seed)
+
+    answer, metrics = run(batch, CorrectionConfig(kind, cap))
+
+    found, mask = pad(answer["rollout_weights"]), pad(batch["response_mask"])
+    gaps = pad(batch["old_log_probs"]).double() - pad(batch["rollout_log_probs"]).double()
+    chosen, kls = [], []
+    for row in range(len(mask)):
+        places = mask[row].nonzero()[:, 0].tolist()
+        own = [float(gaps[row, t]) for t in places]
+        for number, t in enumerate(places):
+            expected = weight(kind, own, number, cap)
+            assert float(found[row, t]) == pytest.approx(expected, rel=1e-5)
+            chosen.append(expected)
+            kls.append(math.exp(own[number]) - 1 - own[number])
+    assert (found[~mask] == 0).all()
+    squares = sum(w * w for w in chosen)
+    assert metrics["rollout/weight_mean"] == pytest.approx(sum(chosen) / len(chosen))
+    if squares:
+        share = sum(chosen) ** 2 / (len(chosen) * squares)
+        assert metrics["rollout/weight_ess"] == pytest.approx(share)
+    assert metrics["rollout/trainer_kl"] == pytest.approx(sum(kls) / len(kls))
+
+
+def test_equal_log_probs_give_weight_1_and_nothing_is_clipped() -> None:
+    batch = make(1)
+    batch["rollout_log_probs"] = batch["old_log_probs"]
+
+    for kind in ("token", "sequence", "mask"):
+        answer, metrics = run(batch, CorrectionConfig(kind))
+        mask = pad(batch["response_mask"])
+        assert (pad(answer["rollout_weights"])[mask] == 1).all()
+        assert metrics == {
+            "rollout/weight_mean": 1.0,
+            "rollout/weight_clipped": 0.0,
+            "rollout/weight_ess": 1.0,
+            "rollout/trainer_kl": 0.0,
+        }
+
+
+def test_share_of_clipped_weights_counts_chosen_tokens_only() -> None:
+    lengths = torch.tensor([4])
+    gaps = torch.tensor([1.0, 0.0, 9.0, -9.0])
+    batch = TensorDict(
+        {
+            "old_log_probs": ragged(gaps, lengths),
+            "rollout_log_probs": ragged(torch.zeros(4), lengths),
+            "response_mask": ragged(torch.tensor([True, True, False, True]), lengths),
+        },
+        batch_size=[1],
+    )
+
+    shares = {
+        kind: run(batch, CorrectionConfig(kind))[1]["rollout/weight_clipped"]
+        for kind in ("token", "mask", "sequence")
+    }
+
+    assert shares == pytest.approx({"token": 1 / 3, "mask": 2 / 3, "sequence": 0})
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 10_000))
+def test_weights_and_metrics_do_not_depend_on_the_ranks(seed: int) -> None:
+    batch, cfg = make(seed), CorrectionConfig("sequence", 1.5)
+    whole, metrics = run(batch, cfg)
+    rows = [[0, 2], [1, 3], []]
+
+    parts = run_ranks(lambda rank, reduce: run(take(batch, rows[rank]), cfg, reduce), 3)
+
+    for rank, (answer, own) in enumerate(parts):
+        assert own == pytest.approx(metrics)
+        for place, row in enumerate(rows[rank]):
+            mine = answer["rollout_weights"].unbind()[place]
+            assert torch.equal(mine, whole["rollout_weights"].unbind()[row])
+
+
+def test_extreme_ratios_are_finite() -> None:
+    batch = make(3)
+    batch["rollout_log_probs"] = ragged(
+        batch["rollout_log_probs"].values() - 1e4, batch["rollout_log_probs"].offsets().diff()
+    )
+
+    for kind in ("token", "sequence", "mask"):
+        answer, metrics = run(batch, CorrectionConfig(kind))
+        assert torch.isfinite(answer["rollout_weights"].values()).all()
+        assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_policy_loss_multiplies_each_token_by_its_weight() -> None:
+    torch.manual_seed(0)
+    logits, ids = torch.randn(2, 3, 5).double(), torch.randint(0, 5, (2, 3))
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    old = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0] + 0.05
+    columns = {"old_log_probs": old, "advantages": torch.randn(2, 3).double()}
+    weights = torch.rand(2, 3).double() + 0.5
+    loss, totals = PolicyLoss(PolicyLossConfig(), 1.0), {"tokens": 4.0, "sequences": 2.0}
+
+    weighted, _ = loss(logits, Rows(ids, mask, columns | {"rollout_weights": weights}), totals)
+
+    log_probs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    terms = loss.terms(log_probs, old, columns["advantages"], mask).loss
+    assert float(weighted) == pytest.approx(float((terms * weights)[mask].sum() / 4))
+
+
+def test_unknown_correction_is_refused_with_the_choices() -> None:
+    with pytest.raises(ConfigError, match=r"got 'both'; expected one of \['mask', 'sequence'"):
+        run(make(0), CorrectionConfig("both"))
+
+
+def make(seed: int) -> TensorDict:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([4, 1, 3, 5])
+    old = torch.randn(13, generator=generator) - 2
+    mask = torch.rand(13, generator=generator) < 0.8
+    mask[0] = True
+    columns: dict[str, Tensor] = {
+        "old_log_probs": ragged(old, lengths),
+        "rollout_log_probs": ragged(old + 0.5 * torch.randn(13, generator=generator), lengths),
+        "response_mask": ragged(mask, lengths),
+    }
+    return TensorDict(columns, batch_size=[4])
+
+
+def run(
+    batch: TensorDict, cfg: CorrectionConfig, reduce: Callable[[Tensor], Tensor] = lambda x: x
+) -> tuple[TensorDict, dict[str, Any]]:
+    metrics: dict[str, Any] = {}
+    answer = compute_rollout_weights(batch, cfg=cfg, reduce=reduce, report=metrics.update)
+    return answer, metrics

@@ -1,0 +1,45 @@
+"""What scripts do with batches is planned too: rename, rows that go on alone, joined rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spmdflow.plan.check import check_members
+from spmdflow.plan.record import Refusal
+from spmdflow.plan.rows import check_rows
+from tests.unit.plan.test_trace import own_script
+
+LOOP = """\
+from spmdflow import concatenate
+batch = actor.generate_sequences(next(prompts))
+batch |= reward.compute_reward(batch)
+going = batch.where("scores")
+done = batch.without(going)
+again = going.drop("response_mask", "rollout_log_probs", "prompts", "scores", "valid")
+again = again.drop("token_level_rewards", "response_text", "score_terms")
+again = again.rename(prompts="responses")
+again = actor.generate_sequences(again)
+again |= reward.compute_reward(again)
+batch = concatenate([done, again]).ordered_like(batch)
+batch |= actor.compute_log_prob(batch)
+if batch.metrics["actor/entropy"] > 0.5:
+    step.log(batch.metrics)
+"""
+
+
+def test_loop_in_which_some_rows_go_on_is_planned_with_its_rows_and_lengths(tmp_path: Path) -> None:
+    found = own_script(tmp_path, LOOP, examples={"actor/entropy": 0.7, "scores": [0.0, 1.0]})
+
+    generated = [order for order in found.in_step() if order.label == "actor.generate_sequences"]
+    rows = [sum(len(plain["ids"]) for plain in order.commands.values()) for order in generated]
+    assert rows == [8, 4]
+    assert found.tokens[generated[1].place].prompts == found.tokens[generated[0].place].responses
+    assert check_rows(found) + check_members(found) == []
+    assert "scores = [0.0, 1.0]" in found.assumptions
+
+
+def test_metric_of_a_batch_that_nobody_has_declared_names_its_line(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match=r"^script line 21: reads 'actor/entropy', which only a run"):
+        own_script(tmp_path, LOOP)

@@ -1,0 +1,70 @@
+"""What a rank can tell of processes when it is short of descriptors, and that it always ends."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from spmdflow.runtime.process import Process
+
+ROOT = Path(__file__).parents[3]
+
+
+def run_python(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+def test_process_that_lives_counts_as_alive_and_one_that_ended_as_gone() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = Process.of(child.pid)
+    lived = not process.has_ended()
+    child.communicate()
+
+    assert lived and process.has_ended() and process.state() is None
+
+
+OUT_OF_DESCRIPTORS = """
+    import os, resource
+    from spmdflow.runtime.process import Process, leave
+    me = Process.of(os.getppid())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
+    try:
+        while True:
+            os.dup(0)
+    except OSError:
+        pass
+    seen = (me.has_ended(), me.is_stopped(), me.end_cause_or_none())
+    os.write(1, repr(seen).encode())
+    leave(7)
+"""
+
+
+def test_rank_out_of_descriptors_takes_nobody_for_dead_and_leaves() -> None:
+    done = run_python(OUT_OF_DESCRIPTORS)
+
+    assert done.stdout == "(False, False, None)", done.stderr
+    assert done.returncode == 7
+
+
+def test_start_raises_the_limit_of_descriptors_as_far_as_it_may() -> None:
+    done = run_python("""
+        import resource, sys
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        from spmdflow.run import main
+        main(["--help"])
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    """)
+
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] > 64
+    assert done.returncode == 0, done.stderr
