@@ -26,6 +26,7 @@ def test_run_with_placement_auto_writes_its_pools_and_how_the_prediction_went(
     assert roles == ["actor", "critic", "reference", "reward"]
     found = json.loads((run_dir / "prediction.json").read_text())
     assert found["bytes_agree"] and found["steps"] == [1, 2]
-    assert [sync["planned"] == sync["counted"] > 0 for sync in found["weight_syncs"]] == [True] * 2
+    # ranks that train and generate alike receive nothing: they hold every box already
+    assert [sync["planned"] == sync["counted"] for sync in found["weight_syncs"]] == [True] * 2
     assert {stage["stage"] for stage in found["stages"]} >= {"generate_sequences", "step"}
     assert all(stage["measured"] > 0 for stage in found["stages"])
