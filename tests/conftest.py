@@ -1,6 +1,20 @@
 """Settings of every test."""
 
+import logging
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("shared-machine", deadline=None)  # other work may hold a core
 settings.load_profile("shared-machine")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """A run inside of a test sets up its logging; later tests read their records from the root."""
+    yield
+    logger = logging.getLogger("spmdflow")
+    logger.propagate = True
+    for handler in [each for each in logger.handlers if type(each) is logging.StreamHandler]:
+        logger.removeHandler(handler)

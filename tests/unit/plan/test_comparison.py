@@ -209,7 +209,6 @@ def test_plan_command_replays_a_run_and_holds_its_bytes_against_the_plan(
 def test_files_are_written_and_one_line_is_logged(
     run: Loaded, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger("spmdflow").propagate = True
     with caplog.at_level(logging.INFO, "spmdflow.plan.comparison"):
         compare_run(run.cfg)
 
@@ -256,7 +255,6 @@ def test_stopped_run_is_compared_and_a_second_signal_changes_nothing(
 def test_record_on_a_full_disk_is_left_out_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger("spmdflow").propagate = True
     (tmp_path / TRANSCRIPT_FILE).symlink_to("/dev/full")
     words = [*SETTINGS, "eval_every=0", "total_steps=1", f"run.dir={tmp_path}"]
     loaded = load(ALGORITHMS / "dapo.py", None, words)
@@ -271,7 +269,6 @@ def test_launch_without_a_step_of_its_own_is_no_error(
     run: Loaded, caplog: pytest.LogCaptureFixture
 ) -> None:
     """total_steps=1 where step 2 is done."""
-    logging.getLogger("spmdflow").propagate = True
     again = load(ALGORITHMS / "dapo.py", None, [*SETTINGS, f"run.dir={run.cfg.run.dir}"])
     again.cfg.total_steps = 1
 
@@ -293,7 +290,6 @@ def test_hardware_that_is_set_is_that_of_the_prediction(run: Loaded) -> None:
 def test_run_without_a_transcript_or_steps_is_no_error(
     run: Loaded, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger("spmdflow").propagate = True
     cfg = load(ALGORITHMS / "dapo.py", None, [*SETTINGS, f"run.dir={tmp_path}"]).cfg
 
     with caplog.at_level(logging.INFO, "spmdflow.plan.comparison"):
