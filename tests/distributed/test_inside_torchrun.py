@@ -66,6 +66,7 @@ def test_a_run_on_some_ranks_moves_rows_and_writes_its_metrics(out: Path) -> Non
     assert (out / "ppo" / "config.yaml").is_file()
     compared = json.loads((out / "ppo" / "prediction.json").read_text())
     assert compared["bytes_agree"] and compared["steps"] == [1]
+    assert [s["planned"] == s["counted"] > 0 for s in compared["weight_syncs"]] == [True]
     assert all(stage["measured"] > 0 for stage in compared["stages"])
 
 
