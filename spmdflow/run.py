@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from spmdflow.config.check import with_faults
+from spmdflow.config.check import with_problems
 from spmdflow.config.leaf import schema_help
 from spmdflow.config.load import Loaded, load, load_script, schema_of
 from spmdflow.config.parallel import batch_algebra
@@ -161,7 +161,7 @@ def _prepare(arguments: Arguments, place: Place) -> Loaded:
     try:
         loaded = load(arguments.script, arguments.config, arguments.overrides)
     except ConfigError as err:
-        raise with_faults(err, place.world_size) from err
+        raise with_problems(err, place.world_size) from err
     if not Path(arguments.script).is_file():
         _say(place, f"script: {loaded.script.__file__}, bundled with spmdflow")
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))

@@ -161,18 +161,18 @@ def reference(
 
 def disagreements(found: Any, expected: list[Expected], *, tolerance: float) -> list[str]:
     """What in a generator's answer is neither equal nor excused by a margin below MARGIN."""
-    faults = []
+    problems = []
     columns = zip(rows_of(found["responses"]), rows_of(found["rollout_log_probs"]), strict=True)
     for number, ((tokens, log_probs), row) in enumerate(zip(columns, expected, strict=True)):
         ours = tokens.tolist()
         close = next((i for i, margin in enumerate(row.margins) if margin < MARGIN), None)
         if ours[:close] != row.tokens[:close]:
-            faults.append(f"row {number}: {ours} instead of {row.tokens}")
+            problems.append(f"row {number}: {ours} instead of {row.tokens}")
             continue
         gaps = [abs(a - b) for a, b in zip(log_probs.tolist()[:close], row.log_probs)]
         if max(gaps, default=0.0) > tolerance:
-            faults.append(f"row {number}: log-probs differ by {max(gaps):.1e}")
-    return faults
+            problems.append(f"row {number}: log-probs differ by {max(gaps):.1e}")
+    return problems
 
 
 def num_close(expected: list[Expected]) -> int:

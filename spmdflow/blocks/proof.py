@@ -37,7 +37,7 @@ def verify(
     *,
     node_of: NodeOf | None = None,
 ) -> None:
-    """PlanError with the exact fault unless plan is right for have and need."""
+    """PlanError with the exact problem unless plan is right for have and need."""
     _check_order([(edge.source, edge.destination, edge.box.bounds) for edge in plan.edges])
     _require(set(plan.kept) == set(need), "kept", sorted(plan.kept), sorted(need))
     received: dict[int, list[Box]] = {}
@@ -90,7 +90,7 @@ def verify_rows(
     *,
     node_of: NodeOf | None = None,
 ) -> None:
-    """PlanError with the exact fault unless the edges are right for have and need."""
+    """PlanError with the exact problem unless the edges are right for have and need."""
     _check_order([(edge.source, edge.destination) for edge in edges])
     nobody = np.zeros(0, dtype=np.int64)
     arriving: dict[int, list[Ids]] = {rank: [] for rank in need}

@@ -129,8 +129,8 @@ def _files_of(path: Path, body: Mapping[str, Any]) -> dict[str, FileFacts]:
             or Path(name).is_absolute()
             or ".." in Path(name).parts
         ):
-            fault = f"has {_excerpt(facts)} for file {_excerpt(name)}"
-            raise _damaged(path, f"{fault}, not num_bytes and sha256 of a file in the checkpoint")
+            problem = f"has {_excerpt(facts)} for file {_excerpt(name)}"
+            raise _damaged(path, f"{problem}, not num_bytes and sha256 of a file in the checkpoint")
     return {name: FileFacts(**facts) for name, facts in files.items()}
 
 
@@ -213,10 +213,10 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _damaged(path: Path, fault: str, facts: FileFacts | None = None) -> CheckpointError:
+def _damaged(path: Path, problem: str, facts: FileFacts | None = None) -> CheckpointError:
     expected = f"{facts.num_bytes} bytes, sha256 {facts.sha256}" if facts else "the file as sealed"
     return CheckpointError(
-        f"checkpoint: {path} {fault}, expected {expected}; restore it, or name an older "
+        f"checkpoint: {path} {problem}, expected {expected}; restore it, or name an older "
         f"checkpoint of this run in {path_of_latest(path)}"
     )
 

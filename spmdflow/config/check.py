@@ -92,21 +92,21 @@ _KINDS = {
 def check(cfg: Any, world_size: int) -> None:
     """Refuse settings that cannot work on `world_size` ranks: one ConfigError for all errors."""
     errors = Errors()
-    for fault in faults(cfg, world_size):
-        errors.add(fault)
+    for problem in problems(cfg, world_size):
+        errors.add(problem)
     errors.raise_all()
 
 
-def with_faults(err: ConfigError, world_size: int) -> ConfigError:
+def with_problems(err: ConfigError, world_size: int) -> ConfigError:
     """What could not be loaded, and what is wrong with the settings that could."""
     if not isinstance(err, SettingErrors) or err.partial is None:
         return err
-    more = [fault for fault in faults(err.partial, world_size) if NOT_GIVEN not in str(fault)]
+    more = [each for each in problems(err.partial, world_size) if NOT_GIVEN not in str(each)]
     return SettingErrors([*err.errors, *more])
 
 
-def faults(cfg: Any, world_size: int, *, here: bool = True) -> Iterator[ConfigError]:
-    """The first fault of every rule, in order.
+def problems(cfg: Any, world_size: int, *, here: bool = True) -> Iterator[ConfigError]:
+    """The first problem of every rule, in order.
 
     Counts and names out of their bounds are told without what follows from them. here: whether
     packages, weights and data must be on this machine; a plan for another does without.
@@ -121,11 +121,11 @@ def faults(cfg: Any, world_size: int, *, here: bool = True) -> Iterator[ConfigEr
     rules += [partial(_check_model, cfg, *which, here=here) for which in _model_folders(cfg)]
     rules += [*_data_rules(cfg), partial(_check_vocabularies, cfg)] if here else []
     told: set[str] = set()
-    for fault in [*out_of_bounds, *_failing(rules)]:
-        key, _, problem = str(fault).partition(": ")  # a folder that models share: once
-        if not told & {key, problem}:
-            told |= {key, problem}
-            yield fault
+    for problem in [*out_of_bounds, *_failing(rules)]:
+        key, _, text = str(problem).partition(": ")  # a folder that models share: once
+        if not told & {key, text}:
+            told |= {key, text}
+            yield problem
 
 
 def _failing(rules: Iterable[Rule]) -> Iterator[ConfigError]:

@@ -34,7 +34,7 @@ from spmdflow.transfer.register import map_function
 from spmdflow.transfer.worker import Mean
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 before exp: a ratio of 4.8e8 is a fault, but a finite one."""
+"""Log-ratios are clamped to +-20 before exp: a ratio of 4.8e8 is an error, but a finite one."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:

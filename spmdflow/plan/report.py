@@ -11,7 +11,7 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any
 
-from spmdflow.config.check import faults
+from spmdflow.config.check import problems
 from spmdflow.mapping.machine import Hardware
 from spmdflow.parallel.group import GroupSpec
 from spmdflow.parallel.layout import Layout
@@ -279,8 +279,8 @@ def _proofs(
 def _wrong_settings(cfg: Any, world_size: int) -> tuple[tuple[Finding, ...], str | None]:
     """What a run would refuse before it starts; and why it would be refused on this machine alone,
     though the plan is fine (None if it would not)."""
-    found = [str(fault) for fault in faults(cfg, world_size, here=False)]
-    here = next((str(f) for f in faults(cfg, world_size) if str(f) not in found), None)
+    found = [str(problem) for problem in problems(cfg, world_size, here=False)]
+    here = next((str(f) for f in problems(cfg, world_size) if str(f) not in found), None)
     return tuple(Finding("settings", text) for text in found), here
 
 

@@ -77,15 +77,15 @@ def test_plain_data_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("plain", "fault"),
+    ("plain", "problem"),
     [
         ({"a": {1: 2}}, r"plain\.a has key 1, expected str keys"),
         ({"a": [0, torch.zeros(1)]}, r"plain\.a\[1\] is a Tensor, expected JSON data"),
         ({"a": {1, 2}}, r"plain\.a is a set"),
     ],
 )
-def test_plain_data_that_json_would_change_is_refused_with_its_place(tmp_path, plain, fault):
-    with pytest.raises(CheckpointError, match=fault):
+def test_plain_data_that_json_would_change_is_refused_with_its_place(tmp_path, plain, problem):
+    with pytest.raises(CheckpointError, match=problem):
         write_tensors(tmp_path / "a", {}, plain)
     assert not (tmp_path / "a").exists()
 

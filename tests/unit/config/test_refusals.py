@@ -267,7 +267,7 @@ def test_kl_without_a_reference_model_is_refused() -> None:
         check(cfg, 1)
 
 
-YAML_FAULTS = {
+YAML_PROBLEMS = {
     "actor: {optimiser: {lr: 1}}": r"bad\.yaml: unknown key actor\.optimiser, nearest is",
     "run: {seed: x}": r"bad\.yaml: run\.seed got 'x' \(str\), expected int; give one",
     "run: [": r"bad\.yaml: got .*line 2, column 1, expected YAML; correct that line",
@@ -275,12 +275,12 @@ YAML_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("text", YAML_FAULTS)
-def test_fault_in_a_yaml_file_is_refused_with_the_file(text: str) -> None:
+@pytest.mark.parametrize("text", YAML_PROBLEMS)
+def test_problem_in_a_yaml_file_is_refused_with_the_file(text: str) -> None:
 
     Path("bad.yaml").write_text(text)
 
-    with pytest.raises(ConfigError, match=YAML_FAULTS[text]):
+    with pytest.raises(ConfigError, match=YAML_PROBLEMS[text]):
         load("ppo.py", "bad.yaml", [])
 
 
@@ -299,7 +299,7 @@ def test_missing_settings_are_listed_with_their_sentences() -> None:
     )
 
 
-SCRIPT_FAULTS = {
+SCRIPT_PROBLEMS = {
     "x = 1": r"^script: bad\.py has no main, expected main\(flow, cfg\); define it$",
     "def main(:": r"^script: bad\.py cannot be imported: SyntaxError: .*line 1.*; expected a",
     "import no_such_thing": r"^script: bad\.py cannot be imported: ModuleNotFoundError: No module",
@@ -309,12 +309,12 @@ SCRIPT_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("text", SCRIPT_FAULTS)
+@pytest.mark.parametrize("text", SCRIPT_PROBLEMS)
 def test_script_that_cannot_be_used_is_refused(text: str) -> None:
 
     Path("bad.py").write_text(text)
 
-    with pytest.raises(ConfigError, match=SCRIPT_FAULTS[text]):
+    with pytest.raises(ConfigError, match=SCRIPT_PROBLEMS[text]):
         load("bad.py", None, [])
 
 

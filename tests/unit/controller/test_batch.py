@@ -304,9 +304,9 @@ MAPS: dict[str, tuple[tuple[Any, dict[str, Any]], str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", MAPS)
-def test_function_that_ranks_cannot_run_is_refused(batch: Batch, fault: str) -> None:
-    (function, settings), message = MAPS[fault]
+@pytest.mark.parametrize("mistake", MAPS)
+def test_function_that_ranks_cannot_run_is_refused(batch: Batch, mistake: str) -> None:
+    (function, settings), message = MAPS[mistake]
 
     with pytest.raises(ProtocolError) as caught:
         batch.map(function, **settings)

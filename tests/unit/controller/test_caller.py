@@ -87,11 +87,11 @@ REFUSED: dict[str, tuple[Callable[[WorkerGroup, Batch], Any], type[SpmdflowError
 """A call, its error and a part of the message; docs/REFUSALS.md has whole messages."""
 
 
-@pytest.mark.parametrize("fault", REFUSED)
+@pytest.mark.parametrize("mistake", REFUSED)
 def test_call_that_cannot_work_is_refused_and_the_script_may_go_on(
-    toy: WorkerGroup, batch: Batch, fault: str
+    toy: WorkerGroup, batch: Batch, mistake: str
 ) -> None:
-    call, error, message = REFUSED[fault]
+    call, error, message = REFUSED[mistake]
 
     with pytest.raises(error, match=message):
         call(toy, batch)
