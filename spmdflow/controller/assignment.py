@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from spmdflow.data.micro import num_micro_batches
-from spmdflow.data.seed import seed_of
+from spmdflow.data.row_id import seed_of
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.chunk import balanced_chunks
 from spmdflow.transfer.protocol import Protocol

@@ -14,9 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from spmdflow.controller.result import RowResult, SourceRows
-from spmdflow.data.ragged import is_ragged
+from spmdflow.data.ragged import VALID, is_ragged
 from spmdflow.data.row_id import Ids
-from spmdflow.data.rows import VALID
 from spmdflow.errors import ColumnError, ProtocolError, RowError
 
 

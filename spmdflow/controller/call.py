@@ -24,8 +24,7 @@ from spmdflow.controller.assignment import (
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.check import check_arguments, check_extends, columns_read
 from spmdflow.controller.result import RowResult, SourceRows, ascending, input_of
-from spmdflow.data.group import places_in_groups
-from spmdflow.data.row_id import Ids
+from spmdflow.data.row_id import Ids, places_in_groups
 from spmdflow.errors import ColumnError, ProtocolError
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.protocol import protocol

@@ -20,7 +20,7 @@ from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.group import WeightLink, WorkerGroup
 from spmdflow.controller.prompts import PromptStream, no_held_out_prompts
-from spmdflow.data.seed import seed_of
+from spmdflow.data.row_id import seed_of
 from spmdflow.errors import ProtocolError, RewardError
 from spmdflow.tracking.estimate import (
     as_metrics,

@@ -37,10 +37,7 @@ class ColumnSpec:
     @property
     def item_bytes(self) -> int:
         """Bytes of one row (dense) or one item (ragged, text)."""
-        size = getattr(torch, self.dtype).itemsize
-        for extent in self.row_shape:
-            size *= extent
-        return size
+        return int(getattr(torch, self.dtype).itemsize * prod(self.row_shape))
 
     def to_plain(self) -> list[Any]:
         """The spec as message data."""

@@ -1,12 +1,15 @@
 """Ragged columns: one jagged nested tensor per column, rows of any length.
 
 A jagged tensor is the pair (values, lengths) that the wire and the store use; `pad` gives the
-dense (B, T) that the maths uses. Knows no column names and no ranks.
+dense (B, T) that the maths uses. At the end: rows of a TensorDict that has such columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 
@@ -82,3 +85,56 @@ def take_rows(values: Tensor, lengths: Tensor, index: Tensor) -> tuple[Tensor, T
     total = int(ends[-1]) if len(ends) else 0
     shift = torch.repeat_interleave(starts[index] - (ends - chosen), chosen)
     return values[torch.arange(total, device=shift.device) + shift], chosen
+
+
+VALID = ("valid", "cost_valid")
+"""Dense bool columns: False on a row that failed (its reward function did), which is kept so that
+the number of rows stays as planned, but counts nowhere."""
+
+
+def valid_rows(batch: TensorDict) -> Tensor | None:
+    """(B,) bool: the rows that count, in host memory; None if the batch does not say."""
+    marks = [batch[name].bool() for name in VALID if name in batch.keys()]
+    return torch.stack(marks).all(0) if marks else None
+
+
+def chosen_mask(batch: TensorDict) -> Tensor:
+    """(B, R) bool: response_mask, padded, and False on every token of a row that failed."""
+    mask, valid = pad(batch["response_mask"]).bool(), valid_rows(batch)
+    return mask if valid is None else mask & valid[:, None]
+
+
+def without_failed(batch: TensorDict) -> TensorDict:
+    """The same rows with response_mask as `chosen_mask` has it and no column of `VALID`.
+
+    For a loss: a row without a chosen token is in no sum and in no denominator.
+    """
+    if valid_rows(batch) is None:
+        return batch
+    mask = ragged_from_padded(chosen_mask(batch), lengths_of(batch["response_mask"]))
+    kept: TensorDict = batch.exclude(*VALID)
+    kept["response_mask"] = mask
+    return kept
+
+
+def set_column(batch: TensorDict, name: str, value: Tensor | Sequence[str]) -> None:
+    """Store a tensor, a jagged tensor or a list of str under a name."""
+    if isinstance(value, Tensor):
+        batch[name] = value
+    else:
+        batch.set_non_tensor(name, list(value))
+
+
+def select_rows(batch: TensorDict, index: Tensor) -> TensorDict:
+    """The rows `index` (int64, any order) of every column."""
+    chosen = TensorDict({}, batch_size=[len(index)])
+    for name in map(str, batch.keys()):
+        value = batch[name]
+        if not isinstance(value, Tensor):
+            set_column(chosen, name, [list(value)[row] for row in index.tolist()])
+        elif is_ragged(value):
+            taken = take_rows(value.values(), lengths_of(value), index.to(value.device))
+            set_column(chosen, name, ragged(*taken))
+        else:
+            set_column(chosen, name, value[index.to(value.device)])
+    return chosen

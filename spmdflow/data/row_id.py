@@ -1,4 +1,4 @@
-"""Row ids: who a row is, in every column and on every rank. Integers only.
+"""Row ids, groups and seeds: who a row is, in every column and on every rank.
 
 Rows of training are numbered as they are drawn. A held-out row's id is made of its number in the
 file and its sample's number: an evaluation takes no id from training, whose random streams derive
@@ -7,7 +7,13 @@ from row ids, and draws the same noise for a row whenever and beside whatever it
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
 import numpy as np
+import torch
+from torch import Tensor
 
 from spmdflow.errors import ConfigError
 
@@ -55,3 +61,74 @@ def held_out_ids(rows: np.ndarray, num_samples: int) -> tuple[Ids, Ids]:
 def is_held_out(row_id: int) -> bool:
     """Whether the id is one of `held_out_ids`."""
     return row_id >= _FIRST_HELD_OUT
+
+
+def seed_of(seed: int, purpose: str, *numbers: int) -> int:
+    """63-bit seed of one random stream, e.g. seed_of(cfg.run.seed, "sample", step, row_id).
+
+    Every stream of a run (shuffles, permutations, samples) takes its seed here, never from a rank
+    or from the process's generator: results do not depend on the layout, and a resumed run
+    continues the same streams. The same arguments give the same seed on every machine and Python
+    version (blake2b over the arguments' text); different ones give unrelated seeds.
+    """
+    text = repr((int(seed), purpose, *map(int, numbers)))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """Which rows of a batch belong together, such as the samples of one prompt.
+
+    As one rank sees it: other rows of a group may lie on other ranks, so sums go through `reduce`.
+    """
+
+    index: Tensor
+    """(B,) int64: the group of each row here; groups are numbered alike on every rank."""
+    count: int
+    """Groups of the whole batch."""
+    reduce: Callable[[Tensor], Tensor]
+    """Sums a tensor over the ranks that share the batch; all of them call it equally often."""
+    place: Tensor | None = None
+    """(B,) int64: which row of its group each row is, from 0; other ranks have the others."""
+    largest: int = 0
+    """Rows of the largest group."""
+
+    def only(self, valid: Tensor) -> RowGroups:
+        """The groups of the rows where valid (B,) is True; the others are one more group."""
+        index = torch.where(valid, self.index, self.count)
+        return replace(self, index=index, count=self.count + 1)
+
+    def sums(self, x: Tensor) -> Tensor:
+        """(B, ...) -> (B, ...): for each row the float64 sum of x over its whole group."""
+        index = self.index.to(x.device)
+        totals = x.new_zeros((self.count, *x.shape[1:]), dtype=torch.float64)
+        totals.index_add_(0, index, x.double())
+        return self.reduce(totals)[index]
+
+    def sizes(self) -> Tensor:
+        """(B,) float64: rows of each row's group."""
+        return self.sums(torch.ones_like(self.index, dtype=torch.float64))
+
+    def members(self, x: Tensor) -> Tensor:
+        """(B,) -> (B, largest) float64: x of every row of each row's group, then nan."""
+        assert self.place is not None, "made without places"
+        index, place = self.index.to(x.device), self.place.to(x.device)
+        table = x.new_zeros((2, self.count, self.largest), dtype=torch.float64)
+        table[0, index, place] = x.double()
+        table[1, index, place] = 1.0
+        values, there = self.reduce(table)
+        return torch.where(there > 0, values, torch.nan)[index]
+
+    def means(self, x: Tensor) -> Tensor:
+        """(B,) -> (B,) float64: for each row the mean of x over its whole group."""
+        return self.sums(x) / self.sizes()
+
+
+def places_in_groups(groups: np.ndarray) -> tuple[np.ndarray, int]:
+    """(B,) int64 groups from 0 -> which row of its group each row is (B,), and the largest size."""
+    order = np.argsort(groups, kind="stable")
+    sizes = np.bincount(groups) if len(groups) else np.zeros(0, dtype=np.int64)
+    starts = np.cumsum(sizes) - sizes
+    places = np.empty(len(groups), dtype=np.int64)
+    places[order] = np.arange(len(groups)) - starts[groups[order]]
+    return places, int(sizes.max(initial=0))

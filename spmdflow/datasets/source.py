@@ -10,8 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.schema import DataSettings
-from spmdflow.data.ragged import lengths_of
-from spmdflow.data.rows import set_column
+from spmdflow.data.ragged import lengths_of, set_column
 from spmdflow.datasets.encode import fields_of, rename_fields
 from spmdflow.datasets.examples import encoder_of
 from spmdflow.datasets.line_file import LineFile

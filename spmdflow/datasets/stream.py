@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from spmdflow.config.schema import DataSettings
-from spmdflow.data.seed import seed_of
+from spmdflow.data.row_id import seed_of
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.errors import CheckpointError, DataError
 

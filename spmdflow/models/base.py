@@ -22,7 +22,7 @@ from torch import Tensor
 from spmdflow.checkpoint import read_tensors, write_tensors
 from spmdflow.config.parallel import generation_sizes, training_sizes
 from spmdflow.config.schema import EngineConfig
-from spmdflow.data.rows import select_rows
+from spmdflow.data.ragged import select_rows
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind, engines_of
 from spmdflow.objectives.loss import Loss

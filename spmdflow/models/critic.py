@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.schema import CriticConfig
-from spmdflow.data.rows import VALID, without_failed
+from spmdflow.data.ragged import VALID, without_failed
 from spmdflow.models.base import EngineWorker
 from spmdflow.objectives.value import ValueLoss
 from spmdflow.transfer.register import register

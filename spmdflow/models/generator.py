@@ -18,9 +18,7 @@ from torch import Tensor
 from spmdflow.config.offline import EvaluatedConfig
 from spmdflow.config.parallel import generation_sizes
 from spmdflow.config.schema import ActorConfig
-from spmdflow.data.row_id import is_held_out
-from spmdflow.data.rows import total_length
-from spmdflow.data.seed import seed_of
+from spmdflow.data.row_id import is_held_out, seed_of
 from spmdflow.errors import ConfigError, ProtocolError, WeightSyncError
 from spmdflow.hybrid_engine.remote import WeightReceiver
 from spmdflow.models.base import axis_groups
@@ -79,9 +77,9 @@ def check_sampling(label: str, cfg: Any, arguments: Mapping[str, Any]) -> None:
 
 def rollout_metrics(prompts: Tensor, responses: Tensor) -> dict[str, Metric]:
     """Tokens in and out of ragged columns."""
-    rows, tokens = prompts.shape[0], total_length(responses)
+    rows, tokens = prompts.shape[0], len(responses.values())
     return {
-        "rollout/prompt_tokens": Sum(total_length(prompts)),
+        "rollout/prompt_tokens": Sum(len(prompts.values())),
         "rollout/response_tokens": Sum(tokens),
         "rollout/response_length": Mean(tokens, rows),
     }

@@ -17,8 +17,15 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.schema import ActorConfig
-from spmdflow.data.ragged import is_ragged, lengths_of, pad, ragged
-from spmdflow.data.rows import VALID, chosen_mask, total_length, without_failed
+from spmdflow.data.ragged import (
+    VALID,
+    chosen_mask,
+    is_ragged,
+    lengths_of,
+    pad,
+    ragged,
+    without_failed,
+)
 from spmdflow.errors import SpmdflowError
 from spmdflow.hybrid_engine.remote import WeightSender
 from spmdflow.models.base import EngineWorker
@@ -122,7 +129,7 @@ class PolicyWorker(EngineWorker):
         if made is None:
             return None
         losses = made["pretrain_losses"]
-        tokens = float(total_length(texts) - len(losses))
+        tokens = float(len(texts.values()) - len(losses))
         self.report({"actor/pretrain_loss_before": Mean(float(losses.sum()), tokens)})
         columns = {"pretrain_ids": texts, "pretrain_losses": losses}
         return TensorDict(columns, batch_size=batch.batch_size)

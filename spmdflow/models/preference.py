@@ -16,8 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.offline import PreferenceActorConfig, PreferenceLossConfig
-from spmdflow.data.ragged import pad, ragged_from_rows, rows_of
-from spmdflow.data.rows import select_rows
+from spmdflow.data.ragged import pad, ragged_from_rows, rows_of, select_rows
 from spmdflow.errors import ConfigError
 from spmdflow.models.base import EngineWorker
 from spmdflow.models.policy import text_rows

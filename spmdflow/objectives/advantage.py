@@ -24,9 +24,17 @@ from torch import Tensor
 
 from spmdflow.config.algorithm import LagrangeConfig, OverlongConfig
 from spmdflow.config.schema import AdvantageConfig
-from spmdflow.data.group import RowGroups
-from spmdflow.data.ragged import is_ragged, lengths_of, pad, ragged, ragged_from_padded
-from spmdflow.data.rows import VALID, chosen_mask, valid_rows
+from spmdflow.data.ragged import (
+    VALID,
+    chosen_mask,
+    is_ragged,
+    lengths_of,
+    pad,
+    ragged,
+    ragged_from_padded,
+    valid_rows,
+)
+from spmdflow.data.row_id import RowGroups
 from spmdflow.errors import ColumnError
 from spmdflow.objectives.estimator import ESTIMATORS, Samples, gae
 from spmdflow.objectives.kl import kl_estimate

@@ -16,8 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.algorithm import CorrectionConfig
-from spmdflow.data.ragged import lengths_of, pad, ragged_from_padded
-from spmdflow.data.rows import VALID, chosen_mask
+from spmdflow.data.ragged import VALID, chosen_mask, lengths_of, pad, ragged_from_padded
 from spmdflow.objectives.kl import bounded, kl_estimate
 from spmdflow.objectives.loss import Reduce, Report, inside
 from spmdflow.objectives.registry import Registry

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from spmdflow.config.schema import AdvantageConfig
-from spmdflow.data.group import RowGroups
+from spmdflow.data.row_id import RowGroups
 from spmdflow.objectives.loss import Reduce
 from spmdflow.objectives.registry import Registry
 

@@ -25,8 +25,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.schema import AdvantageConfig
-from spmdflow.data.ragged import pad
-from spmdflow.data.rows import VALID, chosen_mask, valid_rows
+from spmdflow.data.ragged import VALID, chosen_mask, pad, valid_rows
 from spmdflow.errors import ConfigError
 from spmdflow.objectives.loss import Reduce, Report, inside
 from spmdflow.objectives.registry import Registry

@@ -21,7 +21,7 @@ import torch
 from spmdflow.config.data_source import data_sources, eval_prompts_of, split_place
 from spmdflow.config.schema import DataSettings
 from spmdflow.data.column import ColumnSpec
-from spmdflow.data.rows import VALID
+from spmdflow.data.ragged import VALID
 from spmdflow.datasets.scan import ScanReport, scan
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import SpmdflowError

@@ -23,12 +23,9 @@ from spmdflow.checkpoint.disk import sees_token
 from spmdflow.checkpoint.manifest import write_part
 from spmdflow.checkpoint.tensors import model_hash
 from spmdflow.data.column import Column, column_of, join, to_message
-from spmdflow.data.group import RowGroups
 from spmdflow.data.ragged import is_ragged, with_offsets
-from spmdflow.data.row_id import Ids
-from spmdflow.data.rows import names_of
-from spmdflow.data.store import RowCondition, RowStore
-from spmdflow.data.unchanged import Unchanged
+from spmdflow.data.row_id import Ids, RowGroups
+from spmdflow.data.store import RowCondition, RowStore, Unchanged
 from spmdflow.datasets.scan import scan
 from spmdflow.datasets.source import PromptSource
 from spmdflow.datasets.tokenizer import load_tokenizer
@@ -233,7 +230,9 @@ class RankState:
         if not lacking.any() and self.store.has(result):
             return
         rows = self._sources[part["source"]].read_rows(part["rows"][lacking].tolist())
-        columns = {name: column_of(name, rows[name], int(lacking.sum())) for name in names_of(rows)}
+        columns = {
+            name: column_of(name, rows[name], int(lacking.sum())) for name in map(str, rows.keys())
+        }
         self.store.put(result, ids[lacking], columns)
 
     def _keep(

@@ -15,7 +15,7 @@ from spmdflow.config.schema import ActorConfig, EngineConfig, ModelConfig, Rollo
 from spmdflow.controller.batch import Batch, concatenate
 from spmdflow.controller.caller import Draws
 from spmdflow.data.ragged import ragged_from_rows, rows_of
-from spmdflow.data.seed import seed_of
+from spmdflow.data.row_id import seed_of
 from spmdflow.errors import ProtocolError
 from spmdflow.models.actor import ActorWorker
 from spmdflow.models.generator import row_seeds

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from spmdflow.config.schema import AdvantageConfig
-from spmdflow.data.group import RowGroups
+from spmdflow.data.row_id import RowGroups
 from spmdflow.errors import ColumnError, ConfigError, ProtocolError
 from spmdflow.objectives.advantage import compute_advantages
 from spmdflow.transfer.register import map_function

@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from spmdflow.data.column import Column, ColumnSpec, column_of, join
-from spmdflow.data.ragged import lengths_of, pad, ragged_from_padded, ragged_from_rows, rows_of
-from spmdflow.data.rows import select_rows, token_lengths
+from spmdflow.data.ragged import (
+    lengths_of,
+    pad,
+    ragged_from_padded,
+    ragged_from_rows,
+    rows_of,
+    select_rows,
+)
 from spmdflow.data.store import RowStore
 from spmdflow.errors import ColumnError, DeadlineError, RowError
 
@@ -105,12 +111,6 @@ def test_select_rows_of_nothing_keeps_every_column():
 
     assert chosen.batch_size == torch.Size([0])
     assert set(chosen.keys()) == {"d", "r", "t"}
-
-
-def test_token_lengths_add_prompts_and_responses():
-    batch = TensorDict({"prompts": jagged([[1], [2, 3]]), "responses": jagged([[4, 5], []])}, [2])
-
-    assert token_lengths(batch) == [3, 2]
 
 
 def dense(*values):

@@ -12,8 +12,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.schema import AdvantageConfig
-from spmdflow.data.group import RowGroups
 from spmdflow.data.ragged import lengths_of, pad, ragged
+from spmdflow.data.row_id import RowGroups
 from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.objectives.advantage import compute_advantages, gae
 from spmdflow.objectives.loss import whiten

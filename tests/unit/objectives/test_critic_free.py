@@ -15,8 +15,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.schema import AdvantageConfig
-from spmdflow.data.group import RowGroups, places_in_groups
 from spmdflow.data.ragged import pad, ragged
+from spmdflow.data.row_id import RowGroups, places_in_groups
 from spmdflow.errors import ConfigError
 from spmdflow.objectives.advantage import compute_advantages
 from spmdflow.objectives.estimator import ESTIMATORS, Samples, advantage, reward_to_go

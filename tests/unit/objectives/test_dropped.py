@@ -14,9 +14,8 @@ from torch import Tensor
 
 from spmdflow.config.algorithm import CorrectionConfig, OverlongConfig, SurrogateLossConfig
 from spmdflow.config.schema import AdvantageConfig, ValueLossConfig
-from spmdflow.data.group import RowGroups, places_in_groups
-from spmdflow.data.ragged import lengths_of, ragged, rows_of
-from spmdflow.data.rows import select_rows, without_failed
+from spmdflow.data.ragged import lengths_of, ragged, rows_of, select_rows, without_failed
+from spmdflow.data.row_id import RowGroups, places_in_groups
 from spmdflow.objectives import estimator as registry
 from spmdflow.objectives.advantage import (
     add_overlong_penalty,

@@ -19,8 +19,7 @@ from torch import Tensor
 from spmdflow.config.algorithm import SurrogateLossConfig
 from spmdflow.config.offline import PreferenceLossConfig
 from spmdflow.config.schema import ValueLossConfig
-from spmdflow.data.ragged import ragged
-from spmdflow.data.rows import select_rows
+from spmdflow.data.ragged import ragged, select_rows
 from spmdflow.objectives.loss import AGGREGATIONS, Loss
 from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.objectives.preference import (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spmdflow.config.algorithm import GroupAdvantageConfig
-from spmdflow.data.group import RowGroups, places_in_groups
+from spmdflow.data.row_id import RowGroups, places_in_groups
 from spmdflow.objectives.estimator import Samples, pass_at_k
 
 

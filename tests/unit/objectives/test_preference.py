@@ -13,8 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.offline import PreferenceLossConfig
-from spmdflow.data.ragged import ragged_from_rows
-from spmdflow.data.rows import select_rows
+from spmdflow.data.ragged import ragged_from_rows, select_rows
 from spmdflow.models.preference import pair_rows
 from spmdflow.objectives.preference import (
     AnswerPair,

@@ -12,8 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.schema import PolicyLossConfig
-from spmdflow.data.ragged import lengths_of, pad, ragged, rows_of
-from spmdflow.data.rows import select_rows
+from spmdflow.data.ragged import lengths_of, pad, ragged, rows_of, select_rows
 from spmdflow.models.policy import text_rows, with_text_rows
 from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.objectives.supervised import PretrainedPolicyLoss, text_mask

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from spmdflow.config.algorithm import SurrogateLossConfig
 from spmdflow.config.offline import ExampleDataConfig, PreferenceDataConfig, PreferenceLossConfig
 from spmdflow.config.schema import AdvantageConfig
-from spmdflow.data.group import RowGroups, places_in_groups
 from spmdflow.data.ragged import ragged_from_padded
+from spmdflow.data.row_id import RowGroups, places_in_groups
 from spmdflow.models.preference import answer_rows, answer_tokens, pair_rows
 from spmdflow.models.supervised import example_rows
 from spmdflow.objectives.estimator import Samples, grpo

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spmdflow.config.schema import RolloutConfig
-from spmdflow.data.seed import seed_of
+from spmdflow.data.row_id import seed_of
 from spmdflow.errors import ConfigError
 from spmdflow.rollout.sampling import Sampling, draw, gumbel, truncate
 
