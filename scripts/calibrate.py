@@ -231,7 +231,7 @@ def host_bandwidth(device: torch.device, copy: float) -> float:
 
 def file_text(arguments: argparse.Namespace, values: Values) -> str:
     """The YAML file, each value with where it is from."""
-    from spmdflow.mapping.machine import COEFFICIENTS
+    from spmdflow.mapping.hardware import COEFFICIENTS
 
     when = time.strftime("%Y-%m-%d")
     machine = f"{cpu_name()}, {os.cpu_count()} cores, {platform.machine()}"

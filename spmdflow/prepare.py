@@ -59,7 +59,7 @@ def prepare(
     Also the text that says where placement=auto put the models. Every rank searches by itself and
     finds the same. ConfigError if something does not fit.
     """
-    from spmdflow.mapping.machine import load_hardware
+    from spmdflow.mapping.hardware import load_hardware
 
     hardware_name, text = loaded.cfg.run.hardware, None
     if hardware_name is not None:

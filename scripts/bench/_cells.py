@@ -15,7 +15,7 @@ from bench._dataflows import NOMINAL, ppo
 from bench._given import evaluate
 from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Dataflow, Engine, Workload
-from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.placed import Placed, Ranking
 from spmdflow.mapping.search import Options, best_of_partition
 from spmdflow.mapping.table import CostTable

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from bench._cells import CELLS, score_cell
 from spmdflow.mapping.dataflow import Call, Dataflow
-from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.placed import Placed, PlacedPool
 
 CHUNKS = (1, 2, 4, 8)

@@ -7,7 +7,7 @@ from bench._dataflows import NOMINAL, ppo
 from bench._given import evaluate
 from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Engine, Model, Rollout
-from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.placed import Placed, transition_seconds
 from spmdflow.mapping.seconds import transition_bytes
 from spmdflow.mapping.strategy import Strategies, Strategy

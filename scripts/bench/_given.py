@@ -8,7 +8,7 @@ import numpy as np
 
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.dataflow import Dataflow
-from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.placed import Placed, placed_of, pool_of
 from spmdflow.mapping.search import Options, best_of_partition
 from spmdflow.mapping.strategy import Strategy

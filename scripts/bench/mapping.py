@@ -34,7 +34,7 @@ from bench._figures import (
 )
 from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Dataflow, Workload
-from spmdflow.mapping.machine import COEFFICIENTS, Hardware, load_hardware
+from spmdflow.mapping.hardware import COEFFICIENTS, Hardware, load_hardware
 from spmdflow.mapping.placed import explain, reason
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ import numpy as np
 
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.dataflow import Dataflow
-from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.placed import Ranking, assemble
 from spmdflow.mapping.search import (
     SLACK,

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmdflow.mapping.dataflow import Dataflow, Kind, Model, Workload
-from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.seconds import (
     PREFILL_TOKENS,
     kv_width,

@@ -15,7 +15,7 @@ import numpy as np
 
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.dataflow import Call, Dataflow, Model
-from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import (
     offload_seconds,
     pool_memory,

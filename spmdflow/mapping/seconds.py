@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spmdflow.mapping.dataflow import Engine, Model, Rollout, Workload
-from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.strategy import Array, Strategies
 from spmdflow.weights.architecture import Architecture
 

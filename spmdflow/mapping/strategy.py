@@ -16,7 +16,7 @@ import numpy as np
 
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.dataflow import Model
-from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.hardware import Hardware
 from spmdflow.parallel.layout import Layout, divisors
 
 Array = np.ndarray

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spmdflow.mapping.dataflow import Call, Dataflow, Model
-from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import (
     call_bytes,
     full_cache_bytes,

@@ -30,7 +30,7 @@ from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.generator import generator_kind
 from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Dataflow, Model
-from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.placed import Placed, PlacedPool, Ranking, explain, reason
 from spmdflow.plan.record import Refusal, Trace
 from spmdflow.plan.text import WIDTH, wrapped

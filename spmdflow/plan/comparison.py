@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from spmdflow.checkpoint.run_dir import path_of
 from spmdflow.errors import DataError, SpmdflowError
-from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.hardware import Hardware
 from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.record import Trace
 from spmdflow.plan.replay import Replay, recorded_trace

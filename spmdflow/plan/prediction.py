@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.dataflow import Rollout
-from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import pool_memory
 from spmdflow.mapping.placed import Estimate, call_seconds, transition_seconds
 from spmdflow.plan.record import COMPUTE, Finding, Trace, TracedOrder, row_edges

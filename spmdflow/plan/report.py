@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from spmdflow.config.check import problems
-from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.hardware import Hardware
 from spmdflow.parallel.group import GroupSpec
 from spmdflow.parallel.layout import Layout
 from spmdflow.plan.check import check_batches, check_members, check_weights

@@ -20,7 +20,7 @@ from spmdflow.hybrid_engine.factory import sync_mode
 from spmdflow.kind.engine import engine_kind, engines_that_cut
 from spmdflow.kind.generator import generator_kind
 from spmdflow.mapping.dataflow import Call, Dataflow, Engine, Kind, Model, Rollout, Workload
-from spmdflow.mapping.machine import Hardware, load_hardware
+from spmdflow.mapping.hardware import Hardware, load_hardware
 from spmdflow.mapping.strategy import Strategy
 from spmdflow.models.base import EngineWorker
 from spmdflow.models.generator import GeneratorWorker

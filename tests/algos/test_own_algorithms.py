@@ -13,7 +13,7 @@ import pytest
 from spmdflow.config.check import check
 from spmdflow.config.load import Loaded, load
 from spmdflow.controller.script import launch
-from spmdflow.mapping.machine import load_hardware
+from spmdflow.mapping.hardware import load_hardware
 from spmdflow.plan.auto import resolve
 from spmdflow.plan.record import Trace
 from spmdflow.plan.report import plan

@@ -15,7 +15,7 @@ from spmdflow.config.placement import resolve_placement, roles_of
 from spmdflow.controller.script import launch
 from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.factory import sync_mode
-from spmdflow.mapping.machine import load_hardware
+from spmdflow.mapping.hardware import load_hardware
 from spmdflow.parallel.layout import Layout
 from spmdflow.plan.auto import resolve
 from spmdflow.plan.command import FINE, main

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spmdflow.mapping.dataflow import Model
-from spmdflow.mapping.machine import Hardware
+from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.search import (
     ModelSet,
     Options,

@@ -13,7 +13,7 @@ import yaml
 from bench._cells import scaled
 
 from spmdflow.errors import ConfigError
-from spmdflow.mapping.machine import COEFFICIENTS, FOLDER, HARDWARE, load_hardware
+from spmdflow.mapping.hardware import COEFFICIENTS, FOLDER, HARDWARE, load_hardware
 from spmdflow.plan.workload import hardware_of, is_cpu
 from tests.policy.house import REPOSITORY
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.dataflow import Call, Engine, Model, Rollout, Workload
-from spmdflow.mapping.machine import COEFFICIENTS, Hardware, load_hardware
+from spmdflow.mapping.hardware import COEFFICIENTS, Hardware, load_hardware
 from spmdflow.mapping.memory import call_bytes, resident_bytes
 from spmdflow.mapping.placed import Estimate, call_seconds, transition_seconds
 from spmdflow.mapping.seconds import transition_bytes

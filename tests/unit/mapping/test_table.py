@@ -16,7 +16,7 @@ from spmdflow.config.placement import resolve_placement
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Dataflow, Workload
-from spmdflow.mapping.machine import Hardware, load_hardware
+from spmdflow.mapping.hardware import Hardware, load_hardware
 from spmdflow.mapping.memory import pool_memory
 from spmdflow.mapping.placed import Placed, Ranking, explain
 from spmdflow.mapping.search import Options, blocks_of

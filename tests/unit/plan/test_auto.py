@@ -18,7 +18,7 @@ from spmdflow.config.parallel import sizes_of
 from spmdflow.config.placement import resolve_placement, roles_of
 from spmdflow.controller.transcript import TRANSCRIPT_FILE
 from spmdflow.errors import ConfigError
-from spmdflow.mapping.machine import FOLDER, load_hardware
+from spmdflow.mapping.hardware import FOLDER, load_hardware
 from spmdflow.plan import workload
 from spmdflow.plan.auto import Automatic, dataflow_of, resolve
 from spmdflow.plan.command import FINE, main

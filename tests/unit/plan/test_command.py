@@ -13,7 +13,7 @@ import pytest
 
 from spmdflow.config.load import load
 from spmdflow.hybrid_engine.reshard import ReshardPlan, plan_reshard
-from spmdflow.mapping.machine import load_hardware
+from spmdflow.mapping.hardware import load_hardware
 from spmdflow.plan.command import FINE, REFUSED, WRONG, main
 from spmdflow.plan.report import PlanReport, plan
 from spmdflow.plan.text import bytes_of, report_text, seconds_of

@@ -18,7 +18,7 @@ from spmdflow.config.load import Loaded, load
 from spmdflow.controller.script import STOPPED, launch
 from spmdflow.controller.transcript import TRANSCRIPT_FILE
 from spmdflow.datasets.scan import ScanReport
-from spmdflow.mapping.machine import load_hardware
+from spmdflow.mapping.hardware import load_hardware
 from spmdflow.plan.command import FINE, REFUSED, WRONG, main
 from spmdflow.plan.comparison import (
     Comparison,

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdflow.config.load import load
 from spmdflow.controller.script import launch
-from spmdflow.mapping.machine import Hardware, load_hardware
+from spmdflow.mapping.hardware import Hardware, load_hardware
 from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.trace import trace_replayed

@@ -13,7 +13,7 @@ from spmdflow.config.schema import PPOConfig
 from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, scopes_of
 from spmdflow.hybrid_engine.table import generation_tables, training_tables
 from spmdflow.mapping.dataflow import Model, Rollout
-from spmdflow.mapping.machine import load_hardware
+from spmdflow.mapping.hardware import load_hardware
 from spmdflow.mapping.placed import transition_seconds
 from spmdflow.mapping.strategy import Strategy
 from spmdflow.models.actor import ActorWorker

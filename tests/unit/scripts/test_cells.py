@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from spmdflow.mapping.machine import load_hardware
+from spmdflow.mapping.hardware import load_hardware
 from tests.policy.house import REPOSITORY
 
 A100 = load_hardware("a100_80gb")

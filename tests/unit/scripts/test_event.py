@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Dataflow, Workload
-from spmdflow.mapping.machine import load_hardware
+from spmdflow.mapping.hardware import load_hardware
 from spmdflow.mapping.placed import Placed
 
 A100 = load_hardware("a100_80gb")

@@ -1,12 +1,13 @@
-"""`Hardware`: the rates, latencies and host costs of one kind of machine, each with its source.
+"""`Hardware`: the rates, latencies and host costs of one kind of node, each with its source.
 
 One YAML file per kind of device lies in `hardware/`; `scripts/calibrate.py` writes such a file for
-the machine at hand. Knows no model and no placement.
+the node at hand. Knows no model and no placement.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ HARDWARE = ("a100_80gb", "h100", "h200", "cpu")
 
 @dataclass(frozen=True)
 class Hardware:
-    """Coefficients of one kind of machine. Bytes, seconds, FLOP/s; bandwidths of one direction."""
+    """Coefficients of one kind of node. Bytes, seconds, FLOP/s; bandwidths of one direction."""
 
     name: str
     gpus_per_node: float
@@ -66,7 +67,7 @@ class Hardware:
     sources: tuple[tuple[str, str], ...] = ()
     """(coefficient, where its value is from)."""
     cores: float = math.inf
-    """Ranks of a machine that reach these rates at once; more share them. inf: devices."""
+    """Ranks of a node that reach these rates at once; more share them. inf: devices."""
 
     @property
     def usable_bytes(self) -> float:
@@ -100,72 +101,56 @@ class Hardware:
     def with_node(self, gpus_per_node: int) -> Hardware:
         """The same with another number of devices a node."""
         if gpus_per_node < 1:
-            raise ConfigError(
-                f"hardware: got {gpus_per_node} devices a node, expected at least 1; "
-                f"give the number of processes that share a machine"
-            )
+            got, do = f"{gpus_per_node} devices a node", "give the number of processes of a node"
+            raise ConfigError.of("hardware", got, "at least 1", do)
         return replace(self, gpus_per_node=float(gpus_per_node))
 
 
 COEFFICIENTS = tuple(f.name for f in fields(Hardware) if f.name not in ("name", "sources", "cores"))
 """Names of the values of a file."""
 
-_FRACTIONS = tuple(n for n in COEFFICIENTS if n.endswith(("_efficiency", "_fraction")))
-_MAY_BE_ZERO = ("reserved_bytes", *(n for n in COEFFICIENTS if n.endswith("_seconds")))
+_AT_MOST_ONE = ("_efficiency", "_fraction")
+_ENTRY = "{value: ..., source: ...}"
 
 
 def load_hardware(name: str | Path) -> Hardware:
     """A packaged file by name, or the file at a path. ConfigError if it cannot be used."""
     path = FOLDER / f"{name}.yaml" if str(name) in HARDWARE else Path(name)
     if not path.is_file():
-        raise ConfigError(
-            f"hardware: got {name}, expected one of {', '.join(HARDWARE)} or a YAML file; "
-            f"write one for this machine with scripts/calibrate.py"
-        )
+        expected = f"one of {', '.join(HARDWARE)} or a YAML file"
+        do = "write one for this machine with scripts/calibrate.py"
+        raise ConfigError.of("hardware", name, expected, do)
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as err:
-        raise ConfigError(
-            f"hardware: got {path}, which does not read as YAML ({err}), expected name and "
-            f"coefficients; fix it or write it anew with scripts/calibrate.py"
-        ) from err
-    return _from_content(content, path)
-
-
-def _from_content(content: Any, path: Path) -> Hardware:
+        got = f"{path}, which does not read as YAML ({err})"
+        do = "fix it or write it anew with scripts/calibrate.py"
+        raise ConfigError.of("hardware", got, "name and coefficients", do) from err
     keys = set(content) if isinstance(content, Mapping) else set()
-    wanted = {"name", *COEFFICIENTS}
-    if keys != wanted:
-        raise ConfigError(
-            f"hardware: got {path} without {sorted(wanted - keys) or 'nothing'} and with unknown "
-            f"{sorted(map(str, keys - wanted)) or 'nothing'}, expected every coefficient once; "
-            f"take {FOLDER / 'a100_80gb.yaml'} as the pattern"
-        )
-    for key in COEFFICIENTS:
-        _check(key, content[key], path)
-    values = {key: _number(content[key]["value"]) for key in COEFFICIENTS}
+    missing, unknown = {"name", *COEFFICIENTS} - keys, keys - {"name", *COEFFICIENTS}
+    if missing or unknown:
+        got = f"{path} without {sorted(missing) or 'nothing'} and with unknown "
+        got += f"{sorted(map(str, unknown)) or 'nothing'}"
+        do = f"take {FOLDER / 'a100_80gb.yaml'} as the pattern"
+        raise ConfigError.of("hardware", got, "every coefficient once", do)
+    values = {key: _value(key, content[key], path) for key in COEFFICIENTS}
     sources = tuple((key, str(content[key]["source"])) for key in COEFFICIENTS)
     return Hardware(name=str(content["name"]), sources=sources, **values)
 
 
-def _check(key: str, entry: Any, path: Path) -> None:
+def _value(key: str, entry: Any, path: Path) -> float:
+    """A coefficient, also one like 312e12, which YAML reads as text. ConfigError otherwise."""
     if not isinstance(entry, Mapping) or set(entry) != {"value", "source"} or not entry["source"]:
-        raise ConfigError(
-            f"hardware: got {key} {entry!r} in {path}, expected {{value: ..., source: ...}}; "
-            f"say where the value is from"
-        )
-    value = _number(entry["value"])
-    too_large = key in _FRACTIONS and value > 1
-    if not 0 <= value < math.inf or too_large or (value == 0 and key not in _MAY_BE_ZERO):
-        raise ConfigError(
-            f"hardware: got {key} {entry['value']!r} in {path}, expected a positive number"
-            f"{' of at most 1' * (key in _FRACTIONS)}; correct it"
-        )
-
-
-def _number(value: Any) -> float:
-    """A number, also one like 312e12, which YAML reads as text; nan for what is none."""
+        got = f"{key} {entry!r} in {path}"
+        raise ConfigError.of("hardware", got, _ENTRY, "say where the value is from")
     try:
-        return math.nan if isinstance(value, bool) else float(value)
+        value = math.nan if isinstance(entry["value"], bool) else float(entry["value"])
     except (TypeError, ValueError):
-        return math.nan
+        value = math.nan
+    most = 1.0 if key.endswith(_AT_MOST_ONE) else sys.float_info.max
+    may_be_zero = key == "reserved_bytes" or key.endswith("_seconds")
+    if not 0 <= value <= most or (value == 0 and not may_be_zero):
+        got = f"{key} {entry['value']!r} in {path}"
+        expected = f"a positive number{' of at most 1' * (most == 1)}"
+        raise ConfigError.of("hardware", got, expected, "correct it")
+    return value
