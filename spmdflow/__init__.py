@@ -69,7 +69,7 @@ _HOMES = {
     "measure_kl": "spmdflow.objectives.kl",
     "compute_safe_advantages": "spmdflow.objectives.advantage",
     "LagrangeMultiplier": "spmdflow.objectives.advantage",
-    "compute_rollout_weights": "spmdflow.objectives.correction",
+    "compute_rollout_weights": "spmdflow.objectives.kl",
     "add_overlong_penalty": "spmdflow.objectives.advantage",
     "advantage": "spmdflow.objectives.estimator",
     "policy_loss": "spmdflow.objectives.policy",

@@ -14,7 +14,7 @@ from torch import Tensor
 from spmdflow.config.schema import CriticConfig
 from spmdflow.data.ragged import VALID, without_failed
 from spmdflow.models.base import EngineWorker
-from spmdflow.objectives.value import ValueLoss
+from spmdflow.objectives.policy import ValueLoss
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.workers.micro_batch import MicroBatch

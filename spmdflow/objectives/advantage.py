@@ -90,11 +90,13 @@ def compute_advantages(
     advantages, returns = chosen.estimate(Samples(columns, mask, groups, reduce), cfg)
     if cfg.whiten:
         advantages = whiten(advantages, mask, reduce)
-    ragged = {
-        "advantages": ragged_from_padded(advantages.float(), lengths),
-        "returns": ragged_from_padded(returns.float(), lengths),
-    }
-    return TensorDict(ragged, batch_size=[len(lengths)])
+    return _make_ragged({"advantages": advantages, "returns": returns}, lengths)
+
+
+def _make_ragged(columns: Mapping[str, Tensor], lengths: Tensor) -> TensorDict:
+    """Columns (B, R) as ragged float32 ones."""
+    made = {name: ragged_from_padded(x.float(), lengths) for name, x in columns.items()}
+    return TensorDict(made, batch_size=[len(lengths)])
 
 
 def numbers_of(batch: TensorDict, valid: Tensor | None = None) -> dict[str, Tensor]:
@@ -192,8 +194,7 @@ def compute_safe_advantages(
     if cfg.whiten:
         advantages = whiten(advantages, mask, reduce)
     made = {"advantages": advantages, "returns": returns, "cost_returns": cost_returns}
-    ragged = {name: ragged_from_padded(x.float(), lengths) for name, x in made.items()}
-    return TensorDict(ragged, batch_size=[len(lengths)])
+    return _make_ragged(made, lengths)
 
 
 def lagrangian(advantages: Tensor, cost_advantages: Tensor, multiplier: float) -> Tensor:
@@ -201,18 +202,13 @@ def lagrangian(advantages: Tensor, cost_advantages: Tensor, multiplier: float) -
     return (advantages - multiplier * cost_advantages) / (1 + multiplier)
 
 
-def next_multiplier(multiplier: float, mean_cost: float, cfg: LagrangeConfig) -> float:
-    """ln lambda' = ln lambda + lr * lambda * (mean_cost - limit), lambda' at most cfg.largest.
+class LagrangeMultiplier:
+    """lambda, which resumes with the run: `flow.keep(multiplier=LagrangeMultiplier(cfg))`.
 
-    Gradient ascent on lambda J_C in ln lambda, so lambda stays positive (ibid., eq. 30). The
+    ln lambda' = ln lambda + lr * lambda * (mean_cost - limit), lambda' at most cfg.largest:
+    gradient ascent on lambda J_C in ln lambda, so lambda stays positive (ibid., eq. 30). The
     exponent is clamped to +-20.
     """
-    step = cfg.lr * multiplier * (mean_cost - cfg.limit)
-    return min(multiplier * math.exp(min(max(step, -20.0), 20.0)), cfg.largest)
-
-
-class LagrangeMultiplier:
-    """lambda, which resumes with the run: `flow.keep(multiplier=LagrangeMultiplier(cfg))`."""
 
     def __init__(self, cfg: LagrangeConfig) -> None:
         self._cfg = cfg
@@ -220,7 +216,8 @@ class LagrangeMultiplier:
 
     def update(self, mean_cost: float) -> None:
         """One ascent step on the mean cost of a batch."""
-        self.value = next_multiplier(self.value, mean_cost, self._cfg)
+        step = self._cfg.lr * self.value * (mean_cost - self._cfg.limit)
+        self.value = min(self.value * math.exp(min(max(step, -20.0), 20.0)), self._cfg.largest)
 
     def state_dict(self) -> dict[str, float]:
         """Its value."""

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from spmdflow.config.schema import AdvantageConfig
 from spmdflow.data.row_id import RowGroups
-from spmdflow.objectives.loss import Reduce
-from spmdflow.objectives.registry import Registry
+from spmdflow.objectives.loss import Reduce, Registry
 
 
 @dataclass(frozen=True)
@@ -57,14 +56,16 @@ class Samples:
         return x[:, None] * self.mask
 
 
-Estimate = Callable[[Samples, AdvantageConfig], tuple[Tensor, Tensor]]
+Estimates = tuple[Tensor, Tensor]
+"""Advantages and returns."""
+EstimatorFunction = Callable[[Samples, AdvantageConfig], Estimates]
 
 
 @dataclass(frozen=True)
 class Estimator:
     """One entry of the registry."""
 
-    estimate: Estimate
+    estimate: EstimatorFunction
     reads: tuple[str, ...]
     """Columns it needs besides token_level_rewards and response_mask."""
     groups: bool
@@ -78,7 +79,7 @@ ESTIMATORS: Registry[Estimator] = Registry(
 
 def advantage(
     name: str, *, reads: Iterable[str] = (), groups: bool = False
-) -> Callable[[Estimate], Estimate]:
+) -> Callable[[EstimatorFunction], EstimatorFunction]:
     """Register an estimator under a name; the last one of a module's own wins.
 
     groups: it compares a row with the other samples of its prompt; a row that the others' failures
@@ -86,16 +87,11 @@ def advantage(
     module.
     """
 
-    def add(estimate: Estimate) -> Estimate:
+    def add(estimate: EstimatorFunction) -> EstimatorFunction:
         ESTIMATORS.add(name, Estimator(estimate, tuple(reads), groups), estimate)
         return estimate
 
     return add
-
-
-Estimates = tuple[Tensor, Tensor]
-
-STD_FLOOR = 1e-6
 
 
 def gae(
@@ -133,7 +129,7 @@ def grpo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     sizes = groups.sizes()
     centred = scores - groups.means(scores)
     variance = groups.sums(centred.square()) / (sizes - 1).clamp(min=1)
-    normalised = centred / (variance.sqrt() + STD_FLOOR)
+    normalised = centred / (variance.sqrt() + 1e-6)
     return _repeat_per_token(samples, torch.where(sizes > 1, normalised, scores))
 
 
@@ -231,15 +227,7 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
     Holes take no time: a reward in one belongs to the policy's token before it.
     """
-    to_go = torch.zeros_like(rewards)
-    following = pending = rewards.new_zeros(len(rewards))
-    for t in reversed(range(rewards.shape[1])):
-        chosen, reward = mask[:, t], rewards[:, t] + pending
-        here = reward + gamma * following
-        to_go[:, t] = torch.where(chosen, here, 0.0)
-        following = torch.where(chosen, here, following)
-        pending = torch.where(chosen, 0.0, reward)
-    return to_go
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
 
 
 def _weigh_places(n: int, width: int, best_of: int) -> Tensor:

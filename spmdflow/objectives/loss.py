@@ -1,5 +1,7 @@
 """What an engine asks of a loss, what a loss may ask of a micro-batch, and means over masks.
 
+`Registry` holds what algorithms choose by name: policy losses, estimators, aggregations.
+
 A train step sums `loss(output, micro, totals)` over the micro-batches of all ranks. Every term is
 divided by a *global* denominator, so the sum is the mean over the whole mini-batch, however the
 rows were spread. Knows no ranks: sums over them go through `reduce`.
@@ -9,14 +11,59 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.objectives.registry import Registry
+from spmdflow.data.ragged import pad
+from spmdflow.errors import ConfigError
 from spmdflow.transfer.worker import Metric
+
+T = TypeVar("T")
+
+
+class Registry(dict[str, T]):
+    """Entries by name, to which a script may add its own with a decorator."""
+
+    def __init__(self, noun: str, key: str, *, decorator: str = "") -> None:
+        """noun: of an entry; key: the setting; decorator: a script's way to add an entry."""
+        super().__init__()
+        self._noun, self._key, self._decorator = noun, key, decorator
+        self._modules: dict[str, str] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Make the decorated function known under a name; the last one of a module's own wins.
+
+        ConfigError if the name belongs to a function of another module.
+        """
+
+        def add(function: T) -> T:
+            return self.add(name, function, function)
+
+        return add
+
+    def add(self, name: str, entry: T, function: object) -> T:
+        """Make an entry known that this function defines; fails as `register` does."""
+        module = function.__module__
+        owner = self._modules.setdefault(name, module)
+        if owner != module:
+            raise ConfigError(
+                f"{self._noun} {name!r}: got a definition in {module}, expected a name that is "
+                f"not taken by {owner}; choose another"
+            )
+        self[name] = entry
+        return entry
+
+    def find(self, name: str, *, key: str = "") -> T:
+        """The entry of that name; ConfigError naming the choices. key: of another setting."""
+        if name not in self:
+            own = f" or add yours with @{self._decorator}({name!r})" if self._decorator else ""
+            raise ConfigError(
+                f"{key or self._key}: got {name!r}; expected one of {sorted(self)}; choose one{own}"
+            )
+        return self[name]
 
 
 class Micro(Protocol):
@@ -50,10 +97,14 @@ class Micro(Protocol):
 
 
 class Loss(Protocol):
-    """A loss object for `train_step`."""
+    """A loss object for `train_step`. Derive from it to count tokens and finish nothing."""
 
     def denominators(self, batch: TensorDict) -> dict[str, float]:
-        """Sums over this rank's rows of the mini-batch; the engine adds up those of all ranks."""
+        """Sums over this rank's rows of the mini-batch; the engine adds up those of all ranks.
+
+        "tokens" and "sequences" of response_mask, unless a loss has its own.
+        """
+        return mask_totals(pad(batch["response_mask"]).sum(-1))
 
     def __call__(
         self, output: Tensor, micro: Micro, totals: Mapping[str, float]
@@ -65,6 +116,7 @@ class Loss(Protocol):
 
     def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
         """Metrics to report from the globally summed ones, such as a variance from moments."""
+        return metrics
 
 
 Report = Callable[[Mapping[str, Metric]], None]

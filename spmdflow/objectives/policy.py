@@ -1,4 +1,4 @@
-"""The actor's loss: a policy loss by name, with optional entropy bonus and KL penalty.
+"""Losses of PPO: the actor's, a policy loss by name with entropy and KL, and the critic's.
 
 `@policy_loss("name")` makes a policy loss known to a run. It is a function `(log_probs,
 old_log_probs, advantages, mask, cfg) -> (loss, ratio, clipped)`, all tensors (B, R). r_t = pi(y_t)
@@ -14,16 +14,13 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.config.schema import PolicyLossConfig
-from spmdflow.data.ragged import pad
+from spmdflow.config.schema import PolicyLossConfig, ValueLossConfig
 from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.objectives.kl import KL_ESTIMATORS, bounded, kl_estimate
 from spmdflow.objectives.log_prob import entropy_from_logits, log_probs_from_logits
-from spmdflow.objectives.loss import AGGREGATIONS, Micro, aggregate, inside, mask_totals
-from spmdflow.objectives.registry import Registry
+from spmdflow.objectives.loss import AGGREGATIONS, Loss, Micro, Registry, aggregate, inside
 
 
 class Surrogate(NamedTuple):
@@ -43,18 +40,8 @@ POLICY_LOSSES: Registry[PolicyTerms] = Registry(
     "policy loss", "loss.surrogate", decorator="policy_loss"
 )
 
-
-def policy_loss(name: str) -> Callable[[PolicyTerms], PolicyTerms]:
-    """Register a policy loss under a name; the last one of a module's own wins.
-
-    ConfigError if the name belongs to a function of another module.
-    """
-
-    def add(terms: PolicyTerms) -> PolicyTerms:
-        POLICY_LOSSES.add(name, terms, terms)
-        return terms
-
-    return add
+policy_loss = POLICY_LOSSES.register
+"""`@policy_loss("name")` makes a policy loss known."""
 
 
 @policy_loss("ppo")
@@ -142,7 +129,7 @@ def _range(cfg: PolicyLossConfig) -> tuple[float, float]:
     return 1 - cfg.clip_ratio, 1 + high
 
 
-class PolicyLoss:
+class PolicyLoss(Loss):
     """Policy loss - entropy_coef * H + kl_coef * KL(pi || ref), all aggregated alike.
 
     Reads old_log_probs and advantages, and ref_log_probs if kl_coef is not 0; if rollout_weights
@@ -171,10 +158,6 @@ class PolicyLoss:
             )
         self.cfg, self.temperature, self._budget = cfg, temperature, budget
         self.report_entropy = report_entropy
-
-    def denominators(self, batch: TensorDict) -> dict[str, float]:
-        """Local "tokens" and "sequences" of response_mask."""
-        return mask_totals(pad(batch["response_mask"]).sum(-1))
 
     def __call__(
         self, output: Tensor, micro: Micro, totals: Mapping[str, float]
@@ -263,3 +246,63 @@ class PolicyLoss:
         kl_loss = aggregate(kl, mask, totals, self.cfg.aggregation)
         metrics["actor/kl_loss"] = kl_loss.detach()
         return kl_loss
+
+
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None
+) -> tuple[Tensor, Tensor]:
+    """(loss, clipped), each (B, R): 1/2 max((V - R)^2, (V_clip - R)^2).
+
+    V_clip = V_old + clip(V - V_old, -range, range): one update may not move a value far (the
+    value clipping of PPO's reference code; Huang et al. 2022, detail 9). None: plain error.
+    """
+    free = (values - returns).square()
+    if clip_range is None:
+        return free / 2, torch.zeros_like(free, dtype=torch.bool)
+    near = old_values + (values - old_values).clamp(-clip_range, clip_range)
+    held = (near - returns).square()
+    return torch.maximum(free, held) / 2, held > free
+
+
+class ValueLoss(Loss):
+    """Token mean of the clipped value loss.
+
+    Reads values (of before the update) and returns. Metrics: critic/loss, clip_fraction,
+    value_mean, return_mean, and explained_variance = 1 - Var(R - V_old) / Var(R), of the values
+    that were predicted before the returns were seen (0 if the returns do not vary).
+    """
+
+    def __init__(self, cfg: ValueLossConfig) -> None:
+        self.cfg = cfg
+
+    def __call__(
+        self, output: Tensor, micro: Micro, totals: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metrics of one micro-batch; output: values (b, T)."""
+        old_values, returns = (
+            inside(micro.columns[name], micro.response_mask) for name in ("values", "returns")
+        )
+        values = micro.gather(output).float()  # (b, T) -> (b, R)
+        losses, clipped = clipped_value_loss(values, old_values, returns, self.cfg.clip_range)
+        loss = aggregate(losses, micro.response_mask, totals, "token-mean")
+        error, target = (returns - old_values).double(), returns.double()
+        means = {
+            "critic/clip_fraction": clipped.float(),
+            "critic/value_mean": values.detach(),
+            "critic/return_mean": target,
+            "critic/return_square": target.square(),
+            "critic/error_mean": error,
+            "critic/error_square": error.square(),
+        }
+        metrics = {"critic/loss": loss.detach()} | {
+            name: aggregate(x, micro.response_mask, totals, "token-mean")
+            for name, x in means.items()
+        }
+        return loss, metrics
+
+    def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Turn the moments of returns and errors into the explained variance."""
+        error = metrics.pop("critic/error_square") - metrics.pop("critic/error_mean") ** 2
+        spread = metrics.pop("critic/return_square") - metrics["critic/return_mean"] ** 2
+        metrics["critic/explained_variance"] = 1 - error / spread if spread > 1e-12 else 0.0
+        return metrics

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from spmdflow.config.offline import PreferenceLossConfig
-from spmdflow.objectives.loss import Micro
-from spmdflow.objectives.registry import Registry
+from spmdflow.objectives.loss import Loss, Micro, Registry
 from spmdflow.objectives.supervised import row_losses
 
 
@@ -41,25 +40,13 @@ class AnswerPair(NamedTuple):
         return (self.chosen - self.ref_chosen) - (self.rejected - self.ref_rejected)
 
 
-PairTerms = Callable[[AnswerPair, PreferenceLossConfig], Tensor]
-
 PREFERENCE_LOSSES: Registry[Callable[..., Tensor]] = Registry(
     "preference loss", "loss.name", decorator="preference_loss"
 )
 """Losses of pairs, and kto, which `LabelLoss` calls."""
 
-
-def preference_loss(name: str) -> Callable[[PairTerms], PairTerms]:
-    """Register a loss of pairs under a name; the last one of a module's own wins.
-
-    ConfigError if the name belongs to a function of another module.
-    """
-
-    def add(terms: PairTerms) -> PairTerms:
-        PREFERENCE_LOSSES.add(name, terms, terms)
-        return terms
-
-    return add
+preference_loss = PREFERENCE_LOSSES.register
+"""`@preference_loss("name")` makes a loss of pairs known."""
 
 
 @preference_loss("dpo")
@@ -101,6 +88,7 @@ def hinge(pair: AnswerPair, cfg: PreferenceLossConfig) -> Tensor:
     return torch.relu(1 - cfg.beta * pair.log_ratio)
 
 
+@preference_loss("kto")
 def kto(
     log_probs: Tensor,
     ref_log_probs: Tensor,
@@ -117,9 +105,6 @@ def kto(
     signed = torch.where(desirable, gain, -gain)
     weight = torch.where(desirable, cfg.desirable_weight, cfg.undesirable_weight)
     return weight * (1 - torch.sigmoid(signed))
-
-
-PREFERENCE_LOSSES.add("kto", kto, kto)
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -152,7 +137,7 @@ SequenceScore = Callable[[Tensor, Micro], Tensor]
 """(a model's output, its micro-batch) -> (b,): what a loss of pairs compares."""
 
 
-class PairLoss:
+class PairLoss(Loss):
     """The mean loss of pairs whose two sequences may lie in different micro-batches.
 
     Each pair's loss and its slope at both scores come along as columns (`score_slopes`), taken at
@@ -176,10 +161,6 @@ class PairLoss:
         slope = micro.columns["score_slopes"]
         shares = micro.columns["pair_losses"] / 2 + slope * (score - score.detach())
         return shares.sum() / max(totals["pairs"], 1.0), {}
-
-    def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Nothing to finish."""
-        return metrics
 
 
 def score_slopes(
@@ -217,7 +198,7 @@ def pair_losses(
     return losses, slopes.view(2, len(losses)).T
 
 
-class LabelLoss:
+class LabelLoss(Loss):
     """KTO over a mini-batch: each answer is good or bad by itself (Ethayarajh et al. 2024, 4.1).
 
     L = 1/n sum_i w_i (1 - sigmoid(+-(h_i - beta z))),  z = max(0, 1/n sum_i kl_i)
@@ -261,7 +242,3 @@ class LabelLoss:
             "desirable_reward": reward[good].sum() / max(totals["desirable"], 1.0),
             "undesirable_reward": reward[~good].sum() / max(totals["undesirable"], 1.0),
         }
-
-    def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Nothing to finish."""
-        return metrics

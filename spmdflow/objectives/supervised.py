@@ -21,9 +21,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.data.ragged import lengths_of, pad
+from spmdflow.data.ragged import lengths_of
 from spmdflow.objectives.log_prob import log_probs_from_logits
-from spmdflow.objectives.loss import Micro, aggregate, inside, mask_totals, masked_sum
+from spmdflow.objectives.loss import Loss, Micro, aggregate, inside, masked_sum
 from spmdflow.objectives.policy import PolicyLoss
 
 
@@ -33,12 +33,8 @@ def row_losses(output: Tensor, micro: Micro) -> Tensor:
     return -inside(log_probs, micro.response_mask).sum(-1)
 
 
-class SupervisedLoss:
+class SupervisedLoss(Loss):
     """Mean cross-entropy of the learnt tokens, at temperature 1."""
-
-    def denominators(self, batch: TensorDict) -> dict[str, float]:
-        """Local "tokens" and "sequences" of response_mask."""
-        return mask_totals(pad(batch["response_mask"]).sum(-1))
 
     def __call__(
         self, output: Tensor, micro: Micro, totals: Mapping[str, float]
@@ -48,10 +44,6 @@ class SupervisedLoss:
         loss = aggregate(-log_probs, micro.response_mask, totals, "token-mean")
         return loss, {}
 
-    def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Nothing to finish."""
-        return metrics
-
 
 def text_mask(attention_mask: Tensor, is_text: Tensor) -> Tensor:
     """(b, T) bool: positions of a text that another token of it follows. is_text: (b,) bool."""
@@ -60,12 +52,7 @@ def text_mask(attention_mask: Tensor, is_text: Tensor) -> Tensor:
     return followed & is_text[:, None]
 
 
-def text_loss(output: Tensor, micro: Micro, mask: Tensor) -> Tensor:
-    """Sum of -log pi(x_{t+1} | x_1..t) over the positions of mask, at temperature 1 -> scalar."""
-    return -masked_sum(log_probs_from_logits(output, micro.next_ids), mask)
-
-
-class PretrainedPolicyLoss:
+class PretrainedPolicyLoss(Loss):
     """A policy loss of the samples plus coef times the cross-entropy of the texts.
 
     Reads is_text (B,) bool besides the policy loss's columns. Metrics: those of the policy loss,
@@ -86,7 +73,8 @@ class PretrainedPolicyLoss:
         """Loss and metrics of one micro-batch; output: logits (b, T, V)."""
         loss, metrics = self._policy(output, micro, totals)
         mask = text_mask(micro.attention_mask, micro.columns["is_text"].bool())
-        text = text_loss(output, micro, mask) / max(totals["text_tokens"], 1.0)
+        log_probs = log_probs_from_logits(output, micro.next_ids)  # at temperature 1
+        text = -masked_sum(log_probs, mask) / max(totals["text_tokens"], 1.0)
         return loss + self._coef * text, metrics | {"actor/pretrain_loss": text.detach()}
 
     def finalize(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -38,8 +38,7 @@ from spmdflow.data.micro import cut, num_micro_batches
 from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
 from spmdflow.errors import SpmdflowError
 from spmdflow.kind.engine import engine_kind, load
-from spmdflow.objectives.policy import PolicyLoss
-from spmdflow.objectives.value import ValueLoss
+from spmdflow.objectives.policy import PolicyLoss, ValueLoss
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.worker import WorkerContext

@@ -17,7 +17,7 @@ from spmdflow.config.algorithm import CorrectionConfig
 from spmdflow.config.schema import PolicyLossConfig
 from spmdflow.data.ragged import pad, ragged
 from spmdflow.errors import ConfigError
-from spmdflow.objectives.correction import compute_rollout_weights
+from spmdflow.objectives.kl import compute_rollout_weights
 from spmdflow.objectives.policy import PolicyLoss
 from tests.unit.objectives.test_objectives import Rows
 from tests.unit.replayed_ranks import run_ranks, take

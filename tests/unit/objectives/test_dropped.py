@@ -22,11 +22,9 @@ from spmdflow.objectives.advantage import (
     compute_advantages,
     compute_safe_advantages,
 )
-from spmdflow.objectives.correction import compute_rollout_weights
-from spmdflow.objectives.kl import measure_kl
+from spmdflow.objectives.kl import compute_rollout_weights, measure_kl
 from spmdflow.objectives.loss import AGGREGATIONS
-from spmdflow.objectives.policy import PolicyLoss
-from spmdflow.objectives.value import ValueLoss
+from spmdflow.objectives.policy import PolicyLoss, ValueLoss
 from spmdflow.tracking.metric import merge
 from tests.unit.objectives.test_layout import VOCAB, make, step
 from tests.unit.replayed_ranks import run_ranks

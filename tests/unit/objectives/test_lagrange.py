@@ -19,7 +19,6 @@ from spmdflow.objectives.advantage import (
     LagrangeMultiplier,
     compute_safe_advantages,
     lagrangian,
-    next_multiplier,
 )
 from tests.unit.replayed_ranks import run_ranks, take
 
@@ -133,10 +132,12 @@ def test_mixture_goes_from_the_reward_to_the_cost_as_the_multiplier_grows() -> N
 def test_multiplier_follows_its_formula_and_stays_positive_and_bounded(
     multiplier: float, cost: float, limit: float, lr: float
 ) -> None:
-    cfg = LagrangeConfig(limit=limit, lr=lr, largest=10.0)
+    cfg = LagrangeConfig(limit=limit, lr=lr, initial=multiplier, largest=10.0)
+    kept = LagrangeMultiplier(cfg)
 
-    found = next_multiplier(multiplier, cost, cfg)
+    kept.update(cost)
 
+    found = kept.value
     exponent = min(max(lr * multiplier * (cost - limit), -20), 20)
     expected = min(math.exp(math.log(multiplier) + exponent), 10.0)
     assert found == pytest.approx(expected, rel=1e-9)

@@ -21,7 +21,7 @@ from spmdflow.config.offline import PreferenceLossConfig
 from spmdflow.config.schema import ValueLossConfig
 from spmdflow.data.ragged import ragged, select_rows
 from spmdflow.objectives.loss import AGGREGATIONS, Loss
-from spmdflow.objectives.policy import PolicyLoss
+from spmdflow.objectives.policy import PolicyLoss, ValueLoss
 from spmdflow.objectives.preference import (
     PREFERENCE_LOSSES,
     AnswerPair,
@@ -31,7 +31,6 @@ from spmdflow.objectives.preference import (
     pair_losses,
 )
 from spmdflow.objectives.supervised import PretrainedPolicyLoss, SupervisedLoss
-from spmdflow.objectives.value import ValueLoss
 from spmdflow.workers.micro_batch import MicroBatch, micro_batches
 
 VOCAB = 11

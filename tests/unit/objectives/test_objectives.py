@@ -20,8 +20,7 @@ from spmdflow.objectives import log_prob
 from spmdflow.objectives.kl import kl_estimate
 from spmdflow.objectives.log_prob import entropy_from_logits, log_probs_from_logits
 from spmdflow.objectives.loss import AGGREGATIONS, Loss, aggregate, mask_totals, masked_mean
-from spmdflow.objectives.policy import PolicyLoss
-from spmdflow.objectives.value import ValueLoss, clipped_value_loss
+from spmdflow.objectives.policy import PolicyLoss, ValueLoss, clipped_value_loss
 
 
 @dataclass
