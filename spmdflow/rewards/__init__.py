@@ -8,10 +8,9 @@ keyword arguments come from the setting. docs/REWARDS.md shows all of it in use.
 
 | file | does |
 |---|---|
-| function | name -> function, or an error; what it returned -> {"score": ...} |
 | pool | `RewardPool`: samples in, scores out, in order; the weighted sum of several functions |
 | process | the pool's end of one worker process: start, feed, read, kill |
-| child | the worker process's own end; imports no torch |
+| child | the worker process's own end: finds functions, reads their results; imports no torch |
 | gsm8k, math, countdown | right answers: a number, LaTeX by its meaning, an expression |
 | format, length | the form asked for, and where the answer stands; penalties for long responses |
 | arithmetic, sentiment | the bundled task's reward and control; a lexicon score of a text |

@@ -5,6 +5,9 @@ Messages are lines of JSON. In: {"functions": [[name, arguments], ...]}, then ch
 {"refused": text} or {"broken": [name, text]}; then for each function of each sample
 {"scores": {...}} or {"failed": text}, and {"forked": number} from a process that the function
 forked and let return. Imports the user's modules and little else: no torch.
+
+A function is found by "path/file.py:name" or "module:name" (`load_function`), which runs its
+module, and its result read as numbers (`scores_of`).
 """
 
 from __future__ import annotations
@@ -13,7 +16,11 @@ import contextlib
 import copy
 import faulthandler
 import fcntl
+import importlib
+import importlib.util
+import inspect
 import json
+import math
 import os
 import resource
 import signal
@@ -21,17 +28,20 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from numbers import Real
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
 from spmdflow.errors import ConfigError
-from spmdflow.rewards.function import BadAnswer, RewardFunction, load_function, place_of, scores_of
 
+RewardFunction = Callable[[str, str, dict[str, Any]], Any]
+_FORM = '"path/file.py:name" or "module:name"'
 _TRACEBACK_LETTERS = 4000
 _MEMORY_SHARE = 0.5  # of the machine's: beyond it a function gets a MemoryError
-_OUR_MODULES = (__name__, "spmdflow.rewards.function", "importlib")
+_OUR_MODULES = (__name__, "importlib")
 
 
 def main(socket_fd: int, lifeline_fd: int, stack_fd: int) -> None:
@@ -173,3 +183,130 @@ def _is_ours(frame: TracebackType) -> bool:
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:
     channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+def load_function(name: str, arguments: Mapping[str, Any] | None = None) -> RewardFunction:
+    """The function of that name, with its keyword arguments bound.
+
+    ConfigError if it is missing or cannot be called with three and these. What the user's module
+    itself raises while it is imported passes through.
+    """
+    source, colon, attribute = name.rpartition(":")
+    if not (source and colon and attribute):
+        do = "name the file or module and, after a colon, the function"
+        raise ConfigError.of("reward.function", repr(name), _FORM, do)
+    module = _from_file(name, Path(source)) if source.endswith(".py") else _module(name, source)
+    function = _attribute(name, module, attribute)
+    _check_call(name, function, arguments or {})
+    return partial(function, **arguments) if arguments else function
+
+
+def place_of(function: RewardFunction) -> str:
+    """file:line where a function is defined; "" for what Python did not compile."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+
+
+def _from_file(name: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        got = f"{name!r}, but there is no file {path} in {Path.cwd()}"
+        raise ConfigError.of("reward.function", got, _FORM, "correct the path")
+    module_name = f"spmdflow_reward_{path.stem}"
+    known = sys.modules.get(module_name)
+    if known is not None and known.__file__ == str(path.resolve()):
+        return known  # another function of the same file
+    spec = importlib.util.spec_from_file_location(module_name, path.resolve())
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look the module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(name: str, source: str) -> ModuleType:
+    try:
+        return importlib.import_module(source)
+    except ModuleNotFoundError as err:
+        if err.name is None or not (source + ".").startswith(err.name + "."):
+            raise  # the module is there, but lacks something of its own
+        got, do = f"{name!r}, but there is no module {err.name!r}", "correct the name"
+        do += ", or name the file instead"
+        raise ConfigError.of("reward.function", got, _FORM, do) from err
+
+
+def _attribute(name: str, module: ModuleType, attribute: str) -> Any:
+    function: Any = module
+    for part in attribute.split("."):
+        function = getattr(function, part, None)
+    if callable(function):
+        return function
+    found = sorted(
+        key
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    )
+    kind = "nothing of that name" if function is None else type(function).__name__
+    got, do = f"{name!r}, but {attribute!r} is {kind}", "choose one of the module's: "
+    do += ", ".join(found) or "it has none"
+    raise ConfigError.of("reward.function", got, "a function", do)
+
+
+def _check_call(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    form = "fn(prompt, response, row) -> float | dict"
+    if inspect.iscoroutinefunction(function):
+        got, do = f"{name!r}, an async function", "make it an ordinary one (asyncio.run inside it)"
+        raise ConfigError.of("reward.function", got, form, do)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin without a signature: its first call will tell
+        return
+    try:
+        signature.bind("", "", {}, **arguments)
+    except TypeError as err:
+        got = f"{name!r} with the parameters {signature}"
+        do = f"give it these{' and its arguments' if arguments else ' three'} ({err})"
+        raise ConfigError.of("reward.function", got, form, do) from err
+
+
+class BadAnswer(ValueError):
+    """A result that is no score; the message is the rest of "the function ..."."""
+
+
+def scores_of(value: object) -> dict[str, Any]:
+    """{"score": float, ...} of a float or a dict; BadAnswer if there is no finite score.
+
+    Further entries of a dict are kept if they are numbers, and must then be finite. "answer", what
+    the response answers in a form in which equal answers are equal, is kept as text (None: there
+    is none); evaluations vote on it.
+    """
+    if not isinstance(value, dict):
+        return {"score": _number("", value)}
+    if "score" not in value:
+        keys = ", ".join(map(repr, value)) or "no keys"
+        raise BadAnswer(f'returned a dict without "score" (it has {keys})')
+    numbers: dict[str, Any] = {"score": _number("score=", value["score"])}
+    for key, entry in value.items():
+        if key == "answer":
+            numbers[key] = None if entry is None else str(entry)
+        elif key != "score" and isinstance(key, str) and isinstance(entry, Real):
+            numbers[key] = _number(f"{key}=", entry)
+    return numbers
+
+
+def _number(label: str, value: object) -> float:
+    if not isinstance(value, Real):
+        raise BadAnswer(f"returned {label}{_shorten(repr(value))} ({type(value).__name__})")
+    try:
+        number = float(value)
+    except OverflowError as err:
+        raise BadAnswer(f"returned {label}a number beyond float") from err
+    if not math.isfinite(number):
+        raise BadAnswer(f"returned {label}{number}")
+    return number
+
+
+def _shorten(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else text[:57] + "..."

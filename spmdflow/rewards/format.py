@@ -36,6 +36,16 @@ def matches(prompt: str, response: str, row: dict[str, Any], *, pattern: str) ->
     return float(re.search(pattern, response, re.DOTALL) is not None)
 
 
+def grade(answer: str | None, is_right: bool, *, score: float | None = None) -> dict[str, Any]:
+    """What a rule says of an answer (None: there is none); score: 0 or 1, unless it is another.
+
+    accuracy is 1 if it is right; "answer" is the same text for equal answers.
+    """
+    right, answered = float(is_right), float(answer is not None)
+    earned = right if score is None else score
+    return {"score": earned, "accuracy": right, "answered": answered, "answer": answer}
+
+
 _BOX_PARTS = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
 

@@ -10,7 +10,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from spmdflow.rewards.format import answer_part, behind_mark, last_box
+from spmdflow.rewards.format import answer_part, behind_mark, grade, last_box
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _NUMBER = re.compile(
@@ -38,10 +38,7 @@ def score(
     if right is None:
         raise ValueError(f"got {row[column]!r} as the row's {column!r}, expected a number in it")
     given = final_number(response, strict=strict)
-    correct = float(given == right)
-    answer = None if given is None else str(given)
-    answered = float(given is not None)
-    return {"score": correct, "accuracy": correct, "answered": answered, "answer": answer}
+    return grade(None if given is None else str(given), given == right)
 
 
 def number_of(answer: str) -> Fraction | None:

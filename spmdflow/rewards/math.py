@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from spmdflow.rewards.format import answer_part, behind_mark, last_box
+from spmdflow.rewards.format import answer_part, behind_mark, grade, last_box
 
 _MAX_LETTERS = 1000  # of an answer
 _ORNAMENTS = re.compile(r"\\left|\\right|\\[,!;: ]|\s|^\$+|\$+$|\.$")
@@ -40,12 +40,11 @@ def score(
     if given is None and not strict:
         given = answer_part(response).strip()[-_MAX_LETTERS:] or None
     if given is None:
-        return {"score": 0.0, "accuracy": 0.0, "answered": 0.0, "answer": None}
+        return grade(None, False)
     text = str(row[column])
-    reference = answer_of(text) or boxed(text)
+    reference = answer_of(text) or _put_into_box(text)
     plain = _plain(given)
-    same = float(plain == _plain(reference) or _equal(reference, given, seconds))
-    return {"score": same, "accuracy": same, "answered": 1.0, "answer": plain}
+    return grade(plain, plain == _plain(reference) or _equal(reference, given, seconds))
 
 
 def answer_of(text: str) -> str | None:
@@ -54,11 +53,11 @@ def answer_of(text: str) -> str | None:
     said = last_box(part)
     if said is None:
         said = behind_mark(part)
-    return boxed(said) if said and len(said) <= _MAX_LETTERS else None
+    return _put_into_box(said) if said and len(said) <= _MAX_LETTERS else None
 
 
-def boxed(answer: str) -> str:
-    """An answer as the library reads it for sure."""
+def _put_into_box(answer: str) -> str:
+    """An answer in the form that the library surely reads."""
     return rf"$\boxed{{{answer}}}$"
 
 

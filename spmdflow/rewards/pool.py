@@ -13,7 +13,6 @@ import select
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 from spmdflow.config.reward import RewardTerm, on_error_of, reward_terms
@@ -116,12 +115,7 @@ class RewardPool:
     def __enter__(self) -> RewardPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start_missing(self) -> None:
@@ -164,14 +158,15 @@ class RewardPool:
             for message in messages:
                 self._record(process, message, work)
             if end is not None:
-                cause = f"ended its worker process ({end})"
-                self._replace(process, _add_stack(cause, process.stack()), work)
+                self._replace(process, f"ended its worker process ({end})", work)
+            elif process.seconds_left() <= 0 and process.ready:
+                limit = f"reward.sample_seconds ({self._sample_seconds:g} s)"
+                self._replace(process, f"ran longer than {limit}", work)
             elif process.seconds_left() <= 0:
-                self._replace(
-                    process, _add_stack(self._describe_delay(process), process.stack()), work
-                )
+                self._replace(process, f"did not end within {self._start_seconds:g} s", work)
 
     def _wait(self) -> None:
+        """Until a process may have something to say, or its time is over."""
         poll = select.poll()
         for process in self._processes:
             poll.register(process, select.POLLIN | (select.POLLOUT if process.has_unsent else 0))
@@ -201,24 +196,19 @@ class RewardPool:
         else:
             process.ready, self._places = True, message["ready"]
 
-    def _describe_delay(self, process: RewardProcess) -> str:
-        if not process.ready:
-            return f"did not end within {self._start_seconds:g} s"
-        return f"ran longer than reward.sample_seconds ({self._sample_seconds:g} s)"
-
-    def _replace(self, process: RewardProcess, cause: str, work: Work) -> None:
+    def _replace(self, process: RewardProcess, what: str, work: Work) -> None:
         """Blame the sample that the process was working on, requeue the others, start another."""
+        stack = process.stack()
+        where = stack and f"\nIt was there (innermost call first):\n{stack}"
         self._kill([process])
         if not process.ready:
             names = ", ".join(repr(term.function) for term in self._terms)
-            what, _, stack = cause.partition("\n")
             raise RewardError(
                 f"reward.function {names}: importing its module {what}; expected a module that can "
-                f"be imported by itself; run `python -c` on it to see why"
-                + (stack and f"\n{stack}")
+                f"be imported by itself; run `python -c` on it to see why{where}"
             )
         if process.pending:
-            work.fail(process.pending.popleft(), cause)
+            work.fail(process.pending.popleft(), what + where)
             work.give_back(list(process.pending))
         self._start_missing()
 
@@ -262,10 +252,6 @@ class RewardPool:
             f"row{row_id}: {_shorten(json.dumps(row))}\nfunction: {self._places[function]}"
         )
         return f"{text}\n{trace.rstrip()}" if trace else text
-
-
-def _add_stack(cause: str, stack: str) -> str:
-    return f"{cause}\nIt was there (innermost call first):\n{stack}" if stack else cause
 
 
 def _shorten(text: str) -> str:

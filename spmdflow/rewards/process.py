@@ -27,9 +27,8 @@ _BOOT = (
 _READ_BYTES = 1 << 16
 _REAP_SECONDS = 5.0
 _STACK_SECONDS = 0.5
-_OURS = ("/spmdflow/rewards/child.py", "/spmdflow/rewards/function.py")
-_OUTERMOST = _OURS[0].encode()
-"""In a stack: with the first of ours the user's frames end; with this one all of it has come."""
+_OURS = "/spmdflow/rewards/child.py"
+"""In a stack: here the user's frames end, and all of them have come."""
 
 
 class RewardProcess:
@@ -90,7 +89,9 @@ class RewardProcess:
         messages = self._read()
         if messages:
             self._deadline = time.monotonic() + self._sample_seconds
-        return messages, None if status is None else _describe_end(status)
+        if status is not None and status < 0:
+            return messages, f"signal {signal.Signals(-status).name}"
+        return messages, None if status is None else f"exit status {status}"
 
     def seconds_left(self) -> float:
         """Until its running call, or its start, takes too long; infinite when idle."""
@@ -105,15 +106,14 @@ class RewardProcess:
             os.kill(self.pid, signal.SIGUSR1)
         text = b""
         limit = time.monotonic() + _STACK_SECONDS
-        while _OUTERMOST not in text and (left := limit - time.monotonic()) > 0:
+        while _OURS.encode() not in text and (left := limit - time.monotonic()) > 0:
             if not select.select([self._stack], [], [], 0 if self.ended else left)[0]:
                 break
-            part = os.read(self._stack, _READ_BYTES)
-            if not part:
+            if not (part := os.read(self._stack, _READ_BYTES)):
                 break
             text += part
         lines = text.decode(errors="replace").splitlines()
-        frames = takewhile(lambda line: not any(file in line for file in _OURS), lines)
+        frames = takewhile(lambda line: _OURS not in line, lines)
         return "\n".join(line for line in frames if line.startswith('  File "/'))
 
     def kill(self) -> None:
@@ -129,8 +129,7 @@ class RewardProcess:
         os.close(self._stack)
 
     def _write(self, message: object) -> None:
-        data = bytes(self._unsent) + json.dumps(message).encode() + b"\n"
-        self._unsent = memoryview(data)
+        self._unsent = memoryview(bytes(self._unsent) + json.dumps(message).encode() + b"\n")
         self._flush()
 
     def _flush(self) -> None:
@@ -173,9 +172,3 @@ def _start() -> tuple[subprocess.Popen[bytes], socket.socket, int, int]:
         os.close(watched)
         os.close(shown)
     return popen, ours, lifeline, stack
-
-
-def _describe_end(status: int) -> str:
-    if status < 0:
-        return f"signal {signal.Signals(-status).name}"
-    return f"exit status {status}"

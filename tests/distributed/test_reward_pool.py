@@ -309,7 +309,7 @@ def test_missing_function_is_refused_at_construction(tmp_path):
 
     assert str(caught.value) == (
         f"reward.function: got '{tmp_path}/none.py:score', but there is no file "
-        f'{tmp_path}/none.py in {Path.cwd()}; expected "path/file.py:name" or '
+        f'{tmp_path}/none.py in {Path.cwd()}, expected "path/file.py:name" or '
         f'"module:name"; correct the path'
     )
 

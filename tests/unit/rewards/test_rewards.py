@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from spmdflow.errors import ConfigError
 from spmdflow.rewards.arithmetic import exact_match, shuffled
-from spmdflow.rewards.function import BadAnswer, load_function, scores_of
+from spmdflow.rewards.child import BadAnswer, load_function, scores_of
 from spmdflow.rewards.pool import Work
 from spmdflow.rewards.sentiment import lexicon_score, load_lexicon
 
@@ -81,35 +81,35 @@ def test_function_is_found_in_a_file_and_in_a_module(tmp_path):
         ),
         (
             "gone.py:score",
-            f"reward.function: got 'gone.py:score', but there is no file gone.py in @; "
+            f"reward.function: got 'gone.py:score', but there is no file gone.py in @, "
             f"expected {FORM}; correct the path",
         ),
         (
             "no_such_module_here:score",
             f"reward.function: got 'no_such_module_here:score', but there is no module "
-            f"'no_such_module_here'; expected {FORM}; correct the name, or name the file instead",
+            f"'no_such_module_here', expected {FORM}; correct the name, or name the file instead",
         ),
         (
             "mine.py:scored",
-            "reward.function: got 'mine.py:scored', but 'scored' is nothing of that name; "
+            "reward.function: got 'mine.py:scored', but 'scored' is nothing of that name, "
             "expected a function; choose one of the module's: later, score, short",
         ),
         (
             "mine.py:LIMIT",
-            "reward.function: got 'mine.py:LIMIT', but 'LIMIT' is int; "
+            "reward.function: got 'mine.py:LIMIT', but 'LIMIT' is int, "
             "expected a function; choose one of the module's: later, score, short",
         ),
         (
             "mine.py:short",
-            "reward.function: got 'mine.py:short' with the parameters (prompt, response); "
+            "reward.function: got 'mine.py:short' with the parameters (prompt, response), "
             "expected fn(prompt, response, row) -> float | dict; "
             "give it these three (too many positional arguments)",
         ),
         (
             "mine.py:later",
-            "reward.function: got 'mine.py:later', an async function; "
+            "reward.function: got 'mine.py:later', an async function, "
             "expected fn(prompt, response, row) -> float | dict; "
-            "make it an ordinary one (asyncio.run inside it, if it must)",
+            "make it an ordinary one (asyncio.run inside it)",
         ),
     ],
 )
