@@ -61,7 +61,7 @@ _HOMES = {
     "Flow": "spmdflow.controller.flow",
     "DynamicSampling": "spmdflow.controller.prompts",
     "launch": "spmdflow.program",
-    "load_settings": "spmdflow.prepare",
+    "load_settings": "spmdflow.program",
     "Outcome": "spmdflow.runtime.launch",
     "compute_advantages": "spmdflow.objectives.advantage",
     "as_baseline": "spmdflow.objectives.advantage",

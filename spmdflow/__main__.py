@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from spmdflow import __version__
-from spmdflow.config.installed import bundled_folder, bundled_scripts
+from spmdflow.config.source import bundled_folder, bundled_scripts
 
 FINISHED, REFUSED = 0, 2
 

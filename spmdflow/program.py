@@ -1,24 +1,74 @@
-"""`launch`: a run inside a program whose process group exists; `spmdflow.run` starts here too."""
+"""A run inside a program: `load_settings` and `launch`; `spmdflow.run` starts here too.
+
+Torch is imported when a run begins: settings that cannot work are refused without it.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch.distributed as dist
+from spmdflow.config.check import check
+from spmdflow.config.load import SCRIPT_MODULE, Loaded, complete, load, load_script
+from spmdflow.config.location import to_yaml
+from spmdflow.config.source import find_file
+from spmdflow.errors import ConfigError
 
-from spmdflow.controller import script as controller
-from spmdflow.plan.comparison import compare_run
-from spmdflow.prepare import load_for_launch, prepare
-from spmdflow.runtime.launch import Outcome, Surroundings, check_ranks
+if TYPE_CHECKING:
+    from spmdflow.runtime.launch import Outcome, Surroundings
 
 _MOST_STOPPED_RANKS = 64
 """Of a run that is compared after SIGTERM: torchrun kills 30 s after it."""
+
+
+def load_settings(
+    script: str | Path,
+    config: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    num_ranks: int | None = None,
+) -> Any:
+    """The settings of a script as `spmdflow.run` would load them: an object of its settings class.
+
+    script and config are paths or bundled names; without config, the script's own YAML counts.
+    overrides are "dotted.key=value". num_ranks: also check them for a run on so many ranks, and
+    place it if placement=auto. Changes made afterwards are checked by `spmdflow.launch`.
+    ConfigError for anything that does not fit.
+    """
+    loaded = load(script, config, overrides)
+    return loaded.cfg if num_ranks is None else prepare(loaded, num_ranks)[0].cfg
+
+
+def prepare(
+    loaded: Loaded, world_size: int, *, node_size: int | None = None
+) -> tuple[Loaded, str | None]:
+    """Place and check settings for a run on world_size ranks, node_size on each node.
+
+    Also the text that says where placement=auto put the models. Every rank searches by itself and
+    finds the same. ConfigError if something does not fit.
+    """
+    from spmdflow.mapping.hardware import load_hardware
+
+    hardware_name, text = loaded.cfg.run.hardware, None
+    if hardware_name is not None:
+        load_hardware(hardware_name)
+    if getattr(loaded.cfg, "placement", None) == "auto":
+        from spmdflow.plan.auto import placed_text, resolve
+        from spmdflow.plan.workload import hardware_of
+
+        hardware = hardware_of(hardware_name, node_size or world_size, world_size=world_size)
+        found = resolve(loaded.script, loaded.cfg, world_size, hardware, examples=loaded.assume)
+        loaded = replace(loaded, cfg=found.cfg, yaml_text=to_yaml(found.cfg))
+        text = placed_text(found)
+    check(loaded.cfg, world_size)
+    return loaded, text
 
 
 @overload
@@ -69,56 +119,75 @@ def launch(
     others have left) are the processes of the run ended. After a run, also one that was stopped,
     its first rank writes RUN_DIR/prediction.txt.
     """
-    ready = load_for_launch(script, cfg, settings)
-    if inproc:
-        ready, _ = prepare(ready, 1)
-        status = launch_prepared(ready.script, ready.cfg, inproc=True)
-        return status if wait else Outcome(status)
-    world_size = dist.get_world_size()
-    members = tuple(range(world_size)) if ranks is None else tuple(ranks)
+    import torch.distributed as dist
+
+    from spmdflow.runtime.launch import check_ranks
+
+    loaded = _loaded(script, cfg, settings)
+    world_size = 1 if inproc else dist.get_world_size()
+    members = tuple(range(world_size)) if ranks is None or inproc else tuple(ranks)
     check_ranks(members, world_size)
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    ready, _ = prepare(ready, len(members), node_size=min(node_size, len(members)))
-    outcome = controller.begin(ready.script, ready.cfg, ranks=members)
-    if dist.get_rank() == members[0]:
-        _compare(ready.cfg, outcome.wait(), len(members))
+    ready, _ = prepare(loaded, len(members), node_size=min(node_size, len(members)))
+    outcome = run_prepared(ready.script, ready.cfg, ranks=members, inproc=inproc)
     return outcome.wait() if wait else outcome
 
 
-def launch_prepared(
+def _loaded(script: ModuleType | str | Path, cfg: Any, settings: Sequence[str]) -> Loaded:
+    """What `launch` was given, completed; a script that is imported already is not run again."""
+    if cfg is None:
+        if isinstance(script, ModuleType):
+            raise ConfigError(
+                f"launch: got module {script.__name__} without settings, expected cfg; pass "
+                f"its settings as an object, or the script's path and settings"
+            )
+        return load(script, None, settings)
+    if settings:
+        raise ConfigError.of(
+            "launch", f"cfg and settings {list(settings)}", "one of them", "set them in cfg"
+        )
+    cfg = complete(cfg)
+    if not isinstance(script, ModuleType):
+        known, path = sys.modules.get(SCRIPT_MODULE), find_file(script, ".py").resolve()
+        is_known = known is not None and Path(known.__file__ or "").resolve() == path
+        script = known if known is not None and is_known else load_script(script)
+    elif script.__name__ == SCRIPT_MODULE:
+        sys.modules[SCRIPT_MODULE] = script  # ranks find its functions by that name
+    return Loaded(cfg, script, to_yaml(cfg))
+
+
+def run_prepared(
     script: ModuleType,
     cfg: Any,
     *,
+    ranks: tuple[int, ...],
     inproc: bool = False,
     surroundings: Surroundings | None = None,
-) -> int:
-    """Run on all ranks with settings that were checked; the exit status.
+) -> Outcome:
+    """Run on these ranks with settings that were checked; then the first one compares the run.
 
     Any: an object of the script's settings class.
     """
-    status = controller.launch(script, cfg, inproc=inproc, surroundings=surroundings)
-    if inproc or dist.get_rank() == 0:
-        _compare(cfg, status, 1 if inproc else dist.get_world_size())
-    return status
+    import torch.distributed as dist
 
+    from spmdflow.controller import script as controller
+    from spmdflow.plan.comparison import compare_run
+    from spmdflow.runtime.launch import Outcome
 
-def _compare(cfg: Any, status: int, num_ranks: int) -> None:
-    """Hold what the run recorded against the prediction."""
-    if status == controller.FINISHED:
+    if inproc:
+        outcome = Outcome(controller.launch(script, cfg, inproc=True))
+    else:
+        outcome = controller.begin(script, cfg, ranks=ranks, surroundings=surroundings)
+    if not inproc and dist.get_rank() != ranks[0]:
+        return outcome
+    if outcome.wait() == controller.FINISHED:
         compare_run(cfg)
-    elif num_ranks <= _MOST_STOPPED_RANKS:
-        _compare_stopped(cfg)
-
-
-def _compare_stopped(cfg: Any) -> None:
-    """Compare a run that was stopped: launchers repeat SIGTERM when other ranks have ended.
-
-    Signals belong to the main thread; a run in another one is not compared.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    earlier = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        compare_run(cfg)
-    finally:
-        signal.signal(signal.SIGTERM, earlier)
+    elif len(ranks) <= _MOST_STOPPED_RANKS and (
+        threading.current_thread() is threading.main_thread()  # signals belong to it
+    ):
+        earlier = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers repeat it
+        try:
+            compare_run(cfg)
+        finally:
+            signal.signal(signal.SIGTERM, earlier)
+    return outcome

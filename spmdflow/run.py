@@ -40,7 +40,7 @@ from spmdflow.config.load import Loaded, load, load_script, schema_of
 from spmdflow.config.parallel import batch_algebra
 from spmdflow.config.schema import PPOConfig, RunConfig
 from spmdflow.errors import ConfigError, SpmdflowError
-from spmdflow.prepare import prepare
+from spmdflow.program import prepare
 from spmdflow.runtime.process import AGENT_MARK, allow_open_files, die_with_launcher
 
 FINISHED, FAILED, REFUSED = 0, 1, 2
@@ -77,7 +77,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Place:
-    """Where torchrun put this process; one process of one without torchrun."""
+    """Where torchrun put this process; rank 0 of 1 without torchrun."""
 
     rank: int
     local_rank: int
@@ -98,13 +98,19 @@ def main(words: Sequence[str] | None = None) -> int:
     has_agent = AGENT_MARK in os.environ
     launcher = die_with_launcher() if has_agent else None
     if has_agent and launcher is None:
-        return _tell_of_lost_launcher()
+        sys.stderr.write(
+            f"spmdflow: got process {os.getppid()} as parent, expected torchrun; torchrun ended "
+            f"while its ranks started: start the command again\n"
+        )
+        return FAILED
     allow_open_files()
     place = Place.from_environment()
     try:
         arguments = parse_arguments(sys.argv[1:] if words is None else words)
         if "help" in arguments.flags:
-            _say(place, _help(arguments.script))
+            script = arguments.script
+            schema = PPOConfig if script is None else schema_of(load_script(script))
+            _say(place, _USAGE + schema_help(schema))
             return FINISHED
         loaded = _prepare(arguments, place)
     except ConfigError as err:
@@ -135,11 +141,6 @@ def _flag(word: str) -> str:
         hint = f"did you mean {near[0]}?" if near else "torchrun's own flags go before -m"
         raise ConfigError.of("command line", word, ", ".join(_FLAGS), hint)
     return _FLAGS[word]
-
-
-def _help(script: str | None) -> str:
-    schema = PPOConfig if script is None else schema_of(load_script(script))
-    return _USAGE + schema_help(schema)
 
 
 def _prepare(arguments: Arguments, place: Place) -> Loaded:
@@ -198,21 +199,13 @@ def _tell_torchrun(message: str) -> None:
         Path(file).write_text(text, encoding="utf-8")
 
 
-def _tell_of_lost_launcher() -> int:
-    sys.stderr.write(
-        f"spmdflow: got process {os.getppid()} as parent, expected torchrun; torchrun ended while "
-        f"its ranks started: start the command again\n"
-    )
-    return FAILED
-
-
 def _launch(loaded: Loaded, place: Place, launcher: int | None, *, inproc: bool) -> int:
     """Join the other ranks and run; imports late, as a refusal needs no torch."""
     import torch
     import torch.distributed as dist
 
     from spmdflow.log import quiet_libraries, set_up_logging
-    from spmdflow.program import launch_prepared
+    from spmdflow.program import run_prepared
     from spmdflow.runtime.failure import own_traceback
     from spmdflow.runtime.launch import Surroundings
 
@@ -220,15 +213,16 @@ def _launch(loaded: Loaded, place: Place, launcher: int | None, *, inproc: bool)
     quiet_libraries()
     try:
         if inproc:
-            return launch_prepared(loaded.script, loaded.cfg, inproc=True)
+            return run_prepared(loaded.script, loaded.cfg, ranks=(0,), inproc=True).wait()
         if torch.cuda.is_available():
             _take_device(place)
         _join_group(loaded.cfg.run)
         secret = os.environ.get("SPMDFLOW_SECRET")
         surroundings = Surroundings(secret, launcher, owns_process=True)
-        status = launch_prepared(loaded.script, loaded.cfg, surroundings=surroundings)
+        ranks = tuple(range(place.world_size))
+        outcome = run_prepared(loaded.script, loaded.cfg, ranks=ranks, surroundings=surroundings)
         dist.destroy_process_group()
-        return status
+        return outcome.wait()
     except SpmdflowError as err:
         message = f"rank {place.rank}: {type(err).__name__}: {err}"
         sys.stderr.write(f"spmdflow: {message}\n{own_traceback(err)}")
@@ -266,7 +260,7 @@ def _take_device(place: Place) -> None:
     devices, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if 1 < devices < ranks:
         raise ConfigError(
-            f"devices: got {ranks} ranks on a machine with {devices} GPUs, expected a GPU for each "
+            f"devices: got {ranks} ranks on a node with {devices} GPUs, expected a GPU for each "
             f"rank; lower --nproc-per-node"
         )
     torch.cuda.set_device(place.local_rank % devices)

@@ -12,8 +12,7 @@ or the bundled files. A bundled script or YAML is given by its name.
 | schema | the dataclasses; a default that works, a sentence and bounds per key |
 | algorithm, offline | the same for algorithms besides PPO |
 | leaf | the keys of a dataclass tree as a flat list, their errors, and `--help` |
-| load, source | script + YAML + overrides -> one object; the only users of omegaconf |
-| installed | bundled scripts by name; whether the installation is complete |
+| load, source | script + YAML + overrides -> one object; bundled ones by name |
 | location | models and data by path, checkpoint or name on the hub -> folders |
 | placement | preset or map -> pools of ranks |
 | parallel | layouts and the batch algebra, as integers and as the first lines of a run |

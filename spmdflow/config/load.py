@@ -18,11 +18,6 @@ from typing import Any, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from spmdflow.config.installed import (
-    broken_installation,
-    bundled_scripts,
-    find_file,
-)
 from spmdflow.config.leaf import (
     NOT_GIVEN,
     REQUIRED,
@@ -36,7 +31,16 @@ from spmdflow.config.leaf import (
 )
 from spmdflow.config.location import resolve_paths, to_yaml
 from spmdflow.config.schema import PPOConfig
-from spmdflow.config.source import ASSUME, Source, read_override, read_yaml, take_examples
+from spmdflow.config.source import (
+    ASSUME,
+    Source,
+    broken_installation,
+    bundled_scripts,
+    find_file,
+    read_override,
+    read_yaml,
+    take_examples,
+)
 from spmdflow.errors import ConfigError
 
 SCRIPT_MODULE = "spmdflow_script"

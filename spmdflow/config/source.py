@@ -1,7 +1,12 @@
-"""Settings of one origin, a YAML file or a word of the command line, before they are checked."""
+"""Where settings come from: YAML files, words of the command line, and the bundled scripts.
+
+The bundled scripts, their settings and data lie in spmdflow/algos (in a checkout in algos/ beside
+the package) and are found by name. A path that exists in the current directory wins.
+"""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +17,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from spmdflow.config.data_source import split_place, with_places
-from spmdflow.config.installed import find_bundled, find_file
 from spmdflow.config.reward import with_located_files
 from spmdflow.errors import ConfigError
 
+PACKAGE = Path(__file__).resolve().parents[1]
+_FOLDER_NAME = "algos"
 ASSUME = "assume"
 """Section of examples that only a plan reads; a settings class may have a field of that name."""
 
@@ -154,3 +160,55 @@ def _flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
         key = f"{prefix}{name}"
         found |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
     return found
+
+
+def bundled_folder() -> Path:
+    """The folder of the bundled scripts."""
+    inside = PACKAGE / _FOLDER_NAME
+    return inside if inside.is_dir() else PACKAGE.parent / _FOLDER_NAME
+
+
+def bundled_scripts() -> list[str]:
+    """Short names of the bundled scripts, such as ppo."""
+    return sorted(path.stem for path in bundled_folder().glob("*.py"))
+
+
+def find_bundled(name: str | Path, suffix: str = "") -> Path | None:
+    """The bundled file or folder that `name` means, if there is one.
+
+    With the suffix .py, `ppo`, `ppo.py` and `algos/ppo.py` all mean the script of that name.
+    """
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        return None
+    parts = path.parts[1:] if path.parts[0] == _FOLDER_NAME else path.parts
+    found = bundled_folder().joinpath(*parts)
+    if suffix and not found.suffix:
+        found = found.with_suffix(suffix)
+    return found if parts and found.exists() else None
+
+
+def find_file(name: str | Path, suffix: str) -> Path:
+    """The file of that name in the current directory, else the bundled one, else the name."""
+    path = Path(name)
+    return path if path.is_file() else find_bundled(path, suffix) or path
+
+
+def broken_installation(err: ImportError, script: Path) -> str | None:
+    """What to say if an import failed below one of spmdflow's own; None if the script's did."""
+    files = [Path(frame.filename).resolve() for frame in traceback.extract_tb(err.__traceback__)]
+    script = script.resolve()
+    below = files[files.index(script) + 1 :] if script in files else []
+    ours = [file for file in below if PACKAGE in file.parents]
+    if not ours:
+        return None
+    missing = err.name or "it"
+    if missing.split(".")[0] == PACKAGE.name:
+        return (
+            f"installation: {PACKAGE} is incomplete ({err}), expected every module of spmdflow; "
+            f"install spmdflow again"
+        )
+    return (
+        f"installation: {ours[-1]} cannot import what it needs ({err}), expected {missing} beside "
+        f"spmdflow; install it (`spmdflow doctor` lists what is missing)"
+    )

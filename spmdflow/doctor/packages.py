@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib import import_module, metadata
 from typing import Any
 
-from spmdflow.config.installed import PACKAGE
+from spmdflow.config.source import PACKAGE
 from spmdflow.doctor import ABSENT, BAD, GOOD, WARNING, Check
 
 PROJECT = "spmdflow"
@@ -99,7 +99,8 @@ def _check_base(item: Any) -> Check:
 def _check_import() -> Check:
     """Whether everything that a run imports can be imported."""
     try:
-        import_module("spmdflow.program")
+        import_module("spmdflow.controller.script")
+        import_module("spmdflow.plan.comparison")
         import_module("spmdflow.models.policy")
     except Exception as err:  # a broken library raises anything while it is imported
         advice = "install spmdflow again, or what is missing"

@@ -29,7 +29,7 @@ HEAVY |= {"math_verify", "huggingface_hub", "datasets"}
 """Libraries that are imported inside functions, where they are needed."""
 LATE_IMPORTERS = {
     "spmdflow/run.py": "a refusal needs no torch",
-    "spmdflow/prepare.py": "a refusal needs no torch",
+    "spmdflow/program.py": "a refusal needs no torch",
 }
 """Files that may import other things late, and why."""
 

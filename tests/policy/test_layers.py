@@ -19,7 +19,6 @@ LAYERS = [
     [
         "run",
         "program",
-        "prepare",
         "plan",
         "report",
         "doctor",

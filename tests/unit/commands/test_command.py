@@ -14,7 +14,7 @@ import pytest
 
 import spmdflow
 from spmdflow.__main__ import COMMANDS, main
-from spmdflow.config.installed import bundled_scripts
+from spmdflow.config.source import bundled_scripts
 from spmdflow.doctor import ABSENT, BAD, GOOD, Check, node
 from spmdflow.doctor.__main__ import can_run, report_text
 from spmdflow.doctor.__main__ import main as doctor

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from spmdflow.config.check import check
-from spmdflow.config.installed import bundled_folder, bundled_scripts, find_bundled
 from spmdflow.config.load import load
+from spmdflow.config.source import bundled_folder, bundled_scripts, find_bundled
 from spmdflow.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[3]

@@ -24,7 +24,7 @@ from spmdflow.plan.auto import Automatic, dataflow_of, resolve
 from spmdflow.plan.command import FINE, main
 from spmdflow.plan.comparison import compare_run
 from spmdflow.plan.report import plan
-from spmdflow.prepare import prepare
+from spmdflow.program import prepare
 from spmdflow.runtime.message import encode
 from tests.unit.plan.test_command import large
 from tests.unit.plan.test_trace import SCRIPTS
