@@ -8,6 +8,7 @@ SpmdflowError
 |-- DataError         an input file or row that cannot be read
 |-- ColumnError       a batch lacks, repeats or misshapes a column
 |-- RowError          row ids or row counts that do not fit together
+|-- PlanError         a script or a transfer that cannot be planned, or a plan that is wrong
 |-- ProtocolError     a worker method or transfer protocol is used wrongly
 |-- TransferError     bytes that did not arrive as planned
 |-- MessageError      a command or reply that is too large or no plain data
@@ -53,6 +54,10 @@ class ColumnError(SpmdflowError):
 
 class RowError(SpmdflowError):
     """Row ids or row counts that do not fit together; names both numbers."""
+
+
+class PlanError(SpmdflowError):
+    """A script or a transfer that cannot be planned, or a plan that does not do what it must."""
 
 
 class ProtocolError(SpmdflowError):

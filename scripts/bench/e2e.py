@@ -28,8 +28,7 @@ import torch
 from bench._configuration import Configuration, drawn
 from bench._correlation import chosen, spearman, split_half
 from spmdflow.config.load import load
-from spmdflow.errors import ConfigError
-from spmdflow.plan.record import Refusal
+from spmdflow.errors import ConfigError, PlanError
 from spmdflow.plan.report import plan
 from spmdflow.plan.trace import TraceSettings
 from spmdflow.plan.workload import hardware_of, is_cpu, nodes_of
@@ -104,7 +103,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def valid(arguments: argparse.Namespace, model: Path) -> dict[Configuration, float]:
-    """The first N drawn configurations without a finding, and their predicted seconds."""
+    """The first N drawn configurations without a problem, and their predicted seconds."""
     found: dict[Configuration, float] = {}
     for configuration in drawn(arguments.seed):
         seconds = predicted(configuration, model, arguments)
@@ -131,9 +130,9 @@ def predicted(
         words = _settings(configuration, model, arguments.steps)
         loaded = load(str(ALGORITHM), None, words)
         report = plan(loaded.script, loaded.cfg, settings, hardware)
-    except (ConfigError, Refusal):
+    except (ConfigError, PlanError):
         return None
-    return None if report.findings else report.prediction.seconds
+    return None if report.problems else report.prediction.seconds
 
 
 def run_missing(

@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from spmdflow.blocks.box import Box, disjoint, merged, subtract_all
-
-
-class PlanError(AssertionError):
-    """A plan that does not do what it must, or that cannot be made; says where."""
+from spmdflow.errors import PlanError
 
 
 @dataclass(frozen=True, order=True)

@@ -16,8 +16,9 @@ from functools import lru_cache
 import numpy as np
 
 from spmdflow.blocks.box import Box, disjoint, subtract_all
-from spmdflow.blocks.plan import NodeOf, Plan, PlanError, redistribute
+from spmdflow.blocks.plan import NodeOf, Plan, redistribute
 from spmdflow.blocks.rows import Ids, RowEdge, redistribute_rows
+from spmdflow.errors import PlanError
 
 Boxes = tuple[Box, ...]
 MISSING, TWICE, THERE, STRANGE, FALSE = "missing", "twice", "there", "strange", "false"

@@ -29,7 +29,8 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from spmdflow.blocks.box import Box, disjoint, merged, subtract_all
-from spmdflow.blocks.plan import NodeOf, PlanError, redistribute
+from spmdflow.blocks.plan import NodeOf, redistribute
+from spmdflow.errors import PlanError
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.cut import pieces_by_name
 from spmdflow.weights.ranks import RankTables

@@ -25,14 +25,14 @@ from spmdflow.config.leaf import parts_of
 from spmdflow.config.parallel import sizes_of
 from spmdflow.config.placement import has_engine, roles_of
 from spmdflow.config.schema import EngineConfig, RolloutConfig
-from spmdflow.errors import ConfigError
+from spmdflow.errors import ConfigError, PlanError
 from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.generator import generator_kind
 from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Dataflow, Model
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.placed import Placed, PlacedPool, Ranking, explain, reason
-from spmdflow.plan.record import Refusal, Trace
+from spmdflow.plan.record import Trace
 from spmdflow.plan.text import WIDTH, wrapped
 from spmdflow.plan.trace import TraceSettings, trace
 from spmdflow.plan.workload import Simulated, settings_of, simulated
@@ -111,7 +111,7 @@ def _traced(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Trace:
     settings = TraceSettings((0, 1), (0, 0), num_steps=2, examples=examples, read_data=False)
     try:
         return trace(script, small, settings)
-    except Refusal as err:
+    except PlanError as err:
         raise ConfigError(
             f"placement: got auto, but the script cannot be traced: {err}; expected a script that "
             f"a plan can follow; declare what it waits for, or set placement=colocate"

@@ -2,7 +2,7 @@
 
 They know what each rank was told, the batch that the script gave and the settings, and share no
 step with the controller's own cutting (`controller.assignment`) or the planner of weights. Each
-returns what is wrong, at most a few findings of a kind; nothing: proved.
+returns what is wrong, at most a few problems of a kind; nothing: proved.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spmdflow.blocks.box import Box, subtract_all
 from spmdflow.blocks.proof import FALSE, MISSING, STRANGE, THERE, TWICE, Boxes, find_cover_error
 from spmdflow.data.row_id import Ids
 from spmdflow.hybrid_engine.reshard import BoxesByRank
-from spmdflow.plan.record import Finding, Trace, TracedOrder
+from spmdflow.plan.record import Problem, Trace, TracedOrder
 from spmdflow.plan.rows import shown
 from spmdflow.plan.weight import Copies
 
@@ -25,10 +25,10 @@ _SHOWN = 5
 _NONE = np.zeros(0, dtype=np.int64)
 
 
-def check_members(trace: Trace) -> list[Finding]:
+def check_members(trace: Trace) -> list[Problem]:
     """Every rank of a model runs its calls; every rank of the world makes every group, alike;
     every group that a model needs, or that a call reduces over, is made before."""
-    return [Finding("members", text) for text in islice(_wrong_members(trace), _SHOWN)]
+    return [Problem("members", text) for text in islice(_wrong_members(trace), _SHOWN)]
 
 
 def _wrong_members(trace: Trace) -> Iterator[str]:
@@ -88,7 +88,7 @@ def _groups_entered(trace: Trace, order: TracedOrder) -> list[tuple[int, ...]]:
     return [tuple(plain["ranks"])] if order.operation == "map" else []
 
 
-def check_batches(trace: Trace) -> list[Finding]:
+def check_batches(trace: Trace) -> list[Problem]:
     """Updates use every row of the batch once in each epoch, in mini-batches of the set size, and
     every rank of a model counts the same forwards.
 
@@ -101,7 +101,7 @@ def check_batches(trace: Trace) -> list[Finding]:
         for order in updates
         for text in _wrong_update(trace, order, *trace.batches[order.place])
     )
-    return [Finding("batches", text) for text in islice(found, _SHOWN)]
+    return [Problem("batches", text) for text in islice(found, _SHOWN)]
 
 
 def _wrong_update(trace: Trace, order: TracedOrder, ids: Ids, parents: Ids) -> Iterator[str]:
@@ -170,14 +170,14 @@ def _wrong_sizes(
             filled, seen = 0, set[int]()
 
 
-def check_weights(copies: Copies, *, way: str) -> list[Finding]:
+def check_weights(copies: Copies, *, way: str) -> list[Problem]:
     """What a rank needs of each tensor is what it has and keeps, and what it receives, once.
 
     Also: a source has what it sends, and nothing is sent that is there or not needed. way: how
     messages name it, such as "actor to generator".
     """
     found = islice(_wrong_boxes(copies), _SHOWN)
-    return [Finding("weights", f"{way}: {text}; derive the plan again") for text in found]
+    return [Problem("weights", f"{way}: {text}; derive the plan again") for text in found]
 
 
 def _wrong_boxes(copies: Copies) -> Iterator[str]:

@@ -29,10 +29,9 @@ from typing import Any
 import yaml
 
 from spmdflow.config.load import load
-from spmdflow.errors import ConfigError, DataError
+from spmdflow.errors import ConfigError, DataError, PlanError
 from spmdflow.plan.auto import auto_plain, auto_text, is_auto, resolve
 from spmdflow.plan.picture import write_picture
-from spmdflow.plan.record import Refusal
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.report import PlanReport, plan
 from spmdflow.plan.text import report_text
@@ -49,7 +48,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_intermixed_args(words)
         return _plan(options)
-    except (ConfigError, DataError, Refusal) as err:
+    except (ConfigError, DataError, PlanError) as err:
         sys.stderr.write(f"spmdflow: {err}\n")
         return REFUSED
 
@@ -113,7 +112,7 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         sys.stdout.write(auto_text(found) if found else "")
         sys.stdout.write(report_text(report))
-    return WRONG if report.findings else FINE
+    return WRONG if report.problems else FINE
 
 
 def _write_picture(report: PlanReport, path: Path) -> None:

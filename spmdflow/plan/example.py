@@ -24,8 +24,7 @@ from spmdflow.data.column import ColumnSpec
 from spmdflow.data.ragged import VALID
 from spmdflow.datasets.scan import ScanReport, scan
 from spmdflow.datasets.tokenizer import load_tokenizer
-from spmdflow.errors import SpmdflowError
-from spmdflow.plan.record import Refusal
+from spmdflow.errors import PlanError, SpmdflowError
 
 PROMPTS, RESPONSES = "prompts", "responses"
 TEXT_BYTES_PER_TOKEN = 4
@@ -46,7 +45,7 @@ class ColumnForm:
 def form_of(name: str, text: str) -> ColumnForm:
     """A declaration as users write it: "float32", "int64[3]", "float32 like responses", "text".
 
-    Refusal if it does not read so.
+    PlanError if it does not read so.
     """
     head, _, like = text.partition(" like ")
     dtype, _, shape = head.strip().rstrip("]").partition("[")
@@ -57,7 +56,7 @@ def form_of(name: str, text: str) -> ColumnForm:
     known = isinstance(getattr(torch, dtype, None), torch.dtype)
     right_like = like.strip() in ("", PROMPTS, RESPONSES)
     if not known or not all(extent.isdigit() for extent in extents) or not right_like:
-        raise Refusal(
+        raise PlanError(
             f"assume {name}: got {text!r}, expected a dtype with an optional shape and length, "
             f"such as 'float32', 'int64[3]', 'float32 like responses' or 'text like prompts'; "
             f"correct it"
@@ -151,7 +150,7 @@ class Examples:
         return _in_turn(name, declared, ids).astype(np.int64)
 
     def values(self, name: str, ids: np.ndarray, stored: str = "") -> np.ndarray:
-        """(n,) float64: example values of a dense column; Refusal if there is none.
+        """(n,) float64: example values of a dense column; PlanError if there is none.
 
         stored: the name that the column had before it was renamed. No row fails in a dry run, so
         `valid` needs no example.
@@ -161,7 +160,7 @@ class Examples:
         known = _BUILT_IN | self._declared
         declared = known.get(name, known.get(stored))
         if declared is None or isinstance(declared, str):
-            raise Refusal(
+            raise PlanError(
                 f"reads the column {name!r}, whose values only a run knows; expected an example; "
                 f"write flow.assume({name}=0.5) at the top of main, or add --assume {name}=0.5"
             )
@@ -199,7 +198,7 @@ def _in_turn(name: str, declared: Any, ids: np.ndarray) -> np.ndarray:
     values = declared.tolist() if isinstance(declared, np.ndarray) else declared
     values = values if isinstance(values, Sequence) else ()
     if not values or not all(isinstance(value, int | float) for value in values):
-        raise Refusal(
+        raise PlanError(
             f"assume {name}: got {declared!r}, expected a number or a list of numbers; write "
             f"{name}=0.5 or {name}=[0, 1]"
         )

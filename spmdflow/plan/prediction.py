@@ -20,7 +20,7 @@ from spmdflow.mapping.dataflow import Rollout
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import pool_memory
 from spmdflow.mapping.placed import Estimate, call_seconds, transition_seconds
-from spmdflow.plan.record import COMPUTE, Finding, Trace, TracedOrder, row_edges
+from spmdflow.plan.record import COMPUTE, Problem, Trace, TracedOrder, row_edges
 from spmdflow.plan.weight import WeightPlan
 from spmdflow.plan.workload import Simulated, simulated
 
@@ -76,7 +76,7 @@ class Prediction:
     """Of the step: until its last call ends."""
     tokens: float = 0.0
     """Prompt and response tokens of the step's generations, or of its updates if none."""
-    findings: tuple[Finding, ...] = ()
+    problems: tuple[Problem, ...] = ()
     without: Mapping[str, str] = field(default_factory=dict)
     """Models that no simulator knows, and why."""
 
@@ -108,10 +108,10 @@ def predict(
     has the seconds of the paper's formula (Table 2).
     """
     step = simulated(trace, orders)
-    findings: list[Finding] = []
-    memory = _memory(trace, step, hardware, findings)
+    problems: list[Problem] = []
+    memory = _memory(trace, step, hardware, problems)
     planned = {way.target: way for way in ways if way.inter_bytes >= 0}
-    estimates = _estimates(step, hardware, memory, planned, findings)
+    estimates = _estimates(step, hardware, memory, planned, problems)
     calls = _schedule(orders, step, estimates, hardware)
     generated = [place for place, call in step.calls.items() if call.kind == "generate"]
     counted = generated or [place for place, call in step.calls.items() if call.kind == "train"]
@@ -122,13 +122,13 @@ def predict(
         memory=tuple(memory.values()),
         seconds=max((call.end for call in calls), default=0.0),
         tokens=sum(t.num_rows * (t.prompts + t.responses) for t in tokens),
-        findings=tuple(findings),
+        problems=tuple(problems),
         without=step.without,
     )
 
 
 def _memory(
-    trace: Trace, step: Simulated, hardware: Hardware, findings: list[Finding]
+    trace: Trace, step: Simulated, hardware: Hardware, problems: list[Problem]
 ) -> dict[str, PhaseMemory]:
     """By call title; residents of all models of a pool add."""
     found: dict[str, PhaseMemory] = {}
@@ -143,11 +143,11 @@ def _memory(
             phase = found[title] = PhaseMemory(pool, title, dict(parts), hardware.usable_bytes)
             if phase.total > hardware.usable_bytes * 1.0001:
                 rollout = step.dataflow.model(title.partition(".")[0]).rollout
-                findings.append(_too_much(phase, rollout, hardware))
+                problems.append(_too_much(phase, rollout, hardware))
     return found
 
 
-def _too_much(phase: PhaseMemory, rollout: Rollout | None, hardware: Hardware) -> Finding:
+def _too_much(phase: PhaseMemory, rollout: Rollout | None, hardware: Hardware) -> Problem:
     largest = max(phase.parts, key=lambda name: phase.parts[name])
     role, cache = phase.phase.partition(".")[0], phase.parts.get("kv_cache", 0.0)
     if cache and phase.total - cache <= hardware.usable_bytes:
@@ -160,7 +160,7 @@ def _too_much(phase: PhaseMemory, rollout: Rollout | None, hardware: Hardware) -
         "kv_cache": f"lower {role}.rollout.{'kv_cache_bytes' if is_fixed else 'max_batch_size'}",
         "optimizer": f"raise p or t of {role}.engine.layout, or {role}.engine.residency=offload",
     }.get(largest, f"raise t or p of {role}.engine.layout, use more ranks, or another placement")
-    return Finding(
+    return Problem(
         "memory",
         f"pool {phase.pool}, {phase.phase}: got {phase.total / 1e9:.1f} GB a rank "
         f"({phase.parts[largest] / 1e9:.1f} of it {largest}), expected at most "
@@ -174,7 +174,7 @@ def _estimates(
     hardware: Hardware,
     memory: Mapping[str, PhaseMemory],
     ways: Mapping[str, WeightPlan],
-    findings: list[Finding],
+    problems: list[Problem],
 ) -> dict[int, Estimate]:
     """By the order's place; a model's first generation includes the time that its weights take."""
     found: dict[int, Estimate] = {}
@@ -187,7 +187,7 @@ def _estimates(
         try:
             estimate = call_seconds(call, model, strategy, hardware, kv_bytes=cache)
         except ConfigError as err:
-            findings.append(Finding("memory", str(err)))
+            problems.append(Problem("memory", str(err)))
             estimate = call_seconds(call, model, strategy, hardware, kv_bytes=1e15)
         if generates and call.model not in moved:
             moved.add(call.model)

@@ -1,6 +1,6 @@
 """What a dry run wrote down: every order, by rank, what the script read, bytes by edge. Facts only.
 
-Also `Refusal`, why a script cannot be planned, and `Finding`, what a check says is wrong.
+Also `Problem`, what a check says is wrong.
 """
 
 from __future__ import annotations
@@ -12,18 +12,13 @@ from typing import Any
 from spmdflow.config.placement import Pool
 from spmdflow.data.column import ColumnSpec
 from spmdflow.data.row_id import Ids
-from spmdflow.errors import SpmdflowError
 from spmdflow.parallel.layout import Layout
 from spmdflow.runtime.message import find
 from spmdflow.transfer.worker import Worker
 
 
-class Refusal(SpmdflowError):
-    """The dry run stopped here; a script does not catch it, as it is no error of a call."""
-
-
 @dataclass(frozen=True)
-class Finding:
+class Problem:
     """A fault: what is wrong, and which knob to turn."""
 
     check: str

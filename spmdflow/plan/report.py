@@ -20,7 +20,7 @@ from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.record import (
     COMPUTE,
     BytesByEdge,
-    Finding,
+    Problem,
     Route,
     RowEdge,
     Trace,
@@ -48,7 +48,7 @@ class Proof:
 
     name: str
     what: str
-    findings: tuple[Finding, ...]
+    problems: tuple[Problem, ...]
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class PlanReport:
         return len(self.trace.world)
 
     @property
-    def findings(self) -> list[Finding]:
+    def problems(self) -> list[Problem]:
         """Everything that is wrong."""
-        return [finding for proof in self.proofs for finding in proof.findings]
+        return [problem for proof in self.proofs for problem in proof.problems]
 
     @cached_property
     def edge_bytes(self) -> dict[tuple[int, int], int]:
@@ -142,9 +142,9 @@ class PlanReport:
             "nodes": len(set(trace.nodes)),
             "hardware": prediction.hardware,
             "step": self.step,
-            "ok": not self.findings,
-            "findings": [asdict(finding) for finding in self.findings],
-            "checks": {proof.name: not proof.findings for proof in self.proofs},
+            "ok": not self.problems,
+            "findings": [asdict(problem) for problem in self.problems],
+            "checks": {proof.name: not proof.problems for proof in self.proofs},
             "pools": {
                 name: {"ranks": list(pool.ranks), "roles": list(pool.roles)}
                 for name, pool in trace.pools.items()
@@ -228,7 +228,7 @@ def plan(
     *,
     replay: Replay | None = None,
 ) -> PlanReport:
-    """Trace a script and prove, count and predict its last traced step. Refusal: see `trace`.
+    """Trace a script and prove, count and predict its last traced step. PlanError: see `trace`.
 
     Any: an object of the script's settings class.
     """
@@ -265,23 +265,23 @@ def _proofs(
     copies = [(way, way.copies) for way in weights if way.copies is not None]
     if copies:  # planned box by box; of other ways whole shards go to fixed groups
         found = [
-            finding
+            problem
             for way, boxes in copies
-            for finding in check_weights(boxes, way=f"weights of {way.source} to {way.target}")
+            for problem in check_weights(boxes, way=f"weights of {way.source} to {way.target}")
         ]
         ranks = sum(len(boxes.need) for _, boxes in copies)
         yield Proof("weights", f"{ranks} ranks get each element that they lack once", tuple(found))
     phases = len(prediction.memory)
     if phases:
-        yield Proof("memory", f"{phases} phases fit ({prediction.hardware})", prediction.findings)
+        yield Proof("memory", f"{phases} phases fit ({prediction.hardware})", prediction.problems)
 
 
-def _wrong_settings(cfg: Any, world_size: int) -> tuple[tuple[Finding, ...], str | None]:
+def _wrong_settings(cfg: Any, world_size: int) -> tuple[tuple[Problem, ...], str | None]:
     """What a run would refuse before it starts; and why it would be refused on this machine alone,
     though the plan is fine (None if it would not)."""
     found = [str(problem) for problem in problems(cfg, world_size, here=False)]
     here = next((str(f) for f in problems(cfg, world_size) if str(f) not in found), None)
-    return tuple(Finding("settings", text) for text in found), here
+    return tuple(Problem("settings", text) for text in found), here
 
 
 def _prove_bytes(traced: Trace, replay: Replay) -> Proof:
@@ -298,7 +298,7 @@ def _prove_bytes(traced: Trace, replay: Replay) -> Proof:
                     f"counted, expected the {planned.get(edge, 0)} that are planned; plan with the "
                     f"script and settings of the run"
                 )
-                found.append(Finding("bytes", text))
+                found.append(Problem("bytes", text))
     what = f"{edges} edges of steps {', '.join(map(str, replay.steps))} as the run counted them"
     return Proof("bytes", what, tuple(found[:5]))
 

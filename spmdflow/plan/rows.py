@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spmdflow.plan.record import TRANSFER, Finding, Trace, TracedOrder, consumer_of
+from spmdflow.plan.record import TRANSFER, Problem, Trace, TracedOrder, consumer_of
 from spmdflow.runtime.message import find
 from spmdflow.runtime.order import names_in
 from spmdflow.transfer.register import map_spec, method_spec
@@ -26,7 +26,7 @@ Key = tuple[int, str]
 """RowResult and column."""
 
 
-def check_rows(trace: Trace) -> list[Finding]:
+def check_rows(trace: Trace) -> list[Problem]:
     """Every row that a call reads is there: made on the rank, or brought by exactly one edge.
 
     Also: what is sent is received, the source has it, the call that it is for reads it, and
@@ -35,7 +35,7 @@ def check_rows(trace: Trace) -> list[Finding]:
     account = _Rows(trace)
     for order in trace.orders:
         account.take(order)
-    return [Finding("rows", text) for text in account.found[: 4 * _SHOWN]]
+    return [Problem("rows", text) for text in account.found[: 4 * _SHOWN]]
 
 
 class _Rows:

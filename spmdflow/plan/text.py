@@ -117,7 +117,7 @@ def _head(report: PlanReport) -> Iterator[str]:
             f"{prediction.tokens_per_second:,.0f} tokens/s; {_moved(report)} of rows and "
             f"{bytes_of(synced)} of weights move"
         )
-    wrong = len(report.findings)
+    wrong = len(report.problems)
     verdict = f"{wrong} thing{'s' * (wrong > 1)} wrong, see the end" if wrong else "nothing wrong"
     yield f"       {verdict}; planned in {report.seconds:.1f} s"
 
@@ -294,15 +294,15 @@ def _assumed(report: PlanReport) -> Iterator[str]:
 def _proofs(report: PlanReport) -> Iterator[str]:
     yield "checks"
     for proof in report.proofs:
-        verdict = f"{len(proof.findings)} wrong" if proof.findings else "ok"
+        verdict = f"{len(proof.problems)} wrong" if proof.problems else "ok"
         yield f"  {verdict:8} {proof.name:9} {proof.what}"
 
 
 def _wrong(report: PlanReport) -> Iterator[str]:
-    for number, finding in enumerate(report.findings, 1):
+    for number, problem in enumerate(report.problems, 1):
         if number == 1:
             yield "wrong"
-        yield from wrapped(f"  {number}. {finding.check}", finding.text)
+        yield from wrapped(f"  {number}. {problem.check}", problem.text)
 
 
 def _moved(report: PlanReport) -> str:

@@ -23,10 +23,10 @@ from spmdflow.controller.sender import CallSettings
 from spmdflow.controller.step import Step
 from spmdflow.controller.transfers import Transfers
 from spmdflow.data.row_id import Ids
-from spmdflow.errors import SpmdflowError
+from spmdflow.errors import PlanError, SpmdflowError
 from spmdflow.plan.answers import Answers
 from spmdflow.plan.example import PROMPTS, RESPONSES, DataFiles, Examples
-from spmdflow.plan.record import Refusal, Trace, links_of, models_of
+from spmdflow.plan.record import Trace, links_of, models_of
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.transport import (
     MOST_CALLS,
@@ -61,7 +61,7 @@ class TraceSettings:
 def trace(
     script: ModuleType, cfg: Any, settings: TraceSettings, replay: Replay | None = None
 ) -> Trace:
-    """Run script.main(flow, cfg) dry. Refusal, with the line, for what cannot be planned.
+    """Run script.main(flow, cfg) dry. PlanError, with the line, for what cannot be planned.
 
     Any: an object of the script's settings class.
     """
@@ -82,7 +82,7 @@ def trace(
         line = _line_of(err, str(script.__file__))
         if line is None and not isinstance(err, SpmdflowError):
             raise  # no mistake of the script
-        raise Refusal(_located(err, line, examples)) from err
+        raise PlanError(_located(err, line, examples)) from err
     return flow.to_trace(files.notes, script)
 
 

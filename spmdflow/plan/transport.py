@@ -15,8 +15,9 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from spmdflow.controller.transfers import EdgeBytes
+from spmdflow.errors import PlanError
 from spmdflow.plan.answers import Answers
-from spmdflow.plan.record import COMPUTE, Read, Refusal, Tokens, TracedOrder
+from spmdflow.plan.record import COMPUTE, Read, Tokens, TracedOrder
 from spmdflow.runtime.inproc import ImmediateTransport
 from spmdflow.runtime.order import Order, Pending, Replies, too_early
 
@@ -78,7 +79,7 @@ class TraceTransport(ImmediateTransport):
     # The transport's surface
 
     def submit(self, order: Order) -> Pending:
-        """Write an order down and answer it; Refusal beyond the calls of a step."""
+        """Write an order down and answer it; PlanError beyond the calls of a step."""
         path = self.lines()
         line = path[0] if path else None
         if order.lane == COMPUTE:
@@ -120,7 +121,7 @@ class TraceTransport(ImmediateTransport):
             return
         when = f"in step {self.step}" if self.step else "before the first step"
         what = "the step to end" if self.step else "flow.steps(...) to begin"
-        raise Refusal(
+        raise PlanError(
             f"script line {line}: got call {self._num_calls} ({label}) {when}, expected {what} "
             f"within {self._most_calls} calls; a loop that waits for data may never see it here: "
             f"declare what it waits for with flow.assume(name=value), or raise --calls"

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from spmdflow.blocks.plan import PlanError
-from spmdflow.errors import ConfigError
+from spmdflow.errors import ConfigError, PlanError
 from spmdflow.hybrid_engine.factory import sync_mode
 from spmdflow.hybrid_engine.reshard import (
     BoxesByRank,

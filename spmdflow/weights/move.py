@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spmdflow.blocks.box import Box, subtract_all
-from spmdflow.blocks.plan import PlanError
+from spmdflow.errors import PlanError
 from spmdflow.weights.cut import ShardTable
 
 Read = Callable[[str, Box], Tensor]

@@ -185,7 +185,7 @@ def test_own_algorithms_are_placed_by_auto_and_proved_by_a_plan(name: str, tmp_p
     check(auto.cfg, 4)
     report = plan(made.script, auto.cfg, settings_of(4), load_hardware("h100"))
 
-    assert report.findings == []
+    assert report.problems == []
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def test_auto_placement_of_both_is_proved() -> None:
     placed = [role for pool in pools.values() for role in pool.roles]
     assert sorted(placed) == sorted(roles_of(made.cfg))
     assert (auto.cfg.actor.engine.kind, auto.cfg.actor.rollout.engine) == ("ddp", "plain")
-    assert plan(made.script, auto.cfg, settings_of(4), load_hardware("h100")).findings == []
+    assert plan(made.script, auto.cfg, settings_of(4), load_hardware("h100")).problems == []
 
 
 @pytest.mark.parametrize(

@@ -89,5 +89,5 @@ def find(trace: Trace, label: str) -> TracedOrder:
     return next(order for order in trace.orders if order.label == label)
 
 
-def texts(findings: list[Any]) -> str:
-    return "\n".join(finding.text for finding in findings)
+def texts(problems: list[Any]) -> str:
+    return "\n".join(problem.text for problem in problems)

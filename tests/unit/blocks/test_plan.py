@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdflow.blocks.box import Box, flat_range
-from spmdflow.blocks.plan import Edge, PlanError, redistribute
+from spmdflow.blocks.plan import Edge, redistribute
 from spmdflow.blocks.proof import verify
+from spmdflow.errors import PlanError
 from spmdflow.parallel.layout import Layout
 from tests.unit.block_reference import elements, layouts, reference_moves
 from tests.unit.blocks.test_box import boxes

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdflow.blocks.plan import PlanError
+from spmdflow.errors import PlanError
 from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, scopes_of
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.ranks import megatron_tables, sharded_tables, vllm_tables, whole_tables

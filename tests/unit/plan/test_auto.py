@@ -50,7 +50,7 @@ def test_placement_of_every_bundled_script_has_every_role_and_is_proved(script: 
 
     placed = [role for pool in pools_of(auto.cfg, 4).values() for role in pool.roles]
     assert sorted(placed) == sorted(roles_of(loaded.cfg))
-    assert report.findings == []
+    assert report.problems == []
 
 
 def large_groups(folder: Path) -> list[str]:
@@ -82,7 +82,7 @@ def test_sizes_of_a_large_generator_of_its_own_are_searched_or_those_of_the_sett
     sizes = sizes_of("actor.rollout.layout", auto.changed["actor.rollout.layout"])
     assert sizes == (strategy.tp, strategy.pp)
     settings = settings_of(128, node_size=8, backend="nccl")
-    assert plan(loaded.script, auto.cfg, settings, hardware).findings == []
+    assert plan(loaded.script, auto.cfg, settings, hardware).problems == []
 
 
 def test_models_of_different_sizes_get_layouts_of_their_own(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_models_of_different_sizes_get_layouts_of_their_own(tmp_path: Path) -> N
     )
     assert actor.tp * actor.pp < critic.tp * critic.pp
     settings = settings_of(128, node_size=8, backend="nccl")
-    assert plan(loaded.script, auto.cfg, settings, load_hardware("h100")).findings == []
+    assert plan(loaded.script, auto.cfg, settings, load_hardware("h100")).problems == []
 
 
 def test_generator_of_its_own_gets_ranks_of_its_own() -> None:
@@ -112,7 +112,7 @@ def test_generator_of_its_own_gets_ranks_of_its_own() -> None:
     (scoring,) = [pool for pool in pools if "reward" in pool.roles]
     assert set(idle.roles) < set(scoring.roles)
     report = plan(loaded.script, auto.cfg, settings_of(4), load_hardware("h100"))
-    assert report.findings == []
+    assert report.problems == []
 
 
 def test_the_same_is_found_again_and_the_settings_stay_as_they_were() -> None:
@@ -183,7 +183,7 @@ def test_evaluation_keeps_the_sizes_of_its_settings(tmp_path: Path) -> None:
     assert auto.cfg.actor.rollout.layout == "t8p1"
     assert loaded.cfg.actor.rollout.layout == "t8"
     settings = settings_of(16, node_size=8, backend="nccl")
-    assert plan(loaded.script, auto.cfg, settings, load_hardware("h100")).findings == []
+    assert plan(loaded.script, auto.cfg, settings, load_hardware("h100")).problems == []
 
 
 @pytest.mark.parametrize("folders", [("critic",), ("actor", "critic", "reference")])

@@ -324,7 +324,7 @@ def test_models_that_do_not_fit_are_told_with_a_knob(tmp_path: Path) -> None:
 
     report = planned([*words, "data.prompts_per_step=128"], 8)
 
-    memory = [finding.text for finding in report.findings if finding.check == "memory"]
+    memory = [problem.text for problem in report.problems if problem.check == "memory"]
     assert any("actor.update_actor: got" in text and "expected at most" in text for text in memory)
     assert any("engine.layout" in text or "residency=offload" in text for text in memory)
 
@@ -332,7 +332,7 @@ def test_models_that_do_not_fit_are_told_with_a_knob(tmp_path: Path) -> None:
 def test_what_only_this_machine_lacks_is_no_fault_of_the_plan(tmp_path: Path) -> None:
     report = planned(large(tmp_path), 64)
 
-    assert report.findings == [f for f in report.findings if f.check == "memory"]
+    assert report.problems == [f for f in report.problems if f.check == "memory"]
     assert "no *.safetensors" in (report.missing_here or "")
     assert "not on this machine" in report_text(report)
 
@@ -347,5 +347,5 @@ def test_four_70b_models_on_1024_ranks_take_less_than_ten_seconds(
     report = planned([*large(tmp_path), f"placement={placement}"], 1024)
 
     assert time.process_time() - started < 10
-    assert [f for f in report.findings if f.check != "memory"] == []
+    assert [f for f in report.problems if f.check != "memory"] == []
     assert len(report.edge_bytes) > 10_000

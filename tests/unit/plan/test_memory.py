@@ -72,9 +72,9 @@ def test_cache_of_vllm_that_is_set_too_large_is_reported_with_its_setting() -> N
 
     found = memory_of(*setting, hardware=load_hardware("h100"))
 
-    (finding,) = found.findings
-    assert finding.check == "memory" and "actor.generate_sequences: got 200.0 GB" in finding.text
-    assert finding.text.endswith("; lower actor.rollout.kv_cache_bytes")
+    (problem,) = found.problems
+    assert problem.check == "memory" and "actor.generate_sequences: got 200.0 GB" in problem.text
+    assert problem.text.endswith("; lower actor.rollout.kv_cache_bytes")
 
 
 def with_usable(num_bytes: float) -> Hardware:
@@ -96,8 +96,8 @@ def test_small_cache_is_what_is_to_be_lowered_where_all_else_fits() -> None:
     fits = memory_of(*words, hardware=with_usable(others + cache))
     found = memory_of(*words, hardware=with_usable(others + cache / 2))
 
-    assert not [f for f in fits.findings if "actor.generate_sequences" in f.text]
-    (said,) = [f.text for f in found.findings if "actor.generate_sequences" in f.text]
+    assert not [f for f in fits.problems if "actor.generate_sequences" in f.text]
+    (said,) = [f.text for f in found.problems if "actor.generate_sequences" in f.text]
     assert said.endswith("; lower actor.rollout.kv_cache_bytes")
 
 
@@ -108,7 +108,7 @@ def test_rows_that_the_built_in_generator_cannot_hold_together_are_reported() ->
 
     found = memory_of(hardware=with_usable(others + parts["kv_cache"] / 2))
 
-    (said,) = [f.text for f in found.findings if "actor.generate_sequences" in f.text]
+    (said,) = [f.text for f in found.problems if "actor.generate_sequences" in f.text]
     assert said.endswith("; lower actor.rollout.max_batch_size")
 
 

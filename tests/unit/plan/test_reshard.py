@@ -79,7 +79,7 @@ def with_message(
 
 def texts(case: Case, plan: ReshardPlan) -> str:
     found = check_weights(Copies(plan, *case[1:]), way="actor to generator")
-    return "\n".join(finding.text for finding in found)
+    return "\n".join(problem.text for problem in found)
 
 
 @pytest.mark.parametrize("way", WAYS)

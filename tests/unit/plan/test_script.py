@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from spmdflow.errors import PlanError
 from spmdflow.plan.check import check_members
-from spmdflow.plan.record import Refusal
 from spmdflow.plan.rows import check_rows
 from tests.unit.plan.test_trace import own_script
 
@@ -41,5 +41,5 @@ def test_loop_in_which_some_rows_go_on_is_planned_with_its_rows_and_lengths(tmp_
 
 
 def test_metric_of_a_batch_that_nobody_has_declared_names_its_line(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match=r"^script line 21: reads 'actor/entropy', which only a run"):
+    with pytest.raises(PlanError, match=r"^script line 21: reads 'actor/entropy', which only"):
         own_script(tmp_path, LOOP)

@@ -9,8 +9,9 @@ import pytest
 
 import spmdflow
 from spmdflow.config.load import load
+from spmdflow.errors import PlanError
 from spmdflow.plan.example import KNOWN
-from spmdflow.plan.record import Refusal, bytes_by_edge, row_edges
+from spmdflow.plan.record import bytes_by_edge, row_edges
 from spmdflow.plan.trace import trace
 from spmdflow.transfer.register import map_spec, registered_methods
 from spmdflow.transfer.worker import Worker
@@ -151,7 +152,7 @@ def test_loop_that_never_sees_its_data_is_refused_with_its_line(tmp_path: Path) 
     body = "batch = next(prompts)\nwhile len(batch):\n"
     body += "    batch = actor.generate_sequences(next(prompts))"
 
-    with pytest.raises(Refusal, match=r"script line 11: got call 101 \(actor\.generate_seq.*100"):
+    with pytest.raises(PlanError, match=r"script line 11: got call 101 \(actor\.generate_seq.*100"):
         own_script(tmp_path, body)
 
 
@@ -164,7 +165,7 @@ def test_loop_before_the_first_step_is_refused_with_its_line(tmp_path: Path) -> 
     )
     loaded = load(path, None, [*_own(), "eval_every=0"])
 
-    with pytest.raises(Refusal, match=r"script line 9: got call 101 .* before the first step"):
+    with pytest.raises(PlanError, match=r"script line 9: got call 101 .* before the first step"):
         trace(loaded.script, loaded.cfg, settings_of(2))
 
 
@@ -235,14 +236,14 @@ def test_value_without_an_example_is_refused_with_its_line_and_what_to_declare(
     body = "batch = actor.generate_sequences(next(prompts))\n"
     body += "batch |= reward.compute_reward(batch)\nbatch.mean('rollout_entropy')"
 
-    with pytest.raises(Refusal, match=r"script line 11: column 'rollout_entropy'"):
+    with pytest.raises(PlanError, match=r"script line 11: column 'rollout_entropy'"):
         own_script(tmp_path, body)
 
 
 def test_metric_that_the_script_reads_comes_from_the_example(tmp_path: Path) -> None:
     body = "if result['actor/kl'] > 0.5:\n    step.log(big=1.0)"
 
-    with pytest.raises(Refusal, match=r"script line 15: reads 'actor/kl', .* flow\.assume"):
+    with pytest.raises(PlanError, match=r"script line 15: reads 'actor/kl', .* flow\.assume"):
         own_script(tmp_path, UPDATED + body)
     found = own_script(tmp_path, UPDATED + body, examples={"actor/kl": 0.1})
 
@@ -278,7 +279,7 @@ def test_error_of_the_script_on_its_examples_is_refused_with_its_line(
     before = "batch = actor.generate_sequences(next(prompts))\n"
     before += "batch |= reward.compute_reward(batch)\n"
 
-    with pytest.raises(Refusal, match=f"script {said}"):
+    with pytest.raises(PlanError, match=f"script {said}"):
         own_script(tmp_path, before + body, examples={"scores": 0.0})
 
 
@@ -293,5 +294,5 @@ def test_examples_of_the_script_are_taken_and_the_command_line_overrules_them(
 
 
 def test_error_that_the_script_would_meet_is_told_with_its_line(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match=r"script line 9: actor\.compute_log_prob: the batch has"):
+    with pytest.raises(PlanError, match=r"script line 9: actor\.compute_log_prob: the batch has"):
         own_script(tmp_path, "actor.compute_log_prob(next(prompts))")

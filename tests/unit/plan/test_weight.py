@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdflow.blocks.plan import PlanError
 from spmdflow.config.schema import PPOConfig
+from spmdflow.errors import PlanError
 from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, scopes_of
 from spmdflow.hybrid_engine.table import generation_tables, training_tables
 from spmdflow.mapping.dataflow import Model, Rollout

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import MODULUS, box_hash, positional_hash
-from spmdflow.blocks.plan import PlanError
-from spmdflow.errors import ConfigError
+from spmdflow.errors import ConfigError, PlanError
 from spmdflow.weights.cut import owned
 from spmdflow.weights.megatron import megatron_shards
 from spmdflow.weights.move import BlockReader, blocks, fill
