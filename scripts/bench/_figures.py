@@ -8,9 +8,9 @@ from bench._given import evaluate
 from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Engine, Model, Rollout
 from spmdflow.mapping.hardware import Hardware
-from spmdflow.mapping.placed import Placed, transition_seconds
-from spmdflow.mapping.seconds import transition_bytes
-from spmdflow.mapping.strategy import Strategies, Strategy
+from spmdflow.mapping.placed import Placed
+from spmdflow.mapping.seconds import transition_bytes, transition_seconds
+from spmdflow.mapping.strategy import Strategy
 
 VOLUMES = {
     "7B": (Strategy(8, 1, 2, 2, 1), 5.25e9),
@@ -30,7 +30,7 @@ TWO_COPIES_REPLICAS = 8
 def volumes() -> dict[str, tuple[float, float]]:
     """Model -> (bytes received by each GPU, what Table 2 says)."""
     return {
-        name: (float(transition_bytes(policy(name), Strategies.of([strategy]))[0]), wanted)
+        name: (float(transition_bytes(policy(name), strategy)), wanted)
         for name, (strategy, wanted) in VOLUMES.items()
     }
 
@@ -41,7 +41,7 @@ def transition_ratio(hardware: Hardware) -> tuple[float, float]:
     Two copies: rank 0's machine sends the whole model to every generation replica, one after
     another, as OpenRLHF did over gloo then (vllm-project/vllm issue 5723).
     """
-    ours = transition_seconds(policy("70B"), VOLUMES["70B"][0], hardware).seconds
+    ours = float(transition_seconds(policy("70B"), VOLUMES["70B"][0], hardware))
     whole = 2 * NOMINAL["70B"].num_parameters
     return ours, TWO_COPIES_REPLICAS * whole / hardware.network_rate
 

@@ -12,12 +12,13 @@ parallelism and without the score matrix, which fused attention does not store):
 
 and with it the layer's input (hidden) plus one whole layer. The first stage of a pipeline holds
 min(m, p) micro-batches (1F1B). Models of a pool take turns: of what calls need, the most counts.
-Arrays over strategies.
+One strategy, or many at once as in `seconds`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 
@@ -25,54 +26,52 @@ from spmdflow.mapping.dataflow import Dataflow, Kind, Model, Workload
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.seconds import (
     PREFILL_TOKENS,
+    Parts,
+    added,
     kv_width,
     local_parameters,
+    micro_batches,
     rows_per_replica,
     sequence_bytes,
     share_of,
+    total,
 )
-from spmdflow.mapping.strategy import Array, Strategies, Strategy
+from spmdflow.mapping.strategy import Array, Strategy
 from spmdflow.weights.ranks import BUCKET_BYTES
-
-Bytes = dict[str, Array]
-"""Bytes of one rank by what they hold."""
 
 LOGIT_BYTES = 4
 
 
-def resident_bytes(model: Model, cut: Strategies) -> Bytes:
+def resident_bytes(model: Model, cut: Strategy) -> Parts:
     """What a model keeps on a rank between calls; nothing if it lives on the host."""
-    return _nothing(cut) if model.engine.offload else state_bytes(model, cut)
+    parts = state_bytes(model, cut)
+    return {name: 0.0 * size for name, size in parts.items()} if model.engine.offload else parts
 
 
-def state_bytes(model: Model, cut: Strategies) -> Bytes:
+def state_bytes(model: Model, cut: Strategy) -> Parts:
     """Weights, optimizer and, where it stays, the gradient buffer of one rank."""
     engine, sharding = model.engine, model.engine.sharding
     local = local_parameters(model, cut)
+    parts = dict.fromkeys(("parameters", "gradients", "optimizer"), 0.0 * local)
     if model.weights_from is not None and model.rollout is not None:
-        return _nothing(cut) | {"parameters": local * model.rollout.element_bytes}
+        return parts | {"parameters": local * model.rollout.element_bytes}
     size = 4 if model.trained and engine.facts.float32_weights else engine.element_bytes
-    parts = _nothing(cut) | {"parameters": size * local / share_of(sharding.parameters, cut)}
+    parts["parameters"] = size * local / share_of(sharding.parameters, cut)
+    if model.trained and engine.facts.keeps_gradients:
+        parts["gradients"] = local * 4
     if model.trained:
         second_copy = 4 if size < 4 else 0
-        optimizer = local * (8 + second_copy) / share_of(sharding.optimizer, cut)
-        parts |= {"optimizer": optimizer}
-    if model.trained and engine.facts.keeps_gradients:
-        parts |= {"gradients": local * 4}
+        parts["optimizer"] = local * (8 + second_copy) / share_of(sharding.optimizer, cut)
     return parts
 
 
-def call_bytes(model: Model, kind: Kind, workload: Workload, cut: Strategies) -> Bytes:
+def call_bytes(model: Model, kind: Kind, workload: Workload, cut: Strategy) -> Parts:
     """What one call needs beside all residents; generation without its cache."""
-    parts = {
-        "train": _training_bytes,
-        "infer": _inference_bytes,
-        "generate": _generation_bytes,
-    }[kind](model, workload, cut)
-    if model.engine.offload:
-        state = state_bytes(model, cut)
-        parts = parts | {name: size + parts.get(name, 0.0) for name, size in state.items()}
-    return parts
+    if kind == "generate":
+        parts = _generation_bytes(model, workload, cut)
+    else:
+        parts = _pass_bytes(model, workload, cut, trains=kind == "train")
+    return added(parts, state_bytes(model, cut)) if model.engine.offload else parts
 
 
 def pool_memory(
@@ -84,82 +83,73 @@ def pool_memory(
     `kv_cache_bytes`, whether or not it fits, else what is left of the usable memory. Of calls of
     one title, such as a greedy and a sampled generation, the one that needs most is kept.
     """
-    resident: dict[str, float] = {}
-    for model, strategy in members:
-        for part, size in resident_bytes(model, Strategies.of([strategy])).items():
-            resident[part] = resident.get(part, 0.0) + float(size[0])
-    names = {model.name: (model, strategy) for model, strategy in members}
+    resident = reduce(added, (resident_bytes(model, strategy) for model, strategy in members))
+    pool = {model.name: (model, strategy) for model, strategy in members}
     found: dict[str, dict[str, float]] = {}
     most: dict[str, float] = {}
     for call in dataflow.calls:
-        if call.model not in names:
+        if call.model not in pool:
             continue
-        model, strategy = names[call.model]
-        parts, cut = dict(resident), Strategies.of([strategy])
-        for part, size in call_bytes(model, call.kind, call.workload, cut).items():
-            parts[part] = parts.get(part, 0.0) + float(np.ravel(size)[0])
-        used = sum(parts.values())
+        model, strategy = pool[call.model]
+        parts = added(resident, call_bytes(model, call.kind, call.workload, strategy))
+        used = total(parts)
         if used < most.get(call.title, 0.0):
             continue
         most[call.title] = used
-        if call.kind == "generate":
-            parts["kv_cache"] = _cache(model, hardware, used)
-        found[call.title] = parts
+        if model.rollout is not None and call.kind == "generate":
+            fixed = model.rollout.kv_cache_bytes
+            parts["kv_cache"] = hardware.usable_bytes - used if fixed is None else fixed
+        found[call.title] = {name: float(size) for name, size in parts.items()}
     return found
 
 
-def least_cache_bytes(model: Model, workload: Workload, cut: Strategies) -> Array:
+def least_cache_bytes(model: Model, workload: Workload, cut: Strategy) -> Array:
     """Cache of one rank: what is set, which is taken whole; else for the fewest sequences that a
     plan accepts."""
     assert model.rollout is not None, model.name
     if model.rollout.kv_cache_bytes is not None:
-        return np.full(len(cut), model.rollout.kv_cache_bytes)
+        return model.rollout.kv_cache_bytes + 0.0 * cut.dp
     least = np.minimum(rows_per_replica(workload, cut), model.rollout.min_batch_size)
     return least * sequence_bytes(model, workload, cut)
 
 
-def full_cache_bytes(model: Model, workload: Workload, cut: Strategies) -> Array:
+def full_cache_bytes(model: Model, workload: Workload, cut: Strategy) -> Array:
     """Cache of one rank for all sequences of its replica at once."""
     return rows_per_replica(workload, cut) * sequence_bytes(model, workload, cut)
 
 
-def offload_seconds(model: Model, cut: Strategies, hardware: Hardware) -> Array:
+def offload_seconds(model: Model, cut: Strategy, hardware: Hardware) -> Array:
     """A model that lives on the host is loaded before a call, and put back if it was trained."""
     if not model.engine.offload:
-        return np.zeros(len(cut))
+        return 0.0 * cut.dp
     ways = 2 if model.trained else 1
     return ways * total(state_bytes(model, cut)) / hardware.host_bandwidth
 
 
-def total(parts: Bytes) -> Array:
-    """All of them."""
-    return np.asarray(sum(parts.values()))
-
-
-def _nothing(cut: Strategies) -> Bytes:
-    return {name: np.zeros(len(cut)) for name in ("parameters", "gradients", "optimizer")}
-
-
-def _gathered_bytes(model: Model, cut: Strategies, *, training: bool) -> Array:
+def _gathered_bytes(model: Model, cut: Strategy, *, training: bool) -> Array:
     """What a sharded model gathers for its passes: two layers, or all; all gradients too where they
     stay whole until the step ends."""
     sharding, size = model.engine.sharding, model.engine.element_bytes
     if not sharding.parameters:
-        return np.zeros(len(cut))
+        return 0.0 * cut.dp
     if sharding.frees_gathered or not training:
         two_layers = 2 * model.shape.layer_parameters
         return size * (two_layers + model.shape.vocab_size * model.shape.hidden_size + 0 * cut.dp)
     copies = 1 if sharding.micro_batch_reductions else 2
-    return copies * size * model.shape.num_parameters * np.ones(len(cut))
+    return copies * size * model.shape.num_parameters + 0.0 * cut.dp
 
 
-def _training_bytes(model: Model, workload: Workload, cut: Strategies) -> Bytes:
+def _pass_bytes(model: Model, workload: Workload, cut: Strategy, *, trains: bool) -> Parts:
+    """Of an update or of a forward call."""
     engine, shape = model.engine, model.shape
-    rows = np.ceil(workload.num_sequences * workload.num_epochs / workload.num_updates / cut.dp)
-    micro = np.minimum(engine.rows_at(workload.tokens), rows)
-    tokens, layers = micro * workload.tokens, np.ceil(shape.num_layers / cut.pp)
-    held = np.minimum(np.ceil(rows / micro), cut.pp)
-    one_layer = _layer_elements(model, cut)
+    rows, num_micro = micro_batches(model, workload, cut, trains=trains)
+    tokens, one_layer = rows * workload.tokens, _layer_elements(model, cut)
+    logits = _logit_bytes(model, tokens, cut)
+    gather = _gathered_bytes(model, cut, training=trains)
+    if not trains:
+        activations = tokens * one_layer * engine.element_bytes
+        return {"activations": activations, "logits": logits, "gather": gather}
+    layers, held = np.ceil(shape.num_layers / cut.pp), np.minimum(num_micro, cut.pp)
     kept = np.where(cut.recompute > 0, shape.hidden_size, one_layer) * layers * held
     working = np.where(cut.recompute > 0, one_layer, 0.0)
     share = share_of(engine.sharding.parameters, cut)
@@ -167,23 +157,12 @@ def _training_bytes(model: Model, workload: Workload, cut: Strategies) -> Bytes:
     return {
         "gradients": passing * 4 * local_parameters(model, cut) / share,
         "activations": tokens * (kept + working) * engine.element_bytes,
-        "logits": 2 * _logit_bytes(model, tokens, cut),
-        "gather": _gathered_bytes(model, cut, training=True),
+        "logits": 2 * logits,
+        "gather": gather,
     }
 
 
-def _inference_bytes(model: Model, workload: Workload, cut: Strategies) -> Bytes:
-    rows = np.ceil(workload.num_sequences / cut.dp)
-    micro = np.minimum(model.engine.rows_at(workload.tokens), rows)
-    tokens = micro * workload.tokens
-    return {
-        "activations": tokens * _layer_elements(model, cut) * model.engine.element_bytes,
-        "logits": _logit_bytes(model, tokens, cut),
-        "gather": _gathered_bytes(model, cut, training=False),
-    }
-
-
-def _generation_bytes(model: Model, workload: Workload, cut: Strategies) -> Bytes:
+def _generation_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
     """Weights beyond training's (Table 2: M/(t_g p_g) at the peak, nothing twice) and buffers."""
     rollout, shape = model.rollout, model.shape
     assert rollout is not None, model.name
@@ -192,7 +171,7 @@ def _generation_bytes(model: Model, workload: Workload, cut: Strategies) -> Byte
     held = shape.num_parameters * size / (cut.tp * cut.pp)
     shares = rollout.weights != "copy" and model.engine.facts.shares_storage
     extra = np.maximum(needed - held, 0.0) if shares else needed
-    extra = np.zeros(len(cut)) if model.weights_from is not None else extra
+    extra = 0.0 * extra if model.weights_from is not None else extra
     tokens = np.minimum(rows * workload.prompt_tokens, PREFILL_TOKENS)
     width = 2 * shape.hidden_size + (shape.q_size + 2 * shape.ffn_size) / cut.gen_tp
     return {
@@ -203,7 +182,7 @@ def _generation_bytes(model: Model, workload: Workload, cut: Strategies) -> Byte
     }
 
 
-def _layer_elements(model: Model, cut: Strategies) -> Array:
+def _layer_elements(model: Model, cut: Strategy) -> Array:
     shape = model.shape
     divided = 2 * shape.q_size + 2 * shape.kv_size + (2 + shape.gated) * shape.ffn_size
     whole = 5 * shape.hidden_size
@@ -212,13 +191,7 @@ def _layer_elements(model: Model, cut: Strategies) -> Array:
     return whole + divided / cut.tp
 
 
-def _logit_bytes(model: Model, tokens: Array, cut: Strategies) -> Array:
+def _logit_bytes(model: Model, tokens: Array, cut: Strategy) -> Array:
     if model.shape.head == "scalar":
         return 0.0 * tokens
     return tokens * model.shape.vocab_size / cut.tp * LOGIT_BYTES
-
-
-def _cache(model: Model, hardware: Hardware, used: float) -> float:
-    assert model.rollout is not None, model.name
-    fixed = model.rollout.kv_cache_bytes
-    return hardware.usable_bytes - used if fixed is None else fixed

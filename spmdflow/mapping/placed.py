@@ -16,23 +16,18 @@ import numpy as np
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.dataflow import Call, Dataflow, Model
 from spmdflow.mapping.hardware import Hardware
-from spmdflow.mapping.memory import (
-    offload_seconds,
-    pool_memory,
-    resident_bytes,
-    total,
-)
+from spmdflow.mapping.memory import offload_seconds, pool_memory, resident_bytes
 from spmdflow.mapping.search import ModelSet
 from spmdflow.mapping.seconds import (
-    Parts,
+    added,
     concurrency,
     generation_parts,
-    inference_parts,
+    pass_parts,
     rows_per_replica,
-    training_parts,
+    total,
+    transition_seconds,
 )
-from spmdflow.mapping.seconds import transition_seconds as transition
-from spmdflow.mapping.strategy import Strategies, Strategy
+from spmdflow.mapping.strategy import Strategy
 from spmdflow.mapping.table import CostTable
 
 
@@ -40,14 +35,14 @@ from spmdflow.mapping.table import CostTable
 class Estimate:
     """Seconds of one call, by cause."""
 
-    parts: Mapping[str, float]
+    parts: dict[str, float]
     notes: tuple[str, ...] = ()
     """What else decides them, such as the waves of a generation."""
 
     @property
     def seconds(self) -> float:
         """All parts."""
-        return sum(self.parts.values())
+        return total(self.parts)
 
     @property
     def limit(self) -> str:
@@ -55,9 +50,7 @@ class Estimate:
         return max(self.parts, key=lambda name: self.parts[name])
 
     def __add__(self, other: Estimate) -> Estimate:
-        names = dict.fromkeys([*self.parts, *other.parts])
-        parts = {name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in names}
-        return Estimate(parts, self.notes + other.notes)
+        return Estimate(added(self.parts, other.parts), self.notes + other.notes)
 
 
 @dataclass(frozen=True)
@@ -139,55 +132,31 @@ class Placed:
 
 
 def call_seconds(
-    call: Call,
-    model: Model,
-    strategy: Strategy,
-    hardware: Hardware,
-    *,
-    kv_bytes: float = 0.0,
+    call: Call, model: Model, cut: Strategy, hardware: Hardware, *, kv_bytes: float = 0.0
 ) -> Estimate:
     """One call by its kind (paper Appendix C); the transition is not part of it, offloading is.
 
     kv_bytes: cache of one rank in a generation; ConfigError if not one sequence fits into it.
     """
+    workload, notes = call.workload, tuple[str, ...]()
     if call.fixed_seconds is not None:
         return Estimate({"fixed": call.fixed_seconds})
-    cut = Strategies.of([strategy])
-    notes: tuple[str, ...] = ()
-    if call.kind == "generate":
-        parts, notes = _generation(call, model, strategy, hardware, kv_bytes)
+    if call.kind != "generate":
+        parts = pass_parts(model, workload, cut, hardware, trains=call.kind == "train")
     else:
-        simulate = training_parts if call.kind == "train" else inference_parts
-        parts = simulate(model, call.workload, cut, hardware)
+        held = concurrency(model, workload, cut, kv_bytes)
+        if held < 1:
+            raise ConfigError(
+                f"{model.name}: got {kv_bytes / 1e9:.2f} GB of KV cache a rank under {cut}, "
+                f"expected room for one sequence of {workload.tokens} tokens; raise the generation "
+                f"sizes, use more ranks or share the pool with fewer models"
+            )
+        rows = rows_per_replica(workload, cut)
+        notes = (f"{int(rows)} sequences a replica in {int(-(-rows // held))} waves",)
+        parts = generation_parts(model, workload, cut, hardware, kv_bytes=kv_bytes)
     if model.engine.offload:
-        parts = {**parts, "offload": offload_seconds(model, cut, hardware)}
-    return _estimate(parts, notes)
-
-
-def transition_seconds(model: Model, strategy: Strategy, hardware: Hardware) -> Estimate:
-    """Weights from training's layout to generation's."""
-    return _estimate({"transition": transition(model, Strategies.of([strategy]), hardware)})
-
-
-def _generation(
-    call: Call, model: Model, strategy: Strategy, hardware: Hardware, kv_bytes: float
-) -> tuple[Parts, tuple[str, ...]]:
-    cut, workload = Strategies.of([strategy]), call.workload
-    free = np.array([kv_bytes])
-    held = float(concurrency(model, workload, cut, free)[0])
-    if held < 1:
-        raise ConfigError(
-            f"{model.name}: got {kv_bytes / 1e9:.2f} GB of KV cache a rank under {strategy}, "
-            f"expected room for one sequence of {workload.tokens} tokens; raise the generation "
-            f"sizes, use more ranks or share the pool with fewer models"
-        )
-    rows = float(rows_per_replica(workload, cut)[0])
-    notes = (f"{int(rows)} sequences a replica in {int(-(-rows // held))} waves",)
-    return generation_parts(model, workload, cut, hardware, kv_bytes=free), notes
-
-
-def _estimate(parts: Parts, notes: tuple[str, ...] = ()) -> Estimate:
-    return Estimate({name: float(np.ravel(one)[0]) for name, one in parts.items()}, notes)
+        parts = parts | {"offload": offload_seconds(model, cut, hardware)}
+    return Estimate({name: float(one) for name, one in parts.items()}, notes)
 
 
 TIE = 1.01
@@ -239,33 +208,29 @@ def pool_of(
     ranks: Sequence[int],
 ) -> PlacedPool:
     """A pool of models that are cut so, whether or not they fit."""
-    members = [(dataflow.model(name), strategy) for name, strategy in strategies.items()]
-    memory = pool_memory(members, dataflow, hardware)
+    members = {name: (dataflow.model(name), strategy) for name, strategy in strategies.items()}
+    memory = pool_memory(list(members.values()), dataflow, hardware)
+    resident = sum(total(resident_bytes(*member)) for member in members.values())
     estimates: dict[int, Estimate] = {}
     stages = dict.fromkeys(dataflow.stages, 0.0)
     moved: set[str] = set()
-    most = 0.0
     for number, call in enumerate(dataflow.calls):
-        if call.model not in strategies:
+        if call.model not in members:
             continue
-        model, strategy = dataflow.model(call.model), strategies[call.model]
-        parts = memory[call.title]
-        cache = parts.get("kv_cache", 0.0)
-        found = call_seconds(call, model, strategy, hardware, kv_bytes=cache)
+        cache = memory[call.title].get("kv_cache", 0.0)
+        found = call_seconds(call, *members[call.model], hardware, kv_bytes=cache)
         if call.kind == "generate" and call.model not in moved:
             moved.add(call.model)
-            found = found + transition_seconds(model, strategy, hardware)
+            seconds = transition_seconds(*members[call.model], hardware)
+            found = found + Estimate({"transition": float(seconds)})
         estimates[number] = found
         stages[call.stage] += found.seconds
-        most = max(most, sum(parts.values()))
-    if not estimates:
-        most = sum(float(total(resident_bytes(m, Strategies.of([s])))[0]) for m, s in members)
     return PlacedPool(
         roles=tuple(strategies),
         ranks=tuple(ranks),
         strategies=dict(strategies),
         stage_seconds=stages,
-        memory_bytes=most,
+        memory_bytes=max((total(parts) for parts in memory.values()), default=float(resident)),
         estimates=estimates,
     )
 

@@ -1,4 +1,4 @@
-"""Seconds of calls as arrays over strategies (paper Appendix C): training, inference, generation.
+"""Seconds of calls by cause (paper Appendix C): training, inference, generation.
 
     update = (m + p - 1) (F + B) + p2p + gradient sync + optimizer + host
     F = layers/p * pass + head        B = 2 F, + F of the layers where activations are recomputed
@@ -23,22 +23,21 @@ for few tokens (decoding) or narrow shards; no efficiency curve is fitted.
 Collectives are rings over NVLink and the network. A group has `per_node` of its members on each
 node that it touches. The devices of a node share its network: while a group of `per_node` members
 sends, the node's other gpus_per_node / per_node - 1 groups of the same axis send too.
+
+Every function takes one strategy and gives numbers, or many at once and gives arrays.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 
 from spmdflow.mapping.dataflow import Engine, Model, Rollout, Workload
 from spmdflow.mapping.hardware import Hardware
-from spmdflow.mapping.strategy import Array, Strategies
+from spmdflow.mapping.strategy import Array, Strategy
 from spmdflow.weights.architecture import Architecture
 
 Parts = dict[str, Array]
-"""Seconds by cause, one entry a strategy."""
-
+"""Seconds by cause, or bytes by what they hold."""
 Precision = Engine | Rollout
 """What states a dtype and the bytes of an element."""
 
@@ -49,108 +48,101 @@ PREFILL_TOKENS = 8192
 """Tokens that one prefill pass takes at most."""
 
 
-def training_parts(model: Model, workload: Workload, cut: Strategies, hw: Hardware) -> Parts:
-    """One training call: all its updates."""
-    rows = np.ceil(workload.num_sequences * workload.num_epochs / workload.num_updates / cut.dp)
-    stage = _stage(model, workload, rows, cut, hw)
-    passes, sharding = 3 + cut.recompute, model.engine.sharding
-    parts = {
-        "compute": stage.forward.compute * passes + 3 * stage.head,
-        "memory": stage.forward.memory * passes,
-        "launch": stage.forward.launch * passes,
-        "tensor_parallel": stage.forward.tensor_parallel * (2 + cut.recompute),
-        "pipeline": 2 * stage.hand_over,
-        "weight_gather": sharding.micro_batch_gathers * stage.gather,
-        "gradient_sync": sharding.micro_batch_reductions * stage.reduce,
-    }
-    parts = _pipelined(parts, stage.num_micro, cut)
-    parts["weight_gather"] = parts["weight_gather"] + sharding.gathers * stage.gather
-    parts["gradient_sync"] = parts["gradient_sync"] + sharding.reductions * stage.reduce
+def total(parts: Parts) -> Array:
+    """All parts together."""
+    return sum(parts.values())
+
+
+def added(first: Parts, second: Parts) -> Parts:
+    """Both, part by part."""
+    return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in {**first, **second}}
+
+
+def pass_parts(
+    model: Model, workload: Workload, cut: Strategy, hw: Hardware, *, trains: bool
+) -> Parts:
+    """A training call with all its updates, or one forward call over all rows."""
+    sharding = model.engine.sharding
+    rows, num_micro = micro_batches(model, workload, cut, trains=trains)
+    parts = _micro_batch_parts(model, rows * workload.tokens, workload, cut, hw, trains=trains)
+    gather, reduce = _weight_traffic(model, cut, hw)
+    if trains:
+        each, once = sharding.micro_batch_gathers, sharding.gathers
+    else:  # divided weights are gathered, for each micro-batch if they are freed after its pass
+        each = int(sharding.parameters and sharding.frees_gathered)
+        once = int(sharding.parameters) - each
+    parts["weight_gather"] = each * gather
+    if trains:
+        parts["gradient_sync"] = sharding.micro_batch_reductions * reduce
+    one_micro_batch = total(parts)
+    parts = {name: seconds * num_micro for name, seconds in parts.items()}
+    parts["weight_gather"] = parts["weight_gather"] + once * gather
+    parts["bubble"] = (cut.pp - 1) * one_micro_batch  # while the pipeline fills and drains
+    if not trains:
+        return parts | {"host": hw.call_seconds}
+    parts["gradient_sync"] = parts["gradient_sync"] + sharding.reductions * reduce
     local = local_parameters(model, cut)
     parts["optimizer"] = local / share_of(sharding.optimizer, cut) * ADAM_BYTES / hw.memory_rate
-    parts["host"] = np.full(len(cut), hw.update_seconds)
-    total = {name: seconds * workload.num_updates for name, seconds in parts.items()}
-    total["host"] = total["host"] + hw.call_seconds
-    return total
+    parts["host"] = hw.update_seconds
+    parts = {name: seconds * workload.num_updates for name, seconds in parts.items()}
+    return added(parts, {"host": hw.call_seconds})
 
 
-def inference_parts(model: Model, workload: Workload, cut: Strategies, hw: Hardware) -> Parts:
-    """One forward call over all rows."""
-    rows = np.ceil(workload.num_sequences / cut.dp)
-    stage, sharding = _stage(model, workload, rows, cut, hw), model.engine.sharding
-    parts = {
-        "compute": stage.forward.compute + stage.head,
-        "memory": stage.forward.memory,
-        "launch": stage.forward.launch,
-        "tensor_parallel": stage.forward.tensor_parallel,
-        "pipeline": stage.hand_over,
-        "weight_gather": sharding.parameters * sharding.frees_gathered * stage.gather,
-    }
-    parts = _pipelined(parts, stage.num_micro, cut)
-    once = sharding.parameters * (not sharding.frees_gathered)
-    parts["weight_gather"] = parts["weight_gather"] + once * stage.gather
-    parts["host"] = np.full(len(cut), hw.call_seconds)
-    return parts
+def micro_batches(
+    model: Model, workload: Workload, cut: Strategy, *, trains: bool
+) -> tuple[Array, Array]:
+    """(rows of a micro-batch, their number) of a forward call or of one update."""
+    epochs, updates = (workload.num_epochs, workload.num_updates) if trains else (1, 1)
+    rows = np.ceil(workload.num_sequences * epochs / updates / cut.dp)
+    micro = np.minimum(model.engine.rows_at(workload.tokens), rows)
+    return micro, np.ceil(rows / micro)
 
 
-def local_parameters(model: Model, cut: Strategies) -> Array:
+def local_parameters(model: Model, cut: Strategy) -> Array:
     """Weights of a rank of the busiest stage."""
     layers = model.shape.num_layers
     return model.shape.num_parameters / cut.tp * (np.ceil(layers / cut.pp) / layers)
 
 
-def share_of(divided: bool, cut: Strategies) -> Array:
+def share_of(divided: bool, cut: Strategy) -> Array:
     """Data-parallel ranks among which something is divided, or 1."""
-    return cut.dp if divided else np.ones(len(cut))
+    return cut.dp if divided else 1.0
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """What one micro-batch costs on one pipeline stage, and how many there are."""
-
-    forward: Pass
-    head: Array
-    hand_over: Array
-    gather: Array
-    """All weights of the rank's stage, once."""
-    reduce: Array
-    """All its gradients, once."""
-    num_micro: Array
-
-
-def _stage(model: Model, workload: Workload, rows: Array, cut: Strategies, hw: Hardware) -> _Stage:
+def _micro_batch_parts(
+    model: Model, tokens: Array, workload: Workload, cut: Strategy, hw: Hardware, *, trains: bool
+) -> Parts:
+    """The passes of one micro-batch through the busiest stage, and on to the next."""
     engine, shape = model.engine, model.shape
-    micro = np.minimum(engine.rows_at(workload.tokens), rows)
-    tokens = micro * workload.tokens
     layers = np.ceil(shape.num_layers / cut.pp)
-    one = layer_pass(shape, tokens, np.asarray(workload.tokens / 2), cut.tp, hw, engine)
-    forward = Pass(*(layers * getattr(one, name) for name in one.__dataclass_fields__))
-    size = tokens * shape.hidden_size * engine.element_bytes
-    crosses = cut.tp * cut.pp > hw.gpus_per_node
+    one = layer_pass(shape, tokens, workload.tokens / 2, cut.tp, hw, engine)
+    passes = 3 + cut.recompute if trains else 1
+    parts = {name: layers * seconds * passes for name, seconds in one.items()}
+    head = head_seconds(shape, tokens, cut.tp, hw, engine)
+    parts["compute"] = parts["compute"] + (3 if trains else 1) * head
+    reductions = 2 + cut.recompute if trains else 1
+    parts["tensor_parallel"] = layers * one["tensor_parallel"] * reductions
+    size, crosses = (
+        tokens * shape.hidden_size * engine.element_bytes,
+        cut.tp * cut.pp > hw.gpus_per_node,
+    )
     hand_over = point_to_point(np.where(crosses, size, size / cut.tp), crosses, hw)
-    local = local_parameters(model, cut)
+    parts["pipeline"] = (2 if trains else 1) * np.where(cut.pp > 1, hand_over, 0.0)
+    return parts
+
+
+def _weight_traffic(model: Model, cut: Strategy, hw: Hardware) -> tuple[Array, Array]:
+    """All weights of a rank's stage gathered once, and all its gradients reduced once."""
+    engine, local = model.engine, local_parameters(model, cut)
     per_node = np.clip(hw.gpus_per_node // (cut.tp * cut.pp), 1, cut.dp)
     in_float32 = engine.facts.float32_weights and not engine.sharding.parameters
     weight_bytes = GRADIENT_BYTES if in_float32 else engine.element_bytes
-    return _Stage(
-        forward,
-        head_seconds(shape, tokens, cut.tp, hw, engine),
-        np.where(cut.pp > 1, hand_over, 0.0),
-        all_gather(local * weight_bytes, cut.dp, per_node, hw),
-        all_gather(local * GRADIENT_BYTES, cut.dp, per_node, hw),
-        np.ceil(rows / micro),
-    )
-
-
-def _pipelined(parts: Parts, num_micro: Array, cut: Strategies) -> Parts:
-    """Every micro-batch, and the bubble while the pipeline fills and drains."""
-    one: Array = sum(parts.values(), np.zeros(len(cut)))
-    whole = {name: seconds * num_micro for name, seconds in parts.items()}
-    return whole | {"bubble": (cut.pp - 1) * one}
+    gather = all_gather(local * weight_bytes, cut.dp, per_node, hw)
+    return gather, all_gather(local * GRADIENT_BYTES, cut.dp, per_node, hw)
 
 
 def generation_parts(
-    model: Model, workload: Workload, cut: Strategies, hw: Hardware, *, kv_bytes: Array
+    model: Model, workload: Workload, cut: Strategy, hw: Hardware, *, kv_bytes: Array
 ) -> Parts:
     """One generation call with `kv_bytes` of cache on each rank; infinite where none fits."""
     rows = rows_per_replica(workload, cut)
@@ -166,13 +158,13 @@ def generation_parts(
     return parts
 
 
-def rows_per_replica(workload: Workload, cut: Strategies) -> Array:
+def rows_per_replica(workload: Workload, cut: Strategy) -> Array:
     """Sequences of the busiest generation replica."""
     replicas = cut.tp * cut.pp * cut.dp / (cut.gen_tp * cut.gen_pp)
     return np.ceil(workload.num_sequences / replicas)
 
 
-def concurrency(model: Model, workload: Workload, cut: Strategies, kv_bytes: Array) -> Array:
+def concurrency(model: Model, workload: Workload, cut: Strategy, kv_bytes: Array) -> Array:
     """Whole sequences that a replica holds at once, at most those it has."""
     rollout = _rollout(model)
     if rollout.kv_cache_bytes is not None:
@@ -183,14 +175,14 @@ def concurrency(model: Model, workload: Workload, cut: Strategies, kv_bytes: Arr
     return np.clip(most, 0, rows_per_replica(workload, cut))
 
 
-def sequence_bytes(model: Model, workload: Workload, cut: Strategies) -> Array:
+def sequence_bytes(model: Model, workload: Workload, cut: Strategy) -> Array:
     """KV cache of one whole sequence on one rank."""
     layers = np.ceil(model.shape.num_layers / cut.gen_pp)
     width = kv_width(model.shape, cut.gen_tp)
     return 2 * layers * width * workload.tokens * _rollout(model).element_bytes
 
 
-def transition_seconds(model: Model, cut: Strategies, hw: Hardware) -> Array:
+def transition_seconds(model: Model, cut: Strategy, hw: Hardware) -> Array:
     """Weights from training's layout to generation's, once before a step's generation."""
     received = transition_bytes(model, cut)
     if model.weights_from is not None:
@@ -208,7 +200,7 @@ def transition_seconds(model: Model, cut: Strategies, hw: Hardware) -> Array:
     return np.where(received > 0, all_gather(whole, group, per_node, hw), 0.0)
 
 
-def transition_bytes(model: Model, cut: Strategies) -> Array:
+def transition_bytes(model: Model, cut: Strategy) -> Array:
     """Received by each rank (Table 2): (d_g - 1)/(t p) M; from other engines what it lacks."""
     weights = model.shape.num_parameters * _rollout(model).element_bytes
     needed = weights / (cut.gen_tp * cut.gen_pp)
@@ -224,57 +216,42 @@ def _rollout(model: Model) -> Rollout:
     return model.rollout
 
 
-def _decode(model: Model, workload: Workload, cut: Strategies, hw: Hardware, batch: Array) -> Parts:
+def _decode(model: Model, workload: Workload, cut: Strategy, hw: Hardware, batch: Array) -> Parts:
     """One token for every sequence of a wave, by cause."""
     shape, how = model.shape, _rollout(model)
     context = workload.prompt_tokens + workload.response_tokens / 2
-    one = layer_pass(shape, batch, np.asarray(context), cut.gen_tp, hw, how)
+    one = layer_pass(shape, batch, context, cut.gen_tp, hw, how)
     width = kv_width(shape, cut.gen_tp)
     kv = 2 * batch * context * width * how.element_bytes / hw.kv_rate
-    launch = np.maximum(hw.layer_floor_seconds - one.compute - one.memory - kv, 0)
+    launch = np.maximum(hw.layer_floor_seconds - one["compute"] - one["memory"] - kv, 0)
     head = head_seconds(shape, batch, cut.gen_tp, hw, how)
     return {
-        "compute": shape.num_layers * one.compute,
-        "weights": shape.num_layers * one.memory + head,
+        "compute": shape.num_layers * one["compute"],
+        "weights": shape.num_layers * one["memory"] + head,
         "kv_read": shape.num_layers * kv,
         "launch": shape.num_layers * launch,
-        "tensor_parallel": shape.num_layers * one.tensor_parallel,
+        "tensor_parallel": shape.num_layers * one["tensor_parallel"],
         "pipeline": _hand_overs(model, cut, hw, batch),
         "host": hw.step_seconds + hw.sequence_step_seconds * batch,
     }
 
 
-def _prefill(model: Model, workload: Workload, cut: Strategies, hw: Hardware, rows: Array) -> Array:
+def _prefill(model: Model, workload: Workload, cut: Strategy, hw: Hardware, rows: Array) -> Array:
     """All prompts of a replica, in passes of at most PREFILL_TOKENS."""
     shape, tokens = model.shape, rows * workload.prompt_tokens
-    context = np.asarray(workload.prompt_tokens / 2)
     passes = np.ceil(tokens / PREFILL_TOKENS)
-    one = layer_pass(shape, tokens / passes, context, cut.gen_tp, hw, _rollout(model))
+    one = layer_pass(
+        shape, tokens / passes, workload.prompt_tokens / 2, cut.gen_tp, hw, _rollout(model)
+    )
     hand_overs = _hand_overs(model, cut, hw, tokens / passes)
-    return passes * (shape.num_layers * one.total + hand_overs)
+    return passes * (shape.num_layers * total(one) + hand_overs)
 
 
-def _hand_overs(model: Model, cut: Strategies, hw: Hardware, tokens: Array) -> Array:
+def _hand_overs(model: Model, cut: Strategy, hw: Hardware, tokens: Array) -> Array:
     """Activations from each generation stage to the next."""
     size = tokens * model.shape.hidden_size * _rollout(model).element_bytes
     crosses = cut.gen_tp * cut.gen_pp > hw.gpus_per_node
     return (cut.gen_pp - 1) * point_to_point(size, crosses, hw)
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One forward pass: seconds by cause, arrays."""
-
-    compute: Array
-    memory: Array
-    launch: Array
-    """Launch overhead that the kernels do not hide."""
-    tensor_parallel: Array
-
-    @property
-    def total(self) -> Array:
-        """All of them."""
-        return self.compute + self.memory + self.launch + self.tensor_parallel
 
 
 def kv_width(shape: Architecture, tp: Array) -> Array:
@@ -283,14 +260,12 @@ def kv_width(shape: Architecture, tp: Array) -> Array:
 
 
 def layer_pass(
-    shape: Architecture,
-    tokens: Array,
-    context: Array,
-    tp: Array,
-    hw: Hardware,
-    how: Precision,
-) -> Pass:
-    """One layer over `tokens` tokens, each attending to `context` others on average."""
+    shape: Architecture, tokens: Array, context: float, tp: Array, hw: Hardware, how: Precision
+) -> Parts:
+    """One layer over `tokens` tokens, each attending to `context` others on average.
+
+    launch: what the kernels do not hide of their launches.
+    """
     hidden, ffn = shape.hidden_size, shape.ffn_size / tp
     queries, keys = shape.q_size / tp, kv_width(shape, tp)
     matrices = [
@@ -309,7 +284,8 @@ def layer_pass(
     launch = np.maximum(hw.layer_floor_seconds - compute - memory, 0)
     size = tokens * hidden * how.element_bytes
     per_node = np.minimum(tp, hw.gpus_per_node)
-    return Pass(compute, memory, launch, 2 * all_reduce(size, tp, per_node, hw))
+    parts = {"compute": compute, "memory": memory, "launch": launch}
+    return parts | {"tensor_parallel": 2 * all_reduce(size, tp, per_node, hw)}
 
 
 def head_seconds(

@@ -1,6 +1,6 @@
-"""`Strategy`: how one model is cut on its pool, and which strategies there are. Integers only.
+"""`Strategy`: how one model is cut on its pool, and which strategies there are.
 
-Algorithm 2 as printed tries every t up to the machine's U and every p up to N/U, also those whose
+Algorithm 2 as printed tries every t up to the node's U and every p up to N/U, also those whose
 product does not divide the pool, and no p at all where N < U. Here tp*pp*dp is the pool's size, tp
 divides the heads and stays inside a node, pp is at most max(N/U, 1) and may leave stages uneven
 (the busiest one counts), gen_tp divides tp, and gen_pp is pp or 1. Sizes that a user fixes are
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -19,33 +20,41 @@ from spmdflow.mapping.dataflow import Model
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.parallel.layout import Layout, divisors
 
-Array = np.ndarray
-"""float64, one entry a strategy."""
+Array = Any
+"""A number of one strategy; of many: a float64 array, one entry a strategy."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Strategy:
-    """Sizes of one model on one pool."""
+    """Sizes of one model on one pool, or of many strategies at once: then arrays."""
 
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    gen_tp: int = 0
+    tp: Array = 1
+    pp: Array = 1
+    dp: Array = 1
+    gen_tp: Array = 0
     """0: the model does not generate."""
-    gen_pp: int = 0
-    recompute: bool = False
+    gen_pp: Array = 0
+    recompute: Array = False
 
     @classmethod
     def of_layout(cls, layout: Layout, *, generates: bool, recompute: bool) -> Strategy:
         """A pool's layout, with its generation sizes if the model generates."""
-        generation = (layout.gen_tp_size, layout.gen_pp_size) if generates else (0, 0)
-        sizes = layout.tp_size, layout.pp_size, layout.dp_size
-        return cls(*sizes, *generation, recompute=recompute)
+        gen_tp, gen_pp = (layout.gen_tp_size, layout.gen_pp_size) if generates else (0, 0)
+        return cls(layout.tp_size, layout.pp_size, layout.dp_size, gen_tp, gen_pp, recompute)
 
     @property
     def num_ranks(self) -> int:
         """Ranks of the pool."""
         return self.tp * self.pp * self.dp
+
+    def take(self, index: np.ndarray) -> Strategy:
+        """Some of many, as arrays."""
+        return Strategy(*(sizes[index] for sizes in vars(self).values()))
+
+    def one(self, index: int) -> Strategy:
+        """One of many, as integers."""
+        *sizes, recompute = (int(sizes[index]) for sizes in vars(self).values())
+        return replace(Strategy(*sizes), recompute=bool(recompute))
 
     def __str__(self) -> str:
         """Such as t8p1d2-g(t2p1), with -recompute."""
@@ -54,74 +63,26 @@ class Strategy:
         return name + "-recompute" * self.recompute
 
 
-@dataclass(frozen=True)
-class Strategies:
-    """Many strategies of one model at once: arrays of the same length."""
-
-    tp: Array
-    pp: Array
-    dp: Array
-    gen_tp: Array
-    """1 where the model does not generate, as gen_pp."""
-    gen_pp: Array
-    recompute: Array
-    """1 where activations are recomputed, else 0."""
-
-    @classmethod
-    def of(cls, strategies: Sequence[Strategy]) -> Strategies:
-        """The strategies in their order."""
-
-        def column(name: str, least: int = 0) -> Array:
-            return np.array([max(getattr(s, name), least) for s in strategies], dtype=np.float64)
-
-        return cls(
-            tp=column("tp"),
-            pp=column("pp"),
-            dp=column("dp"),
-            gen_tp=column("gen_tp", 1),
-            gen_pp=column("gen_pp", 1),
-            recompute=column("recompute"),
-        )
-
-    def take(self, index: Array) -> Strategies:
-        """Some of them."""
-        return Strategies(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
-
-    def one(self, index: int, *, generates: bool) -> Strategy:
-        """One of them."""
-        return Strategy(
-            tp=int(self.tp[index]),
-            pp=int(self.pp[index]),
-            dp=int(self.dp[index]),
-            gen_tp=int(self.gen_tp[index]) * generates,
-            gen_pp=int(self.gen_pp[index]) * generates,
-            recompute=bool(self.recompute[index]),
-        )
-
-    def __len__(self) -> int:
-        return len(self.tp)
-
-
 def strategies_on(
     model: Model, pool_sizes: Sequence[int], hardware: Hardware
-) -> tuple[Array, Strategies]:
+) -> tuple[np.ndarray, Strategy]:
     """(pool size of each, all strategies) of a model on pools of these sizes, by size."""
     wanted = np.asarray(sorted(pool_sizes), dtype=np.int64)
-    sizes, replicas = [wanted[:0]], [Strategy()]
+    sizes, replicas = [wanted[:0]], [(1, 1, 0, 0, 0)]
     for tp, pp in _training_sizes(model, hardware):
         fitting = wanted[wanted % (tp * pp) == 0]
         if model.engine.layout is None:
             fitting = fitting[pp <= np.maximum(fitting // hardware.gpus_per_node, 1)]
         for gen_tp, gen_pp in _generation_sizes(model, tp, pp, hardware):
-            fits = fitting[fitting % (gen_tp * gen_pp) == 0]
+            fits = fitting[fitting % max(gen_tp * gen_pp, 1) == 0]
             for recompute in _recompute(model):
                 sizes.append(fits)
-                replicas.append(Strategy(tp, pp, 1, gen_tp, gen_pp, bool(recompute)))
+                replicas.append((tp, pp, gen_tp, gen_pp, recompute))
     count = np.concatenate(sizes)
     order = np.argsort(count, kind="stable")
-    which = np.repeat(np.arange(len(sizes)), [len(fits) for fits in sizes])
-    found = Strategies.of(replicas).take(which[order])
-    return count[order], replace(found, dp=count[order] / (found.tp * found.pp))
+    which = np.repeat(np.arange(len(sizes)), [len(fits) for fits in sizes])[order]
+    tp, pp, gen_tp, gen_pp, recompute = np.array(replicas, dtype=np.float64)[which].T
+    return count[order], Strategy(tp, pp, count[order] / (tp * pp), gen_tp, gen_pp, recompute)
 
 
 def tensor_sizes(model: Model, hardware: Hardware) -> list[int]:
@@ -163,7 +124,9 @@ def _generation_sizes(
     model: Model, tp: int, pp: int, hardware: Hardware
 ) -> Iterator[tuple[int, int]]:
     rollout = model.rollout
-    if rollout is None or not rollout.facts.cuts_model:
+    if rollout is None:
+        yield 0, 0
+    elif not rollout.facts.cuts_model:
         yield 1, 1
     elif rollout.layout is not None:
         yield rollout.layout

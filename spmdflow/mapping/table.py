@@ -24,17 +24,12 @@ from spmdflow.mapping.memory import (
     least_cache_bytes,
     offload_seconds,
     resident_bytes,
-    total,
 )
 from spmdflow.mapping.search import ModelSet, Options, pareto, unbeaten
-from spmdflow.mapping.seconds import (
-    generation_parts,
-    inference_parts,
-    training_parts,
-    transition_seconds,
-)
-from spmdflow.mapping.strategy import Array, Strategies, Strategy, strategies_on
+from spmdflow.mapping.seconds import generation_parts, pass_parts, total, transition_seconds
+from spmdflow.mapping.strategy import Strategy, strategies_on
 
+Array = np.ndarray
 _MANY = 1 << 20
 """More than any size."""
 _MANY_COMBINATIONS = 4096
@@ -47,7 +42,7 @@ class Entries:
     model: Model
     sizes: Array
     """Pool size of each entry."""
-    cut: Strategies
+    cut: Strategy
     costs: Array
     """(entries, stages) seconds of all calls but generation; transitions are in them."""
     resident: Array
@@ -61,7 +56,7 @@ class Entries:
 
     def strategy(self, entry: int) -> Strategy:
         """One of them."""
-        return self.cut.one(entry, generates=self.model.rollout is not None)
+        return self.cut.one(entry)
 
     @property
     def most_beside(self) -> Array:
@@ -121,8 +116,8 @@ class CostTable:
     def _entries_of(self, model: Model) -> Entries:
         sizes, cut = strategies_on(model, self.sizes.tolist(), self.hardware)
         calls = self.dataflow.calls_of(model.name)
-        costs = np.zeros((len(cut), len(self.dataflow.stages)))
-        needed, generation, cache, full = (np.zeros(len(cut)) for _ in range(4))
+        costs = np.zeros((len(sizes), len(self.dataflow.stages)))
+        needed, generation, cache, full = (np.zeros(len(sizes)) for _ in range(4))
         for call in calls:
             stage = self.dataflow.stages.index(call.stage)
             if call.fixed_seconds is not None:
@@ -135,8 +130,9 @@ class CostTable:
                 cache = np.maximum(cache, least_cache_bytes(model, call.workload, cut))
                 full = np.maximum(full, full_cache_bytes(model, call.workload, cut))
                 continue
-            simulate = training_parts if call.kind == "train" else inference_parts
-            costs[:, stage] += total(simulate(model, call.workload, cut, self.hardware))
+            trains = call.kind == "train"
+            parts = pass_parts(model, call.workload, cut, self.hardware, trains=trains)
+            costs[:, stage] += total(parts)
             needed = np.maximum(needed, beside)
         first = next((call for call in calls if call.kind == "generate"), None)
         if first is not None:

@@ -19,7 +19,8 @@ from spmdflow.errors import ConfigError
 from spmdflow.mapping.dataflow import Rollout
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import pool_memory
-from spmdflow.mapping.placed import Estimate, call_seconds, transition_seconds
+from spmdflow.mapping.placed import Estimate, call_seconds
+from spmdflow.mapping.seconds import transition_seconds
 from spmdflow.plan.record import COMPUTE, Problem, Trace, TracedOrder, row_edges
 from spmdflow.plan.weight import WeightPlan
 from spmdflow.plan.workload import Simulated, simulated
@@ -194,7 +195,8 @@ def _estimates(
             if call.model in ways:
                 estimate = estimate + planned_transition(ways[call.model], hardware)
             else:
-                estimate = estimate + transition_seconds(model, strategy, hardware)
+                seconds = transition_seconds(model, strategy, hardware)
+                estimate = estimate + Estimate({"transition": float(seconds)})
         found[place] = estimate
     return found
 

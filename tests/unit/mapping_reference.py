@@ -168,5 +168,5 @@ def search(table: Table, number: int, size: int, *, keep: int) -> list[Choice]:
 
 def strategies(model: Model, num_ranks: int, hardware: Hardware) -> list[Strategy]:
     """The package's strategies of a model on so many ranks."""
-    found = strategies_on(model, [num_ranks], hardware)[1]
-    return [found.one(i, generates=model.rollout is not None) for i in range(len(found))]
+    sizes, found = strategies_on(model, [num_ranks], hardware)
+    return [found.one(i) for i in range(len(sizes))]

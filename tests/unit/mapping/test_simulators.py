@@ -15,9 +15,9 @@ from spmdflow.errors import ConfigError
 from spmdflow.mapping.dataflow import Call, Engine, Model, Rollout, Workload
 from spmdflow.mapping.hardware import COEFFICIENTS, Hardware, load_hardware
 from spmdflow.mapping.memory import call_bytes, resident_bytes
-from spmdflow.mapping.placed import Estimate, call_seconds, transition_seconds
-from spmdflow.mapping.seconds import transition_bytes
-from spmdflow.mapping.strategy import Strategies, Strategy, pipeline_sizes
+from spmdflow.mapping.placed import Estimate, call_seconds
+from spmdflow.mapping.seconds import transition_bytes, transition_seconds
+from spmdflow.mapping.strategy import Strategy, pipeline_sizes
 from spmdflow.parallel.layout import Layout
 from tests.unit.mapping_reference import printed_algorithm_2, strategies
 from tests.unit.weight_shapes import architecture
@@ -172,9 +172,9 @@ def test_resident_bytes_of_a_trained_parameter(
 ) -> None:
     model = _model(kind, dtype=dtype, options=options)
 
-    parts = resident_bytes(model, Strategies.of([Strategy(1, 1, 4, 1, 1)]))
+    parts = resident_bytes(model, Strategy(1, 1, 4, 1, 1))
 
-    total = sum(float(size[0]) for size in parts.values())
+    total = sum(float(size) for size in parts.values())
     assert total / SHAPE.num_parameters == pytest.approx(expected)
 
 
@@ -184,14 +184,14 @@ def test_resident_bytes_of_a_trained_parameter(
 def test_gradients_that_are_freed_after_a_step_count_while_it_trains(
     kind: str, expected: float
 ) -> None:
-    parts = call_bytes(_model(kind), "train", WORK, Strategies.of([Strategy(1, 1, 4, 1, 1)]))
+    parts = call_bytes(_model(kind), "train", WORK, Strategy(1, 1, 4, 1, 1))
 
-    assert float(parts["gradients"][0]) == pytest.approx(expected * SHAPE.num_parameters)
+    assert float(parts["gradients"]) == pytest.approx(expected * SHAPE.num_parameters)
 
 
 def test_recomputation_and_tensor_parallelism_need_less_activation_memory() -> None:
     def activations(strategy: Strategy) -> float:
-        return float(call_bytes(ACTOR, "train", WORK, Strategies.of([strategy]))["activations"][0])
+        return float(call_bytes(ACTOR, "train", WORK, strategy)["activations"])
 
     assert activations(Strategy(8, 1, 2)) < activations(Strategy(4, 1, 4))
     assert activations(Strategy(8, 1, 2, recompute=True)) < activations(Strategy(8, 1, 2)) / 3
@@ -219,7 +219,7 @@ def test_transition_bytes_are_table_2(
         gen_pp_size=strategy.gen_pp,
     )
 
-    received = float(transition_bytes(ACTOR, Strategies.of([strategy]))[0])
+    received = float(transition_bytes(ACTOR, strategy))
 
     formula = paper("hybridflow", layout).received
     assert received == pytest.approx(float(formula) * 2 * SHAPE.num_parameters)
@@ -239,15 +239,15 @@ def test_transition_bytes_are_what_the_planner_moves(sizes: tuple[int, int, int]
     model = Model("actor", shape, True)
     model = replace(model, rollout=Rollout())
 
-    received = float(transition_bytes(model, Strategies.of([Strategy(tp, pp, 1, gen_tp, 1)]))[0])
+    received = float(transition_bytes(model, Strategy(tp, pp, 1, gen_tp, 1)))
 
     assert received == pytest.approx(float(cost.mean("received")), rel=1e-6)
 
 
 def test_transition_across_machines_shares_their_network() -> None:
-    found = transition_seconds(ACTOR, Strategy(8, 2, 1, 8, 1), A100)
+    seconds = transition_seconds(ACTOR, Strategy(8, 2, 1, 8, 1), A100)
 
-    assert found.seconds == pytest.approx(13e9 * 2 / 2 / A100.network_rate, rel=1e-3)
+    assert seconds == pytest.approx(13e9 * 2 / 2 / A100.network_rate, rel=1e-3)
 
 
 def _estimates(strategy: Strategy, kind: str, hardware: Hardware) -> list[Estimate]:
@@ -256,7 +256,7 @@ def _estimates(strategy: Strategy, kind: str, hardware: Hardware) -> list[Estima
         train_seconds(model, WORK, strategy, hardware),
         infer_seconds(model, WORK, strategy, hardware),
         generate_seconds(model, WORK, strategy, hardware, kv_bytes=20e9),
-        transition_seconds(model, strategy, hardware),
+        Estimate({"transition": float(transition_seconds(model, strategy, hardware))}),
     ]
 
 

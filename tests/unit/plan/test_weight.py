@@ -14,7 +14,7 @@ from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, scopes_of
 from spmdflow.hybrid_engine.table import generation_tables, training_tables
 from spmdflow.mapping.dataflow import Model, Rollout
 from spmdflow.mapping.hardware import load_hardware
-from spmdflow.mapping.placed import transition_seconds
+from spmdflow.mapping.seconds import transition_seconds
 from spmdflow.mapping.strategy import Strategy
 from spmdflow.models.actor import ActorWorker
 from spmdflow.models.generator import GeneratorWorker
@@ -255,7 +255,7 @@ def test_seconds_of_planned_bytes_are_those_of_the_formula_where_layouts_nest(
     model = Model("actor", shape, trained=True, rollout=Rollout(layout=None))
     sizes = (layout.tp_size, layout.pp_size, layout.dp_size)
     strategy = Strategy(*sizes, layout.gen_tp_size, layout.gen_pp_size)
-    formula = transition_seconds(model, strategy, hardware).seconds
+    formula = transition_seconds(model, strategy, hardware)
     assert least * formula <= found <= 1.05 * formula
 
 
