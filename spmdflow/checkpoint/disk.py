@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from spmdflow.errors import CheckpointError, ConfigError
+from spmdflow.errors import CheckpointError, ConfigError, SpmdflowError
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -41,28 +41,24 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def disk_errors(doing: str, path: Path) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError that names the path and the bytes free."""
+def disk_errors(
+    doing: str, path: Path, what: str = "checkpoint", *also: type[Exception]
+) -> Iterator[None]:
+    """Turn an OSError, or one of `also`, into an error that names the path and the bytes free.
+
+    what: "checkpoint" makes it a CheckpointError. The error's own file is named if it has one.
+    """
     try:
         yield
-    except OSError as err:
-        raise disk_error(doing, path, err) from err
-
-
-def disk_error(doing: str, path: Path, err: Exception) -> CheckpointError:
-    """The CheckpointError for a disk that refused; err's own file is named if it has one."""
-    at = Path(getattr(err, "filename", None) or path)
-    cause = getattr(err, "strerror", None) or err
-    return CheckpointError(
-        f"checkpoint: cannot {doing} {path}: {cause} ({at}); expected a writable folder with "
-        f"space, {free_bytes(path)} bytes are free; free some, fix its rights or set run.dir"
-    )
-
-
-def free_bytes(path: Path) -> int:
-    """Bytes free where path is or would be."""
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    return shutil.disk_usage(there).free
+    except (OSError, *also) as err:
+        at, cause = getattr(err, "filename", None) or path, getattr(err, "strerror", None) or err
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        kind = CheckpointError if what == "checkpoint" else SpmdflowError
+        raise kind(
+            f"{what}: cannot {doing} {path}: {cause} ({at}); expected a writable folder with "
+            f"space, {shutil.disk_usage(there).free} bytes are free; free some, fix its rights or "
+            f"set run.dir"
+        ) from err
 
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spmdflow.checkpoint.disk import disk_error, disk_errors, sync
+from spmdflow.checkpoint.disk import disk_errors, sync
 from spmdflow.checkpoint.manifest import check_plain, path_of_latest
 from spmdflow.errors import CheckpointError
 
@@ -35,15 +35,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], plain: Mapping[str,
     """
     check_plain(plain, "plain")
     metadata = {"format": FORMAT, "plain": json.dumps(plain)}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(_apart(tensors), path, metadata)
-        path.chmod(0o644)  # the library's temporary file is private
-        sync(path)
-    except (OSError, SafetensorError) as err:
-        with suppress(OSError):
-            path.unlink()
-        raise disk_error("write", path, err) from err
+    with disk_errors("write", path, "checkpoint", SafetensorError):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(_apart(tensors), path, metadata)
+            path.chmod(0o644)  # the library's temporary file is private
+            sync(path)
+        except (OSError, SafetensorError):
+            with suppress(OSError):
+                path.unlink()
+            raise
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,7 +13,6 @@ import numpy as np
 from spmdflow.data.micro import num_micro_batches
 from spmdflow.data.row_id import seed_of
 from spmdflow.parallel.layout import Layout
-from spmdflow.transfer.chunk import balanced_chunks
 from spmdflow.transfer.protocol import Protocol
 
 T = TypeVar("T")
@@ -245,8 +245,23 @@ def plan_mini_batches(
 def _share_by_tokens(
     positions: np.ndarray, lengths: np.ndarray, num_shares: int
 ) -> list[np.ndarray]:
-    chosen = balanced_chunks(lengths[positions].tolist(), num_shares)
+    chosen = balanced_shares(lengths[positions].tolist(), num_shares)
     return [np.sort(positions[np.array(share, dtype=np.int64)]) for share in chosen]
+
+
+def balanced_shares(weights: Sequence[int], num_shares: int) -> list[list[int]]:
+    """Rows in shares of nearly equal total weight (longest processing time first).
+
+    Heaviest row first to the lightest share so far; ties go to the share with fewer rows, then
+    to the earlier one. No share exceeds the mean by more than the heaviest row (Graham 1969).
+    """
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
+    lightest = [(0, 0, share) for share in range(num_shares)]
+    for row in sorted(range(len(weights)), key=lambda row: (-weights[row], row)):
+        total, num_rows, share = lightest[0]
+        shares[share].append(row)
+        heapq.heapreplace(lightest, (total + weights[row], num_rows + 1, share))
+    return [sorted(share) for share in shares]
 
 
 def union_of(plans: Sequence[MiniBatchPlan], share: int) -> np.ndarray:

@@ -20,6 +20,7 @@ from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.group import WeightLink, WorkerGroup
 from spmdflow.controller.prompts import PromptStream, no_held_out_prompts
+from spmdflow.controller.step import is_due
 from spmdflow.data.row_id import seed_of
 from spmdflow.errors import ProtocolError, RewardError
 from spmdflow.tracking.estimate import (
@@ -68,7 +69,7 @@ class Evaluation:
 
     def run(self, number: int, evaluated: Evaluated, *, every: int) -> dict[str, float]:
         """See `Flow.evaluate`; number: of the step, 0 before the first. Estimates as metrics."""
-        if not every or number % every or self._evaluated_at == number:
+        if not is_due(number, every) or self._evaluated_at == number:
             return {}
         stream = evaluated.stream()
         self._evaluated_at = number

@@ -26,7 +26,7 @@ from spmdflow.controller.group import (
 )
 from spmdflow.controller.prompts import PromptStream
 from spmdflow.controller.saving import Saving
-from spmdflow.controller.step import Counters, Show, Step
+from spmdflow.controller.step import Counters, Show, Step, is_due
 from spmdflow.controller.transcript import Transcript
 from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.transfer.worker import Metric, Worker
@@ -243,7 +243,7 @@ class Flow:
     def save(self, *, every: int = 1) -> None:
         """Write a checkpoint at the end of this step, every so many steps."""
         check_every("save", every)
-        if every and self.step is not None and self.step.number % every == 0:
+        if self.step is not None and is_due(self.step.number, every):
             self._saving.due = True
 
     # Inside a step

@@ -21,7 +21,7 @@ from spmdflow.data.row_id import Ids
 from spmdflow.errors import ProtocolError
 from spmdflow.runtime.failure import script_line
 from spmdflow.tracking.metric import merge
-from spmdflow.tracking.progress import Sample, SampleTable, progress_line
+from spmdflow.tracking.progress import Sample, print_samples, progress_line
 from spmdflow.tracking.trace import Span, TraceWriter
 from spmdflow.tracking.tracker import Tracker
 from spmdflow.transfer.worker import Max, Mean, Metric, Sum
@@ -172,6 +172,11 @@ class Counters:
         }
 
 
+def is_due(step: int, every: int) -> bool:
+    """Whether what happens every so many steps (0: never) belongs to this step."""
+    return every > 0 and step % every == 0
+
+
 _NUM_SAMPLES = 4
 _SAMPLE_COLUMNS = ("prompt_text", "response_text", "scores", "score_terms")
 
@@ -183,12 +188,11 @@ class Show:
         self._tracker = Tracker(run_dir, list(cfg.run.trackers))
         self._tracker.cut_back(last_step)
         self._trace = TraceWriter(run_dir / "trace.json")
-        self._table = SampleTable(cfg.run.sample_every)
-        self._total_steps = cfg.total_steps
+        self._sample_every, self._total_steps = cfg.run.sample_every, cfg.total_steps
 
     def samples(self, step: int, scored: Batch | None) -> None:
         """Fetch, print and write a few scored rows, of as many prompts as there are."""
-        if scored is None or not self._table.is_due(step):
+        if scored is None or not is_due(step, self._sample_every):
             return
         names = [name for name in _SAMPLE_COLUMNS if name in scored.columns]
         values = scored.select(_spread(scored.parents)).fetch_for("samples", *names)
@@ -197,7 +201,7 @@ class Show:
             for prompt, response, score, *terms in zip(*map(values.get, names), strict=True)
         ]
         self._tracker.write_samples(step, samples)
-        self._table.show(step, samples)
+        print_samples(step, samples)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line on the terminal, one in metrics.jsonl."""

@@ -34,7 +34,7 @@ from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.runtime.message import find
 from spmdflow.runtime.order import names_in
-from spmdflow.transfer.lane import CountedTransport, Release, run_release
+from spmdflow.transfer.lane import CountedTransport, run_release
 from spmdflow.transfer.register import map_spec, method_spec
 from spmdflow.transfer.worker import CallInfo, Metric, MiniBatch, Worker, WorkerContext
 
@@ -260,13 +260,8 @@ class RankState:
         return {"column": to_message(column)}
 
     def _transfer(self, plain: Plain, number: int) -> dict[str, Any]:
-        run_release(Release.from_plain(number, plain), self.store, self._transport)
-        counted = self._transport.take_counter()
-        return {
-            "sent": counted.sent,
-            "received": counted.received,
-            "header_bytes": counted.header_bytes,
-        }
+        run_release(number, plain, self.store, self._transport)
+        return self._transport.take_counts()
 
     # Checkpoints and the end
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from math import fsum
 from typing import Any
 
@@ -26,36 +26,24 @@ def merge(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def _merged(name: str, values: list[Metric]) -> float | None:
-    kinds = {_kind(value) for value in values}
+def _merged(name: str, values: list[Any]) -> float | None:
+    """One number of values of one kind; any numbers beside Mean, Sum and Max are one kind."""
+    kinds = {type(v) if isinstance(v, Mean | Sum | Max) else float for v in values}
     if len(kinds) > 1:
         names = " and ".join(sorted(kind.__name__ for kind in kinds))
         raise ProtocolError(
             f"metric {name!r}: reported as {names}, expected one kind; "
             f"report it alike in every call, or under two names"
         )
-    return _MERGERS[kinds.pop()](values)
-
-
-def _kind(value: Metric) -> type:
-    return type(value) if isinstance(value, Mean | Sum | Max) else float
-
-
-def _mean(values: list[Mean]) -> float | None:
-    weight = fsum(value.weight for value in values)
-    return _sum_of([value.total for value in values]) / weight if weight else None
-
-
-def _sum(values: list[Sum]) -> float:
-    return _sum_of([value.total for value in values])
-
-
-def _max(values: list[Max]) -> float:
-    numbers = [float(value.value) for value in values]
-    return max(numbers) if all(number == number for number in numbers) else float("nan")
-
-
-def _plain(values: list[float]) -> float:
+    (kind,) = kinds
+    if kind is Mean:
+        weight = fsum(value.weight for value in values)
+        return _sum_of([value.total for value in values]) / weight if weight else None
+    if kind is Sum:
+        return _sum_of([value.total for value in values])
+    if kind is Max:
+        numbers = [float(value.value) for value in values]
+        return max(numbers) if all(number == number for number in numbers) else float("nan")
     if min(values) == max(values):  # fsum / n may differ from n equal numbers in the last bit
         return float(values[0])
     return _sum_of(values) / len(values)
@@ -67,12 +55,3 @@ def _sum_of(numbers: list[float]) -> float:
         return fsum(numbers)
     except (OverflowError, ValueError):  # a sum beyond float, or inf - inf
         return sum(map(float, numbers))
-
-
-# Any: each takes a list of the kind it stands beside
-_MERGERS: dict[type, Callable[[list[Any]], float | None]] = {
-    Mean: _mean,
-    Sum: _sum,
-    Max: _max,
-    float: _plain,
-}

@@ -7,12 +7,12 @@ format and unassigned characters are shown as escapes, and markup is not interpr
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
-from math import isfinite
+from collections.abc import Mapping, Sequence
+from math import fsum, isfinite
 from types import MappingProxyType
 from typing import NamedTuple, TextIO
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -28,12 +28,23 @@ def progress_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
     "step  12/100  reward 1.234  approx_kl 0.0012  ...  3.4s: generate 1.2, actor 0.91".
     """
     parts = [f"step {step:>{len(str(total))}}/{total}"]
-    parts += [
-        f"{label} {_shown(metrics[name], form)}" for name, label, form in FIELDS if name in metrics
-    ]
+    for name, label, form in FIELDS:
+        if name in metrics:
+            value = metrics[name]
+            shown = format(value, form) if form else _small(value)
+            parts.append(f"{label} {shown if isfinite(value) else 'nan'}")
     if "perf/tokens_per_second" in metrics:
-        parts.append(f"{_shown(metrics['perf/tokens_per_second'], _rounded)} tok/s")
-    return "  ".join(parts + _seconds(metrics))
+        rate = metrics["perf/tokens_per_second"]
+        parts.append(f"{rate:.0f} tok/s" if rate < 10_000 else f"{rate / 1000:.1f}k tok/s")
+    if _STEP in metrics:
+        whole = metrics[_STEP]
+        stages = [
+            f"{name} {_small(seconds)}"
+            for name, seconds in stage_seconds(metrics).items()
+            if seconds >= SHOWN_SHARE * whole
+        ]
+        parts.append(f"{_small(whole)}s: {', '.join(stages)}" if stages else f"{_small(whole)}s")
+    return "  ".join(parts)
 
 
 def stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -49,54 +60,25 @@ def stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     return stages
 
 
-def _seconds(metrics: Mapping[str, float]) -> list[str]:
-    """["3.4s: generate 1.2, actor 0.91"]; [] without the step's seconds."""
-    if _STEP not in metrics:
-        return []
-    whole = metrics[_STEP]
-    stages = [
-        f"{name} {_small(seconds)}"
-        for name, seconds in stage_seconds(metrics).items()
-        if seconds >= SHOWN_SHARE * whole
-    ]
-    return [f"{_small(whole)}s: {', '.join(stages)}" if stages else f"{_small(whole)}s"]
-
-
-def _shown(value: float | None, form: Callable[[float], str]) -> str:
-    return form(value) if value is not None and isfinite(value) else "nan"
-
-
-def _signed(value: float) -> str:
-    return f"{value:.3f}"
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f}%"
-
-
 def _small(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.2g}"
 
 
-def _rounded(value: float) -> str:
-    return f"{value:.0f}" if value < 10_000 else f"{value / 1000:.1f}k"
-
-
 _STEP = "time/step_seconds"
-FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("reward/mean", "reward", _signed),
-    ("eval/accuracy", "eval", _percent),
-    ("actor/loss", "loss", _signed),
-    ("reward_model/loss", "loss", _signed),
-    ("eval/loss", "eval_loss", _signed),
-    ("eval/mean", "eval_reward", _signed),
-    ("actor/approx_kl", "approx_kl", _small),
-    ("actor/reference_kl", "kl_ref", _small),
-    ("actor/clip_fraction", "clip", _percent),
-    ("critic/explained_variance", "ev", _signed),
-    ("rollout/drift", "drift", _small),
+FIELDS: tuple[tuple[str, str, str], ...] = (
+    ("reward/mean", "reward", ".3f"),
+    ("eval/accuracy", "eval", ".1%"),
+    ("actor/loss", "loss", ".3f"),
+    ("reward_model/loss", "loss", ".3f"),
+    ("eval/loss", "eval_loss", ".3f"),
+    ("eval/mean", "eval_reward", ".3f"),
+    ("actor/approx_kl", "approx_kl", ""),
+    ("actor/reference_kl", "kl_ref", ""),
+    ("actor/clip_fraction", "clip", ".1%"),
+    ("critic/explained_variance", "ev", ".3f"),
+    ("rollout/drift", "drift", ""),
 )
-"""Metric, label in the line, form; explained in docs/METRICS.md."""
+"""Metric, label in the line, format (none: two digits); explained in docs/METRICS.md."""
 
 
 class Sample(NamedTuple):
@@ -108,35 +90,34 @@ class Sample(NamedTuple):
     terms: Mapping[str, float | str | None] = MappingProxyType({})
     """What the score is made of, and what else the functions returned."""
 
+    def to_plain(self) -> dict[str, object]:
+        """As data for JSON; a score that is not finite is null."""
+        score = float(self.score) if isfinite(self.score) else None
+        record = {"prompt": self.prompt, "response": self.response, "score": score}
+        return record | ({"terms": dict(self.terms)} if self.terms else {})
 
-class SampleTable:
-    """Prints a few samples every so many steps.
 
-    As wide as the terminal; in a log, COLUMNS or 80.
+def print_samples(
+    step: int,
+    samples: Sequence[Sample],
+    *,
+    max_characters: int = 240,
+    file: TextIO | None = None,
+    width: int | None = None,
+) -> None:
+    """Print samples as a table on file (stderr), as wide as the terminal; in a log, COLUMNS or 80.
+
+    max_characters: shown of each text.
     """
-
-    def __init__(
-        self,
-        every: int,
-        *,
-        num_rows: int = 5,
-        max_characters: int = 240,
-        file: TextIO | None = None,
-        width: int | None = None,
-    ) -> None:
-        """every: steps between tables, 0 for none; file: stderr if None."""
-        self.every = every
-        self._num_rows, self._max_characters = num_rows, max_characters
-        self._console = Console(file=file, stderr=file is None, width=width)
-
-    def is_due(self, step: int) -> bool:
-        """Whether a table belongs to this step."""
-        return self.every > 0 and step % self.every == 0
-
-    def show(self, step: int, samples: Sequence[Sample]) -> None:
-        """Print the first samples as a table."""
-        shown = islice(samples, self._num_rows)
-        self._console.print(_table(f"samples of step {step}", shown, self._max_characters))
+    title = f"samples of step {step}"
+    table = Table(title=title, title_justify="left", box=box.ASCII2, show_lines=True, expand=True)
+    table.add_column("prompt", ratio=2, overflow="fold")
+    table.add_column("response", ratio=3, overflow="fold")
+    table.add_column("score", justify="right", no_wrap=True)
+    for sample in samples:
+        texts = (shortened(printable(text), max_characters) for text in sample[:2])
+        table.add_row(*map(Text, texts), f"{sample.score:.3g}")
+    Console(file=file, stderr=file is None, width=width).print(table)
 
 
 def printable(text: str) -> str:
@@ -161,20 +142,6 @@ def _is_hidden(character: str) -> bool:
     return kind.startswith("C") or kind in ("Zl", "Zp") or (kind == "Zs" and character != " ")
 
 
-def _table(title: str, samples: Iterable[Sample], max_characters: int) -> Table:
-    table = Table(title=title, title_justify="left", box=box.ASCII2, show_lines=True, expand=True)
-    table.add_column("prompt", ratio=2, overflow="fold")
-    table.add_column("response", ratio=3, overflow="fold")
-    table.add_column("score", justify="right", no_wrap=True)
-    for sample in samples:
-        texts = (
-            Text(shortened(printable(text), max_characters))
-            for text in (sample.prompt, sample.response)
-        )
-        table.add_row(*texts, f"{sample.score:.3g}")
-    return table
-
-
 Point = tuple[float, float]
 
 
@@ -190,10 +157,21 @@ def text_curve(
     if not points:
         return [f"{title}: no finite value"]
     first, last = points[0][0], points[-1][0]
-    low, high = _limits([y for _, y in points])
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    if low == high:  # a flat curve gets room above and below
+        room = abs(low) * 0.1 or 1.0
+        low, high = low - room, high + room
+    measured: dict[int, list[float]] = {}
+    for x, y in points:
+        column = round((x - first) / (last - first) * (width - 1)) if last > first else 0
+        measured.setdefault(column, []).append(y)
+    means = {column: fsum(ys) / len(ys) for column, ys in measured.items()}
+    mark = "*" if len(points) > width else "o"
     grid = [[" "] * width for _ in range(height)]
-    for column, y, mark in _columns(points, width):
-        grid[round((high - y) / (high - low) * (height - 1))][column] = mark
+    for column in range(max(means) + 1):
+        y = float(np.interp(column, list(means), list(means.values())))
+        row = round((high - y) / (high - low) * (height - 1))
+        grid[row][column] = mark if column in means else "."
     labels = [f"{high - (high - low) * row / (height - 1):.4g}" for row in range(height)]
     margin = max(map(len, labels))
     lines = [
@@ -202,29 +180,3 @@ def text_curve(
     ]
     ends = f"{first:g}{f'step {last:g}':>{width - len(f'{first:g}')}}"
     return [title, *lines, f"{'':>{margin}} +{'-' * width}", f"{'':>{margin}}  {ends}"]
-
-
-def _limits(values: Sequence[float]) -> Point:
-    """Lowest and highest y of the plot; a flat curve gets room above and below."""
-    low, high = min(values), max(values)
-    if low == high:
-        room = abs(low) * 0.1 or 1.0
-        return low - room, high + room
-    return low, high
-
-
-def _columns(points: Sequence[Point], width: int) -> list[tuple[int, float, str]]:
-    """(column, y, mark) of everything that is drawn, measured points last."""
-    span = points[-1][0] - points[0][0]
-    measured: dict[int, list[float]] = {}
-    for x, y in points:
-        column = round((x - points[0][0]) / span * (width - 1)) if span else 0
-        measured.setdefault(column, []).append(y)
-    mark = "*" if len(points) > width else "o"
-    means = [(column, sum(ys) / len(ys), mark) for column, ys in measured.items()]
-    between = []
-    for (left, y_left, _), (right, y_right, _) in zip(means, means[1:], strict=False):
-        for column in range(left + 1, right):
-            y = y_left + (y_right - y_left) * (column - left) / (right - left)
-            between.append((column, y, "."))
-    return between + means

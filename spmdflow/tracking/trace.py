@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spmdflow.errors import SpmdflowError
+from spmdflow.checkpoint.disk import disk_errors
 
 logger = logging.getLogger(__name__)
 
@@ -62,48 +62,29 @@ class TraceWriter:
 
     def _events(self, span: Span) -> list[dict[str, Any]]:
         """The span's event; before a lane's first one, the names of its process and thread."""
-        key = (span.rank, span.lane)
-        names = [] if key in self._threads else self._names(*key)
-        span_event = {
-            "name": span.label,
-            "ph": "X",
-            "ts": round(span.start * 1e6),
-            "dur": max(0, round((span.end - span.start) * 1e6)),
-            "pid": span.rank,
-            "tid": self._threads[key],
-        }
-        return [*names, span_event]
-
-    def _names(self, rank: int, lane: str) -> list[dict[str, Any]]:
-        thread = sum(1 for other, _ in self._threads if other == rank)
-        self._threads[rank, lane] = thread
-        of_rank = {"ph": "M", "pid": rank, "tid": thread}
-        return [
-            {"name": "process_name", **of_rank, "args": {"name": f"rank {rank}"}},
-            {"name": "thread_name", **of_rank, "args": {"name": lane}},
-        ]
+        key, events = (span.rank, span.lane), []
+        if key not in self._threads:
+            self._threads[key] = sum(1 for rank, _ in self._threads if rank == span.rank)
+            for name, text in (("process", f"rank {span.rank}"), ("thread", span.lane)):
+                events.append({"name": f"{name}_name", "ph": "M", "args": {"name": text}})
+        start, seconds = round(span.start * 1e6), round((span.end - span.start) * 1e6)
+        events.append({"name": span.label, "ph": "X", "ts": start, "dur": max(0, seconds)})
+        return [event | {"pid": span.rank, "tid": self._threads[key]} for event in events]
 
     def _append(self, data: bytes) -> None:
         """Put data in the place of the closing bracket, and a new one behind it."""
-        is_empty = self._size == len(_EMPTY)
-        at = self._size - len(_END)
-        data = (b"\n" if is_empty else b",\n") + data + _END
-        try:
-            self._write_at(data, at)
-        except OSError as err:
-            os.pwrite(self._file, _END, at)  # as it was before
-            os.ftruncate(self._file, self._size)
-            raise SpmdflowError(
-                f"tracking: cannot write {self._path}: {err.strerror}; expected space for "
-                f"{len(data)} bytes; free some or set run.dir"
-            ) from err
-        self._size = at + len(data)
-
-    def _write_at(self, data: bytes, at: int) -> None:
-        view = memoryview(data)
-        while view:  # one turn, unless the disk is almost full
-            written = os.pwrite(self._file, view, at)
-            view, at = view[written:], at + written
+        start = at = self._size - len(_END)
+        left = memoryview((b"\n" if self._size == len(_EMPTY) else b",\n") + data + _END)
+        with disk_errors("write", self._path, "tracking"):
+            try:
+                while left:  # one turn, unless the disk is almost full
+                    written = os.pwrite(self._file, left, at)
+                    left, at = left[written:], at + written
+            except OSError:
+                os.pwrite(self._file, _END, start)  # as it was before
+                os.ftruncate(self._file, self._size)
+                raise
+        self._size = at
 
     def _continued(self) -> int:
         """Size of the file, made empty or fixed so that it ends in a closing bracket."""

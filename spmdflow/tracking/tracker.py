@@ -11,17 +11,15 @@ import json
 import logging
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from itertools import count
 from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
-from spmdflow.checkpoint.disk import write_atomically
-from spmdflow.errors import ConfigError, SpmdflowError
+from spmdflow.checkpoint.disk import disk_errors, write_atomically
+from spmdflow.errors import ConfigError
 from spmdflow.tracking.progress import Sample
 
 logger = logging.getLogger(__name__)
@@ -54,8 +52,7 @@ class Tracker:
 
     def write_samples(self, step: int, samples: Iterable[Sample]) -> None:
         """Append one line for each sample."""
-        records = [{"step": step} | _record(sample) for sample in samples]
-        append_lines(self.samples_path, records)
+        append_lines(self.samples_path, [{"step": step} | sample.to_plain() for sample in samples])
 
     def cut_back(self, step: int) -> None:
         """Forget everything after `step`. -1, a start without checkpoint: set the files aside."""
@@ -71,12 +68,6 @@ class Tracker:
         """End TensorBoard and W&B; the files need no closing."""
         while self._sinks:
             self._sinks.pop().close()
-
-
-def _record(sample: Sample) -> dict[str, object]:
-    score = float(sample.score) if isfinite(sample.score) else None
-    record = {"prompt": sample.prompt, "response": sample.response, "score": score}
-    return record | ({"terms": dict(sample.terms)} if sample.terms else {})
 
 
 class Sink(Protocol):
@@ -152,10 +143,7 @@ class WandbSink:
         self._run.finish()
 
 
-SINKS: dict[str, type[TensorBoardSink] | type[WandbSink]] = {
-    "tensorboard": TensorBoardSink,
-    "wandb": WandbSink,
-}
+SINKS: dict[str, Callable[[Path], Sink]] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
 
 
 def _imported(extra: str, module: str) -> Any:
@@ -169,9 +157,10 @@ def _imported(extra: str, module: str) -> Any:
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append one line for each record, in one write that is handed to the system at once."""
+    """Append one line for each record; they are with the system when this returns."""
     text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
-    _guarded(path, lambda: _append(path, text.encode()))
+    with disk_errors("write", path, "tracking"), path.open("ab") as file:
+        file.write(text.encode())
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -187,7 +176,8 @@ def cut_back(path: Path, step: int) -> None:
         return
     kept = b"".join(line for line, record in _records(path) if record["step"] <= step)
     if kept != path.read_bytes():
-        _guarded(path, lambda: write_atomically(path, kept))
+        with disk_errors("write", path, "tracking"):
+            write_atomically(path, kept)
 
 
 def set_aside(path: Path) -> None:
@@ -196,7 +186,8 @@ def set_aside(path: Path) -> None:
         return
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
     aside = next(name for name in names if not name.exists())
-    _guarded(path, partial(os.rename, path, aside))
+    with disk_errors("write", path, "tracking"):
+        path.rename(aside)
     logger.warning("%s: the run starts from its first step; the old one is %s", path, aside.name)
 
 
@@ -206,7 +197,8 @@ def drop_torn_line(path: Path) -> None:
     whole = data.rfind(b"\n") + 1
     if whole < len(data):
         logger.warning("%s: dropped a torn last line of %d bytes", path, len(data) - whole)
-        _guarded(path, lambda: os.truncate(path, whole))
+        with disk_errors("write", path, "tracking"):
+            os.truncate(path, whole)
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -226,21 +218,3 @@ def _record_or_none(line: bytes) -> dict[str, Any] | None:
         return None
     is_record = isinstance(record, dict) and type(record.get("step")) is int
     return record if is_record and line.endswith(b"\n") else None
-
-
-def _append(path: Path, data: bytes) -> None:
-    with path.open("ab", buffering=0) as file:
-        view = memoryview(data)
-        while view:
-            view = view[file.write(view) :]
-
-
-def _guarded(path: Path, write: Callable[[], None]) -> None:
-    try:
-        write()
-    except OSError as err:
-        free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
-        raise SpmdflowError(
-            f"tracking: cannot write {path}: {err.strerror}; expected a writable folder with "
-            f"space ({free} bytes are free); free some or set run.dir"
-        ) from err

@@ -16,6 +16,6 @@ the controller and the planner call them, no rank asks another.
 | 3D_PP_AS_DP | chunk dp*p + pp of p*d | tp = 0, by (dp, pp), joined |
 | DP_METRIC | chunk of its rank | all ranks, as a list |
 
-Files: `register` the mark; `protocol` and `chunk` who gets what; `worker` what a worker is told;
-`map_function` the mark of functions that run where rows live; `lane` moves the bytes of a plan.
+Files: `register` the marks of methods and map functions; `protocol` who gets what; `worker` what a
+worker is told; `lane` moves the bytes of a plan.
 """  # noqa: E501 a table row is one line

@@ -10,12 +10,12 @@ tensors and no row ids. HybridFlow section 4.1, Table 3.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from spmdflow.errors import ProtocolError, RowError
 from spmdflow.parallel.layout import Layout
-from spmdflow.transfer.chunk import chunks
 
 Shares = Sequence[Sequence[int]]
 """Positions of each share. Shares may overlap: over epochs a row can visit several ranks."""
@@ -53,12 +53,9 @@ class Protocol:
         holds: RowsFunction | None = None,
     ) -> None:
         self.name, self.home = name, getattr(distribute, "__module__", "")
-        self._distribute, self._holds = distribute, holds
-        self._collect, self._num_shares = collect, num_shares
-
-    def num_shares(self, layout: Layout) -> int:
-        """Parts into which the rows of a call are cut."""
-        return self._num_shares(layout)
+        self.num_shares = num_shares
+        """Parts into which the rows of a call are cut, for a layout."""
+        self._distribute, self._holds, self._collect = distribute, holds, collect
 
     def distribute(self, layout: Layout, num_rows: int, shares: Shares | None = None) -> Rows:
         """Positions each rank is given; shares replace the even chunks.
@@ -99,7 +96,7 @@ class Protocol:
     def _shares(self, layout: Layout, num_rows: int, shares: Shares | None) -> list[list[int]]:
         expected = self.num_shares(layout)
         if shares is None:
-            return [list(chunk) for chunk in chunks(num_rows, expected)]
+            return even_chunks(num_rows, expected)
         if len(shares) != expected:
             raise RowError(
                 f"protocol {self.name}, layout {layout}: got {len(shares)} shares, expected "
@@ -161,138 +158,106 @@ class Protocol:
             )
 
 
-ShareOf = Callable[[Layout, int], int]
-"""(layout, rank) -> the share that the rank is given."""
+def even_chunks(num_rows: int, parts: int) -> list[list[int]]:
+    """Positions in contiguous parts, the larger first: 5 rows over 2 are 3 and 2."""
+    if num_rows < 0 or parts < 1:
+        raise RowError(
+            f"chunks: got {num_rows} rows over {parts} parts, expected 0 or more rows over 1 or "
+            f"more parts; check the batch and the layout's sizes"
+        )
+    base, extra = divmod(num_rows, parts)
+    starts = [part * base + min(part, extra) for part in range(parts + 1)]
+    return [list(range(*ends)) for ends in zip(starts, starts[1:], strict=False)]
 
 
-def _by_share(share_of: ShareOf) -> RowsFunction:
-    """Rows function that gives each rank one share."""
+Cut = tuple[Callable[[Layout], int], Callable[[Layout, int], int]]
+"""Into how many shares rows are cut, and the number of the share that a rank is given."""
 
-    def rows(layout: Layout, num_rows: int, shares: Shares) -> Mapping[int, Sequence[int]]:
+
+def _by_share(
+    name: str,
+    cut: Cut,
+    answerers: Callable[[Layout], Iterable[int]],
+    *,
+    joined: bool,
+    holds: Callable[[Layout, int], bool] | None = None,
+) -> Protocol:
+    """A protocol that gives each rank one share.
+
+    holds(layout, rank): whether the rank keeps the rows of its share of the result; None: those
+    that answer do.
+    """
+    num_shares, share_of = cut
+
+    def distribute(layout: Layout, num_rows: int, shares: Shares) -> Mapping[int, Sequence[int]]:
+        if name == "ALL_TO_ALL" and num_rows != layout.size:
+            raise RowError(
+                f"protocol ALL_TO_ALL: got a list of {num_rows}, expected {layout.size}, one entry "
+                f"for each rank; give a list of {layout.size}"
+            )
         return {rank: shares[share_of(layout, rank)] for rank in layout.ranks}
 
-    return rows
+    def held(layout: Layout, num_rows: int, shares: Shares) -> Mapping[int, Sequence[int]]:
+        assert holds is not None
+        given = distribute(layout, num_rows, shares)
+        return {rank: rows for rank, rows in given.items() if holds(layout, rank)}
+
+    return Protocol(
+        name,
+        distribute=distribute,
+        collect=lambda layout: Answer(tuple(answerers(layout)), joined),
+        num_shares=num_shares,
+        holds=held if holds else None,
+    )
 
 
-def _one_each(layout: Layout, num_rows: int, shares: Shares) -> Mapping[int, Sequence[int]]:
-    """The i-th of a list for the i-th rank."""
-    if num_rows != layout.size:
-        raise RowError(
-            f"protocol ALL_TO_ALL: got a list of {num_rows}, expected {layout.size}, one entry "
-            f"for each rank; give a list of {layout.size}"
-        )
-    return _by_share(Layout.group_rank)(layout, num_rows, shares)
-
-
-def _last_stage(layout: Layout, num_rows: int, shares: Shares) -> Mapping[int, Sequence[int]]:
-    """Every tp rank of the last stage computes the rows of its dp, so each of them holds them."""
-    places = {rank: layout.coordinate(rank) for rank in layout.ranks}
-    last = layout.pp_size - 1
-    return {rank: shares[place.dp] for rank, place in places.items() if place.pp == last}
-
-
-def _whole_share(layout: Layout, rank: int) -> int:
-    return 0
-
-
-def _dp_share(layout: Layout, rank: int) -> int:
-    return layout.coordinate(rank).dp
-
-
-def _micro_dp_share(layout: Layout, rank: int) -> int:
-    return layout.generation_replica(rank)
-
-
-def _pp_as_dp_share(layout: Layout, rank: int) -> int:
-    pp, dp, _ = layout.coordinate(rank)
-    return dp * layout.pp_size + pp
-
-
-def _num_training_replicas(layout: Layout) -> int:
-    return layout.dp_size
-
-
-def _one(layout: Layout) -> int:
-    return 1
-
-
-def _num_generation_replicas(layout: Layout) -> int:
-    return layout.generation_dp_size
-
-
-def _all_ranks_listed(layout: Layout) -> Answer:
-    return Answer(layout.ranks, joined=False)
-
-
-def _all_ranks_joined(layout: Layout) -> Answer:
-    return Answer(layout.ranks, joined=True)
-
-
-def _last_stage_heads(layout: Layout) -> Answer:
-    """pp = last, tp = 0, by dp."""
-    return Answer(tuple(group[-1] for group in _stage_heads(layout)), joined=True)
-
-
-def _first_replica_heads(layout: Layout) -> Answer:
-    """tp = 0, dp = 0, by pp."""
-    return Answer(_stage_heads(layout)[0], joined=False)
-
-
-def _all_heads(layout: Layout) -> Answer:
-    """tp = 0, by (dp, pp)."""
-    return Answer(tuple(rank for group in _stage_heads(layout) for rank in group), joined=True)
-
-
-def _generation_heads(layout: Layout) -> Answer:
-    """First rank of each generation replica, by (dp, micro_dp)."""
-    return Answer(tuple(group[0] for group in layout.axis_groups("gen_replica")), joined=True)
-
-
-def _stage_heads(layout: Layout) -> list[tuple[int, ...]]:
+def _stages(layout: Layout) -> list[tuple[int, ...]]:
     """For each dp the tp = 0 rank of each stage."""
     return layout.axis_groups("pp")[:: layout.tp_size]
 
 
-def _num_ranks(layout: Layout) -> int:
-    return layout.size
+def _stage_share(layout: Layout, rank: int) -> int:
+    pp, dp, _ = layout.coordinate(rank)
+    return dp * layout.pp_size + pp
 
 
-def _num_stages(layout: Layout) -> int:
-    return layout.dp_size * layout.pp_size
+def _all_ranks(layout: Layout) -> tuple[int, ...]:
+    return layout.ranks
 
 
-_EVERYTHING, _DP_CHUNK = _by_share(_whole_share), _by_share(_dp_share)
-_RANK_CHUNK, _MICRO_DP_CHUNK = _by_share(Layout.group_rank), _by_share(_micro_dp_share)
-_PP_AS_DP_CHUNK = _by_share(_pp_as_dp_share)
-_TABLE: list[
-    tuple[
-        str, Callable[[Layout], int], RowsFunction, Callable[[Layout], Answer], RowsFunction | None
-    ]
-] = [
-    # name, num_shares, distribute, collect, holds
-    ("ONE_TO_ALL", _one, _EVERYTHING, _all_ranks_listed, None),
-    ("3D_PROTO", _num_training_replicas, _DP_CHUNK, _last_stage_heads, _last_stage),
-    # every rank of a generation replica samples the same tokens, so all of them hold the rows
-    (
-        "3D_ALL_MICRO_DP",
-        _num_generation_replicas,
-        _MICRO_DP_CHUNK,
-        _generation_heads,
-        _MICRO_DP_CHUNK,
+def _is_in_last_stage(layout: Layout, rank: int) -> bool:
+    """Each of its tp ranks computes the rows of its dp, so each of them holds them."""
+    return layout.coordinate(rank).pp == layout.pp_size - 1
+
+
+_WHOLE: Cut = (lambda layout: 1, lambda layout, rank: 0)
+_RANK: Cut = (lambda layout: layout.size, Layout.group_rank)
+_DP: Cut = (lambda layout: layout.dp_size, lambda layout, rank: layout.coordinate(rank).dp)
+_MICRO_DP: Cut = (lambda layout: layout.generation_dp_size, Layout.generation_replica)
+_STAGE: Cut = (lambda layout: layout.dp_size * layout.pp_size, _stage_share)
+BUILT_IN = (
+    _by_share("ONE_TO_ALL", _WHOLE, _all_ranks, joined=False),
+    _by_share(
+        "3D_PROTO",
+        _DP,
+        lambda layout: [ranks[-1] for ranks in _stages(layout)],
+        joined=True,
+        holds=_is_in_last_stage,
     ),
-    ("3D_PP_ONLY", _one, _EVERYTHING, _first_replica_heads, None),
-    ("DP_PROTO", _num_ranks, _RANK_CHUNK, _all_ranks_joined, None),
-    ("ALL_TO_ALL", _num_ranks, _one_each, _all_ranks_listed, None),
-    ("3D_PP_AS_DP", _num_stages, _PP_AS_DP_CHUNK, _all_heads, None),
-    ("DP_METRIC", _num_ranks, _RANK_CHUNK, _all_ranks_listed, None),
-]
-
-BUILT_IN = tuple(
-    Protocol(name, num_shares=num_shares, distribute=distribute, collect=collect, holds=holds)
-    for name, num_shares, distribute, collect, holds in _TABLE
+    _by_share(
+        "3D_ALL_MICRO_DP",
+        _MICRO_DP,
+        lambda layout: [ranks[0] for ranks in layout.axis_groups("gen_replica")],
+        joined=True,
+        holds=lambda layout, rank: True,  # all ranks of a replica sample the same tokens
+    ),
+    _by_share("3D_PP_ONLY", _WHOLE, lambda layout: _stages(layout)[0], joined=False),
+    _by_share("DP_PROTO", _RANK, _all_ranks, joined=True),
+    _by_share("ALL_TO_ALL", _RANK, _all_ranks, joined=False),
+    _by_share("3D_PP_AS_DP", _STAGE, lambda layout: chain(*_stages(layout)), joined=True),
+    _by_share("DP_METRIC", _RANK, _all_ranks, joined=False),
 )
-
-
+"""The table of the package's page."""
 _REGISTRY = {rules.name: rules for rules in BUILT_IN}
 
 

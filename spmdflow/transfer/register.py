@@ -68,16 +68,8 @@ def register(
     none and is not counted. check: raises in the script, before anything is sent, for arguments
     that cannot be.
     """
-    spec = MethodSpec(
-        transfer_mode,
-        tuple(reads),
-        tuple(optional),
-        tuple(writes),
-        minibatches,
-        extends,
-        draws,
-        check,
-    )
+    columns = (tuple(reads), tuple(optional), tuple(writes))
+    spec = MethodSpec(transfer_mode, *columns, minibatches, extends, draws, check)
 
     def mark(method: F) -> F:
         setattr(method, _ATTRIBUTE, spec)
@@ -111,12 +103,8 @@ _MAP_ATTRIBUTE = "_spmdflow_map_function"
 
 @dataclass(frozen=True)
 class MapSpec:
-    """Facts of one row-maths function."""
+    """Facts of one map function."""
 
-    module: str
-    """Module that defines it."""
-    name: str
-    """Its name in that module (dotted for a static method of a class)."""
     reads: tuple[str, ...]
     """Columns that must be there."""
     optional: tuple[str, ...]
@@ -146,16 +134,8 @@ def map_function(
 
     def mark(fn: F) -> F:
         _require_module_level(fn)
-        spec = MapSpec(
-            fn.__module__,
-            fn.__qualname__,
-            tuple(reads),
-            tuple(optional),
-            tuple(writes),
-            groups,
-            reads_for,
-        )
-        setattr(fn, _MAP_ATTRIBUTE, spec)
+        columns = (tuple(reads), tuple(optional), tuple(writes))
+        setattr(fn, _MAP_ATTRIBUTE, MapSpec(*columns, groups, reads_for))
         return fn
 
     return mark

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from spmdflow.controller.assignment import (
     CutSettings,
     MicroLimit,
+    balanced_shares,
     cut_mini_batches,
     permutation,
     plan_mini_batches,
@@ -114,3 +117,32 @@ def test_all_shares_make_as_many_forwards_as_the_largest_needs(rows, expected):
     ]
 
     assert LIMIT.count(shares, None) == expected
+
+
+@given(weights=st.lists(st.integers(0, 50), max_size=60), parts=st.integers(1, 9))
+def test_balanced_shares_have_every_row_once_within_the_bound_of_graham(weights, parts):
+    shares = balanced_shares(weights, parts)
+
+    assert len(shares) == parts
+    assert sorted(chain(*shares)) == list(range(len(weights)))
+    assert all(share == sorted(share) for share in shares)
+    largest = max(sum(weights[row] for row in share) for share in shares)
+    assert largest * parts <= sum(weights) + (parts - 1) * max(weights, default=0)
+
+
+@given(weight=st.integers(0, 5), num_rows=st.integers(0, 40), parts=st.integers(1, 9))
+def test_balanced_shares_of_equal_rows_are_even(weight, num_rows, parts):
+    sizes = {len(share) for share in balanced_shares([weight] * num_rows, parts)}
+
+    assert sizes <= {num_rows // parts, -(-num_rows // parts)}
+
+
+def test_balanced_shares_put_one_long_row_against_many_short_ones():
+    assert balanced_shares([5, 1, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4, 5]]
+
+
+def test_balanced_shares_depend_on_the_arguments_alone():
+    weights = np.random.default_rng(0).integers(0, 9, 300).tolist()
+
+    assert balanced_shares(weights, 7) == balanced_shares(list(weights), 7)
+    assert balanced_shares([2, 2, 2, 2], 2) == [[0, 2], [1, 3]]

@@ -10,10 +10,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdflow.controller.step import _spread
+from spmdflow.controller.step import _spread, is_due
 from spmdflow.tracking.progress import (
     Sample,
-    SampleTable,
+    print_samples,
     printable,
     progress_line,
     shortened,
@@ -39,7 +39,7 @@ METRICS = {
 
 def table_text(samples: list[Sample], *, width: int = 80, **options: int) -> str:
     file = io.StringIO()
-    SampleTable(10, file=file, width=width, **options).show(20, samples)
+    print_samples(20, samples, file=file, width=width, **options)
     return file.getvalue()
 
 
@@ -73,9 +73,9 @@ def test_stages_lose_their_verbs_and_keep_their_order():
     }
 
 
-def test_sample_table_is_due_every_n_steps_and_never_for_0():
-    assert [step for step in range(1, 25) if SampleTable(10).is_due(step)] == [10, 20]
-    assert not any(SampleTable(0).is_due(step) for step in range(25))
+def test_something_is_due_every_n_steps_and_never_for_0():
+    assert [step for step in range(1, 25) if is_due(step, 10)] == [10, 20]
+    assert not any(is_due(step, 0) for step in range(25))
 
 
 def test_sample_table_holds_prompt_response_and_score():
@@ -91,13 +91,6 @@ def test_sample_table_fits_80_and_120_columns_of_ascii_lines():
         text = table_text([sample] * 3, width=width)
         assert max(map(len, text.splitlines())) == width
         assert text.isascii()
-
-
-def test_sample_table_shows_no_more_rows_than_asked():
-    samples = [Sample(f"prompt{number}", "r", 0.0) for number in range(9)]
-    text = table_text(samples, num_rows=3)
-
-    assert "prompt2" in text and "prompt3" not in text
 
 
 def test_a_response_cannot_send_commands_to_the_terminal():

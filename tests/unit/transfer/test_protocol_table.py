@@ -7,10 +7,12 @@ from itertools import chain
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spmdflow.errors import RowError
 from spmdflow.parallel.layout import Layout
-from spmdflow.transfer.protocol import Answer, protocol, protocol_names
+from spmdflow.transfer.protocol import Answer, even_chunks, protocol, protocol_names
 from tests.unit.block_reference import layouts
 
 LAYOUT = Layout(tuple(range(10, 18)), pp_size=2, dp_size=2, tp_size=2, gen_tp_size=1)
@@ -18,6 +20,19 @@ LAYOUT = Layout(tuple(range(10, 18)), pp_size=2, dp_size=2, tp_size=2, gen_tp_si
 
 ROWS = list(range(9))
 FIRST, SECOND = ROWS[:5], ROWS[5:]
+
+
+@given(num_rows=st.integers(0, 200), parts=st.integers(1, 9))
+def test_even_chunks_are_those_of_numpy(num_rows: int, parts: int) -> None:
+    expected = [part.tolist() for part in np.array_split(np.arange(num_rows), parts)]
+
+    assert even_chunks(num_rows, parts) == expected
+
+
+@pytest.mark.parametrize(("num_rows", "parts"), [(-1, 2), (5, 0)])
+def test_cut_that_cannot_be_made_is_refused_with_both_numbers(num_rows: int, parts: int) -> None:
+    with pytest.raises(RowError, match=f"got {num_rows} rows over {parts} parts"):
+        even_chunks(num_rows, parts)
 
 
 def test_names_are_those_of_the_design_in_its_order():

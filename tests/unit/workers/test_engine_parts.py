@@ -24,7 +24,7 @@ def test_map_function_mark_stores_facts_and_wraps_nothing() -> None:
     spec = map_spec(_marked)
 
     assert (spec.reads, spec.optional, spec.writes) == (("a",), ("b",), ("c",))
-    assert spec.name == "_marked" and _marked.__name__ == "_marked"
+    assert _marked.__name__ == "_marked"
 
 
 def test_lambda_and_local_function_are_refused_because_other_ranks_cannot_import_them() -> None:
