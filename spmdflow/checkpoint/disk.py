@@ -42,15 +42,18 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def disk_errors(
-    doing: str, path: Path, what: str = "checkpoint", *also: type[Exception]
+    doing: str,
+    path: Path,
+    what: str = "checkpoint",
+    caught: tuple[type[Exception], ...] = (OSError,),
 ) -> Iterator[None]:
-    """Turn an OSError, or one of `also`, into an error that names the path and the bytes free.
+    """Turn what is caught into an error that names the path and the bytes free.
 
     what: "checkpoint" makes it a CheckpointError. The error's own file is named if it has one.
     """
     try:
         yield
-    except (OSError, *also) as err:
+    except caught as err:
         at, cause = getattr(err, "filename", None) or path, getattr(err, "strerror", None) or err
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         kind = CheckpointError if what == "checkpoint" else SpmdflowError

@@ -35,7 +35,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], plain: Mapping[str,
     """
     check_plain(plain, "plain")
     metadata = {"format": FORMAT, "plain": json.dumps(plain)}
-    with disk_errors("write", path, "checkpoint", SafetensorError):
+    with disk_errors("write", path, caught=(OSError, SafetensorError)):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             save_file(_apart(tensors), path, metadata)

@@ -62,7 +62,8 @@ class TraceWriter:
 
     def _events(self, span: Span) -> list[dict[str, Any]]:
         """The span's event; before a lane's first one, the names of its process and thread."""
-        key, events = (span.rank, span.lane), []
+        key = (span.rank, span.lane)
+        events: list[dict[str, Any]] = []
         if key not in self._threads:
             self._threads[key] = sum(1 for rank, _ in self._threads if rank == span.rank)
             for name, text in (("process", f"rank {span.rank}"), ("thread", span.lane)):
