@@ -56,7 +56,10 @@ class PromptStream(Iterator[Batch]):
         self.eval_scan = self._open(f"{name}.eval", cfg.eval_path)
         self._order: PromptOrder | None = None
         if self.train_scan is not None:
-            self._order = PromptOrder.from_config(cfg, self.train_scan, seed=seed)
+            size, shuffle = cfg.prompts_per_step, cfg.shuffle
+            self._order = PromptOrder(
+                self.train_scan, prompts_per_step=size, seed=seed, shuffle=shuffle
+            )
 
     def __next__(self) -> Batch:
         if self._order is None or self.train_scan is None:

@@ -17,9 +17,7 @@ controller draws numbers (`PromptOrder`); ranks turn numbers into columns (`Prom
 |---|---|
 | line_file | any of the formats as lines that can be read by number |
 | tokenizer | the seam to transformers: ids, chats, the text of responses |
-| encode | a prompt's value -> text -> token ids, or what is wrong with it |
-| examples | rows with answers: examples to imitate, pairs, labels -> token ids |
-| scan | file -> `ScanReport`: good rows, over-long ones, bad ones with their line |
-| source | numbers -> `prompts`, `prompt_text`, `row` |
+| encode | a row -> texts -> token ids and columns, or what is wrong with it |
+| scan | file -> `ScanReport`: good rows, over-long ones, bad ones; numbers -> columns |
 | stream | shuffled epochs with a cursor; resumable |
 """

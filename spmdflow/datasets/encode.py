@@ -1,4 +1,18 @@
-"""A line of a file -> the prompt's text and the other fields; texts -> token ids.
+"""A line of a file -> a row's texts and its other fields; texts -> token ids and columns.
+
+A row with answers is cut into segments that are tokenised each by itself, as prompt and response
+are when the model generates. What is learnt is marked: the answers, with the token that ends them.
+
+| rows | columns |
+|---|---|
+| prompts | `prompts`, `prompt_text` |
+| examples | `prompts`: the whole row |
+| pairs | `prompts`: prompt + chosen, then prompt + rejected; `chosen_tokens`: where it is cut |
+| labels | `prompts`: prompt + answer; `desirable`: the label; `answers`: its tokens alone |
+
+The last three have `loss_mask`, True at the learnt tokens, and empty `responses`: the tokens of a
+row count once, as prompt tokens. Of a conversation that is judged the answer is the last turn
+alone: what the assistant said before is part of the prompt.
 
 Errors are `DataError`s that say what is wrong with one row; the caller adds file and line.
 """
@@ -6,49 +20,44 @@ Errors are `DataError`s that say what is wrong with one row; the caller adds fil
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from spmdflow.config.data_source import SOURCE_COLUMN
+from spmdflow.config.data_source import SOURCE_COLUMN, DataSource
 from spmdflow.config.schema import DataSettings
-from spmdflow.data.ragged import ragged_from_rows
-from spmdflow.datasets.tokenizer import check_chat_template, plain_ids, render_chat, template_ids
+from spmdflow.data.ragged import ragged, ragged_from_rows
+from spmdflow.datasets.tokenizer import (
+    check_chat_template,
+    eos_token_id,
+    plain_ids,
+    render_chat,
+    template_ids,
+)
 from spmdflow.errors import DataError
 
-
-def fields_of(line: bytes) -> dict[str, Any]:
-    """The JSON object of a line."""
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as err:
-        raise DataError(f"is not UTF-8 (byte {err.start + 1} of the line)") from err
-    except json.JSONDecodeError as err:
-        raise DataError(f"is not valid JSON ({err.msg} at column {err.colno})") from err
-    except (ValueError, RecursionError) as err:  # a number too long, brackets too deep
-        raise DataError(f"is not JSON that can be read ({err})") from err
-    if not isinstance(row, dict):
-        raise DataError(f"is a JSON {kind_of(row)}, expected an object")
-    return row
+Row = dict[str, Any]
+"""The JSON object of a line."""
+Messages = list[dict[str, Any]]
+Segments = tuple[tuple[str, bool], ...]
+"""(text, whether it is learnt), in order."""
+Marked = tuple[list[int], list[bool]]
+"""Token ids of a sequence, and which of them are learnt."""
 
 
-def rename_fields(
-    row: dict[str, Any], columns: Sequence[tuple[str, str]], source: str
-) -> dict[str, Any]:
-    """The row with columns under other names, and the name of its source if it has one.
+def row_of(line: bytes, source: DataSource) -> Row:
+    """The JSON object of a line, with columns under other names as its source says.
 
-    columns: (name, name in the row). The order of the fields stays.
+    Rows of a mixture have the source's name too. The order of the fields stays.
     """
+    row = _json_of(line)
     names: dict[str, list[str]] = {}
-    for name, column in columns:
+    for name, column in source.columns:
         names.setdefault(column, []).append(name)
-        if column not in row:
-            has = ", ".join(map(repr, row)) or "no columns"
-            raise DataError(f"has no column {column!r} (it has {has})")
+        _check_column(row, column)
     found = [(new, value) for old, value in row.items() for new in names.get(old, [old])]
-    found += [(SOURCE_COLUMN, source)] if source else []
+    found += [(SOURCE_COLUMN, source.name)] if source.name else []
     renamed = dict(found)
     if len(renamed) < len(found):
         twice = next(name for name in renamed if [new for new, _ in found].count(name) > 1)
@@ -59,22 +68,24 @@ def rename_fields(
     return renamed
 
 
-class RowEncoder(Protocol):
-    """What a row of a file becomes; its text is whatever the encoder makes of it."""
+def _json_of(line: bytes) -> Row:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as err:
+        raise DataError(f"is not UTF-8 (byte {err.start + 1} of the line)") from err
+    except json.JSONDecodeError as err:
+        raise DataError(f"is not valid JSON ({err.msg} at column {err.colno})") from err
+    except (ValueError, RecursionError) as err:  # a number too long, brackets too deep
+        raise DataError(f"is not JSON that can be read ({err})") from err
+    if not isinstance(row, dict):
+        raise DataError(f"is a JSON {_kind_of(row)}, expected an object")
+    return row
 
-    def __init__(self, tokenizer: Any, data: DataSettings) -> None: ...
 
-    def text(self, row: dict[str, Any]) -> Any:
-        """What the model is to read; DataError if the row is not of this kind."""
-
-    def ids(self, texts: list[Any]) -> list[list[int]]:
-        """Token ids of each text; none: the row cannot be used."""
-
-    def columns(self, texts: list[Any]) -> dict[str, Tensor | list[str]]:
-        """`prompts`, the ids as a ragged column, and this kind's other columns."""
-
-    def other_fields(self, row: dict[str, Any]) -> str:
-        """All fields but the prompt, as JSON."""
+def _check_column(row: Row, column: str) -> None:
+    if column not in row:
+        has = ", ".join(map(repr, row)) or "no columns"
+        raise DataError(f"has no column {column!r} (it has {has})")
 
 
 class PromptEncoder:
@@ -87,74 +98,254 @@ class PromptEncoder:
         self._tokenizer, self._chat = tokenizer, data.chat_template
         self._column = data.prompt_column or ""
 
-    def text(self, row: dict[str, Any]) -> Any:
-        """What the model is to read: the column itself, or the rendered chat."""
+    def text(self, row: Row) -> Any:
+        """What the model is to read; DataError if the row is not of this kind."""
         return self.prompt(row)
 
-    def prompt(self, row: dict[str, Any]) -> str:
+    def prompt(self, row: Row) -> str:
         """The prompt column as text, rendered if it is a chat."""
         column = self._column
-        if column not in row:
-            has = ", ".join(map(repr, row)) or "no columns"
-            raise DataError(f"has no column {column!r} (it has {has})")
+        _check_column(row, column)
         value = row[column]
-        if not self._chat and not isinstance(value, str):
-            hint = "; chat messages need data.chat_template=true" if _is_list(value) else ""
-            raise DataError(f"has {column!r} = {kind_of(value)}, expected text{hint}")
-        text = self._rendered(value) if self._chat else value
-        return self._sound(text, column)
+        if self._chat:
+            value = render_chat(self._tokenizer, _messages_of(value, column))
+        elif not isinstance(value, str):
+            hint = "; chat messages need data.chat_template=true"
+            raise _wrong(row, column, "text" + (hint if isinstance(value, list) else ""))
+        return _sound(value, column)
 
     def ids(self, texts: list[Any]) -> list[list[int]]:
-        """Token ids of each text."""
+        """Token ids of each text; none: the row cannot be used."""
         encode = template_ids if self._chat else plain_ids
         return encode(self._tokenizer, texts)
 
     def columns(self, texts: list[Any]) -> dict[str, Tensor | list[str]]:
-        """prompts (ragged int64) and prompt_text."""
-        prompts = [torch.tensor(ids, dtype=torch.int64) for ids in self.ids(texts)]
-        return {"prompts": ragged_from_rows(prompts, dtype=torch.int64), "prompt_text": texts}
+        """`prompts`, the ids as a ragged column, and this kind's other columns."""
+        return {"prompts": _ragged(self.ids(texts), torch.int64), "prompt_text": texts}
 
-    def other_fields(self, row: dict[str, Any]) -> str:
+    def other_fields(self, row: Row) -> str:
         """All fields but the prompt, as JSON."""
         return json.dumps({key: value for key, value in row.items() if key != self._column})
 
-    def _sound(self, text: str, column: str) -> str:
-        if any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise DataError(f"has half a character (a lone surrogate) in {column!r}")
-        return text
 
-    def _rendered(self, value: object) -> str:
-        return render_chat(self._tokenizer, messages_of(value, self._column))
+class AnswerEncoder(PromptEncoder):
+    """Rows that carry their answers. A row's text: segments of its one or two sequences, a label.
+
+    Of examples there is no label: True.
+    """
+
+    def __init__(self, tokenizer: Any, data: DataSettings) -> None:
+        super().__init__(tokenizer, data)
+        self._kind, self._answers = data.rows, tuple(data.answer_columns)
+        self._prompt_end, self._eos = data.prompt_end, eos_token_id(tokenizer)
+        kinds = {"examples": self._example, "pairs": self._pair, "labels": self._label}
+        self._read = kinds[data.rows]
+
+    def text(self, row: Row) -> tuple[tuple[Segments, ...], bool]:
+        """Segments of each sequence, and whether the answer is good."""
+        return self._read(row)
+
+    def ids(self, texts: list[Any]) -> list[list[int]]:
+        """Token ids of each row, of both sequences of a pair."""
+        return [ids for ids, _ in self._tokens(texts)[0]]
+
+    def columns(self, texts: list[Any]) -> dict[str, Tensor | list[str]]:
+        """The columns of this kind of rows (module docstring)."""
+        rows, first = self._tokens(texts)
+        columns: dict[str, Tensor | list[str]] = {
+            "prompts": _ragged([ids for ids, _ in rows], torch.int64),
+            "responses": ragged(torch.zeros(0, dtype=torch.int64), torch.zeros(len(rows)).long()),
+            "loss_mask": _ragged([mask for _, mask in rows], torch.bool),
+        }
+        if self._kind == "pairs":
+            lengths = [len(ids) for ids, _ in first]
+            columns["chosen_tokens"] = torch.tensor(lengths, dtype=torch.int64)
+        if self._kind == "labels":
+            answers = [[token for token, own in zip(*row) if own] for row in rows]
+            columns["desirable"] = torch.tensor([good for _, good in texts], dtype=torch.bool)
+            columns["answers"] = _ragged(answers, torch.int64)
+        return columns
+
+    def _tokens(self, texts: list[Any]) -> tuple[list[Marked], list[Marked]]:
+        """Of each row, its sequences one after the other; and of its first sequence alone."""
+        made = self._encoded([segments for sequences, _ in texts for segments in sequences])
+        if self._kind != "pairs":
+            return made, made
+        chosen, rejected = made[::2], made[1::2]
+        both = [(a + b, m + n) for (a, m), (b, n) in zip(chosen, rejected, strict=True)]
+        return both, chosen
+
+    def _encoded(self, sequences: list[Segments]) -> list[Marked]:
+        """Token ids of each sequence and which of them are learnt."""
+        encode = template_ids if self._chat else plain_ids
+        heads = encode(self._tokenizer, [head for (head, _), *_ in sequences])
+        others = [text for _, *following in sequences for text, _ in following]
+        following = iter(template_ids(self._tokenizer, others))
+        made = []
+        for segments, head in zip(sequences, heads, strict=True):
+            tokens, mask = list(head), [False] * len(head)
+            for _, learnt in segments[1:]:
+                more = next(following) + ([] if self._chat else [self._eos])
+                tokens, mask = tokens + more, mask + [learnt] * len(more)
+            made.append((tokens, mask) if head else ([], []))  # nothing predicts a first token
+        return made
+
+    def _example(self, row: Row) -> tuple[tuple[Segments, ...], bool]:
+        """Prompt and response; or a conversation, whose assistant turns are learnt."""
+        if self._answers:
+            return (self._answered(row, self._answers[0]),), True
+        self.prompt(row)
+        return (self._turns(_messages_of(row[self._column], self._column), self._column),), True
+
+    def _pair(self, row: Row) -> tuple[tuple[Segments, ...], bool]:
+        """A prompt with the better and with the worse answer."""
+        chosen, rejected = (self._judged(row, answer) for answer in self._answers)
+        names = " and ".join(map(repr, self._answers))
+        if chosen == rejected:
+            raise DataError(f"has the same answer in {names}, expected two that differ")
+        if chosen[:-1] != rejected[:-1]:
+            raise DataError(f"has {names} after prompts that differ, expected the same prompt")
+        return (chosen, rejected), True
+
+    def _label(self, row: Row) -> tuple[tuple[Segments, ...], bool]:
+        """A single answer with a label; the columns' names are those of answer and label."""
+        answer, label = self._answers
+        if row.get(label) not in (True, False):  # 1 and 0 are as good; a missing one is None
+            raise _wrong(row, label, "true or false (whether the answer is good)")
+        return (self._judged(row, answer),), bool(row[label])
+
+    def _answered(self, row: Row, answer: str) -> Segments:
+        """The prompt column, and the answer in that column."""
+        said, prompt = _answer_of(row, answer), self.prompt(row)
+        if not self._chat:
+            return ((prompt, False), (_sound(said, answer), True))
+        asked = _messages_of(row[self._column], self._column)
+        return self._turns([*asked, {"role": "assistant", "content": said}], self._column)
+
+    def _judged(self, row: Row, answer: str) -> Segments:
+        """The prompt, and the answer in that column as the only learnt segment, at the end.
+
+        Without a prompt column, answers begin with the prompt, up to the last data.prompt_end.
+        """
+        if self._chat and (not self._column or isinstance(row.get(answer), list)):
+            found = self._turns(self._dialogue(row, answer), answer)
+        elif self._column:
+            found = self._answered(row, answer)
+        else:
+            found = self._divided(row, answer)
+        *before, (last, _) = found
+        return (*((text, False) for text, _ in before), (last, True))
+
+    def _dialogue(self, row: Row, answer: str) -> Messages:
+        """The messages of the prompt and of the answer, which the assistant gives."""
+        if not isinstance(row.get(answer), list):
+            raise _wrong(row, answer, "messages (the prompt and the answer)")
+        messages = _messages_of(row[answer], answer)
+        if self._column:
+            if len(messages) != 1:
+                raise DataError(
+                    f"has {answer!r} with {len(messages)} messages beside {self._column!r}, "
+                    f"expected one (the answer); set data.prompt_column=null for whole "
+                    f"conversations"
+                )
+            self.prompt(row)
+            messages = [*_messages_of(row[self._column], self._column), *messages]
+        if messages[-1]["role"] != "assistant" or len(messages) < 2:
+            raise DataError(
+                f"has {answer!r} that ends with role {messages[-1]['role']!r}, expected a turn of "
+                f"the assistant after the prompt"
+            )
+        return messages
+
+    def _divided(self, row: Row, answer: str) -> Segments:
+        """The text in a column, cut where the prompt ends."""
+        text = _sound(_answer_of(row, answer), answer)
+        place = text.rfind(self._prompt_end)
+        if place < 0:
+            raise DataError(
+                f"has no {self._prompt_end!r} in {answer!r}, expected one before the answer; set "
+                f"data.prompt_end, or data.prompt_column for prompts of their own"
+            )
+        end = place + len(self._prompt_end)
+        if not text[end:].strip():
+            raise DataError(f"has an empty answer in {answer!r}, expected text behind the prompt")
+        return ((text[:end], False), (text[end:], True))
+
+    def _turns(self, messages: Messages, column: str) -> Segments:
+        """Segments of a column's messages: what an assistant turn is generated after, the turn."""
+        segments: list[tuple[str, bool]] = []
+        done = ""
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant" or not number:
+                continue
+            before = render_chat(self._tokenizer, messages[:number])
+            after = render_chat(self._tokenizer, messages[: number + 1], answered=True)
+            if not (before.startswith(done) and after.startswith(before)):
+                raise DataError(
+                    f"has message {number + 1} of {column!r}, before which the chat template "
+                    f"writes earlier messages differently, expected them to stay; cut the "
+                    f"conversation into one row for each answer"
+                )
+            segments += [(before[len(done) :], False), (after[len(before) :], True)]
+            done = after
+        if not segments:
+            raise DataError(f"has no answer in {column!r}, expected a turn of an assistant")
+        return tuple((_sound(text, column), learnt) for text, learnt in segments)
 
 
-def messages_of(value: object, column: str) -> list[dict[str, Any]]:
+def encoder_of(tokenizer: Any, data: DataSettings) -> PromptEncoder:
+    """The encoder of the rows of a data section. Any: a transformers tokenizer."""
+    return (PromptEncoder if data.rows == "prompts" else AnswerEncoder)(tokenizer, data)
+
+
+def _answer_of(row: Row, column: str) -> str:
+    """The text in a column; DataError unless there is one."""
+    value = row.get(column)
+    if not isinstance(value, str):
+        raise _wrong(row, column, "text (the answer)")
+    if not value:
+        raise DataError(f"has an empty {column!r}, expected text (the answer)")
+    return value
+
+
+def _messages_of(value: object, column: str) -> Messages:
     """The messages that a column holds; a text is what the user says."""
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"has {column!r} = {kind_of(value)}, expected text or messages")
+        raise _wrong({column: value}, column, "text or messages")
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise DataError(
-                f"has {column!r} with message {number} = {kind_of(message)}, "
+                f"has {column!r} with message {number} = {_kind_of(message)}, "
                 f'expected {{"role": ..., "content": ...}}'
             )
         content = message["content"]  # a template would write null as "None"
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise DataError(
-                f"has {column!r} with message {number}, whose content = {kind_of(content)}, "
+                f"has {column!r} with message {number}, whose content = {_kind_of(content)}, "
                 f"expected text"
             )
     return messages
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, list)
+def _sound(text: str, column: str) -> str:
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise DataError(f"has half a character (a lone surrogate) in {column!r}")
+    return text
 
 
-def kind_of(value: object) -> str:
-    """A JSON value's kind, and the value if it is short."""
-    names = {dict: "object", list: "list", str: "text", bool: "boolean", type(None): "null"}
-    kind = names.get(type(value), "number")
+def _wrong(row: Row, column: str, expected: str) -> DataError:
+    got = f"{column!r} = {_kind_of(row[column])}" if column in row else f"no {column!r}"
+    return DataError(f"has {got}, expected {expected}")
+
+
+def _kind_of(value: object) -> str:
+    """A JSON value's kind, and the keys of an object."""
     if isinstance(value, dict):
-        return f"{kind} with {', '.join(map(repr, value)) or 'nothing'}"
-    return kind
+        return f"object with {', '.join(map(repr, value)) or 'nothing'}"
+    names = {list: "list", str: "text", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
+
+
+def _ragged(rows: list[Any], dtype: torch.dtype) -> Tensor:
+    return ragged_from_rows([torch.tensor(row, dtype=dtype) for row in rows], dtype=dtype)

@@ -15,8 +15,7 @@ import shutil
 import tempfile
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,12 +23,13 @@ from spmdflow.config.data_source import FILE_ENDINGS, split_place
 from spmdflow.errors import ConfigError, DataError
 
 _BLOCK_BYTES = 1 << 20
+_ROWS_AT_A_TIME = 1024
 
 
 class LineFile:
     """The lines of a JSONL file, packed or not, or of the rows of a Parquet file or a data set.
 
-    Numbered from 0, blank ones included. `_FORMATS` has the extensions of files.
+    Numbered from 0, blank ones included.
     """
 
     def __init__(self, place: str | Path) -> None:
@@ -38,18 +38,13 @@ class LineFile:
         self.path = Path(place)
         path, split = split_place(str(place))
         if Path(path).is_dir() and not path.endswith(FILE_ENDINGS):
-            self._file = _unpacked(lambda target: write_data_set(path, split, target))
+            self._file: BinaryIO = tempfile.TemporaryFile()
+            write_data_set(path, split, self._file)
+            self._file.flush()
             self.num_bytes = os.fstat(self._file.fileno()).st_size
         else:
-            unpack = _format_of(self.path)
-            if not self.path.is_file():
-                what = "a folder" if self.path.is_dir() else "no such file"
-                raise DataError(
-                    f"{place}: got {what}, expected a file of prompts; correct "
-                    f"data.train_path or data.eval_path (relative paths start in {Path.cwd()})"
-                )
+            self._file = _open(self.path)
             self.num_bytes = self.path.stat().st_size
-            self._file = unpack(self.path)
         self._starts: array[int] | None = None
 
     def __len__(self) -> int:
@@ -85,51 +80,56 @@ class LineFile:
         return self._starts
 
 
-def _plain(path: Path) -> BinaryIO:
-    return path.open("rb")
-
-
-def _unpacked(write: Callable[[BinaryIO], None]) -> BinaryIO:
-    """An unnamed file that holds what `write` writes."""
+def _open(path: Path) -> BinaryIO:
+    """The file, or an unnamed one with what is packed in it."""
+    ending = next((ending for ending in FILE_ENDINGS if path.name.endswith(ending)), None)
+    if ending is None:
+        raise DataError(
+            f"{path}: got the extension {path.suffix!r}, expected one of "
+            f"{', '.join(FILE_ENDINGS)}; convert the file, or rename it if it is one of these"
+        )
+    if not path.is_file():
+        what = "a folder" if path.is_dir() else "no such file"
+        raise DataError(
+            f"{path}: got {what}, expected a file of prompts; correct "
+            f"data.train_path or data.eval_path (relative paths start in {Path.cwd()})"
+        )
+    if ending == FILE_ENDINGS[0]:
+        return path.open("rb")
     target = tempfile.TemporaryFile()
-    write(target)
+    unpack = {".jsonl.gz": unzip, ".jsonl.zst": unpack_zstd, ".parquet": write_as_lines}[ending]
+    unpack(path, target)
     target.flush()
     return target
 
 
-def _unzip(path: Path, target: BinaryIO) -> None:
+def unzip(path: Path, target: BinaryIO) -> None:
+    """Append what a gzip file holds to target; DataError if it is none or cut off."""
     try:
         with gzip.open(path) as packed:
             shutil.copyfileobj(packed, target)
     except (OSError, EOFError, zlib.error) as err:
-        raise DataError(
-            f"{path}: got a damaged or cut-off gzip file ({err}); expected gzip; copy it again"
-        ) from err
+        raise _damaged(path, "gzip", err) from err
 
 
-_FORMATS: dict[str, Callable[[Path], BinaryIO]] = {
-    ".jsonl": _plain,
-    ".jsonl.gz": lambda path: _unpacked(partial(_unzip, path)),
-    ".jsonl.zst": lambda path: _unpacked(partial(unpack_zstd, path)),
-    ".parquet": lambda path: _unpacked(partial(write_as_lines, path)),
-}
+def unpack_zstd(path: Path, target: BinaryIO) -> None:
+    """The same of zstd. ConfigError if pyarrow is not installed."""
+    pyarrow = _pyarrow(path, "a zstd file")
+    try:
+        with pyarrow.input_stream(str(path), compression="zstd") as packed:
+            shutil.copyfileobj(packed, target)
+    except (pyarrow.ArrowException, OSError) as err:
+        raise _damaged(path, "zstd", err) from err
 
 
-def _format_of(path: Path) -> Callable[[Path], BinaryIO]:
-    for extension, unpack in _FORMATS.items():
-        if path.name.endswith(extension):
-            return unpack
-    raise DataError(
-        f"{path}: got the extension {path.suffix!r}, expected one of {', '.join(_FORMATS)}; "
-        f"convert the file, or rename it if it is one of these"
+def _damaged(path: Path, form: str, err: BaseException) -> DataError:
+    return DataError(
+        f"{path}: got a damaged or cut-off {form} file ({err}); expected {form}; copy it again"
     )
 
 
-_ROWS_AT_A_TIME = 1024
-
-
 def write_as_lines(path: Path, target: BinaryIO) -> None:
-    """Append one JSON object per row to target; values that JSON lacks (dates) become text.
+    """Append one JSON object per row of a Parquet file; values that JSON lacks (dates) become text.
 
     ConfigError if pyarrow is not installed, DataError if the file is no Parquet.
     """
@@ -137,8 +137,7 @@ def write_as_lines(path: Path, target: BinaryIO) -> None:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME):
-                for row in batch.to_pylist():
-                    target.write(json.dumps(row, default=str).encode() + b"\n")
+                _write_rows(batch.to_pylist(), target)
     except (pyarrow.ArrowException, OSError) as err:
         raise DataError(
             f"{path}: got a file that pyarrow cannot read ({err}); expected Parquet; "
@@ -146,19 +145,9 @@ def write_as_lines(path: Path, target: BinaryIO) -> None:
         ) from err
 
 
-def unpack_zstd(path: Path, target: BinaryIO) -> None:
-    """Append what a zstd file holds to target.
-
-    ConfigError if pyarrow is not installed, DataError if the file is no zstd or cut off.
-    """
-    pyarrow = _pyarrow(path, "a zstd file")
-    try:
-        with pyarrow.input_stream(str(path), compression="zstd") as packed:
-            shutil.copyfileobj(packed, target)
-    except (pyarrow.ArrowException, OSError) as err:
-        raise DataError(
-            f"{path}: got a damaged or cut-off zstd file ({err}); expected zstd; copy it again"
-        ) from err
+def _write_rows(rows: Iterable[dict[str, Any]], target: BinaryIO) -> None:
+    for row in rows:
+        target.write(json.dumps(row, default=str).encode() + b"\n")
 
 
 def _pyarrow(path: Path, what: str) -> Any:  # the module; its package has no types
@@ -186,8 +175,7 @@ def write_data_set(path: str, split: str, target: BinaryIO) -> None:
     config, _, name = split.removeprefix(":").rpartition("/")
     errors = (OSError, ValueError, KeyError, library.exceptions.DatasetsError)
     try:
-        for row in _rows(library, path, config, name):
-            target.write(json.dumps(row, default=str).encode() + b"\n")
+        _write_rows(_rows(library, path, config, name), target)
     except errors as err:
         said = f"{type(err).__name__}: {' '.join(str(err).split())}"
         raise DataError(

@@ -1,21 +1,30 @@
-"""One pass over a file of prompts: which rows are good, which too long, which unreadable."""
+"""Files of rows: scanned once on rank 0, then read by number on every rank.
+
+A scan says which rows are good, which too long, which unreadable. `PromptSource` turns numbers
+into columns.
+"""
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tensordict import TensorDict
+from torch import Tensor
 
 from spmdflow.config.data_source import DataSource, data_sources
 from spmdflow.config.schema import DataSettings
-from spmdflow.datasets.encode import RowEncoder, fields_of, rename_fields
-from spmdflow.datasets.examples import encoder_of
+from spmdflow.data.ragged import lengths_of, set_column
+from spmdflow.datasets.encode import PromptEncoder, encoder_of, row_of
 from spmdflow.datasets.line_file import LineFile
+from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -92,96 +101,83 @@ def scan(cfg: DataSettings, setting: object, tokenizer: Any) -> ScanReport:
     cannot be read, if more than cfg.max_bad_rows of its rows are unreadable, or if none is left.
     """
     encoder = encoder_of(tokenizer, cfg)
-    reports: list[ScanReport] = []
-    first = 0
+    passes: list[_Pass] = []
     for source in data_sources("data", str(setting) if isinstance(setting, Path) else setting):
-        one = _Pass(source, encoder, cfg, first)
-        report = one.run()
-        for bad in report.bad_rows:
-            logger.warning("skipped %s", bad)
-        if not report.rows:
-            raise DataError(_nothing_left(report, cfg))
-        reports.append(report)
-        first += one.num_lines
-    return reports[0] if len(reports) == 1 else _mixture(reports)
-
-
-def _mixture(reports: Sequence[ScanReport]) -> ScanReport:
-    """Facts of several files as those of one; their rows are numbered on."""
+        first = passes[-1].first + passes[-1].num_lines if passes else 0
+        passes.append(_Pass(source, encoder, cfg, first))
+        passes[-1].run()
     return ScanReport(
-        path=" + ".join(report.path for report in reports),
-        num_bytes=sum(report.num_bytes for report in reports),
-        num_rows=sum(report.num_rows for report in reports),
-        rows=[number for report in reports for number in report.rows],
-        token_lengths=[length for report in reports for length in report.token_lengths],
-        num_too_long=sum(report.num_too_long for report in reports),
-        longest_tokens=max(report.longest_tokens for report in reports),
-        bad_rows=[bad for report in reports for bad in report.bad_rows],
-        fingerprint="+".join(report.fingerprint for report in reports),
-        files=tuple(file for report in reports for file in report.files),
+        path=" + ".join(str(one.file.path) for one in passes),
+        num_bytes=sum(one.file.num_bytes for one in passes),
+        num_rows=sum(one.num_rows for one in passes),
+        rows=[one.first + line for one in passes for line in one.rows],
+        token_lengths=[length for one in passes for length in one.token_lengths],
+        num_too_long=sum(one.num_too_long for one in passes),
+        longest_tokens=max(max(one.token_lengths) for one in passes),
+        bad_rows=[bad for one in passes for bad in one.bad_rows()],
+        fingerprint="+".join(one.digest.hexdigest() for one in passes),
+        files=tuple(
+            ScannedFile(**asdict(one.source), num_bytes=one.file.num_bytes, first=one.first)
+            for one in passes
+        ),
     )
 
 
 class _Pass:
-    """The state of one scan."""
+    """What is found in one file; lines are counted from 0."""
 
     def __init__(
-        self, source: DataSource, encoder: RowEncoder, cfg: DataSettings, first: int
+        self, source: DataSource, encoder: PromptEncoder, cfg: DataSettings, first: int
     ) -> None:
         """first: the number of its first line."""
-        self._source, self._first = source, first
-        self._file, self._encoder, self._cfg = LineFile(source.place), encoder, cfg
-        self.num_lines = 0
-        self._digest = blake2b(digest_size=16)
-        self._num_rows = self._num_too_long = self._longest = 0
-        self._rows: list[int] = []
-        self._token_lengths: list[int] = []
+        self.source, self.first, self.file = source, first, LineFile(source.place)
+        self._encoder, self._cfg = encoder, cfg
+        self.num_lines = self.num_rows = self.num_too_long = 0
+        self.digest = blake2b(digest_size=16)
+        self.rows: list[int] = []
+        self.token_lengths: list[int] = []
         self._bad: list[tuple[int, str]] = []
 
-    def run(self) -> ScanReport:
-        """Read the file once; DataError beyond the bad rows that are tolerated."""
-        waiting: list[tuple[int, Any]] = []
-        for number, text in self._texts():
-            waiting.append((number, text))
-            if len(waiting) == _TOKENISED_AT_A_TIME:
-                self._measure(waiting)
-                waiting = []
-        self._measure(waiting)
-        if len(self._bad) > self._cfg.max_bad_rows:
-            self._refuse(at_least=False)
-        return self._report()
+    def run(self) -> None:
+        """Read the file once; DataError beyond the bad rows that are tolerated, or if none is left.
 
-    def _report(self) -> ScanReport:
-        for number in self._rows:
-            self._digest.update(number.to_bytes(8, "little"))
-        return ScanReport(
-            path=str(self._file.path),
-            num_bytes=self._file.num_bytes,
-            num_rows=self._num_rows,
-            rows=[self._first + number for number in self._rows],
-            token_lengths=self._token_lengths,
-            num_too_long=self._num_too_long,
-            longest_tokens=self._longest,
-            bad_rows=self._bad_rows(),
-            fingerprint=self._digest.hexdigest(),
-            files=(
-                ScannedFile(
-                    **asdict(self._source), num_bytes=self._file.num_bytes, first=self._first
-                ),
-            ),
-        )
+        Every bad row goes into the log.
+        """
+        texts = self._texts()
+        while some := list(islice(texts, _TOKENISED_AT_A_TIME)):
+            self._measure(some)
+        if len(self._bad) > self._cfg.max_bad_rows:
+            raise self._too_many("")
+        for number in self.rows:
+            self.digest.update(number.to_bytes(8, "little"))
+        for bad in self.bad_rows():
+            logger.warning("skipped %s", bad)
+        if not self.num_rows:
+            raise DataError(
+                f"{self.file.path}: got an empty file, expected at least one prompt; fill it"
+            )
+        if not self.rows:
+            raise DataError(
+                f"{self.file.path}: got no usable prompt in {self.num_rows} rows "
+                f"({self.num_too_long} longer than {self._cfg.max_prompt_tokens} tokens, "
+                f"{len(self._bad)} unreadable), expected at least one; raise "
+                f"data.max_prompt_tokens or fix the file"
+            )
+
+    def bad_rows(self) -> list[str]:
+        """File, line and reason of each unreadable row."""
+        return [f"{self.file.path}:{number + 1} {reason}" for number, reason in sorted(self._bad)]
 
     def _texts(self) -> Iterator[tuple[int, Any]]:
-        """Number and prompt of each readable row."""
-        for number, line in enumerate(self._file.lines()):
-            self._digest.update(line)
+        """Line and prompt of each readable row."""
+        for number, line in enumerate(self.file.lines()):
+            self.digest.update(line)
             self.num_lines = number + 1
             if not line.strip():
                 continue
-            self._num_rows += 1
+            self.num_rows += 1
             try:
-                row = rename_fields(fields_of(line), self._source.columns, self._source.name)
-                yield number, self._encoder.text(row)
+                yield number, self._encoder.text(row_of(line, self.source))
             except DataError as err:
                 self._note(number, str(err))
 
@@ -192,37 +188,74 @@ class _Pass:
                 column = self._cfg.prompt_column or self._cfg.answer_columns[0]
                 self._note(number, f"has no tokens in {column!r}")
             elif len(ids) > self._cfg.max_prompt_tokens:
-                self._num_too_long += 1
+                self.num_too_long += 1
             else:
-                self._rows.append(number)
-                self._token_lengths.append(len(ids))
-                self._longest = max(self._longest, len(ids))
+                self.rows.append(number)
+                self.token_lengths.append(len(ids))
 
     def _note(self, number: int, reason: str) -> None:
         self._bad.append((number, reason))
         if len(self._bad) >= self._cfg.max_bad_rows + _SHOWN:  # enough to show: read no further
-            self._refuse(at_least=True)
+            raise self._too_many("at least ")
 
-    def _refuse(self, *, at_least: bool) -> None:
-        limit = self._cfg.max_bad_rows
-        shown = self._bad_rows()[:_SHOWN]
-        more = len(self._bad) - len(shown)
-        lines = [*shown, f"... and {more} more"] if more else shown
-        raise DataError(
-            f"{self._file.path}: got {'at least ' * at_least}{len(self._bad)} unreadable rows, "
-            f"expected at most {limit} (data.max_bad_rows); fix or remove them, correct "
+    def _too_many(self, how: str) -> DataError:
+        lines, more = self.bad_rows()[:_SHOWN], len(self._bad) - _SHOWN
+        lines += [f"... and {more} more"] if more > 0 else []
+        return DataError(
+            f"{self.file.path}: got {how}{len(self._bad)} unreadable rows, expected at most "
+            f"{self._cfg.max_bad_rows} (data.max_bad_rows); fix or remove them, correct "
             f"data.prompt_column, or raise data.max_bad_rows\n  " + "\n  ".join(lines)
         )
 
-    def _bad_rows(self) -> list[str]:
-        return [f"{self._file.path}:{number + 1} {reason}" for number, reason in sorted(self._bad)]
 
+class PromptSource:
+    """Rows of scanned files by number. Safe to use from two threads."""
 
-def _nothing_left(report: ScanReport, cfg: DataSettings) -> str:
-    if not report.num_rows:
-        return f"{report.path}: got an empty file, expected at least one prompt; fill it"
-    return (
-        f"{report.path}: got no usable prompt in {report.num_rows} rows ({report.num_too_long} "
-        f"longer than {cfg.max_prompt_tokens} tokens, {len(report.bad_rows)} unreadable), "
-        f"expected at least one; raise data.max_prompt_tokens or fix the file"
-    )
+    def __init__(self, files: Sequence[ScannedFile], data: DataSettings) -> None:
+        """DataError if a file here is not as long as the one that was scanned."""
+        self._files = [(facts, LineFile(facts.place)) for facts in files]
+        for facts, file in self._files:
+            if file.num_bytes != facts.num_bytes:
+                raise DataError(
+                    f"{facts.place}: got a file of {file.num_bytes} bytes, expected the "
+                    f"{facts.num_bytes} bytes that rank 0 scanned; give every node the same file"
+                )
+        self._max_prompt_tokens = data.max_prompt_tokens
+        self._encoder = encoder_of(load_tokenizer(data.tokenizer_path), data)
+
+    def read_rows(self, numbers: Sequence[int]) -> TensorDict:
+        """`prompts` (ragged int64), `row` (text) and the kind's other columns, in this order.
+
+        DataError if a row is not what the scan saw: the file has changed.
+        """
+        rows = [self._row(number) for number in numbers]
+        columns = self._encoder.columns([text for text, _ in rows])
+        prompts = columns["prompts"]
+        assert isinstance(prompts, Tensor), type(prompts)
+        for number, length in zip(numbers, lengths_of(prompts).tolist()):
+            if not 0 < length <= self._max_prompt_tokens:
+                raise self._changed(number, f"has {length} tokens")
+        batch = TensorDict({}, batch_size=[len(numbers)])
+        for name, column in (columns | {"row": [others for _, others in rows]}).items():
+            set_column(batch, name, column)
+        return batch
+
+    def _row(self, number: int) -> tuple[Any, str]:
+        """The encoder's text and the other fields."""
+        facts, file = self._file_of(number)
+        (line,) = file.read([number - facts.first])
+        try:
+            row = row_of(line, facts)
+            return self._encoder.text(row), self._encoder.other_fields(row)
+        except DataError as err:
+            raise self._changed(number, str(err)) from err
+
+    def _file_of(self, number: int) -> tuple[ScannedFile, LineFile]:
+        return self._files[bisect_right(self._files, number, key=lambda item: item[0].first) - 1]
+
+    def _changed(self, number: int, what: str) -> DataError:
+        facts, file = self._file_of(number)
+        return DataError(
+            f"{file.path}:{number - facts.first + 1} {what}; expected the good row that rank "
+            f"0 scanned; leave the file as it is during a run, and give every node the same one"
+        )

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from spmdflow.config.schema import DataSettings
 from spmdflow.data.row_id import seed_of
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.errors import CheckpointError, DataError
@@ -36,11 +35,6 @@ class PromptOrder:
         self._report, self._prompts_per_step = report, prompts_per_step
         self._seed, self._shuffle, self._step = seed, shuffle, 0
         self._epochs = [_Epochs(rows, seed, shuffle=shuffle) for rows in _rows_of_files(report)]
-
-    @classmethod
-    def from_config(cls, cfg: DataSettings, report: ScanReport, *, seed: int) -> PromptOrder:
-        """A stream with the settings of the data section."""
-        return cls(report, prompts_per_step=cfg.prompts_per_step, seed=seed, shuffle=cfg.shuffle)
 
     @property
     def epoch(self) -> int:

@@ -58,12 +58,6 @@ def eos_token_id(tokenizer: Any) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def pad_token_id(tokenizer: Any) -> int:
-    """Id to fill with; the end-of-sequence id if the tokenizer has none. Never to be masked by."""
-    pad = tokenizer.pad_token_id
-    return eos_token_id(tokenizer) if pad is None else int(pad)
-
-
 def plain_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """Token ids as the tokenizer makes them, its leading tokens included, trailing ones not."""
     if not texts:

@@ -26,8 +26,7 @@ from spmdflow.data.column import Column, column_of, join, to_message
 from spmdflow.data.ragged import is_ragged, with_offsets
 from spmdflow.data.row_id import Ids, RowGroups
 from spmdflow.data.store import RowCondition, RowStore, Unchanged
-from spmdflow.datasets.scan import scan
-from spmdflow.datasets.source import PromptSource
+from spmdflow.datasets.scan import PromptSource, scan
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import ColumnError, ProtocolError, SpmdflowError
 from spmdflow.parallel.group import GroupSpec, GroupTable

@@ -22,8 +22,7 @@ from spmdflow.config.data_source import data_sources
 from spmdflow.config.load import load
 from spmdflow.config.location import to_yaml
 from spmdflow.config.schema import DataConfig
-from spmdflow.datasets.scan import ScanReport, scan
-from spmdflow.datasets.source import PromptSource
+from spmdflow.datasets.scan import PromptSource, ScanReport, scan
 from spmdflow.datasets.stream import PromptOrder
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import CheckpointError, ConfigError, DataError

@@ -14,9 +14,8 @@ import pytest
 from spmdflow.config.schema import DataConfig
 from spmdflow.data.ragged import rows_of
 from spmdflow.datasets.line_file import LineFile
-from spmdflow.datasets.scan import scan
-from spmdflow.datasets.source import PromptSource
-from spmdflow.datasets.tokenizer import eos_token_id, load_tokenizer, pad_token_id
+from spmdflow.datasets.scan import PromptSource, scan
+from spmdflow.datasets.tokenizer import eos_token_id, load_tokenizer
 from spmdflow.errors import DataError
 
 MODEL = Path(__file__).parents[3] / "algos/arithmetic/model"
@@ -162,13 +161,6 @@ def test_tokenizer_whose_end_is_its_beginning_keeps_the_leading_token(tmp_path):
 
     assert eos_token_id(load_tokenizer(folder)) == BOS
     assert token_lists(source_of(path, folder), [0]) == [[BOS, ONE]]
-
-
-def test_padding_falls_back_to_the_end_token(tmp_path):
-    folder = edited_tokenizer(tmp_path / "t", lambda _, config: config.pop("pad_token"))
-
-    assert pad_token_id(load_tokenizer(str(MODEL))) == PAD
-    assert pad_token_id(load_tokenizer(folder)) == eos_token_id(load_tokenizer(folder)) == EOS
 
 
 def test_tokenizer_of_a_folder_is_loaded_once():

@@ -11,8 +11,7 @@ import pytest
 from spmdflow.config.offline import ExampleDataConfig, PairDataConfig
 from spmdflow.config.schema import DataConfig
 from spmdflow.data.ragged import lengths_of, rows_of
-from spmdflow.datasets.scan import scan
-from spmdflow.datasets.source import PromptSource
+from spmdflow.datasets.scan import PromptSource, scan
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import DataError
 from spmdflow.models.preference import pair_rows
