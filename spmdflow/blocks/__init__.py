@@ -3,14 +3,13 @@
 One idea, three loads: batch rows (1-D blocks of single rows), weight shards (boxes of a full
 tensor) and checkpoint files (boxes again). `redistribute(have, need)` is a pure function on
 integers; its plan sends each missing element exactly once, nothing that is already there, from
-the nearest and least loaded holder. `verify` proves a plan from the definitions alone. Every rank
-derives the same plan. Knows no tensors, columns, processes or bytes.
+the nearest and least loaded holder. `find_cover_error` proves what each rank receives from the
+definitions alone. Every rank derives the same plan. Knows no tensors, columns, processes or bytes.
 
 | file | what |
 |---|---|
 | `box` | `Box` and its algebra: intersect, subtract, cut, merge, flat ranges |
-| `plan` | `redistribute` for boxes of any number of dimensions; which holder sends |
+| `plan` | `redistribute` for boxes of any number of dimensions; which holder sends; its proof |
 | `rows` | the same for row ids, vectorised; `plan_rounds`: with a broadcast inside a replica |
-| `proof` | `verify`, `verify_rows` |
 | `hash` | additive hash of a tensor's elements and places |
 """

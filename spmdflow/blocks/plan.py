@@ -8,9 +8,11 @@ can be cut). Integers only; a second function moves the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
+from typing import TypeVar
 
 from spmdflow.blocks.box import Box, disjoint, merged, subtract_all
 from spmdflow.errors import PlanError
@@ -34,22 +36,12 @@ class Plan:
     kept: Mapping[int, tuple[Box, ...]]
     """By rank: disjoint boxes that the rank needs and has. Every rank of `need` is there."""
 
-    @property
-    def num_elements(self) -> int:
-        """Elements sent, over all edges."""
-        return sum(edge.box.size for edge in self.edges)
 
-    def sends(self, rank: int) -> list[Edge]:
-        """Edges that leave a rank, in order."""
-        return [edge for edge in self.edges if edge.source == rank]
-
-    def receives(self, rank: int) -> list[Edge]:
-        """Edges that reach a rank, in order."""
-        return [edge for edge in self.edges if edge.destination == rank]
-
-
-_Stretch = tuple[int, Box]
-"""A destination and a box that it lacks."""
+Some = TypeVar("Some")
+"""Elements: a box, or ids of rows."""
+Senders = tuple[int, ...]
+Classes = Mapping[Senders, Sequence[tuple[int, Some]]]
+"""By possible senders: each destination and what it lacks, in order."""
 
 
 def redistribute(
@@ -65,7 +57,7 @@ def redistribute(
     element is with no rank.
     """
     pieces = _Pieces(have)
-    classes: dict[tuple[int, ...], list[_Stretch]] = {}
+    classes: dict[Senders, list[tuple[int, Box]]] = {}
     kept: dict[int, tuple[Box, ...]] = {}
     for destination in sorted(need):
         wanted, held = disjoint(need[destination]), have.get(destination, ())
@@ -74,40 +66,46 @@ def redistribute(
         for senders, boxes in pieces.by_senders(destination, lacking, node_of).items():
             stretches = [(destination, box) for box in merged(boxes)]
             classes.setdefault(senders, []).extend(stretches)
-    return Plan(tuple(sorted(_edges(classes, have))), kept)
+    edges = [
+        Edge(*pair, box)
+        for sent in share_classes(classes, have, _take, lambda box: box.size)
+        for pair, boxes in sent.items()
+        for box in merged(boxes)
+    ]
+    return Plan(tuple(sorted(edges)), kept)
 
 
-def _edges(
-    classes: Mapping[tuple[int, ...], list[_Stretch]], have: Mapping[int, Sequence[Box]]
-) -> Iterator[Edge]:
-    loads = dict.fromkeys(have, 0)
+def share_classes(
+    classes: Classes[Some],
+    ranks: Iterable[int],
+    take: Callable[[Some, int], tuple[Some | None, Some | None]],
+    size_of: Callable[[Some], int],
+) -> Iterator[dict[tuple[int, int], list[Some]]]:
+    """Of each class, those with fewest senders first: (source, destination) -> what is sent.
+
+    The stretches of a class, in order, are cut into about as much for each sender as levels the
+    loads. take: (about so many elements, the rest); None for nothing.
+    """
+    loads = dict.fromkeys(ranks, 0)
     for senders in sorted(classes, key=lambda senders: (len(senders), senders)):
-        total = sum(box.size for _, box in classes[senders])
-        quotas = share_out([loads[rank] for rank in senders], total)
-        sent: dict[tuple[int, int], list[Box]] = {}
-        for source, destination, box in _cut(senders, quotas, classes[senders]):
-            loads[source] += box.size
-            sent.setdefault((source, destination), []).append(box)
-        for pair, boxes in sent.items():
-            yield from (Edge(*pair, box) for box in merged(boxes))
-
-
-def _cut(
-    senders: tuple[int, ...], quotas: list[int], stretches: list[_Stretch]
-) -> Iterator[tuple[int, int, Box]]:
-    """(source, destination, box): the stretches in order, about quotas[i] for senders[i]."""
-    ends, sender, done = list(accumulate(quotas)), 0, 0
-    for destination, whole in stretches:
-        box: Box | None = whole
-        while box is not None:
-            while sender + 1 < len(senders) and done >= ends[sender]:
-                sender += 1
-            taken, box = _take(box, ends[sender] - done)
-            if taken is None:
-                sender += 1
-                continue
-            yield senders[sender], destination, taken
-            done += taken.size
+        sizes = [size_of(some) for _, some in classes[senders]]
+        ends = list(accumulate(share_out([loads[rank] for rank in senders], sum(sizes))))
+        sent: dict[tuple[int, int], list[Some]] = {}
+        sender, done = 0, 0
+        for destination, whole in classes[senders]:
+            rest: Some | None = whole
+            while rest is not None:
+                while sender + 1 < len(senders) and done >= ends[sender]:
+                    sender += 1
+                taken, rest = take(rest, ends[sender] - done)
+                if taken is None:
+                    sender += 1
+                    continue
+                source, size = senders[sender], size_of(taken)
+                sent.setdefault((source, destination), []).append(taken)
+                loads[source] += size
+                done += size
+        yield sent
 
 
 def _take(box: Box, room: int) -> tuple[Box | None, Box | None]:
@@ -198,3 +196,34 @@ def share_out(loads: Sequence[int], total: int) -> list[int]:
     for number, place in enumerate(sorted(order[:num_receivers])):
         parts[place] = base - loads[place] + (number < extra)
     return parts
+
+
+Boxes = tuple[Box, ...]
+MISSING, TWICE, THERE, STRANGE, FALSE = "missing", "twice", "there", "strange", "false"
+"""What `find_cover_error` finds: nobody sends it, sent twice, sent where it is already, sent where
+it is not needed, kept though not held and needed once."""
+
+
+@lru_cache(maxsize=4096)
+def find_cover_error(
+    need: Boxes, held: Boxes, kept: Boxes, arriving: Boxes
+) -> tuple[str, Box] | None:
+    """What is wrong with the boxes of one tensor on one rank, and the first such box; None: right.
+
+    What the rank needs must be what it keeps of what it held, and what arrives, each element once.
+    From this definition alone: no step is shared with `redistribute` but the algebra of boxes.
+    Equal questions are answered once: the layers of a model ask the same.
+    """
+    for place, box in enumerate(arriving):
+        if any(box.intersect(other) for other in arriving[:place]):
+            return TWICE, box
+        if any(box.intersect(other) for other in held):
+            return THERE, box
+        if subtract_all([box], need):
+            return STRANGE, box
+    for place, box in enumerate(kept):
+        is_twice = any(box.intersect(other) for other in kept[:place])
+        if is_twice or subtract_all([box], held) or subtract_all([box], need):
+            return FALSE, box
+    missing = subtract_all(disjoint(need), [*kept, *arriving])
+    return (MISSING, missing[0]) if missing else None

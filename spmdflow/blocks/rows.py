@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from spmdflow.blocks.plan import NodeOf, candidates, share_out
+from spmdflow.blocks.plan import Classes, NodeOf, Senders, candidates, share_classes
 from spmdflow.errors import RowError
 
 Ids = np.ndarray
@@ -21,9 +21,6 @@ Ids = np.ndarray
 
 _Key = tuple[tuple[int, bytes], ...]
 _REMEMBERED_IDS = 1 << 13
-
-_Stretch = tuple[int, Ids]
-"""A destination and ascending ids it lacks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +47,12 @@ def redistribute_rows(
     if sum(map(len, have.values())) + sum(map(len, need.values())) > _REMEMBERED_IDS:
         return _redistribute(have, need, node_of)
     base = min((int(ids.min()) for ids in have.values() if len(ids)), default=0)
+    keys = (
+        tuple((rank, (np.asarray(ids, np.int64) - base).tobytes()) for rank, ids in side.items())
+        for side in (have, need)
+    )
     try:
-        edges = _redistribute_again(_shifted(have, base), _shifted(need, base), node_of)
+        edges = _redistribute_again(*keys, node_of)
     except RowError:
         return _redistribute(have, need, node_of)  # whose message names the true ids
     return [RowEdge(edge.source, edge.destination, edge.ids + base) for edge in edges]
@@ -98,45 +99,31 @@ def _teams(direct: Sequence[RowEdge], node_of: NodeOf | None) -> Iterator[tuple[
 @lru_cache(maxsize=128)
 def _redistribute_again(have: _Key, need: _Key, node_of: NodeOf | None) -> list[RowEdge]:
     """A step asks for the edges of the step before, with later ids: small ones are remembered."""
-    return _redistribute(_unshifted(have), _unshifted(need), node_of)
-
-
-def _shifted(by_rank: Mapping[int, Ids], base: int) -> _Key:
-    return tuple(
-        (rank, (np.asarray(ids, dtype=np.int64) - base).tobytes()) for rank, ids in by_rank.items()
-    )
-
-
-def _unshifted(key: _Key) -> dict[int, Ids]:
-    return {rank: np.frombuffer(ids, dtype=np.int64) for rank, ids in key}
+    held, needed = ({rank: np.frombuffer(ids, np.int64) for rank, ids in k} for k in (have, need))
+    return _redistribute(held, needed, node_of)
 
 
 def _redistribute(
     have: Mapping[int, Ids], need: Mapping[int, Ids], node_of: NodeOf | None
 ) -> list[RowEdge]:
-    holders = _Holders(have)
-    loads = dict.fromkeys(have, 0)
     pieces: dict[tuple[int, int], list[Ids]] = {}
-    for senders, stretches in sorted(
-        _classes(holders, need, node_of).items(), key=lambda item: (len(item[0]), item[0])
-    ):
-        total = sum(len(ids) for _, ids in stretches)
-        quotas = share_out([loads[rank] for rank in senders], total)
-        for source, destination, ids in _cut(senders, quotas, stretches):
-            loads[source] += len(ids)
-            pieces.setdefault((source, destination), []).append(ids)
+    for sent in share_classes(_classes(_Holders(have), need, node_of), have, _take, len):
+        for pair, parts in sent.items():
+            pieces.setdefault(pair, []).extend(parts)
     return [RowEdge(*pair, _joined(parts)) for pair, parts in sorted(pieces.items())]
 
 
-def _classes(
-    holders: _Holders, need: Mapping[int, Ids], node_of: NodeOf | None
-) -> dict[tuple[int, ...], list[_Stretch]]:
-    """What is lacking, by possible senders; stretches in the order of destinations."""
-    found: dict[tuple[int, ...], list[_Stretch]] = {}
-    senders_of: dict[tuple[int, int | None], tuple[int, ...]] = {}
+def _take(ids: Ids, room: int) -> tuple[Ids, Ids | None]:
+    return ids[:room], ids[room:] if room < len(ids) else None
+
+
+def _classes(holders: _Holders, need: Mapping[int, Ids], node_of: NodeOf | None) -> Classes[Ids]:
+    """What is lacking, by possible senders; destinations in order."""
+    found: dict[Senders, list[tuple[int, Ids]]] = {}
+    senders_of: dict[tuple[int, int | None], Senders] = {}
     for destination in sorted(need):
         node = None if node_of is None else node_of(destination)
-        lacking: dict[tuple[int, ...], list[Ids]] = {}
+        lacking: dict[Senders, list[Ids]] = {}
         for label, ids in holders.split(destination, need[destination]):
             if (label, node) not in senders_of:
                 ranks = holders.ranks(label)
@@ -145,23 +132,6 @@ def _classes(
         for senders, parts in lacking.items():
             found.setdefault(senders, []).append((destination, _joined(parts)))
     return found
-
-
-def _cut(
-    senders: tuple[int, ...], quotas: list[int], stretches: list[_Stretch]
-) -> Iterator[tuple[int, int, Ids]]:
-    """(source, destination, ids): the stretches in order, quotas[i] rows for senders[i]."""
-    sender, room = 0, quotas[0]
-    for destination, ids in stretches:
-        start = 0
-        while start < len(ids):
-            while not room:
-                sender += 1
-                room = quotas[sender]
-            taken = ids[start : start + room]
-            yield senders[sender], destination, taken
-            start += len(taken)
-            room -= len(taken)
 
 
 def _joined(parts: list[Ids]) -> Ids:
@@ -243,10 +213,9 @@ def _ascending(ids: Ids, rank: int) -> Ids:
     ascending = np.sort(ids)
     repeated = ascending[1:][ascending[1:] == ascending[:-1]]
     if len(repeated):
-        raise RowError(
-            f"rows of rank {rank}: got id {repeated[0]} more than once among {len(ids)}, expected "
-            f"{len(ids) - len(repeated)} distinct ids; name each row once"
-        )
+        got = f"id {repeated[0]} more than once among {len(ids)}"
+        expected = f"{len(ids) - len(repeated)} distinct ids"
+        raise RowError.of(f"rows of rank {rank}", got, expected, "name each row once")
     return ascending
 
 

@@ -14,7 +14,7 @@ from itertools import islice
 import numpy as np
 
 from spmdflow.blocks.box import Box, subtract_all
-from spmdflow.blocks.proof import FALSE, MISSING, STRANGE, THERE, TWICE, Boxes, find_cover_error
+from spmdflow.blocks.plan import FALSE, MISSING, STRANGE, THERE, TWICE, Boxes, find_cover_error
 from spmdflow.data.row_id import Ids
 from spmdflow.hybrid_engine.reshard import BoxesByRank
 from spmdflow.plan.record import Problem, Trace, TracedOrder

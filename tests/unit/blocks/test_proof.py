@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from spmdflow.blocks.box import Box
 from spmdflow.blocks.plan import Edge, Plan, redistribute
-from spmdflow.blocks.proof import verify, verify_rows
 from spmdflow.blocks.rows import RowEdge, redistribute_rows
 from spmdflow.errors import PlanError
+from tests.unit.block_proof import verify, verify_rows
 from tests.unit.block_reference import arrays, distinct_rows
 from tests.unit.blocks.test_plan import problems as box_problems
 from tests.unit.blocks.test_rows import plain

@@ -11,10 +11,10 @@ from functools import cache
 
 import pytest
 
-from spmdflow.blocks.proof import verify_rows
 from spmdflow.blocks.rows import redistribute_rows
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.protocol import protocol, protocol_names
+from tests.unit.block_proof import verify_rows
 from tests.unit.block_reference import (
     arrays,
     distinct_rows,

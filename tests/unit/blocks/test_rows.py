@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdflow.blocks.plan import share_out
-from spmdflow.blocks.proof import verify_rows
 from spmdflow.blocks.rows import plan_rounds, redistribute_rows
 from spmdflow.errors import RowError
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.protocol import protocol
+from tests.unit.block_proof import verify_rows
 from tests.unit.block_reference import arrays, moves_of, reference_moves, sets
 
 

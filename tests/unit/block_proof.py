@@ -1,27 +1,33 @@
-"""`verify`, `verify_rows`, `find_cover_error`: whether a plan does what it promises.
+"""`verify`, `verify_rows`: whether a plan does what it promises.
 
 A right plan sends what is lacking exactly once, from ranks that hold it, nothing that is already
 there, in the canonical order. The last check is that the plan is the one that every rank derives
 from the same facts: of several right plans only that one avoids a deadlock. Levelled loads and
 the choice of near senders are part of that last check only. Before it, from the definitions alone:
-no step is shared with the planners but the algebra of boxes. `spmdflow.plan` proves weights by
-`find_cover_error`, tensor by tensor.
+no step is shared with the planners but the algebra of boxes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 import numpy as np
 
-from spmdflow.blocks.box import Box, disjoint, subtract_all
-from spmdflow.blocks.plan import NodeOf, Plan, redistribute
+from spmdflow.blocks.box import Box, subtract_all
+from spmdflow.blocks.plan import (
+    FALSE,
+    MISSING,
+    STRANGE,
+    THERE,
+    TWICE,
+    NodeOf,
+    Plan,
+    find_cover_error,
+    redistribute,
+)
 from spmdflow.blocks.rows import Ids, RowEdge, redistribute_rows
 from spmdflow.errors import PlanError
 
-Boxes = tuple[Box, ...]
-MISSING, TWICE, THERE, STRANGE, FALSE = "missing", "twice", "there", "strange", "false"
 _SAID = {
     MISSING: "that nobody sends",
     TWICE: "sent twice",
@@ -58,30 +64,6 @@ def verify(
     derived = redistribute(have, need, node_of=node_of).edges
     if plan.edges != derived:
         _refuse_other(plan.edges, derived)
-
-
-@lru_cache(maxsize=4096)
-def find_cover_error(
-    need: Boxes, held: Boxes, kept: Boxes, arriving: Boxes
-) -> tuple[str, Box] | None:
-    """What is wrong with the boxes of one tensor on one rank, and the first such box; None: right.
-
-    What the rank needs must be what it keeps of what it held, and what arrives, each element once.
-    Equal questions are answered once: the layers of a model ask the same.
-    """
-    for place, box in enumerate(arriving):
-        if any(box.intersect(other) for other in arriving[:place]):
-            return TWICE, box
-        if any(box.intersect(other) for other in held):
-            return THERE, box
-        if subtract_all([box], need):
-            return STRANGE, box
-    for place, box in enumerate(kept):
-        is_twice = any(box.intersect(other) for other in kept[:place])
-        if is_twice or subtract_all([box], held) or subtract_all([box], need):
-            return FALSE, box
-    missing = subtract_all(disjoint(need), [*kept, *arriving])
-    return (MISSING, missing[0]) if missing else None
 
 
 def verify_rows(
