@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from spmdflow.kind.engine import engine_kind, load
+from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.generator import generator_kind
+from spmdflow.kind.registry import load
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.megatron import buffer_numel, vocab_multiple

@@ -6,11 +6,11 @@ one, of the package or of a script, is registered with a decorator:
     @register_engine(EngineKind("ddp", "plain PyTorch", Sharding(optimizer=False, reductions=2)))
     class DDPEngine: ...
 
-Files: `engine` what an engine states, and their table; `generator` the same of generators. The
-built-in kinds: `data_parallel`, `megatron`, `builtin`, `vllm`; they name their class as
-"module:Class", which is imported when a rank builds it. Page: docs/OWN_ENGINE.md.
+Files: `registry` names and what they stand for; `engine`, `generator` what each states, and their
+registries; `table` the kinds of the package, which name their class as "module:Class": it is
+imported when a rank builds it. Page: docs/OWN_ENGINE.md.
 """
 
-from spmdflow.kind import builtin, data_parallel, megatron, vllm
+from spmdflow.kind import table
 
-__all__ = ["builtin", "data_parallel", "megatron", "vllm"]
+__all__ = ["table"]

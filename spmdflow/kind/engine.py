@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from importlib import import_module
-from typing import Any, TypeVar
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import TypeVar
 
-from spmdflow.errors import ConfigError
+from spmdflow.kind.registry import Reference, Registry
 
 Class = TypeVar("Class", bound="type | str")
-Reference = Any
-"""An object, or "module:name" of one that is imported when it is needed."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Facts that engines and generators both state."""
+
+    name: str
+    """As the setting names it: engine.kind, rollout.engine."""
+    doc: str
+    _: KW_ONLY
+    axes: tuple[str, ...] = ()
+    """Axes besides dp over which it cuts a model: tp, pp; a generator over a replica's ranks."""
+    weight_table: Reference = "spmdflow.weights.ranks:whole_tables"
+    """(architecture, layout) -> the boxes that each rank has, or reads (weights.ranks)."""
+    shares_storage: bool = False
+    """A generator can read the weights where the engine trains them; the engine then takes `adopt`
+    when it is built."""
+    files: tuple[str, ...] = ()
+    """Files of the package that may name it, besides those of its class and weight table."""
+    implementation: Reference = None
+    """Its class; the decorator fills it in."""
+
+    @property
+    def cuts_model(self) -> bool:
+        """Whether several ranks have one model together."""
+        return bool(self.axes)
 
 
 @dataclass(frozen=True)
@@ -48,20 +71,12 @@ class EngineOption:
     """In place of the kind's own."""
 
 
-RECOMPUTE = {"recompute": EngineOption("compute activations again in backward")}
-"""The option that every built-in engine has."""
-
-
 @dataclass(frozen=True)
-class EngineKind:
+class EngineKind(Kind):
     """Facts of a train engine. Its class: `workers.engine.TrainEngine`."""
 
-    name: str
-    """As engine.kind names it."""
-    doc: str
     sharding: Sharding
-    axes: tuple[str, ...] = ()
-    """Axes besides dp over which it cuts a model: tp, pp."""
+    _: KW_ONLY
     options: Mapping[str, EngineOption] = field(default_factory=dict)
     float32_weights: bool = True
     """Trained weights are stored in float32 and rounded when they are gathered. Else they are
@@ -70,21 +85,8 @@ class EngineKind:
     """Its gradient buffer stays between steps."""
     reads_folder: bool = False
     """It is built from a `ModelSource`, which it reads box by box; else from a `LoadedModel`."""
-    shares_storage: bool = False
-    """It can be built with `adopt`: a generator then reads the trained weights where they are."""
-    weight_table: Reference = "spmdflow.weights.ranks:whole_tables"
-    """(architecture, layout) -> the boxes that each rank has (weights.ranks)."""
     worker_class: str = ""
     """Base class of roles that are bound to engines of this family."""
-    files: tuple[str, ...] = ()
-    """Files of the package that may name it, besides those of its class and weight table."""
-    implementation: Reference = None
-    """Its class; the decorator fills it in."""
-
-    @property
-    def cuts_model(self) -> bool:
-        """Whether it divides a model over tp or pp."""
-        return bool(self.axes)
 
     def sharding_with(self, options: Iterable[str]) -> Sharding:
         """What is divided under these options."""
@@ -92,7 +94,11 @@ class EngineKind:
         return next((sharding for sharding in found if sharding is not None), self.sharding)
 
 
-_ENGINES: dict[str, EngineKind] = {}
+_ENGINES: Registry[EngineKind] = Registry(
+    "engine", "engine.kind", decorator="register_engine(EngineKind({name!r}, ...))"
+)
+engine_kind = _ENGINES.find
+"""The engine of that name; ConfigError naming the setting and the choices."""
 
 
 def register_engine(kind: EngineKind) -> Callable[[Class], Class]:
@@ -103,21 +109,10 @@ def register_engine(kind: EngineKind) -> Callable[[Class], Class]:
     """
 
     def add(implementation: Class) -> Class:
-        check_name("engine", kind.name, implementation, _ENGINES)
-        _ENGINES[kind.name] = replace(kind, implementation=implementation)
+        _ENGINES.add(kind.name, replace(kind, implementation=implementation), implementation)
         return implementation
 
     return add
-
-
-def engine_kind(name: str, *, key: str = "engine.kind") -> EngineKind:
-    """The engine of that name; ConfigError naming the setting and the choices."""
-    if name not in _ENGINES:
-        raise ConfigError(
-            f"{key}: got {name!r}, expected one of {', '.join(_ENGINES)}; choose one or add "
-            f"yours with @register_engine(EngineKind({name!r}, ...))"
-        )
-    return _ENGINES[name]
 
 
 def engine_names() -> tuple[str, ...]:
@@ -143,38 +138,10 @@ def option_names() -> tuple[str, ...]:
 
 def options_doc() -> str:
     """Every option in words, with the built-in engines that have it, unless all do."""
-    known: dict[str, list[str]] = {}
-    words: dict[str, str] = {}
-    for kind in _ENGINES.values():
-        for name, option in kind.options.items():
-            known.setdefault(name, []).append(kind.name)
-            words[name] = option.doc
-    return "; ".join(
-        f"{name}: {words[name]}" + f" ({', '.join(kinds)})" * (len(kinds) < len(_ENGINES))
-        for name, kinds in known.items()
-    )
-
-
-def load(reference: Reference) -> Any:
-    """The object; its module is imported if it was named."""
-    if not isinstance(reference, str):
-        return reference
-    module, _, name = reference.partition(":")
-    return getattr(import_module(module), name)
-
-
-def check_name(what: str, name: str, implementation: Reference, table: Mapping[str, Any]) -> None:
-    """ConfigError if another module has registered this name."""
-    taken = home_of(table[name].implementation) if name in table else None
-    if taken not in (None, home_of(implementation)):
-        raise ConfigError(
-            f"{what} {name!r}: got a definition in {home_of(implementation)}, expected a name that "
-            f"is not taken by {taken}; choose another"
-        )
-
-
-def home_of(reference: Reference) -> str:
-    """The module of an object, or of what is named."""
-    if isinstance(reference, str):
-        return reference.partition(":")[0]
-    return str(reference.__module__)
+    texts = []
+    for name in option_names():
+        having = [kind for kind in _ENGINES.values() if name in kind.options]
+        kinds = ", ".join(kind.name for kind in having)
+        text = f"{name}: {having[-1].options[name].doc}"
+        texts.append(text if len(having) == len(_ENGINES) else f"{text} ({kinds})")
+    return "; ".join(texts)

@@ -3,46 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
-from spmdflow.errors import ConfigError
-from spmdflow.kind.engine import Class, Reference, check_name
+from spmdflow.kind.engine import Class, Kind
+from spmdflow.kind.registry import Registry
 
 
 @dataclass(frozen=True)
-class GeneratorKind:
+class GeneratorKind(Kind):
     """Facts of a generator. Its class: `rollout.generator.Generator`."""
 
-    name: str
-    """As rollout.engine names it."""
-    doc: str
-    axes: tuple[str, ...] = ()
-    """Axes over which the ranks of a replica divide the model: tp, pp; none: single ranks."""
+    _: KW_ONLY
     fixed_cache: bool = False
     """Its KV cache has rollout.kv_cache_bytes from the start; else it is as large as the rows
     that it decodes together, rollout.max_batch_size at most."""
-    shares_storage: bool = False
-    """It can read weights where an engine that shares its storage trains them."""
-    weight_table: Reference = "spmdflow.weights.ranks:whole_tables"
-    """(architecture, layout) -> the boxes that each rank reads (weights.ranks)."""
     least_head_dim: int = 1
     """Smallest head for which it has kernels."""
     package: str = ""
     """Python package that must be installed."""
     extra: str = ""
     """Extra of spmdflow that installs it."""
-    files: tuple[str, ...] = ()
-    """Files of the package that may name it, besides those of its class and weight table."""
-    implementation: Reference = None
-    """Its class; the decorator fills it in."""
-
-    @property
-    def cuts_model(self) -> bool:
-        """Whether several ranks generate together."""
-        return bool(self.axes)
 
 
-_GENERATORS: dict[str, GeneratorKind] = {}
+_GENERATORS: Registry[GeneratorKind] = Registry(
+    "generator", "rollout.engine", decorator="register_generator(GeneratorKind({name!r}, ...))"
+)
+generator_kind = _GENERATORS.find
+"""The generator of that name; ConfigError naming the setting and the choices."""
 
 
 def register_generator(kind: GeneratorKind) -> Callable[[Class], Class]:
@@ -53,21 +40,10 @@ def register_generator(kind: GeneratorKind) -> Callable[[Class], Class]:
     """
 
     def add(implementation: Class) -> Class:
-        check_name("generator", kind.name, implementation, _GENERATORS)
-        _GENERATORS[kind.name] = replace(kind, implementation=implementation)
+        _GENERATORS.add(kind.name, replace(kind, implementation=implementation), implementation)
         return implementation
 
     return add
-
-
-def generator_kind(name: str, *, key: str = "rollout.engine") -> GeneratorKind:
-    """The generator of that name; ConfigError naming the setting and the choices."""
-    if name not in _GENERATORS:
-        raise ConfigError(
-            f"{key}: got {name!r}, expected one of {', '.join(_GENERATORS)}; choose one "
-            f"or add yours with @register_generator(GeneratorKind({name!r}, ...))"
-        )
-    return _GENERATORS[name]
 
 
 def generator_names() -> tuple[str, ...]:

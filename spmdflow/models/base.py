@@ -10,7 +10,7 @@ one name it has the first base's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,17 +28,19 @@ from spmdflow.kind.engine import engine_kind, engines_of
 from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.layout import Layout
 from spmdflow.tracking.metric import merge
-from spmdflow.transfer.worker import Worker, WorkerContext
+from spmdflow.transfer.worker import Metric, Worker, WorkerContext
 from spmdflow.workers.engine import Part, Place, engine_of
 from spmdflow.workers.micro_batch import MicroBatch
 
 _AXES = ("tp", "pp", "dp", "replica", "embedding", "gen_tp", "gen_pp", "gen_replica", "micro_dp")
 
 Score = Callable[[Tensor, MicroBatch], dict[str, Tensor]]
+Step = Callable[[TensorDict, int], Mapping[str, Metric]]
+"""(rows of a mini-batch, number of micro-batches) -> metrics of one optimizer step."""
 
 
 class EngineWorker(Worker):
-    """A worker with one train engine. Every base's `__init__` passes on (cfg, context, adopt)."""
+    """A worker with one train engine."""
 
     head: ClassVar[str] = "causal_lm"
     """What the model has on top: causal_lm, critic (its value head, trained) or scalar."""
@@ -93,19 +95,10 @@ class EngineWorker(Worker):
             )
         return replace(cfg, engine=replace(cfg.engine, kind=kinds[0]))
 
-    def __init__(
-        self,
-        cfg: Any,
-        context: WorkerContext,
-        *,
-        head: str | None = None,
-        adopt: Callable[..., None] | None = None,
-    ) -> None:
-        """head: another than the class'; adopt: gives the weights their storage, where they stay.
-
-        ConfigError if the class combines roles with several heads.
-        """
-        heads = {base.head: base.__name__ for base in _find_heads(type(self))}
+    def __init__(self, cfg: Any, context: WorkerContext, *, head: str | None = None) -> None:
+        """head: another than the class'. ConfigError if it combines roles with several heads."""
+        bases = [each for each in type(self).__mro__ if each is not EngineWorker]
+        heads = {vars(x)["head"]: x.__name__ for x in bases if "head" in vars(x)}
         if len(heads) > 1 and "head" not in vars(type(self)):
             raise ConfigError(
                 f"{type(self).__name__}: combines roles with several heads ("
@@ -114,11 +107,16 @@ class EngineWorker(Worker):
             )
         cfg = self.bind_engine(cfg)
         super().__init__(cfg, context)
+        adopt = self.adopter()
         self.engine = engine_of(cfg, context, head=head or self.head, adopt=adopt)
         self._offload = cfg.engine.residency == "offload"
         self._fixed: tuple[Part, ...] = () if adopt is None else ("parameters",)
         if self._offload:
             self._move("host", ("parameters", "gradients", "optimizer"))
+
+    def adopter(self) -> Callable[..., None] | None:
+        """What gives the weights a storage of its own, where they stay; None: the engine does."""
+        return None
 
     def score(self, batch: TensorDict, fn: Score) -> TensorDict | None:
         """Forward without gradient over this call's micro-batches; None before the last stage."""
@@ -127,14 +125,19 @@ class EngineWorker(Worker):
 
     def train(self, batch: TensorDict, loss: Loss, *, prefix: str) -> dict[str, float]:
         """One optimizer step for each mini-batch of the call; metrics averaged over steps."""
+
+        def step(rows: TensorDict, num_micro_batches: int) -> Mapping[str, Metric]:
+            return self.engine.train_step(rows, loss, num_micro_batches=num_micro_batches)
+
+        return self.take_steps(batch, step, prefix=prefix)
+
+    def take_steps(self, batch: TensorDict, step: Step, *, prefix: str) -> dict[str, float]:
+        """As `train`, by steps of the caller's own; prefix: of metrics that have none."""
         steps = []
         with self.resident("parameters", "gradients", "optimizer"):
             for mini in self.call.mini_batches:
-                rows = select_rows(batch, mini.index)
-                metrics = self.engine.train_step(
-                    rows, loss, num_micro_batches=mini.num_micro_batches
-                )
-                steps.append({_add_prefix(name, prefix): value for name, value in metrics.items()})
+                found = step(select_rows(batch, mini.index), mini.num_micro_batches)
+                steps.append({n if "/" in n else f"{prefix}/{n}": x for n, x in found.items()})
         return merge(steps) | {f"{prefix}/optimizer_steps": float(len(steps))}
 
     @contextmanager
@@ -185,11 +188,6 @@ class EngineWorker(Worker):
                 self.engine.residency(where, part)
 
 
-def _find_heads(cls: type) -> list[type[EngineWorker]]:
-    """The bases of a class that state a head."""
-    return [base for base in cls.__mro__ if base is not EngineWorker and "head" in vars(base)]
-
-
 def axis_groups(layout: Layout) -> list[tuple[int, ...]]:
     """The pool, the groups of every axis and every rank alone; each once."""
     groups = [group for axis in _AXES for group in layout.axis_groups(axis)]
@@ -213,7 +211,3 @@ class ThreeDParallelWorker(EngineWorker):
     """A role on Megatron-Core: tensor-, pipeline- and data-parallel, sizes from engine.layout."""
 
     engine_kinds = engines_of("ThreeDParallelWorker")
-
-
-def _add_prefix(name: str, prefix: str) -> str:
-    return name if "/" in name else f"{prefix}/{name}"

@@ -5,18 +5,15 @@ Safe RLHF's critic of the cost (Dai et al. 2024) is the same code under other co
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.config.schema import CriticConfig
 from spmdflow.data.ragged import VALID, without_failed
 from spmdflow.models.base import EngineWorker
 from spmdflow.objectives.policy import ValueLoss
 from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import WorkerContext
 from spmdflow.workers.micro_batch import MicroBatch
 
 
@@ -25,17 +22,6 @@ class CriticWorker(EngineWorker):
 
     role = "critic"
     head = "critic"
-
-    def __init__(
-        self,
-        cfg: CriticConfig,
-        context: WorkerContext,
-        *,
-        adopt: Callable[..., None] | None = None,
-    ) -> None:
-        """adopt: see EngineWorker."""
-        super().__init__(cfg, context, adopt=adopt)
-        self.loss = ValueLoss(cfg.loss)
 
     @register(
         transfer_mode="3D_PROTO",
@@ -57,7 +43,7 @@ class CriticWorker(EngineWorker):
 
         Rows that failed (valid is False) are not learnt from.
         """
-        return self.train(without_failed(batch), self.loss, prefix="critic")
+        return self.train(without_failed(batch), ValueLoss(self.cfg.loss), prefix="critic")
 
 
 def _values(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:

@@ -1,9 +1,7 @@
 """The generator: a rollout engine on ranks of its own (disaggregated generation).
 
-`ActorWorker` generates on the trainer's ranks and shares the functions on top: seeds of rows, the
-arguments of a call, what is reported.
-
-Its weights come from a `PolicyWorker` on other ranks, which `flow.connect` joins it to, or from the
+`SamplingWorker` is what it shares with `ActorWorker`, which generates on the trainer's ranks. Its
+weights come from a `PolicyWorker` on other ranks, which `flow.connect` joins it to, or from the
 model's folder (`load_weights`), where nothing is trained.
 """
 
@@ -23,12 +21,11 @@ from spmdflow.errors import ConfigError, ProtocolError, WeightSyncError
 from spmdflow.hybrid_engine.remote import WeightReceiver
 from spmdflow.models.base import axis_groups
 from spmdflow.parallel.layout import Layout
-from spmdflow.rollout.factory import generator_of
-from spmdflow.rollout.generator import NEVER, take_folder_weights
+from spmdflow.rollout.generator import NEVER, Generator, generator_of, take_folder_weights
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import CallInfo, Max, Mean, Metric, Sum, Worker, WorkerContext
+from spmdflow.transfer.worker import CallInfo, Max, Mean, Sum, Worker, WorkerContext
 from spmdflow.weights.architecture import Architecture
 
 
@@ -75,17 +72,71 @@ def check_sampling(label: str, cfg: Any, arguments: Mapping[str, Any]) -> None:
         )
 
 
-def rollout_metrics(prompts: Tensor, responses: Tensor) -> dict[str, Metric]:
-    """Tokens in and out of ragged columns."""
-    rows, tokens = prompts.shape[0], len(responses.values())
-    return {
-        "rollout/prompt_tokens": Sum(len(prompts.values())),
-        "rollout/response_tokens": Sum(tokens),
-        "rollout/response_length": Mean(tokens, rows),
-    }
+class SamplingWorker(Worker):
+    """`generate_sequences`, which an actor and a generator share."""
+
+    generator: Generator
+    sampling: Sampling
+
+    @register(
+        transfer_mode="3D_ALL_MICRO_DP",
+        reads=("prompts",),
+        writes=("responses", "response_mask", "rollout_log_probs"),
+        extends=True,
+        draws=True,
+        check=check_sampling,
+    )
+    def generate_sequences(
+        self,
+        batch: TensorDict,
+        *,
+        greedy: bool = False,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+    ) -> TensorDict:
+        """One response for each row; the answer keeps the columns of the prompts.
+
+        Arguments replace settings of actor.rollout for this call. stop: a response ends with the
+        token that makes its text have one of these strings; that token stays, and with it what it
+        says beyond the string (vLLM's include_stop_str_in_output). temperature, top_p, top_k and
+        greedy say which tokens are taken; rollout_log_probs are of the policy at the settings'
+        temperature in any case, which is what `compute_log_prob` gives and `update_actor` learns.
+
+        An actor generates with the weights of its last update, a generator with those that came
+        last.
+        """
+        sampling = self.sampling.for_call(
+            greedy=greedy,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+        )
+        made = self.respond(batch["prompts"], sampling, row_seeds(self.context, self.call))
+        prompts, tokens = batch["prompts"], len(made["responses"].values())
+        self.report(
+            {
+                "rollout/prompt_tokens": Sum(len(prompts.values())),
+                "rollout/response_tokens": Sum(tokens),
+                "rollout/response_length": Mean(tokens, prompts.shape[0]),
+            }
+        )
+        return made
+
+    def respond(self, prompts: Tensor, sampling: Sampling, seeds: list[int]) -> TensorDict:
+        """Columns of `Generator.generate`, with the weights that the role generates with."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free the generator."""
+        self.generator.close()
 
 
-class GeneratorWorker(Worker):
+class GeneratorWorker(SamplingWorker):
     """Generates with weights that it is sent; spawned with the actor's settings."""
 
     role = "generator"
@@ -129,50 +180,13 @@ class GeneratorWorker(Worker):
         num_tensors = take_folder_weights(self.generator, self.cfg.model.path, verify=verify)
         self.report({"rollout/weights_verified": Max(float(num_tensors > 0))})
 
-    @register(
-        transfer_mode="3D_ALL_MICRO_DP",
-        reads=("prompts",),
-        writes=("responses", "response_mask", "rollout_log_probs"),
-        extends=True,
-        draws=True,
-        check=check_sampling,
-    )
-    def generate_sequences(
-        self,
-        batch: TensorDict,
-        *,
-        greedy: bool = False,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        max_new_tokens: int | None = None,
-        stop: Sequence[str] | None = None,
-    ) -> TensorDict:
-        """One response for each row, with the weights that came last.
-
-        Arguments: those of `ActorWorker.generate_sequences`.
-        """
+    def respond(self, prompts: Tensor, sampling: Sampling, seeds: list[int]) -> TensorDict:
+        """With the weights that came last; WeightSyncError if none did."""
         if self.generator.weights_version == NEVER:
             raise WeightSyncError(
                 "generate: got a generator without weights, expected those of the policy; connect "
                 "the two with flow.connect(actor, generator) and call its sync() first, or call "
                 "load_weights() for those of the folder"
             )
-        sampling = self.sampling.for_call(
-            greedy=greedy,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            max_new_tokens=max_new_tokens,
-            stop=stop,
-            tokenizer_path=self.cfg.rollout.tokenizer_path,
-        )
-        seeds = row_seeds(self.context, self.call)
-        made = self.generator.generate(batch["prompts"], sampling, seeds)
-        self.report(rollout_metrics(batch["prompts"], made["responses"]))
         self.report({"rollout/weights_version": Max(float(self.generator.weights_version))})
-        return made
-
-    def close(self) -> None:
-        """Free the generator."""
-        self.generator.close()
+        return self.generator.generate(prompts, sampling, seeds)

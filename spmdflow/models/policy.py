@@ -2,8 +2,8 @@
 
 A policy scores its own tokens and learns. `ActorWorker` adds generation on the same ranks. A policy
 alone trains while a `GeneratorWorker` on other ranks generates (disaggregated generation);
-`flow.connect` brings it the weights. `text_rows` and `with_text_rows` make rows of pre-training
-texts, which a policy may learn from beside its samples (PPO-ptx).
+`flow.connect` brings it the weights. `SupervisedWorker` is the policy before any RL: it learns by
+cross-entropy on examples (supervised fine-tuning).
 """
 
 from __future__ import annotations
@@ -12,31 +12,33 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.schema import ActorConfig
-from spmdflow.data.ragged import (
-    VALID,
-    chosen_mask,
-    is_ragged,
-    lengths_of,
-    pad,
-    ragged,
-    without_failed,
-)
+from spmdflow.data.ragged import VALID, chosen_mask, pad, without_failed
 from spmdflow.errors import SpmdflowError
+from spmdflow.hybrid_engine.factory import hybrid_of, storage_of, sync_mode
 from spmdflow.hybrid_engine.remote import WeightSender
-from spmdflow.models.base import EngineWorker
+from spmdflow.models.base import EngineWorker, Step
+from spmdflow.models.generator import SamplingWorker
+from spmdflow.models.rows import example_rows, text_rows, with_text_rows
 from spmdflow.objectives.log_prob import entropy_from_logits, log_probs_from_logits
 from spmdflow.objectives.loss import inside
 from spmdflow.objectives.policy import PolicyLoss
-from spmdflow.objectives.supervised import PretrainedPolicyLoss, text_mask
+from spmdflow.objectives.supervised import (
+    PretrainedPolicyLoss,
+    SupervisedLoss,
+    row_losses,
+    text_mask,
+)
 from spmdflow.parallel.layout import Layout
+from spmdflow.rollout.generator import generator_of
+from spmdflow.rollout.replica import Replica
+from spmdflow.rollout.sampling import Sampling
 from spmdflow.serving.publisher import Publisher, publisher_of
 from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import CallInfo, Max, Mean, MiniBatch, WorkerContext
+from spmdflow.transfer.worker import Max, Mean, WorkerContext
 from spmdflow.workers.micro_batch import MicroBatch
 
 UPDATE_READS = ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
@@ -51,15 +53,8 @@ class PolicyWorker(EngineWorker):
     head = "causal_lm"
     exports = True
 
-    def __init__(
-        self,
-        cfg: ActorConfig,
-        context: WorkerContext,
-        *,
-        adopt: Callable[..., None] | None = None,
-    ) -> None:
-        """adopt: see EngineWorker."""
-        super().__init__(cfg, context, adopt=adopt)
+    def __init__(self, cfg: ActorConfig, context: WorkerContext) -> None:
+        super().__init__(cfg, context)
         budget = cfg.rollout.max_new_tokens
         self.loss = PolicyLoss(cfg.loss, cfg.rollout.temperature, budget=budget)
         self._sender: WeightSender | None = None
@@ -177,10 +172,69 @@ class PolicyWorker(EngineWorker):
             )
 
 
-def _text_losses(logits: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
-    mask = text_mask(micro.attention_mask, micro.columns["is_text"].bool())
-    log_probs = log_probs_from_logits(logits, micro.next_ids)
-    return {"pretrain_losses": -inside(log_probs, mask).sum(-1)}
+class ActorWorker(SamplingWorker, PolicyWorker):
+    """Generates with the rollout engine, learns with the train engine, on the same ranks."""
+
+    generates = True
+    evaluation = None  # its responses are scored, whatever else it learns from
+
+    def __init__(self, cfg: ActorConfig, context: WorkerContext) -> None:
+        super().__init__(cfg, context)
+        replica = Replica.of(context.layout, context.rank, context.groups)
+        rollout = replace(cfg.rollout, weights=self._mode)
+        self.generator = generator_of(rollout, cfg.model.path, context.device, replica)
+        self.hybrid = hybrid_of(
+            self.engine, self.generator, context, self.cfg, storage=self._storage
+        )
+        self.sampling = Sampling.from_config(cfg.rollout)
+
+    def adopter(self) -> Callable[..., None] | None:
+        """What gives the weights a storage that the generator shares; None: it has its own."""
+        self._mode = sync_mode(self.cfg, self.context.layout)
+        self._storage = storage_of(self._mode, self.context)
+        return None if self._storage is None else self._storage.adopt
+
+    def respond(self, prompts: Tensor, sampling: Sampling, seeds: list[int]) -> TensorDict:
+        """Syncs the generator's weights first if an update has changed the trainer's."""
+        if self.hybrid.needs_sync:
+            with self.resident("parameters"):
+                self.report(self.hybrid.sync())
+        self.generator.wake()
+        made = self.hybrid.generate(prompts, sampling, seeds)
+        if self.cfg.engine.residency == "offload":
+            self.generator.sleep()
+        return made
+
+    def take_steps(self, batch: TensorDict, step: Step, *, prefix: str) -> dict[str, float]:
+        """As `EngineWorker.take_steps`, after what only generation needs is freed."""
+        self.hybrid.release()
+        return super().take_steps(batch, step, prefix=prefix)
+
+
+class SupervisedWorker(EngineWorker):
+    """Updates and held-out losses of a policy on examples."""
+
+    role = "actor"
+    head = "causal_lm"
+    exports = True
+    evaluation = "compute_loss"
+
+    @register(transfer_mode="3D_PROTO", reads=("prompts", "loss_mask"), writes=("losses",))
+    def compute_loss(self, batch: TensorDict, *, prefix: str = "actor") -> TensorDict | None:
+        """losses (B,): nats of each row's learnt tokens; reports the mean over tokens."""
+        rows = example_rows(batch)
+        made = self.score(rows, _losses)
+        if made is None:
+            return None
+        tokens = float(rows["response_mask"].values().sum())
+        total = float(made["losses"].sum())
+        self.report({f"{prefix}/loss": Mean(total, tokens)})
+        return made
+
+    @register(transfer_mode="3D_PROTO", reads=("prompts", "loss_mask"), minibatches=True)
+    def update_actor(self, batch: TensorDict) -> dict[str, Any]:
+        """One optimizer step for each mini-batch; metrics are means over the steps."""
+        return self.train(example_rows(batch), SupervisedLoss(), prefix="actor")
 
 
 class ReferenceWorker(EngineWorker):
@@ -205,43 +259,11 @@ class ReferenceWorker(EngineWorker):
         return self.score(batch, score)
 
 
-def text_rows(texts: Tensor) -> TensorDict:
-    """Rows with the texts (ragged ids) as prompts, empty responses, and is_text True."""
-    count, device = texts.shape[0], texts.device
-    empty = ragged(texts.values()[:0], torch.zeros(count, dtype=torch.int64))
-    marks = torch.ones(count, dtype=torch.bool, device=device)
-    columns = {"prompts": texts, "responses": empty, "is_text": marks}
-    return TensorDict(columns, batch_size=[count])
+def _text_losses(logits: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
+    mask = text_mask(micro.attention_mask, micro.columns["is_text"].bool())
+    log_probs = log_probs_from_logits(logits, micro.next_ids)
+    return {"pretrain_losses": -inside(log_probs, mask).sum(-1)}
 
 
-def with_text_rows(batch: TensorDict, call: CallInfo) -> tuple[TensorDict, CallInfo]:
-    """Samples that bring a text along (pretrain_ids) -> samples and texts as rows of their own.
-
-    Sample i's text is row n + i, in the same mini-batches as the sample. Each mini-batch has twice
-    the rows in twice the forwards: under a limit of tokens, texts should be as short as samples.
-    """
-    count = batch.batch_size[0]
-    texts = text_rows(batch["pretrain_ids"])
-    samples = batch.exclude("pretrain_ids")
-    samples["is_text"] = torch.zeros_like(texts["is_text"])
-    columns = {
-        str(name): _stack(column, texts[name] if name in texts.keys() else None)
-        for name, column in samples.items()
-        if isinstance(column, Tensor)
-    }
-    minis = tuple(
-        MiniBatch(torch.cat([mini.index, mini.index + count]), 2 * mini.num_micro_batches)
-        for mini in call.mini_batches
-    )
-    return TensorDict(columns, batch_size=[2 * count]), replace(call, mini_batches=minis)
-
-
-def _stack(column: Tensor, below: Tensor | None) -> Tensor:
-    """A column of the samples with one of the texts below it, or with as many empty rows."""
-    if not is_ragged(column):
-        return torch.cat([column, torch.zeros_like(column) if below is None else below])
-    lengths = lengths_of(column)
-    if below is None:
-        return ragged(column.values(), torch.cat([lengths, torch.zeros_like(lengths)]))
-    values = torch.cat([column.values(), below.values()])
-    return ragged(values, torch.cat([lengths, lengths_of(below)]))
+def _losses(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
+    return {"losses": row_losses(output, micro)}

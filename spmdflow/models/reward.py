@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,13 +112,24 @@ class RewardWorker(Worker):
             self._functions.close()
 
     def _count_dropped(self, valid: Tensor) -> dict[str, Metric]:
-        """Metrics of the rows that failed; RewardError if too many of this call's did."""
-        dropped = count_dropped(valid, self.context)
-        too_many = dropped.percent > self._on_error.max_dropped_percent
-        if too_many and dropped.first_rank == self.context.rank:
+        """Metrics of the rows that failed, (B,) False in valid; all data-parallel peers call it.
+
+        RewardError if too many of this call's rows failed, over all ranks.
+        """
+        context, most = self.context, self._on_error.max_dropped_percent
+        peers = context.layout.axis_group(context.rank, "dp")
+        counts = torch.zeros(2, len(peers))
+        counts[:, peers.index(context.rank)] = torch.tensor([float((~valid).sum()), len(valid)])
+        failed, rows = context.groups.reducer(peers)(counts).long()
+        percent = 100 * int(failed.sum()) / max(int(rows.sum()), 1)
+        if percent > most and peers[int(failed.bool().int().argmax())] == context.rank:
             assert self._functions is not None, "a model does not fail on a row"
             key = f"{self.role}.on_error"
-            self._functions.refuse(dropped.excess(key, self._on_error.max_dropped_percent))
+            self._functions.refuse(
+                f"{key}: got {int(failed.sum())} failed rows among the {int(rows.sum())} of one "
+                f"call ({percent:.3g} %), expected at most {most:g} %; fix the function, or set a "
+                f"larger share, such as {key}='drop {-(-percent // 5) * 5:g}%'"
+            )
         count = float((~valid).sum())
         return {"dropped": Sum(count), "dropped_share": Mean(count, len(valid))}
 
@@ -243,35 +254,3 @@ class CostWorker(RewardWorker):
         found = ("scores", "token_level_rewards", "valid")
         columns = {name: made[column] for name, column in zip(_COST_WRITES, found, strict=True)}
         return TensorDict(columns, batch_size=batch.batch_size)
-
-
-class Dropped(NamedTuple):
-    """Failed rows of one call, over all ranks."""
-
-    num_failed: int
-    num_rows: int
-    first_rank: int
-    """Of the ranks that count together, the first with a failed row; -1: there is none."""
-
-    @property
-    def percent(self) -> float:
-        """Share of the call's rows."""
-        return 100 * self.num_failed / max(self.num_rows, 1)
-
-    def excess(self, key: str, max_percent: float) -> str:
-        """The error text for a share above max_percent; key: of the setting."""
-        return (
-            f"{key}: got {self.num_failed} failed rows among the {self.num_rows} of one call "
-            f"({self.percent:.3g} %), expected at most {max_percent:g} %; fix the function, or set "
-            f"a larger share, such as {key}='drop {-(-self.percent // 5) * 5:g}%'"
-        )
-
-
-def count_dropped(valid: Tensor, context: WorkerContext) -> Dropped:
-    """Count failed rows (B,) here and on this rank's data-parallel peers, which all call it."""
-    peers = context.layout.axis_group(context.rank, "dp")
-    table = torch.zeros(2, len(peers))
-    table[:, peers.index(context.rank)] = torch.tensor([float((~valid).sum()), len(valid)])
-    failed, rows = context.groups.reducer(peers)(table).long().tolist()
-    first = next((rank for rank, count in zip(peers, failed, strict=True) if count), -1)
-    return Dropped(sum(failed), sum(rows), first)

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from spmdflow.config.schema import AdvantageConfig
 from spmdflow.data.row_id import RowGroups
-from spmdflow.objectives.loss import Reduce, Registry
+from spmdflow.kind.registry import Registry
+from spmdflow.objectives.loss import Reduce
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Estimator:
 
 
 ESTIMATORS: Registry[Estimator] = Registry(
-    "advantage estimator", "advantage.estimator", decorator="advantage"
+    "advantage estimator", "advantage.estimator", decorator="advantage({name!r})"
 )
 
 

@@ -43,7 +43,8 @@ from spmdflow.data.ragged import (
     valid_rows,
 )
 from spmdflow.errors import ConfigError
-from spmdflow.objectives.loss import Reduce, Registry, Report, inside
+from spmdflow.kind.registry import Registry
+from spmdflow.objectives.loss import Reduce, Report, inside
 from spmdflow.transfer.register import map_function
 from spmdflow.transfer.worker import Mean
 

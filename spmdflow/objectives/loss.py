@@ -11,59 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.data.ragged import pad
-from spmdflow.errors import ConfigError
+from spmdflow.kind.registry import Registry
 from spmdflow.transfer.worker import Metric
-
-T = TypeVar("T")
-
-
-class Registry(dict[str, T]):
-    """Entries by name, to which a script may add its own with a decorator."""
-
-    def __init__(self, noun: str, key: str, *, decorator: str = "") -> None:
-        """noun: of an entry; key: the setting; decorator: a script's way to add an entry."""
-        super().__init__()
-        self._noun, self._key, self._decorator = noun, key, decorator
-        self._modules: dict[str, str] = {}
-
-    def register(self, name: str) -> Callable[[T], T]:
-        """Make the decorated function known under a name; the last one of a module's own wins.
-
-        ConfigError if the name belongs to a function of another module.
-        """
-
-        def add(function: T) -> T:
-            return self.add(name, function, function)
-
-        return add
-
-    def add(self, name: str, entry: T, function: object) -> T:
-        """Make an entry known that this function defines; fails as `register` does."""
-        module = function.__module__
-        owner = self._modules.setdefault(name, module)
-        if owner != module:
-            raise ConfigError(
-                f"{self._noun} {name!r}: got a definition in {module}, expected a name that is "
-                f"not taken by {owner}; choose another"
-            )
-        self[name] = entry
-        return entry
-
-    def find(self, name: str, *, key: str = "") -> T:
-        """The entry of that name; ConfigError naming the choices. key: of another setting."""
-        if name not in self:
-            own = f" or add yours with @{self._decorator}({name!r})" if self._decorator else ""
-            raise ConfigError(
-                f"{key or self._key}: got {name!r}; expected one of {sorted(self)}; choose one{own}"
-            )
-        return self[name]
 
 
 class Micro(Protocol):

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from spmdflow.config.schema import PolicyLossConfig, ValueLossConfig
 from spmdflow.errors import ColumnError, ConfigError
+from spmdflow.kind.registry import Registry
 from spmdflow.objectives.kl import KL_ESTIMATORS, bounded, kl_estimate
 from spmdflow.objectives.log_prob import entropy_from_logits, log_probs_from_logits
-from spmdflow.objectives.loss import AGGREGATIONS, Loss, Micro, Registry, aggregate, inside
+from spmdflow.objectives.loss import AGGREGATIONS, Loss, Micro, aggregate, inside
 
 
 class Surrogate(NamedTuple):
@@ -37,7 +38,7 @@ PolicyTerms = Callable[
 ]
 
 POLICY_LOSSES: Registry[PolicyTerms] = Registry(
-    "policy loss", "loss.surrogate", decorator="policy_loss"
+    "policy loss", "loss.surrogate", decorator="policy_loss({name!r})"
 )
 
 policy_loss = POLICY_LOSSES.register

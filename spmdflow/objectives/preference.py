@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from spmdflow.config.offline import PreferenceLossConfig
-from spmdflow.objectives.loss import Loss, Micro, Registry
+from spmdflow.kind.registry import Registry
+from spmdflow.objectives.loss import Loss, Micro
 from spmdflow.objectives.supervised import row_losses
 
 
@@ -41,7 +42,7 @@ class AnswerPair(NamedTuple):
 
 
 PREFERENCE_LOSSES: Registry[Callable[..., Tensor]] = Registry(
-    "preference loss", "loss.name", decorator="preference_loss"
+    "preference loss", "loss.name", decorator="preference_loss({name!r})"
 )
 """Losses of pairs, and kto, which `LabelLoss` calls."""
 

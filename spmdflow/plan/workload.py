@@ -24,8 +24,7 @@ from spmdflow.mapping.hardware import Hardware, load_hardware
 from spmdflow.mapping.strategy import Strategy
 from spmdflow.models.base import EngineWorker
 from spmdflow.models.generator import GeneratorWorker
-from spmdflow.models.policy import PolicyWorker, ReferenceWorker
-from spmdflow.models.supervised import SupervisedWorker
+from spmdflow.models.policy import PolicyWorker, ReferenceWorker, SupervisedWorker
 from spmdflow.plan.record import Trace, TracedModel, TracedOrder
 from spmdflow.transfer.register import MethodSpec, method_spec
 from spmdflow.weights.architecture import Architecture, Head

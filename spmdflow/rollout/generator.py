@@ -14,10 +14,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.blocks.hash import positional_hash
+from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import lengths_of, ragged
 from spmdflow.datasets.tokenizer import StopStrings, load_tokenizer
 from spmdflow.errors import ColumnError, ConfigError, WeightSyncError
-from spmdflow.kind.generator import generator_names
+from spmdflow.kind.generator import generator_kind, generator_names, generators_that_cut
+from spmdflow.kind.registry import load
+from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.weights.folder import folder_tensors
 from spmdflow.weights.move import Block
@@ -70,6 +73,28 @@ class Generator(Protocol):
 
     def close(self) -> None:
         """Free everything."""
+
+
+def generator_of(
+    cfg: RolloutConfig, model_path: str, device: torch.device, replica: Replica | None = None
+) -> Generator:
+    """This rank's part of the generator `cfg.engine`, with the weights of model_path.
+
+    replica: the ranks that generate together and their groups; none: this rank alone. All of its
+    ranks build the generator together. Its weights_version is NEVER: a sync must come before the
+    first generation. It takes no seed, as responses depend on the seeds of their rows only.
+    """
+    kind, replica = generator_kind(cfg.engine), replica or Replica.alone()
+    if replica.size > 1 and not kind.cuts_model:
+        raise ConfigError(
+            f"rollout.engine={kind.name}: got generation replicas of {replica.size} ranks "
+            f"(t{replica.tp_size}p{replica.pp_size}), expected 1, as it decodes on single ranks; "
+            f"set actor.rollout.layout=t1 or actor.rollout.engine="
+            f"{' or '.join(generators_that_cut())}"
+        )
+    cut = (replica,) if kind.cuts_model else ()
+    generator: Generator = load(kind.implementation)(cfg, model_path, device, *cut)
+    return generator
 
 
 def check_prompts(

@@ -81,7 +81,13 @@ class Sampling:
     @classmethod
     def from_config(cls, cfg: RolloutConfig) -> Sampling:
         """The sampling settings of a rollout section."""
-        return cls(cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.top_k)
+        return cls(
+            cfg.max_new_tokens,
+            cfg.temperature,
+            cfg.top_p,
+            cfg.top_k,
+            tokenizer_path=cfg.tokenizer_path,
+        )
 
     def for_call(
         self,
@@ -92,7 +98,6 @@ class Sampling:
         top_k: int | None = None,
         max_new_tokens: int | None = None,
         stop: Sequence[str] | None = None,
-        tokenizer_path: str = "",
     ) -> Sampling:
         """What a call asks for; None: as in the settings.
 
@@ -116,7 +121,6 @@ class Sampling:
             greedy=greedy,
             policy_temperature=self.temperature,
             stop=tuple(stop or ()),
-            tokenizer_path=tokenizer_path,
             **{name: value for name, value in given.items() if value is not None},
         )
 

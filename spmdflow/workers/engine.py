@@ -22,7 +22,8 @@ from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import MODULUS, to_signed
 from spmdflow.config.schema import EngineConfig
 from spmdflow.errors import ProtocolError, SpmdflowError
-from spmdflow.kind.engine import engine_kind, load
+from spmdflow.kind.engine import engine_kind
+from spmdflow.kind.registry import load
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import Metric, WorkerContext
 from spmdflow.workers.micro_batch import MicroBatch, micro_batches

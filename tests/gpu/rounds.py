@@ -23,7 +23,7 @@ from spmdflow.config.leaf import defaults
 from spmdflow.config.schema import ActorConfig
 from spmdflow.data.ragged import rows_of
 from spmdflow.errors import SpmdflowError
-from spmdflow.models.actor import ActorWorker
+from spmdflow.models.policy import ActorWorker
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.worker import WorkerContext

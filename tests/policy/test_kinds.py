@@ -9,8 +9,9 @@ from fnmatch import fnmatch
 
 import pytest
 
-from spmdflow.kind.engine import EngineKind, engine_kind, engine_names, load
+from spmdflow.kind.engine import EngineKind, engine_kind, engine_names
 from spmdflow.kind.generator import GeneratorKind, generator_kind, generator_names
+from spmdflow.kind.registry import load
 from tests.policy.house import files, tree_of
 
 KINDS = [*map(engine_kind, engine_names()), *map(generator_kind, generator_names())]

@@ -37,7 +37,8 @@ from spmdflow.config.schema import (
 from spmdflow.data.micro import cut, num_micro_batches
 from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
 from spmdflow.errors import SpmdflowError
-from spmdflow.kind.engine import engine_kind, load
+from spmdflow.kind.engine import engine_kind
+from spmdflow.kind.registry import load
 from spmdflow.objectives.policy import PolicyLoss, ValueLoss
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout

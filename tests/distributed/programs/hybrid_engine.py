@@ -27,7 +27,7 @@ from torch import Tensor
 from spmdflow.config.leaf import defaults
 from spmdflow.config.schema import ActorConfig
 from spmdflow.data.ragged import lengths_of
-from spmdflow.models.actor import ActorWorker
+from spmdflow.models.policy import ActorWorker
 from spmdflow.objectives.log_prob import log_probs_from_logits
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.plan.record import Trace, TracedModel

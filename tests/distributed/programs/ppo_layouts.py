@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from spmdflow.config.load import load
 from spmdflow.controller.script import launch
 from spmdflow.data.ragged import ragged_from_rows, rows_of
-from spmdflow.models.actor import ActorWorker
+from spmdflow.models.policy import ActorWorker
 from spmdflow.transfer.register import register
 
 ROOT = Path(__file__).parents[3]

@@ -25,7 +25,7 @@ from spmdflow.config.schema import (
 from spmdflow.controller.batch import Batch, concatenate
 from spmdflow.controller.script import launch
 from spmdflow.data.ragged import rows_of
-from spmdflow.models.actor import ActorWorker
+from spmdflow.models.policy import ActorWorker
 
 TASK = Path(__file__).parents[3] / "algos" / "arithmetic"
 STEPS, ROWS = 2, 64

@@ -34,8 +34,7 @@ from spmdflow.hybrid_engine.sync import BoxSync
 from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.rollout.factory import generator_of
-from spmdflow.rollout.generator import Generator
+from spmdflow.rollout.generator import Generator, generator_of
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.workers.fsdp import FSDPEngine

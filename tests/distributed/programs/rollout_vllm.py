@@ -34,8 +34,8 @@ from rollout_sync import (
 
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import ragged_from_rows, rows_of
-from spmdflow.rollout.factory import generator_of
 from spmdflow.rollout.forward import end_tokens
+from spmdflow.rollout.generator import generator_of
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.weights.storage import Storages
 from tests.rollout_reference import (

@@ -15,7 +15,7 @@ from spmdflow.data.ragged import rows_of
 from spmdflow.errors import SpmdflowError
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.rollout.factory import generator_of
+from spmdflow.rollout.generator import generator_of
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm_blocks import Shards, key_of, shard_tables

@@ -16,7 +16,7 @@ from spmdflow.controller.caller import Draws
 from spmdflow.data.ragged import rows_of
 from spmdflow.datasets.tokenizer import load_tokenizer, response_texts
 from spmdflow.errors import ConfigError, ProtocolError, SpmdflowError
-from spmdflow.models.actor import ActorWorker
+from spmdflow.models.policy import ActorWorker
 from spmdflow.plan.trace import trace
 from tests.unit.planned import settings_of, write_script
 from tests.unit.toy_flow import TASK, Rank, rank_of_one

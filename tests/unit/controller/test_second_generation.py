@@ -17,8 +17,8 @@ from spmdflow.controller.caller import Draws
 from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.data.row_id import seed_of
 from spmdflow.errors import ProtocolError
-from spmdflow.models.actor import ActorWorker
 from spmdflow.models.generator import row_seeds
+from spmdflow.models.policy import ActorWorker
 from spmdflow.transfer.register import map_function
 from spmdflow.transfer.worker import CallInfo
 from tests.unit.toy_flow import TASK, Rank, rank_of_one

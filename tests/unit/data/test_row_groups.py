@@ -102,7 +102,7 @@ def test_columns_that_an_estimator_reads_are_asked_for_before_anything_is_sent(r
         batch.map(compute_advantages, estimator="gae", cfg=cfg)
     with pytest.raises(ColumnError, match="expected .*'baseline_scores'.* too"):
         batch.map(compute_advantages, estimator="remax", cfg=cfg)
-    with pytest.raises(ConfigError, match="got 'gea'; expected one of"):
+    with pytest.raises(ConfigError, match="got 'gea', expected one of"):
         batch.map(compute_advantages, estimator="gea", cfg=cfg)
     with pytest.raises(ProtocolError, match="missing a required .*argument: 'estimator'"):
         batch.map(compute_advantages, cfg=cfg)

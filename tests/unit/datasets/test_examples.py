@@ -14,8 +14,7 @@ from spmdflow.data.ragged import lengths_of, rows_of
 from spmdflow.datasets.scan import PromptSource, scan
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import DataError
-from spmdflow.models.preference import pair_rows
-from spmdflow.models.supervised import example_rows
+from spmdflow.models.rows import example_rows, pair_rows
 from tests.unit.datasets.test_datasets import (
     BOS,
     EOS,

@@ -12,7 +12,7 @@ import pytest
 from spmdflow.config.offline import PairDataConfig, PreferenceDataConfig
 from spmdflow.data.ragged import rows_of
 from spmdflow.errors import DataError
-from spmdflow.models.preference import answer_rows
+from spmdflow.models.rows import answer_rows
 from tests.unit.datasets.test_datasets import BOS, EOS, EQUALS, MODEL, ONE, PLUS, TWO
 from tests.unit.datasets.test_examples import (
     FORGETFUL,

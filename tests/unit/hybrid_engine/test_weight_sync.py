@@ -18,7 +18,7 @@ from spmdflow.errors import WeightSyncError
 from spmdflow.hybrid_engine.sync import BoxSync
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.rollout.factory import generator_of
+from spmdflow.rollout.generator import generator_of
 from tests.rollout_reference import load, write_family, write_llama
 
 CPU = torch.device("cpu")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from spmdflow.config.leaf import defaults
 from spmdflow.config.schema import ActorConfig, RewardConfig
-from spmdflow.models.actor import ActorWorker
 from spmdflow.models.generator import GeneratorWorker
-from spmdflow.models.policy import PolicyWorker
+from spmdflow.models.policy import ActorWorker, PolicyWorker
 from spmdflow.models.reward import RewardWorker
 from spmdflow.parallel.layout import Layout
 

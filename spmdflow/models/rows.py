@@ -1,0 +1,159 @@
+"""Rows of data -> the rows of prompt and response that engines read. Pure; knows no ranks.
+
+A row of data is a sequence (`prompts`) with marks (`loss_mask`) of its learnt tokens. It is cut
+before the first of them: what comes before is the prompt, the rest the response, with holes where
+others speak. A row of preferences brings two sequences, which become rows of their own, each in
+any micro-batch of any rank. A pre-training text is a prompt with an empty response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from spmdflow.data.ragged import (
+    is_ragged,
+    lengths_of,
+    pad,
+    ragged,
+    ragged_from_rows,
+    rows_of,
+)
+from spmdflow.transfer.worker import CallInfo, MiniBatch
+
+Sequence = tuple[Tensor, Tensor, Tensor]
+"""Ids of the prompt (P,), of the response (R,), and which of those are learnt (R,) bool."""
+_COLUMNS = {"prompts": torch.int64, "responses": torch.int64, "response_mask": torch.bool}
+
+
+def example_rows(batch: TensorDict) -> TensorDict:
+    """Whole sequences with marks -> prompts, responses and response_mask."""
+    return _build_rows(_cut_own_answers(batch))
+
+
+def is_pairs(batch: TensorDict) -> bool:
+    """Whether the rows are pairs; else they have labels."""
+    return "chosen_tokens" in batch.keys()
+
+
+def answer_rows(batch: TensorDict) -> TensorDict:
+    """n rows -> 2n sequences: row i is the first answer of row i, row n + i the second one.
+
+    Prompts, responses and response_mask; first and second: chosen and rejected, or a labelled
+    row's answer and, after the same prompt, another row's answer.
+    """
+    if not is_pairs(batch):
+        return _build_rows([*_cut_own_answers(batch), *_cut_other_answers(batch)])
+    halves = (_split_pairs(batch, name) for name in ("prompts", "loss_mask"))
+    return _build_rows(map(_cut, *halves))
+
+
+def answer_tokens(rows: TensorDict) -> Tensor:
+    """(n, 2) float32: learnt tokens of both answers; rows: 2n sequences of `answer_rows`."""
+    return pair_up(pad(rows["response_mask"]).sum(-1).float())
+
+
+def pair_up(x: Tensor) -> Tensor:
+    """(2n,) in the order of `answer_rows` -> (n, 2)."""
+    return x.view(2, len(x) // 2).T
+
+
+def own_answer_rows(batch: TensorDict) -> TensorDict:
+    """n labelled rows -> n sequences, with their answers, labels and reference log-probs."""
+    rows = example_rows(batch)
+    rows["ref_answer_log_probs"] = batch["ref_answer_log_probs"]
+    rows["desirable"] = batch["desirable"]
+    return rows
+
+
+def other_answer_rows(batch: TensorDict) -> TensorDict:
+    """n labelled rows -> n sequences: their prompts with the answers of other rows."""
+    return _build_rows(_cut_other_answers(batch))
+
+
+def pair_rows(batch: TensorDict) -> TensorDict:
+    """n pairs -> 2n sequences: row i is the chosen one of pair i, row n + i the rejected one."""
+    sequences = ragged_from_rows(_split_pairs(batch, "prompts"), dtype=torch.int64)
+    rows: TensorDict = text_rows(sequences).exclude("is_text")
+    return rows
+
+
+def text_rows(texts: Tensor) -> TensorDict:
+    """Rows with the texts (ragged ids) as prompts, empty responses, and is_text True."""
+    count, device = texts.shape[0], texts.device
+    empty = ragged(texts.values()[:0], torch.zeros(count, dtype=torch.int64))
+    marks = torch.ones(count, dtype=torch.bool, device=device)
+    columns = {"prompts": texts, "responses": empty, "is_text": marks}
+    return TensorDict(columns, batch_size=[count])
+
+
+def with_text_rows(batch: TensorDict, call: CallInfo) -> tuple[TensorDict, CallInfo]:
+    """Samples that bring a text along (pretrain_ids) -> samples and texts as rows of their own.
+
+    Sample i's text is row n + i, in the same mini-batches as the sample. Each mini-batch has twice
+    the rows in twice the forwards: under a limit of tokens, texts should be as short as samples.
+    """
+    count = batch.batch_size[0]
+    texts = text_rows(batch["pretrain_ids"])
+    samples = batch.exclude("pretrain_ids")
+    samples["is_text"] = torch.zeros_like(texts["is_text"])
+    columns = {
+        str(name): _stack(column, texts[name] if name in texts.keys() else None)
+        for name, column in samples.items()
+        if isinstance(column, Tensor)
+    }
+    minis = tuple(
+        MiniBatch(torch.cat([mini.index, mini.index + count]), 2 * mini.num_micro_batches)
+        for mini in call.mini_batches
+    )
+    return TensorDict(columns, batch_size=[2 * count]), replace(call, mini_batches=minis)
+
+
+def _stack(column: Tensor, below: Tensor | None) -> Tensor:
+    """A column of the samples with one of the texts below it, or with as many empty rows."""
+    if not is_ragged(column):
+        return torch.cat([column, torch.zeros_like(column) if below is None else below])
+    lengths = lengths_of(column)
+    if below is None:
+        return ragged(column.values(), torch.cat([lengths, torch.zeros_like(lengths)]))
+    values = torch.cat([column.values(), below.values()])
+    return ragged(values, torch.cat([lengths, lengths_of(below)]))
+
+
+def _split_pairs(batch: TensorDict, name: str) -> list[Tensor]:
+    """Both parts of each row of a column: all chosen ones, then all rejected ones."""
+    both, cuts = rows_of(batch[name]), batch["chosen_tokens"].tolist()
+    return [row[:cut] for row, cut in zip(both, cuts)] + [row[cut:] for row, cut in zip(both, cuts)]
+
+
+def _cut_own_answers(batch: TensorDict) -> list[Sequence]:
+    return list(map(_cut, rows_of(batch["prompts"]), rows_of(batch["loss_mask"])))
+
+
+def _cut_other_answers(batch: TensorDict) -> list[Sequence]:
+    """Prompts of labelled rows with the answers of other rows."""
+    answers = rows_of(batch["answers"])
+    return [
+        (prompt, answer, torch.ones_like(answer, dtype=torch.bool))
+        for (prompt, _, _), answer in zip(_cut_own_answers(batch), answers, strict=True)
+    ]
+
+
+def _cut(ids: Tensor, mask: Tensor) -> Sequence:
+    """A marked sequence, cut before its first learnt token."""
+    first = int(mask.int().argmax())
+    assert first > 0, mask  # the encoder starts rows with a prompt
+    return ids[:first], ids[first:], mask[first:]
+
+
+def _build_rows(sequences: Iterable[Sequence]) -> TensorDict:
+    found = list(sequences)
+    columns = {
+        name: ragged_from_rows([row[place] for row in found], dtype=dtype)
+        for place, (name, dtype) in enumerate(_COLUMNS.items())
+    }
+    return TensorDict(columns, batch_size=[len(found)])
