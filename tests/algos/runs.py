@@ -51,7 +51,8 @@ def start(
     command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
     """Start a command of the checkout in a session of its own; its output goes to log."""
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     with open(log, "a") as output:
         return subprocess.Popen(
             command,

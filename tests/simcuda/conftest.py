@@ -1,0 +1,62 @@
+"""CUDA without a GPU: the tests here run programs on simulated devices (docs/GPU.md)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.simcuda.device.build import BuildError, library
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+Simulated = Callable[..., str]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test of this folder is marked."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.simcuda)
+
+
+@pytest.fixture(scope="session")
+def simulated() -> Simulated:
+    """Runs a Python program on simulated devices: (*words, log=folder, seconds=limit) -> stdout."""
+    try:
+        compiled = library()
+    except BuildError as err:
+        pytest.skip(f"no simulated CUDA device: {err}")
+
+    def run(*words: str | Path, log: Path | None = None, seconds: float = 200) -> str:
+        paths = [str(HERE / "device" / "site"), str(ROOT)]
+        variables = {
+            "SIMCUDA": "1",
+            "SIMCUDA_LIBRARY": str(compiled),
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",
+        }
+        if log is not None:
+            variables["SIMCUDA_LOG"] = str(log)
+        process = subprocess.Popen(
+            [sys.executable, *map(str, words)],
+            env={**os.environ, **variables},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except BaseException:
+            os.killpg(process.pid, 9)
+            raise
+        assert process.returncode == 0, f"{output[-3000:]}\n{errors[-6000:]}"
+        return output
+
+    return run

@@ -1,0 +1,77 @@
+"""Compiles the simulated device (the .cpp files beside this one) with g++, once for each torch.
+
+    python tests/simcuda/device/build.py        prints the library's path; about half a minute
+
+The library lies in build/simcuda/, under a name that holds torch's version and a hash of the
+sources. BuildError says what a machine lacks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch.utils.cpp_extension import include_paths
+
+HERE = Path(__file__).parent
+FOLDER = HERE.parents[2] / "build" / "simcuda"
+NAME = "simulated_cuda.so"
+
+
+class BuildError(RuntimeError):
+    """Why the simulated device cannot be compiled on this machine."""
+
+
+def library() -> Path:
+    """The compiled library; compiles it where it is not there yet."""
+    sources = sorted(HERE.glob("*.cpp"))
+    texts = b"".join(path.read_bytes() for path in [*sources, HERE / "simulated.h"])
+    tag = hashlib.sha256(texts + sys.version.encode()).hexdigest()[:12]
+    folder = FOLDER / f"{torch.__version__}-{tag}"
+    if not (folder / NAME).exists():
+        _check_tools()
+        _compile(sources, folder)
+    return folder / NAME
+
+
+def _check_tools() -> None:
+    if torch.version.cuda is not None:
+        raise BuildError(f"torch {torch.__version__} has CUDA of its own; the CPU build is needed")
+    if shutil.which("g++") is None:
+        raise BuildError("g++ is not installed (Debian: apt install g++)")
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        raise BuildError("Python.h is not installed (Debian: apt install python3-dev)")
+
+
+def _compile(sources: list[Path], folder: Path) -> None:
+    scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
+    scratch.mkdir(parents=True)
+    includes = [*include_paths(), sysconfig.get_paths()["include"]]
+    flags = ["-std=c++20", "-O1", "-fPIC", "-w", f"-I{HERE}"]
+    flags += [part for path in includes for part in ("-isystem", path)]
+    objects = [scratch / f"{path.stem}.o" for path in sources]
+    compilers = [
+        subprocess.Popen(["g++", *flags, "-c", path, "-o", made], stderr=subprocess.PIPE, text=True)
+        for path, made in zip(sources, objects)
+    ]
+    errors = "".join(compiler.communicate(timeout=500)[1] for compiler in compilers)
+    if any(compiler.returncode for compiler in compilers):
+        raise BuildError(f"g++ does not compile the simulated device:\n{errors[-3000:]}")
+    libraries = Path(torch.__file__).parent / "lib"
+    torch_libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    link = ["g++", "-shared", *objects, "-o", scratch / NAME, f"-L{libraries}", *torch_libraries]
+    subprocess.run(link, check=True, timeout=200)
+    try:
+        scratch.rename(folder)
+    except OSError:  # another process was first
+        shutil.rmtree(scratch)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{library()}\n")

@@ -1,0 +1,234 @@
+// Operators of the simulated device: each runs the CPU's kernel on views of the same memory, after
+// the check that CUDA's code does: tensors of one device, host scalars and host indices allowed.
+
+#include "simulated.h"
+
+#include <ATen/native/DispatchStub.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/view_native.h>
+#include <torch/library.h>
+
+#include <unordered_set>
+
+namespace simulated {
+
+using c10::Device;
+
+at::Generator host_generator(const at::Generator& generator);
+at::Tensor empty_on_device(
+    c10::IntArrayRef size, std::optional<c10::IntArrayRef> stride, c10::ScalarType dtype,
+    std::optional<Device> device, std::optional<c10::MemoryFormat> format);
+void grow(const at::Tensor& tensor, int64_t bytes);
+
+namespace {
+
+using Names = std::unordered_set<std::string>;
+
+const Names kTakesHostIndices = {
+    "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_",
+    "aten::_unsafe_index", "aten::_unsafe_index_put"};
+const Names kWaits = {  // their result, or its size, is known on the host only after a wait
+    "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal",
+    "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave",
+    "aten::bincount"};
+
+template <typename Visit>
+void for_tensors(c10::ArrayRef<c10::IValue> values, Visit visit) {
+  for (auto& value : values) {
+    if (value.isTensor()) visit(value.toTensor());
+    else if (value.isTensorList())
+      for (const at::Tensor& each : value.toTensorVector()) visit(each);
+    else if (value.isOptionalTensorList())
+      for (const auto& each : value.toOptionalTensorVector())
+        if (each) visit(*each);
+  }
+}
+
+template <typename Change>
+c10::IValue with_tensors(const c10::IValue& value, Change change) {
+  if (value.isTensor()) return change(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& each : value.toTensorVector()) list.push_back(change(each));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const auto& each : value.toOptionalTensorVector())
+      list.push_back(each ? std::optional<at::Tensor>(change(*each)) : std::nullopt);
+    return list;
+  }
+  return value;
+}
+
+bool has_generator(c10::ArrayRef<c10::IValue> values) {
+  return std::any_of(values.begin(), values.end(), [](auto& each) { return each.isGenerator(); });
+}
+
+void check_devices(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
+  Device first(kDevice, -1);
+  bool with_host = false;
+  for_tensors(arguments, [&](const at::Tensor& tensor) {
+    if (on_device(tensor)) {
+      TORCH_CHECK(
+          first.index() < 0 || first == tensor.device(),
+          "Expected all tensors to be on the same device, but found at least two devices, ",
+          first, " and ", tensor.device(), "! (", op.schema().operator_name(), ")");
+      first = tensor.device();
+    } else if (tensor.defined() && tensor.device().is_cpu() && tensor.dim() > 0) {
+      with_host = true;
+    }
+  });
+  TORCH_CHECK(
+      !with_host || first.index() < 0 || kTakesHostIndices.count(op.schema().name()),
+      "Expected all tensors to be on the same device, but found at least two devices, ", first,
+      " and cpu! (", op.schema().operator_name(), ")");
+  TORCH_CHECK(
+      !with_host || first.index() >= 0 || !has_generator(arguments),
+      "Expected a 'cpu' device type for generator but found 'cuda'");
+}
+
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  const auto& schema = op.schema();
+  const auto num_arguments = schema.arguments().size();
+  check_devices(op, torch::jit::last(*stack, num_arguments));
+  if (kWaits.count(schema.name())) tell_sync(schema.name());
+  Aliases aliases;
+  for (size_t i = stack->size() - num_arguments; i < stack->size(); i++) {
+    auto& value = (*stack)[i];
+    if (value.isDevice() && value.toDevice().type() == kDevice) {
+      aliases.set_device(value.toDevice());
+      value = Device(c10::kCPU);
+    } else if (value.isGenerator()) {
+      value = host_generator(value.toGenerator());
+    } else {
+      value = with_tensors(value, [&](const at::Tensor& each) { return aliases.to_host(each); });
+    }
+  }
+  op.callBoxed(stack);
+  aliases.keep_written();
+  for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++)
+    (*stack)[i] = with_tensors(
+        (*stack)[i], [&](const at::Tensor& each) { return aliases.to_device(each); });
+}
+
+// ---- operators that make, view or copy memory ------------------------------------------------
+
+using Dtype = std::optional<c10::ScalarType>;
+using Layout = std::optional<c10::Layout>;
+using Place = std::optional<Device>;
+using Format = std::optional<c10::MemoryFormat>;
+
+at::Tensor empty(
+    c10::IntArrayRef size, Dtype dtype, Layout, Place device, std::optional<bool> pinned,
+    Format format) {
+  TORCH_CHECK(!pinned.value_or(false), "Only dense CPU tensors can be pinned");
+  return empty_on_device(size, std::nullopt, c10::dtype_or_default(dtype), device, format);
+}
+
+at::Tensor empty_strided(
+    c10::IntArrayRef size, c10::IntArrayRef stride, Dtype dtype, Layout, Place device,
+    std::optional<bool>) {
+  return empty_on_device(size, stride, c10::dtype_or_default(dtype), device, std::nullopt);
+}
+
+at::Tensor as_strided(
+    const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+    std::optional<c10::SymInt> offset) {
+  return at::cpu::as_strided_symint(self, size, stride, std::move(offset));
+}
+
+at::Tensor view(const at::Tensor& self, c10::SymIntArrayRef size) {
+  return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
+}
+
+at::Tensor reshape_alias(
+    const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::_reshape_alias(
+      self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+const at::Tensor& resize_(const at::Tensor& self, c10::SymIntArrayRef symbolic, Format) {
+  auto size = C10_AS_INTARRAYREF_SLOW(symbolic);
+  if (self.sizes() != size) {
+    auto* tensor = self.unsafeGetTensorImpl();
+    tensor->set_sizes_contiguous(size);
+    grow(self, (tensor->numel() + tensor->storage_offset()) * self.itemsize());
+  }
+  return self;
+}
+
+at::Tensor& set_to_tensor(at::Tensor& self, const at::Tensor& source) {
+  return at::native::set_tensor_(self, source);
+}
+
+at::Tensor& set_to_storage(at::Tensor& self, at::Storage source) {
+  return at::native::set_(self, source);
+}
+
+at::Tensor& set_to_part(
+    at::Tensor& self, at::Storage source, int64_t offset, c10::IntArrayRef size,
+    c10::IntArrayRef stride) {
+  return at::cpu::set_(self, source, offset, size, stride);
+}
+
+// A copy between host and device makes the host wait unless it is non_blocking and the host's
+// side is pinned: CUDA stages pageable memory through a buffer of its own.
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  if (on_device(self) != on_device(source)) {
+    const auto& host = on_device(self) ? source : self;
+    std::string what = on_device(self) ? "copy to the device" : "copy to the host";
+    if (!host.is_pinned()) what += " (pageable)";
+    if (!non_blocking) what += " and wait";
+    tell_sync(what, source.numel() * source.itemsize());
+  }
+  Aliases aliases;
+  aliases.to_host(self).copy_(aliases.to_host(source));
+  return self;
+}
+
+void record_stream(at::Tensor&, c10::Stream) {}
+
+TORCH_LIBRARY_IMPL(_, CUDA, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+}
+
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  library.impl("empty.memory_format", &empty);
+  library.impl("empty_strided", &empty_strided);
+  library.impl("as_strided", &as_strided);
+  library.impl("view", &view);
+  library.impl("_reshape_alias", &reshape_alias);
+  library.impl("resize_", &resize_);
+  library.impl("set_.source_Tensor", &set_to_tensor);
+  library.impl("set_.source_Storage", &set_to_storage);
+  library.impl("set_.source_Storage_storage_offset", &set_to_part);
+  library.impl("copy_", &copy_);
+  library.impl("record_stream", &record_stream);
+}
+
+}  // namespace
+
+// The math kernel always; it is told where CUDA has no other: its flash and cuDNN kernels take
+// half precision only, its memory-efficient one no grouped heads.
+int64_t attention_kernel(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor&,
+    const std::optional<at::Tensor>&, double, bool, std::optional<double>, bool) {
+  const auto dtype = query.scalar_type();
+  const bool is_half = dtype == at::kBFloat16 || dtype == at::kHalf;
+  const bool is_grouped = query.dim() == 4 && query.size(1) != key.size(1);
+  if (dtype == at::kDouble || (!is_half && is_grouped)) tell_sync("attention by the math kernel");
+  return 0;
+}
+
+}  // namespace simulated
+
+namespace at::native {
+REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &simulated::attention_kernel)
+}  // namespace at::native

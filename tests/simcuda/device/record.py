@@ -1,0 +1,99 @@
+"""What a process starts on its groups, and where its host waits for a device, as a file.
+
+One JSON a rank: operations in the order in which they were started, waits by line of the project.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+from collections import Counter
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import surface
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+_FOLDERS = ("/spmdflow/", "/algos/", "/tests/")
+operations: list[dict[str, Any]] = []
+waits: Counter[tuple[str, str, str]] = Counter()
+wait_bytes: Counter[tuple[str, str, str]] = Counter()
+_run = ""
+_batches, _local = count(), threading.local()
+
+
+def listen(folder: str) -> None:
+    """Record from now on, and write it to the folder when the process ends."""
+    surface.native.on_operation(_operation)
+    surface.native.on_sync(_wait)
+    surface.sync = _wait
+    stock = c10d.batch_isend_irecv
+
+    def batch_isend_irecv(p2p_op_list: Any) -> Any:
+        _local.batch = next(_batches)
+        try:
+            return stock(p2p_op_list)
+        finally:
+            _local.batch = None
+
+    c10d.batch_isend_irecv = dist.batch_isend_irecv = batch_isend_irecv
+    atexit.register(write, Path(folder))
+
+
+def mark(name: str) -> None:
+    """What follows belongs to the run `name`."""
+    global _run
+    _run = name
+
+
+def line() -> str:
+    """file:function of the innermost frame of the project; else of the innermost library's."""
+    frame, library = sys._getframe(2), ""
+    while frame is not None:
+        code = frame.f_code
+        for folder in _FOLDERS:
+            if folder in code.co_filename and "/simcuda/device/" not in code.co_filename:
+                path = code.co_filename[code.co_filename.rfind(folder) + 1 :]
+                return f"{path}:{code.co_name}"
+        if not library and "site-packages" in code.co_filename:
+            library = f"{code.co_filename.split('site-packages/')[1]}:{code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return library
+
+
+def _wait(what: str, size: int) -> None:
+    key = (_run, what, line())
+    waits[key] += 1
+    wait_bytes[key] += size
+
+
+def _operation(group: str, op: str, shapes: list[Any], peer: int, tag: int) -> None:
+    operations.append(
+        {
+            "run": _run,
+            "group": group,
+            "op": op,
+            "shapes": shapes,
+            "peer": peer,
+            "tag": tag,
+            "thread": threading.current_thread().name,
+            "line": line(),
+            "batch": getattr(_local, "batch", None),
+        }
+    )
+
+
+def write(folder: Path) -> None:
+    """RANK-PID.json, unless this process has neither started nor awaited anything."""
+    if not operations and not waits:
+        return
+    rank = int(os.environ.get("RANK", "0"))
+    listed = [[*key, number, wait_bytes[key]] for key, number in waits.most_common()]
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"rank": rank, "operations": operations, "waits": listed})
+    (folder / f"{rank}-{os.getpid()}.json").write_text(text)

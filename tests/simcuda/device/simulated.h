@@ -1,0 +1,46 @@
+// What the parts of the simulated device share: its type, its memory, and what it tells Python.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <functional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace simulated {
+
+constexpr auto kDevice = c10::DeviceType::CUDA;
+constexpr int kMostDevices = 64;
+
+extern thread_local c10::DeviceIndex current_device;
+
+inline bool on_device(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == kDevice;
+}
+
+// Calls of Python, empty while nobody listens; called with the GIL held.
+extern std::function<void(const std::string& what, int64_t bytes)> on_sync;
+void tell_sync(const std::string& what, int64_t bytes = 0);
+
+// Views of one operator call's tensors on the host, and the way back: no byte is copied.
+class Aliases {
+ public:
+  at::Tensor to_host(const at::Tensor& tensor);
+  at::Tensor to_device(const at::Tensor& tensor);
+  // Brings the sizes and the storage of written arguments back: out= may have resized them.
+  void keep_written();
+  void set_device(c10::Device device) { if (device_.index() < 0) device_ = device; }
+
+ private:
+  std::unordered_map<c10::StorageImpl*, c10::Storage> host_of_, device_of_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> tensors_;  // (on the device, on the host)
+  c10::Device device_{kDevice, -1};
+};
+
+void bind_device(py::module& module);
+void bind_groups(py::module& module);
+
+}  // namespace simulated

@@ -1,0 +1,297 @@
+"""`torch.cuda` and NCCL over the compiled device: `install()` once, right after `import torch`.
+
+Set by the environment: SIMCUDA_DEVICES (8), SIMCUDA_MEMORY (bytes of a device, 80 GiB),
+SIMCUDA_LOG (a folder: each rank writes there what it has started and where it has waited).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+native: Any = None
+"""The compiled module, once installed."""
+NAME = "NVIDIA H100 80GB HBM3 (simulated)"
+CAPABILITY = (9, 0)
+
+
+def install(library: str) -> None:
+    """Make torch believe in CUDA devices and NCCL."""
+    global native
+    if native is not None:
+        return
+    spec = importlib.util.spec_from_file_location("simulated_cuda", library)
+    assert spec is not None and spec.loader is not None
+    native = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(native)
+    _install_devices()
+    _install_memory()
+    _install_streams()
+    _install_generators()
+    _install_groups()
+    if folder := os.environ.get("SIMCUDA_LOG"):
+        import record
+
+        record.listen(folder)
+
+
+def _replace(places: list[Any], names: Mapping[str, Any]) -> None:
+    for place in places:
+        for name, value in names.items():
+            setattr(place, name, value)
+
+
+def index_of(device: Any = None) -> int:
+    """The index of a device, a string or a number; of the current device for None and "cuda"."""
+    return torch.cuda._utils._get_device_index(device, optional=True)
+
+
+def synchronize(device: Any = None) -> None:
+    """Nothing runs behind: only counted."""
+    sync("torch.cuda.synchronize", 0)
+
+
+sync: Callable[[str, int], None] = lambda what, size: None  # noqa: E731
+"""Called for each wait of the host for a device, as the compiled module does: what, bytes."""
+
+
+def _install_devices() -> None:
+    def exchange(index: int) -> int:
+        before: int = native.current_device()
+        if index >= 0:
+            native.set_device(index)
+        return before
+
+    names = {
+        "_cuda_getDeviceCount": native.num_devices,
+        "_cuda_getDevice": native.current_device,
+        "_cuda_setDevice": native.set_device,
+        "_cuda_exchangeDevice": exchange,
+        "_cuda_maybeExchangeDevice": exchange,
+        "_cuda_synchronize": synchronize,
+        "_cuda_init": lambda: None,
+        "_cuda_emptyCache": lambda: None,
+        "_cuda_ipc_collect": lambda: None,
+        "_cuda_isInBadFork": lambda: False,
+        "_cuda_isCurrentStreamCapturing": lambda: False,
+        "_cuda_isHistoryEnabled": lambda: False,
+        "_cuda_getCurrentBlasHandle": lambda: 0,
+        "_cuda_getArchFlags": lambda: "sm_90",
+        "_cuda_getCompiledVersion": lambda: 12090,
+    }
+    _replace([torch._C], names)
+    properties = types.SimpleNamespace(
+        name=NAME,
+        major=CAPABILITY[0],
+        minor=CAPABILITY[1],
+        total_memory=_whole_memory(),
+        multi_processor_count=132,
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448,
+        L2_cache_size=50 << 20,
+        uuid="simulated",
+    )
+    cuda = {
+        "_exchange_device": exchange,
+        "_maybe_exchange_device": exchange,
+        "_initialized": True,
+        "_lazy_init": lambda: None,
+        "_cudart": types.SimpleNamespace(),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": native.num_devices,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_name": lambda device=None: NAME,
+        "get_device_capability": lambda device=None: CAPABILITY,
+        "get_arch_list": lambda: ["sm_90"],
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_current_stream_capturing": lambda: False,
+        "synchronize": synchronize,
+    }
+    _replace([torch.cuda], cuda)
+    _replace([torch.cuda.nvtx], dict.fromkeys(("range_push", "range_pop", "mark"), _ignore))
+    torch.backends.cuda.is_built = lambda: True
+    torch.version.cuda = "12.9"
+
+
+def _ignore(*arguments: Any) -> None:
+    pass
+
+
+def _whole_memory() -> int:
+    return int(os.environ.get("SIMCUDA_MEMORY", 80 << 30))
+
+
+def _install_memory() -> None:
+    def in_use(device: Any = None) -> int:
+        return int(native.memory(index_of(device))[0])
+
+    def peak(device: Any = None) -> int:
+        return int(native.memory(index_of(device))[1])
+
+    def statistics(device: Any = None) -> dict[str, int]:
+        current, highest, made = native.memory(index_of(device))
+        return {
+            "allocated_bytes.all.current": current,
+            "allocated_bytes.all.peak": highest,
+            "reserved_bytes.all.current": current,
+            "reserved_bytes.all.peak": highest,
+            "allocation.all.allocated": made,
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
+        }
+
+    names = {
+        "memory_allocated": in_use,
+        "memory_reserved": in_use,
+        "max_memory_allocated": peak,
+        "max_memory_reserved": peak,
+        "memory_stats": statistics,
+        "reset_peak_memory_stats": lambda device=None: native.reset_peak(index_of(device)),
+        "mem_get_info": lambda device=None: (_whole_memory() - in_use(device), _whole_memory()),
+        "empty_cache": lambda: None,
+    }
+    _replace([torch.cuda, torch.cuda.memory], names)
+    stock = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        if self.device.type != "cuda":
+            return stock(self, size)
+        native.resize(torch.empty(0, dtype=torch.uint8, device=self.device).set_(self), int(size))
+        return self
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+
+
+def _install_streams() -> None:
+    class Stream(torch.Stream):
+        def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> Any:
+            if known:
+                return super().__new__(cls, **known)
+            where = torch.device("cuda", index_of(device))
+            return super().__new__(cls, device=where, priority=priority)
+
+        @property
+        def cuda_stream(self) -> int:
+            return self.stream_id
+
+        def synchronize(self) -> None:
+            sync("Stream.synchronize", 0)
+
+    class Event(torch.Event):
+        def __new__(
+            cls,
+            enable_timing: bool = False,
+            blocking: bool = False,
+            interprocess: bool = False,
+            external: bool = False,
+        ) -> Any:
+            return super().__new__(cls, device="cuda", enable_timing=enable_timing)
+
+        def synchronize(self) -> None:
+            sync("Event.synchronize", 0)
+
+    def stream(device: Any, number: int) -> Stream:
+        return Stream(stream_id=number, device_index=index_of(device), device_type=1)
+
+    def set_stream(chosen: Any) -> None:
+        if chosen is not None:
+            native.set_stream(chosen.device_index, chosen.stream_id)
+
+    def set_by_id(stream_id: int, device_index: int, device_type: int) -> None:
+        native.set_stream(device_index, stream_id)
+
+    classes = {"Stream": Stream, "Event": Event}
+    _replace([torch.cuda, torch.cuda.streams], classes)
+    names = {
+        "current_stream": lambda device=None: stream(device, native.stream(index_of(device))),
+        "default_stream": lambda device=None: stream(device, 0),
+        "set_stream": set_stream,
+        "_set_stream_by_id": set_by_id,
+    }
+    _replace([torch.cuda], names)
+    bindings = {
+        "_cuda_getCurrentStream": lambda index: (native.stream(index), index, 1),
+        "_cuda_getDefaultStream": lambda index: (0, index, 1),
+        "_cuda_getCurrentRawStream": native.stream,
+        "_cuda_setStream": set_by_id,
+    }
+    _replace([torch._C], bindings)
+
+
+def _install_generators() -> None:
+    generators = tuple(native.default_generator(index) for index in range(native.num_devices()))
+
+    def of(device: Any) -> torch.Generator:
+        return generators[index_of(None if device == "cuda" else device)]
+
+    def seed_all(seed: int) -> None:
+        for generator in generators:
+            generator.manual_seed(seed)
+
+    def seed_current(seed: int) -> None:
+        of(None).manual_seed(seed)
+
+    def set_state(state: torch.Tensor, device: Any = "cuda") -> None:
+        of(device).set_state(state.cpu())
+
+    names = {
+        "default_generators": generators,
+        "get_rng_state": lambda device="cuda": of(device).get_state(),
+        "set_rng_state": set_state,
+        "manual_seed": seed_current,
+        "manual_seed_all": seed_all,
+        "initial_seed": lambda: of(None).initial_seed(),
+    }
+    _replace([torch.cuda, torch.cuda.random], names)
+
+
+def _install_groups() -> None:
+    gloo = c10d.ProcessGroupGloo
+
+    class WhileMade(type):
+        """torch asks what it has just made; whoever asks later gets the truth."""
+
+        def __instancecheck__(cls, value: object) -> bool:
+            return sys._getframe(1).f_code.co_name == "_new_process_group_helper"
+
+    class ProcessGroupNCCL(metaclass=WhileMade):
+        class Options:
+            def __init__(self, is_high_priority_stream: bool = False) -> None:
+                self.is_high_priority_stream = is_high_priority_stream
+                self._timeout: Any = None
+                self.group_name = ""
+                self.global_ranks_in_group: list[int] = []
+                self.config = types.SimpleNamespace()
+
+        def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
+            ranks = options.global_ranks_in_group or range(size)
+            group = gloo(store, rank, size, timeout=options._timeout)
+            return native.Group(group, True, f"nccl:{options.group_name}:{list(ranks)}")
+
+    class ProcessGroupGloo(metaclass=WhileMade):
+        create_device = gloo.create_device
+        create_default_device = gloo.create_default_device
+
+        def __new__(cls, store: Any, rank: int, size: int, timeout: Any = None) -> Any:
+            made_by = sys._getframe(1).f_locals
+            ranks = made_by.get("global_ranks_in_group") or range(size)
+            name = f"gloo:{made_by.get('group_name', '?')}:{list(ranks)}"
+            return native.Group(gloo(store, rank, size, timeout=timeout), False, name)
+
+    _replace([c10d, dist], {"ProcessGroupNCCL": ProcessGroupNCCL})
+    _replace([c10d], {"_NCCL_AVAILABLE": True})
+    _replace([c10d, dist], {"is_nccl_available": lambda: True})
+    _replace([c10d], {"ProcessGroupGloo": ProcessGroupGloo})
+    _replace([torch._C], {"_nccl_version": lambda: 22703, "_nccl_version_suffix": lambda: b""})

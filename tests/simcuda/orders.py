@@ -1,0 +1,198 @@
+"""Would what the ranks started on their groups end on NCCL? Reads the records of a simulated run.
+
+On a GPU the operations of a rank queue up on its device: one that waits for another rank holds
+back all that was started after it. gloo is kinder, so an order that hangs only there is looked for
+in the record:
+
+1. every member of a group makes the same collectives, with the same sizes and dtypes, in one order;
+2. a message has a sender and a receiver, and both say the same size and dtype;
+3. no cycle: an operation waits for those that its rank started before it. On NCCL all threads of a
+   rank share a queue, and the messages of one batch_isend_irecv go together; on gloo a thread waits
+   for a collective, but not for a message;
+4. NCCL knows no tags, and a communicator belongs to one lane of a rank and its autograd thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import networkx
+
+_MESSAGES = ("send", "recv")
+_UNEQUAL_SIZES = ("gather", "scatter", "barrier")
+"""Members of gloo's gather and scatter may hold nothing."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation that a rank started on a group."""
+
+    rank: int
+    group: str
+    """backend:name:[ranks]"""
+    op: str
+    shapes: tuple[tuple[tuple[int, ...], str], ...]
+    """(sizes, dtype) of each tensor."""
+    peer: int = -1
+    """Of a message and of an operation with a root: the other's rank in the group."""
+    tag: int = 0
+    thread: str = "MainThread"
+    line: str = ""
+    batch: int | None = None
+    """Messages that were started together."""
+
+    @property
+    def backend(self) -> str:
+        return self.group.partition(":")[0]
+
+    @property
+    def members(self) -> list[int]:
+        return list(json.loads(self.group.rpartition(":")[2]))
+
+    @property
+    def is_message(self) -> bool:
+        return self.op in _MESSAGES
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.op} on {self.group} at {self.line}"
+
+
+Ranks = Mapping[int, Sequence[Operation]]
+
+
+def read(folder: Path) -> dict[str, dict[int, list[Operation]]]:
+    """Run -> rank -> its operations, in the order in which they were started."""
+    runs: dict[str, dict[int, list[Operation]]] = defaultdict(dict)
+    for path in sorted(folder.glob("*.json")):
+        record = json.loads(path.read_text())
+        for entry in record["operations"]:
+            name = entry.pop("run")
+            shapes = tuple((tuple(size), dtype) for size, dtype in entry.pop("shapes"))
+            operation = Operation(rank=record["rank"], shapes=shapes, **entry)
+            runs[name].setdefault(record["rank"], []).append(operation)
+    return dict(runs)
+
+
+def read_waits(folder: Path, rank: int = 0) -> dict[str, Counter[tuple[str, str]]]:
+    """Run -> (what, file:function) -> how often the host of a rank waited there for its device."""
+    runs: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
+    for name, what, line, number, _ in _waits(folder, rank):
+        runs[name][what, line] = number
+    return dict(runs)
+
+
+def copied_bytes(folder: Path, rank: int = 0) -> dict[str, Counter[str]]:
+    """Run -> "to the device" or "to the host" -> bytes that were copied."""
+    runs: dict[str, Counter[str]] = defaultdict(Counter)
+    for name, what, _, _, size in _waits(folder, rank):
+        if what.startswith("copy "):
+            runs[name][what.removeprefix("copy ").partition(" (")[0].removesuffix(" and wait")] += (
+                size
+            )
+    return dict(runs)
+
+
+def _waits(folder: Path, rank: int) -> list[tuple[str, str, str, int, int]]:
+    (path,) = folder.glob(f"{rank}-*.json")
+    return [tuple(entry) for entry in json.loads(path.read_text())["waits"]]
+
+
+def problems(ranks: Ranks) -> list[str]:
+    """What is wrong with the operations of one run; [] if nothing is."""
+    return [*_mismatches(ranks), *_cycles(ranks), *_rules(ranks)]
+
+
+def _events(operations: Iterable[Operation]) -> Iterator[tuple[Hashable, Operation]]:
+    """Each operation with the event that it takes part in: one of a group, or one of a pair."""
+    seen: Counter[Hashable] = Counter()
+    for each in operations:
+        key: tuple[Hashable, ...] = (each.group,)
+        if each.is_message:
+            own, other = each.rank, each.members[each.peer]
+            key = (each.group, *((own, other) if each.op == "send" else (other, own)))
+        yield (*key, seen[key]), each
+        seen[key] += 1
+
+
+def _mismatches(ranks: Ranks) -> Iterator[str]:
+    parts: dict[Hashable, list[Operation]] = defaultdict(list)
+    for operations in ranks.values():
+        for event, each in _events(operations):
+            parts[event].append(each)
+    for found in parts.values():
+        first = found[0]
+        expected = {first.rank, first.members[first.peer]} if first.is_message else {*first.members}
+        lacking = sorted(expected - {each.rank for each in found})
+        if lacking:
+            yield f"{first}: never started by ranks {lacking}"
+        for other in found[1:]:
+            if _content(other) != _content(first):
+                yield f"{first} has {_content(first)}, but {other} has {_content(other)}"
+
+
+def _content(each: Operation) -> tuple[Any, ...]:
+    """What all members must agree on."""
+    if each.is_message:
+        return tuple((prod(size), dtype) for size, dtype in each.shapes)
+    unequal = each.op == "barrier" or (each.backend == "gloo" and each.op in _UNEQUAL_SIZES)
+    return (each.op, each.peer, () if unequal else each.shapes)
+
+
+def _cycles(ranks: Ranks) -> Iterator[str]:
+    for backends in ({"nccl"}, {"nccl", "gloo"}):
+        graph = networkx.DiGraph()
+        for operations in ranks.values():
+            for queue in _queues(operations, backends):
+                for before, after in pairwise(queue):
+                    graph.add_edges_from(
+                        (first, second, {"why": f"{one}, then {two}"})
+                        for first, one in before
+                        for second, two in after
+                    )
+        try:
+            cycle = networkx.find_cycle(graph)
+        except networkx.NetworkXNoCycle:
+            continue
+        why = "; ".join(graph.edges[edge[:2]]["why"] for edge in cycle[:4])
+        yield f"a cycle of {len(cycle)} operations on {' and '.join(sorted(backends))}: {why}"
+        return
+
+
+def _queues(
+    operations: Iterable[Operation], backends: set[str]
+) -> Iterable[list[list[tuple[Hashable, Operation]]]]:
+    """By queue of a rank: what it starts one after another, batches together."""
+    queues: dict[str, list[list[tuple[Hashable, Operation]]]] = defaultdict(list)
+    batches: dict[str, int | None] = {}
+    for event, each in _events(operations):
+        if each.backend not in backends or (each.backend == "gloo" and each.is_message):
+            continue
+        names = [each.thread] if each.backend == "gloo" else ["the device", each.thread]
+        for name in names:
+            if each.batch is not None and batches.get(name) == each.batch:
+                queues[name][-1].append((event, each))
+            else:
+                queues[name].append([(event, each)])
+            batches[name] = each.batch
+    return queues.values()
+
+
+def _rules(ranks: Ranks) -> Iterator[str]:
+    threads: dict[tuple[int, str], set[str]] = defaultdict(set)
+    for operations in ranks.values():
+        for each in operations:
+            if each.backend == "nccl":
+                threads[each.rank, each.group].add(each.thread)
+                if each.tag:
+                    yield f"{each}: tag {each.tag}, which NCCL ignores"
+    for (rank, group), names in threads.items():
+        lanes = {name for name in names if not name.startswith("Dummy")}
+        if len(lanes) > 1:
+            yield f"rank {rank}: {group} is used by several threads: {sorted(lanes)}"

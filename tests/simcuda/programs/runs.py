@@ -1,0 +1,120 @@
+"""Whole runs of the scripts on simulated devices, one after another in the same processes.
+
+    torchrun --nproc-per-node 4 tests/simcuda/programs/runs.py FOLDER NAME ...
+
+Each run uses the first ranks of the program, as many as its entry says, and ends with a line of
+its seconds. What the ranks have started lies in SIMCUDA_LOG, run by run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import spmdflow
+
+ROOT = Path(__file__).parents[3]
+SMALL = (
+    "data.prompts_per_step=16",
+    "data.eval_prompts=16",
+    "actor.optimizer.schedule=constant",
+    "actor.optimizer.warmup_steps=0",
+    "run.sample_every=0",
+    "total_steps=2",
+    "eval_every=1",
+    "save_every=1",
+)
+PPO = (
+    *SMALL,
+    "actor.update.mini_batch_size=8",
+    "critic.update.mini_batch_size=8",
+    "critic.optimizer.schedule=constant",
+    "critic.optimizer.warmup_steps=0",
+)
+BFLOAT16 = ("actor.model.dtype=bfloat16", "actor.rollout.dtype=bfloat16")
+PIPELINE = ("actor.engine.kind=megatron", "actor.engine.layout=t2p2")
+OFFLOAD = ("actor.engine.residency=offload", "critic.engine.residency=offload")
+RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "ppo, fsdp, bfloat16": ("ppo", 2, (*PPO, *BFLOAT16, "critic.model.dtype=bfloat16")),
+    "ppo, zero 1 and 2, offload": (
+        "ppo",
+        2,
+        (*PPO, *OFFLOAD, "actor.engine.kind=zero1", "critic.engine.kind=zero2"),
+    ),
+    "ppo, megatron t2p2, sequence parallel": (
+        "ppo",
+        4,
+        (
+            *PPO,
+            *PIPELINE,
+            "actor.engine.options=[sequence_parallel,recompute]",
+            "critic.engine.kind=megatron",
+            "critic.engine.layout=p2",
+        ),
+    ),
+    "ppo, split, zero 3": ("ppo", 4, (*PPO, "placement=split", "actor.engine.kind=zero3")),
+    "grpo, fsdp": ("grpo", 2, (*SMALL, "actor.update.mini_batch_size=64")),
+    "grpo, one step off policy": ("grpo_async", 4, (*SMALL, "actor.update.mini_batch_size=32")),
+}
+"""Name -> script, number of ranks, settings."""
+_PLAIN = (*PPO, *BFLOAT16, "critic.model.dtype=bfloat16", "eval_every=0", "save_every=0")
+_STEPS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "fsdp": (2, ()),
+    "fsdp, offload": (2, OFFLOAD),
+    "megatron p2": (
+        2,
+        (
+            "actor.engine.kind=megatron",
+            "actor.engine.layout=p2",
+            "critic.engine.kind=megatron",
+            "critic.engine.layout=p2",
+        ),
+    ),
+}
+STEPS = (2, 3)
+RUNS |= {
+    f"{name}, {steps} steps": ("ppo", num_ranks, (*_PLAIN, *settings, f"total_steps={steps}"))
+    for name, (num_ranks, settings) in _STEPS.items()
+    for steps in STEPS
+}
+"""What a run of three steps does more than one of two is what a step does."""
+
+
+def main() -> int:
+    """0 if every run has ended as it should."""
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    limit = datetime.timedelta(seconds=200)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit)
+    for number, name in enumerate(names):
+        script, num_ranks, settings = RUNS[name]
+        begin_run(name)
+        began = time.perf_counter()
+        status = spmdflow.launch(
+            ROOT / "algos" / f"{script}.py",
+            settings=[*settings, f"run.dir={folder / f'run-{number}'}"],
+            ranks=tuple(range(num_ranks)),
+        )
+        if rank == 0:
+            print(f"{name}: {status} after {time.perf_counter() - began:.1f} s", flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+def begin_run(name: str) -> None:
+    """What follows in the record belongs to this run."""
+    if "SIMCUDA_LOG" in os.environ:
+        import record  # on simulated devices only
+
+        record.mark(name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
