@@ -8,12 +8,12 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,7 +26,6 @@ from spmdflow.config.leaf import (
     defaults,
     follow,
     leaves,
-    parts,
     type_name,
 )
 from spmdflow.config.location import resolve_paths, to_yaml
@@ -37,6 +36,7 @@ from spmdflow.config.source import (
     broken_installation,
     bundled_scripts,
     find_file,
+    flat,
     read_override,
     read_yaml,
     take_examples,
@@ -81,11 +81,17 @@ def load(
     if yaml_path is None and beside.is_file():
         yaml_path = beside
     sources = _read(yaml_path, overrides)
-    if yaml_path is not None and hasattr(schema, "take_over"):
-        tree = schema.take_over(sources[0].tree, find_file(yaml_path, ".yaml"))
-        sources[0] = Source(sources[0].name, tree)
     assume = {} if ASSUME in {part.name for part in fields(schema)} else take_examples(sources)
-    cfg = _build(schema, sources)
+    known = _known(schema)
+    tree, errors = OmegaConf.structured(schema), Errors()
+    for source in sources:
+        settings = flat(source.tree, known.groups)
+        if source.file is not None and hasattr(schema, "take_over"):
+            settings = schema.take_over(settings, source.file)
+        for key, value in settings.items():
+            with errors.noted():
+                _set(tree, key, value, source.name, known)
+    cfg = _resolve(tree, known, errors)
     resolve_paths(cfg, download=download)
     follow(cfg)
     return Loaded(cfg, script, to_yaml(cfg), assume)
@@ -164,15 +170,42 @@ def _read(yaml_path: str | Path | None, overrides: Sequence[str]) -> list[Source
     return sources
 
 
-def _build(schema: type, sources: Iterable[Source]) -> Any:
+class _Known(NamedTuple):
+    """What a settings class has."""
+
+    settings: dict[str, Leaf]
+    groups: list[str]
+    """Their dotted keys, such as actor.model."""
+
+
+def _known(schema: type) -> _Known:
+    """The settings of a class; from now on `${first_of:...}` can be read."""
     OmegaConf.register_resolver("first_of", _first_of, replace=True)
-    known = {leaf.key: leaf for leaf in leaves(defaults(schema))}
-    tree = OmegaConf.structured(schema)
-    errors = Errors()
-    for source in sources:
-        _check_keys(source.tree, schema, "", source.name, known, errors)
-        tree = _merge(tree, source, known, errors)
-    return _resolve(tree, known, errors)
+    settings = {leaf.key: leaf for leaf in leaves(defaults(schema))}
+    return _Known(settings, sorted({group for key in settings for group in _groups_of(key)}))
+
+
+def _groups_of(key: str) -> list[str]:
+    """ "a.b.c" -> ["a", "a.b"]."""
+    return [key[:place] for place, letter in enumerate(key) if letter == "."]
+
+
+def _set(tree: DictConfig, key: str, value: Any, source: str, known: _Known) -> None:
+    """Set one key; ConfigError if there is none of that name, or it is of another type."""
+    if key not in known.settings and key not in known.groups:
+        near = _nearest(key, [*known.settings, ASSUME, *known.groups])
+        raise ConfigError(f"{source}: unknown key {key}{near}; --help lists every key")
+    if key in known.groups and not isinstance(value, dict | None):  # also a ${reference}
+        raise _wrong_type(source, key, value, known)
+    if value == REQUIRED:
+        return  # it says nothing
+    try:
+        for group in _groups_of(key):
+            if OmegaConf.select(tree, group) is None:  # an optional one
+                OmegaConf.update(tree, group, {}, merge=True)
+        OmegaConf.update(tree, key, value, merge=True)
+    except OmegaConfBaseException as err:
+        raise _wrong_type(source, key, value, known) from err
 
 
 def complete(cfg: Any, *, download: bool = True) -> Any:
@@ -185,29 +218,34 @@ def complete(cfg: Any, *, download: bool = True) -> Any:
             f"settings: got {cfg!r}, expected an object of the script's settings class; make "
             f"one with spmdflow.load_settings or as PPOConfig()"
         )
-    OmegaConf.register_resolver("first_of", _first_of, replace=True)
-    known = {leaf.key: leaf for leaf in leaves(defaults(type(cfg)))}
+    known = _known(type(cfg))
     try:
         tree = OmegaConf.structured(cfg)
     except OmegaConfBaseException as err:
         key = str(err.full_key or "").partition("[")[0]
-        raise _wrong_type(key, Source("settings", asdict(cfg)), known) from err
+        raise _wrong_type("settings", key, flat(asdict(cfg), known.groups).get(key), known) from err
     found = _resolve(tree, known, Errors())
     resolve_paths(found, download=download)
     follow(found)
     return found
 
 
-def _resolve(tree: Any, known: dict[str, Leaf], errors: Errors) -> Any:
+def _resolve(tree: Any, known: _Known, errors: Errors) -> Any:
     """The typed object of a tree: nothing missing, every `${...}` filled in."""
     assert isinstance(tree, DictConfig), tree
-    plain = OmegaConf.to_container(tree, resolve=False)
-    written = {key: _lookup(plain, key) for key in known}
+    plain: Any = OmegaConf.to_container(tree, resolve=False)
+    written = flat(plain, known.groups)
     missing = [key for key, value in written.items() if value == REQUIRED]
     for key in missing:
         OmegaConf.update(tree, key, NOT_GIVEN)
     if missing:
-        errors.add(_missing(missing, known))
+        sentences = "".join(f"\n  {key}: {known.settings[key].doc}" for key in missing)
+        errors.add(
+            ConfigError(
+                f"missing {', '.join(missing)}, expected a value for each; set them in the YAML or "
+                f"as {missing[0]}=VALUE{sentences}"
+            )
+        )
     references = {key: value for key, value in written.items() if "${" in str(value)}
     broken = [_unresolved(tree, key, value) for key, value in references.items()]
     for error in filter(None, broken):
@@ -217,25 +255,6 @@ def _resolve(tree: Any, known: dict[str, Leaf], errors: Errors) -> Any:
     cfg = OmegaConf.to_object(tree)
     errors.raise_all(cfg)
     return cfg
-
-
-def _merge(tree: Any, source: Source, known: dict[str, Leaf], errors: Errors) -> Any:
-    """The tree with a source's settings; what has a wrong type is noted and left out."""
-    while True:
-        try:
-            return OmegaConf.merge(tree, source.tree)
-        except OmegaConfBaseException as err:
-            key = str(err.full_key or "").partition("[")[0]
-            errors.add(_wrong_type(key, source, known))
-            if not _remove(source.tree, key):
-                return tree
-
-
-def _remove(tree: Any, key: str) -> bool:
-    """Take the value at a dotted key out of a tree; False if there is none."""
-    *groups, name = key.split(".")
-    group = _lookup(tree, ".".join(groups)) if groups else tree
-    return isinstance(group, dict) and group.pop(name, group) is not group
 
 
 def _unresolved(tree: DictConfig, key: str, written: Any) -> ConfigError | None:
@@ -264,45 +283,7 @@ def _first_of(*keys: str, _root_: DictConfig) -> Any:
     return REQUIRED
 
 
-def _check_keys(
-    tree: dict[str, Any],
-    schema: type,
-    prefix: str,
-    source: str,
-    known: dict[str, Leaf],
-    errors: Errors,
-) -> None:
-    """Every key is a field of its group, every group a map (or null); others are taken out."""
-    groups = parts(schema)
-    names = {
-        field.key.removeprefix(prefix).split(".")[0]
-        for field in known.values()
-        if field.key.startswith(prefix)
-    }
-    for name, value in list(tree.items()):
-        key = f"{prefix}{name}"
-        if name in groups and isinstance(value, dict):
-            _check_keys(value, groups[name], key + ".", source, known, errors)
-            continue
-        error = None
-        if name not in names:
-            error = f"unknown key {key}{_nearest(key, [*known, ASSUME])}; --help lists every key"
-        elif name in groups and value is not None:
-            example = next(leaf for leaf in known if leaf.startswith(key + "."))
-            error = (
-                f"{key} got {value!r} ({type(value).__name__}), expected a group of settings; "
-                f"set its keys, such as {example}"
-            )
-        elif isinstance(value, dict) and "list of" in type_name(known[key].hint):
-            error = _of_type(value, known[key])
-        if error is not None:
-            errors.add(ConfigError(f"{source}: {error}"))
-            del tree[name]
-
-
-def _nearest(key: str, known: Iterable[str]) -> str:
-    candidates = list(known)
-    candidates += sorted({leaf.rpartition(".")[0] for leaf in candidates} - {""})
+def _nearest(key: str, candidates: Sequence[str]) -> str:
     root, name = key.split(".")[0], key.split(".")[-1]
     same_name = [leaf for leaf in candidates if leaf.split(".")[-1] == name]
     same_group = [leaf for leaf in same_name if leaf.startswith(root + ".")]
@@ -310,22 +291,19 @@ def _nearest(key: str, known: Iterable[str]) -> str:
     return f", nearest is {near[0]}" if near else ""
 
 
-def _wrong_type(key: str, source: Source, known: dict[str, Leaf]) -> ConfigError:
-    leaf = known.get(key)
-    value = _lookup(source.tree, key)
-    if leaf is None:
+def _wrong_type(source: str, key: str, value: Any, known: _Known) -> ConfigError:
+    got, leaf = f"{source}: {key} got {value!r}", known.settings.get(key)
+    if leaf is not None:
         return ConfigError(
-            f"{source.name}: {key} got {value!r}, expected a group of settings; leave it out for "
-            f"its defaults"
+            f"{got} ({type(value).__name__}), expected {type_name(leaf.hint)}; give one, "
+            f"such as {key}={_example(leaf)}"
         )
-    return ConfigError(f"{source.name}: {_of_type(value, leaf)}")
-
-
-def _of_type(value: Any, leaf: Leaf) -> str:
-    """What to say of a value of the wrong type. Any: the value."""
-    return (
-        f"{leaf.key} got {value!r} ({type(value).__name__}), expected {type_name(leaf.hint)}; "
-        f"give one, such as {leaf.key}={_example(leaf)}"
+    if value is None:
+        return ConfigError(f"{got}, expected a group of settings; leave it out for its defaults")
+    example = next((name for name in known.settings if name.startswith(f"{key}.")), key)
+    return ConfigError(
+        f"{got} ({type(value).__name__}), expected a group of settings; set its keys, such as "
+        f"{example}"
     )
 
 
@@ -333,18 +311,3 @@ def _example(leaf: Leaf) -> str:
     if leaf.value in (None, REQUIRED) or "${" in str(leaf.value):
         return _EXAMPLES.get(type_name(leaf.hint).split(" ")[0], "value")
     return str(leaf.value).lower() if isinstance(leaf.value, bool) else str(leaf.value)
-
-
-def _missing(missing: Sequence[str], known: dict[str, Leaf]) -> ConfigError:
-    sentences = "".join(f"\n  {key}: {known[key].doc}" for key in missing)
-    return ConfigError(
-        f"missing {', '.join(missing)}, expected a value for each; set them in the YAML or as "
-        f"{missing[0]}=VALUE{sentences}"
-    )
-
-
-def _lookup(tree: Any, key: str) -> Any:
-    """The value at a dotted key; None where a group on the way is None."""
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree

@@ -5,7 +5,6 @@ Rows of the first three bring their answers along: `prompts_per_step` counts who
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -272,32 +271,17 @@ class EvaluateConfig:
     )
 
     @classmethod
-    def take_over(cls, tree: dict[str, Any], file: Path) -> dict[str, Any]:
-        """What an evaluation takes of the settings in a file; all, unless they are of training.
+    def take_over(cls, settings: dict[str, Any], file: Path) -> dict[str, Any]:
+        """What an evaluation takes of a file's settings; all, unless they are of training.
 
-        Those of training have data.train_path. Taken are data, actor, reward and run.seed, as far
-        as there are such settings here. The model of RUN_DIR/config.yaml is RUN_DIR's newest one.
+        Those of training have data.train_path. Taken are the ones of data, actor and reward that
+        are settings here too, and run.seed. The model of RUN_DIR/config.yaml is RUN_DIR's newest.
         """
-        data, run = tree.get("data"), tree.get("run")
-        if not (isinstance(data, dict) and data.get("train_path")):
-            return tree
-        sections = {name: tree[name] for name in ("data", "actor", "reward") if name in tree}
-        seed = {name: run[name] for name in ("seed",) if isinstance(run, dict) and name in run}
-        found = _known(sections | {"run": seed}, {leaf.key for leaf in leaves(defaults(cls))})
+        if not settings.get("data.train_path"):
+            return settings
+        keys = {leaf.key for leaf in leaves(defaults(cls))}
+        keys = {key for key in keys if key.startswith(("data.", "actor.", "reward."))}
+        found = {k: value for k, value in settings.items() if k in keys or k == "run.seed"}
         if (file.parent / "checkpoints").is_dir():
-            actor = found.setdefault("actor", {})
-            actor["model"] = {**actor.get("model", {}), "path": str(file.parent)}
+            found["actor.model.path"] = str(file.parent)
         return found
-
-
-def _known(tree: dict[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:
-    """The part of a tree whose keys there are."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        is_group = any(each.startswith(f"{key}.") for each in keys)
-        if is_group and isinstance(value, dict):
-            found[name] = _known(value, keys, f"{key}.")
-        elif key in keys or is_group:
-            found[name] = value
-    return found

@@ -7,7 +7,7 @@ the package) and are found by name. A path that exists in the current directory 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ class Source:
 
     name: str
     tree: dict[str, Any]
+    file: Path | None = None
+    """None: the command line."""
 
 
 def read_yaml(path: Path) -> Source:
@@ -57,7 +59,7 @@ def read_yaml(path: Path) -> Source:
         raise ConfigError.of(path, err, "a file of key: value lines", "correct it") from err
     if not isinstance(tree, dict):
         raise ConfigError.of(path, type(tree).__name__, "key: value lines", "write settings there")
-    return Source(str(path), _locate_paths(tree, path.parent))
+    return Source(str(path), _locate_paths(tree, path.parent), path)
 
 
 def _unreadable(path: Path) -> ConfigError:
@@ -149,16 +151,22 @@ def take_examples(sources: Sequence[Source]) -> dict[str, Any]:
                 f"{source.name}: {ASSUME} got {section!r}, expected examples by name; write "
                 f"{ASSUME}: {{scores: [0, 1]}} or {ASSUME}.scores=0.5"
             )
-        found |= _flat(section or {})
+        found |= flat(section or {})
     return found
 
 
-def _flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """{"judge": {"describe": x}} -> {"judge.describe": x}."""
+def flat(
+    tree: dict[Any, Any], groups: Collection[str] | None = None, prefix: str = ""
+) -> dict[str, Any]:
+    """{"judge": {"describe": x}} -> {"judge.describe": x}. Any: what a file holds.
+
+    groups: open only the maps that have one of these keys.
+    """
     found: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        found |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
+        is_open = isinstance(value, dict) and bool(value) and (groups is None or key in groups)
+        found |= flat(value, groups, f"{key}.") if is_open else {key: value}
     return found
 
 
