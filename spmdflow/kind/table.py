@@ -36,7 +36,7 @@ register_engine(
         options=_RECOMPUTE,
         worker_class="ZeROWorker",
     )
-)("spmdflow.workers.zero:ZeROEngine")
+)("spmdflow.workers.fsdp:ZeROEngine")
 
 register_engine(
     EngineKind(

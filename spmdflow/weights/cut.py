@@ -43,6 +43,10 @@ class Piece:
         ]
         return Piece(self.name, box, Box(tuple(moved)))
 
+    def box_at(self, local: Box) -> Box:
+        """The box of the tensor whose elements lie there; local lies in this piece's."""
+        return Piece(self.name, self.local, self.box).part(local).local
+
 
 @dataclass(frozen=True)
 class LocalTensor:

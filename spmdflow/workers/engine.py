@@ -19,16 +19,17 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.blocks.box import Box
-from spmdflow.blocks.hash import MODULUS, to_signed
+from spmdflow.blocks.hash import MODULUS, box_hash, to_signed
 from spmdflow.config.schema import EngineConfig
 from spmdflow.errors import ProtocolError, SpmdflowError
 from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.registry import load
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import Metric, WorkerContext
-from spmdflow.workers.micro_batch import MicroBatch, micro_batches
+from spmdflow.weights.move import Block
+from spmdflow.workers.micro_batch import MicroBatch, join_columns, micro_batches
 from spmdflow.workers.model import LoadedModel, ModelSource, load_model, open_model
-from spmdflow.workers.optimizer import Scheduled
+from spmdflow.workers.optimizer import STEPS, Scheduled, copy_blocks
 
 ForwardFn = Callable[[Any, MicroBatch], Mapping[str, Tensor]]
 """(output, micro) -> columns: response-shaped (b, R) or dense (b,), one row per micro row."""
@@ -61,18 +62,27 @@ class TrainEngine(ABC):
 
     # -- running ------------------------------------------------------------------------------
 
-    @abstractmethod
     def forward(
         self, batch: TensorDict, fn: ForwardFn, *, num_micro_batches: int
     ) -> TensorDict | None:
         """Columns of fn for each row of batch, in order, without gradient.
 
-        None on ranks before the last pipeline stage.
-
-        (b, R) answers become ragged by the rows' response lengths. Every rank of the dp group
-        makes num_micro_batches forwards, also with no rows. Answers leave the device micro-batch
-        by micro-batch.
+        None on ranks before the last pipeline stage. (b, R) answers become ragged by the rows'
+        response lengths. Every rank of the dp group makes num_micro_batches forwards, also with no
+        rows. Answers leave the device micro-batch by micro-batch.
         """
+        micros = self.micro_batches(batch, num_micro_batches)
+
+        def answer(output: Any, micro: MicroBatch) -> dict[str, Tensor]:
+            return {name: column.cpu() for name, column in fn(output, micro).items()}
+
+        with torch.no_grad():
+            answers = self.outputs(micros, answer)
+        return join_columns(answers, micros) if answers else None
+
+    @abstractmethod
+    def outputs(self, micros: list[MicroBatch], fn: ForwardFn) -> list[Mapping[str, Tensor]]:
+        """What fn gives for each micro-batch; [] before the last pipeline stage."""
 
     def train_step(
         self, batch: TensorDict, loss: Loss, *, num_micro_batches: int
@@ -82,12 +92,23 @@ class TrainEngine(ABC):
         The loss's metrics plus loss, grad_norm (before clipping) and lr. SpmdflowError if the
         gradient is not finite; nothing is changed then.
         """
-        optimizer = self._require_optimizer()
+        optimizer = self.optimizer
+        if optimizer is None:
+            raise ProtocolError(
+                f"{self.name}: train_step on a model without an optimizer; expected one built "
+                f"for training; give the engine an OptimizerConfig"
+            )
         totals = self.dp_sums(loss.denominators(batch))
         micros = self.micro_batches(batch, num_micro_batches)
         metrics = loss.finalize(self.accumulate(micros, loss, totals))
         norm = self.gradient_norm()
-        self._require_finite(optimizer, norm, metrics["loss"])
+        if not math.isfinite(norm):
+            raise SpmdflowError(
+                f"{self.name}: optimizer step {optimizer.steps_done} has gradient norm {norm} and "
+                f"loss {metrics['loss']}; expected finite numbers, no weight was changed; lower "
+                f"optimizer.lr ({optimizer.cfg.lr}) or look for extreme rewards and log-probs in "
+                f"the batch"
+            )
         lr = optimizer.next_lr
         self.update(norm)
         self.weights_version += 1
@@ -112,17 +133,50 @@ class TrainEngine(ABC):
 
     # -- weights ------------------------------------------------------------------------------
 
+    weight_group: dist.ProcessGroup | None = None
+    """The ranks that hold the weights between them; None: this one has every weight whole."""
+
     @abstractmethod
-    def blocks(self) -> Iterable[tuple[str, Tensor, Box]]:
+    def blocks(self) -> Iterable[Block]:
         """(Hugging Face name, live tensor, its box of the whole), tied ones once, fixed order."""
 
-    @abstractmethod
-    def full_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """(Hugging Face name, full float32 tensor) on every rank, in the order of blocks."""
+    def own_blocks(self) -> Iterable[Block]:
+        """Those of `blocks` that count: over the weight group every element once."""
+        return self.blocks()
 
-    @abstractmethod
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Shape of every whole tensor by Hugging Face name, in the order of blocks."""
+        return {name: view.shape for name, view, _ in self.blocks()}
+
+    def full_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """(Hugging Face name, full float32 tensor) on every rank, in the order of shapes.
+
+        Of bfloat16 weights these are the rounded values, as the forward pass uses them.
+        """
+        mine: dict[str, list[tuple[Tensor, Box]]] = {}
+        for name, view, box in self.own_blocks():
+            mine.setdefault(name, []).append((view, box))
+        for name, shape in self.shapes.items():
+            whole = torch.zeros(shape, device=self.device)
+            for view, box in mine.get(name, ()):
+                whole[box.slices()] = view.float()
+            if self.weight_group is not None:
+                # one rank has each element's bits, the others zeros: the sum of bits is exact
+                dist.all_reduce(whole.view(torch.int32), group=self.weight_group)
+            yield name, whole
+
     def shard_hashes(self, dtype: torch.dtype) -> dict[str, int]:
         """Positional hash of each whole tensor cast to dtype, from the shards themselves."""
+        shapes = self.shapes
+        sums = dict.fromkeys(shapes, 0)
+        for name, view, box in self.own_blocks():
+            sums[name] += box_hash(view.to(dtype), box, shapes[name])
+        signed = [to_signed(value % MODULUS) for value in sums.values()]
+        values = torch.tensor(signed, dtype=torch.int64, device=self.device)
+        if self.weight_group is not None:
+            dist.all_reduce(values, group=self.weight_group)  # int64 wraps: modulo 2**64
+        return {name: value % MODULUS for name, value in zip(sums, values.tolist(), strict=True)}
 
     def export_hugging_face(self, folder: Path) -> None:
         """Write a folder that from_pretrained can load: every rank gathers, the first writes."""
@@ -136,11 +190,18 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def state_blocks(self) -> dict[str, Tensor]:
-        """This rank's exact state: shards, optimizer moments, steps done."""
+        """This rank's exact state, live: shards, optimizer moments, and STEPS, the steps done."""
 
-    @abstractmethod
     def load_blocks(self, blocks: Mapping[str, Tensor]) -> None:
-        """Restore what state_blocks gave on the same layout, bit for bit."""
+        """Restore what state_blocks gave on the same layout, bit for bit.
+
+        CheckpointError for a block that is missing or of another shape.
+        """
+        self.weights_version += 1
+        with torch.no_grad():
+            copy_blocks(self.state_blocks(), blocks)
+            if self.optimizer is not None:
+                self.optimizer.restored(int(blocks[STEPS]))
 
     @abstractmethod
     def residency(self, where: Place, part: Part) -> None:
@@ -163,32 +224,6 @@ class TrainEngine(ABC):
             sums[place] = local[name]
         dist.all_reduce(sums, group=self.dp_group)
         return dict(zip(names, sums.tolist(), strict=True))
-
-    def _require_optimizer(self) -> Scheduled:
-        if self.optimizer is None:
-            raise ProtocolError(
-                f"{self.name}: train_step on a model without an optimizer; expected one built "
-                f"for training; give the engine an OptimizerConfig"
-            )
-        return self.optimizer
-
-    def _require_finite(self, optimizer: Scheduled, norm: float, loss: float) -> None:
-        if not math.isfinite(norm):
-            raise SpmdflowError(
-                f"{self.name}: optimizer step {optimizer.steps_done} has gradient norm {norm} and "
-                f"loss {loss}; expected finite numbers, no weight was changed; lower optimizer.lr "
-                f"({optimizer.cfg.lr}) or look for extreme rewards and log-probs in the batch"
-            )
-
-
-def sum_hashes(
-    local: Mapping[str, int], group: dist.ProcessGroup, device: torch.device
-) -> dict[str, int]:
-    """Hashes of whole tensors from those of each rank's pieces, modulo 2**64."""
-    signed = [to_signed(value % MODULUS) for value in local.values()]
-    values = torch.tensor(signed, dtype=torch.int64, device=device)
-    dist.all_reduce(values, group=group)  # int64 wraps: a sum modulo 2**64
-    return {name: value % MODULUS for name, value in zip(local, values.tolist(), strict=True)}
 
 
 def engine_of(

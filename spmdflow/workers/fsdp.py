@@ -1,12 +1,22 @@
-"""`FSDPEngine`: a Hugging Face model on all ranks of a pool, each with rows of its own.
+"""`FSDPEngine`, `ZeROEngine`: a Hugging Face model on all ranks of a pool, each with rows of its own.
 
 Every rank holds 1/n of each parameter (float32), gathers one decoder layer at a time in the
 compute precision, and steps AdamW on its own shards: PyTorch's FSDP2 (Zhao et al. 2023), which is
 ZeRO stage 3 (Rajbhandari et al. 2020). Kinds that keep a unit gathered through a train step, or
 reduce gradients once per step instead of once per micro-batch, send less and need more memory:
-`Sharding` of their kind says so, and which they are. Knows no roles: what an output means is up to
-`fn` and `loss`.
-"""
+`Sharding` of their kind says so. Stage 1 is from torch's own parts:
+
+| kind | divided over the n ranks | parts | sent by a rank in a step of m micro-batches, P bytes float32 |
+|---|---|---|---|
+| zero1 | moments | FSDP2 on a mesh (replicate n, shard 1); `ZeroRedundancyOptimizer` | 3 P |
+| zero2 | moments, gradients, parameters between steps | FSDP2, gathered until the step ends | (1 + m) P |
+| zero3 | moments, gradients, parameters | FSDP2, resharded after each layer | 3 m P |
+
+Stage 1 gives each rank whole tensors to step, largest first to the lightest rank, and broadcasts
+them afterwards; its FSDP2 mesh of one shard casts to the compute precision and all-reduces float32
+gradients once per step, after the last micro-batch. Bytes: large n, parameters sent in float32.
+Knows no roles: what an output means is up to `fn` and `loss`.
+"""  # noqa: E501 a table row is one line
 
 from __future__ import annotations
 
@@ -15,21 +25,20 @@ from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from spmdflow.blocks.box import Box
-from spmdflow.blocks.hash import positional_hash
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind, engines_that_cut
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import WorkerContext
-from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine, sum_hashes
-from spmdflow.workers.micro_batch import MicroBatch, join_columns
+from spmdflow.weights.move import Block
+from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
+from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import LoadedModel
-from spmdflow.workers.optimizer import ShardedAdamW, clip_, copy_block, squared_norm
+from spmdflow.workers.optimizer import ShardedAdamW, clip_, squared_norm
 from spmdflow.workers.sharding import (
     Shard,
     mesh_of,
@@ -67,7 +76,7 @@ class FSDPEngine(TrainEngine):
         if optimizer is None:
             _freeze(model)
         mesh = mesh_of(self.sharding, context)
-        self._shard_group = mesh.get_group(mesh.ndim - 1)
+        self.weight_group = mesh.get_group(mesh.ndim - 1)
         shard_model(model, self.sharding, mesh, recompute=cfg.recompute)
         assert isinstance(model.module, FSDPModule)
         self._root: FSDPModule = model.module
@@ -76,16 +85,11 @@ class FSDPEngine(TrainEngine):
 
     # -- running ------------------------------------------------------------------------------
 
-    def forward(self, batch: TensorDict, fn: ForwardFn, *, num_micro_batches: int) -> TensorDict:
-        """See `TrainEngine.forward`."""
-        micros = self.micro_batches(batch, num_micro_batches)
-        with torch.no_grad():
-            answers = [
-                {name: column.cpu() for name, column in fn(self._output(micro), micro).items()}
-                for micro in micros
-            ]
+    def outputs(self, micros: list[MicroBatch], fn: ForwardFn) -> list[Mapping[str, Tensor]]:
+        """See `TrainEngine.outputs`."""
+        answers = [fn(self._output(micro), micro) for micro in micros]
         self._reshard()
-        return join_columns(answers, micros)
+        return answers
 
     def accumulate(
         self, micros: list[MicroBatch], loss: Loss, totals: Mapping[str, float]
@@ -104,7 +108,7 @@ class FSDPEngine(TrainEngine):
     def gradient_norm(self) -> float:
         """Norm of the whole gradient: squares of all shards, summed over the ranks that share."""
         square = squared_norm(self._gradients().values(), self.device)
-        dist.all_reduce(square, group=self._shard_group)
+        dist.all_reduce(square, group=self.weight_group)
         return math.sqrt(float(square))
 
     def update(self, norm: float) -> None:
@@ -117,24 +121,18 @@ class FSDPEngine(TrainEngine):
 
     # -- weights ------------------------------------------------------------------------------
 
-    def blocks(self) -> Iterator[tuple[str, Tensor, Box]]:
+    def blocks(self) -> Iterator[Block]:
         """(Hugging Face name, live local rows, their box); tied parameters once."""
         return ((name, shard.local, shard.box) for name, shard in self._shards().items())
 
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """See `TrainEngine.shapes`."""
+        return {name: shard.parameter.shape for name, shard in self._shards().items()}
+
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole float32 tensor), gathered one by one, in the same order."""
+        """See `TrainEngine.full_tensors`; all-gathered one by one."""
         return ((name, shard.full()) for name, shard in self._shards().items())
-
-    def shard_hashes(self, dtype: torch.dtype) -> dict[str, int]:
-        """Hash of each whole tensor cast to dtype: pieces hashed where they lie, then summed.
-
-        Where every rank holds whole parameters each hashes its own copy.
-        """
-        local = {
-            name: positional_hash(shard.local.to(dtype), shard.offset)
-            for name, shard in self._shards().items()
-        }
-        return sum_hashes(local, self._shard_group, self.device)
 
     # -- state --------------------------------------------------------------------------------
 
@@ -142,14 +140,6 @@ class FSDPEngine(TrainEngine):
         """Rows of parameters and moments under their names, "optimizer.steps"; live tensors."""
         optimizer = {} if self.optimizer is None else self.optimizer.state_blocks()
         return self._owned() | optimizer
-
-    def load_blocks(self, blocks: Mapping[str, Tensor]) -> None:
-        """Restore bit for bit; CheckpointError for a missing or misshapen block."""
-        self.weights_version += 1
-        for name, target in self._owned().items():
-            copy_block(target, blocks, name)
-        if self.optimizer is not None:
-            self.optimizer.load_blocks(blocks)
 
     def residency(self, where: Place, part: Part) -> None:
         """Move parameters or optimizer moments between device and host memory.
@@ -192,6 +182,69 @@ class FSDPEngine(TrainEngine):
 
     def _shards(self) -> dict[str, Shard]:
         return shards(self._module)
+
+
+class ZeROEngine(FSDPEngine):
+    """Whole weights on every rank, moments divided. State and outputs as `FSDPEngine`'s.
+
+    A rank saves the tensors that it steps, so that every tensor is saved once; loading sends them
+    to the other ranks.
+    """
+
+    def load_blocks(self, blocks: Mapping[str, Tensor]) -> None:
+        """See `TrainEngine.load_blocks`; whole parameters go from their owner to every rank."""
+        super().load_blocks(blocks)
+        for name, tensor in self._local().items():
+            dist.broadcast(tensor, self.layout.ranks[self._owner(name)], group=self.dp_group)
+
+    def _optimizer_of(self, cfg: OptimizerConfig, total_steps: int) -> ShardedAdamW:
+        return PartitionedAdamW(self._local(), cfg, total_steps, self.dp_group)
+
+    def _owned(self) -> dict[str, Tensor]:
+        place = self.layout.group_rank(self.rank)
+        return {name: x for name, x in self._local().items() if self._owner(name) == place}
+
+    def _owner(self, name: str) -> int:
+        """Position in the pool of the rank that saves a replicated tensor."""
+        if isinstance(self.optimizer, PartitionedAdamW):
+            return self.optimizer.owners[name]
+        return 0
+
+
+class PartitionedAdamW(ShardedAdamW):
+    """AdamW over whole tensors that every rank has: each is stepped by one rank, then broadcast."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        cfg: OptimizerConfig,
+        total_steps: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._group = group
+        super().__init__(tensors, cfg, total_steps)
+        place = dist.get_rank(group)
+        device = next(iter(self._parameters.values())).device
+        mine = [place if self.owns(name) else 0 for name in self._parameters]
+        places = torch.tensor(mine, device=device)
+        dist.all_reduce(places, group=group)  # one owner each: the sum is its place
+        self.owners = dict(zip(self._parameters, places.tolist(), strict=True))
+        """Position in the pool of the rank that steps each tensor."""
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank steps the tensor."""
+        parameter = self._parameters[name]
+        return any(parameter is p for g in self._adamw.param_groups for p in g["params"])
+
+    def _stepper_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(
+            parameters, torch.optim.AdamW, process_group=self._group, **self._settings
+        )
+
+    @property
+    def _adamw(self) -> torch.optim.Optimizer:
+        assert isinstance(self._stepper, ZeroRedundancyOptimizer)
+        return self._stepper.optim
 
 
 def _check_layout(context: WorkerContext, kind: str) -> None:

@@ -9,36 +9,34 @@ stops its gradient). Knows no roles: what an output means is up to `fn` and `los
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
-from torch import Tensor
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor, nn
 
 from spmdflow.blocks.box import Box
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind
+from spmdflow.objectives.log_prob import LogitShard
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import WorkerContext
+from spmdflow.weights.cut import owned
+from spmdflow.weights.move import Block, blocks, fill
 from spmdflow.weights.ranks import megatron_tables
 from spmdflow.weights.storage import Storages
-from spmdflow.weights.table import stage_layers
+from spmdflow.weights.table import parameters
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
-from spmdflow.workers.megatron_model import build_model, transformer_config
-from spmdflow.workers.megatron_optimizer import Adopt, Owned, StageOptimizer
+from spmdflow.workers.megatron_model import build_model, local_name
+from spmdflow.workers.megatron_optimizer import Adopt, StageOptimizer, flat_blocks
 from spmdflow.workers.megatron_runtime import megatron_runtime, process_groups
-from spmdflow.workers.megatron_schedule import StageSchedule
-from spmdflow.workers.megatron_weights import (
-    StageWeights,
-    block_name,
-    flat_blocks,
-)
-from spmdflow.workers.micro_batch import MicroBatch, join_columns
+from spmdflow.workers.micro_batch import MicroBatch, lengthened
 from spmdflow.workers.model import ModelSource
-from spmdflow.workers.optimizer import STEPS, copy_block
+from spmdflow.workers.optimizer import STEPS
 
 
 class MegatronEngine(TrainEngine):
@@ -63,46 +61,47 @@ class MegatronEngine(TrainEngine):
     ) -> None:
         super().__init__(model, cfg, context)
         _check_options(self.name, cfg)
-        self._stage = self.layout.coordinate(self.rank).pp
         replica = self.layout.axis_group(self.rank, "replica")
-        self._replica = self.groups.get(replica)
+        self.weight_group = self.groups.get(replica)
         every = megatron_tables(model.architecture, self.layout)  # refuses what cannot be cut
-        tables = [every[rank] for rank in replica]
+        self._table = every[self.rank]
+        # norms, small biases and a tied copy lie on several ranks: their first holder's count
+        self._own_table = owned([every[rank] for rank in replica])[replica.index(self.rank)]
         with megatron_runtime():
-            self._megatron_groups = process_groups(self.layout, self.rank, self.groups)
-            self._module = self._build()
+            groups = self._megatron_groups = process_groups(self.layout, self.rank, self.groups)
+            self._module = build_model(model.architecture, groups, self.dtype, cfg.options)
+            self._run = get_forward_backward_func(groups.pp.size(), None)
+            self._pipeline = {}
+            if groups.pp.size() > 1:
+                self._pipeline["p2p_communicator"] = P2PCommunicator(groups.pp, self._module.config)
             if optimizer is None:
                 self._module.requires_grad_(False)
-            self.weights = StageWeights(self._module, model.architecture, tables, self._replica)
-            self.weights.load(model.read)
-            self._schedule = StageSchedule(self._module, model.architecture, self._megatron_groups)
+            self._parameters = {local_name(n): p for n, p in self._module.named_parameters()}
+            differ = self._parameters.keys() ^ self._table.keys()
+            assert not differ, f"table and model differ: {differ}"
+            fill(self._parameters, self._table, model.read)
             if optimizer is not None:
                 self.optimizer = StageOptimizer(
                     self._module,
                     optimizer,
-                    self._megatron_groups,
+                    groups,
                     total_steps=total_optimizer_steps,
                     distributed=engine_kind(cfg.kind).sharding_with(cfg.options).optimizer,
                     adopt=adopt,
                 )
         if self.optimizer is not None and self.dtype != torch.float32:
-            self._load_masters()
+            # the float32 masters come from the folder: bfloat16 weights have lost their values
+            for moment, (name, view, box) in self._stepped_blocks():
+                if not moment:
+                    view.copy_(model.read(name, box))
         self._storages: dict[Part, Storages] = {}
 
     # -- running ------------------------------------------------------------------------------
 
-    def forward(
-        self, batch: TensorDict, fn: ForwardFn, *, num_micro_batches: int
-    ) -> TensorDict | None:
-        """See `TrainEngine.forward`; None but on the last stage."""
-        micros = self.micro_batches(batch, num_micro_batches)
-
-        def answer(output: Any, micro: MicroBatch) -> dict[str, Tensor]:
-            return {name: column.cpu() for name, column in fn(output, micro).items()}
-
-        with megatron_runtime(), torch.no_grad():
-            answers = self._schedule.forward(micros, answer)
-        return join_columns(answers, micros) if self._is_last else None
+    def outputs(self, micros: list[MicroBatch], fn: ForwardFn) -> list[Mapping[str, Tensor]]:
+        """See `TrainEngine.outputs`."""
+        with megatron_runtime():
+            return self._pass(self._module, micros, fn, train=False)
 
     def accumulate(
         self, micros: list[MicroBatch], loss: Loss, totals: Mapping[str, float]
@@ -117,7 +116,7 @@ class MegatronEngine(TrainEngine):
 
         with megatron_runtime():
             self.optimizer.zero_gradients()
-            found = self._schedule.forward_backward(self.optimizer.ddp, micros, terms)
+            found = self._pass(self.optimizer.ddp, micros, terms, train=True)
             return self._everywhere(found)
 
     def gradient_norm(self) -> float:
@@ -134,20 +133,18 @@ class MegatronEngine(TrainEngine):
 
     # -- weights ------------------------------------------------------------------------------
 
-    def blocks(self) -> Iterator[tuple[str, Tensor, Box]]:
+    def blocks(self) -> Iterator[Block]:
         """(Hugging Face name, live view, its box of the whole) of all that this rank holds."""
-        return self.weights.blocks()
+        return blocks(self._parameters, self._table)
 
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole float32 tensor) on every rank; collective over a replica.
+    def own_blocks(self) -> Iterator[Block]:
+        """See `TrainEngine.own_blocks`."""
+        return blocks(self._parameters, self._own_table)
 
-        Of bfloat16 weights these are the rounded values, as the forward pass uses them.
-        """
-        return self.weights.full_tensors()
-
-    def shard_hashes(self, dtype: torch.dtype) -> dict[str, int]:
-        """Hash of each whole tensor cast to dtype; each replica hashes its own copy."""
-        return self.weights.hashes(dtype)
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """See `TrainEngine.shapes`."""
+        return {each.name: torch.Size(each.shape) for each in parameters(self.model.architecture)}
 
     # -- state --------------------------------------------------------------------------------
 
@@ -158,18 +155,12 @@ class MegatronEngine(TrainEngine):
         optimizer: the weights held here.
         """
         if self.optimizer is None:
-            return {block_name(name, box): view for name, view, box in self.blocks()}
-        return self._optimizer_blocks() | {STEPS: torch.tensor(self.optimizer.steps_done)}
-
-    def load_blocks(self, blocks: Mapping[str, Tensor]) -> None:
-        """Restore bit for bit on the same layout; collective over dp."""
-        self.weights_version += 1
-        with torch.no_grad():
-            for name, target in self.state_blocks().items():
-                copy_block(target, blocks, name)
-            if self.optimizer is not None:
-                with megatron_runtime():
-                    self.optimizer.restored(int(blocks[STEPS]))
+            return {_block_name(name, box): view for name, view, box in self.blocks()}
+        found = {
+            _block_name(name, box) + (moment and f".{moment}"): view
+            for moment, (name, view, box) in self._stepped_blocks()
+        }
+        return found | {STEPS: torch.tensor(self.optimizer.steps_done)}
 
     def residency(self, where: Place, part: Part) -> None:
         """Move a part to the host or back. Gradients are not kept: they live within a step.
@@ -188,27 +179,47 @@ class MegatronEngine(TrainEngine):
 
     # -- helpers, in the order of use ---------------------------------------------------------
 
-    def _build(self) -> Any:
-        layout, options = self.layout, self.cfg.options
-        layers = stage_layers(
-            self.model.architecture.num_layers, pp_size=layout.pp_size, pp_rank=self._stage
-        )
-        config = transformer_config(
-            self.model.architecture,
-            tp_size=layout.tp_size,
-            pp_size=layout.pp_size,
-            num_layers=len(layers),
-            dtype=self.dtype,
-            recompute="recompute" in options,
-            sequence_parallel="sequence_parallel" in options,
-        )
-        return build_model(
-            self.model.architecture, config, self._megatron_groups, num_layers=len(layers)
-        )
+    def _pass(
+        self, module: nn.Module, micros: list[MicroBatch], fn: Callable[..., Any], *, train: bool
+    ) -> list[Any]:
+        """What fn gives for the output of each micro-batch, on the last stage; [] elsewhere.
 
-    @property
-    def _is_last(self) -> bool:
-        return self._stage == self.layout.pp_size - 1
+        One stage runs them one by one; several run Megatron's 1F1B order (Narayanan et al. 2021).
+        Shapes travel with the activations, so micro-batches may differ in rows and length. train:
+        add up their gradients in module, the stage's DDP wrapper; fn then gives (scalar to
+        differentiate, number of tokens, what is collected).
+        """
+
+        def step(rest: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            micro = next(rest)
+            output = model(micro.input_ids, micro.position_ids, None)
+            return output, lambda output, non_loss_data=False: fn(self._named(output), micro)
+
+        module.train(train)  # recompute is for training only; there is no dropout
+        if self._module.config.sequence_parallel:
+            micros = [lengthened(micro, self.layout.tp_size) for micro in micros]
+        found: list[Any] = self._run(
+            forward_step_func=step,
+            data_iterator=iter(micros),
+            model=module,
+            num_microbatches=len(micros),
+            seq_length=micros[0].input_ids.shape[1],  # of no effect: shapes are sent along
+            micro_batch_size=len(micros[0].input_ids),
+            forward_only=not train,
+            collect_non_loss_data=not train,
+            pg_collection=self._megatron_groups,
+            **self._pipeline,
+        )
+        return found
+
+    def _named(self, output: Tensor) -> Any:
+        """The last stage's output as roles know it: values, logits or a shard of them."""
+        if self.model.architecture.head == "scalar":
+            return output.squeeze(-1)  # (b, T, 1) -> (b, T)
+        size, group = self.model.architecture.vocab_size, self._megatron_groups.tp
+        if group.size() == 1:
+            return output[..., :size]
+        return LogitShard(output, group.rank() * output.shape[-1], size, group)
 
     def _everywhere(self, found: list[dict[str, Tensor]]) -> dict[str, float]:
         """Metrics summed over micro-batches and dp, from each replica's first rank of the last
@@ -218,30 +229,17 @@ class MegatronEngine(TrainEngine):
         if self.rank == source:
             local = {name: sum(metrics[name] for metrics in found) for name in found[0]}
             shared = [self.dp_sums(local)]
-        dist.broadcast_object_list(shared, source, group=self._replica, device=self.device)
+        dist.broadcast_object_list(shared, source, group=self.weight_group, device=self.device)
         metrics: dict[str, float] = shared[0]
         return metrics
 
-    def _owned(self) -> Iterator[Owned]:
+    def _stepped_blocks(self) -> Iterator[tuple[str, Block]]:
+        """("", float32 weights) and (moment's name, its values) that this rank steps, by box."""
         assert self.optimizer is not None
-        return self.optimizer.owned()
-
-    def _optimizer_blocks(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for part in self._owned():
-            local = self.weights.table[part.name]
-            for kind, flat in {"": part.main, **part.moments}.items():
-                for name, view, box in flat_blocks(local, flat, part.start):
-                    found[block_name(name, box) + (f".{kind}" if kind else "")] = view
-        return found
-
-    def _load_masters(self) -> None:
-        """Read the float32 masters from the folder, whose values bfloat16 weights have lost."""
-        for part in self._owned():
-            for name, view, box in flat_blocks(
-                self.weights.table[part.name], part.main, part.start
-            ):
-                view.copy_(self.model.read(name, box))
+        for name, start, tensors in self.optimizer.owned():
+            for moment, flat in tensors.items():
+                for block in flat_blocks(self._table[name], flat, start):
+                    yield moment, block
 
     def _storages_of(self, part: Part, tensors: list[Tensor]) -> Storages:
         if part not in self._storages:
@@ -257,3 +255,8 @@ def _check_options(name: str, cfg: EngineConfig) -> None:
             f"{name}.engine.options: got {unknown} for engine {cfg.kind}, expected some of "
             f"{list(known)}; leave them out or choose another engine.kind"
         )
+
+
+def _block_name(name: str, box: Box) -> str:
+    """Key of a box in a checkpoint: model.norm.weight[0:64]."""
+    return f"{name}[{','.join(f'{start}:{stop}' for start, stop in box.bounds)}]"

@@ -12,6 +12,7 @@ norm into the linear layer that follows it: `local_name` undoes that.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from torch.nn import functional
 
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.megatron import vocab_multiple
+from spmdflow.weights.table import stage_layers
 
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -40,17 +42,54 @@ _FUSED_NORMS = {
 }
 
 
-def transformer_config(
+def build_model(
     architecture: Architecture,
+    groups: ProcessGroupCollection,
+    dtype: torch.dtype,
+    options: Collection[str],
+) -> GPTModel:
+    """This rank's part of the model, weights undefined; collective over pipelines if tied.
+
+    options: engine.options.
+    """
+    tp_size, pp_size, pp_rank = groups.tp.size(), groups.pp.size(), groups.pp.rank()
+    num_layers = len(stage_layers(architecture.num_layers, pp_size=pp_size, pp_rank=pp_rank))
+    config = _transformer_config(
+        architecture, num_layers, dtype, options, tp_size=tp_size, pp_size=pp_size
+    )
+    last, scalar = pp_rank == pp_size - 1, architecture.head != "causal_lm"
+    multiple = vocab_multiple(tp_size)
+    model = GPTModel(
+        config,
+        _stage_spec(config, num_layers),
+        vocab_size=-(-architecture.vocab_size // multiple) * multiple,
+        max_sequence_length=architecture.max_positions,
+        pre_process=pp_rank == 0,
+        post_process=last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=architecture.tied and not scalar,
+        position_embedding_type="rope",
+        rotary_base=architecture.rope_theta,
+        pg_collection=groups,
+    )
+    inv_freq = model.rotary_pos_emb.inv_freq
+    model.rotary_pos_emb.inv_freq = rotary_frequencies(architecture).to(inv_freq.device)
+    if scalar and last:
+        model.output_layer = ScalarHead(config, groups.tp)
+    return model
+
+
+def _transformer_config(
+    architecture: Architecture,
+    num_layers: int,
+    dtype: torch.dtype,
+    options: Collection[str],
     *,
     tp_size: int,
     pp_size: int,
-    num_layers: int,
-    dtype: torch.dtype,
-    recompute: bool = False,
-    sequence_parallel: bool = False,
 ) -> TransformerConfig:
     """Settings of one stage with num_layers decoder layers."""
+    recompute = "recompute" in options
     window = architecture.sliding_window
     return TransformerConfig(
         # only layer numbers derive from this, and nothing reads them: stages may be uneven
@@ -75,7 +114,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=tp_size,
         pipeline_model_parallel_size=pp_size,
-        sequence_parallel=sequence_parallel and tp_size > 1,
+        sequence_parallel="sequence_parallel" in options and tp_size > 1,
         variable_seq_lengths=pp_size > 1,
         moe_token_dispatcher_type="alltoall",  # checked with the line above, also without experts
         deallocate_pipeline_outputs=pp_size > 1,
@@ -97,38 +136,6 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
-
-
-def build_model(
-    architecture: Architecture,
-    config: TransformerConfig,
-    groups: ProcessGroupCollection,
-    *,
-    num_layers: int,
-) -> GPTModel:
-    """This rank's part of the model, weights undefined; collective over pipelines if tied."""
-    first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
-    scalar = architecture.head != "causal_lm"
-    multiple = vocab_multiple(groups.tp.size())
-    model = GPTModel(
-        config,
-        stage_spec(config, num_layers),
-        vocab_size=-(-architecture.vocab_size // multiple) * multiple,
-        max_sequence_length=architecture.max_positions,
-        pre_process=first,
-        post_process=last,
-        parallel_output=True,
-        share_embeddings_and_output_weights=architecture.tied and not scalar,
-        position_embedding_type="rope",
-        rotary_base=architecture.rope_theta,
-        pg_collection=groups,
-    )
-    model.rotary_pos_emb.inv_freq = rotary_frequencies(architecture).to(
-        model.rotary_pos_emb.inv_freq.device
-    )
-    if scalar and last:
-        model.output_layer = ScalarHead(config, groups.tp)
-    return model
 
 
 def rotary_frequencies(architecture: Architecture) -> Tensor:
@@ -156,10 +163,10 @@ def _leave(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def stage_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
+def _stage_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
     """num_layers decoder layers and a final norm: TransformerEngine's where it can run."""
     qk_norm = config.qk_layernorm
-    if uses_transformer_engine():
+    if HAVE_TE and torch.cuda.is_available():
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
@@ -173,11 +180,6 @@ def stage_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSu
     if qk_norm:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
-
-
-def uses_transformer_engine() -> bool:
-    """Whether layers are TransformerEngine's: installed, and a GPU to run on."""
-    return bool(HAVE_TE) and torch.cuda.is_available()
 
 
 def local_name(name: str) -> str:
@@ -270,7 +272,7 @@ class GroupedSelfAttention(SelfAttention):
         split_qkv: bool = True,
     ) -> Any:
         """(T, b, H) -> query (T, b, heads/t, d), key and value (T, b, kv heads or 1, d)."""
-        kv_heads, ranks_per_head = self.config.num_query_groups, 1
+        kv_heads = self.config.num_query_groups
         if kv_heads >= self.world_size:
             return super().get_query_key_value_tensors(
                 hidden_states, key_value_states, output_gate=output_gate, split_qkv=split_qkv

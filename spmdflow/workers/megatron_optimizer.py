@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,29 +25,18 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
+from spmdflow.blocks.box import flat_range
 from spmdflow.config.schema import OptimizerConfig
+from spmdflow.weights.cut import LocalTensor
+from spmdflow.weights.move import Block
 from spmdflow.workers.megatron_model import local_name
-from spmdflow.workers.megatron_runtime import only_among
+from spmdflow.workers.megatron_runtime import megatron_runtime, only_among
 from spmdflow.workers.optimizer import MOMENTS, Scheduled, clip_, squared_norm
 
 Adopt = Callable[[DistributedDataParallel, Mapping[Tensor, str]], None]
 """Called between the making of the buffers and of the optimizer: the last moment at which
 parameters may be given other storage (buffer.param_data, bucket.param_data, parameter.data).
 Gets the local name of every parameter too."""
-
-
-@dataclass(frozen=True)
-class Owned:
-    """Elements start .. stop - 1 of a flattened local tensor, which this rank steps."""
-
-    name: str
-    """Megatron's local name."""
-    start: int
-    stop: int
-    main: Tensor
-    """(stop - start,) float32, live: what AdamW updates."""
-    moments: dict[str, Tensor]
-    """exp_avg and exp_avg_sq of the same shape, live."""
 
 
 class StageOptimizer(Scheduled):
@@ -114,18 +102,20 @@ class StageOptimizer(Scheduled):
         self._inner.zero_grad()
         self.steps_done += 1
 
-    def owned(self) -> Iterator[Owned]:
-        """What this rank steps, in a fixed order; over dp each element once if distributed."""
+    def owned(self) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
+        """What this rank steps, in a fixed order; over dp each element once if distributed.
+
+        (Megatron's local name, first element in the flattened local tensor, flat live float32
+        tensors: "" what AdamW updates, and the moments by name).
+        """
         for parameter, main, start in self._mains():
             state = self._adam.state[main]
             moments = {name: state[name].view(-1) for name in MOMENTS}
-            flat = main.detach().view(-1)
-            name = self._names[parameter]
-            yield Owned(name, start, start + flat.numel(), flat, moments)
+            yield self._names[parameter], start, {"": main.detach().view(-1), **moments}
 
     def restored(self, steps_done: int) -> None:
         """After writing into what `owned` gave: weights follow their masters."""
-        self.steps_done = steps_done
+        super().restored(steps_done)
         if not isinstance(self._adam, torch.optim.AdamW):
             # TransformerEngine's Adam counts in its groups, and not before its first step
             for group in self._adam.param_groups:
@@ -133,10 +123,11 @@ class StageOptimizer(Scheduled):
         for parameter in self._stepped():
             if "step" in self._adam.state[parameter]:
                 self._adam.state[parameter]["step"].fill_(steps_done)
-        if hasattr(self._inner, "_copy_main_params_to_model_params"):
-            self._inner._copy_main_params_to_model_params()
-        if self.distributed:
-            self.ddp.start_param_sync()
+        with megatron_runtime():
+            if hasattr(self._inner, "_copy_main_params_to_model_params"):
+                self._inner._copy_main_params_to_model_params()
+            if self.distributed:
+                self.ddp.start_param_sync()
 
     def move(self, device: torch.device) -> None:
         """Bring moments and masters (those that are no part of the weights) to a device."""
@@ -154,14 +145,14 @@ class StageOptimizer(Scheduled):
         """(model parameter, float32 tensor that is stepped, its first element in the flattened)."""
         inner = self._inner
         if self.distributed:
-            weights = _joined(inner.model_fp32_groups) + _joined(inner.model_float16_groups)
-            mains = _joined(inner.shard_fp32_groups)
-            mains += _joined(inner.shard_fp32_from_float16_groups)
+            weights = _flat(inner.model_fp32_groups) + _flat(inner.model_float16_groups)
+            mains = _flat(inner.shard_fp32_groups)
+            mains += _flat(inner.shard_fp32_from_float16_groups)
             for weight, main in zip(weights, mains, strict=True):
                 yield weight, main, inner._get_model_param_range_map(weight)["param"].start
         elif hasattr(inner, "float16_groups"):
-            weights = _joined(inner.float16_groups) + _joined(inner.fp32_from_fp32_groups)
-            mains = _joined(inner.fp32_from_float16_groups) + _joined(inner.fp32_from_fp32_groups)
+            weights = _flat(inner.float16_groups) + _flat(inner.fp32_from_fp32_groups)
+            mains = _flat(inner.fp32_from_float16_groups) + _flat(inner.fp32_from_fp32_groups)
             yield from ((weight, main, 0) for weight, main in zip(weights, mains, strict=True))
         else:
             yield from ((weight, weight, 0) for weight in self._stepped())
@@ -205,5 +196,15 @@ def _fresh_state(adam: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Te
     return {"step": torch.zeros(()), **moments} if isinstance(adam, torch.optim.AdamW) else moments
 
 
-def _joined(groups: list[list[Any]]) -> list[Any]:
+def _flat(groups: list[list[Any]]) -> list[Any]:
     return [tensor for group in groups for tensor in group]
+
+
+def flat_blocks(tensor: LocalTensor, flat: Tensor, start: int) -> Iterator[Block]:
+    """(name, live view, its box) in elements start, start + 1, ... of a flattened local tensor."""
+    for local in flat_range(tensor.shape, start, start + flat.numel()):
+        held, flat = flat[: local.size].view(local.shape), flat[local.size :]
+        for piece in tensor.pieces:
+            common = piece.local.intersect(local)
+            if common is not None:
+                yield piece.name, held[common.slices(local)], piece.box_at(common)

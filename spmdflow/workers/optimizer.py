@@ -43,21 +43,6 @@ _SCHEDULES = {
 }
 
 
-def check_schedule(cfg: OptimizerConfig, total_steps: int) -> None:
-    """ConfigError for an unknown schedule, or one that needs a number of steps and has none."""
-    if cfg.schedule not in _SCHEDULES:
-        raise ConfigError(
-            f"optimizer.schedule: got {cfg.schedule!r}; expected one of {sorted(_SCHEDULES)}; "
-            f"choose one"
-        )
-    if cfg.schedule != "constant" and total_steps < 1:
-        raise ConfigError(
-            f"optimizer.schedule {cfg.schedule}: got {total_steps} optimizer steps in total, "
-            f"expected at least 1, as it ends with them; set total_steps or choose the constant "
-            f"schedule"
-        )
-
-
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     """Sum of squares of all elements, a float64 scalar on device."""
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -77,14 +62,23 @@ class Scheduled:
     """What every optimizer counts: the steps done, and the learning rate of the next one."""
 
     def __init__(self, cfg: OptimizerConfig, total_steps: int) -> None:
-        """total_steps: of the whole run, for schedules that end with it."""
-        check_schedule(cfg, total_steps)
+        """total_steps: of the whole run; ConfigError if a schedule that ends with it has none."""
+        if cfg.schedule != "constant" and total_steps < 1:
+            raise ConfigError(
+                f"optimizer.schedule {cfg.schedule}: got {total_steps} optimizer steps in total, "
+                f"expected at least 1, as it ends with them; set total_steps or choose the "
+                f"constant schedule"
+            )
         self.cfg, self.total_steps, self.steps_done = cfg, total_steps, 0
 
     @property
     def next_lr(self) -> float:
         """The rate that the next step will use."""
         return learning_rate(self.cfg, self.steps_done, self.total_steps)
+
+    def restored(self, steps_done: int) -> None:
+        """The weights and moments were overwritten with those after so many steps."""
+        self.steps_done = steps_done
 
 
 class ShardedAdamW(Scheduled):
@@ -141,13 +135,11 @@ class ShardedAdamW(Scheduled):
         }
         return blocks | {STEPS: torch.tensor(self.steps_done)}
 
-    def load_blocks(self, blocks: Mapping[str, Tensor]) -> None:
-        """Restore `state_blocks` bitwise; CheckpointError for a missing or misshapen block."""
-        for name, target in self.state_blocks().items():
-            copy_block(target, blocks, name)
-        self.steps_done = int(blocks[STEPS])
+    def restored(self, steps_done: int) -> None:
+        """See `Scheduled.restored`."""
+        super().restored(steps_done)
         for state in self._state.values():
-            state["step"].fill_(self.steps_done)
+            state["step"].fill_(steps_done)
 
     def _stepper_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer whose `step` updates all parameters."""
@@ -160,13 +152,14 @@ class ShardedAdamW(Scheduled):
         return self._stepper
 
 
-def copy_block(target: Tensor, blocks: Mapping[str, Tensor], name: str) -> None:
-    """Copy blocks[name] into target; CheckpointError if it is missing or of another shape."""
-    block = blocks.get(name)
-    if block is None or block.shape != target.shape or block.dtype != target.dtype:
-        got = "nothing" if block is None else f"{block.dtype} {tuple(block.shape)}"
-        raise CheckpointError(
-            f"state of {name}: got {got}; expected {target.dtype} {tuple(target.shape)}; "
-            f"resume on the layout and with the model that wrote the checkpoint"
-        )
-    target.copy_(block)
+def copy_blocks(targets: Mapping[str, Tensor], blocks: Mapping[str, Tensor]) -> None:
+    """Copy blocks into targets of their names; CheckpointError if one is missing or misshapen."""
+    for name, target in targets.items():
+        block = blocks.get(name)
+        if block is None or block.shape != target.shape or block.dtype != target.dtype:
+            got = "nothing" if block is None else f"{block.dtype} {tuple(block.shape)}"
+            raise CheckpointError(
+                f"state of {name}: got {got}; expected {target.dtype} {tuple(target.shape)}; "
+                f"resume on the layout and with the model that wrote the checkpoint"
+            )
+        target.copy_(block)

@@ -117,12 +117,6 @@ class Shard:
         start = min(mesh.get_local_rank(axis) * rows, num_rows)
         return whole.cut(0, start)[1].cut(0, min(start + rows, num_rows))[0]
 
-    @property
-    def offset(self) -> int:
-        """Flat index in the whole tensor of the first element held here."""
-        shape = self.parameter.shape
-        return self.box.bounds[0][0] * (shape.numel() // shape[0])
-
     def full(self) -> Tensor:
         """The whole tensor in float32, on every rank (all-gather over the group)."""
         with torch.no_grad():

@@ -7,21 +7,17 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from spmdflow import EngineKind, OptimizerConfig, Sharding, WorkerContext, register_engine
 from spmdflow.blocks.box import Box
-from spmdflow.blocks.hash import positional_hash
 from spmdflow.config.schema import EngineConfig
 from spmdflow.objectives.loss import Loss
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
-from spmdflow.workers.micro_batch import MicroBatch, join_columns
+from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import LoadedModel
-from spmdflow.workers.optimizer import Scheduled
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from spmdflow.workers.optimizer import MOMENTS, STEPS, Scheduled
 
 
 @register_engine(
@@ -63,16 +59,10 @@ class DDPEngine(TrainEngine):
             moments = {name: torch.zeros_like(weight) for name in MOMENTS}
             self.adamw.state[weight] = {"step": torch.zeros(()), **moments}
 
-    def forward(self, batch: TensorDict, fn: ForwardFn, *, num_micro_batches: int) -> TensorDict:
-        """Columns of fn for every row."""
-        micros = self.micro_batches(batch, num_micro_batches)
-        with torch.no_grad(), self.precision():
-            answers = [
-                {name: column.cpu() for name, column in fn(output, micro).items()}
-                for micro in micros
-                for output in [self.model.output(self.module, micro.input_ids)]
-            ]
-        return join_columns(answers, micros)
+    def outputs(self, micros: list[MicroBatch], fn: ForwardFn) -> list[Mapping[str, Tensor]]:
+        """What fn gives for each micro-batch."""
+        with self.precision():
+            return [fn(self.model.output(self.module, micro.input_ids), micro) for micro in micros]
 
     def accumulate(
         self, micros: list[MicroBatch], loss: Loss, totals: Mapping[str, float]
@@ -110,30 +100,15 @@ class DDPEngine(TrainEngine):
         for name, weight in self.module.named_parameters():
             yield name, weight.detach(), Box.of_shape(weight.shape)
 
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The same."""
-        return ((name, tensor.float()) for name, tensor, _ in self.blocks())
-
-    def shard_hashes(self, dtype: torch.dtype) -> dict[str, int]:
-        """Of this rank's copy."""
-        return {name: positional_hash(x.to(dtype), 0) for name, x, _ in self.blocks()}
-
     def state_blocks(self) -> dict[str, Tensor]:
         """Weights, moments and the number of steps."""
         found = {name: tensor for name, tensor, _ in self.blocks()}
         if self.optimizer is not None:
+            found[STEPS] = torch.tensor(self.optimizer.steps_done)
             for name, weight in self.module.named_parameters():
                 state = self.adamw.state[weight]
                 found |= {f"{name}.{moment}": state[moment] for moment in (*MOMENTS, "step")}
         return found
-
-    def load_blocks(self, blocks: Mapping[str, Tensor]) -> None:
-        """Back into the same tensors."""
-        self.weights_version += 1
-        for name, target in self.state_blocks().items():
-            target.copy_(blocks[name])
-        if self.optimizer is not None:
-            self.optimizer.steps_done = int(next(iter(self.adamw.state.values()))["step"])
 
     def residency(self, where: Place, part: Part) -> None:
         """Everything stays on the device: engine.residency=offload has no effect."""

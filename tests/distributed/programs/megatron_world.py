@@ -161,7 +161,7 @@ def whole_state(engine: MegatronEngine) -> dict[str, Tensor]:
     dist.gather_object(engine.state_blocks(), pieces, dst=first, group=group)
     if pieces is None:
         return {}
-    shapes = {part.name: part.shape for part in parameters(engine.weights.architecture)}
+    shapes = {part.name: part.shape for part in parameters(engine.model.architecture)}
     found: dict[str, Tensor] = {}
     for key, block in ((key, block) for piece in pieces for key, block in piece.items()):
         match = re.fullmatch(r"(.*)\[(.*)\](.*)", key)

@@ -12,7 +12,7 @@ from spmdflow.blocks.hash import MODULUS, positional_hash, to_signed
 from spmdflow.config.schema import OptimizerConfig
 from spmdflow.errors import CheckpointError, ConfigError, ProtocolError
 from spmdflow.transfer.register import map_function, map_spec
-from spmdflow.workers.optimizer import ShardedAdamW, learning_rate
+from spmdflow.workers.optimizer import ShardedAdamW, copy_blocks, learning_rate
 
 
 @map_function(reads=["a"], optional=["b"], writes=["c"])
@@ -110,12 +110,10 @@ def test_schedule_warms_up_and_then_follows_its_shape(schedule: str, rates: list
     assert learning_rate(cfg, 9, 6) == (1.0 if schedule == "constant" else pytest.approx(0))
 
 
-def test_schedule_without_enough_steps_or_unknown_is_refused() -> None:
+def test_schedule_without_enough_steps_is_refused() -> None:
     shards = {"w": torch.zeros(2)}
     with pytest.raises(ConfigError, match="got 0 optimizer steps in total"):
         ShardedAdamW(shards, OptimizerConfig(schedule="cosine", warmup_steps=5), 0)
-    with pytest.raises(ConfigError, match="got 'step'; expected one of"):
-        ShardedAdamW(shards, OptimizerConfig(schedule="step"), 3)
 
 
 def test_sharded_adamw_steps_like_torch_and_skips_empty_shards() -> None:
@@ -145,4 +143,4 @@ def test_optimizer_state_that_lacks_a_block_is_refused_by_name() -> None:
     ours = ShardedAdamW({"w": torch.zeros(2)}, OptimizerConfig(), 0)
 
     with pytest.raises(CheckpointError, match=r"state of w.exp_avg: got nothing; expected"):
-        ours.load_blocks({})
+        copy_blocks(ours.state_blocks(), {})
