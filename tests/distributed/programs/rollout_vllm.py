@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def check_stop_strings(world: World, generator: Any) -> dict[str, Any]:
     tokenizer = write_numbers_tokenizer(world.folder / f"numbers-{world.rank}", VOCABULARY)
     free = tokens_of(generator.generate(world.prompts(), SAMPLED, world.seeds))
     expected = ended_at(free, STOP)
-    asked = SAMPLED.for_call(stop=STOP, tokenizer_path=tokenizer)
+    asked = replace(SAMPLED, tokenizer_path=tokenizer).for_call(stop=STOP)
     found = [
         tokens_of(g.generate(world.prompts(), asked, world.seeds))
         for g in (generator, world.generator("untied"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ def compare(world: World, generator: Any, layout: Layout, model: Any) -> dict[st
         tokens.append(found["responses"].values().tolist())
     free = [row.tolist() for row in rows_of(found["responses"])]
     numbers = write_numbers_tokenizer(world.folder / f"numbers-{world.rank}", 128)
-    asked = SAMPLED.for_call(stop=STOP, tokenizer_path=numbers)
+    asked = replace(SAMPLED, tokenizer_path=numbers).for_call(stop=STOP)
     ended = generator.generate(prompts, asked, SEEDS)["responses"]
     expected_rows = ended_at(free, STOP)
     if [row.tolist() for row in rows_of(ended)] != expected_rows or expected_rows == free:
