@@ -24,7 +24,7 @@ Types, bounds and the messages about them are checked here, on plain dataclasses
 the types and fills in `${...}`, which a second schema library would have to be kept in step with,
 and an error names the file or the word of the command line, the nearest key and an example, and
 comes together with all else that is wrong. A translation of another library's errors into these is
-as long as the checks are (`leaf.setting`, `check.check_bounds`).
+as long as the checks are (`leaf.setting`, `leaf.check_bounds`).
 
 A class whose script lacks a setting that its base has says so with `ClassVar`; what only some
 scripts can set is a plain attribute of a base that is no dataclass (`PolicyLossSettings`,

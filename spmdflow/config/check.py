@@ -12,28 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from spmdflow.config import model_folder, parallel
 from spmdflow.config.algorithm import TextConfig
-from spmdflow.config.data_source import check_source, data_sources, eval_prompts_of
+from spmdflow.config.data_source import check_sources, eval_prompts_of
 from spmdflow.config.leaf import (
     NOT_GIVEN,
     Errors,
-    Leaf,
     SettingErrors,
+    check_bounds,
     leaves,
     micro_batch_of,
     parts_of,
 )
-from spmdflow.config.model_folder import (
-    CAUSAL_LM,
-    SCORER,
-    ModelFacts,
-    check_heads,
-    check_kind,
-    check_positions,
-    check_vocabulary,
-    read_model_folder,
-    read_vocabulary,
-)
+from spmdflow.config.model_folder import CAUSAL_LM, SCORER, ModelFacts
 from spmdflow.config.offline import (
     EvaluatedConfig,
     PreferenceDataConfig,
@@ -42,22 +33,13 @@ from spmdflow.config.offline import (
     SupervisedConfig,
     check_preferences,
 )
-from spmdflow.config.parallel import (
-    batch_algebra_of,
-    check_generation_sizes,
-    check_model_sizes,
-    check_training_sizes,
-    generation_sizes,
-    training_sizes,
-)
 from spmdflow.config.placement import has_engine, pools_of, roles_of
-from spmdflow.config.reward import check_rewards, knows_right, on_error_of, reward_terms
+from spmdflow.config.reward import check_rewards, knows_right, on_error_of
 from spmdflow.config.schema import (
     ActorConfig,
     AdvantageConfig,
     CriticConfig,
     DataSettings,
-    EngineConfig,
     ModelConfig,
     OptimizerConfig,
     PolicyLossConfig,
@@ -76,17 +58,16 @@ Rule = Callable[[], object]
 
 _TRACKERS = {"tensorboard", "wandb"}
 """Also the names of their packages, and of the extras that install them."""
-_EITHER = CAUSAL_LM + SCORER
 _KINDS = {
-    RewardModelConfig: _EITHER,
+    RewardModelConfig: CAUSAL_LM + SCORER,
     SupervisedConfig: CAUSAL_LM,
     ActorConfig: CAUSAL_LM,
     EvaluatedConfig: CAUSAL_LM,
     ReferenceConfig: CAUSAL_LM,
-    CriticConfig: _EITHER,
+    CriticConfig: CAUSAL_LM + SCORER,
     RewardConfig: SCORER,
 }
-"""Class of a section -> endings of the architectures that its model may have."""
+"""Class of a section -> endings of the architectures that its model may have; else either."""
 
 
 def check(cfg: Any, world_size: int) -> None:
@@ -111,15 +92,12 @@ def problems(cfg: Any, world_size: int, *, here: bool = True) -> Iterator[Config
     Counts and names out of their bounds are told without what follows from them. here: whether
     packages, weights and data must be on this machine; a plan for another does without.
     """
-    out_of_bounds = list(_failing(partial(check_bounds, leaf) for leaf in leaves(cfg)))
-    counts = [leaf for leaf in leaves(cfg) if not isinstance(leaf.value, float)]
-    unsound = any(_failing(partial(check_bounds, leaf) for leaf in counts))
-    rules: list[Rule] = [partial(_check_run, cfg, here=here)]
-    rules += [] if unsound else [partial(_check_placed, cfg, world_size)]
-    rules += [partial(_check_optimizer, cfg, role) for role in roles_of(cfg)]
-    rules += [partial(_check_kl, cfg, roles_of(cfg)), *_reward_rules(cfg)]
-    rules += [partial(_check_model, cfg, *which, here=here) for which in _model_folders(cfg)]
-    rules += [*_data_rules(cfg), partial(_check_vocabularies, cfg)] if here else []
+    out_of_bounds, sound = [], True
+    for leaf in leaves(cfg):
+        for problem in _failing([partial(check_bounds, leaf)]):
+            out_of_bounds.append(problem)
+            sound = sound and isinstance(leaf.value, float)
+    rules = _rules(cfg, world_size if sound else None, here=here)
     told: set[str] = set()
     for problem in [*out_of_bounds, *_failing(rules)]:
         key, _, text = str(problem).partition(": ")  # a folder that models share: once
@@ -136,40 +114,35 @@ def _failing(rules: Iterable[Rule]) -> Iterator[ConfigError]:
             yield err
 
 
-def _check_placed(cfg: Any, world_size: int) -> None:
-    pools = pools_of(cfg, range(world_size))
-    num_ranks = {role: len(pool.ranks) for pool in pools.values() for role in pool.roles}
-    generating = num_ranks.get("generator", num_ranks.get("actor", world_size))
-    num_ranks = {r: n for r, n in num_ranks.items() if has_engine(getattr(cfg, r, None))}
-    _check_layouts(cfg, num_ranks, generating)
-    _check_sizes(cfg, num_ranks)
-
-
-def check_bounds(leaf: Leaf) -> None:
-    """ConfigError if a setting, or an item of its list, is out of its bounds."""
-    bounds, items = leaf.bounds, leaf.value if isinstance(leaf.value, list) else [leaf.value]
-    for value in items:
-        if value is None:
-            continue
-        if bounds.one_of and value not in bounds.one_of:
-            raise ConfigError(
-                f"{leaf.key}: got {value!r}, expected {' or '.join(bounds.one_of)}; "
-                f"set {leaf.key}={_as_item(leaf, bounds.one_of[0])}"
-            )
-        for limit, fits, words in (
-            (bounds.at_least, lambda v, b: v >= b, "at least"),
-            (bounds.above, lambda v, b: v > b, "more than"),
-            (bounds.at_most, lambda v, b: v <= b, "at most"),
-            (bounds.below, lambda v, b: v < b, "less than"),
-        ):
-            if limit is not None and not fits(value, limit):
-                raise ConfigError.of(
-                    leaf.key, value, f"{words} {limit:g}", f"change it ({leaf.doc.rstrip('.')})"
-                )
-
-
-def _as_item(leaf: Leaf, value: str) -> str:
-    return f"[{value}]" if isinstance(leaf.value, list) else value
+def _rules(cfg: Any, world_size: int | None, *, here: bool) -> Iterator[Rule]:
+    """world_size: None if counts are unsound, so that placements cannot be checked."""
+    roles = roles_of(cfg)
+    folders = [(f"{key}.path", part.path) for key, part in parts_of(cfg, ModelConfig)]
+    folders.sort(key=lambda item: "critic." in item[0])  # it may repeat another's path
+    yield partial(_check_run, cfg, here=here)
+    if world_size is not None:
+        yield partial(_check_placed, cfg, world_size)
+    for role in roles:
+        yield partial(_check_optimizer, cfg, role)
+    yield partial(_check_kl, cfg, roles)
+    for key, reward in parts_of(cfg, RewardConfig):
+        yield partial(check_rewards, key, reward)
+        yield partial(on_error_of, reward.on_error, f"{key}.on_error")
+    for key, path in folders:
+        yield partial(_check_model, cfg, key, path, here=here)
+    if not here:
+        return
+    for key, loss in parts_of(cfg, PreferenceLossConfig):
+        for _, preferences in parts_of(cfg, PreferenceDataConfig):
+            yield partial(check_preferences, key, loss, preferences)
+    for key, data in parts_of(cfg, DataSettings):
+        yield partial(check_sources, f"{key}.train_path", data.train_path)
+        yield partial(check_sources, f"{key}.eval_path", data.eval_path)
+        yield partial(_check_data, cfg, key, data)
+        is_model = (Path(data.tokenizer_path) / "config.json").is_file()
+        if is_model or data.tokenizer_path not in [path for _, path in folders]:
+            yield partial(_check_tokenizer, key, data)  # else the model's rule says it
+    yield partial(_check_vocabularies, cfg, folders)
 
 
 def _check_run(cfg: Any, *, here: bool) -> None:
@@ -193,10 +166,39 @@ def _check_run(cfg: Any, *, here: bool) -> None:
 
 def _check_installed(key: str, package: str, *, extra: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"{key}: got {package}, expected an installed package; "
-            f"pip install 'spmdflow[{extra}]' or choose another"
-        )
+        do = f"pip install 'spmdflow[{extra}]' or choose another"
+        raise ConfigError.of(key, package, "an installed package", do)
+
+
+def _check_placed(cfg: Any, world_size: int) -> None:
+    """Layouts, batch algebra and token budgets on the ranks of every role."""
+    pools = pools_of(cfg, range(world_size)).values()
+    num_ranks = {role: len(pool.ranks) for pool in pools for role in pool.roles}
+    generating = num_ranks.get("generator", num_ranks.get("actor", world_size))
+    num_ranks = {r: n for r, n in num_ranks.items() if has_engine(getattr(cfg, r, None))}
+    for role, ranks in num_ranks.items():
+        part = getattr(cfg, role)
+        micro_batch_of(part.engine.micro_batch, f"{role}.engine.micro_batch")
+        parallel.check_training_sizes(role, part.engine, num_ranks=ranks)
+        if hasattr(part, "rollout"):
+            parallel.check_generation_sizes(role, part, num_ranks=generating)
+    if "actor" not in num_ranks and hasattr(getattr(cfg, "actor", None), "rollout"):
+        parallel.check_generation_sizes("actor", cfg.actor, num_ranks=generating)  # only generates
+    data, rollout = _only(cfg, DataSettings), _only(cfg, RolloutConfig)
+    if data is None:
+        return
+    for role, ranks in num_ranks.items():
+        part, engine = getattr(cfg, role), getattr(cfg, role).engine
+        update = _only(part, UpdateConfig)
+        if update:
+            replicas = ranks // parallel.training_sizes(role, engine).replica
+            parallel.batch_algebra_of(role, data, update, engine, num_ranks=replicas)
+        longest = data.max_prompt_tokens + rollout.max_new_tokens if rollout else 0
+        if (budget := engine.max_micro_batch_tokens) is not None and budget < longest:
+            raise ConfigError(
+                f"{role}.engine.micro_batch: got {budget} tokens, expected at least {longest}, the "
+                f"longest row (data.max_prompt_tokens + actor.rollout.max_new_tokens); raise it"
+            )
 
 
 def _check_optimizer(cfg: Any, role: str) -> None:
@@ -210,76 +212,33 @@ def _check_optimizer(cfg: Any, role: str) -> None:
         )
 
 
-def _check_layouts(cfg: Any, num_ranks: dict[str, int], generating: int) -> None:
-    for role, ranks in num_ranks.items():
-        part = getattr(cfg, role)
-        micro_batch_of(part.engine.micro_batch, f"{role}.engine.micro_batch")
-        check_training_sizes(role, part.engine, num_ranks=ranks)
-        if hasattr(part, "rollout"):
-            check_generation_sizes(role, part, num_ranks=generating)
-    if "actor" not in num_ranks and hasattr(getattr(cfg, "actor", None), "rollout"):
-        check_generation_sizes("actor", cfg.actor, num_ranks=generating)  # it only generates
-
-
-def _check_sizes(cfg: Any, num_ranks: dict[str, int]) -> None:
-    """Batch algebra and token budgets."""
-    data = _only(cfg, DataSettings)
-    rollout = _only(cfg, RolloutConfig)
-    for role, ranks in num_ranks.items():
-        part = getattr(cfg, role)
-        update = _only(part, UpdateConfig)
-        engine = _only(part, EngineConfig)
-        if data and update and engine:
-            replicas = ranks // training_sizes(role, engine).replica
-            batch_algebra_of(role, data, update, engine, num_ranks=replicas)
-        if data and rollout and engine:
-            _check_token_budget(role, engine, data.max_prompt_tokens + rollout.max_new_tokens)
-
-
-def _check_token_budget(role: str, engine: EngineConfig, longest: int) -> None:
-    budget = engine.max_micro_batch_tokens
-    if budget is not None and budget < longest:
-        raise ConfigError(
-            f"{role}.engine.micro_batch: got {budget} tokens, expected at least {longest}, the "
-            f"longest row (data.max_prompt_tokens + actor.rollout.max_new_tokens); raise it"
-        )
-
-
 def _check_kl(cfg: Any, roles: tuple[str, ...]) -> None:
-    weights = {key: loss.kl_coef for key, loss in parts_of(cfg, PolicyLossConfig)}
-    weights |= {key: advantage.kl_coef for key, advantage in parts_of(cfg, AdvantageConfig)}
-    for key, weight in weights.items():
-        if weight > 0 and "reference" not in roles:
+    parts = dict(parts_of(cfg, PolicyLossConfig)) | dict(parts_of(cfg, AdvantageConfig))
+    for key, part in parts.items():
+        if part.kl_coef > 0 and "reference" not in roles:
             raise ConfigError(
-                f"{key}.kl_coef: got {weight:g} without a reference model, expected one to "
+                f"{key}.kl_coef: got {part.kl_coef:g} without a reference model, expected one to "
                 f"measure the KL against; set reference.model.path or {key}.kl_coef=0"
             )
 
 
-def _reward_rules(cfg: Any) -> Iterator[Rule]:
-    for key, reward in parts_of(cfg, RewardConfig):
-        yield partial(_check_reward, key, reward)
-        yield partial(on_error_of, reward.on_error, f"{key}.on_error")
-
-
-def _check_reward(key: str, reward: RewardConfig) -> None:
-    terms = reward_terms(f"{key}.function", reward.function)
-    check_rewards(key, terms, has_model=reward.model is not None)
-
-
-def _data_rules(cfg: Any) -> Iterator[Rule]:
-    for key, loss in parts_of(cfg, PreferenceLossConfig):
-        preferences = _only(cfg, PreferenceDataConfig)
-        if preferences is not None:
-            yield partial(check_preferences, key, loss, preferences)
-    for key, data in parts_of(cfg, DataSettings):
-        for name, path in (("train_path", data.train_path), ("eval_path", data.eval_path)):
-            yield partial(_check_sources, f"{key}.{name}", path)
-        yield partial(_check_data, cfg, key, data)
-        folders = [path for _, path in _model_folders(cfg)]
-        is_model = (Path(data.tokenizer_path) / "config.json").is_file()
-        if is_model or data.tokenizer_path not in folders:  # else the model's rule says it
-            yield partial(_check_tokenizer, key, data)
+def _check_model(cfg: Any, key: str, path: str, *, here: bool = True) -> ModelFacts:
+    """The folder's model is of the kind that its section needs, and fits layouts and lengths."""
+    facts, role = model_folder.read_model_folder(key, path, weights=here), key.split(".")[0]
+    part, data, rollout = getattr(cfg, role), _only(cfg, DataSettings), _only(cfg, RolloutConfig)
+    kinds = (_KINDS[base] for base in type(part).__mro__ if base in _KINDS)
+    model_folder.check_kind(facts, next(kinds, CAUSAL_LM + SCORER))
+    generator = rollout.engine if role == "actor" and rollout is not None else None
+    model_folder.check_heads(facts, generator=generator)
+    if hasattr(part, "engine"):
+        sizes = parallel.training_sizes(role, part.engine)
+        parallel.check_model_sizes(f"{role}.engine.layout", facts, sizes)
+        if hasattr(part, "rollout"):
+            sizes = parallel.generation_sizes(role, part)
+            parallel.check_model_sizes(f"{role}.rollout.layout", facts, sizes)
+    if data and rollout:
+        model_folder.check_positions(facts, data.max_prompt_tokens, rollout.max_new_tokens)
+    return facts
 
 
 def _check_data(cfg: Any, key: str, data: DataSettings) -> None:
@@ -287,8 +246,7 @@ def _check_data(cfg: Any, key: str, data: DataSettings) -> None:
         _check_sampled(key, data, _only(cfg, RewardConfig))
     if isinstance(data, TextConfig):
         _check_texts(key, data, cfg.data)
-    held_out = not isinstance(data, TextConfig) and getattr(cfg, "eval_every", 0) > 0
-    if data.eval_path is None and held_out:
+    elif data.eval_path is None and getattr(cfg, "eval_every", 0) > 0:
         raise ConfigError(
             f"{key}.eval_path: got none with eval_every {cfg.eval_every}, expected a file of "
             f"held-out prompts; set {key}.eval_path or eval_every=0"
@@ -297,20 +255,6 @@ def _check_data(cfg: Any, key: str, data: DataSettings) -> None:
         raise ConfigError(
             f"{key}.response_column: got none without a chat template, expected one or the "
             f"other; name the column, or set {key}.chat_template=true for conversations"
-        )
-
-
-def _check_sources(key: str, path: Any) -> None:
-    for source in data_sources(key, path):
-        check_source(".".join(filter(None, (key, source.name))), source)
-
-
-def _check_tokenizer(key: str, data: DataSettings) -> None:
-    folder = Path(data.tokenizer_path)
-    if not any(folder.glob("tokenizer*")):
-        raise ConfigError(
-            f"{key}.tokenizer_path: no tokenizer in {folder}, expected a folder with "
-            f"tokenizer.json; give the folder of the model it belongs to"
         )
 
 
@@ -329,50 +273,32 @@ def _check_sampled(key: str, data: DataSettings, reward: RewardConfig | None) ->
 
 
 def _check_texts(key: str, texts: TextConfig, data: DataSettings) -> None:
-    samples = data.prompts_per_step * data.samples_per_prompt
-    if texts.prompts_per_step != samples:
+    if texts.prompts_per_step != data.samples_per_step:
         raise ConfigError(
-            f"{key}.prompts_per_step: got {texts.prompts_per_step}, expected {samples}, one text "
-            f"for each sample of a step ({data.prompts_per_step} prompts x "
-            f"{data.samples_per_prompt}); set {key}.prompts_per_step={samples}"
+            f"{key}.prompts_per_step: got {texts.prompts_per_step}, expected "
+            f"{data.samples_per_step}, one text for each sample of a step "
+            f"({data.prompts_per_step} prompts x {data.samples_per_prompt}); "
+            f"set {key}.prompts_per_step={data.samples_per_step}"
         )
 
 
-def _model_folders(cfg: Any) -> list[tuple[str, str]]:
-    """(key, path) of every model."""
-    folders = [(f"{key}.path", part.path) for key, part in parts_of(cfg, ModelConfig)]
-    return sorted(folders, key=lambda item: "critic." in item[0])  # it may repeat another's path
+def _check_tokenizer(key: str, data: DataSettings) -> None:
+    folder = Path(data.tokenizer_path)
+    if not any(folder.glob("tokenizer*")):
+        raise ConfigError(
+            f"{key}.tokenizer_path: no tokenizer in {folder}, expected a folder with "
+            f"tokenizer.json; give the folder of the model it belongs to"
+        )
 
 
-def _check_model(cfg: Any, key: str, path: str, *, here: bool = True) -> ModelFacts:
-    model, role = read_model_folder(key, path, weights=here), key.split(".")[0]
-    data, rollout = _only(cfg, DataSettings), _only(cfg, RolloutConfig)
-    generator = rollout.engine if role == "actor" and rollout is not None else None
-    bases = type(getattr(cfg, role)).__mro__
-    check_kind(model, next((_KINDS[base] for base in bases if base in _KINDS), _EITHER))
-    check_heads(model, generator=generator)
-    _check_model_layouts(cfg, role, model)
-    if data and rollout:
-        check_positions(model, data.max_prompt_tokens, rollout.max_new_tokens)
-    return model
-
-
-def _check_model_layouts(cfg: Any, role: str, model: ModelFacts) -> None:
-    part = getattr(cfg, role)
-    if not hasattr(part, "engine"):
-        return
-    check_model_sizes(f"{role}.engine.layout", model, training_sizes(role, part.engine))
-    if hasattr(part, "rollout"):
-        check_model_sizes(f"{role}.rollout.layout", model, generation_sizes(role, part))
-
-
-def _check_vocabularies(cfg: Any) -> None:
-    facts = [_check_model(cfg, *which) for which in _model_folders(cfg)]
+def _check_vocabularies(cfg: Any, folders: list[tuple[str, str]]) -> None:
+    """Every model reads the ids of every tokenizer; said of models that pass their own rules."""
+    models = [_check_model(cfg, key, path) for key, path in folders]
     for key, data in parts_of(cfg, DataSettings):
         tokenizer = Path(data.tokenizer_path)
-        vocabulary = read_vocabulary(f"{key}.tokenizer_path", tokenizer)
-        for model in facts if vocabulary else ():
-            check_vocabulary(model, tokenizer, vocabulary or {})
+        vocabulary = model_folder.read_vocabulary(f"{key}.tokenizer_path", tokenizer)
+        for facts in models if vocabulary else ():
+            model_folder.check_vocabulary(facts, tokenizer, vocabulary or {})
 
 
 def _only(tree: Any, cls: type[T]) -> T | None:

@@ -50,25 +50,39 @@ class DataSource:
 
 def data_sources(key: str, setting: object) -> tuple[DataSource, ...]:
     """The sources of a setting, in its order; none of None. ConfigError if unreadable."""
-    if setting is None:
-        return ()
-    if isinstance(setting, str):
-        return (_source(key, "", setting),)
-    if not isinstance(setting, dict):
-        raise ConfigError(
-            f"{key}: got {setting!r} ({type(setting).__name__}), expected a path or a map name -> "
-            f"path; write {key}=train.jsonl or {key}='{{easy: 3 * easy.jsonl, hard: hard.jsonl}}'"
-        )
-    written = {name: text for name, text in setting.items() if text is not None}
-    if not written:
+    do = f"write {key}=train.jsonl or {key}='{{easy: 3 * easy.jsonl, hard: hard.jsonl}}'"
+    written = texts_of(key, setting, expected="a path or a map name -> path", do=do)
+    if setting is not None and not written:
         raise ConfigError.of(key, "an empty map", "a source", "write name: path")
     for name in written:
-        if not isinstance(name, str) or not name.isidentifier():
+        if isinstance(setting, dict) and not str(name).isidentifier():
             raise ConfigError(
                 f"{key}: got the source {name!r}, expected a name of letters, digits and _, as "
                 f"its metric is data/name; rename it"
             )
-    return tuple(_source(f"{key}.{name}", name, text) for name, text in written.items())
+    return tuple(_source(key, name, text) for name, text in written.items())
+
+
+def texts_of(key: str, setting: object, *, expected: str, do: str) -> dict[str, object]:
+    """Name -> text of a setting that is one text (its name is "") or a map of them.
+
+    Null takes a text away. ConfigError for what is neither.
+    """
+    if not isinstance(setting, str | dict | None):
+        raise ConfigError.of(key, f"{setting!r} ({type(setting).__name__})", expected, do)
+    written = setting if isinstance(setting, dict) else {"": setting}
+    return {name: text for name, text in written.items() if text is not None}
+
+
+def weight_of(key: str, text: str | None, least: float, expected: str, do: str) -> float:
+    """The number in front of a text, 1 without one; ConfigError unless finite and above least."""
+    try:
+        weight = 1.0 if text is None else float(text)
+    except ValueError:
+        weight = math.nan
+    if not (math.isfinite(weight) and weight > least):
+        raise ConfigError.of(key, f"the weight {text!r}", expected, do)
+    return weight
 
 
 def with_places(setting: object, change: Callable[[str], str]) -> object:
@@ -89,11 +103,23 @@ def split_place(place: str) -> tuple[str, str]:
     return path, f":{split}"
 
 
-def check_source(key: str, source: DataSource) -> None:
-    """Refuse a source that is not there or that nothing here can read (ConfigError)."""
-    path, split = split_place(source.place)
+def check_sources(key: str, setting: object) -> None:
+    """Refuse sources that are not there or that nothing here can read (ConfigError)."""
+    for source in data_sources(key, setting):
+        _check_source(f"{key}.{source.name}" if source.name else key, *split_place(source.place))
+
+
+def _check_source(key: str, path: str, split: str) -> None:
     if split or Path(path).is_dir():
-        _check_data_set(key, path)
+        if not Path(path).is_dir():
+            raise ConfigError(
+                f"{key}: no folder {path} in {Path.cwd()}, expected a data set; correct the path"
+            )
+        if importlib.util.find_spec("datasets") is None:
+            raise ConfigError(
+                f"{key}: got the data set {path}, expected the library datasets to read it with; "
+                f"pip install 'spmdflow[datasets]', or convert it to .jsonl"
+            )
     elif not path.endswith(FILE_ENDINGS):
         raise ConfigError(
             f"{key}: got {path}, expected a name that ends in {' or '.join(FILE_ENDINGS)}, a "
@@ -107,26 +133,16 @@ def check_source(key: str, source: DataSource) -> None:
         raise ConfigError.of(key, f"the empty file {path}", "prompts", "give another")
 
 
-def _check_data_set(key: str, path: str) -> None:
-    if not Path(path).is_dir():
-        raise ConfigError(
-            f"{key}: no folder {path} in {Path.cwd()}, expected a data set; correct the path"
-        )
-    if importlib.util.find_spec("datasets") is None:
-        raise ConfigError(
-            f"{key}: got the data set {path}, expected the library datasets to read it with; "
-            f"pip install 'spmdflow[datasets]', or convert it to .jsonl"
-        )
-
-
 def _source(key: str, name: str, text: object) -> DataSource:
+    key = f"{key}.{name}" if name else key
     match = _match(text)
     if match is None:
         raise ConfigError(
             f"{key}: got {text!r}, expected a path with a weight in front and columns behind where "
             f"wanted; write for example '3 * train.jsonl(prompt=question)'"
         )
-    return DataSource(name, match[3], _weight(key, match[2]), _columns(key, match[5]))
+    weight = weight_of(key, match[2] or None, 0, "a number above 0", "write 3 * train.jsonl")
+    return DataSource(name, match[3], weight, _columns(key, match[5]))
 
 
 def _match(text: object) -> re.Match[str] | None:
@@ -135,18 +151,6 @@ def _match(text: object) -> re.Match[str] | None:
     if os.path.exists(text):  # as it stands, whatever is in its name
         return re.fullmatch("(())(.+)(())", text, re.DOTALL)
     return _FORM.fullmatch(text)
-
-
-def _weight(key: str, text: str | None) -> float:
-    try:
-        weight = 1.0 if not text else float(text)
-    except ValueError:
-        weight = math.nan
-    if not (math.isfinite(weight) and weight > 0):
-        raise ConfigError.of(
-            key, f"the weight {text!r}", "a number above 0", "write 3 * train.jsonl"
-        )
-    return weight
 
 
 def _columns(key: str, text: str | None) -> tuple[tuple[str, str], ...]:

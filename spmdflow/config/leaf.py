@@ -6,6 +6,7 @@ Knows dataclasses; no files, no omegaconf.
 from __future__ import annotations
 
 import json
+import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,17 @@ class Bounds:
     def one_of(self) -> tuple[str, ...]:
         """The choices there are now: a script may register kinds of its own."""
         return self.choices() if callable(self.choices) else self.choices
+
+    @property
+    def limits(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
+        """(in words, the comparison that holds, the limit) of those that are set."""
+        table = (
+            ("at least", operator.ge, self.at_least),
+            ("more than", operator.gt, self.above),
+            ("at most", operator.le, self.at_most),
+            ("less than", operator.lt, self.below),
+        )
+        return [(words, fits, limit) for words, fits, limit in table if limit is not None]
 
 
 def setting(
@@ -107,6 +119,25 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[Leaf]:
         doc = each.metadata.get("doc", "")
         bounds = each.metadata.get("bounds", Bounds())
         yield Leaf(key, hints[each.name], value, doc, bounds)
+
+
+def check_bounds(leaf: Leaf) -> None:
+    """ConfigError if a setting, or an item of its list, is out of its bounds."""
+    choices, limits = leaf.bounds.one_of, leaf.bounds.limits
+    is_list = isinstance(leaf.value, list)
+    for value in leaf.value if is_list else [leaf.value]:
+        if value is None:
+            continue
+        if choices and value not in choices:
+            first = f"[{choices[0]}]" if is_list else choices[0]
+            raise ConfigError.of(
+                leaf.key, repr(value), " or ".join(choices), f"set {leaf.key}={first}"
+            )
+        for words, fits, limit in limits:
+            if not fits(value, limit):
+                raise ConfigError.of(
+                    leaf.key, value, f"{words} {limit:g}", f"change it ({leaf.doc.rstrip('.')})"
+                )
 
 
 def follow(tree: Any) -> None:
@@ -247,12 +278,6 @@ def _as_yaml(value: object) -> str:
 
 
 def _limits(bounds: Bounds) -> str:
-    words = {
-        "at least": bounds.at_least,
-        "more than": bounds.above,
-        "at most": bounds.at_most,
-        "less than": bounds.below,
-    }
-    limits = [f"{word} {limit:g}" for word, limit in words.items() if limit is not None]
+    limits = [f"{words} {limit:g}" for words, _, limit in bounds.limits]
     limits += [" | ".join(bounds.one_of)] if bounds.one_of else []
     return f" ({', '.join(limits)})" if limits else ""

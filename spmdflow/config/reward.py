@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from spmdflow.config.data_source import texts_of, weight_of
 from spmdflow.errors import ConfigError
 
 MODEL = "model"
@@ -58,19 +59,16 @@ class RewardTerm:
 
 def reward_terms(key: str, setting: object) -> tuple[RewardTerm, ...]:
     """The terms of a `function` setting, in its order; none of None. ConfigError if unreadable."""
-    if setting is None:
-        return ()
-    if isinstance(setting, str):
-        return (_term(key, "", setting),)
-    if not isinstance(setting, dict):
-        raise ConfigError(
-            f"{key}: got {setting!r} ({type(setting).__name__}), expected one function or a map "
-            f"name -> function; write file.py:name or {{correct: file.py:name, ...}}"
-        )
-    written = {name: text for name, text in setting.items() if text is not None}
+    expected = "one function or a map name -> function"
+    do = "write file.py:name or {correct: file.py:name, ...}"
+    written = texts_of(key, setting, expected=expected, do=do)
     for name in written:
-        _check_name(key, name)
-    return tuple(_term(f"{key}.{name}", name, text) for name, text in written.items())
+        if isinstance(setting, dict) and (not str(name).isidentifier() or name in RESERVED):
+            raise ConfigError(
+                f"{key}: got the term {name!r}, expected a name of letters, digits and _ that is "
+                f"none of {', '.join(RESERVED)}; rename it"
+            )
+    return tuple(_term(key, name, text) for name, text in written.items())
 
 
 def knows_right(reward: Any) -> bool:
@@ -90,15 +88,8 @@ def with_located_files(setting: object, locate: Callable[[str], str]) -> object:
     return f"{text[: match.start(2)]}{locate(file)}:{name}{text[match.end(2) :]}"
 
 
-def _check_name(key: str, name: object) -> None:
-    if not isinstance(name, str) or not name.isidentifier() or name in RESERVED:
-        raise ConfigError(
-            f"{key}: got the term {name!r}, expected a name of letters, digits and _ that is none "
-            f"of {', '.join(RESERVED)}; rename it"
-        )
-
-
 def _term(key: str, name: str, text: object) -> RewardTerm:
+    key = f"{key}.{name}" if name else key
     match = _TERM.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
         raise ConfigError(f"{key}: got {text!r}, {_FORMS}")
@@ -108,19 +99,9 @@ def _term(key: str, name: str, text: object) -> RewardTerm:
             f"{key}: got {text!r}, but a model takes no arguments; expected model alone; "
             f"write {key}=model"
         )
-    return RewardTerm(name, function, _weight(key, weight), _arguments(key, call))
-
-
-def _weight(key: str, text: str | None) -> float:
-    try:
-        weight = 1.0 if text is None else float(text)
-    except ValueError:
-        weight = math.nan
-    if not math.isfinite(weight):
-        raise ConfigError.of(
-            key, f"the weight {text!r}", "a finite number", "write 0.5 * file.py:name"
-        )
-    return weight
+    do = "write 0.5 * file.py:name"
+    number = weight_of(key, weight, -math.inf, "a finite number", do)
+    return RewardTerm(name, function, number, _arguments(key, call))
 
 
 def _arguments(key: str, call: str | None) -> tuple[tuple[str, Any], ...]:
@@ -149,8 +130,13 @@ _NEEDS = {"spmdflow.rewards.math": ("math_verify", "math")}
 """Module -> the library it needs, and the extra that brings it."""
 
 
-def check_rewards(key: str, terms: tuple[RewardTerm, ...], *, has_model: bool) -> None:
-    """Each function can be called; the model's score is a term exactly if there is both."""
+def check_rewards(key: str, reward: Any) -> None:
+    """Each function can be called; the model's score is a term exactly if there is both.
+
+    reward: the section (Any: a class of the user's).
+    """
+    terms = reward_terms(f"{key}.function", reward.function)
+    has_model = reward.model is not None
     if not terms and not has_model:
         raise ConfigError(
             f"{key}: got neither model nor function, expected one of them or both; set "

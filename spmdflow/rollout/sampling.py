@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdflow.config.check import check_bounds
-from spmdflow.config.leaf import leaves, type_name
+from spmdflow.config.leaf import check_bounds, leaves, type_name
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.errors import ConfigError
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 
 from spmdflow.config.check import check
 from spmdflow.config.load import load
-from spmdflow.config.reward import check_rewards, reward_terms
+from spmdflow.config.reward import check_rewards
+from spmdflow.config.schema import RewardConfig
 from spmdflow.errors import ConfigError
 from spmdflow.rewards.math import answer_of, score
 from tests.unit.config_folder import write_config_folder
@@ -90,14 +91,14 @@ def test_gsm8k_rows_verify_themselves_as_mathematics_too() -> None:
 
 
 def test_missing_library_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    terms = reward_terms("reward.function", "spmdflow.rewards.math:score")
+    reward = RewardConfig(function="spmdflow.rewards.math:score")
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "math_verify" else find(name)
     )
 
     with pytest.raises(ConfigError) as caught:
-        check_rewards("reward", terms, has_model=False)
+        check_rewards("reward", reward)
 
     assert str(caught.value) == (
         "reward.function: got spmdflow.rewards.math, but math_verify is not installed, expected "
