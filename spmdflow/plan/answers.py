@@ -6,7 +6,6 @@ that is as long, from the data file, from `flow.assume`, from the settings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,100 +13,98 @@ import torch
 
 from spmdflow.data.column import Column, to_message
 from spmdflow.datasets.scan import ScanReport
-from spmdflow.plan.example import PROMPTS, ColumnForm, Examples
-from spmdflow.plan.record import received_bytes
-from spmdflow.plan.replay import ColumnLengths, Columns, Plain, Replay, RowLengths, unique_ids
+from spmdflow.plan.example import PROMPTS, ColumnForm, Examples, scan_or_assume
+from spmdflow.plan.replay import (
+    ColumnLengths,
+    Commands,
+    Plain,
+    Replay,
+    RowLengths,
+    fetched_column,
+    unique_ids,
+)
 from spmdflow.runtime.message import find
-from spmdflow.runtime.order import Replies, names_in
+from spmdflow.runtime.order import Order, Replies, names_in
 from spmdflow.transfer.register import map_spec, method_spec
-
-Commands = Mapping[int, Plain]
 
 
 class Answers:
     """The replies to every kind of order."""
 
-    def __init__(
-        self,
-        examples: Examples,
-        longest: Mapping[str, int],
-        scan: Callable[[Any, str], ScanReport],
-        replay: Replay,
-    ) -> None:
-        """longest: tokens of prompts and responses where neither data nor examples say."""
-        self.examples, self._longest, self._scan = examples, longest, scan
-        self._replay = replay
+    def __init__(self, examples: Examples, replay: Replay, *, read_data: bool) -> None:
+        """read_data: whether prompt lengths come from the data file, if it is there and small."""
+        self.examples, self._replay, self._read_data = examples, replay, read_data
         self._classes: dict[str, type] = {}
         self.rows = RowLengths()
+        self.notes: list[str] = []
+        """Where the lengths of prompts come from."""
 
-    def to(self, label: str, number: int, commands: Commands) -> Replies:
+    def to(self, order: Order) -> Replies:
         """Reply payloads by rank."""
-        plain = next(iter(commands.values()))
-        operation = str(plain["operation"])
-        if operation in ("scan", "call", "map", "join", "fetch"):
-            self._replay.go_to(label)
-        if operation == "spawn":
-            self._classes[plain["name"]] = find(plain["class"])
-        elif operation == "scan":
-            report = self._replay.report or self._scan(plain["data"], plain["path"])
-            self.rows.scans[label.removesuffix(".scan")] = report
-            return {rank: {"report": report} for rank in commands}
-        elif operation == "call":
-            spec = method_spec(self._classes[plain["group"]], plain["method"])
-            if plain.get("ids") is not None and spec.writes:
-                return self._to_rows(number, commands, spec.writes)
-            said, value = self._replay.values, self.examples.answer(label)
-            return {rank: {"value": said.get(rank, value)} for rank in commands}
-        elif operation == "map":
-            writes = map_spec(find(plain["function"])).writes
-            holding = {rank: {**given, "holds": given["ids"]} for rank, given in commands.items()}
-            return self._to_rows(number, holding, writes)
-        elif operation == "join":
-            return self._to_join(number, commands)
-        elif operation == "fetch":
-            return self._to_fetch(commands)
-        elif operation == "transfer":
-            return self._to_transfer(commands)
+        commands, number = order.commands, order.number
+        plain, said = next(iter(commands.values())), self._replay.answer(order.label)
+        known = self.rows.learn(number, order.label, commands, said)
+        match plain["operation"]:
+            case "spawn":
+                self._classes[plain["name"]] = find(plain["class"])
+            case "scan":
+                return dict.fromkeys(commands, {"report": self._scan(order.label, plain)})
+            case "call":
+                spec = method_spec(self._classes[plain["group"]], plain["method"])
+                if plain.get("ids") is not None and spec.writes:
+                    return self._to_rows(number, commands, spec.writes, known=known)
+                value, values = self.examples.answer(order.label), said.get("values", {})
+                return {rank: {"value": values.get(rank, value)} for rank in commands}
+            case "map":
+                writes = map_spec(find(plain["function"])).writes
+                return self._to_rows(number, commands, writes, known=known)
+            case "join":
+                return self._to_join(number, commands)
+            case "fetch":
+                return self._to_fetch(commands, fetched_column(said))
         return {rank: {} for rank in commands}
+
+    def _scan(self, label: str, plain: Plain) -> ScanReport:
+        source = label.removesuffix(".scan")
+        if source not in self.rows.scans:
+            scanned = scan_or_assume(plain["data"], plain["path"], read_data=self._read_data)
+            self.rows.scans[source], note = scanned
+            self.notes.append(note)
+        return self.rows.scans[source]
 
     # Rows
 
-    def _to_rows(self, number: int, commands: Commands, writes: tuple[str, ...]) -> Replies:
-        recorded = self._replay.columns
-        everyone = unique_ids(plain["holds"] for plain in commands.values()) if recorded else None
-        known: dict[bytes, dict[str, Any]] = {}  # tensor-parallel peers hold the same rows
+    def _to_rows(
+        self, number: int, commands: Commands, writes: tuple[str, ...], *, known: bool
+    ) -> Replies:
+        """known: the lengths of the rows are those of a run."""
+        made = self.rows.results.setdefault(number, {})
+        for name in writes:
+            form = self.examples.form(name)
+            made.setdefault(name, ColumnLengths(form.spec))
+        told: dict[bytes, dict[str, Any]] = {}  # tensor-parallel peers hold the same rows
         replies: Replies = {}
         for rank, plain in commands.items():
-            ids = plain["holds"]
+            ids = plain.get("holds", plain["ids"])
             if ids is None:
                 replies[rank] = {"columns": {}}
                 continue
             key = ids.tobytes()
-            if key not in known:
-                at = None if everyone is None else np.searchsorted(everyone, ids)
-                columns = {n: self._column(number, n, plain, ids, recorded, at) for n in writes}
-                known[key] = {"columns": columns}
-            replies[rank] = known[key]
+            if key not in told:
+                columns = {n: self._column(made[n], n, plain, ids, known=known) for n in writes}
+                told[key] = {"columns": columns}
+            replies[rank] = told[key]
         return replies
 
     def _column(
-        self,
-        number: int,
-        name: str,
-        plain: Plain,
-        ids: np.ndarray,
-        recorded: Columns,
-        at: Any,
+        self, made: ColumnLengths, name: str, plain: Plain, ids: np.ndarray, *, known: bool
     ) -> list[Any]:
-        """Kind and items of the rows ids of one column; at: their places in the run's (Any: an
-        array, or None where nothing was recorded)."""
-        result, form = self.rows.results.setdefault(number, {}), self.examples.form(name)
-        spec, recorded_items = recorded.get(name, (form.spec, None))
-        made = result.setdefault(name, ColumnLengths(spec))
-        if made.spec.kind == "dense":
-            return [made.spec.to_plain(), None]
-        items = self._items(form, plain, ids) if recorded_items is None else recorded_items[at]
-        made.add(ids, items)
+        """Kind and items of the rows ids of one column."""
+        items = None
+        if made.spec.kind != "dense":
+            items = made.of(ids) if known else self._items(self.examples.form(name), plain, ids)
+            if not known:
+                made.add(ids, items)
         return [made.spec.to_plain(), items]
 
     def _items(self, form: ColumnForm, plain: Plain, ids: np.ndarray) -> np.ndarray:
@@ -125,8 +122,7 @@ class Answers:
                 place = order[np.minimum(place, len(order) - 1)] if len(ids) else order[:0]
                 if np.array_equal(plain["ids"][place], ids):  # else it holds rows it was not given
                     return items[place] // other.items_per_token * form.items_per_token
-        tokens = self.examples.tokens(form.like, ids, self._longest[form.like])
-        return tokens * form.items_per_token
+        return self.examples.tokens(form.like, ids) * form.items_per_token
 
     def _to_join(self, number: int, commands: Commands) -> Replies:
         result = self.rows.results.setdefault(number, {})
@@ -155,14 +151,13 @@ class Answers:
         """Items of an input's rows; of a data file's column without lengths, from the settings."""
         items = self.rows.of_input(name, part)
         if items is None:
-            each = self._longest[PROMPTS] * self.examples.form(name).items_per_token
+            each = self.examples.longest[PROMPTS] * self.examples.form(name).items_per_token
             items = np.full(len(part["ids"]), each)
         return items
 
     # Values
 
-    def _to_fetch(self, commands: Commands) -> Replies:
-        recorded = self._replay.fetched
+    def _to_fetch(self, commands: Commands, recorded: Column | None) -> Replies:
         everyone = unique_ids(plain["input"]["ids"] for plain in commands.values())
         replies: Replies = {}
         for rank, plain in commands.items():
@@ -190,25 +185,3 @@ class Answers:
         fill = ord("x") if spec.kind == "text" else 0
         size = (int(items.sum()), *spec.row_shape)
         return Column(spec.kind, torch.full(size, fill, dtype=dtype), torch.from_numpy(items))
-
-    def _to_transfer(self, commands: Commands) -> Replies:
-        """Bytes that would have been counted, from what each receiver is told to expect."""
-        sent: dict[int, dict[int, int]] = {}
-        headers: dict[int, int] = {}
-        replies: Replies = {}
-        for rank, plain in commands.items():
-            received: dict[int, int] = {}
-            for edge in plain["receives"]:
-                source, columns, ids = edge[:3]
-                size = received_bytes(edge)
-                if source == rank or not len(ids):
-                    continue
-                headers[source] = headers.get(source, 0) + 8 * (1 + len(columns))
-                if size:
-                    received[source] = received.get(source, 0) + size
-                    to = sent.setdefault(source, {})
-                    to[rank] = to.get(rank, 0) + size
-            replies[rank] = {"received": received}
-        for rank, reply in replies.items():
-            reply["sent"], reply["header_bytes"] = sent.get(rank, {}), headers.get(rank, 0)
-        return replies

@@ -35,7 +35,7 @@ from spmdflow.mapping.placed import Placed, PlacedPool, Ranking, explain, reason
 from spmdflow.plan.record import Trace
 from spmdflow.plan.text import WIDTH, wrapped
 from spmdflow.plan.trace import TraceSettings, trace
-from spmdflow.plan.workload import Simulated, settings_of, simulated
+from spmdflow.plan.workload import Simulated, simulated
 
 AUTO = "auto"
 _GENERATOR = "generator"
@@ -133,7 +133,7 @@ def _check_names(traced: Trace, cfg: Any) -> None:
 def _check_shapes(known: Simulated, traced: Trace) -> None:
     """The sizes of every model of weights are known, and there is one (ConfigError)."""
     reasons = "; ".join(known.without.values())
-    models = [getattr(settings_of(traced.models[name]), "model", None) for name in known.without]
+    models = [getattr(traced.models[name].settings, "model", None) for name in known.without]
     if known.dataflow is None or any(model is not None for model in models):
         raise ConfigError(
             f"placement: got auto, but the sizes of {', '.join(known.without)} are not known "

@@ -36,7 +36,7 @@ def _wrong_members(trace: Trace) -> Iterator[str]:
     for order in trace.orders:
         if order.operation == "groups":
             yield from _wrong_makers(order)
-            made |= {tuple(s[0]) for s in next(iter(order.commands.values()))["specs"]}
+            made |= {tuple(spec[0]) for spec in order.command["specs"]}
         expected = _members(trace, order)
         missing = sorted(set(expected) - set(order.commands))
         strange = sorted(set(order.commands) - set(expected)) if expected else []
@@ -67,11 +67,10 @@ def _wrong_makers(order: TracedOrder) -> Iterator[str]:
 
 def _members(trace: Trace, order: TracedOrder) -> tuple[int, ...]:
     """Ranks that must take part; empty: whoever is asked."""
-    plain = next(iter(order.commands.values()))
     if order.operation == "groups":
         return trace.world
     if order.operation == "map":
-        return tuple(plain["ranks"])
+        return tuple(order.command["ranks"])
     if order.operation not in ("call", "spawn"):
         return ()
     names = {p.get("group", p.get("name")) for p in order.commands.values()}
@@ -81,11 +80,10 @@ def _members(trace: Trace, order: TracedOrder) -> tuple[int, ...]:
 
 
 def _groups_entered(trace: Trace, order: TracedOrder) -> list[tuple[int, ...]]:
-    plain = next(iter(order.commands.values()))
     if order.operation == "spawn":
-        model = trace.models[plain["name"]]
+        model = trace.models[order.command["name"]]
         return list(model.worker_class.needed_groups(model.cfg, model.layout))
-    return [tuple(plain["ranks"])] if order.operation == "map" else []
+    return [tuple(order.command["ranks"])] if order.operation == "map" else []
 
 
 def check_batches(trace: Trace) -> list[Problem]:
@@ -105,7 +103,7 @@ def check_batches(trace: Trace) -> list[Problem]:
 
 
 def _wrong_update(trace: Trace, order: TracedOrder, ids: Ids, parents: Ids) -> Iterator[str]:
-    model = trace.models[order.label.partition(".")[0]]
+    model = trace.models[order.model]
     firsts = [rank for rank in model.layout.ranks if model.layout.coordinate(rank)[::2] == (0, 0)]
     shares = [order.commands[rank] for rank in firsts if rank in order.commands]
     counts = {len(plain["mini"]) for plain in shares}

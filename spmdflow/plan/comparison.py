@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,7 +187,7 @@ def _syncs(replay: Replay, traced: Trace, notes: list[str]) -> Iterator[SyncCoun
         return
     expected = syncs_by_step(traced)
     for step in replay.steps:
-        times = expected.get(step, {})
+        times = expected.get(step, Counter())
         planned = sum(number * ways[name].reported for name, number in times.items())
         counted = int(replay.metrics(step).get("rollout/synced_bytes", 0))
         if times or counted:

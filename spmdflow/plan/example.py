@@ -2,10 +2,10 @@
 
 Examples come from `--assume NAME=VALUE`, from the section `assume` of the configuration, from
 `flow.assume(...)` in the script, or from a short table of the columns that the built-in algorithms
-read; the first of them that names a thing counts. Every example that was used is reported. The
-table of columns names those of the built-in roles (`data` lists them); one that is not in it is
-declared by `flow.assume(name="float32 like responses")`, else taken as one float32 a row. Prompts
-are as long as in the data file if it is there and small, else as long as allowed.
+read; the first of them that names a thing counts. Every example that was used is reported. A column
+of no built-in role is declared by `flow.assume(name="float32 like responses")`, else taken as one
+float32 a row. Prompts are as long as in the data file if it is there and small, else as long as
+the settings allow.
 """
 
 from __future__ import annotations
@@ -50,58 +50,39 @@ def form_of(name: str, text: str) -> ColumnForm:
     head, _, like = text.partition(" like ")
     dtype, _, shape = head.strip().rstrip("]").partition("[")
     extents = [part.strip() for part in shape.split(",") if part.strip()]
-    is_text = dtype == "text"
-    if is_text:
-        dtype = "uint8"
+    is_text, like = dtype == "text", like.strip()
+    dtype = "uint8" if is_text else dtype
     known = isinstance(getattr(torch, dtype, None), torch.dtype)
-    right_like = like.strip() in ("", PROMPTS, RESPONSES)
-    if not known or not all(extent.isdigit() for extent in extents) or not right_like:
+    is_like = like in ("", PROMPTS, RESPONSES)
+    if not known or not all(extent.isdigit() for extent in extents) or not is_like:
         raise PlanError(
             f"assume {name}: got {text!r}, expected a dtype with an optional shape and length, "
             f"such as 'float32', 'int64[3]', 'float32 like responses' or 'text like prompts'; "
             f"correct it"
         )
-    row_shape = tuple(int(extent) for extent in extents)
-    like = like.strip() or (RESPONSES if is_text else "")
-    kind = "text" if is_text else "ragged" if like else "dense"
-    per_token = TEXT_BYTES_PER_TOKEN if is_text else 1
-    return ColumnForm(ColumnSpec(kind, dtype, row_shape), like, per_token)
+    row_shape = tuple(map(int, extents))
+    if is_text:
+        return ColumnForm(
+            ColumnSpec("text", dtype, row_shape), like or RESPONSES, TEXT_BYTES_PER_TOKEN
+        )
+    return ColumnForm(ColumnSpec("ragged" if like else "dense", dtype, row_shape), like)
 
 
 _FORMS = {
-    "int64 like prompts": ("prompts", "pretrain_ids"),
-    "bool like prompts": ("loss_mask",),
-    "text like prompts": ("prompt_text", "row", "score_terms"),
-    "int64 like responses": ("responses",),
-    "bool like responses": ("response_mask",),
-    "text like responses": ("response_text",),
-    "float32 like responses": (
-        "rollout_log_probs",
-        "old_log_probs",
-        "ref_log_probs",
-        "values",
-        "cost_values",
-        "token_level_rewards",
-        "token_level_costs",
-        "advantages",
-        "returns",
-        "cost_returns",
-        "rollout_weights",
-    ),
-    "float32": (
-        "scores",
-        "costs",
-        "baseline_scores",
-        "reference_kl",
-        "pretrain_losses",
-        "losses",
-        "margins",
-    ),
-    "float32[2]": ("ref_answer_log_probs",),
-    "int64": ("chosen_tokens",),
-    "bool": ("valid", "cost_valid"),
+    "int64 like prompts": "prompts pretrain_ids",
+    "bool like prompts": "loss_mask",
+    "text like prompts": "prompt_text row score_terms",
+    "int64 like responses": "responses",
+    "bool like responses": "response_mask",
+    "text like responses": "response_text",
+    "float32 like responses": "rollout_log_probs old_log_probs ref_log_probs values cost_values "
+    "token_level_rewards token_level_costs advantages returns cost_returns rollout_weights",
+    "float32": "scores costs baseline_scores reference_kl pretrain_losses losses margins",
+    "float32[2]": "ref_answer_log_probs",
+    "int64": "chosen_tokens",
+    "bool": "valid cost_valid",
 }
-KNOWN = {name: form_of(name, text) for text, names in _FORMS.items() for name in names}
+KNOWN = {name: form_of(name, text) for text, names in _FORMS.items() for name in names.split()}
 """Columns of the built-in roles."""
 UNKNOWN = form_of("", "float32")
 """What a column is taken for that nobody has declared; the plan says so."""
@@ -115,12 +96,17 @@ class Examples:
     """Declared values by name: of columns, of metrics, and of answers as "group.method"."""
 
     def __init__(
-        self, declared: Mapping[str, Any] | None = None, *, is_replayed: bool = False
+        self,
+        declared: Mapping[str, Any],
+        longest: Mapping[str, int],
+        *,
+        is_replayed: bool = False,
     ) -> None:
-        """is_replayed: metrics are a run's own, so none that is read is an example."""
-        self._is_replayed = is_replayed
-        self._declared: dict[str, Any] = dict(declared or {})
-        self._overruling = set(self._declared)
+        """declared: these overrule the script's. longest: tokens of prompts and responses where
+        nothing else says. is_replayed: metrics are a run's own, so none that is read is an example.
+        """
+        self._is_replayed, self.longest = is_replayed, longest
+        self._overruling, self._declared = dict(declared), dict(declared)
         self.used: dict[str, Any] = {}
         """Examples that the script came to see, or that decided a length."""
         self.guessed: set[str] = set()
@@ -128,9 +114,7 @@ class Examples:
 
     def add(self, declared: Mapping[str, Any]) -> None:
         """What the script says; the word of configuration and command line counts more."""
-        for name, value in declared.items():
-            if name not in self._overruling:
-                self._declared[name] = value
+        self._declared |= {**declared, **self._overruling}
 
     def form(self, name: str) -> ColumnForm:
         """What a column looks like."""
@@ -141,11 +125,11 @@ class Examples:
             self.guessed.add(name)
         return KNOWN.get(name, UNKNOWN)
 
-    def tokens(self, name: str, ids: np.ndarray, otherwise: int) -> np.ndarray:
+    def tokens(self, name: str, ids: np.ndarray) -> np.ndarray:
         """(n,) int64: items of the rows `ids` of prompts or responses."""
         declared = self._declared.get(name)
         if declared is None or isinstance(declared, str):
-            return np.full(len(ids), otherwise, dtype=np.int64)
+            return np.full(len(ids), self.longest[name], dtype=np.int64)
         self.used[name] = declared
         return _in_turn(name, declared, ids).astype(np.int64)
 
@@ -190,6 +174,10 @@ class Examples:
             return self._declared[label]
         return self.metrics()
 
+    def used_text(self) -> list[str]:
+        """The examples that were used, as sentences."""
+        return [f"{name} = {value}" for name, value in sorted(self.used.items())]
+
 
 def _in_turn(name: str, declared: Any, ids: np.ndarray) -> np.ndarray:
     """A number for every row, or those of a list in turn, by row id. Any: what a user declared."""
@@ -208,54 +196,35 @@ def _in_turn(name: str, declared: Any, ids: np.ndarray) -> np.ndarray:
 
 SMALL_FILE_BYTES = 4 << 20
 """Files up to here are tokenised (about two seconds); of larger ones lengths are assumed."""
-
-
 ASSUMED_ROWS = 1 << 12
 """Rows of a file that is not read; its number plays no part in what a step does."""
 
 
-class DataFiles:
-    """Scans data files as rank 0 would, or says what it took instead."""
-
-    def __init__(self, *, read_data: bool) -> None:
-        self._read_data = read_data
-        self.notes: list[str] = []
-
-    def scan(self, data: DataSettings, setting: object) -> ScanReport:
-        """Facts of a file or a mixture (data.train_path or data.eval_path), real or assumed."""
-        sources = data_sources("data", setting)
-        files = [Path(split_place(source.place)[0]) for source in sources]
-        path = " + ".join(source.place for source in sources)
-        why = "it is not here" if not all(file.exists() for file in files) else ""
-        if not why and not self._read_data:
-            why = "data are not read"
-        if not why and sum(map(_num_bytes, files)) > SMALL_FILE_BYTES:
-            why = f"it has more than {SMALL_FILE_BYTES >> 20} MiB"
-        if not why:
-            try:
-                report = scan(data, setting, load_tokenizer(data.tokenizer_path))
-                self.notes.append(f"prompts of {path}: {len(report.rows)} rows, their own lengths")
-                return report
-            except SpmdflowError as err:
-                why = f"it cannot be read here ({err})"
-        return self._assumed(data, path, why)
-
-    def _assumed(self, data: DataSettings, path: str, why: str) -> ScanReport:
-        longest = data.max_prompt_tokens
-        held_out = eval_prompts_of(data.eval_prompts).num_prompts or 0
-        count = max(ASSUMED_ROWS, data.prompts_per_step, held_out)
-        self.notes.append(f"prompts of {path}: {longest} tokens each, as {why}")
-        return ScanReport(
-            path=path,
-            num_bytes=0,
-            num_rows=count,
-            rows=list(range(count)),
-            token_lengths=[longest] * count,
-            num_too_long=0,
-            longest_tokens=longest,
-            bad_rows=[],
-            fingerprint="",
-        )
+def scan_or_assume(
+    data: DataSettings, setting: object, *, read_data: bool
+) -> tuple[ScanReport, str]:
+    """Facts of a file or a mixture (data.train_path or data.eval_path) as rank 0 would find them,
+    or assumed ones; and a sentence that says which."""
+    sources = data_sources("data", setting)
+    files = [Path(split_place(source.place)[0]) for source in sources]
+    path = " + ".join(source.place for source in sources)
+    why = "it is not here" if not all(file.exists() for file in files) else ""
+    if not why and not read_data:
+        why = "data are not read"
+    if not why and sum(map(_num_bytes, files)) > SMALL_FILE_BYTES:
+        why = f"it has more than {SMALL_FILE_BYTES >> 20} MiB"
+    if not why:
+        try:
+            report = scan(data, setting, load_tokenizer(data.tokenizer_path))
+            return report, f"prompts of {path}: {len(report.rows)} rows, their own lengths"
+        except SpmdflowError as err:
+            why = f"it cannot be read here ({err})"
+    longest = data.max_prompt_tokens
+    held_out = eval_prompts_of(data.eval_prompts).num_prompts or 0
+    count = max(ASSUMED_ROWS, data.prompts_per_step, held_out)
+    rows = list(range(count))
+    report = ScanReport(path, 0, count, rows, [longest] * count, 0, longest, [], fingerprint="")
+    return report, f"prompts of {path}: {longest} tokens each, as {why}"
 
 
 def _num_bytes(path: Path) -> int:

@@ -118,11 +118,11 @@ def _result(band: _Band) -> Iterator[str]:
 
 
 def _bars(report: PlanReport, bands: list[_Band], call: CallTime) -> Iterator[str]:
-    model, _, method = call.label.partition(".")
+    model, method = call.order.model, call.order.method
     scale = _SPACE / (report.prediction.seconds or 1.0)
     left, width = _LEFT + call.start * scale, max(1.0, call.seconds * scale)
     took = seconds_of(call.seconds)
-    hint = escape(f"{call.label}: {took} {call.limit}")
+    hint = escape(f"{call.order.label}: {took} {call.limit}")
     for band in bands:
         if model in band.models:
             row, height = band.models.index(model), _ROW - 6

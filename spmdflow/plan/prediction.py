@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from spmdflow.errors import ConfigError
-from spmdflow.mapping.dataflow import Rollout
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import pool_memory
 from spmdflow.mapping.placed import Estimate, call_seconds
@@ -38,11 +37,6 @@ class CallTime:
     notes: tuple[str, ...] = ()
     kind: str = ""
     """generate, infer or train; empty: not simulated."""
-
-    @property
-    def label(self) -> str:
-        """Of its order."""
-        return self.order.label
 
     @property
     def seconds(self) -> float:
@@ -90,7 +84,7 @@ class Prediction:
         """Seconds by method, as a run's time/<method>_seconds: calls of one method add."""
         found: dict[str, float] = {}
         for call in self.calls:
-            method = call.label.partition(".")[2]
+            method = call.order.method
             if method and call.order.phase == "train":
                 found[method] = found.get(method, 0.0) + call.seconds
         return found
@@ -109,8 +103,12 @@ def predict(
     has the seconds of the paper's formula (Table 2).
     """
     step = simulated(trace, orders)
-    problems: list[Problem] = []
-    memory = _memory(trace, step, hardware, problems)
+    memory = _memory(trace, step, hardware)
+    problems = [
+        _too_much(phase, step, hardware)
+        for phase in memory.values()
+        if phase.total > hardware.usable_bytes * 1.0001
+    ]
     planned = {way.target: way for way in ways if way.inter_bytes >= 0}
     estimates = _estimates(step, hardware, memory, planned, problems)
     calls = _schedule(orders, step, estimates, hardware)
@@ -128,9 +126,7 @@ def predict(
     )
 
 
-def _memory(
-    trace: Trace, step: Simulated, hardware: Hardware, problems: list[Problem]
-) -> dict[str, PhaseMemory]:
+def _memory(trace: Trace, step: Simulated, hardware: Hardware) -> dict[str, PhaseMemory]:
     """By call title; residents of all models of a pool add."""
     found: dict[str, PhaseMemory] = {}
     for pool in dict.fromkeys(model.pool for model in trace.models.values()):
@@ -141,18 +137,16 @@ def _memory(
         for title, parts in pool_memory(members, step.dataflow, hardware).items():
             if "kv_cache" in parts:
                 parts = {**parts, "kv_cache": max(parts["kv_cache"], 0.0)}
-            phase = found[title] = PhaseMemory(pool, title, dict(parts), hardware.usable_bytes)
-            if phase.total > hardware.usable_bytes * 1.0001:
-                rollout = step.dataflow.model(title.partition(".")[0]).rollout
-                problems.append(_too_much(phase, rollout, hardware))
+            found[title] = PhaseMemory(pool, title, dict(parts), hardware.usable_bytes)
     return found
 
 
-def _too_much(phase: PhaseMemory, rollout: Rollout | None, hardware: Hardware) -> Problem:
+def _too_much(phase: PhaseMemory, step: Simulated, hardware: Hardware) -> Problem:
     largest = max(phase.parts, key=lambda name: phase.parts[name])
     role, cache = phase.phase.partition(".")[0], phase.parts.get("kv_cache", 0.0)
     if cache and phase.total - cache <= hardware.usable_bytes:
         largest = "kv_cache"  # all else fits
+    rollout = step.dataflow.model(role).rollout if step.dataflow is not None else None
     is_fixed = rollout is not None and rollout.facts.fixed_cache
     knob = {
         "activations": f"set {role}.engine.options=[recompute] or a smaller "
@@ -211,9 +205,7 @@ def planned_transition(way: WeightPlan, hardware: Hardware) -> Estimate:
         return Estimate({"transition": 0.0})
     far = max(way.entering.values(), default=0)
     bytes_time = max(max(way.received.values()) / hardware.link_rate, far / hardware.network_rate)
-    sources: dict[int, int] = {}
-    for _, rank in way.edges:
-        sources[rank] = sources.get(rank, 0) + 1
+    sources = Counter(rank for _, rank in way.edges)
     hop = hardware.network_hop_seconds if far else hardware.link_hop_seconds
     hops = max(sources.values()) * hop + hardware.collective_base_seconds
     return Estimate({"transition": bytes_time + hops})
@@ -227,40 +219,36 @@ def _schedule(
 ) -> list[CallTime]:
     """Every order of the compute lane as early as its ranks and rows allow."""
     moved = _transfer_seconds(orders, hardware)
+    calls = [order for order in orders if order.lane == COMPUTE]
     last: dict[int, int] = {}
     tasks: list[Task] = []
     numbers: dict[int, int] = {}
     rows: list[tuple[int | None, float]] = []
     for order in orders:
         if order.lane != COMPUTE:
-            result = next(iter(order.commands.values()))["result"]
-            rows.append((numbers.get(result), moved.get(order.place, 0.0)))
+            rows.append((numbers.get(order.command["result"]), moved.get(order.place, 0.0)))
             continue
         estimate = estimates.get(order.place)
         before = {(last[rank], 0.0) for rank in order.commands if rank in last}
         before |= {(place, wait) for place, wait in rows if place is not None}
         earliest = max((wait for place, wait in rows if place is None), default=0.0)
-        seconds = estimate.seconds if estimate else hardware.call_seconds
-        tasks.append(Task(seconds, order.ranks, tuple(before), earliest, _busy(estimate)))
+        seconds, busy = hardware.call_seconds, 1.0
+        if estimate:
+            seconds = estimate.seconds
+            if seconds:  # a rank works, but for the pipeline's bubble
+                busy -= estimate.parts.get("bubble", 0.0) / seconds
+        tasks.append(Task(seconds, order.ranks, tuple(before), earliest, busy))
         numbers[order.number] = len(tasks) - 1
         last |= dict.fromkeys(order.commands, len(tasks) - 1)
         rows = []
     spans = timeline(tasks, node_size=hardware.gpus_per_node, cores=hardware.cores)
     found = []
-    for order, span in zip((o for o in orders if o.lane == COMPUTE), spans, strict=True):
-        time = CallTime(order, *span)
-        if order.place in estimates:
-            estimate, kind = estimates[order.place], step.calls[order.place].kind
-            time = replace(time, limit=estimate.limit, notes=estimate.notes, kind=kind)
-        found.append(time)
+    for order, span in zip(calls, spans, strict=True):
+        known = estimates.get(order.place)
+        kind = step.calls[order.place].kind if known else ""
+        limit, notes = (known.limit, known.notes) if known else ("", ())
+        found.append(CallTime(order, *span, limit, notes, kind))
     return found
-
-
-def _busy(estimate: Estimate | None) -> float:
-    """Part of a call that its ranks work: all but the pipeline's bubble."""
-    if estimate is None or not estimate.seconds:
-        return 1.0
-    return 1.0 - estimate.parts.get("bubble", 0.0) / estimate.seconds
 
 
 def _transfer_seconds(orders: Sequence[TracedOrder], hardware: Hardware) -> dict[int, float]:
@@ -269,15 +257,13 @@ def _transfer_seconds(orders: Sequence[TracedOrder], hardware: Hardware) -> dict
     Rows travel over gloo, between nodes and inside of them alike.
     """
     rate = hardware.network_rate / hardware.gpus_per_node
-    busy: dict[int, dict[int, int]] = {}
+    busy: dict[int, Counter[int]] = {}
     for edge in row_edges(orders):
-        ranks = busy.setdefault(edge.release, {})
-        for rank in (edge.source, edge.destination):
-            ranks[rank] = ranks.get(rank, 0) + edge.num_bytes
-    return {
-        place: hardware.collective_base_seconds + max(ranks.values()) / rate
-        for place, ranks in busy.items()
-    }
+        ranks = busy.setdefault(edge.release, Counter())
+        ranks[edge.source] += edge.num_bytes
+        ranks[edge.destination] += edge.num_bytes
+    base = hardware.collective_base_seconds
+    return {place: base + max(ranks.values()) / rate for place, ranks in busy.items()}
 
 
 @dataclass(frozen=True)
@@ -296,7 +282,7 @@ class Task:
 
 @dataclass
 class _Running:
-    asked: dict[int, float]
+    asked: Mapping[int, float]
     """Node -> cores that the task's ranks on it ask for."""
     left: float
     """Seconds of work when the speed was last set."""
@@ -322,38 +308,33 @@ def timeline(
     starts: dict[int, float] = {}
     ends: dict[int, float] = {}
     running: dict[int, _Running] = {}
-    waiting = list(range(len(tasks)))
     now = 0.0
-    while waiting or running:
-        begin = {place: _ready(tasks[place], ends) for place in waiting}
-        for place in (place for place, time in begin.items() if time <= now):
-            task, starts[place] = tasks[place], begin[place]
-            machines = Counter(int(rank // node_size) for rank in task.ranks)
-            asked = {machine: count * task.busy for machine, count in machines.items()}
-            running[place] = _Running(asked, task.seconds, now, now + task.seconds)
-        waiting = [place for place in waiting if place not in starts]
-        _share(running, now, cores)
-        now = min(_events(running, [begin[place] for place in waiting]))
+    while len(ends) < len(tasks):
+        begin = {  # inf: an earlier task has not ended
+            place: max([task.earliest, *(ends.get(at, math.inf) + wait for at, wait in task.after)])
+            for place, task in enumerate(tasks)
+            if place not in starts
+        }
+        for place, time in begin.items():
+            if time <= now:
+                task, starts[place] = tasks[place], time
+                nodes = Counter(int(rank // node_size) for rank in task.ranks)
+                asked = {node: count * task.busy for node, count in nodes.items()}
+                running[place] = _Running(asked, task.seconds, now, now + task.seconds)
+        _share(running.values(), now, cores)
+        later = [time for time in begin.values() if time > now]
+        now = min([task.end for task in running.values()] + later)
         for place in [place for place, task in running.items() if task.end <= now]:
             ends[place] = running.pop(place).end
     return [(starts[place], ends[place]) for place in range(len(tasks))]
 
 
-def _ready(task: Task, ends: dict[int, float]) -> float:
-    """inf: an earlier task has not ended."""
-    return max([task.earliest, *(ends.get(place, math.inf) + wait for place, wait in task.after)])
-
-
-def _share(running: dict[int, _Running], now: float, cores: float) -> None:
+def _share(running: Iterable[_Running], now: float, cores: float) -> None:
+    """Where the tasks on a node ask for more cores than it has, they share them evenly."""
     asked: dict[int, float] = {}
-    for task in running.values():
-        for machine, number in task.asked.items():
-            asked[machine] = asked.get(machine, 0.0) + number
-    for task in running.values():
-        shares = (cores / asked[machine] for machine in task.asked if asked[machine] > cores)
+    for task in running:
+        for node, number in task.asked.items():
+            asked[node] = asked.get(node, 0.0) + number
+    for task in running:
+        shares = (cores / asked[node] for node in task.asked if asked[node] > cores)
         task.go_at(min(shares, default=1.0), now)
-
-
-def _events(running: dict[int, _Running], begins: list[float]) -> Iterator[float]:
-    yield from (task.end for task in running.values())
-    yield from (time for time in begins if time < math.inf)

@@ -1,28 +1,31 @@
-"""What a dry run wrote down: every order, by rank, what the script read, bytes by edge. Facts only.
-
-Also `Problem`, what a check says is wrong.
-"""
+"""What a dry run wrote down: every order, by rank, what the script read, bytes by edge."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from spmdflow.config.placement import Pool
 from spmdflow.data.column import ColumnSpec
 from spmdflow.data.row_id import Ids
+from spmdflow.mapping.dataflow import Kind
+from spmdflow.models.base import EngineWorker
+from spmdflow.models.generator import GeneratorWorker
 from spmdflow.parallel.layout import Layout
 from spmdflow.runtime.message import find
+from spmdflow.transfer.register import method_spec
 from spmdflow.transfer.worker import Worker
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A fault: what is wrong, and which knob to turn."""
+    """What a check finds wrong, and which knob to turn."""
 
     check: str
-    """Which proof failed: rows, members, batches, weights, memory, settings, bytes."""
+    """rows, members, batches, weights, memory, settings or bytes."""
     text: str
     """Got, expected, do; names the edge, the call or the setting."""
 
@@ -54,10 +57,24 @@ class TracedOrder:
     """By rank: plain data, as it would travel."""
 
     @property
+    def command(self) -> Mapping[str, Any]:
+        """That of the first rank, for what all ranks are told alike."""
+        return next(iter(self.commands.values()))
+
+    @property
     def operation(self) -> str:
         """call, map, transfer, groups, spawn, ..."""
-        command = next(iter(self.commands.values()))
-        return str(command["operation"])
+        return str(self.command["operation"])
+
+    @property
+    def model(self) -> str:
+        """The part of the label before the first point."""
+        return self.label.partition(".")[0]
+
+    @property
+    def method(self) -> str:
+        """The part of the label behind the first point."""
+        return self.label.partition(".")[2]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -92,6 +109,30 @@ class TracedModel:
     layout: Layout
     pool: str
 
+    @cached_property
+    def settings(self) -> Any:
+        """cfg with the engine that the class binds (Any: the user's dataclass)."""
+        if issubclass(self.worker_class, EngineWorker):
+            return self.worker_class.bind_engine(self.cfg)
+        return self.cfg
+
+    @property
+    def generates(self) -> bool:
+        """Whether it writes responses, with a generator of its settings."""
+        return hasattr(self.worker_class, "generate_sequences") and hasattr(self.cfg, "rollout")
+
+    @property
+    def only_generates(self) -> bool:
+        """Whether its weights come from another model, or from files."""
+        return issubclass(self.worker_class, GeneratorWorker)
+
+    def kind_of(self, method: str) -> Kind:
+        """Training, generation or inference."""
+        spec = method_spec(self.worker_class, method)
+        if spec.minibatches:
+            return "train"
+        return "generate" if "responses" in spec.writes else "infer"
+
 
 @dataclass(frozen=True)
 class Read:
@@ -123,19 +164,32 @@ class Trace:
     """Numbers of the steps that were traced."""
     reads: tuple[Read, ...] = ()
     assumptions: tuple[str, ...] = ()
-    """How each length and value was come by, as sentences."""
-    edges_by_step: Mapping[int, Mapping[tuple[int, int], int]] = field(default_factory=dict)
-    """Row bytes by (source, destination) of each step, as the controller's own account has them."""
+    """Where each length and value comes from, as sentences."""
+    edges_by_step: Mapping[int, BytesByEdge] = field(default_factory=dict)
+    """Row bytes of each step, as the controller's own account has them."""
     batches: Mapping[int, tuple[Ids, Ids]] = field(default_factory=dict)
     """Row ids of the batch that each update is given, and their parents, by place."""
 
     @property
     def edges(self) -> dict[tuple[int, int], int]:
         """Row bytes by (source, destination) of all steps."""
-        found: dict[tuple[int, int], int] = {}
-        for edges in self.edges_by_step.values():
-            for edge, size in edges.items():
-                found[edge] = found.get(edge, 0) + size
+        return dict(sum(map(Counter, self.edges_by_step.values()), Counter()))
+
+    @cached_property
+    def node_of(self) -> Mapping[int, int]:
+        """Node by rank."""
+        return dict(zip(self.world, self.nodes, strict=True))
+
+    @cached_property
+    def consumers(self) -> Mapping[int, TracedOrder | None]:
+        """The call whose rows each transfer brings, by the transfer's place: the next call."""
+        found: dict[int, TracedOrder | None] = {}
+        following = None
+        for order in reversed(self.orders):
+            if order.lane == COMPUTE:
+                following = order
+            else:
+                found[order.place] = following
         return found
 
     def in_step(self, step: int | None = None) -> tuple[TracedOrder, ...]:
@@ -147,7 +201,7 @@ class Trace:
 def models_of(orders: Sequence[TracedOrder], pools: Mapping[str, Pool]) -> dict[str, TracedModel]:
     """The models that orders spawn; a pool of others than `pools` is named by its ranks."""
     found = {}
-    for plain in (next(iter(o.commands.values())) for o in orders if o.operation == "spawn"):
+    for plain in (order.command for order in orders if order.operation == "spawn"):
         layout = Layout(**plain["layout"] | {"ranks": tuple(plain["layout"]["ranks"])})
         names = (name for name, pool in pools.items() if set(layout.ranks) <= set(pool.ranks))
         facts = find(plain["class"]), plain["config"], layout, next(names, str(layout.ranks))
@@ -157,12 +211,12 @@ def models_of(orders: Sequence[TracedOrder], pools: Mapping[str, Pool]) -> dict[
 
 def links_of(orders: Sequence[TracedOrder]) -> tuple[tuple[str, str], ...]:
     """Pairs that `flow.connect` joins: it opens the weights of a policy, then of its generator."""
-    opened = [o.label.partition(".")[0] for o in orders if o.label.endswith(".open_weights")]
+    opened = [order.model for order in orders if order.label.endswith(".open_weights")]
     return tuple(zip(opened[::2], opened[1::2], strict=True))
 
 
 @dataclass(frozen=True)
-class RowEdge:
+class TracedEdge:
     """Rows of one transfer between two ranks."""
 
     release: int
@@ -187,63 +241,41 @@ class Route:
     """Between nodes."""
 
 
-def row_edges(orders: Sequence[TracedOrder]) -> Iterator[RowEdge]:
+def row_edges(orders: Sequence[TracedOrder]) -> Iterator[TracedEdge]:
     """Every edge between two ranks, transfer by transfer."""
-    for order in orders:
-        if order.lane != TRANSFER:
-            continue
+    for order in (order for order in orders if order.lane == TRANSFER):
         for destination, command in order.commands.items():
-            for edge in command["receives"]:
-                source, columns = edge[:2]
-                if source != destination:
-                    size = received_bytes(edge)
-                    yield RowEdge(order.place, source, destination, tuple(columns), size)
+            for source, columns, ids, specs, lengths, *_ in command["receives"]:
+                if source == destination:
+                    continue
+                size = sum(
+                    int(lengths[name].sum() if name in lengths else len(ids))
+                    * ColumnSpec.from_plain(specs[name]).item_bytes
+                    for name in columns
+                )
+                yield TracedEdge(order.place, source, destination, tuple(columns), size)
 
 
-def consumer_of(trace: Trace, release: TracedOrder) -> TracedOrder | None:
-    """The call whose rows a transfer brings: the first one after it in the compute lane."""
-    later = trace.orders[release.place + 1 :]
-    return next((order for order in later if order.lane == COMPUTE), None)
-
-
-def routes_of(trace: Trace, edges: Iterable[RowEdge]) -> list[Route]:
+def routes_of(trace: Trace, edges: Iterable[TracedEdge]) -> list[Route]:
     """Edges by producer and consumer, in the order of the transfers."""
-    labels: dict[int, tuple[str, str]] = {}
-    gathered: dict[tuple[str, str], list[RowEdge]] = {}
+    gathered: dict[tuple[str, str], list[TracedEdge]] = {}
     for edge in edges:
-        if edge.release not in labels:
-            order = trace.orders[edge.release]
-            consumer = consumer_of(trace, order)
-            producer = order.label.partition(" of ")[2]
-            labels[edge.release] = producer, consumer.label if consumer else ""
-        gathered.setdefault(labels[edge.release], []).append(edge)
-    return [_route(trace, *pair, found) for pair, found in gathered.items()]
+        consumer = trace.consumers[edge.release]
+        producer = trace.orders[edge.release].label.partition(" of ")[2]
+        gathered.setdefault((producer, consumer.label if consumer else ""), []).append(edge)
+    routes, node = [], trace.node_of
+    for pair, found in gathered.items():
+        columns = tuple(dict.fromkeys(name for edge in found for name in edge.columns))
+        ends = {(edge.source, edge.destination) for edge in found}
+        intra = sum(e.num_bytes for e in found if node[e.source] == node[e.destination])
+        inter = sum(e.num_bytes for e in found) - intra
+        routes.append(Route(*pair, columns, len(ends), intra, inter))
+    return routes
 
 
-def _route(trace: Trace, producer: str, consumer: str, edges: Sequence[RowEdge]) -> Route:
-    node = dict(zip(trace.world, trace.nodes, strict=True))
-    inside = sum(e.num_bytes for e in edges if node[e.source] == node[e.destination])
-    total = sum(e.num_bytes for e in edges)
-    columns = tuple(dict.fromkeys(name for edge in edges for name in edge.columns))
-    pairs = {(edge.source, edge.destination) for edge in edges}
-    return Route(producer, consumer, columns, len(pairs), inside, total - inside)
-
-
-def bytes_by_edge(edges: Iterable[RowEdge]) -> dict[tuple[int, int], int]:
+def bytes_by_edge(edges: Iterable[TracedEdge]) -> dict[tuple[int, int], int]:
     """Bytes by (source, destination); none of 0."""
-    found: dict[tuple[int, int], int] = {}
+    found: Counter[tuple[int, int]] = Counter()
     for edge in edges:
-        if edge.num_bytes:
-            pair = edge.source, edge.destination
-            found[pair] = found.get(pair, 0) + edge.num_bytes
-    return found
-
-
-def received_bytes(edge: list[Any]) -> int:
-    """Row bytes of one entry of a transfer's `receives`."""
-    _, columns, ids, specs, lengths, *_ = edge
-    total = 0
-    for name in columns:
-        items = int(lengths[name].sum()) if name in lengths else len(ids)
-        total += items * ColumnSpec.from_plain(specs[name]).item_bytes
-    return total
+        found[edge.source, edge.destination] += edge.num_bytes
+    return dict(+found)

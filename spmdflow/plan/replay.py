@@ -32,10 +32,8 @@ from spmdflow.plan.record import (
 from spmdflow.runtime.order import names_in
 
 Plain = Mapping[str, Any]
-Columns = Mapping[str, tuple[ColumnSpec, np.ndarray | None]]
-"""Column -> kind, and items by row where it is not dense; rows in the order of their ids."""
-Arrival = tuple[int, Sequence[str], np.ndarray]
-"""RowResult, columns and row ids that a transfer brings."""
+Commands = Mapping[int, Plain]
+"""Command by rank."""
 
 _NOTHING: Plain = {"orders": [], "steps": [], "ranks": [], "nodes": [], "start": None}
 _NO_IDS = np.zeros(0, dtype=np.int64)
@@ -45,32 +43,24 @@ class Replay:
     """Answers of a run by label, each label's in the order of the script; without a file: none."""
 
     def __init__(self, content: Plain | None = None) -> None:
-        self._content = content or _NOTHING
-        self.orders: Sequence[Plain] = self._content["orders"]
+        content = content or _NOTHING
+        self.orders: Sequence[Plain] = content["orders"]
         """Every order of the steps that were kept and before them, as `Transcript` writes it."""
-        self.start: Plain | None = self._content["start"]
+        self.start: Plain | None = content["start"]
         """The flow's part of the checkpoint that the steps follow; None: they are the first."""
-        self._steps = {int(step["step"]): step for step in self._content["steps"]}
+        self.ranks: tuple[int, ...] = tuple(content["ranks"])
+        self.nodes: Mapping[int, int] = dict(zip(self.ranks, content["nodes"], strict=True))
+        """The node of each rank."""
+        self._steps = {int(step["step"]): step for step in content["steps"]}
         self._answers: dict[str, deque[Plain]] = {}
         for order in self.orders:
             if "answer" in order:
                 self._answers.setdefault(order["label"], deque()).append(order["answer"])
-        self._entry: Plain = {}
 
     @classmethod
     def of_run(cls, run_dir: str | Path) -> Replay:
         """The transcript of a run; DataError if it has none."""
         return cls(read_transcript(Path(run_dir) / TRANSCRIPT_FILE))
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks of the run."""
-        return tuple(self._content["ranks"])
-
-    @property
-    def nodes(self) -> dict[int, int]:
-        """The node of each rank of the run."""
-        return dict(zip(self.ranks, self._content["nodes"], strict=True))
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -85,43 +75,20 @@ class Replay:
         """What the run measured in a step."""
         return dict(self._steps[step]["metrics"])
 
-    # Answers
-
-    def go_to(self, label: str) -> None:
-        """The next order of that label is answered now."""
+    def answer(self, label: str) -> Plain:
+        """What the ranks answered to the next order of that label; empty: not known."""
         left = self._answers.get(label)
-        self._entry = left.popleft() if left else {}
-
-    @property
-    def report(self) -> ScanReport | None:
-        """Facts of the data file that the order scanned."""
-        return self._entry.get("report")
-
-    @property
-    def columns(self) -> Columns:
-        """What the order made; empty: not known."""
-        return columns_of(self._entry)
-
-    @property
-    def values(self) -> Mapping[int, Any]:
-        """Plain answers by rank (Any: the script's); empty: not known."""
-        return self._entry.get("values", {})
-
-    @property
-    def fetched(self) -> Column | None:
-        """The column that the order fetched, rows in the order of their ids."""
-        parts = self._entry.get("fetched")
-        if not parts:
-            return None
-        ids = np.concatenate([ids for ids, _ in parts])
-        whole = join([read_message(plain) for _, plain in parts])
-        return whole.take(torch.from_numpy(np.argsort(ids, kind="stable")))
+        return left.popleft() if left else {}
 
 
-def columns_of(answer: Plain) -> Columns:
-    """What an order made, as its recorded answer says."""
-    plain = answer.get("columns", {})
-    return {name: (ColumnSpec.from_plain(spec), items) for name, (spec, items) in plain.items()}
+def fetched_column(answer: Plain) -> Column | None:
+    """The column that an order fetched, rows in the order of their ids; None: not known."""
+    parts = answer.get("fetched")
+    if not parts:
+        return None
+    ids = np.concatenate([ids for ids, _ in parts])
+    whole = join([read_message(plain) for _, plain in parts])
+    return whole.take(torch.from_numpy(np.argsort(ids, kind="stable")))
 
 
 @dataclass
@@ -152,6 +119,18 @@ class RowLengths:
         self.scans: dict[str, ScanReport] = {}
         """By the name of the data source."""
 
+    def learn(self, number: int, label: str, commands: Commands, answer: Plain) -> bool:
+        """Take over what the ranks of a run answered; whether they made columns."""
+        if "report" in answer:
+            self.scans[label.removesuffix(".scan")] = answer["report"]
+        columns = answer.get("columns", {})
+        result = self.results.setdefault(number, {}) if columns else {}
+        ids = unique_ids(plain.get("holds", plain.get("ids")) for plain in commands.values())
+        for name, (spec, items) in columns.items():
+            known = (ids, items) if items is not None else ()
+            result[name] = ColumnLengths(ColumnSpec.from_plain(spec), *known)
+        return bool(columns)
+
     def of_input(self, name: str, part: Plain) -> np.ndarray | None:
         """Items of an input's rows, aligned with the ids of its command; None: not known."""
         if "source" not in part:
@@ -161,13 +140,13 @@ class RowLengths:
             return None
         return self.scans[part["source"]].tokens_of(part["rows"])
 
-    def tokens(self, number: int, commands: Mapping[int, Plain]) -> Tokens | None:
+    def tokens(self, number: int, commands: Commands) -> Tokens | None:
         """Rows of a call and their mean tokens; None for orders without rows."""
         given = {id(p["inputs"]): p for p in commands.values() if p.get("ids") is not None}
         if not given or "inputs" not in next(iter(given.values())):
             return None
-        means = {}
-        for name in (PROMPTS, RESPONSES):
+        means = dict.fromkeys((PROMPTS, RESPONSES), 0.0)
+        for name in means:
             parts = [
                 (part["ids"], self.of_input(stored, part))
                 for plain in given.values()
@@ -178,12 +157,10 @@ class RowLengths:
             made = self.results.get(number, {}).get(name)
             parts += [(made.ids, made.items)] if made else []
             known = [(ids, items) for ids, items in parts if items is not None]
-            if known:
+            if any(len(ids) for ids, _ in known):
                 first = np.unique(np.concatenate([i for i, _ in known]), return_index=True)[1]
-                items = np.concatenate([n for _, n in known])[first]
-                means[name] = float(items.mean()) if len(items) else 0.0
-        num_rows = len(unique_ids(plain["ids"] for plain in given.values()))
-        return Tokens(num_rows, means.get(PROMPTS, 0.0), means.get(RESPONSES, 0.0))
+                means[name] = float(np.concatenate([n for _, n in known])[first].mean())
+        return Tokens(len(unique_ids(plain["ids"] for plain in given.values())), *means.values())
 
 
 def unique_ids(parts: Iterable[np.ndarray | None]) -> np.ndarray:
@@ -204,14 +181,14 @@ def recorded_trace(replay: Replay) -> Trace:
         facts = {name: entry[name] for name in ("number", "lane", "label", "step", "phase")}
         order = TracedOrder(place, **facts, line=None, commands=_commands(entry))
         orders.append(order)
-        _learn(lengths, order, entry.get("answer", {}))
+        lengths.learn(order.number, order.label, order.commands, entry.get("answer", {}))
         found = lengths.tokens(order.number, order.commands) if order.lane == COMPUTE else None
         tokens |= {} if found is None else {place: found}
     models = models_of(orders, {})
     by_step = {step: [order for order in orders if order.step == step] for step in replay.steps}
     return Trace(
         world=replay.ranks,
-        nodes=tuple(replay.nodes[rank] for rank in replay.ranks),
+        nodes=tuple(replay.nodes.values()),
         pools={model.pool: Pool((), tuple(model.layout.ranks)) for model in models.values()},
         models=models,
         links=links_of(orders),
@@ -222,49 +199,31 @@ def recorded_trace(replay: Replay) -> Trace:
     )
 
 
-def _learn(lengths: RowLengths, order: TracedOrder, answer: Plain) -> None:
-    """The lengths that the ranks reported."""
-    if "report" in answer:
-        lengths.scans[order.label.removesuffix(".scan")] = answer["report"]
-    ids = unique_ids(plain.get("holds", plain.get("ids")) for plain in order.commands.values())
-    for name, (spec, items) in columns_of(answer).items():
-        known = (ids, items) if items is not None else ()
-        lengths.results.setdefault(order.number, {})[name] = ColumnLengths(spec, *known)
-
-
 def _in_dry_order(entries: Sequence[Plain]) -> list[Plain]:
     """Every transfer just before the first call that reads its rows, as a dry run has it."""
-    waiting = [(entry, *_an_edge(entry)) for entry in entries if entry["lane"] == TRANSFER]
+    waiting = [entry for entry in entries if entry["lane"] == TRANSFER]
     found: list[Plain] = []
     for entry in entries:
         if entry["lane"] == COMPUTE:
             commands = _commands(entry)
-            read = [_reads(commands.get(rank, {}), edge) for _, rank, edge in waiting]
-            found += [each[0] for each, now in zip(waiting, read, strict=True) if now]
-            waiting = [each for each, now in zip(waiting, read, strict=True) if not now]
-            found.append(entry)
-    return found + [entry for entry, _, _ in waiting]
+            ready = {id(transfer) for transfer in waiting if _reads(commands, transfer)}
+            found += [transfer for transfer in waiting if id(transfer) in ready] + [entry]
+            waiting = [transfer for transfer in waiting if id(transfer) not in ready]
+    return found + waiting
 
 
-def _an_edge(transfer: Plain) -> tuple[int, Arrival]:
-    """A rank and what it receives: one edge tells what reads them all."""
+def _reads(commands: Commands, transfer: Plain) -> bool:
+    """Whether a call reads the rows that a transfer brings; one edge tells it of all."""
     received = ((rank, plain) for rank, plain in _commands(transfer).items() if plain["receives"])
-    rank, plain = next(received)
-    _, columns, ids, *_ = plain["receives"][0]
-    return rank, (plain["result"], columns, ids)
-
-
-def _reads(plain: Plain, arrival: Arrival) -> bool:
-    """Whether a command reads the rows that arrive."""
-    result, columns, ids = arrival
+    rank, brought = next(received)
+    _, columns, ids, *_ = brought["receives"][0]
     return any(
-        part.get("result") == result
+        part.get("result") == brought["result"]
         and set(columns) <= set(part["columns"])
         and bool(np.isin(ids, part["ids"]).all())
-        for part in plain.get("inputs", ())
+        for part in commands.get(rank, {}).get("inputs", ())
     )
 
 
 def _commands(entry: Plain) -> dict[int, Plain]:
-    """Command by rank."""
     return {rank: plain for ranks, plain in entry["commands"] for rank in ranks}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from types import ModuleType
 from typing import Any
 
-from spmdflow.config.check import problems
+from spmdflow.config.check import problems as problems_of
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.parallel.group import GroupSpec
 from spmdflow.parallel.layout import Layout
@@ -22,8 +21,8 @@ from spmdflow.plan.record import (
     BytesByEdge,
     Problem,
     Route,
-    RowEdge,
     Trace,
+    TracedEdge,
     TracedOrder,
     bytes_by_edge,
     routes_of,
@@ -48,7 +47,7 @@ class Proof:
 
     name: str
     what: str
-    problems: tuple[Problem, ...]
+    problems: Sequence[Problem]
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class PlanReport:
     """Number of the step that is shown."""
     orders: tuple[TracedOrder, ...]
     """Of that step."""
-    edges: tuple[RowEdge, ...]
+    edges: tuple[TracedEdge, ...]
     weights: tuple[WeightPlan, ...]
     prediction: Prediction
     proofs: tuple[Proof, ...]
@@ -96,7 +95,7 @@ class PlanReport:
         found = {GroupSpec(self.trace.world, "transfer", "gloo"): "run"}
         for order in self.trace.orders:
             if order.operation == "groups":
-                for ranks, lane, backend in next(iter(order.commands.values()))["specs"]:
+                for ranks, lane, backend in order.command["specs"]:
                     spec = GroupSpec(tuple(ranks), lane, backend)
                     found.setdefault(spec, order.label.removesuffix(".groups"))
         return found
@@ -111,27 +110,23 @@ class PlanReport:
             found.setdefault((maker, axis, spec.lane, spec.backend), []).append(spec.ranks)
         return found
 
-    def calls(self) -> list[dict[str, Any]]:
+    def calls(self) -> Iterator[dict[str, Any]]:
         """What is known of every call of the step, in the order of the script."""
-        found = []
         for call in self.prediction.calls:
             order, tokens = call.order, self.trace.tokens.get(call.order.place)
-            found.append(
-                {
-                    "number": order.number,
-                    "label": order.label,
-                    "line": order.line,
-                    "phase": order.phase,
-                    "ranks": list(order.ranks),
-                    "rows": tokens.num_rows if tokens else None,
-                    "prompt_tokens": tokens.prompts if tokens else None,
-                    "response_tokens": tokens.responses if tokens else None,
-                    "start_seconds": call.start,
-                    "seconds": call.seconds,
-                    "limit": call.limit,
-                }
-            )
-        return found
+            yield {
+                "number": order.number,
+                "label": order.label,
+                "line": order.line,
+                "phase": order.phase,
+                "ranks": list(order.ranks),
+                "rows": tokens.num_rows if tokens else None,
+                "prompt_tokens": tokens.prompts if tokens else None,
+                "response_tokens": tokens.responses if tokens else None,
+                "start_seconds": call.start,
+                "seconds": call.seconds,
+                "limit": call.limit,
+            }
 
     def to_plain(self) -> dict[str, Any]:
         """For --json: the same facts as the text, nothing left out but row ids."""
@@ -159,16 +154,8 @@ class PlanReport:
                 }
                 for model in trace.models.values()
             ],
-            "groups": [
-                {
-                    "ranks": list(spec.ranks),
-                    "lane": spec.lane,
-                    "backend": spec.backend,
-                    "made_by": maker,
-                }
-                for spec, maker in self.groups.items()
-            ],
-            "calls": self.calls(),
+            "groups": [asdict(spec) | {"made_by": maker} for spec, maker in self.groups.items()],
+            "calls": list(self.calls()),
             "edges": self._plain_edges(self.edge_bytes),
             "routes": [asdict(route) for route in self.routes],
             "weights": [
@@ -192,7 +179,7 @@ class PlanReport:
 
     def _plain_edges(self, edges: BytesByEdge) -> list[list[Any]]:
         """Source, destination, bytes, whether they cross nodes."""
-        node = dict(zip(self.trace.world, self.trace.nodes, strict=True))
+        node = self.trace.node_of
         return [[a, b, size, node[a] != node[b]] for (a, b), size in sorted(edges.items())]
 
     def _plain_order(self) -> list[dict[str, Any]]:
@@ -232,84 +219,70 @@ def plan(
 
     Any: an object of the script's settings class.
     """
-    started = time.perf_counter()
-    with _without_collections():
+    started, is_collecting = time.perf_counter(), gc.isenabled()
+    gc.disable()  # a plan of a thousand ranks makes millions of objects, none of them in circles
+    try:
         traced = trace(script, cfg, settings, replay)
         if traced.links and settings.num_steps == 1 and replay is None:
             # the first step fills a pipeline
             traced = trace(script, cfg, replace(settings, num_steps=2), replay)
         step = traced.steps[-1] if traced.steps else 0
         orders = tuple(order for order in traced.orders if order.step == step)
-        edges, weights = tuple(row_edges(orders)), tuple(weight_plans(traced, orders))
+        edges, weights = tuple(row_edges(orders)), tuple(weight_plans(traced))
         prediction = predict(traced, orders, hardware, ways=weights)
-        wrong, here = _wrong_settings(cfg, len(traced.world))
-        proofs = [Proof("settings", "the settings' own checks", wrong)]
+        world_size = len(traced.world)
+        wrong = [str(problem) for problem in problems_of(cfg, world_size, here=False)]
+        found = map(str, problems_of(cfg, world_size))
+        here = next((text for text in found if text not in wrong), None)
+        settings_found = [Problem("settings", text) for text in wrong]
+        proofs = [Proof("settings", "the settings' own checks", settings_found)]
         proofs += _proofs(traced, edges, weights, prediction)
         if replay is not None:
             proofs.append(_prove_bytes(traced, replay))
+    finally:
+        if is_collecting:
+            gc.enable()
     facts = traced, step, orders, edges, weights, prediction, tuple(proofs), here
     return PlanReport(str(script.__file__), *facts, seconds=time.perf_counter() - started)
 
 
 def _proofs(
     traced: Trace,
-    edges: Sequence[RowEdge],
+    edges: Sequence[TracedEdge],
     weights: Sequence[WeightPlan],
     prediction: Prediction,
 ) -> Iterator[Proof]:
     calls = sum(order.lane == COMPUTE for order in traced.orders)
-    yield Proof("rows", f"{len(edges)} edges bring each row once", tuple(check_rows(traced)))
+    yield Proof("rows", f"{len(edges)} edges bring each row once", check_rows(traced))
     what = f"all members enter {calls} calls and their groups"
-    yield Proof("members", what, tuple(check_members(traced)))
-    yield Proof("batches", "updates use each row once an epoch", tuple(check_batches(traced)))
+    yield Proof("members", what, check_members(traced))
+    yield Proof("batches", "updates use each row once an epoch", check_batches(traced))
     copies = [(way, way.copies) for way in weights if way.copies is not None]
     if copies:  # planned box by box; of other ways whole shards go to fixed groups
-        found = [
-            problem
-            for way, boxes in copies
-            for problem in check_weights(boxes, way=f"weights of {way.source} to {way.target}")
-        ]
+        found: list[Problem] = []
+        for way, boxes in copies:
+            found += check_weights(boxes, way=f"weights of {way.source} to {way.target}")
         ranks = sum(len(boxes.need) for _, boxes in copies)
-        yield Proof("weights", f"{ranks} ranks get each element that they lack once", tuple(found))
+        yield Proof("weights", f"{ranks} ranks get each element that they lack once", found)
     phases = len(prediction.memory)
     if phases:
         yield Proof("memory", f"{phases} phases fit ({prediction.hardware})", prediction.problems)
 
 
-def _wrong_settings(cfg: Any, world_size: int) -> tuple[tuple[Problem, ...], str | None]:
-    """What a run would refuse before it starts; and why it would be refused on this machine alone,
-    though the plan is fine (None if it would not)."""
-    found = [str(problem) for problem in problems(cfg, world_size, here=False)]
-    here = next((str(f) for f in problems(cfg, world_size) if str(f) not in found), None)
-    return tuple(Problem("settings", text) for text in found), here
-
-
 def _prove_bytes(traced: Trace, replay: Replay) -> Proof:
     """Whether the ranks of the run counted the bytes that are planned."""
-    found, edges = [], 0
+    found, num_edges = [], 0
     for step in replay.steps:
-        planned: Mapping[tuple[int, int], int] = traced.edges_by_step.get(step, {})
-        counted = replay.edges(step)
-        edges += len(counted)
+        planned, counted = traced.edges_by_step.get(step, {}), replay.edges(step)
+        num_edges += len(counted)
         for edge in sorted({*planned, *counted}):
-            if planned.get(edge, 0) != counted.get(edge, 0):
+            sizes = planned.get(edge, 0), counted.get(edge, 0)
+            if sizes[0] != sizes[1]:
                 text = (
-                    f"edge {edge[0]} -> {edge[1]} in step {step}: got {counted.get(edge, 0)} bytes "
-                    f"counted, expected the {planned.get(edge, 0)} that are planned; plan with the "
+                    f"edge {edge[0]} -> {edge[1]} in step {step}: got {sizes[1]} bytes "
+                    f"counted, expected the {sizes[0]} that are planned; plan with the "
                     f"script and settings of the run"
                 )
                 found.append(Problem("bytes", text))
-    what = f"{edges} edges of steps {', '.join(map(str, replay.steps))} as the run counted them"
-    return Proof("bytes", what, tuple(found[:5]))
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """A plan of a thousand ranks makes millions of objects, none of them in circles."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+    what = f"{num_edges} edges of steps {', '.join(map(str, replay.steps))} as the run counted them"
+    return Proof("bytes", what, found[:5])

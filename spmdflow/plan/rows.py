@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from spmdflow.plan.record import TRANSFER, Problem, Trace, TracedOrder, consumer_of
+from spmdflow.plan.record import TRANSFER, Problem, Trace, TracedOrder
 from spmdflow.runtime.message import find
 from spmdflow.runtime.order import names_in
 from spmdflow.transfer.register import map_spec, method_spec
@@ -22,8 +23,6 @@ _SHIFT = 40
 _NONE = np.zeros(0, dtype=np.int64)
 _SHOWN = 5
 _MOST_SOURCES = 64
-Key = tuple[int, str]
-"""RowResult and column."""
 
 
 def check_rows(trace: Trace) -> list[Problem]:
@@ -43,7 +42,8 @@ class _Rows:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._held: dict[Key, np.ndarray] = {}
+        self._held: dict[tuple[int, str], np.ndarray] = {}
+        """By result and column."""
         self._label: dict[int, str] = {}
         self._freed: dict[int, set[int]] = {}
         self.found: list[str] = []
@@ -106,38 +106,38 @@ class _Rows:
         columns: tuple[str, ...],
         edges: Sequence[tuple[int, int, np.ndarray]],
     ) -> None:
-        result = next(iter(order.commands.values()))["result"]
-        sizes = [len(ids) for _, _, ids in edges]
-        sources = np.repeat(np.array([s for s, _, _ in edges], dtype=np.int64), sizes)
-        ids = np.concatenate([_NONE, *(ids for _, _, ids in edges)])
-        arriving = np.repeat(np.array([d for _, d, _ in edges], dtype=np.int64), sizes)
-        arriving = (arriving << _SHIFT) + ids
-        ascending = np.argsort(arriving, kind="stable")
-        arriving, sources, ids = arriving[ascending], sources[ascending], ids[ascending]
-        consumer = consumer_of(self._trace, order)
+        result, consumer = order.command["result"], self._trace.consumers[order.place]
         reader = consumer.label if consumer else "any call"
+        unread = f"where {reader} does not read it, expected only rows that are read"
+        sent, arriving, ids = (
+            np.concatenate(parts)
+            for parts in (
+                [(source << _SHIFT) + ids for source, _, ids in edges],
+                [(rank << _SHIFT) + ids for _, rank, ids in edges],
+                [ids for _, _, ids in edges],
+            )
+        )
+        ascending = np.argsort(arriving, kind="stable")
+        sent, arriving, ids = sent[ascending], arriving[ascending], ids[ascending]
         twice = np.concatenate([[False], arriving[1:] == arriving[:-1]])
         strange = ~_among(arriving, _needed(consumer, result, columns))
-        strange_text = f"where {reader} does not read it, expected only rows that are read"
         wrong = [
             (columns, twice, "twice, expected each row once"),
-            (columns, strange, strange_text),
+            (columns, strange, unread),
         ]
+        absent = "which the source does not have, expected a source that has it"
+        there = "which is there already, expected only rows that are missing"
         for name in columns:
             held = self._held.get((result, name), _NONE)
-            absent = ~_among((sources << _SHIFT) + ids, held)
-            absent_text = "which the source does not have, expected a source that has it"
-            there_text = "which is there already, expected only rows that are missing"
-            wrong += [
-                ((name,), absent, absent_text),
-                ((name,), _among(arriving, held), there_text),
-            ]
+            wrong.append(((name,), ~_among(sent, held), absent))
+            wrong.append(((name,), _among(arriving, held), there))
             self._held[result, name] = np.union1d(held, arriving)
         for names, rows, what in wrong:
             first: dict[tuple[int, int], int] = {}
             for place in np.flatnonzero(rows).tolist():
-                first.setdefault((int(sources[place]), int(arriving[place]) >> _SHIFT), place)
-            for (source, rank), place in list(first.items())[:_SHOWN]:
+                ends = int(sent[place]) >> _SHIFT, int(arriving[place]) >> _SHIFT
+                first.setdefault(ends, place)
+            for (source, rank), place in islice(first.items(), _SHOWN):
                 self.found.append(
                     f"edge {source} -> {rank} of {order.name}: got row {ids[place]} of "
                     f"{', '.join(names)} {what}; derive the transfer again"
@@ -169,7 +169,7 @@ class _Rows:
 
 def _writes_of(trace: Trace, order: TracedOrder) -> tuple[str, ...]:
     """Columns that an order makes on its ranks."""
-    plain = next(iter(order.commands.values()))
+    plain = order.command
     if order.operation == "call" and plain.get("ids") is not None:
         return method_spec(trace.models[plain["group"]].worker_class, plain["method"]).writes
     if order.operation == "map":

@@ -168,7 +168,7 @@ def _calls(report: PlanReport) -> Iterator[str]:
     if prediction.seconds and stages:
         shown = ", ".join(f"{stage} {seconds_of(seconds)}" for stage, seconds in stages)
         yield from wrapped("  by stage", shown)
-    yield from (f"  {call.label}: {note}" for call in prediction.calls for note in call.notes)
+    yield from (f"  {call.order.label}: {note}" for call in prediction.calls for note in call.notes)
     for why in prediction.without.values():
         yield from wrapped("  not predicted", why)
 

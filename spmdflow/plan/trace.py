@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -25,14 +24,10 @@ from spmdflow.controller.transfers import Transfers
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import PlanError, SpmdflowError
 from spmdflow.plan.answers import Answers
-from spmdflow.plan.example import PROMPTS, RESPONSES, DataFiles, Examples
+from spmdflow.plan.example import PROMPTS, RESPONSES, Examples
 from spmdflow.plan.record import Trace, links_of, models_of
 from spmdflow.plan.replay import Replay
-from spmdflow.plan.transport import (
-    MOST_CALLS,
-    TraceTransport,
-    reads_of,
-)
+from spmdflow.plan.transport import MOST_CALLS, TraceTransport, reads_of
 from spmdflow.transfer.register import method_spec
 
 
@@ -58,57 +53,11 @@ class TraceSettings:
     """Whether prompt lengths come from the data file, if it is there and small."""
 
 
-def trace(
-    script: ModuleType, cfg: Any, settings: TraceSettings, replay: Replay | None = None
-) -> Trace:
-    """Run script.main(flow, cfg) dry. PlanError, with the line, for what cannot be planned.
-
-    Any: an object of the script's settings class.
-    """
-    examples = Examples(settings.examples, is_replayed=replay is not None)
-    files = DataFiles(read_data=settings.read_data)
-    answers = Answers(examples, _longest(cfg), files.scan, replay or Replay())
-    transport = TraceTransport(
-        settings.nodes,
-        answers,
-        script_file=str(script.__file__),
-        most_calls=settings.most_calls,
-    )
-    flow = _TracedFlow(cfg, settings, transport, examples)
-    try:
-        with _in_silence():
-            script.main(flow, cfg)
-    except (Exception, SystemExit) as err:
-        line = _line_of(err, str(script.__file__))
-        if line is None and not isinstance(err, SpmdflowError):
-            raise  # no mistake of the script
-        raise PlanError(_located(err, line, examples)) from err
-    return flow.to_trace(files.notes, script)
-
-
-@contextmanager
-def _in_silence() -> Iterator[None]:
-    """What the controller logs of a run is no news in a dry run; warnings are."""
-    logger = logging.getLogger("spmdflow.controller")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def trace_replayed(script: ModuleType, cfg: Any, replay: Replay) -> Trace:
-    """The steps of a run that a transcript has, with the run's own lengths and values."""
-    return trace(script, cfg, settings_of_run(replay), replay)
-
-
 def settings_of_run(replay: Replay, *, backend: str = "gloo") -> TraceSettings:
     """The ranks, nodes and steps of a run."""
-    nodes = replay.nodes
     return TraceSettings(
         world=replay.ranks,
-        nodes=tuple(nodes.get(rank, 0) for rank in range(max(replay.ranks) + 1)),
+        nodes=tuple(replay.nodes.get(rank, 0) for rank in range(max(replay.ranks) + 1)),
         backend=backend,
         num_steps=max(replay.steps) - (int(replay.start["step"]) if replay.start else 0),
         start=replay.start,
@@ -118,10 +67,32 @@ def settings_of_run(replay: Replay, *, backend: str = "gloo") -> TraceSettings:
     )
 
 
-def _line_of(err: BaseException, file: str) -> int | None:
-    """The script's line that was running."""
-    lines = [f.lineno for f in traceback.extract_tb(err.__traceback__) if f.filename == file]
-    return lines[-1] if lines else None
+def trace(
+    script: ModuleType, cfg: Any, settings: TraceSettings, replay: Replay | None = None
+) -> Trace:
+    """Run script.main(flow, cfg) dry. PlanError, with the line, for what cannot be planned.
+
+    Any: an object of the script's settings class.
+    """
+    file = str(script.__file__)
+    examples = Examples(settings.examples, _longest(cfg), is_replayed=replay is not None)
+    answers = Answers(examples, replay or Replay(), read_data=settings.read_data)
+    transport = TraceTransport(settings.nodes, answers, file, most_calls=settings.most_calls)
+    flow = _TracedFlow(cfg, settings, transport)
+    logger = logging.getLogger("spmdflow.controller")
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # what the controller logs of a run is no news here
+    try:
+        script.main(flow, cfg)
+    except (Exception, SystemExit) as err:
+        frames = traceback.extract_tb(err.__traceback__)
+        line = next((frame.lineno for frame in reversed(frames) if frame.filename == file), None)
+        if line is None and not isinstance(err, SpmdflowError):
+            raise  # no mistake of the script
+        raise PlanError(_located(err, line, examples)) from err
+    finally:
+        logger.setLevel(level)
+    return flow.to_trace(script)
 
 
 def _located(err: BaseException, line: int | None, examples: Examples) -> str:
@@ -132,7 +103,7 @@ def _located(err: BaseException, line: int | None, examples: Examples) -> str:
             f"flow.assume({{{err.args[0]!r}: 0.5}}) at the top of main"
         )
     elif not isinstance(err, SpmdflowError):
-        seen = ", ".join(f"{name} = {value}" for name, value in sorted(examples.used.items()))
+        seen = ", ".join(examples.used_text())
         text = (
             f"got {type(err).__name__}: {err}, expected main to run to the end of its steps on "
             f"examples ({seen or 'none was read'}); fix the line, or declare an example that it "
@@ -154,14 +125,14 @@ def _longest(cfg: Any) -> dict[str, int]:
 class _TracedFlow(Flow):
     """The script's view of a run that does not run; `Flow` itself does all the work."""
 
-    def __init__(
-        self, cfg: Any, settings: TraceSettings, transport: TraceTransport, examples: Examples
-    ) -> None:
-        self._trace_settings, self._transport, self._examples = settings, transport, examples
+    def __init__(self, cfg: Any, settings: TraceSettings, transport: TraceTransport) -> None:
+        self._trace_settings, self._transport = settings, transport
         self._pools = pools_of(cfg, settings.world)
-        transfers = Transfers(transport, seconds=cfg.run.transfer_seconds)
         limits = CallSettings(cfg.run.seed, cfg.run.call_seconds, settings.world)
-        self._calls = _TracedCaller(transport, transfers, limits, examples)
+        caller = _TracedCaller(
+            transport, Transfers(transport, seconds=cfg.run.transfer_seconds), limits
+        )
+        self._batches = caller.batches
         listener: Any = transport  # told when steps begin and end
         facts = FlowSettings(
             config=cfg,
@@ -173,11 +144,11 @@ class _TracedFlow(Flow):
             transcript=listener,
         )
         unwritten: Any = _Unwritten(settings.start)
-        super().__init__(self._calls, facts, unwritten, unwritten)
+        super().__init__(caller, facts, unwritten, unwritten)
 
     def assume(self, examples: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Keep the script's examples."""
-        self._examples.add({**(examples or {}), **more})
+        self._transport.answers.examples.add({**(examples or {}), **more})
 
     def steps(self, total: int) -> Iterator[Step]:
         """The first steps of the run, or of its continuation."""
@@ -200,11 +171,11 @@ class _TracedFlow(Flow):
         if self._trace_settings.with_evaluation:
             super()._before_first_step()
 
-    def to_trace(self, notes: Sequence[str], script: ModuleType) -> Trace:
+    def to_trace(self, script: ModuleType) -> Trace:
         """What was written down."""
         settings, transport = self._trace_settings, self._transport
-        used = [f"{name} = {value}" for name, value in sorted(self._examples.used.items())]
-        guessed = [f"column {name}: float32, one a row" for name in sorted(self._examples.guessed)]
+        answers = transport.answers
+        guessed = sorted(answers.examples.guessed)
         return Trace(
             world=settings.world,
             nodes=tuple(settings.nodes[rank] for rank in settings.world),
@@ -215,9 +186,13 @@ class _TracedFlow(Flow):
             tokens=transport.tokens,
             steps=tuple(transport.steps),
             reads=tuple(reads_of(script, transport.waits, transport.paths)),
-            assumptions=(*notes, *used, *guessed),
+            assumptions=(
+                *answers.notes,
+                *answers.examples.used_text(),
+                *(f"column {name}: float32, one a row" for name in guessed),
+            ),
             edges_by_step=transport.edges,
-            batches=self._calls.batches,
+            batches=self._batches,
         )
 
 
@@ -246,14 +221,10 @@ class _TracedCaller(Caller):
     """Writes down the rows of updates and the metrics that are read; `Caller` does all the work."""
 
     def __init__(
-        self,
-        transport: TraceTransport,
-        transfers: Transfers,
-        settings: CallSettings,
-        examples: Examples,
+        self, transport: TraceTransport, transfers: Transfers, settings: CallSettings
     ) -> None:
         super().__init__(transport, transfers, settings)
-        self._trace, self._examples = transport, examples
+        self._trace = transport
         self.batches: dict[int, tuple[Ids, Ids]] = {}
         """Row ids of the batch that each update was given, and their parents, by place."""
 
@@ -266,22 +237,19 @@ class _TracedCaller(Caller):
             label = f"{target.name}.{method}"
             order = next(o for o in reversed(self._trace.orders) if o.label == label)
             self.batches[order.place] = batch.ids, batch.parents
-        return made if isinstance(made, Batch) else _WatchedResult(made, self._use)
+        return made if isinstance(made, Batch) else _WatchedResult(made, self._trace.use)
 
     def invoke_each(
         self, target: Target, method: str, items: Sequence[Any], arguments: Mapping[str, Any]
     ) -> Result:
         """As `Caller.invoke_each`."""
-        return _WatchedResult(super().invoke_each(target, method, items, arguments), self._use)
+        made = super().invoke_each(target, method, items, arguments)
+        return _WatchedResult(made, self._trace.use)
 
     def metrics_of(self, results: Iterable[RowResult]) -> Mapping[str, float]:
         """As `Caller.metrics_of`; the numbers are examples."""
         super().metrics_of(results)
-        return _WatchedMetrics(self._examples.metrics(), self._use)
-
-    def _use(self, *names: str) -> None:
-        if self._trace.is_looking:
-            self._examples.use(names)
+        return _WatchedMetrics(self._trace.answers.examples.metrics(), self._trace.use)
 
 
 class _UnknownMetric(KeyError):

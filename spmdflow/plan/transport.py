@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import pathlib
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import FrameType, ModuleType
@@ -17,7 +18,7 @@ from typing import Any
 from spmdflow.controller.transfers import EdgeBytes
 from spmdflow.errors import PlanError
 from spmdflow.plan.answers import Answers
-from spmdflow.plan.record import COMPUTE, Read, Tokens, TracedOrder
+from spmdflow.plan.record import COMPUTE, BytesByEdge, Read, Tokens, TracedOrder
 from spmdflow.runtime.inproc import ImmediateTransport
 from spmdflow.runtime.order import Order, Pending, Replies, too_early
 
@@ -33,12 +34,12 @@ class TraceTransport(ImmediateTransport):
     """Orders of a script that runs on no rank."""
 
     def __init__(
-        self, nodes: Sequence[int], answers: Answers, *, script_file: str, most_calls: int
+        self, nodes: Sequence[int], answers: Answers, script_file: str, *, most_calls: int
     ) -> None:
         """nodes: the node of each rank of the world."""
         super().__init__()
-        self.world_size, self._nodes = len(nodes), tuple(nodes)
-        self._answers, self._file, self._most_calls = answers, script_file, most_calls
+        self.world_size, self._nodes, self.answers = len(nodes), tuple(nodes), answers
+        self._file, self._most_calls, self._num_calls = script_file, most_calls, 0
         self.orders: list[TracedOrder] = []
         self.waits: list[tuple[Path, str]] = []
         """(lines, what was waited for) of every look at a result from the script."""
@@ -49,9 +50,8 @@ class TraceTransport(ImmediateTransport):
         self.is_looking = True
         """Whether results are asked for by the script, not by the end of a step."""
         self.tokens: dict[int, Tokens] = {}
-        self.edges: dict[int, dict[tuple[int, int], int]] = {}
+        self.edges: dict[int, BytesByEdge] = {}
         """Row bytes by step and (source, destination), as the controller's own account has them."""
-        self._num_calls = 0
 
     # Steps: what `Flow` tells its transcript
 
@@ -65,16 +65,18 @@ class TraceTransport(ImmediateTransport):
 
     def end_step(self, number: int, metrics: Mapping[str, float], edges: EdgeBytes) -> None:
         """A step is over and everything has arrived."""
-        before = [found.get for found in self.edges.values()]
-        moved = {
-            edge: size - sum(get(edge, 0) for get in before) for edge, size in edges.planned.items()
-        }
-        self.edges[number] = {edge: size for edge, size in moved.items() if size}
+        before = sum(map(Counter, self.edges.values()), Counter())
+        self.edges[number] = dict(Counter(edges.planned) - before)
 
     @property
     def step(self) -> int:
         """Number of the step that runs; 0 before the first."""
         return self.steps[-1] if self.steps else 0
+
+    def use(self, *names: str) -> None:
+        """The script reads these metrics."""
+        if self.is_looking:
+            self.answers.examples.use(names)
 
     # The transport's surface
 
@@ -86,19 +88,11 @@ class TraceTransport(ImmediateTransport):
             self._count(order.label, line)
         if self.step:
             self.paths.append(path)
-        traced = TracedOrder(
-            len(self.orders),
-            order.number,
-            order.lane,
-            order.label,
-            self.step,
-            order.phase,
-            line,
-            dict(order.commands),
-        )
-        self.orders.append(traced)
+        place, facts = len(self.orders), (order.number, order.lane, order.label, self.step)
+        commands = dict(order.commands)
+        self.orders.append(TracedOrder(place, *facts, order.phase, line, commands))
         pending = _Watched(order.label, self)
-        self.post(partial(self._answer, order, pending, traced.place))
+        self.post(partial(self._answer, order, pending, place))
         return pending
 
     def node_of(self, rank: int) -> int:
@@ -128,11 +122,11 @@ class TraceTransport(ImmediateTransport):
         )
 
     def _answer(self, order: Order, pending: Pending, place: int) -> None:
-        replies = self._answers.to(order.label, order.number, order.commands)
-        tokens = self._answers.rows.tokens(order.number, order.commands)
+        replies = self.answers.to(order)
+        tokens = self.answers.rows.tokens(order.number, order.commands)
         if tokens is not None:
             self.tokens[place] = tokens
-        if order.on_done:
+        if order.on_done and order.lane == COMPUTE:  # of a transfer, it counts bytes that moved
             order.on_done(replies)
         pending.resolve(replies)
 

@@ -1,8 +1,7 @@
 """A traced step in the words of `mapping`: hardware, models, strategies and calls.
 
-A call is training if its method takes mini-batches, generation if it writes responses, else
-inference if its model has weights and reads tokens. Map functions, fetches and reward functions
-have no simulator.
+Calls of models that have weights, on rows with tokens, are simulated; map functions, fetches and
+reward functions are not.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
 
 import torch
 
@@ -22,11 +20,9 @@ from spmdflow.kind.generator import generator_kind
 from spmdflow.mapping.dataflow import Call, Dataflow, Engine, Kind, Model, Rollout, Workload
 from spmdflow.mapping.hardware import Hardware, load_hardware
 from spmdflow.mapping.strategy import Strategy
-from spmdflow.models.base import EngineWorker
 from spmdflow.models.generator import GeneratorWorker
 from spmdflow.models.policy import PolicyWorker, ReferenceWorker, SupervisedWorker
 from spmdflow.plan.record import Trace, TracedModel, TracedOrder
-from spmdflow.transfer.register import MethodSpec, method_spec
 from spmdflow.weights.architecture import Architecture, Head
 
 _BY_DEVICE = {
@@ -82,11 +78,7 @@ def _own() -> str:
 
 
 _WITH_LOGITS = (PolicyWorker, GeneratorWorker, ReferenceWorker, SupervisedWorker)
-STAGES: dict[Kind, str] = {
-    "generate": "generation",
-    "infer": "preparation",
-    "train": "learning",
-}
+STAGES: dict[Kind, str] = {"generate": "generation", "infer": "preparation", "train": "learning"}
 
 
 @dataclass(frozen=True)
@@ -112,14 +104,13 @@ def simulated(trace: Trace, orders: Sequence[TracedOrder]) -> Simulated:
             models[name] = _model(traced, weights_from=sources.get(name))
         except ConfigError as err:
             without[name] = str(err)
-    known = {order.place: _call(trace, order, models) for order in orders}
-    calls = {place: call for place, call in known.items() if call is not None}
     if not models:
         return Simulated(None, {}, {}, without)
+    known = {order.place: _call(trace, order, models) for order in orders}
+    calls = {place: call for place, call in known.items() if call is not None}
     for call in calls.values():
         if call.kind == "generate":
             models[call.model] = _with_cache(models[call.model], call, trace.models[call.model])
-    flow = Dataflow(tuple(models.values()), tuple(calls.values()))
     strategies = {
         name: Strategy.of_layout(
             trace.models[name].layout,
@@ -128,25 +119,12 @@ def simulated(trace: Trace, orders: Sequence[TracedOrder]) -> Simulated:
         )
         for name, model in models.items()
     }
+    flow = Dataflow(tuple(models.values()), tuple(calls.values()))
     return Simulated(flow, strategies, calls, without)
 
 
-def kind_of(spec: MethodSpec) -> Kind:
-    """Training, generation or inference."""
-    if spec.minibatches:
-        return "train"
-    return "generate" if "responses" in spec.writes else "infer"
-
-
-def settings_of(traced: TracedModel) -> Any:
-    """The role's settings, with the engine that its class binds (Any: the user's dataclass)."""
-    if issubclass(traced.worker_class, EngineWorker):
-        return traced.worker_class.bind_engine(traced.cfg)
-    return traced.cfg
-
-
 def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
-    cfg, layout = settings_of(traced), traced.layout
+    cfg, layout = traced.settings, traced.layout
     model = getattr(cfg, "model", None)
     if model is None or not hasattr(cfg, "engine"):
         raise ConfigError(
@@ -164,30 +142,26 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
         dtype=model.dtype,
         offload=cfg.engine.residency == "offload",
     )
-    only_generates = issubclass(traced.worker_class, GeneratorWorker)
-    if only_generates:  # no engine: its weights stay where it generates, in that precision
+    if traced.only_generates:  # no engine: its weights stay where it generates, in that precision
         kind, dtype = engines_that_cut()[0], cfg.rollout.dtype
         engine = replace(engine, kind=kind, layout=sizes, options=(), dtype=dtype, offload=False)
     return Model(
         traced.name,
         Architecture.sizes_from_folder(model.path, head=head),
-        trained=hasattr(cfg, "update") and not only_generates,
+        trained=hasattr(cfg, "update") and not traced.only_generates,
         engine=engine,
-        rollout=_rollout(traced, cfg),
+        rollout=_rollout(traced) if traced.generates else None,
         weights_from=weights_from,
     )
 
 
-def _rollout(traced: TracedModel, cfg: Any) -> Rollout | None:
-    if not hasattr(traced.worker_class, "generate_sequences") or not hasattr(cfg, "rollout"):
-        return None
-    rollout, layout = cfg.rollout, traced.layout
-    is_apart = issubclass(traced.worker_class, GeneratorWorker)
+def _rollout(traced: TracedModel) -> Rollout:
+    rollout, layout = traced.settings.rollout, traced.layout
     has_fixed_cache = generator_kind(rollout.engine).fixed_cache
     return Rollout(
         kind=rollout.engine,
         layout=(layout.gen_tp_size, layout.gen_pp_size),
-        weights="flat" if is_apart else sync_mode(cfg, layout),
+        weights="flat" if traced.only_generates else sync_mode(traced.settings, layout),
         dtype=rollout.dtype,
         kv_cache_bytes=float(rollout.kv_cache_bytes) if has_fixed_cache else None,
         max_batch_size=rollout.max_batch_size,
@@ -207,21 +181,20 @@ def _with_cache(model: Model, call: Call, traced: TracedModel) -> Model:
 
 
 def _call(trace: Trace, order: TracedOrder, models: Mapping[str, Model]) -> Call | None:
-    name, _, method = order.label.partition(".")
     tokens = trace.tokens.get(order.place)
-    if order.operation != "call" or name not in models or tokens is None:
+    if order.operation != "call" or order.model not in models or tokens is None:
         return None
     if not tokens.num_rows or tokens.prompts + tokens.responses <= 0:
         return None
-    spec = method_spec(trace.models[name].worker_class, method)
-    kind = kind_of(spec)
-    minis = [plain.get("mini", []) for plain in order.commands.values()]
+    traced = trace.models[order.model]
+    kind = traced.kind_of(order.method)
+    minis = [len(plain.get("mini", ())) for plain in order.commands.values()]
     workload = Workload(
         num_sequences=tokens.num_rows,
         prompt_tokens=max(1, ceil(tokens.prompts)),
         response_tokens=ceil(tokens.responses),
-        num_updates=max(1, max(map(len, minis))) if kind == "train" else 1,
-        num_epochs=trace.models[name].cfg.update.num_epochs if kind == "train" else 1,
+        num_updates=max(1, *minis) if kind == "train" else 1,
+        num_epochs=traced.cfg.update.num_epochs if kind == "train" else 1,
     )
     # a script whose generator has ranks of its own overlaps generation with all else
-    return Call(name, kind, "step" if trace.links else STAGES[kind], workload, method)
+    return Call(order.model, kind, "step" if trace.links else STAGES[kind], workload, order.method)

@@ -10,8 +10,8 @@ from spmdflow.config.load import load
 from spmdflow.plan.comparison import compare
 from spmdflow.plan.record import Trace
 from spmdflow.plan.replay import Replay
-from spmdflow.plan.trace import trace_replayed
 from spmdflow.plan.weight import weight_plans
+from tests.unit.planned import trace_replayed
 
 PPO = Path(__file__).parents[2] / "algos" / "ppo.py"
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from spmdflow.config.load import load
 from spmdflow.plan.record import Trace, TracedOrder
-from spmdflow.plan.trace import TraceSettings, trace
+from spmdflow.plan.replay import Replay
+from spmdflow.plan.trace import TraceSettings, settings_of_run, trace
 
 Commands = dict[int, Any]
 
@@ -39,6 +41,11 @@ def traced(script: str, world: int, *settings: str, **more: Any) -> Trace:
     """A dry run of one of the bundled scripts."""
     loaded = load(ALGORITHMS / f"{script}.py", None, settings)
     return trace(loaded.script, loaded.cfg, settings_of(world, **more))
+
+
+def trace_replayed(script: ModuleType, cfg: Any, replay: Replay) -> Trace:
+    """The steps of a run that a transcript has, with the run's own lengths and values."""
+    return trace(script, cfg, settings_of_run(replay), replay)
 
 
 def write_script(folder: Path, body: str) -> Path:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdflow.plan.check import check_batches, check_members
-from spmdflow.plan.record import RowEdge, Trace, row_edges
+from spmdflow.plan.record import Trace, TracedEdge, row_edges
 from spmdflow.plan.rows import check_rows
 from tests.unit.planned import (
     ROOT,
@@ -46,21 +46,21 @@ def grouped() -> Trace:
     return grouped_trace()
 
 
-def edges_of(trace: Trace) -> list[RowEdge]:
+def edges_of(trace: Trace) -> list[TracedEdge]:
     return list(row_edges(trace.orders))
 
 
-def named(edge: RowEdge) -> str:
+def named(edge: TracedEdge) -> str:
     return f"edge {edge.source} -> {edge.destination}"
 
 
-def lacking_sources(text: str, edge: RowEdge) -> set[int]:
+def lacking_sources(text: str, edge: TracedEdge) -> set[int]:
     """Ranks that messages name as those that could have sent an edge's rows."""
     pattern = rf"edge ([\d, or]+) -> {edge.destination}: got no rows"
     return {int(n) for found in re.findall(pattern, text) for n in re.findall(r"\d+", found)}
 
 
-def send_of(commands: Commands, edge: RowEdge) -> list[Any]:
+def send_of(commands: Commands, edge: TracedEdge) -> list[Any]:
     return next(
         send
         for send in commands[edge.source]["sends"]
@@ -68,7 +68,7 @@ def send_of(commands: Commands, edge: RowEdge) -> list[Any]:
     )
 
 
-def receive_of(commands: Commands, edge: RowEdge) -> list[Any]:
+def receive_of(commands: Commands, edge: TracedEdge) -> list[Any]:
     return next(
         receive
         for receive in commands[edge.destination]["receives"]
@@ -76,7 +76,7 @@ def receive_of(commands: Commands, edge: RowEdge) -> list[Any]:
     )
 
 
-def drop(commands: Commands, edge: RowEdge) -> None:
+def drop(commands: Commands, edge: TracedEdge) -> None:
     send, receive = send_of(commands, edge), receive_of(commands, edge)
     commands[edge.source]["sends"].remove(send)
     commands[edge.destination]["receives"] = [
@@ -84,12 +84,12 @@ def drop(commands: Commands, edge: RowEdge) -> None:
     ]
 
 
-def double(commands: Commands, edge: RowEdge) -> None:
+def double(commands: Commands, edge: TracedEdge) -> None:
     commands[edge.source]["sends"].append(list(send_of(commands, edge)))
     commands[edge.destination]["receives"].append(list(receive_of(commands, edge)))
 
 
-def move(commands: Commands, edge: RowEdge, destination: int) -> None:
+def move(commands: Commands, edge: TracedEdge, destination: int) -> None:
     """The edge's rows go to another rank."""
     receive = receive_of(commands, edge)
     drop(commands, edge)

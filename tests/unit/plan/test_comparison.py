@@ -29,10 +29,10 @@ from spmdflow.plan.comparison import (
 from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.record import Trace, TracedOrder
 from spmdflow.plan.replay import Replay, recorded_trace
-from spmdflow.plan.trace import TraceSettings, trace, trace_replayed
+from spmdflow.plan.trace import TraceSettings, trace
 from spmdflow.plan.weight import weight_plans
 from spmdflow.runtime.message import decode, encode
-from tests.unit.planned import ALGORITHMS
+from tests.unit.planned import ALGORITHMS, trace_replayed
 
 SETTINGS = (
     "data.prompts_per_step=4",
@@ -243,7 +243,7 @@ def test_stopped_run_is_compared_and_a_second_signal_changes_nothing(
         signals.append(os.kill(os.getpid(), signal.SIGTERM))
         compare_run(cfg)
 
-    monkeypatch.setattr(program, "compare_run", compare_after_a_signal)
+    monkeypatch.setattr("spmdflow.plan.comparison.compare_run", compare_after_a_signal)
     status = program.launch(stopping(loaded.script), loaded.cfg, inproc=True)
 
     assert status == STOPPED and signals

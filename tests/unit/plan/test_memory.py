@@ -23,8 +23,7 @@ from spmdflow.controller.script import launch
 from spmdflow.mapping.hardware import Hardware, load_hardware
 from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.replay import Replay
-from spmdflow.plan.trace import trace_replayed
-from tests.unit.planned import ALGORITHMS, SMALL, traced
+from tests.unit.planned import ALGORITHMS, SMALL, trace_replayed, traced
 
 LEAST, MOST = 0.75, 1.2
 """Predicted / measured peak of every call; on two CPUs, micro-batches of 8 and 16: 0.79 to 1.09."""
