@@ -8,8 +8,8 @@ it with the reason, `sizes_from_config` reads what it states. Knows no ranks and
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,16 +50,16 @@ class Architecture:
     vocab_size: int
     tied: bool
     """Whether the logits use the embedding; False for a scalar head, which has none to tie."""
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    """Whether each head of q and k is normed."""
-    norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
     max_positions: int
-    sliding_window: int | None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Whether each head of q and k is normed."""
+    norm_eps: float = 0.0
+    rope_theta: float = 0.0
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
     """Tokens that attention reaches back; None: all."""
     head: Head = "causal_lm"
     gated: bool = True
@@ -72,15 +72,11 @@ class Architecture:
         """From the content of config.json; ConfigError if the model cannot be run, with why."""
         family = FAMILIES.get(str(config.get("model_type")))
         if family is None:
-            raise ConfigError(
-                f"model: got model_type {config.get('model_type')!r}, expected one of "
-                f"{', '.join(sorted(FAMILIES))}; choose another model, or "
-                f"engine.kind={engine_names()[0]}, which "
-                f"runs what transformers can load"
-            )
+            got = f"model_type {config.get('model_type')!r}"
+            raise _unfit(got, f"one of {', '.join(sorted(FAMILIES))}")
         stated = {**family.defaults, **config}
         facts = {key: value for key, value in stated.items() if value is not None}
-        _refuse(facts, family)
+        _check_features(facts, family)
         num_heads = _size(facts, "num_attention_heads")
         hidden_size = _size(facts, "hidden_size")
         theta, scaling = _rope(facts)
@@ -94,9 +90,9 @@ class Architecture:
             head_dim=facts.get("head_dim", hidden_size // num_heads),
             vocab_size=_size(facts, "vocab_size"),
             tied=head == "causal_lm" and bool(facts.get("tie_word_embeddings", False)),
-            qkv_bias=family.qkv_bias(facts),
-            o_bias=family.o_bias(facts),
-            mlp_bias=family.mlp_bias(facts),
+            qkv_bias=_has(family.qkv_bias, facts),
+            o_bias=_has(family.o_bias, facts),
+            mlp_bias=_has(family.mlp_bias, facts),
             qk_norm=family.qk_norm,
             norm_eps=float(facts.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
@@ -175,55 +171,38 @@ def read_json(file: Path, *, key: str) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as err:
-        raise ConfigError(f"{key}: got {err} in {file}, expected JSON; fix the file") from err
+        raise ConfigError.of(key, f"{err} in {file}", "JSON", "fix the file") from err
     if not isinstance(content, dict):
-        raise ConfigError(f"{key}: got a JSON list in {file}, expected an object; fix the file")
+        raise ConfigError.of(key, f"a JSON list in {file}", "an object", "fix the file")
     return content
 
 
-_Rule = Callable[[Mapping[str, Any]], bool]
-
-
-def _never(facts: Mapping[str, Any]) -> bool:
-    return False
-
-
-def _always(facts: Mapping[str, Any]) -> bool:
-    return True
-
-
-def _if_stated(key: str) -> _Rule:
-    return lambda facts: bool(facts.get(key, False))
+_Rule = bool | str
+"""Whether a family has something; a name: as that value of config.json says, no if it is silent."""
 
 
 @dataclass(frozen=True)
 class Family:
     """What tells one family from the others."""
 
-    qkv_bias: _Rule
-    o_bias: _Rule
-    mlp_bias: _Rule
-    qk_norm: bool
-    has_sliding_window: bool
+    qkv_bias: _Rule = False
+    o_bias: _Rule = False
+    mlp_bias: _Rule = False
+    qk_norm: bool = False
+    has_sliding_window: bool = False
     """Whether sliding_window holds for every layer as it stands."""
-    defaults: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     """What transformers assumes where config.json is silent."""
 
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
-        qkv_bias=_if_stated("attention_bias"),
-        o_bias=_if_stated("attention_bias"),
-        mlp_bias=_if_stated("mlp_bias"),
-        qk_norm=False,
-        has_sliding_window=False,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
         defaults={"max_position_embeddings": 2048},
     ),
     "mistral": Family(
-        qkv_bias=_never,
-        o_bias=_never,
-        mlp_bias=_never,
-        qk_norm=False,
         has_sliding_window=True,
         defaults={
             "max_position_embeddings": 131072,
@@ -232,19 +211,13 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
     "qwen2": Family(
-        qkv_bias=_always,
-        o_bias=_never,
-        mlp_bias=_never,
-        qk_norm=False,
-        has_sliding_window=False,
+        qkv_bias=True,
         defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32},
     ),
     "qwen3": Family(
-        qkv_bias=_if_stated("attention_bias"),
-        o_bias=_if_stated("attention_bias"),
-        mlp_bias=_never,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
         qk_norm=True,
-        has_sliding_window=False,
         defaults={
             "max_position_embeddings": 32768,
             "num_key_value_heads": 32,
@@ -255,28 +228,33 @@ FAMILIES: Mapping[str, Family] = {
 """By model_type. Llama 2 and 3, Mistral, Qwen2 and 2.5, and Qwen3's dense models."""
 
 
-def _refuse(facts: Mapping[str, Any], family: Family) -> None:
-    """ConfigError for the first feature that no engine here computes."""
+def _has(rule: _Rule, facts: Mapping[str, Any]) -> bool:
+    return bool(facts.get(rule, False)) if isinstance(rule, str) else rule
+
+
+def _unfit(got: object, expected: object) -> ConfigError:
+    """What no engine with tables computes."""
+    do = f"choose another model, or engine.kind={engine_names()[0]}, which runs what transformers"
+    return ConfigError.of("model", got, expected, f"{do} can load")
+
+
+def _check_features(facts: Mapping[str, Any], family: Family) -> None:
+    """ConfigError for the first feature that no engine with tables computes."""
     windowed = facts.get("use_sliding_window") and not family.has_sliding_window
-    quantised = facts.get("quantization_config")
+    layers = sorted(set(facts.get("layer_types", ())))
+    if layers in ([], ["full_attention"]) or family.has_sliding_window:
+        layers = ["full_attention"]
     features = {
         "hidden_act": (facts.get("hidden_act", "silu"), "silu"),
         "use_sliding_window": (bool(windowed), False),
-        "quantization_config": (bool(quantised), False),
+        "quantization_config": (bool(facts.get("quantization_config")), False),
         "partial_rotary_factor": (_rope_facts(facts).get("partial_rotary_factor", 1.0), 1.0),
         "attention_dropout": (float(facts.get("attention_dropout", 0.0)), 0.0),
-        "layer_types": (sorted(set(facts.get("layer_types", ()))), "only full_attention"),
+        "layer_types": (layers, ["full_attention"]),
     }
-    if features["layer_types"][0] in ([], ["full_attention"]) or family.has_sliding_window:
-        del features["layer_types"]
     for key, (got, expected) in features.items():
         if got != expected:
-            raise ConfigError(
-                f"model: got {key} {got!r} in a {facts['model_type']} config, expected "
-                f"{expected!r}; choose another model, or "
-                f"engine.kind={engine_names()[0]}, which runs what "
-                f"transformers can load"
-            )
+            raise _unfit(f"{key} {got!r} in a {facts['model_type']} config", repr(expected))
 
 
 def _rope_facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -301,19 +279,14 @@ def _rope(facts: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             float(rope["high_freq_factor"]),
             int(rope["original_max_position_embeddings"]),
         )
-    raise ConfigError(
-        f"model: got rope scaling {kind!r}, expected default, linear or llama3; choose another "
-        f"model, or engine.kind={engine_names()[0]}, which runs what transformers can load"
-    )
+    raise _unfit(f"rope scaling {kind!r}", "default, linear or llama3")
 
 
 def _size(facts: Mapping[str, Any], key: str) -> int:
     value = facts.get(key)
     if not isinstance(value, int) or value < 1:
-        raise ConfigError(
-            f"model: got {key} {value!r} in config.json, expected a positive integer; "
-            f"fix the file or choose another model"
-        )
+        got, do = f"{key} {value!r} in config.json", "fix the file or choose another model"
+        raise ConfigError.of("model", got, "a positive integer", do)
     return value
 
 
@@ -335,15 +308,7 @@ def _sizes_only(facts: Mapping[str, Any], head: Head, obstacle: str) -> Architec
         head_dim=first("head_dim") or hidden_size // max(num_heads, 1),
         vocab_size=first("vocab_size"),
         tied=head == "causal_lm" and bool(tied),
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        norm_eps=0.0,
-        rope_theta=0.0,
-        rope_scaling=None,
         max_positions=first("max_position_embeddings", "n_positions"),
-        sliding_window=None,
         head=head,
         gated=facts.get("hidden_act", facts.get("activation_function")) == "silu",
         obstacle=obstacle,
@@ -352,12 +317,8 @@ def _sizes_only(facts: Mapping[str, Any], head: Head, obstacle: str) -> Architec
 
 def _check_heads(arch: Architecture) -> None:
     if arch.num_heads % arch.num_kv_heads:
-        raise ConfigError(
-            f"model: got {arch.num_kv_heads} key-value heads for {arch.num_heads} attention "
-            f"heads, expected a divisor; fix config.json"
-        )
+        got = f"{arch.num_kv_heads} key-value heads for {arch.num_heads} attention heads"
+        raise ConfigError.of("model", got, "a divisor", "fix config.json")
     if arch.head_dim % 2:
-        raise ConfigError(
-            f"model: got head_dim {arch.head_dim}, expected an even number, as rotary positions "
-            f"turn pairs; fix config.json"
-        )
+        expected = "an even number, as rotary positions turn pairs"
+        raise ConfigError.of("model", f"head_dim {arch.head_dim}", expected, "fix config.json")
