@@ -19,7 +19,7 @@ from torch import Tensor
 from spmdflow.blocks.box import Box
 from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.rollout.sampling import Sampling, perturb, scale
-from spmdflow.weights.move import BlockWriter
+from spmdflow.weights.move import Blocks
 
 MARGIN = 1e-5
 END = 2
@@ -119,7 +119,7 @@ def load(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:
 
 def put_weights(generator: Any, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
     """Overwrite a generator's weights, each rank its part, with whole tensors by name."""
-    writer = BlockWriter(generator.blocks())
+    writer = Blocks(generator.blocks())
     for name, tensor in tensors:
         writer.write(name, Box.of_shape(tensor.shape), tensor.detach())
     generator.renew(version)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from spmdflow.hybrid_engine.reshard import ReshardPlan
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.cut import ShardTable
 from spmdflow.weights.ranks import RankTables
-from spmdflow.weights.table import EMBEDDING, parameters_by_name
+from spmdflow.weights.table import EMBEDDING, ShardTable
 
-_WHOLE = {"norm", "q_norm", "k_norm", "o_bias", "down_bias", "score"}
-"""Kinds that every tensor-parallel rank of a stage holds."""
+_WHOLE = ("norm.weight", "o_proj.bias", "down_proj.bias", "score.weight")
+"""Ends of the names of tensors that every tensor-parallel rank of a stage holds."""
 _FIRST_LAYER = "model.layers.0.input_layernorm.weight"
 
 
@@ -96,7 +95,7 @@ def _amounts(arch: Architecture, table: ShardTable, element_bytes: int) -> Itera
 def _amount(arch: Architecture, name: str, size: int, *, is_copy: bool) -> Amount:
     if is_copy:
         return Amount(tied_copy=size)
-    if parameters_by_name(arch)[name].kind in _WHOLE:
+    if name.endswith(_WHOLE):
         return Amount(replicated=size)
     return Amount(sharded=size)
 

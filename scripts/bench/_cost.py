@@ -38,16 +38,17 @@ from spmdflow.hybrid_engine.reshard import (
 from spmdflow.hybrid_engine.table import storage_numel
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.cut import ShardTable
-from spmdflow.weights.megatron import buffer_places, vocab_multiple
 from spmdflow.weights.ranks import (
     BUCKET_BYTES,
     RankTables,
-    fsdp_shards,
+    buffer_places,
+    default_vocab_multiple,
     megatron_tables,
+    row_shards,
     vllm_tables,
     whole_tables,
 )
+from spmdflow.weights.table import ShardTable
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,7 @@ class Case:
     @property
     def training(self) -> RankTables:
         """Megatron's tables."""
-        multiple = vocab_multiple(self.layout.tp_size)
-        return megatron_tables(self.arch, self.layout, vocab_multiple=multiple)
+        return megatron_tables(self.arch, self.layout)
 
     @property
     def storage_numel(self) -> dict[int, int]:
@@ -211,7 +211,7 @@ def obstacle(case: Case) -> str | None:
             f"t_g{layout.gen_tp_size} p_g{layout.gen_pp_size} does not divide t{layout.tp_size} "
             f"p{layout.pp_size}: a generation replica lies across training replicas"
         )
-    ours, theirs = (-(-vocab_size // m) * m for m in (vocab_multiple(layout.tp_size), 64))
+    ours, theirs = (-(-vocab_size // m) * m for m in (default_vocab_multiple(layout.tp_size), 64))
     if ours != theirs:
         return f"vocabulary {vocab_size} is padded to {ours} for training and to {theirs} by vLLM"
     return None
@@ -221,7 +221,7 @@ def _ds_chat(case: Case) -> Cost:
     """Training is sharded over all ranks, whatever t and p; the whole model is gathered."""
     ranks = case.layout.ranks
     have = {
-        rank: fsdp_shards(case.arch, shard_size=len(ranks), shard_rank=place)
+        rank: row_shards(case.arch, shard_size=len(ranks), shard_rank=place)
         for place, rank in enumerate(ranks)
     }
     return _gathering("ds_chat", case, have, {"pool": [ranks]})

@@ -26,9 +26,9 @@ from spmdflow.hybrid_engine.reshard import ReshardPlan
 from spmdflow.hybrid_engine.shared_storage import BlockStorage, FlatStorage, SharedStorage
 from spmdflow.hybrid_engine.stream import ALONE_BYTES, GroupWire, WeightStream
 from spmdflow.parallel.group import GroupTable
-from spmdflow.weights.cut import ShardTable
-from spmdflow.weights.move import Block, BlockReader, Read, blocks, fill
+from spmdflow.weights.move import Block, Blocks, Read, blocks, fill
 from spmdflow.weights.ranks import vllm_tables
+from spmdflow.weights.table import ShardTable
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Gathered(Streamed):
         """vLLM's shard out of the whole model, which goes."""
         table = vllm_tables(self.case.arch, self.case.layout)[self.seat.rank]
         shard = self._empty(table)
-        fill(shard, table, BlockReader(self.generation()).read)
+        fill(shard, table, Blocks(self.generation()).read)
         self._held, self._held_table = shard, table
 
     def release(self) -> None:

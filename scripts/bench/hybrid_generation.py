@@ -29,8 +29,8 @@ from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm import VllmGenerator
 from spmdflow.rollout.vllm_blocks import WHOLE, Key, key_of
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.megatron import megatron_shards
-from spmdflow.weights.move import BlockWriter, fill
+from spmdflow.weights.move import Blocks, fill
+from spmdflow.weights.ranks import megatron_shards
 
 ROOT = Path(__file__).parents[2]
 MODEL = {
@@ -97,7 +97,7 @@ def run(folder: str, num_shards: int, batches: int) -> dict[str, Any]:
     """What one process measures; num_shards 0: stock layers."""
     cfg = RolloutConfig(engine="vllm", max_batch_size=NUM_ROWS, weights="copy")
     generator = VllmGenerator(cfg, folder, torch.device("cpu"), Replica.alone())
-    writer = BlockWriter(generator.blocks())
+    writer = Blocks(generator.blocks())
     for name, values in whole_values(folder).items():
         writer.write(name, Box.of_shape(values.shape), values)
     generator.renew(0)

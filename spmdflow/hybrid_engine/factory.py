@@ -20,7 +20,7 @@ from spmdflow.rollout.generator import Generator
 from spmdflow.rollout.vllm import VllmGenerator
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.megatron import vocab_multiple
+from spmdflow.weights.ranks import default_vocab_multiple
 from spmdflow.workers.engine import TrainEngine
 
 _STORAGES: dict[str, type[SharedStorage]] = {"blocks": BlockStorage, "flat": FlatStorage}
@@ -73,7 +73,7 @@ def hybrid_of(
             generator,
             storage,
             architecture=architecture,
-            vocab_multiple=vocab_multiple(layout.tp_size),
+            vocab_multiple=default_vocab_multiple(layout.tp_size),
             verify_every=verify_every,
         )
     return BoxSync(

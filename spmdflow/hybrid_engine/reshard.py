@@ -17,7 +17,7 @@ for each message of `bucket.messages_of(rank)`, in order, its source packs the p
 each box, row-major, one behind the other, in the generator's precision) and sends them: a broadcast
 where a process group over `message.ranks` exists, else point to point to each destination. When all
 messages of the bucket have arrived, a destination writes each box to every place where its
-generation table has it (`weights.move.BlockWriter`). `plan.kept` is written the same way, from the
+generation table has it (`weights.move.Blocks`). `plan.kept` is written the same way, from the
 rank's own shards. All ranks derive the same plan from what all have and need.
 """
 
@@ -32,7 +32,6 @@ from spmdflow.blocks.box import Box, disjoint, merged, subtract_all
 from spmdflow.blocks.plan import NodeOf, redistribute
 from spmdflow.errors import PlanError
 from spmdflow.parallel.layout import Layout
-from spmdflow.weights.cut import pieces_by_name
 from spmdflow.weights.ranks import RankTables
 
 BoxesByRank = Mapping[int, Mapping[str, Sequence[Box]]]
@@ -166,8 +165,8 @@ def boxes_of(tables: RankTables) -> BoxesByRank:
     known: dict[int, Mapping[str, tuple[Box, ...]]] = {}
     for table in tables.values():
         if id(table) not in known:
-            boxes = pieces_by_name(table)
-            known[id(table)] = {name: tuple(found) for name, found in boxes.items()}
+            pieces = (piece for tensor in table.values() for piece in tensor.pieces)
+            known[id(table)] = boxes_by_name((piece.name, None, piece.box) for piece in pieces)
     return {rank: known[id(table)] for rank, table in tables.items()}
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from spmdflow.errors import WeightSyncError
 from spmdflow.hybrid_engine.reshard import Bucket, Message, Part, ReshardPlan
 from spmdflow.parallel.group import GroupTable
-from spmdflow.weights.move import Block, BlockReader, BlockWriter
+from spmdflow.weights.move import Block, Blocks
 
 ALONE_BYTES = 64 << 10
 """A box of at least so many bytes is not packed with others."""
@@ -87,7 +87,7 @@ class WeightStream:
         Returns the bytes received. All ranks of a group of the plan run together.
         WeightSyncError if a message does not get through in time.
         """
-        reader, writer = BlockReader(source), BlockWriter(target)
+        reader, writer = Blocks(source), Blocks(target)
         for part in self.plan.kept.get(self._rank, ()):
             for values, box in reader.pieces(part.name, part.box):
                 writer.write(part.name, box, values)
@@ -100,8 +100,8 @@ class WeightStream:
         self,
         bucket: list[_Transfer],
         staging: Tensor,
-        reader: BlockReader,
-        writer: BlockWriter,
+        reader: Blocks,
+        writer: Blocks,
     ) -> int:
         """Send and receive what is in a bucket; bytes received."""
         arrived: list[tuple[Message, Tensor]] = []
@@ -124,22 +124,19 @@ class WeightStream:
             _unpack(message.parts, values, writer)
         return received
 
-    def _transfers(
-        self, bucket: Bucket, reader: BlockReader, writer: BlockWriter
-    ) -> Iterator[_Transfer]:
+    def _transfers(self, bucket: Bucket, reader: Blocks, writer: Blocks) -> Iterator[_Transfer]:
         """This rank's messages, divided alike at both ends: large boxes first, each alone."""
         for message in bucket.messages_of(self._rank):
-            blocks = reader if message.source == self._rank else writer
+            view = reader.view if message.source == self._rank else writer.sole_view
             small = tuple(part for part in message.parts if part.box.size < self._alone)
             for part in message.parts:
                 if part.box.size >= self._alone:
-                    yield replace(message, parts=(part,)), self._in_place(part, blocks)
+                    yield replace(message, parts=(part,)), self._in_place(view(part.name, part.box))
             if small:
                 yield replace(message, parts=small), None
 
-    def _in_place(self, part: Part, blocks: BlockReader | BlockWriter) -> Tensor | None:
+    def _in_place(self, values: Tensor | None) -> Tensor | None:
         """The live values of a box, flat; None if they lie apart or must be converted."""
-        values = blocks.view(part.name, part.box)
         if values is None or not values.is_contiguous():
             return None
         fits = values.dtype == self._dtype and values.device == self._device
@@ -157,7 +154,7 @@ class WeightStream:
             ) from err
 
 
-def _pack(parts: Iterable[Part], reader: BlockReader, values: Tensor) -> None:
+def _pack(parts: Iterable[Part], reader: Blocks, values: Tensor) -> None:
     """Boxes one behind the other, in the precision of values."""
     with torch.no_grad():
         for part, place in _places(parts, values):
@@ -165,7 +162,7 @@ def _pack(parts: Iterable[Part], reader: BlockReader, values: Tensor) -> None:
                 place[box.slices(part.box)].copy_(held)
 
 
-def _unpack(parts: Iterable[Part], values: Tensor, writer: BlockWriter) -> None:
+def _unpack(parts: Iterable[Part], values: Tensor, writer: Blocks) -> None:
     for part, place in _places(parts, values):
         writer.write(part.name, part.box, place)
 

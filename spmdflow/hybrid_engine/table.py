@@ -7,8 +7,7 @@ from spmdflow.kind.generator import generator_kind
 from spmdflow.kind.registry import load
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.megatron import buffer_numel, vocab_multiple
-from spmdflow.weights.ranks import RankTables, megatron_tables
+from spmdflow.weights.ranks import RankTables, buffer_places, megatron_tables
 
 
 def training_tables(architecture: Architecture, layout: Layout, *, kind: str) -> RankTables:
@@ -27,10 +26,9 @@ def storage_numel(
     architecture: Architecture, layout: Layout, *, distributed_optimizer: bool
 ) -> dict[int, int]:
     """Elements of each rank's Megatron parameter buffer, padded for that optimizer if it is on."""
-    multiple = vocab_multiple(layout.tp_size)
     aligned_over = layout.dp_size if distributed_optimizer else None
     shared = architecture.tied and layout.pp_size > 1
     return {
-        rank: buffer_numel(table, aligned_over=aligned_over, shared_embedding=shared)
-        for rank, table in megatron_tables(architecture, layout, vocab_multiple=multiple).items()
+        rank: buffer_places(table, aligned_over=aligned_over, shared_embedding=shared)[1]
+        for rank, table in megatron_tables(architecture, layout).items()
     }

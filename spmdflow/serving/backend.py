@@ -27,9 +27,8 @@ from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.rollout.vllm_contract import missing_names
 from spmdflow.rollout.vllm_weights import Slot, joined_hashes, slots_of, whole_shapes
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.cut import ShardTable
-from spmdflow.weights.table import EMBEDDING
-from spmdflow.weights.vllm import vllm_shards
+from spmdflow.weights.ranks import vllm_shards
+from spmdflow.weights.table import EMBEDDING, ShardTable
 
 _HEAD = "lm_head"
 _RELOAD = "vllm.model_executor.model_loader.reload"

@@ -1,21 +1,17 @@
 """Where every weight lies: boxes of Hugging Face tensors in the tensors of each engine.
 
 One declarative table per architecture family (`architecture` for what differs between families,
-`table` for the tensors) and one function per layout that says, for a rank, which box of which
-Hugging Face tensor fills which part of which local tensor. Loading, export, resharding
+`table` for the tensors) and one function per engine (`ranks`) that says, for a rank, which box of
+which Hugging Face tensor fills which part of which local tensor. Loading, export, resharding
 and checksums read these tables; no other code knows how a weight is cut. Integers
 only but for `move` and `folder`; no processes, no Megatron, no vLLM.
 
 | file | what |
 |---|---|
-| `architecture` | `Architecture`: sizes and features, read from config.json or refused |
-| `table` | `parameters`: name, shape and kind of every tensor; `stage_layers` |
-| `cut` | `Piece`, `LocalTensor`, `ShardTable`; the ways to cut; who owns what several hold |
-| `megatron` | interleaved qkv, gate over up, padded vocabulary, stages |
-| `vllm` | q over k over v, gate over up, vocabulary padded to 64, replicated kv heads |
-| `ranks` | the tables of all ranks of a layout; rows in equal chunks (FSDP2) and whole tensors |
-| `move` | fill local tensors through a reader; views by box; whole tensors from boxes |
-| `storage` | memory of tensors that is freed and taken again, on the host meanwhile if wanted |
+| `architecture` | `Architecture`: sizes and features, read from config.json, or why not |
+| `table` | `parameters`: name and shape of every tensor; `Piece`, `LocalTensor`; the ways to cut |
+| `ranks` | the tables of all ranks of a layout: Megatron's, vLLM's, rows in equal chunks (FSDP2) |
+| `move` | fill local tensors through a reader; views by box; memory that is freed and taken again |
 | `folder` | a reader of boxes over safetensors files, and the writing of such a folder |
 
     table = megatron_shards(arch, tp_size=2, tp_rank=1, pp_size=2, pp_rank=0, vocab_multiple=64)

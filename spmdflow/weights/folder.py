@@ -40,11 +40,6 @@ class HuggingFaceFolder:
             self._zeros.add("score.weight")
         self._check(arch)
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all tensors that the files hold, sorted."""
-        return sorted(self._file_of)
-
     def read(self, name: str, box: Box) -> Tensor:
         """The values of a box on the host, in the precision of the file."""
         if name in self._zeros:
@@ -63,19 +58,16 @@ class HuggingFaceFolder:
         wanted = [part for part in parameters(arch) if part.name not in self._zeros]
         missing = [part.name for part in wanted if part.name not in self._file_of]
         if missing:
-            raise ConfigError(
-                f"model: got {self._path} without {', '.join(missing[:3])} ({len(missing)} "
-                f"tensors missing), expected every tensor of a {arch.family} model with a "
-                f"{arch.head} head; choose the folder of a complete model of this kind"
-            )
+            got = f"{self._path} without {', '.join(missing[:3])} ({len(missing)} tensors missing)"
+            expected = f"every tensor of a {arch.family} model with a {arch.head} head"
+            do = "choose the folder of a complete model of this kind"
+            raise ConfigError.of("model", got, expected, do)
         for part in wanted:
             shape = tuple(self._slice(part.name).get_shape())
             if shape != part.shape:
-                raise ConfigError(
-                    f"model: got {part.name} of shape {shape} in {self._file_of[part.name]}, "
-                    f"expected {part.shape} by config.json; the two belong to different models: "
-                    f"download the folder again"
-                )
+                got = f"{part.name} of shape {shape} in {self._file_of[part.name]}"
+                do = "the two belong to different models: download the folder again"
+                raise ConfigError.of("model", got, f"{part.shape} by config.json", do)
 
     @cached_property
     def _file_of(self) -> Mapping[str, Path]:
@@ -85,10 +77,8 @@ class HuggingFaceFolder:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             return {name: self._path / file for name, file in weight_map.items()}
         if not single.is_file():
-            raise ConfigError(
-                f"model: got {self._path} with neither {_SINGLE} nor {_INDEX}, expected a Hugging "
-                f"Face folder; save the model with safetensors"
-            )
+            got, do = f"{self._path} with neither {_SINGLE} nor {_INDEX}", "save with safetensors"
+            raise ConfigError.of("model", got, "a Hugging Face folder", do)
         return dict.fromkeys(_open(single).keys(), single)
 
 
@@ -135,10 +125,8 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as err:
-        raise ConfigError(
-            f"model: got {path}, which does not read as safetensors ({err}), expected weights; "
-            f"download the file again"
-        ) from err
+        got = f"{path}, which does not read as safetensors ({err})"
+        raise ConfigError.of("model", got, "weights", "download the file again") from err
 
 
 def _write_part(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:

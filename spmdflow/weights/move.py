@@ -2,7 +2,9 @@
 
 fill(local, table, read)          boxes -> local tensors (loading, resharding, a checkpoint)
 blocks(local, table)              local tensors -> live views by box (the inverse)
-BlockReader(blocks).read          boxes out of such views: fill's third argument
+Blocks(blocks).read               boxes out of such views: fill's third argument
+
+`Storages`: memory that is given back for a while.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from spmdflow.blocks.box import Box, subtract_all
 from spmdflow.errors import PlanError
-from spmdflow.weights.cut import ShardTable
+from spmdflow.weights.table import ShardTable
 
 Read = Callable[[str, Box], Tensor]
 """(Hugging Face name, box) -> a tensor of the box's shape, of any dtype and device."""
@@ -45,13 +47,13 @@ def blocks(local_tensors: Mapping[str, Tensor], table: ShardTable) -> Iterator[B
             yield piece.name, tensor[piece.local.slices()], piece.box
 
 
-class BlockReader:
-    """Reads boxes out of blocks that hold them together, of one rank or of several."""
+class Blocks:
+    """Live views by the boxes that they hold, of one rank or of several: read, or written."""
 
     def __init__(self, some: Iterable[Block]) -> None:
-        self._blocks: dict[str, list[tuple[Tensor, Box]]] = {}
+        self._held: dict[str, list[tuple[Tensor, Box]]] = {}
         for name, values, box in some:
-            self._blocks.setdefault(name, []).append((values, box))
+            self._held.setdefault(name, []).append((values, box))
 
     def read(self, name: str, box: Box) -> Tensor:
         """The values of a box: a view if one block holds it, else a new tensor.
@@ -74,54 +76,88 @@ class BlockReader:
         whole = self.view(name, box)
         if whole is not None:
             return [(whole, box)]
-        held = self._blocks.get(name, [])
-        missing = subtract_all([box], [each for _, each in held])
+        missing = subtract_all([box], [each for _, each in self._held.get(name, ())])
         if missing:
-            raise PlanError(
-                f"tensor {name}: got no values of box {missing[0].bounds}, expected blocks that "
-                f"hold all of {box.bounds}; add the rank that holds it"
-            )
-        shared = [(values, each, each.intersect(box)) for values, each in held]
-        return [(v[part.slices(each)], part) for v, each, part in shared if part is not None]
+            got = f"no values of box {missing[0].bounds}"
+            expected = f"blocks that hold all of {box.bounds}"
+            raise PlanError.of(f"tensor {name}", got, expected, "add the rank that holds it")
+        return [(values[part.slices(each)], part) for values, each, part in self._shared(name, box)]
 
     def view(self, name: str, box: Box) -> Tensor | None:
         """The live values of a box; None if no block holds it whole."""
-        for values, whole in self._blocks.get(name, ()):
+        for values, whole in self._held.get(name, ()):
             if whole.contains(box):
                 return values[box.slices(whole)]
         return None
 
-
-class BlockWriter:
-    """Writes boxes into blocks, wherever these hold an element (a tied copy included)."""
-
-    def __init__(self, some: Iterable[Block]) -> None:
-        self._blocks: dict[str, list[tuple[Tensor, Box]]] = {}
-        for name, values, box in some:
-            self._blocks.setdefault(name, []).append((values, box))
-
-    def view(self, name: str, box: Box) -> Tensor | None:
-        """The live values of a box; None if no block holds it whole, or another shares in it."""
-        held = [b for b in self._blocks.get(name, ()) if b[1].intersect(box) is not None]
-        if len(held) != 1 or not held[0][1].contains(box):
-            return None
-        target, whole = held[0]
-        return target[box.slices(whole)]
+    def sole_view(self, name: str, box: Box) -> Tensor | None:
+        """As `view`; None too if another block holds an element of it."""
+        return self.view(name, box) if len(list(self._shared(name, box))) == 1 else None
 
     def write(self, name: str, box: Box, values: Tensor) -> None:
-        """Copy the values of a box in place, rounded; elements that no block holds are left out."""
+        """Copy a box in place, rounded, wherever blocks hold an element of it (a tied copy too)."""
         with torch.no_grad():
-            for target, whole in self._blocks.get(name, ()):
-                common = whole.intersect(box)
-                if common is not None:
-                    target[common.slices(whole)].copy_(values[common.slices(box)])
+            for target, whole, common in self._shared(name, box):
+                target[common.slices(whole)].copy_(values[common.slices(box)])
+
+    def _shared(self, name: str, box: Box) -> Iterator[tuple[Tensor, Box, Box]]:
+        """(values, their box, what it has of `box`) of each block that has an element of it."""
+        for values, whole in self._held.get(name, ()):
+            common = whole.intersect(box)
+            if common is not None:
+                yield values, whole, common
 
 
 def _local(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
     tensor = tensors.get(name)
     if tensor is None or tuple(tensor.shape) != shape:
-        raise PlanError(
-            f"local tensor {name}: got {None if tensor is None else tuple(tensor.shape)}, expected "
-            f"shape {shape} as the table says; build the model with the table's sizes"
-        )
+        got = None if tensor is None else tuple(tensor.shape)
+        do = "build the model with the table's sizes"
+        raise PlanError.of(f"local tensor {name}", got, f"shape {shape} as the table says", do)
     return tensor
+
+
+class Storages:
+    """The storages below some tensors, each once; freed and taken again together.
+
+    A storage that is resized to nothing keeps its tensors: views, addresses in Python and aliases
+    stay valid, and reading them is an error until the storage has its size back.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+        self._storages = [(storage, storage.nbytes()) for storage in found.values()]
+        self._host: list[Tensor] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held now."""
+        return sum(storage.nbytes() for storage, _ in self._storages)
+
+    def to_host(self) -> None:
+        """Free the memory and keep the values in host memory."""
+        if self._host is None:
+            self._host = [_bytes_of(storage).to("cpu", copy=True) for storage, _ in self._storages]
+            self.free()
+
+    def free(self) -> None:
+        """Give the memory back; the values are lost, unless they are on the host."""
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Take the memory again: with the values kept on the host, else filled with zeros (NaN in
+        unused slots would spread)."""
+        for number, (storage, num_bytes) in enumerate(self._storages):
+            if storage.nbytes() == num_bytes:
+                continue
+            storage.resize_(num_bytes)
+            if self._host is None:
+                _bytes_of(storage).zero_()
+            else:
+                _bytes_of(storage).copy_(self._host[number])
+        self._host = None
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)

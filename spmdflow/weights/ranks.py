@@ -1,59 +1,105 @@
-"""Shard tables of all ranks of a layout, engine by engine. Integers only.
+"""Shard tables of all ranks of a layout, engine by engine. Integers only; no engine is imported.
 
-Ranks that hold the same share one table object.
+Data-parallel engines: rows in equal chunks, or whole tensors.
+
+Megatron (megatron-core 0.16 to 0.19, its local layer specification):
+
+- linear_qkv: per key-value group its query heads, its key head, its value head, the groups one
+  beneath another; the rows are cut in t equal parts. With fewer kv heads than t a cut falls inside
+  a group, or inside a head: nothing is replicated, Megatron gathers the *activations* over tp.
+- linear_fc1: this rank's rows of gate, then those of up.
+- linear_proj, linear_fc2: columns; their biases whole on every rank.
+- Embedding and output layer: rows of the vocabulary, padded to `vocab_multiple`.
+- Layers over stages: `table.stage_layers`, numbered from 0 in each stage. The last stage of a tied
+  model has a copy of the embedding as its output layer if there is more than one stage.
+- A scalar head is the output layer: one row, whole on every rank of the last stage.
+
+vLLM 0.32, by its parameter names:
+
+- qkv_proj: this rank's query heads, then its key heads, then its value heads. With fewer kv heads
+  than t each is held by t / num_kv_heads neighbours.
+- gate_up_proj: this rank's rows of gate, then those of up; o_proj and down_proj: columns.
+- embed_tokens and lm_head: rows of the vocabulary padded to a multiple of 64.
+- Layers keep their number; stages as `table.stage_layers`. A tied model has the embedding on the
+  first and on the last stage, and no lm_head of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TypeVar
 
-from spmdflow.blocks.box import Box
+from spmdflow.errors import ConfigError
+from spmdflow.kind.engine import engine_names
+from spmdflow.kind.generator import generator_names
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.cut import ShardTable, rows_of, stack
-from spmdflow.weights.megatron import megatron_shards
-from spmdflow.weights.megatron import vocab_multiple as multiple_of
-from spmdflow.weights.table import parameters
-from spmdflow.weights.vllm import vllm_shards
+from spmdflow.weights.table import (
+    EMBEDDING,
+    Cut,
+    LayerRow,
+    LocalTensor,
+    ShardTable,
+    check_cut,
+    parameters,
+    row_box,
+    stack,
+    stage_layers,
+)
 
-_Place = TypeVar("_Place", bound=Hashable)
 RankTables = Mapping[int, ShardTable]
-"""By global rank."""
+"""By global rank; ranks that hold the same share one table object."""
 BUCKET_BYTES = 64 << 20
 """Bytes of weights that one rank packs, and that reach it, at a time between two layouts."""
+SHARED_EMBEDDING = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Of a tied Megatron model over several stages: the first stage's, and the last stage's copy."""
+_VLLM_VOCAB_MULTIPLE = 64
+"""vLLM pads the vocabulary to a multiple of this, whatever the tensor-parallel size."""
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
 
-def megatron_tables(
-    arch: Architecture, layout: Layout, *, vocab_multiple: int | None = None
-) -> RankTables:
-    """What each rank trains with under Megatron, its vocabulary padded to a multiple."""
-    multiple = vocab_multiple or multiple_of(layout.tp_size)
+def _each(names: tuple[str, ...], kind: str) -> tuple[str, ...]:
+    return tuple(f"{name}.{kind}" for name in names)
 
-    def table(place: tuple[int, int]) -> ShardTable:
-        pp_rank, tp_rank = place
-        return megatron_shards(
-            arch,
-            tp_size=layout.tp_size,
-            tp_rank=tp_rank,
-            pp_size=layout.pp_size,
-            pp_rank=pp_rank,
-            vocab_multiple=multiple,
-        )
 
-    places = {rank: layout.coordinate(rank) for rank in layout.ranks}
-    return _shared({rank: (place.pp, place.tp) for rank, place in places.items()}, table)
+_MEGATRON_LAYER: tuple[LayerRow, ...] = (
+    ("input_layernorm.weight", Cut.whole, ("input_layernorm.weight",)),
+    ("self_attention.linear_proj.weight", Cut.columns, ("self_attn.o_proj.weight",)),
+    ("self_attention.linear_proj.bias", Cut.whole, ("self_attn.o_proj.bias",)),
+    ("self_attention.linear_qkv.weight", Cut.groups, _each(_QKV, "weight")),
+    ("self_attention.linear_qkv.bias", Cut.groups, _each(_QKV, "bias")),
+    ("self_attention.q_layernorm.weight", Cut.whole, ("self_attn.q_norm.weight",)),
+    ("self_attention.k_layernorm.weight", Cut.whole, ("self_attn.k_norm.weight",)),
+    ("pre_mlp_layernorm.weight", Cut.whole, ("post_attention_layernorm.weight",)),
+    ("mlp.linear_fc1.weight", Cut.rows, _each(_GATE_UP, "weight")),
+    ("mlp.linear_fc1.bias", Cut.rows, _each(_GATE_UP, "bias")),
+    ("mlp.linear_fc2.weight", Cut.columns, ("mlp.down_proj.weight",)),
+    ("mlp.linear_fc2.bias", Cut.whole, ("mlp.down_proj.bias",)),
+)
+_VLLM_LAYER: tuple[LayerRow, ...] = (
+    ("self_attn.qkv_proj.weight", Cut.heads, _each(_QKV, "weight")),
+    ("self_attn.qkv_proj.bias", Cut.heads, _each(_QKV, "bias")),
+    ("self_attn.o_proj.weight", Cut.columns, ("self_attn.o_proj.weight",)),
+    ("self_attn.o_proj.bias", Cut.whole, ("self_attn.o_proj.bias",)),
+    ("self_attn.q_norm.weight", Cut.whole, ("self_attn.q_norm.weight",)),
+    ("self_attn.k_norm.weight", Cut.whole, ("self_attn.k_norm.weight",)),
+    ("mlp.gate_up_proj.weight", Cut.rows, _each(_GATE_UP, "weight")),
+    ("mlp.gate_up_proj.bias", Cut.rows, _each(_GATE_UP, "bias")),
+    ("mlp.down_proj.weight", Cut.columns, ("mlp.down_proj.weight",)),
+    ("mlp.down_proj.bias", Cut.whole, ("mlp.down_proj.bias",)),
+    ("input_layernorm.weight", Cut.whole, ("input_layernorm.weight",)),
+    ("post_attention_layernorm.weight", Cut.whole, ("post_attention_layernorm.weight",)),
+)
 
 
 def sharded_tables(arch: Architecture, layout: Layout) -> RankTables:
     """What each rank trains with under FSDP or ZeRO: rows of shard_size; whole tensors if 1."""
-    shard_size = layout.shard_size
-    if shard_size == 1:
-        return whole_tables(arch, layout)
+    places = {rank: (layout.coordinate(rank).dp % layout.shard_size,) for rank in layout.ranks}
     return _shared(
-        {rank: layout.coordinate(rank).dp % shard_size for rank in layout.ranks},
-        lambda place: fsdp_shards(arch, shard_size=shard_size, shard_rank=place),
+        places, lambda place: row_shards(arch, shard_size=layout.shard_size, shard_rank=place)
     )
 
 
@@ -64,48 +110,153 @@ def row_tables(arch: Architecture, layout: Layout) -> RankTables:
 
 def whole_tables(arch: Architecture, layout: Layout) -> RankTables:
     """Every tensor on every rank: the built-in generator."""
-    return _shared(dict.fromkeys(layout.ranks, 0), lambda place: whole_shards(arch))
+    return sharded_tables(arch, replace(layout, shard_size=1))
+
+
+def megatron_tables(
+    arch: Architecture, layout: Layout, *, vocab_multiple: int | None = None
+) -> RankTables:
+    """What each rank trains with under Megatron, its vocabulary padded to a multiple."""
+    places = {rank: layout.coordinate(rank) for rank in layout.ranks}
+    return _shared(
+        {rank: (place.tp, place.pp) for rank, place in places.items()},
+        lambda tp_rank, pp_rank: megatron_shards(
+            arch,
+            tp_size=layout.tp_size,
+            tp_rank=tp_rank,
+            pp_size=layout.pp_size,
+            pp_rank=pp_rank,
+            vocab_multiple=vocab_multiple or default_vocab_multiple(layout.tp_size),
+        ),
+    )
 
 
 def vllm_tables(arch: Architecture, layout: Layout) -> RankTables:
     """What each rank generates with under vLLM, by the layout's generation sizes."""
-
-    def table(place: tuple[int, int]) -> ShardTable:
-        pp_rank, tp_rank = place
-        return vllm_shards(
-            arch,
-            tp_size=layout.gen_tp_size,
-            tp_rank=tp_rank,
-            pp_size=layout.gen_pp_size,
-            pp_rank=pp_rank,
-        )
-
+    sizes = {"tp_size": layout.gen_tp_size, "pp_size": layout.gen_pp_size}
     places = {rank: layout.generation_coordinate(rank) for rank in layout.ranks}
-    return _shared({rank: (place.pp, place.tp) for rank, place in places.items()}, table)
+    return _shared(
+        {rank: (place.tp, place.pp) for rank, place in places.items()},
+        lambda tp_rank, pp_rank: vllm_shards(arch, tp_rank=tp_rank, pp_rank=pp_rank, **sizes),
+    )
 
 
-def fsdp_shards(arch: Architecture, *, shard_size: int, shard_rank: int) -> ShardTable:
+def _shared(places: Mapping[int, tuple[int, ...]], table: Callable[..., ShardTable]) -> RankTables:
+    made = {place: table(*place) for place in dict.fromkeys(places.values())}
+    return {rank: made[place] for rank, place in places.items()}
+
+
+def row_shards(arch: Architecture, *, shard_size: int, shard_rank: int) -> ShardTable:
     """FSDP2's shards by Hugging Face name: chunk shard_rank of torch.chunk over dimension 0.
 
     Chunks are rounded up, so the last ranks may have fewer rows, or none.
     """
     assert 0 <= shard_rank < shard_size, (shard_rank, shard_size)
     table = {}
-    for parameter in parameters(arch):
-        rows = -(-parameter.shape[0] // shard_size)
-        box = rows_of(parameter.shape, shard_rank * rows, (shard_rank + 1) * rows)
-        table[parameter.name] = stack([(parameter.name, box)])
+    for name, shape in parameters(arch):
+        rows = -(-shape[0] // shard_size)
+        box = row_box(shape, shard_rank * rows, (shard_rank + 1) * rows)
+        table[name] = stack([(name, box)])
     return table
 
 
-def whole_shards(arch: Architecture) -> ShardTable:
-    """Every tensor whole: ZeRO 1 and 2 parameters, the built-in generator."""
-    return {
-        parameter.name: stack([(parameter.name, Box.of_shape(parameter.shape))])
-        for parameter in parameters(arch)
-    }
+def megatron_shards(
+    arch: Architecture,
+    *,
+    tp_size: int,
+    tp_rank: int,
+    pp_size: int,
+    pp_rank: int,
+    vocab_multiple: int,
+) -> ShardTable:
+    """Local tensors of one rank, by the parameter names of `GPTModel`.
+
+    vocab_multiple: the vocabulary is padded to a multiple of it; tp_size divides that.
+    ConfigError if the architecture cannot be cut so, or has biases that Megatron has not.
+    """
+    check_cut("megatron", arch, tp_size=tp_size, pp_size=pp_size)
+    if arch.o_bias != arch.mlp_bias or (arch.mlp_bias and not arch.qkv_bias):
+        got = f"biases qkv {arch.qkv_bias}, o {arch.o_bias}, mlp {arch.mlp_bias}"
+        expected = "all, none or qkv alone, as Megatron has one switch for o and mlp"
+        do = f"choose another model or engine.kind={engine_names()[0]}"
+        raise ConfigError.of("megatron", got, expected, do)
+    cut = Cut("megatron", arch, tp_size, tp_rank, vocab_multiple)
+    table: dict[str, LocalTensor] = {}
+    if pp_rank == 0:
+        table["embedding.word_embeddings.weight"] = cut.vocabulary([EMBEDDING])
+    for number, layer in enumerate(stage_layers(arch.num_layers, pp_size=pp_size, pp_rank=pp_rank)):
+        for name, tensor in cut.layer(_MEGATRON_LAYER, layer):
+            table[f"decoder.layers.{number}.{name}"] = tensor
+    if pp_rank == pp_size - 1:
+        table["decoder.final_layernorm.weight"] = cut.whole(["model.norm.weight"])
+        if arch.head == "scalar":
+            table["output_layer.weight"] = cut.whole(["score.weight"])
+        elif not arch.tied:
+            table["output_layer.weight"] = cut.vocabulary(["lm_head.weight"])
+        elif pp_size > 1:
+            table["output_layer.weight"] = cut.vocabulary([EMBEDDING])
+    return table
 
 
-def _shared(places: Mapping[int, _Place], table: Callable[[_Place], ShardTable]) -> RankTables:
-    made = {place: table(place) for place in dict.fromkeys(places.values())}
-    return {rank: made[place] for rank, place in places.items()}
+def default_vocab_multiple(tp_size: int) -> int:
+    """What Megatron's vocabulary is padded to: rows divide over tp, and vLLM pads to 64."""
+    return math.lcm(_VLLM_VOCAB_MULTIPLE, tp_size)
+
+
+def buffer_places(
+    table: ShardTable, *, aligned_over: int | None, shared_embedding: bool
+) -> tuple[dict[str, int], int]:
+    """Where the flat buffer in which Megatron's DDP lays a rank's parameters (one bucket) has each,
+    and its elements.
+
+    aligned_over: dp_size under the distributed optimizer, which begins each parameter at a
+    multiple of 64 and ends each bucket at one of lcm(dp_size, 128); None without it: no padding.
+    shared_embedding: tied over several stages, the embedding (or its copy) has a bucket of its own.
+    """
+    places: dict[str, int] = {}
+    end, is_open = 0, False
+    if aligned_over is None:
+        for name, tensor in table.items():
+            places[name], end = end, end + tensor.size
+        return places, end
+    alignment = math.lcm(aligned_over, 128)
+    for name in reversed(list(table)):
+        start = _rounded_up(end, 64)
+        alone = shared_embedding and name in SHARED_EMBEDDING
+        if alone and is_open:
+            start = _rounded_up(start, alignment)
+        places[name] = start
+        end, is_open = start + table[name].size, not alone
+        if alone:
+            end = _rounded_up(end, alignment)
+    return places, _rounded_up(end, alignment)
+
+
+def _rounded_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def vllm_shards(
+    arch: Architecture, *, tp_size: int, tp_rank: int, pp_size: int, pp_rank: int
+) -> ShardTable:
+    """Local tensors of one rank; ConfigError if vLLM cannot hold the architecture so."""
+    if arch.head != "causal_lm":
+        expected, do = "one that generates", "give rollout a causal language model"
+        raise ConfigError.of("vllm", "a model with a scalar head", expected, do)
+    if arch.family == "qwen3" and arch.o_bias:
+        got = "a qwen3 model with attention_bias"
+        do = f"set actor.rollout.engine={generator_names()[0]} or choose another model"
+        raise ConfigError.of("vllm", got, "none, as vLLM's Qwen3 has no bias on o_proj", do)
+    check_cut("vllm", arch, tp_size=tp_size, pp_size=pp_size)
+    cut = Cut("vllm", arch, tp_size, tp_rank, _VLLM_VOCAB_MULTIPLE)
+    table: dict[str, LocalTensor] = {}
+    if pp_rank == 0 or (pp_rank == pp_size - 1 and arch.tied):
+        table[EMBEDDING] = cut.vocabulary([EMBEDDING])
+    for layer in stage_layers(arch.num_layers, pp_size=pp_size, pp_rank=pp_rank):
+        for name, tensor in cut.layer(_VLLM_LAYER, layer):
+            table[f"model.layers.{layer}.{name}"] = tensor
+    if pp_rank == pp_size - 1:
+        table["model.norm.weight"] = cut.whole(["model.norm.weight"])
+        if not arch.tied:
+            table["lm_head.weight"] = cut.vocabulary(["lm_head.weight"])
+    return table

@@ -1,52 +1,90 @@
-"""The tensors of an architecture, by Hugging Face name, in the order of its state dict.
+"""The tensors of an architecture by Hugging Face name, and what a rank holds of them.
 
-The families share names and order; which rows exist (biases, norms of q and k, the head) follows
-from the architecture's flags. A tied lm_head is the embedding and is left out.
+`parameters`: in the order of the state dict. The families share names and order; which rows exist
+(biases, norms of q and k, the head) follows from the architecture's flags. A tied lm_head is the
+embedding and is left out.
+
+`Piece`: a box of a Hugging Face tensor and the equal box of a local tensor. `Cut`: the ways to
+cut; each takes Hugging Face names and gives the local tensor they fill. The engines' tables
+(`ranks`) say which way each of their tensors is made; a tensor is there if the architecture has its
+names. Integers only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
+from typing import NamedTuple
 
+from spmdflow.blocks.box import Box, merged, subtract_all
+from spmdflow.errors import ConfigError
+from spmdflow.parallel.layout import divisors
 from spmdflow.weights.architecture import Architecture
 
 EMBEDDING = "model.embed_tokens.weight"
 """The tensor that a tied head shares."""
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """One tensor of the model."""
 
     name: str
     """Hugging Face name."""
     shape: tuple[int, ...]
-    kind: str
-    """embed head norm q k v o gate up down q_norm k_norm score; a bias ends in _bias."""
-    layer: int | None
-    """Decoder layer, None outside of them."""
+
+
+_LAYER = (
+    ("self_attn.q_proj.weight", ("q", "hidden"), ""),
+    ("self_attn.q_proj.bias", ("q",), "qkv_bias"),
+    ("self_attn.k_proj.weight", ("kv", "hidden"), ""),
+    ("self_attn.k_proj.bias", ("kv",), "qkv_bias"),
+    ("self_attn.v_proj.weight", ("kv", "hidden"), ""),
+    ("self_attn.v_proj.bias", ("kv",), "qkv_bias"),
+    ("self_attn.o_proj.weight", ("hidden", "q"), ""),
+    ("self_attn.o_proj.bias", ("hidden",), "o_bias"),
+    ("self_attn.q_norm.weight", ("head",), "qk_norm"),
+    ("self_attn.k_norm.weight", ("head",), "qk_norm"),
+    ("mlp.gate_proj.weight", ("ffn", "hidden"), ""),
+    ("mlp.gate_proj.bias", ("ffn",), "mlp_bias"),
+    ("mlp.up_proj.weight", ("ffn", "hidden"), ""),
+    ("mlp.up_proj.bias", ("ffn",), "mlp_bias"),
+    ("mlp.down_proj.weight", ("hidden", "ffn"), ""),
+    ("mlp.down_proj.bias", ("hidden",), "mlp_bias"),
+    ("input_layernorm.weight", ("hidden",), ""),
+    ("post_attention_layernorm.weight", ("hidden",), ""),
+)
+"""Names below a layer, extent of each dimension, and the flag of an architecture that has it."""
 
 
 @lru_cache(maxsize=64)
 def parameters(arch: Architecture) -> tuple[Parameter, ...]:
     """Every tensor of the model once."""
     assert not arch.obstacle, arch.obstacle
-    found = []
-    for row in _TABLE:
-        if row.layered or not row.exists(arch):
-            continue
-        found.append(Parameter(row.name, _shape(row, arch), row.kind, None))
-        if row.kind == "embed":
-            found += [part for layer in range(arch.num_layers) for part in _layer(arch, layer)]
+    hidden = arch.hidden_size
+    sizes = {"hidden": hidden, "ffn": arch.ffn_size, "head": arch.head_dim}
+    sizes |= {"q": arch.q_size, "kv": arch.kv_size}
+    layer = [
+        (name, tuple(sizes[dimension] for dimension in dimensions))
+        for name, dimensions, flag in _LAYER
+        if not flag or getattr(arch, flag)
+    ]
+    found = [Parameter(EMBEDDING, (arch.vocab_size, hidden))]
+    for number in range(arch.num_layers):
+        found += [Parameter(f"model.layers.{number}.{name}", shape) for name, shape in layer]
+    found.append(Parameter("model.norm.weight", (hidden,)))
+    if arch.head == "scalar":
+        found.append(Parameter("score.weight", (1, hidden)))
+    elif not arch.tied:
+        found.append(Parameter("lm_head.weight", (arch.vocab_size, hidden)))
     return tuple(found)
 
 
 @lru_cache(maxsize=64)
-def parameters_by_name(arch: Architecture) -> Mapping[str, Parameter]:
+def shapes_by_name(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
     """`parameters` by name; do not write it."""
-    return {parameter.name: parameter for parameter in parameters(arch)}
+    return dict(parameters(arch))
 
 
 def stage_layers(num_layers: int, *, pp_size: int, pp_rank: int) -> range:
@@ -62,63 +100,205 @@ def stage_layers(num_layers: int, *, pp_size: int, pp_rank: int) -> range:
 
 
 @dataclass(frozen=True)
-class _Row:
+class Piece:
+    """The elements `box` of the tensor `name` lie at `local` in the local tensor."""
+
     name: str
-    kind: str
-    sizes: tuple[str, ...]
-    exists: Callable[[Architecture], bool] = lambda arch: True
+    """Hugging Face name."""
+    box: Box
+    local: Box
+    """Of the same shape as box."""
+
+    def __post_init__(self) -> None:
+        assert self.box.shape == self.local.shape, self
+
+    def part(self, box: Box) -> Piece:
+        """The piece of those elements; box lies in this piece's."""
+        assert self.box.contains(box), (self, box)
+        moved = [
+            (low + start - origin, low + stop - origin)
+            for (low, _), (origin, _), (start, stop) in zip(
+                self.local.bounds, self.box.bounds, box.bounds, strict=True
+            )
+        ]
+        return Piece(self.name, box, Box(tuple(moved)))
+
+    def box_at(self, local: Box) -> Box:
+        """The box of the tensor whose elements lie there; local lies in this piece's."""
+        return Piece(self.name, self.local, self.box).part(local).local
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """A tensor that an engine holds; elements outside its pieces are padding, kept at zero."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
 
     @property
-    def layered(self) -> bool:
-        return "{layer}" in self.name
+    def size(self) -> int:
+        """Number of elements, padding included."""
+        return prod(self.shape)
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no Hugging Face tensor."""
+        return self.size - sum(piece.local.size for piece in self.pieces)
 
 
-_TABLE = (
-    _Row(EMBEDDING, "embed", ("vocab", "hidden")),
-    _Row("model.layers.{layer}.self_attn.q_proj.weight", "q", ("q", "hidden")),
-    _Row("model.layers.{layer}.self_attn.q_proj.bias", "q_bias", ("q",), lambda a: a.qkv_bias),
-    _Row("model.layers.{layer}.self_attn.k_proj.weight", "k", ("kv", "hidden")),
-    _Row("model.layers.{layer}.self_attn.k_proj.bias", "k_bias", ("kv",), lambda a: a.qkv_bias),
-    _Row("model.layers.{layer}.self_attn.v_proj.weight", "v", ("kv", "hidden")),
-    _Row("model.layers.{layer}.self_attn.v_proj.bias", "v_bias", ("kv",), lambda a: a.qkv_bias),
-    _Row("model.layers.{layer}.self_attn.o_proj.weight", "o", ("hidden", "q")),
-    _Row("model.layers.{layer}.self_attn.o_proj.bias", "o_bias", ("hidden",), lambda a: a.o_bias),
-    _Row("model.layers.{layer}.self_attn.q_norm.weight", "q_norm", ("head",), lambda a: a.qk_norm),
-    _Row("model.layers.{layer}.self_attn.k_norm.weight", "k_norm", ("head",), lambda a: a.qk_norm),
-    _Row("model.layers.{layer}.mlp.gate_proj.weight", "gate", ("ffn", "hidden")),
-    _Row("model.layers.{layer}.mlp.gate_proj.bias", "gate_bias", ("ffn",), lambda a: a.mlp_bias),
-    _Row("model.layers.{layer}.mlp.up_proj.weight", "up", ("ffn", "hidden")),
-    _Row("model.layers.{layer}.mlp.up_proj.bias", "up_bias", ("ffn",), lambda a: a.mlp_bias),
-    _Row("model.layers.{layer}.mlp.down_proj.weight", "down", ("hidden", "ffn")),
-    _Row("model.layers.{layer}.mlp.down_proj.bias", "down_bias", ("hidden",), lambda a: a.mlp_bias),
-    _Row("model.layers.{layer}.input_layernorm.weight", "norm", ("hidden",)),
-    _Row("model.layers.{layer}.post_attention_layernorm.weight", "norm", ("hidden",)),
-    _Row("model.norm.weight", "norm", ("hidden",)),
-    _Row(
-        "lm_head.weight",
-        "head",
-        ("vocab", "hidden"),
-        lambda a: a.head == "causal_lm" and not a.tied,
-    ),
-    _Row("score.weight", "score", ("one", "hidden"), lambda a: a.head == "scalar"),
-)
+ShardTable = Mapping[str, LocalTensor]
+"""Local tensors by the engine's own parameter names, in the order of the model."""
 
 
-def _layer(arch: Architecture, layer: int) -> list[Parameter]:
-    rows = [row for row in _TABLE if row.layered and row.exists(arch)]
+def stack(parts: Iterable[tuple[str, Box]], *, num_rows: int = 0) -> LocalTensor:
+    """Boxes laid beneath one another, in order; num_rows pads the end. Empty boxes vanish.
+
+    All boxes have the same shape but for dimension 0.
+    """
+    pieces: list[Piece] = []
+    inner: tuple[int, ...] = ()
+    row = 0
+    for name, box in parts:
+        height, *rest = box.shape
+        inner = tuple(rest)
+        local = Box(((row, row + height), *((0, size) for size in inner)))
+        if box.size:
+            pieces.append(Piece(name, box, local))
+        row += height
+    return LocalTensor((max(row, num_rows), *inner), tuple(pieces))
+
+
+def row_box(shape: Sequence[int], start: int, stop: int) -> Box:
+    """Rows start .. stop - 1 of a tensor of that shape, cut to the rows that there are."""
+    start, stop = min(start, shape[0]), min(stop, shape[0])
+    return Box(((start, stop), *((0, size) for size in shape[1:])))
+
+
+def owned(tables: Sequence[ShardTable]) -> list[ShardTable]:
+    """The tables with only the pieces that each rank owns: every element once over all of them.
+
+    The first holder in the order of tables owns what several hold (norms, replicated kv heads, a
+    tied copy). So hashes add up, and files hold each element once.
+    """
+    taken: dict[str, list[Box]] = {}
+
+    def untaken(piece: Piece) -> list[Piece]:
+        """The parts that nobody owns yet; they are taken now."""
+        boxes = taken.get(piece.name, [])
+        rest = subtract_all([piece.box], boxes)
+        taken[piece.name] = merged([*boxes, *rest])
+        return [piece.part(box) for box in rest]
+
     return [
-        Parameter(row.name.format(layer=layer), _shape(row, arch), row.kind, layer) for row in rows
+        {
+            name: replace(tensor, pieces=tuple(part for p in tensor.pieces for part in untaken(p)))
+            for name, tensor in table.items()
+        }
+        for table in tables
     ]
 
 
-def _shape(row: _Row, arch: Architecture) -> tuple[int, ...]:
-    sizes = {
-        "vocab": arch.vocab_size,
-        "hidden": arch.hidden_size,
-        "ffn": arch.ffn_size,
-        "q": arch.num_heads * arch.head_dim,
-        "kv": arch.num_kv_heads * arch.head_dim,
-        "head": arch.head_dim,
-        "one": 1,
-    }
-    return tuple(sizes[size] for size in row.sizes)
+Way = Callable[["Cut", Sequence[str]], LocalTensor]
+LayerRow = tuple[str, Way, tuple[str, ...]]
+"""(engine's name below its layer, way, Hugging Face names below the layer)."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One rank's share of an architecture; `engine` is named in errors."""
+
+    engine: str
+    arch: Architecture
+    size: int
+    """Tensor-parallel size."""
+    rank: int
+    vocab_multiple: int
+
+    def layer(self, rows: Sequence[LayerRow], layer: int) -> Iterator[tuple[str, LocalTensor]]:
+        """(engine's name below its layer, tensor) of the rows that the architecture has."""
+        known = shapes_by_name(self.arch)
+        for local, way, suffixes in rows:
+            names = [f"model.layers.{layer}.{suffix}" for suffix in suffixes]
+            if names[0] in known:
+                yield local, way(self, names)
+
+    def whole(self, names: Sequence[str]) -> LocalTensor:
+        """The tensor as it is, on every rank."""
+        (name,) = names
+        return stack([(name, Box.of_shape(self._shape(name)))])
+
+    def rows(self, names: Sequence[str]) -> LocalTensor:
+        """An equal part of the rows of each tensor, one tensor beneath another."""
+        parts = []
+        for name in names:
+            start, stop = self._chunk(f"rows of {name}", self._shape(name)[0])
+            parts.append((name, row_box(self._shape(name), start, stop)))
+        return stack(parts)
+
+    def columns(self, names: Sequence[str]) -> LocalTensor:
+        """An equal part of the columns."""
+        (name,) = names
+        start, stop = self._chunk(f"columns of {name}", self._shape(name)[1])
+        return stack([(name, Box(((0, self._shape(name)[0]), (start, stop))))])
+
+    def vocabulary(self, names: Sequence[str]) -> LocalTensor:
+        """An equal part of the rows padded to vocab_multiple; padding belongs to no piece."""
+        (name,) = names
+        multiple = self.vocab_multiple
+        padded = -(-self.arch.vocab_size // multiple) * multiple
+        start, stop = self._chunk("padded vocabulary", padded)
+        return stack([(name, row_box(self._shape(name), start, stop))], num_rows=stop - start)
+
+    def heads(self, names: Sequence[str]) -> LocalTensor:
+        """q over k over v, each an equal part of its heads; a kv head is shared by neighbours
+        if there are fewer of them than ranks."""
+        groups, head_dim = self.arch.num_kv_heads, self.arch.head_dim
+        query = self._chunk("attention heads", self.arch.num_heads)
+        first = self.rank * groups // self.size
+        group = (first, first + max(1, groups // self.size))
+        return stack(
+            (name, row_box(self._shape(name), low * head_dim, high * head_dim))
+            for name, (low, high) in zip(names, (query, group, group), strict=True)
+        )
+
+    def groups(self, names: Sequence[str]) -> LocalTensor:
+        """An equal part of the rows of q, k and v laid out group by group: a group's query heads,
+        its key head, its value head. A part may begin or end inside a head."""
+        groups, head_dim = self.arch.num_kv_heads, self.arch.head_dim
+        per_group = self.arch.num_heads // groups
+        heights = (per_group * head_dim, head_dim, head_dim)
+        start, stop = self._chunk("rows of q, k and v", groups * sum(heights))
+        parts, row = [], 0
+        for group in range(groups):
+            for name, height in zip(names, heights, strict=True):
+                low, high = max(start - row, 0), min(stop - row, height)
+                if low < high:
+                    origin = group * height
+                    parts.append((name, row_box(self._shape(name), origin + low, origin + high)))
+                row += height
+        return stack(parts)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return shapes_by_name(self.arch)[name]
+
+    def _chunk(self, what: str, size: int) -> tuple[int, int]:
+        """(start, stop) of this rank's equal part."""
+        if size % self.size:
+            got = f"{size} {what} over tensor-parallel size {self.size}"
+            do = f"choose a size among {divisors(size)[:12]}"
+            raise ConfigError.of(self.engine, got, "a multiple of it", do)
+        each = size // self.size
+        return self.rank * each, (self.rank + 1) * each
+
+
+def check_cut(engine: str, arch: Architecture, *, tp_size: int, pp_size: int) -> None:
+    """ConfigError unless heads divide over tp_size and every stage gets a layer."""
+    heads, groups = arch.num_heads, arch.num_kv_heads
+    if heads % tp_size or (groups % tp_size and tp_size % groups):
+        got = f"tensor-parallel size {tp_size} for {heads} attention and {groups} key-value heads"
+        expected = "a divisor of the first that divides the second or is a multiple of it"
+        raise ConfigError.of(engine, got, expected, "choose another size")
+    if not 1 <= pp_size <= arch.num_layers:
+        got = f"{pp_size} pipeline stages for {arch.num_layers} layers"
+        do = f"choose {arch.num_layers} or fewer"
+        raise ConfigError.of(engine, got, "at most one stage a layer", do)

@@ -25,11 +25,9 @@ from spmdflow.kind.engine import engine_kind
 from spmdflow.objectives.log_prob import LogitShard
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import WorkerContext
-from spmdflow.weights.cut import owned
-from spmdflow.weights.move import Block, blocks, fill
+from spmdflow.weights.move import Block, Storages, blocks, fill
 from spmdflow.weights.ranks import megatron_tables
-from spmdflow.weights.storage import Storages
-from spmdflow.weights.table import parameters
+from spmdflow.weights.table import owned, parameters
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.megatron_model import build_model, local_name
 from spmdflow.workers.megatron_optimizer import Adopt, StageOptimizer, flat_blocks

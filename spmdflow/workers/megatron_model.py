@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.megatron import vocab_multiple
+from spmdflow.weights.ranks import default_vocab_multiple
 from spmdflow.weights.table import stage_layers
 
 _FUSED_NORMS = {
@@ -58,7 +58,7 @@ def build_model(
         architecture, num_layers, dtype, options, tp_size=tp_size, pp_size=pp_size
     )
     last, scalar = pp_rank == pp_size - 1, architecture.head != "causal_lm"
-    multiple = vocab_multiple(tp_size)
+    multiple = default_vocab_multiple(tp_size)
     model = GPTModel(
         config,
         _stage_spec(config, num_layers),

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from spmdflow.blocks.box import flat_range
 from spmdflow.config.schema import OptimizerConfig
-from spmdflow.weights.cut import LocalTensor
 from spmdflow.weights.move import Block
+from spmdflow.weights.table import LocalTensor
 from spmdflow.workers.megatron_model import local_name
 from spmdflow.workers.megatron_runtime import megatron_runtime, only_among
 from spmdflow.workers.optimizer import MOMENTS, Scheduled, clip_, squared_norm

@@ -10,7 +10,7 @@ import torch
 
 from spmdflow.blocks.hash import positional_hash
 from spmdflow.rollout.sampling import Sampling, draw
-from spmdflow.weights.storage import Storages
+from spmdflow.weights.move import Storages
 from tests.distributed.ranks import run_ranks
 from tests.gpu.rounds import KV_CACHE_BYTES, follow, phases, stale
 from tests.rollout_reference import write_family

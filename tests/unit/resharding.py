@@ -7,7 +7,7 @@ import torch
 from spmdflow.hybrid_engine.reshard import ReshardPlan
 from spmdflow.parallel.layout import Layout, divisors
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.move import BlockReader, BlockWriter, blocks, fill
+from spmdflow.weights.move import Blocks, blocks, fill
 from spmdflow.weights.ranks import RankTables
 from tests.unit.weight_shapes import reader_of, values_of
 
@@ -77,10 +77,10 @@ def execute(arch: Architecture, plan: ReshardPlan, have: RankTables, need: RankT
     for rank, table in have.items():
         held = _empty(table, float("nan"))
         fill(held, table, reader_of(values))
-        readers[rank] = BlockReader(blocks(held, table))
+        readers[rank] = Blocks(blocks(held, table))
     for rank, table in need.items():
         local[rank] = _empty(table, 0.0)
-        writers[rank] = BlockWriter(blocks(local[rank], table))
+        writers[rank] = Blocks(blocks(local[rank], table))
         for part in plan.kept[rank]:
             writers[rank].write(part.name, part.box, readers[rank].read(part.name, part.box))
     arrived = dict.fromkeys(plan.ranks, 0)

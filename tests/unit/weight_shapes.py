@@ -10,9 +10,8 @@ from torch import Tensor
 
 from spmdflow.blocks.box import Box
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.cut import ShardTable
-from spmdflow.weights.move import Block, BlockReader
-from spmdflow.weights.table import parameters
+from spmdflow.weights.move import Block, Blocks
+from spmdflow.weights.table import ShardTable, parameters
 
 TINY = {
     "vocab_size": 100,
@@ -95,6 +94,6 @@ def gathered(
     some: Iterable[Block], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors of the names in shapes, in that order; PlanError if an element is missing."""
-    reader = BlockReader(some)
+    reader = Blocks(some)
     for name, shape in shapes.items():
         yield name, reader.read(name, Box.of_shape(shape))

@@ -49,7 +49,7 @@ from spmdflow.serving.backend import register_backend
 from spmdflow.serving.receiver import OutsideReceiver
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.storage import Storages
+from spmdflow.weights.move import Storages
 from spmdflow.workers.fsdp import FSDPEngine
 from spmdflow.workers.model import load_model
 from tests.rollout_reference import FAMILIES, load, make_prompts, put_weights, write_family

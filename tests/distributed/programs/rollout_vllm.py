@@ -38,7 +38,7 @@ from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.rollout.forward import end_tokens
 from spmdflow.rollout.generator import generator_of
 from spmdflow.rollout.sampling import Sampling
-from spmdflow.weights.storage import Storages
+from spmdflow.weights.move import Storages
 from tests.rollout_reference import (
     END,
     disagreements,

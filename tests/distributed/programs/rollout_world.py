@@ -20,8 +20,8 @@ from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm_blocks import Shards, key_of, shard_tables
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.megatron import megatron_shards
 from spmdflow.weights.move import fill
+from spmdflow.weights.ranks import megatron_shards
 from tests.rollout_reference import (
     END,
     disagreements,

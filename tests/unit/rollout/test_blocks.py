@@ -24,9 +24,8 @@ from spmdflow.rollout.vllm_blocks import (
     qkv_runs,
     shard_tables,
 )
-from spmdflow.weights.megatron import megatron_shards
 from spmdflow.weights.move import fill
-from spmdflow.weights.vllm import vllm_shards
+from spmdflow.weights.ranks import megatron_shards, vllm_shards
 from tests.unit.weight_shapes import VARIANTS, architecture, empty_of, reader_of, values_of
 
 SIZES = (1, 2, 4, 8)

@@ -13,7 +13,7 @@ from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import NEVER, generator_of
 from spmdflow.rollout.replica import Replica
 from spmdflow.rollout.sampling import Sampling
-from spmdflow.weights.storage import Storages
+from spmdflow.weights.move import Storages
 from tests.rollout_reference import load, make_prompts, put_weights, write_llama
 
 CPU = torch.device("cpu")

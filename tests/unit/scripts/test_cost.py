@@ -14,11 +14,11 @@ from bench._cost import SYSTEMS, Case, cost_of, obstacle, paper, plan_shards
 
 from spmdflow.errors import ConfigError
 from spmdflow.parallel.layout import Layout
-from spmdflow.weights.megatron import buffer_numel
+from spmdflow.weights.ranks import buffer_places
 from spmdflow.weights.table import parameters
 from tests.unit.resharding import arch_for, nested_layouts
 
-WHOLE = ("norm", "q_norm", "k_norm")
+WHOLE = ("norm.weight",)
 
 
 def _case(layout, **changes):
@@ -31,7 +31,7 @@ def _case(layout, **changes):
 
 
 def _sharded_bytes(arch):
-    return sum(4 * prod(part.shape) for part in parameters(arch) if part.kind not in WHOLE)
+    return sum(4 * prod(part.shape) for part in parameters(arch) if not part.name.endswith(WHOLE))
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -142,7 +142,7 @@ def test_copy_never_sends_norms_inside_a_stage_and_only_missing_ones_across_stag
         a.replicated for a in cost_of("hybridflow", inside, mode="copy").received.values()
     )
     received = cost_of("hybridflow", across, mode="copy").received
-    norms = sum(4 * p.shape[0] for p in parameters(across.arch) if p.kind in WHOLE)
+    norms = sum(4 * p.shape[0] for p in parameters(across.arch) if p.name.endswith(WHOLE))
     assert received[0].replicated + received[2].replicated == norms
 
 
@@ -184,7 +184,7 @@ def test_unknown_system_is_refused_with_the_choices():
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
 @pytest.mark.parametrize("pp_rank", [0, 1])
 def test_buffer_is_as_long_as_megatrons_own(dp_size, pp_rank):
-    from spmdflow.weights.megatron import SHARED_EMBEDDING, megatron_shards
+    from spmdflow.weights.ranks import SHARED_EMBEDDING, megatron_shards
 
     arch = arch_for(2, tie_word_embeddings=True)
     table = megatron_shards(
@@ -195,7 +195,7 @@ def test_buffer_is_as_long_as_megatrons_own(dp_size, pp_rank):
         parameter.shared_embedding = name in SHARED_EMBEDDING
 
     for distributed in (False, True):
-        ours = buffer_numel(
+        _, ours = buffer_places(
             table, aligned_over=dp_size if distributed else None, shared_embedding=True
         )
 

@@ -8,9 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from spmdflow.weights.megatron import megatron_shards
 from spmdflow.weights.move import fill
-from spmdflow.weights.vllm import vllm_shards
+from spmdflow.weights.ranks import megatron_shards, vllm_shards
 from tests.unit.weight_shapes import architecture, empty_of, reader_of, values_of
 
 

@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import MODULUS, box_hash, positional_hash
 from spmdflow.errors import ConfigError, PlanError
-from spmdflow.weights.cut import owned
-from spmdflow.weights.megatron import megatron_shards
-from spmdflow.weights.move import BlockReader, blocks, fill
-from spmdflow.weights.ranks import fsdp_shards, whole_shards
-from spmdflow.weights.table import parameters
-from spmdflow.weights.vllm import vllm_shards
+from spmdflow.weights.move import Blocks, blocks, fill
+from spmdflow.weights.ranks import megatron_shards, row_shards, vllm_shards
+from spmdflow.weights.table import owned, parameters
 from tests.unit.weight_shapes import (
     SIZES,
     architecture,
@@ -36,10 +33,10 @@ def replicas(draw):
     kind = draw(st.sampled_from(["megatron", "vllm", "fsdp", "whole"]))
     arch = draw(architectures(head="causal_lm" if kind == "vllm" else None))
     if kind == "whole":
-        return arch, [whole_shards(arch)]
+        return arch, [row_shards(arch, shard_size=1, shard_rank=0)]
     if kind == "fsdp":
         size = draw(st.integers(1, 7))
-        return arch, [fsdp_shards(arch, shard_size=size, shard_rank=r) for r in range(size)]
+        return arch, [row_shards(arch, shard_size=size, shard_rank=r) for r in range(size)]
     tp_size = draw(st.sampled_from(SIZES))
     pp_size = draw(st.integers(1, arch.num_layers))
     places = [(tp, pp) for pp in range(pp_size) for tp in range(tp_size)]
@@ -204,9 +201,9 @@ def test_scalar_head_and_qwen3_output_bias_are_refused_for_vllm():
 
 def test_reader_without_all_elements_and_local_tensor_of_another_shape_are_refused():
     arch = architecture()
-    table = fsdp_shards(arch, shard_size=2, shard_rank=0)
+    table = row_shards(arch, shard_size=2, shard_rank=0)
     local = empty_of(table)
-    reader = BlockReader(blocks(local, table))
+    reader = Blocks(blocks(local, table))
 
     with pytest.raises(PlanError, match=r"model.norm.weight: got no values of box \(\(8, 16\),\)"):
         reader.read("model.norm.weight", Box(((0, 16),)))

@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 
 from spmdflow.data.ragged import ragged
-from spmdflow.weights.storage import Storages
+from spmdflow.weights.move import Storages
 from spmdflow.workers.micro_batch import lengthened, micro_batches
 
 
