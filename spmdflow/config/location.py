@@ -23,8 +23,9 @@ import re
 import shlex
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,30 +43,22 @@ def resolve_paths(cfg: Any, *, download: bool) -> None:
 
     download: whether a name that the hub's cache lacks may be downloaded (HF_HUB_OFFLINE
     forbids it); if not, a model's config.json is enough and data may be missing. ConfigError
-    for a name or a checkpoint that cannot be had; a path that is not there is left to the checks.
+    for a name or a checkpoint that is not to be found; a path that is not there is left to the
+    checks.
     """
-    files = MODEL if download else SIZES
-    models = [(f"{key}.path", part, "path", files) for key, part in parts_of(cfg, ModelConfig)]
-    data = list(parts_of(cfg, DataSettings))
-    tokenizers = [
-        (f"{key}.tokenizer_path", part, "tokenizer_path", TOKENIZER)
-        for key, part in parts_of(cfg, object)
-        if "tokenizer_path" in plain_tree(part)
-    ]
-    run = next((part for _, part in parts_of(cfg, RunConfig)), RunConfig())
-    for key, part, field, wanted in [*models, *tokenizers]:  # a model's folder has its tokenizer
-        path = exported_folder(key, getattr(part, field))
-        name = hub_name_of(path)
-        if name is not None:
-            name = _as_before(key, name, run)
-            limit = run.start_seconds
-            path = str(hub_folder(key, name, wanted, download=download, wait_seconds=limit))
-        setattr(part, field, path)
-    for key, part in data:
+    find = _Finder(next((part for _, part in parts_of(cfg, RunConfig)), RunConfig()), download)
+    for key, part in parts_of(cfg, ModelConfig):
+        part.path = find.model(f"{key}.path", part.path, MODEL if download else SIZES)
+    sections: Iterable[tuple[str, Any]] = parts_of(cfg, object)
+    for key, part in sections:  # after the models: a model's folder has its tokenizer
+        if "tokenizer_path" in plain_tree(part):
+            path = find.model(f"{key}.tokenizer_path", part.tokenizer_path, TOKENIZER)
+            part.tokenizer_path = path
+    for key, data in parts_of(cfg, DataSettings):
         for field in ("train_path", "eval_path"):
-            if getattr(part, field) is not None:
-                found = _located_data(f"{key}.{field}", getattr(part, field), run, download)
-                setattr(part, field, found)
+            if (setting := getattr(data, field)) is not None:
+                change = partial(find.data, f"{key}.{field}")
+                setattr(data, field, with_places(setting, change))
 
 
 def run_dir_of(run: RunConfig) -> Path:
@@ -96,38 +89,6 @@ def _named(place: str) -> str:
     return place if name is None else f"{name.repo}{split}@{name.revision}"
 
 
-def _located_data(key: str, setting: Any, run: RunConfig, download: bool) -> Any:
-    def change(place: str) -> str:
-        path, split = split_place(place)
-        split, _, revision = split.partition("@")
-        name = hub_name_of(f"{path}@{revision}" if revision else path, "dataset")
-        if name is None or not split:
-            return place
-        config = split[1:].rpartition("/")[0]
-        limits: dict[str, Any] = {"download": download, "wait_seconds": run.start_seconds}
-        try:
-            folder = data_set_folder(key, _as_before(key, name, run), config, **limits)
-        except ConfigError:
-            if download:
-                raise
-            return place  # a plan says what it takes instead
-        return f"{folder}{split}"
-
-    return with_places(setting, change)
-
-
-def _as_before(key: str, name: HubName, run: RunConfig) -> HubName:
-    """The revision with which the run that is resumed began, unless another one is asked for."""
-    file = run_dir_of(run) / "config.yaml"
-    if name.revision is not None or not file.is_file():
-        return name
-    tree: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    said = re.search(rf"\b{re.escape(name.repo)}(?::[^@()]*)?@([0-9a-f]{{40}})", str(tree))
-    return HubName(name.repo, said[1], name.kind) if said else name
-
-
 _WORD = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"(?P<repo>{_WORD}/{_WORD})(?:@(?P<revision>[\w./-]+))?")
 _SNAPSHOT = re.compile(
@@ -151,6 +112,11 @@ class HubName:
     kind: str = "model"
     """model or dataset."""
 
+    @property
+    def cached(self) -> str:
+        """Its folder in the cache."""
+        return f"{self.kind}s--{self.repo.replace('/', '--')}"
+
     def __str__(self) -> str:
         return self.repo + (f"@{self.revision}" if self.revision else "")
 
@@ -164,6 +130,11 @@ class Wanted:
     more: tuple[str, ...] = ()
     """Patterns of files that are downloaded too, if there are any."""
     ignored: tuple[str, ...] = ()
+
+    @property
+    def patterns(self) -> list[str]:
+        """Of every file that is downloaded."""
+        return [part for pattern in (*self.files, *self.more) for part in pattern.split("|")]
 
 
 TOKENIZER = Wanted(
@@ -192,40 +163,78 @@ def hub_name_of_folder(path: str) -> HubName | None:
     return HubName(f"{match['owner']}/{match['name']}", match["revision"], match["kind"])
 
 
-def hub_folder(
-    key: str, name: HubName, wanted: Wanted, *, download: bool, wait_seconds: float
-) -> Path:
-    """The name's folder in the cache, downloaded if it is not there; ConfigError if it cannot be.
+@dataclass(frozen=True)
+class _Finder:
+    """Finds what a run names; ConfigError if it is not to be found."""
 
-    key: the setting, for messages. download: false: the cache alone. wait_seconds: limit for
-    another process of this node that downloads.
-    """
-    found = _cached(name, wanted)
-    if found is not None:
-        return found
-    why = "nothing is downloaded for a plan"
-    if download and not _is_offline():
-        with _one_of_a_node(key, name, wait_seconds):
-            found = _cached(name, wanted)
-            try:
-                return found or _download(name, wanted)
-            except (OSError, ValueError, RuntimeError, _hub().errors.HTTPError) as err:
-                why = textwrap.shorten(f"{type(err).__name__}: {err}", _SHOWN)
-    elif _is_offline():
-        why = "HF_HUB_OFFLINE is set"
-    raise ConfigError(
-        f"{key}: got {name}, which is no path in {Path.cwd()} and not in the hub's cache "
-        f"{_cache()} ({why}), expected one of both; correct the path, or download it where there "
-        f"is a network: {download_command(name, wanted)}"
-    )
+    run: RunConfig
+    download: bool
+    """Whether what the cache lacks may be downloaded."""
+
+    def model(self, key: str, path: str, wanted: Wanted) -> str:
+        """The folder of a model or tokenizer. key: the setting, for messages."""
+        path = exported_folder(key, path)
+        name = hub_name_of(path)
+        return path if name is None else str(self._folder(key, self._as_before(key, name), wanted))
+
+    def data(self, key: str, place: str) -> str:
+        """A place of rows with its data set as a folder; of a plan, if it is there."""
+        path, split = split_place(place)
+        split, _, revision = split.partition("@")
+        name = hub_name_of(f"{path}@{revision}" if revision else path, "dataset")
+        if name is None or not split:
+            return place
+        try:
+            name = self._as_before(key, name)
+            folder = self._folder(key, name, _README)
+            config = split[1:].rpartition("/")[0]
+            files = Wanted(_files_of(key, name, config, folder / _README.more[0]), _README.more)
+            folder = self._folder(key, replace(name, revision=folder.name), files)  # one commit
+        except ConfigError:
+            if self.download:
+                raise
+            return place  # a plan says what it takes instead
+        return f"{folder}{split}"
+
+    def _as_before(self, key: str, name: HubName) -> HubName:
+        """The revision with which the run that is resumed began, unless another is asked for."""
+        file = run_dir_of(self.run) / "config.yaml"
+        if name.revision is not None or not file.is_file():
+            return name
+        tree: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+        for part in key.split("."):
+            tree = tree.get(part) if isinstance(tree, dict) else None
+        said = re.search(rf"\b{re.escape(name.repo)}(?::[^@()]*)?@([0-9a-f]{{40}})", str(tree))
+        return replace(name, revision=said[1]) if said else name
+
+    def _folder(self, key: str, name: HubName, wanted: Wanted) -> Path:
+        """The name's folder in the cache, downloaded if it is not there."""
+        found = _cached(name, wanted)
+        if found is not None:
+            return found
+        why = "nothing is downloaded for a plan"
+        if _hub().constants.is_offline_mode():
+            why = "HF_HUB_OFFLINE is set"
+        elif self.download:
+            with _one_of_a_node(key, name, self.run.start_seconds):
+                found = _cached(name, wanted)
+                try:
+                    return found or _download(name, wanted)
+                except (OSError, ValueError, RuntimeError, _hub().errors.HTTPError) as err:
+                    why = textwrap.shorten(f"{type(err).__name__}: {err}", _SHOWN)
+        raise ConfigError(
+            f"{key}: got {name}, which is no path in {Path.cwd()} and not in the hub's cache "
+            f"{_cache()} ({why}), expected one of both; correct the path, or download it where "
+            f"there is a network: {_download_command(name, wanted)}"
+        )
 
 
-def download_command(name: HubName, wanted: Wanted) -> str:
+def _download_command(name: HubName, wanted: Wanted) -> str:
     """The shell command that puts the files into the cache."""
     words = ["hf", "download", name.repo]
     words += ["--repo-type", "dataset"] if name.kind == "dataset" else []
     words += ["--revision", name.revision] if name.revision else []
-    for pattern in _patterns(wanted) if name.kind == "dataset" and wanted.files else ():
+    for pattern in wanted.patterns if name.kind == "dataset" and wanted.files else ():
         words += ["--include", pattern]
     for pattern in wanted.ignored:
         words += ["--exclude", pattern]
@@ -234,8 +243,7 @@ def download_command(name: HubName, wanted: Wanted) -> str:
 
 def _cached(name: HubName, wanted: Wanted) -> Path | None:
     """The name's folder if the cache has every file that is needed."""
-    folder = _cache() / f"{name.kind}s--{name.repo.replace('/', '--')}"
-    revision = name.revision or "main"
+    folder, revision = _cache() / name.cached, name.revision or "main"
     reference = folder / "refs" / revision
     if reference.is_file():
         revision = reference.read_text(encoding="utf-8").strip()
@@ -264,19 +272,14 @@ def _download(name: HubName, wanted: Wanted) -> Path:
         name.repo,
         repo_type=name.kind,
         revision=name.revision,
-        allow_patterns=_patterns(wanted),
+        allow_patterns=wanted.patterns,
         ignore_patterns=list(wanted.ignored),
     )
     Path(folder).mkdir(parents=True, exist_ok=True)  # not made if no file fits
-    found = _cached(HubName(name.repo, Path(folder).name, name.kind), wanted)
+    found = _cached(replace(name, revision=Path(folder).name), wanted)
     if found is None:
         raise ValueError(f"the hub has no {' or no '.join(wanted.files)} of it")
     return found
-
-
-def _patterns(wanted: Wanted) -> list[str]:
-    """Of every file that is downloaded."""
-    return [part for pattern in (*wanted.files, *wanted.more) for part in pattern.split("|")]
 
 
 @contextlib.contextmanager
@@ -284,7 +287,7 @@ def _one_of_a_node(key: str, name: HubName, seconds: float) -> Iterator[None]:
     """Hold the name's lock; ConfigError if another process has it for that long."""
     folder = _cache() / ".locks"
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"spmdflow-{name.kind}--{name.repo.replace('/', '--')}.lock"
+    path = folder / f"spmdflow-{name.cached.replace('s--', '--', 1)}.lock"
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(_hub().utils.WeakFileLock(path, timeout=seconds))
@@ -301,10 +304,6 @@ def _cache() -> Path:
     return Path(_hub().constants.HF_HUB_CACHE).expanduser().absolute()
 
 
-def _is_offline() -> bool:
-    return bool(_hub().constants.is_offline_mode())
-
-
 def _hub() -> Any:  # the module; it is imported late
     import huggingface_hub
     import huggingface_hub.constants
@@ -316,23 +315,16 @@ def _hub() -> Any:  # the module; it is imported late
 
 _DATA = "|".join(f"*.{ending}" for ending in ("parquet", "json*", "csv", "tsv", "txt", "arrow"))
 _README = Wanted((), ("README.md",))
-_FRONT = re.compile(r"---\n(.*?)\n---", re.DOTALL)
-
-
-def data_set_folder(
-    key: str, name: HubName, config: str, *, download: bool, wait_seconds: float
-) -> Path:
-    """The folder with the files of a config ("": the default one); ConfigError as `hub_folder`."""
-    limits: dict[str, Any] = {"download": download, "wait_seconds": wait_seconds}
-    folder = hub_folder(key, name, _README, **limits)
-    files = _files_of(key, name, config, folder / _README.more[0])
-    name = replace(name, revision=folder.name)  # both parts of one commit
-    return hub_folder(key, name, Wanted(files, _README.more), **limits)
 
 
 def _files_of(key: str, name: HubName, config: str, readme: Path) -> tuple[str, ...]:
-    """Patterns of the files of a config; of any data file if the README names none."""
-    entries = _configs(readme)
+    """Patterns of the files of a config ("": the default one); any data file if none are named."""
+    try:
+        facts = _hub().metadata_load(readme) if readme.is_file() else None
+    except (yaml.YAMLError, ValueError):
+        facts = None  # the library that reads the rows says what is wrong
+    named = (facts or {}).get("configs", ())
+    entries = {str(entry.get("config_name", "default")): entry for entry in named}
     if not entries:
         return (_DATA,)
     wanted = config or next((n for n, entry in entries.items() if entry.get("default")), "default")
@@ -344,17 +336,6 @@ def _files_of(key: str, name: HubName, config: str, readme: Path) -> tuple[str, 
         )
     patterns = _paths(entry.get("data_files", ()))
     return patterns or (f"{entry['data_dir']}/*" if entry.get("data_dir") else _DATA,)
-
-
-def _configs(readme: Path) -> Mapping[str, Mapping[str, Any]]:
-    """The README's configs by name."""
-    front = _FRONT.match(readme.read_text(encoding="utf-8")) if readme.is_file() else None
-    try:
-        facts = yaml.safe_load(front[1]) if front else None
-    except yaml.YAMLError:
-        facts = None  # the library that reads the rows says what is wrong
-    entries = facts.get("configs", ()) if isinstance(facts, dict) else ()
-    return {str(entry.get("config_name", "default")): entry for entry in entries}
 
 
 def _paths(files: Any) -> tuple[str, ...]:
