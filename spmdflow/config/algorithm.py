@@ -5,7 +5,7 @@ A script names its settings class in `main(flow: Flow, cfg: GRPOConfig)`; its YA
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from spmdflow.config.leaf import part, setting
@@ -110,8 +110,8 @@ class CriticFreeConfig(ScriptConfig):
 class GRPOConfig(CriticFreeConfig):
     """Everything `algos/grpo.py` reads."""
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(name="grpo"))
-    data: DataConfig = field(default_factory=lambda: DataConfig(samples_per_prompt=8))
+    run: RunConfig = part(RunConfig, name="grpo")
+    data: DataConfig = part(DataConfig, samples_per_prompt=8)
     advantage: GroupAdvantageConfig = part(GroupAdvantageConfig)
 
 
@@ -126,7 +126,7 @@ class RemaxAdvantageConfig(RewardToGoConfig):
 class RemaxConfig(CriticFreeConfig):
     """Everything `algos/remax.py` reads."""
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(name="remax"))
+    run: RunConfig = part(RunConfig, name="remax")
     advantage: RemaxAdvantageConfig = part(RemaxAdvantageConfig)
 
 
@@ -170,7 +170,7 @@ class DAPOConfig(GRPOConfig):
     # The KL has no place in it, so there is no reference.
     reference: ClassVar[None] = None  # type: ignore[assignment, misc]
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(name="dapo"))
+    run: RunConfig = part(RunConfig, name="dapo")
     actor: ClipHigherActorConfig = part(ClipHigherActorConfig)
     sampling: DynamicSamplingConfig = part(DynamicSamplingConfig)
     overlong: OverlongConfig = part(OverlongConfig)
@@ -202,17 +202,10 @@ class PretrainActorConfig(ActorConfig):
 
 
 @dataclass
-class CostConfig(RewardConfig):
-    """Costs: a model, or a user's function in worker processes."""
-
-
-@dataclass
 class CostCriticConfig(CriticConfig):
     """The critic of the cost; starts from the cost model if there is one, else from the actor."""
 
-    model: ModelConfig = field(
-        default_factory=lambda: ModelConfig(path="${first_of:cost.model.path,actor.model.path}")
-    )
+    model: ModelConfig = part(ModelConfig, path="${first_of:cost.model.path,actor.model.path}")
 
 
 @dataclass
@@ -229,10 +222,10 @@ class LagrangeConfig:
 class SafeRLHFConfig(PPOConfig):
     """Everything `algos/safe_rlhf.py` reads."""
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(name="safe_rlhf"))
+    run: RunConfig = part(RunConfig, name="safe_rlhf")
     actor: PretrainActorConfig = part(PretrainActorConfig)
     pretrain: TextConfig = part(TextConfig)
-    cost: CostConfig = part(CostConfig)
+    cost: RewardConfig = part(RewardConfig)  # the same for costs
     cost_critic: CostCriticConfig = part(CostCriticConfig)
     lagrange: LagrangeConfig = part(LagrangeConfig)
 
@@ -248,8 +241,8 @@ class RLOOAdvantageConfig(RewardToGoConfig):
 class RLOOConfig(CriticFreeConfig):
     """Everything `algos/rloo.py` reads."""
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(name="rloo"))
-    data: DataConfig = field(default_factory=lambda: DataConfig(samples_per_prompt=4))
+    run: RunConfig = part(RunConfig, name="rloo")
+    data: DataConfig = part(DataConfig, samples_per_prompt=4)
     advantage: RLOOAdvantageConfig = part(RLOOAdvantageConfig)
 
 
@@ -257,7 +250,7 @@ class RLOOConfig(CriticFreeConfig):
 class ReinforcePPConfig(CriticFreeConfig):
     """Everything `algos/reinforce_pp.py` reads."""
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(name="reinforce_pp"))
+    run: RunConfig = part(RunConfig, name="reinforce_pp")
     advantage: ReinforcePPAdvantageConfig = part(ReinforcePPAdvantageConfig)
 
 

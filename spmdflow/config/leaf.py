@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from spmdflow.errors import ConfigError
@@ -79,9 +80,12 @@ def follows(key: str, default: Any) -> Any:
     return field(default=default, metadata={_FOLLOWS: key})
 
 
-def part(cls: type) -> Any:
-    """A dataclass field that is itself a group of settings with defaults."""
-    return field(default_factory=cls)
+def part(cls: type, **defaults: Any) -> Any:
+    """A dataclass field that is itself a group of settings; defaults: other ones than the class's.
+
+    Any: each is of its setting's type.
+    """
+    return field(default_factory=partial(cls, **defaults))
 
 
 def micro_batch_of(text: str, key: str = "micro_batch") -> tuple[int, str]:

@@ -5,7 +5,7 @@ Rows of the first three bring their answers along: `prompts_per_step` counts who
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,6 +30,9 @@ from spmdflow.errors import ConfigError
 class ExampleDataConfig(AnswerDataConfig):
     """Examples to imitate: prompt and response, or conversations."""
 
+    kind: ClassVar[str] = "examples"
+    answers: ClassVar[tuple[str, ...]] = ("response_column",)
+
     prompt_column: str = setting("Column that holds the prompt (text, or chat messages).", "prompt")
     response_column: str | None = setting(
         "Column that holds the response; none: prompt_column holds a conversation, whose "
@@ -40,20 +43,13 @@ class ExampleDataConfig(AnswerDataConfig):
         "Rows with more tokens, answers included, are left out and counted.", 512, at_least=1
     )
 
-    @property
-    def rows(self) -> str:
-        """examples."""
-        return "examples"
-
-    @property
-    def answer_columns(self) -> tuple[str, ...]:
-        """Columns with answers."""
-        return () if self.response_column is None else (self.response_column,)
-
 
 @dataclass
 class PairDataConfig(AnswerDataConfig):
     """Preferences: a prompt with a better and a worse answer."""
+
+    kind: ClassVar[str] = "pairs"
+    answers: ClassVar[tuple[str, ...]] = ("chosen_column", "rejected_column")
 
     prompt_column: str | None = setting(
         "Column that holds the prompt (text, or chat messages); none: both answers begin with it.",
@@ -73,16 +69,6 @@ class PairDataConfig(AnswerDataConfig):
         at_least=1,
     )
 
-    @property
-    def rows(self) -> str:
-        """pairs."""
-        return "pairs"
-
-    @property
-    def answer_columns(self) -> tuple[str, ...]:
-        """Columns with answers, the better one first."""
-        return (self.chosen_column, self.rejected_column)
-
 
 @dataclass
 class PreferenceDataConfig(PairDataConfig):
@@ -100,18 +86,6 @@ class PreferenceDataConfig(PairDataConfig):
         1024,
         at_least=1,
     )
-
-    @property
-    def rows(self) -> str:
-        """pairs or labels."""
-        return "pairs" if self.label_column is None else "labels"
-
-    @property
-    def answer_columns(self) -> tuple[str, ...]:
-        """Columns with answers, the better one first; or the answer's column and the label's."""
-        if self.label_column is None:
-            return (self.chosen_column, self.rejected_column)
-        return (self.completion_column, self.label_column)
 
 
 @dataclass
@@ -162,7 +136,7 @@ class PreferenceActorConfig(SupervisedConfig):
 class SFTConfig(ScriptConfig):
     """Everything `algos/sft.py` reads."""
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(name="sft"))
+    run: RunConfig = part(RunConfig, name="sft")
     data: ExampleDataConfig = part(ExampleDataConfig)
     actor: SupervisedConfig = part(SupervisedConfig)
 
@@ -171,7 +145,7 @@ class SFTConfig(ScriptConfig):
 class RewardModelRunConfig(ScriptConfig):
     """Everything `algos/reward_model.py` reads."""
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(name="reward_model"))
+    run: RunConfig = part(RunConfig, name="reward_model")
     data: PairDataConfig = part(PairDataConfig)
     reward_model: RewardModelConfig = part(RewardModelConfig)
 
@@ -180,7 +154,7 @@ class RewardModelRunConfig(ScriptConfig):
 class DPOConfig(ScriptConfig):
     """Everything `algos/dpo.py` reads."""
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(name="dpo"))
+    run: RunConfig = part(RunConfig, name="dpo")
     data: PreferenceDataConfig = part(PreferenceDataConfig)
     actor: PreferenceActorConfig = part(PreferenceActorConfig)
     reference: ReferenceConfig = part(ReferenceConfig)
@@ -261,7 +235,7 @@ class EvaluateConfig:
     more_roles: ClassVar[tuple[str, ...]] = ("generator",)
     total_steps: ClassVar[int] = 1
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(name="evaluate", sample_every=0))
+    run: RunConfig = part(RunConfig, name="evaluate", sample_every=0)
     data: HeldOutConfig = part(HeldOutConfig)
     actor: EvaluatedConfig = part(EvaluatedConfig)
     reward: RewardConfig = part(RewardConfig)

@@ -6,7 +6,7 @@ A field without a default is required. A script may define a class of its own (a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from spmdflow.config.leaf import follows, micro_batch_of, part, setting
@@ -67,16 +67,24 @@ class DataSettings:
     shuffle: bool = False
     max_bad_rows: int
     eval_prompts: str = "all"
+    label_column: str | None = None
+
+    kind: ClassVar[str] = "prompts"
+    """What a row is, unless it has a label: prompts, examples or pairs."""
+    answers: ClassVar[tuple[str, ...]] = ()
+    """The settings that name its columns with answers, unless it has a label."""
 
     @property
     def rows(self) -> str:
         """What a row is: prompts; examples, pairs and labels (`offline`) bring answers."""
-        return "prompts"
+        return self.kind if self.label_column is None else "labels"
 
     @property
     def answer_columns(self) -> tuple[str, ...]:
-        """Columns with answers."""
-        return ()
+        """Columns with answers, the better one first; or the answer's column and the label's."""
+        labelled = ("completion_column", "label_column")
+        names = self.answers if self.label_column is None else labelled
+        return tuple(getattr(self, name) for name in names if getattr(self, name) is not None)
 
     @property
     def samples_per_step(self) -> int:
@@ -299,14 +307,14 @@ class ActorConfig:
 
 
 def _model_at(path: str) -> Any:
-    return field(default_factory=lambda: ModelConfig(path=path))
+    return part(ModelConfig, path=path)
 
 
 @dataclass
 class CriticConfig:
     """The value model; starts from the reward model if there is one, else from the actor."""
 
-    model: ModelConfig = _model_at("${first_of:reward.model.path,actor.model.path}")
+    model: ModelConfig = part(ModelConfig, path="${first_of:reward.model.path,actor.model.path}")
     engine: EngineConfig = part(EngineConfig)
     optimizer: OptimizerConfig = part(OptimizerConfig)
     update: UpdateConfig = part(UpdateConfig)
@@ -317,7 +325,7 @@ class CriticConfig:
 class ReferenceConfig:
     """The frozen policy that the KL is measured against; the actor's start."""
 
-    model: ModelConfig = _model_at("${actor.model.path}")
+    model: ModelConfig = part(ModelConfig, path="${actor.model.path}")
     engine: FrozenEngineConfig = part(FrozenEngineConfig)
     temperature: float = follows("actor.rollout.temperature", 1.0)  # divides the logits
 
