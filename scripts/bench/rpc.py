@@ -143,7 +143,7 @@ def _simulated(ranks: int, calls: int) -> list[float]:
     settings = SessionSettings(run_dir=Path(tempfile.gettempdir()), ranks=tuple(range(ranks)))
     elsewhere = Process(process.pid, 0, "another machine")  # as most of many ranks are
     peers = Peers(dict.fromkeys(range(ranks), elsewhere), own_rank=0)
-    io = Io(hub, Envelopes(run_id), peers=peers, settings=settings)
+    io = Io(hub, peers=peers, settings=settings)
     io.thread.start()
     io.met.result()
     seconds = _round_trips(io, calls)

@@ -31,7 +31,7 @@ from spmdflow.runtime.failure import UNWIND_SECONDS, Failure, as_record, write_f
 from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.process import Process, Signals, dump_stacks, leave
 from spmdflow.runtime.settings import SessionSettings
-from spmdflow.runtime.wire import Endpoint, Envelopes, Kind, Waiter
+from spmdflow.runtime.wire import Endpoint, Kind, Waiter
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,6 @@ class Comm:
     def __init__(
         self,
         endpoint: Endpoint,
-        envelopes: Envelopes,
         *,
         rank: int,
         controller: Process,
@@ -63,11 +62,11 @@ class Comm:
         self.arrival = RowCondition()
         """How the compute lane waits for rows."""
         self._lanes = {lane.name: lane for lane in (self.compute, self.transfers)}
-        self._endpoint, self._envelopes = endpoint, envelopes
+        self._endpoint = endpoint
         self._socket = threading.Lock()  # several threads may use it by turns
         self._waiter = Waiter()
         self._waiter.watch(endpoint.descriptor)
-        self._waiter.watch(endpoint.lost.descriptor)
+        self._waiter.watch(endpoint.lost_descriptor)
         self._rank, self._settings, self._signals = rank, settings, signals
         self._controller = controller
         self._is_controller = rank == settings.controller_rank
@@ -116,7 +115,7 @@ class Comm:
         self._waiter.wake()
 
     def _send(self, kind: Kind, body: Any = None) -> None:
-        data = self._envelopes.seal(kind, body)
+        data = self._endpoint.seal(kind, body)
         with self._socket:
             unnoticed = self._endpoint.send(data)
         if unnoticed:
@@ -149,22 +148,18 @@ class Comm:
         if now >= self._next_tick:
             self._next_tick = now + _TICK_SECONDS
             self._tick(now)
-        self._receive()
+        while (data := self._receive()) is not None:
+            self._take(data)
         self._notice(self._waiter.wait(max(0.0, self._next_tick - time.monotonic())))
 
-    def _receive(self) -> None:
-        """Take every message that is there."""
-        while True:
-            with self._socket:
-                data = self._endpoint.receive()
-            if data is None:
-                return
-            self._take(data)
+    def _receive(self) -> bytes | None:
+        with self._socket:
+            return self._endpoint.receive()
 
     def _take(self, data: bytes) -> None:
         """React to one message."""
         try:
-            envelope = self._envelopes.open(data, self._settings.controller_rank)
+            envelope = self._endpoint.open(data, self._settings.controller_rank)
         except MessageError as err:
             self.fail(failure_of(err, self._rank))
             return
@@ -175,7 +170,9 @@ class Comm:
         if kind is Kind.COMMAND:
             self._lanes[body[2]].put(Command(*body))
         elif kind is Kind.WELCOME:
-            self._meet_neighbours(body)
+            self._neighbours, self._welcome = Peers(body, own_rank=self._rank), True
+            if not self._controller.is_local():  # it cannot see how a process ends here
+                self._neighbours.watch(self._waiter)
         elif kind is Kind.CLOSE and self.cause is not None:
             self._all_unwound = True
         elif kind is Kind.CLOSE:
@@ -186,29 +183,18 @@ class Comm:
         elif kind is Kind.ABORT:
             self._obey(body)
 
-    def _meet_neighbours(self, processes: dict[int, Process]) -> None:
-        """Where the controller cannot see how a process ends, its neighbours do."""
-        neighbours = Peers(processes, own_rank=self._rank)
-        if not self._controller.is_local():
-            neighbours.watch(self._waiter)
-        self._neighbours, self._welcome = neighbours, True
-
     # ---- watching
 
     def _notice(self, ready: list[int]) -> None:
         """React at once to signals, a lost connection and ended neighbours."""
         if self._signals.descriptor in ready:
             self._next_tick = 0.0
-        if self._lost_connection(ready):
+        if (not ready or self._endpoint.lost_descriptor in ready) and self._endpoint.any_lost():
             secret = "" if self._welcome else "; is SPMDFLOW_SECRET the same on every rank?"
             self._lost_controller(f"its connection is lost{secret}")
         if self._neighbours and self._neighbours.unwatch(self._waiter, ready):
             for ended in self._neighbours.ended().items():
                 self._send(Kind.ENDED, list(ended))
-
-    def _lost_connection(self, ready: list[int]) -> bool:
-        lost = self._endpoint.lost
-        return (not ready or lost.descriptor in ready) and lost.any_new()
 
     def _tick(self, now: float) -> None:
         if now >= self._next_beat:
@@ -231,14 +217,15 @@ class Comm:
 
     def _check_lanes(self, now: float) -> None:
         for lane in self._lanes.values():
-            if command := lane.overdue(now):
-                cause = f"still running after its limit of {command.seconds:g} s"
-                self.fail(
-                    Failure("deadline", self._rank, cause, command.label, command.number, lane.name)
-                )
+            if running := lane.running:
+                command, start = running
+                if now > start + command.seconds:
+                    cause = f"still running after its limit of {command.seconds:g} s"
+                    about = command.label, command.number, lane.name
+                    self.fail(Failure("deadline", self._rank, cause, *about))
 
     def _check_parent(self) -> None:
-        if self._settings.watch_parent and os.getppid() != self._parent:
+        if os.getppid() != self._parent:
             cause = f"the launcher (parent process {self._parent}) ended without ending its ranks"
             self.fail(self._about("launcher", self._rank, cause))
 

@@ -132,11 +132,6 @@ class Lane:
         self._reporter.reply(command.ticket, answer)
         self.running = None
 
-    def overdue(self, now: float) -> Command | None:
-        """The running command if its limit has passed (time.monotonic())."""
-        running = self.running
-        return running[0] if running and now > running[1] + running[0].seconds else None
-
 
 def failure_of(
     err: BaseException,

@@ -13,53 +13,38 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from spmdflow.errors import RunFailed
 from spmdflow.runtime.executor import failure_of, stay_until
 from spmdflow.runtime.failure import Failure
-from spmdflow.runtime.order import Order, Pending, Replies, too_early
-from spmdflow.runtime.peers import Entry, Ledger, Peers
+from spmdflow.runtime.order import Order, Pending, too_early
+from spmdflow.runtime.peers import Ledger, Peers, Sent
 from spmdflow.runtime.process import leave
 from spmdflow.runtime.settings import SessionSettings
 from spmdflow.runtime.verdict import LOST, Verdict, Watch
-from spmdflow.runtime.wire import Envelopes, Hub, Kind
+from spmdflow.runtime.wire import Hub, Kind
 
 logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
 
 
-@dataclass(slots=True)
-class _Open:
-    order: Order
-    pending: Pending
-    replies: Replies
-
-
 class Io:
     """The controller's transport and its thread."""
 
-    def __init__(
-        self, hub: Hub, envelopes: Envelopes, *, peers: Peers, settings: SessionSettings
-    ) -> None:
-        self._hub, self._envelopes, self._peers = hub, envelopes, peers
-        self._settings, self._members = settings, frozenset(settings.ranks)
-        self._nodes = peers.nodes()
+    def __init__(self, hub: Hub, *, peers: Peers, settings: SessionSettings) -> None:
+        self._hub, self._peers, self._settings = hub, peers, settings
+        self._members, self._nodes = frozenset(settings.ranks), peers.nodes()
         self.thread = threading.Thread(target=self._run, name="io", daemon=True)
         self._lock = threading.RLock()
         self._worker: int | None = None
         self._inbox: deque[Callable[[], None]] = deque()
         self._tickets = itertools.count(1)
-        self._open: dict[int, _Open] = {}
         self._ledger = Ledger()
-        self._verdict = Verdict(peers, self._ledger, settings=settings)
-        start_by = time.monotonic() + settings.start_seconds
-        self._watch = Watch(
-            peers, self._ledger, self._verdict, settings=settings, start_by=start_by
-        )
+        self._verdict = Verdict(hub, peers, self._ledger, settings=settings)
+        self._watch = Watch(self._verdict)
         self.met = Pending("start", self._await)
         """Done when every rank is connected."""
         self._closed = Pending("end", self._await)
@@ -99,9 +84,9 @@ class Io:
             raise RunFailed(self._verdict.cause.sentence())
         ticket = next(self._tickets)
         bodies = self._bodies(order, ticket)
-        pending = Pending(order.label, self._await)
-        self.post(partial(self._send_order, order, ticket, bodies, pending))
-        return pending
+        sent = Sent(order, Pending(order.label, self._await))
+        self.post(partial(self._send_order, ticket, sent, bodies))
+        return sent.pending
 
     def post(self, function: Callable[[], None]) -> None:
         """Run function in the io thread, after everything submitted before."""
@@ -116,7 +101,7 @@ class Io:
             self._lock.release()
 
     def node_of(self, rank: int) -> int:
-        """The machine that a rank runs on, as a number (any thread)."""
+        """The node that a rank runs on, as a number (any thread)."""
         return self._nodes[rank]
 
     def fail(self, failure: Failure) -> None:
@@ -129,7 +114,11 @@ class Io:
 
     def close(self) -> None:
         """Wait for all orders, then end every rank's lanes. RunFailed if something fails."""
-        self.post(self._begin_close)
+
+        def want_close() -> None:
+            self._close_wanted = True
+
+        self.post(want_close)
         self._closed.result()
 
     def _bodies(self, order: Order, ticket: int) -> list[tuple[int, bytes]]:
@@ -140,12 +129,11 @@ class Io:
         encoded: dict[int, bytes] = {}
         bodies = []
         # the controller's own rank last: its lane takes the interpreter lock from the sender
-        for rank, payload in sorted(order.commands.items(), key=_rank, reverse=True):
-            body = encoded.get(id(payload))
-            if body is None:
-                body = self._envelopes.seal(Kind.COMMAND, [*head, payload])
-                encoded[id(payload)] = body
-            bodies.append((rank, body))
+        for rank in sorted(order.commands, reverse=True):
+            payload = order.commands[rank]
+            if id(payload) not in encoded:
+                encoded[id(payload)] = self._hub.seal(Kind.COMMAND, [*head, payload])
+            bodies.append((rank, encoded[id(payload)]))
         return bodies
 
     # ---- the io thread
@@ -175,8 +163,7 @@ class Io:
 
     def _notice(self, ready: list[int]) -> None:
         """A lost connection or an ended process is looked at now, not at the next tick."""
-        concerns = not ready or self._hub.lost.descriptor in ready
-        lost = concerns and self._hub.lost.any_new()
+        lost = (not ready or self._hub.lost_descriptor in ready) and self._hub.any_lost()
         if lost:
             self._watch.connection_lost(time.monotonic())
         if self._peers.unwatch(self._hub.waiter, ready) or lost:
@@ -222,64 +209,49 @@ class Io:
     # ---- messages
 
     def _handle(self, rank: int, data: bytes) -> None:
-        envelope = self._envelopes.open(data, rank)
+        envelope = self._hub.open(data, rank)
         if envelope is not None and rank in self._members:
             self._peers.heard(rank, time.monotonic())
             kind, body = envelope
             self._handlers[kind](rank, body)
 
-    def _send_order(
-        self, order: Order, ticket: int, bodies: list[tuple[int, bytes]], pending: Pending
-    ) -> None:
+    def _send_order(self, ticket: int, sent: Sent, bodies: list[tuple[int, bytes]]) -> None:
         if self._verdict.cause is not None:
-            pending.fail(RunFailed(self._verdict.cause.sentence()))
+            sent.pending.fail(RunFailed(self._verdict.cause.sentence()))
             return
-        self._open[ticket] = _Open(order, pending, {})
-        facts = (ticket, order.number, order.lane, order.label, order.seconds, time.monotonic())
+        self._ledger.send(ticket, sent, now=time.monotonic())
         for rank, body in bodies:
-            self._ledger.sent(rank, Entry(*facts, order.line))
             if not self._hub.send(rank, body):
                 self._verdict.add_death(rank, LOST)
 
     def _on_hello(self, rank: int, _: Any) -> None:
         self._hub.admit(rank)
-        self._peers.arrived(rank)
-        if not self._peers.missing() and not self.met.done:
-            self._welcome()
-            self._watch.all_met()
-            self.met.resolve({})
-
-    def _welcome(self) -> None:
-        """Tell every rank that all are here, and who shares its machine."""
-        bodies: dict[str, bytes] = {}
-        for rank in self._settings.ranks:
-            node = self._peers.node(rank)
-            if node not in bodies:
-                bodies[node] = self._envelopes.seal(Kind.WELCOME, self._peers.on_node(node))
-            self._hub.send(rank, bodies[node])
+        self._peers.missing.discard(rank)
+        if self._peers.missing or self.met.done:
+            return
+        by_node = {
+            first: self._hub.seal(Kind.WELCOME, self._peers.neighbours(first))
+            for first in set(self._nodes.values())
+        }
+        for member, first in self._nodes.items():  # all are here: each hears who shares its node
+            self._hub.send(member, by_node[first])
+        self._watch.start_by = float("inf")
+        self.met.resolve({})
 
     def _on_reply(self, rank: int, body: Any) -> None:
         ticket, payload = body
         if self._verdict.cause is not None:
             return
-        opened = self._open[ticket]
-        order = opened.order
-        in_order = self._ledger.answered(rank, order.lane, ticket, now=time.monotonic())
-        assert in_order, (rank, order.lane, order.number, order.label)
-        opened.replies[rank] = payload
-        if len(opened.replies) == len(order.commands):
-            del self._open[ticket]
-            if order.on_done:
-                order.on_done(opened.replies)
-            opened.pending.resolve(opened.replies)
+        done = self._ledger.answer(rank, ticket, payload, now=time.monotonic())
+        if done is not None:
+            if done.order.on_done:
+                done.order.on_done(done.replies)
+            done.pending.resolve(done.replies)
 
     # ---- the end
 
-    def _begin_close(self) -> None:
-        self._close_wanted = True
-
     def _close_if_idle(self) -> None:
-        if self._close_sent or self._open or self._inbox or self._verdict.failures:
+        if self._close_sent or self._ledger.open or self._inbox or self._verdict.failures:
             return
         self._close_sent = True
         self._send_close()
@@ -292,10 +264,10 @@ class Io:
     def _send_close(self) -> None:
         self._watch.closing(time.monotonic())
         for rank in self._settings.ranks:
-            self._hub.send(rank, self._envelopes.seal(Kind.CLOSE))
+            self._hub.send(rank, self._hub.seal(Kind.CLOSE))
 
     def _on_bye(self, rank: int, _: Any) -> None:
-        self._peers.leaves(rank)
+        self._peers.left.add(rank)
         if not self._peers.staying():
             self._finished = True
             self._closed.resolve({})
@@ -306,12 +278,14 @@ class Io:
         with self._lock:
             if now >= self._next_beat:
                 self._next_beat = now + self._settings.beat_seconds
-                beat = self._envelopes.seal(Kind.BEAT)
                 for rank in self._peers.staying():
-                    self._hub.send(rank, beat)
+                    self._probe(rank)
             self._guarded(self._watch.look, now, self._probe)
             if self._verdict.is_due(now):
                 self._end_failed_run(now)
+
+    def _probe(self, rank: int) -> bool:
+        return self._hub.send(rank, self._hub.seal(Kind.BEAT))
 
     def _end_failed_run(self, now: float) -> None:
         """End the processes, or, where the program around the run goes on, only the session."""
@@ -319,25 +293,17 @@ class Io:
             self._end_run(None)
         elif self._verdict.cause is not None:
             self._verdict.check_unwinding(now)
-        elif not (self._open and self._verdict.is_of_script):
-            self._verdict.unwind(self._hub, self._envelopes, pending=self._pending())
-            self._open.clear()
+        elif not (self._ledger.open and self._verdict.is_of_script):
+            self._verdict.unwind(self._pending())
 
     def _end_run(self, failure: Failure | None) -> None:
         """Name the cause, tell every rank, end this process; failure: one more of them."""
         try:
             if failure:
                 self._verdict.add(failure)
-            self._verdict.execute(self._hub, self._envelopes, pending=self._pending())
+            self._verdict.execute(self._pending())
         finally:
             leave(1)
 
     def _pending(self) -> list[Pending]:
-        return [self.met, self._closed, *(opened.pending for opened in self._open.values())]
-
-    def _probe(self, rank: int) -> bool:
-        return self._hub.send(rank, self._envelopes.seal(Kind.BEAT))
-
-
-def _rank(command: tuple[int, dict[str, Any]]) -> int:
-    return command[0]
+        return [self.met, self._closed, *(sent.pending for sent in self._ledger.open.values())]

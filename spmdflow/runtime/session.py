@@ -28,7 +28,7 @@ from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.process import Signals, outlive_launcher
 from spmdflow.runtime.rendezvous import Meeting, meet
 from spmdflow.runtime.settings import Member, SessionSettings
-from spmdflow.runtime.wire import Endpoint, Envelopes
+from spmdflow.runtime.wire import Endpoint
 
 __all__ = ["Member", "SessionSettings", "run_session"]
 
@@ -103,7 +103,6 @@ def _comm(meeting: Meeting, rank: int, settings: SessionSettings, signals: Signa
     )
     return Comm(
         endpoint,
-        Envelopes(meeting.run_id),
         rank=rank,
         controller=meeting.controller,
         settings=settings,
@@ -121,7 +120,7 @@ def _start_controller(
         own_rank=settings.controller_rank,
         heartbeat_seconds=settings.heartbeat_seconds,
     )
-    io = Io(meeting.hub, Envelopes(meeting.run_id), peers=peers, settings=settings)
+    io = Io(meeting.hub, peers=peers, settings=settings)
     script = threading.Thread(
         target=_run_script, args=(main, io, comm, settings), name="controller", daemon=True
     )

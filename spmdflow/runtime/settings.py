@@ -34,10 +34,6 @@ class SessionSettings:
     """A failure that leaves every process alive ends the session (RunFailed), not the processes."""
     on_failure: Callable[[RunFailed], None] | None = None
     """Told why, on the controller's rank, before a failure ends the processes."""
-    watch_parent: bool = True
-    """End when the parent process ends, as torchrun killed with -9 leaves its ranks behind."""
-    on_sigterm: Callable[[], None] | None = None
-    """Runs once in the controller's io thread when the run is asked to end; must not wait."""
 
     @property
     def controller_rank(self) -> int:

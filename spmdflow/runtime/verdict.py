@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from spmdflow.errors import RunFailed
 from spmdflow.runtime.failure import (
@@ -26,28 +27,30 @@ from spmdflow.runtime.failure import (
     run_failed,
     write_failure,
 )
-from spmdflow.runtime.order import Pending
-from spmdflow.runtime.peers import Entry, Ledger, Peers
+from spmdflow.runtime.order import Order, Pending
+from spmdflow.runtime.peers import Ledger, Peers
 from spmdflow.runtime.process import dump_stacks
 from spmdflow.runtime.settings import SessionSettings
-from spmdflow.runtime.wire import Envelopes, Hub, Kind
+from spmdflow.runtime.wire import Hub, Kind
 
 logger = logging.getLogger(__name__)
 
 LOST = "its connection is lost"
-"""What is known of an end on another machine, until a neighbour there tells more."""
+"""What is known of an end on another node, until a neighbour there tells more."""
 
 _EXIT_SECONDS = 3.0
-"""After ABORT, processes of this machine that have not ended by then are killed."""
+"""After ABORT, processes of this node that have not ended by then are killed."""
 _SEND_SECONDS = 0.5
-"""Time for ABORT to leave for other machines before this process ends."""
+"""Time for ABORT to leave for other nodes before this process ends."""
 
 
 class Verdict:
     """Failures of a run, and the end they lead to."""
 
-    def __init__(self, peers: Peers, ledger: Ledger, *, settings: SessionSettings) -> None:
-        self._peers, self._ledger, self._settings = peers, ledger, settings
+    def __init__(
+        self, hub: Hub, peers: Peers, ledger: Ledger, *, settings: SessionSettings
+    ) -> None:
+        self._hub, self.peers, self.ledger, self.settings = hub, peers, ledger, settings
         self.failures: list[Failure] = []
         self.cause: Failure | None = None
         """Why the session ended, where the process goes on."""
@@ -72,16 +75,14 @@ class Verdict:
         elif self.failures[known[0]].cause.startswith(LOST):
             self.failures[known[0]] = death
 
-    def add_overdue(self, rank: int, entry: Entry, now: float) -> None:
+    def add_overdue(self, rank: int, order: Order, now: float) -> None:
         """Note, once, that rank does not answer, as stopped or merely late."""
         if self._is_known("deadline", rank) or self._is_known("stopped", rank):
             return
-        late = f"did not answer {entry.label} within its limit of {entry.seconds:g} s"
+        late = f"did not answer {order.label} within its limit of {order.seconds:g} s"
         stopped = self._stopped(rank, now, silence_counts=True)
-        if stopped:
-            self.add(self._about("stopped", rank, f"{late}: {stopped}"))
-        else:
-            self.add(self._about("deadline", rank, late))
+        kind, cause = ("stopped", f"{late}: {stopped}") if stopped else ("deadline", late)
+        self.add(self._about(kind, rank, cause))
 
     def is_due(self, now: float) -> bool:
         """Whether there is something to do about failures: the time to gather them is over."""
@@ -90,7 +91,7 @@ class Verdict:
     @property
     def spares_processes(self) -> bool:
         """Whether only the session ends: that is wanted, and no process is lost."""
-        return self._settings.unwinds and leaves_all_alive(self.failures)
+        return self.settings.unwinds and leaves_all_alive(self.failures)
 
     @property
     def is_of_script(self) -> bool:
@@ -100,17 +101,14 @@ class Verdict:
         """
         return all(failure.kind == "script" for failure in self.failures)
 
-    def unwind(self, hub: Hub, envelopes: Envelopes, *, pending: Iterable[Pending]) -> None:
+    def unwind(self, pending: Iterable[Pending]) -> None:
         """End the session on every rank; pending are told, every process goes on."""
-        self.failures = [self._with_line(failure) for failure in self.failures]
-        self.cause = cause = first_cause(self.failures)
-        path = self._settings.run_dir / "failure.json"
-        write_failure(path, as_record(cause, self.failures))
-        logger.error("run failed: %s; details: %s", cause.sentence(), path)
-        for rank in self._settings.ranks:
-            hub.send(rank, envelopes.seal(Kind.UNWIND, cause))
+        self.cause, path = self._write_cause()
+        logger.error("run failed: %s; details: %s", self.cause.sentence(), path)
+        for rank in self.settings.ranks:
+            self._hub.send(rank, self._hub.seal(Kind.UNWIND, self.cause))
         for waiting in pending:
-            waiting.fail(RunFailed(cause.sentence()))
+            waiting.fail(RunFailed(self.cause.sentence()))
         self._due = time.monotonic() + UNWIND_SECONDS
         self.unwound.set()
 
@@ -120,75 +118,78 @@ class Verdict:
             cause = f"did not leave the failed run within {UNWIND_SECONDS:g} s"
             self.add(self._about("deadline", rank, cause))
 
-    def execute(self, hub: Hub, envelopes: Envelopes, *, pending: Iterable[Pending]) -> None:
+    def execute(self, pending: Iterable[Pending]) -> None:
         """End the run on every rank; pending are told, then the caller ends this process."""
         self._add_stopped_ranks(time.monotonic())
-        self.failures = [self._with_line(failure) for failure in self.failures]
-        cause = first_cause(self.failures)
-        path = self._settings.run_dir / "failure.json"
-        write_failure(path, as_record(cause, self.failures))
+        cause, path = self._write_cause()
         report(cause, self.failures, path)
         stopped = [failure.rank for failure in self.failures if failure.kind == "stopped"]
-        abort = envelopes.seal(Kind.ABORT, stopped)
-        for rank in self._settings.ranks:
-            if rank != self._settings.controller_rank:
-                hub.send(rank, abort)
+        abort = self._hub.seal(Kind.ABORT, stopped)
+        for rank in self.settings.ranks[1:]:
+            self._hub.send(rank, abort)
         for rank in stopped:
-            self._peers.kill(rank)
-        dump_stacks(self._settings.run_dir / f"stacks-rank{self._settings.controller_rank}.txt")
+            self.peers.kill(rank)
+        dump_stacks(path.parent / f"stacks-rank{self.settings.controller_rank}.txt")
         for waiting in pending:
             waiting.fail(RunFailed(cause.sentence()))
         self._tell(cause)
         self._await_exits()
 
+    def _write_cause(self) -> tuple[Failure, Path]:
+        """The first cause, and the file that tells it with all other failures."""
+        self.failures = [self._with_line(failure) for failure in self.failures]
+        cause, path = first_cause(self.failures), self.settings.run_dir / "failure.json"
+        write_failure(path, as_record(cause, self.failures))
+        return cause, path
+
     def _tell(self, cause: Failure) -> None:
         """Tell ranks outside the run, if their store still answers."""
-        if self._settings.on_failure is not None:
-            told = (run_failed(cause),)
-            telling = threading.Thread(target=self._settings.on_failure, args=told, daemon=True)
+        if (tell := self.settings.on_failure) is not None:
+            telling = threading.Thread(target=tell, args=(run_failed(cause),), daemon=True)
             telling.start()
             telling.join(_SEND_SECONDS)
 
     def _add_stopped_ranks(self, now: float) -> None:
         """Whoever owes an answer and is stopped explains why others are late."""
         late = first_cause(self.failures).kind == "deadline"
-        for rank in sorted(self._ledger.owing()):
+        for rank in sorted(self.ledger.owing()):
             stopped = self._stopped(rank, now, silence_counts=late)
             if stopped and not self._is_known("stopped", rank):
                 self.add(self._about("stopped", rank, f"does not answer: {stopped}"))
 
     def _stopped(self, rank: int, now: float, *, silence_counts: bool) -> str | None:
-        silent = 3 * self._settings.beat_seconds if silence_counts else float("inf")
-        return self._peers.stopped(rank, now, silent_seconds=silent)
+        silent = 3 * self.settings.beat_seconds if silence_counts else float("inf")
+        return self.peers.stopped(rank, now, silent_seconds=silent)
 
     def _about(self, kind: str, rank: int, cause: str) -> Failure:
         """A failure of rank as seen from here, with what it was running."""
-        running = self._ledger.running(rank)
+        running = self.ledger.running(rank)
         if not running:
             return Failure(kind, rank, f"{cause}, while idle")
-        entry, *more = running
+        order, *more = running
         also = f"; also running {more[0].label} in the {more[0].lane} lane" if more else ""
-        return Failure(kind, rank, cause + also, entry.label, entry.number, entry.lane)
+        return Failure(kind, rank, cause + also, order.label, order.number, order.lane)
 
     def _with_line(self, failure: Failure) -> Failure:
         """With the script's line that gave what the rank was running."""
-        running = self._ledger.running(failure.rank)
-        lines = [e.line for e in running if (e.number, e.lane) == (failure.number, failure.lane)]
-        return replace(failure, line=lines[0]) if lines else failure
+        for order in self.ledger.running(failure.rank):
+            if (order.number, order.lane) == (failure.number, failure.lane):
+                return replace(failure, line=order.line)
+        return failure
 
     def _is_known(self, kind: str, rank: int) -> bool:
         return any(failure.kind == kind and failure.rank == rank for failure in self.failures)
 
     def _await_exits(self) -> None:
-        """Give everybody time to go; SIGKILL those of this machine who do not."""
+        """Give everybody time to go; SIGKILL those of this node who do not."""
         start = time.monotonic()
         while time.monotonic() - start < _EXIT_SECONDS:
-            sent = not self._peers.has_remote() or time.monotonic() - start > _SEND_SECONDS
-            if sent and not self._peers.local_survivors():
+            sent = not self.peers.has_remote() or time.monotonic() - start > _SEND_SECONDS
+            if sent and not self.peers.local_survivors():
                 return
             time.sleep(0.02)
-        for rank in self._peers.local_survivors():
-            self._peers.kill(rank)
+        for rank in self.peers.local_survivors():
+            self.peers.kill(rank)
 
 
 _SIGTERM_SECONDS = 2.0
@@ -202,28 +203,17 @@ _CLOSE_SECONDS = 30.0
 class Watch:
     """The clocks of a session; every method is called with the io lock held."""
 
-    def __init__(
-        self,
-        peers: Peers,
-        ledger: Ledger,
-        verdict: Verdict,
-        *,
-        settings: SessionSettings,
-        start_by: float,
-    ) -> None:
-        self._peers, self._ledger, self._verdict = peers, ledger, verdict
-        self._settings = settings
-        self._start_by = start_by
+    def __init__(self, verdict: Verdict) -> None:
+        self._peers, self._settings = verdict.peers, verdict.settings
+        self._verdict = verdict
+        self.start_by = time.monotonic() + verdict.settings.start_seconds
+        """When every rank must be connected."""
         self._close_by = self._stop_at = float("inf")
         self._term_seen = self._is_closing = False
         self._gone_since: dict[int, float] = {}
         self._probe_until = 0.0
         self.stop_requested = False
         """Whether the run was asked to save and end."""
-
-    def all_met(self) -> None:
-        """Every rank is connected: the limit for the start is over."""
-        self._start_by = float("inf")
 
     def closing(self, now: float) -> None:
         """CLOSE was sent: from here on ranks leave."""
@@ -241,26 +231,29 @@ class Watch:
 
     def look(self, now: float, probe: Callable[[int], bool]) -> None:
         """Check everything once; probe(rank) sends something and says whether it could."""
-        self._check_start(now)
+        if now > self.start_by:
+            self.start_by = float("inf")
+            self._verdict.add(self._describe_missing())
         self._check_deaths(now, probe)
-        self._check_limits(now)
+        for rank, order in self._verdict.ledger.overdue(now):
+            self._verdict.add_overdue(rank, order, now)
+        if now > self._close_by:
+            self._close_by, cause = float("inf"), f"did not leave within {_CLOSE_SECONDS:g} s"
+            for rank in self._peers.staying():
+                self._verdict.add(Failure("deadline", rank, cause))
         self._peers.warn_about_silence(now)
         if now >= self._stop_at and not self._verdict.failures:
-            self._request_stop()
+            self._stop_at, self.stop_requested = float("inf"), True
+            logger.warning("asked to end by SIGTERM: saving and stopping")
 
-    def _check_start(self, now: float) -> None:
-        if now <= self._start_by:
-            return
-        self._start_by = float("inf")
-        missing = self._peers.missing()
-        self._verdict.add(
-            Failure(
-                "start",
-                missing[0],
-                f"ranks {missing} did not connect within {self._settings.start_seconds:g} s; "
-                f"expected all of {len(self._settings.ranks)}; see their logs (SPMDFLOW_SECRET "
-                f"must be the same everywhere), or raise run.start_seconds",
-            )
+    def _describe_missing(self) -> Failure:
+        missing = sorted(self._peers.missing)
+        return Failure(
+            "start",
+            missing[0],
+            f"ranks {missing} did not connect within {self._settings.start_seconds:g} s; "
+            f"expected all of {len(self._settings.ranks)}; see their logs (SPMDFLOW_SECRET "
+            f"must be the same everywhere), or raise run.start_seconds",
         )
 
     def _check_deaths(self, now: float, probe: Callable[[int], bool]) -> None:
@@ -271,20 +264,3 @@ class Watch:
             since = self._gone_since.setdefault(rank, now)
             if not self._is_closing or now - since > _PARTING_SECONDS:
                 self._verdict.add_death(rank, how)
-
-    def _check_limits(self, now: float) -> None:
-        for rank, entry in self._ledger.overdue(now):
-            self._verdict.add_overdue(rank, entry, now)
-        if now > self._close_by:
-            self._close_by = float("inf")
-            for rank in self._peers.staying():
-                self._verdict.add(
-                    Failure("deadline", rank, f"did not leave within {_CLOSE_SECONDS:g} s")
-                )
-
-    def _request_stop(self) -> None:
-        self._stop_at = float("inf")
-        self.stop_requested = True
-        logger.warning("asked to end by SIGTERM: saving and stopping")
-        if self._settings.on_sigterm:
-            self._settings.on_sigterm()

@@ -2,7 +2,7 @@
 
 The only file that imports zmq. Every envelope starts with the run's random id; what carries
 another one is dropped with a warning. Every message is one envelope. Connections
-are never repaired: losing one means that the peer is gone (TCP keep-alive finds dead machines; a
+are never repaired: losing one means that the peer is gone (TCP keep-alive finds dead nodes; a
 stopped process stays connected). Each socket is used by one thread at a time. With a secret the
 connection is CURVE: both key pairs derive from the secret and the run's id, the public ones are
 never published, so nobody else can connect.
@@ -41,6 +41,18 @@ _LOST = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_OPTIONS = (
+    (zmq.SNDHWM, 0),
+    (zmq.RCVHWM, 0),
+    (zmq.LINGER, _CLOSE_MILLISECONDS),
+    (zmq.RECONNECT_IVL, -1),
+    (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + 2**10),
+    (zmq.TCP_KEEPALIVE, 1),  # a dead node is noticed within about a minute
+    (zmq.TCP_KEEPALIVE_IDLE, 20),
+    (zmq.TCP_KEEPALIVE_INTVL, 5),
+    (zmq.TCP_KEEPALIVE_CNT, 6),
+    (zmq.TCP_MAXRT, 60_000),
 )
 _MAX_WARNINGS = 10
 # plain ints: arithmetic on zmq's enums costs more than the calls
@@ -100,14 +112,46 @@ class Envelopes:
             logger.warning("dropped %d bytes of another run, sent as rank %d", num_bytes, sender)
 
 
-class Hub:
+class _Socket(Envelopes):
+    """What both ends share: a socket without queue limits and reconnecting, and what it loses."""
+
+    def __init__(
+        self, kind: int, run_id: bytes, *, context: zmq.Context[zmq.Socket[bytes]]
+    ) -> None:
+        super().__init__(run_id)
+        self._socket = context.socket(kind)
+        for option, value in _OPTIONS:
+            self._socket.setsockopt(option, value)
+        self.descriptor = _descriptor(self._socket)
+        """Readable when there may be input; only to be trusted after `receive` gave None."""
+        self._monitor = self._socket.get_monitor_socket(_LOST)
+        self.lost_descriptor = _descriptor(self._monitor)
+        """Readable when a connection may have ended; libzmq's own thread hears of it."""
+        self.any_lost()  # libzmq signals arrivals only to a reader that found nothing before
+
+    def any_lost(self) -> bool:
+        """Whether connections ended since the last call."""
+        found = False
+        with contextlib.suppress(zmq.Again):
+            while True:
+                recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                found = True
+        return found
+
+    def close(self) -> None:
+        """Send what is queued (at most 2 s) and give everything back."""
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(_CLOSE_MILLISECONDS)
+
+
+class Hub(_Socket):
     """The controller's end: a ROUTER that knows its peers by rank."""
 
     def __init__(self, run_id: bytes, *, secret: str | None = None) -> None:
-        self.context = zmq.Context()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.waiter = Waiter()
-        self._socket = self.context.socket(zmq.ROUTER)
-        _set_options(self._socket)
+        super().__init__(zmq.ROUTER, run_id, context=self.context)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.BACKLOG, 4096)
         if secret:
@@ -115,9 +159,8 @@ class Hub:
             self._socket.curve_server = True
         self._socket.bind(LOCAL_ADDRESS)
         self._admitted: set[int] = set()
-        self.lost = LostConnections(self._socket)
-        self.waiter.watch(self.lost.descriptor)
-        self.waiter.watch(_descriptor(self._socket))
+        self.waiter.watch(self.lost_descriptor)
+        self.waiter.watch(self.descriptor)
 
     def bind(self, host: str) -> str:
         """Listen on a free port of an interface; returns the address to connect to."""
@@ -135,7 +178,7 @@ class Hub:
         if rank not in self._admitted:
             return False
         try:
-            self._socket.send(_identity(rank), _MORE)
+            self._socket.send(_IDENTITY.pack(b"r", rank), _MORE)
             self._socket.send(envelope, _NOW)
         except zmq.ZMQError as err:
             if err.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
@@ -148,12 +191,12 @@ class Hub:
         if not _has_input(self._socket):
             return None
         identity, *envelope = self._socket.recv_multipart(_NOW)
-        return _rank(identity), b"".join(envelope)
+        is_ours = len(identity) == _IDENTITY.size
+        return _IDENTITY.unpack(identity)[1] if is_ours else -1, b"".join(envelope)
 
     def close(self) -> None:
         """Send what is queued (at most 2 s) and give everything back."""
-        self.lost.close()
-        self._socket.close(_CLOSE_MILLISECONDS)
+        super().close()
         self.waiter.close()
 
     def terminate(self) -> None:
@@ -161,7 +204,7 @@ class Hub:
         self.context.term()
 
 
-class Endpoint:
+class Endpoint(_Socket):
     """A rank's end: a DEALER connected to the controller. Calls must not overlap."""
 
     def __init__(
@@ -175,23 +218,19 @@ class Endpoint:
     ) -> None:
         """context: to share with the hub if that is in this process."""
         self._own_context = zmq.Context() if context is None else None
-        self._socket = (self._own_context or context or zmq.Context()).socket(zmq.DEALER)
-        _set_options(self._socket)
-        self._socket.setsockopt(zmq.ROUTING_ID, _identity(rank))
+        super().__init__(zmq.DEALER, run_id, context=context or self._own_context or zmq.Context())
+        self._socket.setsockopt(zmq.ROUTING_ID, _IDENTITY.pack(b"r", rank))
         if secret:
             self._socket.curve_publickey, self._socket.curve_secretkey = _keys(secret, run_id, 1)
             self._socket.curve_serverkey = _keys(secret, run_id, 0)[0]
-        self.lost = LostConnections(self._socket)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
         self._socket.connect(address)
-        self.descriptor = _descriptor(self._socket)
-        """Readable when there may be input; only to be trusted after `receive` gave None."""
 
     def send(self, envelope: bytes) -> bool:
         """Queue an envelope for the controller.
 
         True: input may have arrived unnoticed meanwhile. Without a connection they are dropped;
-        `lost` has told or will tell.
+        `any_lost` has told or will tell.
         """
         with contextlib.suppress(zmq.Again):
             self._socket.send(envelope, _NOW)
@@ -203,52 +242,9 @@ class Endpoint:
 
     def close(self) -> None:
         """Send what is queued (at most 2 s) and give everything back."""
-        self.lost.close()
-        self._socket.close(_CLOSE_MILLISECONDS)
+        super().close()
         if self._own_context:
             self._own_context.term()
-
-
-class LostConnections:
-    """Hears from libzmq's own thread when a connection of a socket ends."""
-
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
-        self._monitor = socket.get_monitor_socket(_LOST)
-        self.descriptor = _descriptor(self._monitor)
-        """Readable when there may be news."""
-        self.any_new()  # libzmq signals arrivals only to a reader that found nothing before
-
-    def any_new(self) -> bool:
-        """Whether connections ended since the last call."""
-        found = False
-        with contextlib.suppress(zmq.Again):
-            while True:
-                recv_monitor_message(self._monitor, zmq.NOBLOCK)
-                found = True
-        return found
-
-    def close(self) -> None:
-        """Stop listening; before the socket itself is closed."""
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-
-
-def _set_options(socket: zmq.Socket[bytes]) -> None:
-    """No queue limits, no reconnecting, dead machines noticed within about a minute."""
-    for option, value in (
-        (zmq.SNDHWM, 0),
-        (zmq.RCVHWM, 0),
-        (zmq.LINGER, _CLOSE_MILLISECONDS),
-        (zmq.RECONNECT_IVL, -1),
-        (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + 2**10),
-        (zmq.TCP_KEEPALIVE, 1),
-        (zmq.TCP_KEEPALIVE_IDLE, 20),
-        (zmq.TCP_KEEPALIVE_INTVL, 5),
-        (zmq.TCP_KEEPALIVE_CNT, 6),
-        (zmq.TCP_MAXRT, 60_000),
-    ):
-        socket.setsockopt(option, value)
 
 
 def _has_input(socket: zmq.Socket[bytes]) -> bool:
@@ -257,14 +253,6 @@ def _has_input(socket: zmq.Socket[bytes]) -> bool:
 
 def _descriptor(socket: zmq.Socket[bytes]) -> int:
     return cast(int, socket.getsockopt(zmq.FD))
-
-
-def _identity(rank: int) -> bytes:
-    return _IDENTITY.pack(b"r", rank)
-
-
-def _rank(identity: bytes) -> int:
-    return _IDENTITY.unpack(identity)[1] if len(identity) == _IDENTITY.size else -1
 
 
 def _keys(secret: str, run_id: bytes, side: int) -> tuple[bytes, bytes]:

@@ -2,63 +2,82 @@
 
 from __future__ import annotations
 
-from spmdflow.runtime.peers import GRACE_SECONDS, Entry, Ledger
+from typing import Any
+
+import pytest
+
+from spmdflow.runtime.order import Order, Pending
+from spmdflow.runtime.peers import GRACE_SECONDS, Ledger, Sent
 
 
-def _sent(
-    ledger: Ledger, rank: int, ticket: int, lane: str = "compute", since: float = 0.0
-) -> None:
-    ledger.sent(rank, Entry(ticket, ticket, lane, f"a.call{ticket}", 10.0, since))
+def _send(
+    ledger: Ledger, ticket: int, *ranks: int, lane: str = "compute", now: float = 0.0
+) -> Sent:
+    commands: dict[int, Any] = dict.fromkeys(ranks, {})
+    order = Order(ticket, lane, f"a.call{ticket}", commands, 10.0)
+    sent = Sent(order, Pending(order.label, lambda pending: None))
+    ledger.send(ticket, sent, now=now)
+    return sent
 
 
 def test_oldest_unanswered_command_of_each_lane_is_the_running_one() -> None:
     ledger = Ledger()
     for ticket in (1, 2):
-        _sent(ledger, 0, ticket)
-    _sent(ledger, 0, 3, "transfer")
+        _send(ledger, ticket, 0)
+    _send(ledger, 3, 0, lane="transfer")
 
-    assert [entry.ticket for entry in ledger.running(0)] == [1, 3]
-    assert ledger.answered(0, "compute", 1, now=5.0)
-    assert [entry.ticket for entry in ledger.running(0)] == [2, 3]
+    assert [order.number for order in ledger.running(0)] == [1, 3]
+    ledger.answer(0, 1, {}, now=5.0)
+    assert [order.number for order in ledger.running(0)] == [2, 3]
     assert ledger.running(1) == []
 
 
 def test_answer_out_of_order_is_noticed() -> None:
     ledger = Ledger()
     for ticket in (1, 2):
-        _sent(ledger, 0, ticket)
+        _send(ledger, ticket, 0)
+    _send(ledger, 3, 1, lane="transfer")
 
-    assert not ledger.answered(0, "compute", 2, now=1.0)
-    assert not ledger.answered(0, "transfer", 1, now=1.0)
-    assert not ledger.answered(1, "compute", 1, now=1.0)
+    for rank, ticket in ((0, 2), (1, 1), (0, 3)):
+        with pytest.raises(AssertionError):
+            ledger.answer(rank, ticket, {}, now=1.0)
+
+
+def test_order_is_complete_with_the_reply_of_its_last_rank() -> None:
+    ledger = Ledger()
+    sent = _send(ledger, 1, 0, 3)
+
+    assert ledger.answer(3, 1, {"value": 3}, now=1.0) is None
+    assert ledger.answer(0, 1, {"value": 0}, now=2.0) is sent
+    assert sent.replies == {3: {"value": 3}, 0: {"value": 0}} and not ledger.open
 
 
 def test_limit_counts_from_the_answer_before_not_from_sending() -> None:
     ledger = Ledger()
-    _sent(ledger, 0, 1)
-    _sent(ledger, 0, 2)
+    _send(ledger, 1, 0)
+    _send(ledger, 2, 0)
     limit = 10.0 + GRACE_SECONDS
 
     assert [rank for rank, _ in ledger.overdue(limit)] == []
-    assert [(rank, entry.ticket) for rank, entry in ledger.overdue(limit + 0.1)] == [(0, 1)]
-    ledger.answered(0, "compute", 1, now=8.0)
+    assert [(rank, order.number) for rank, order in ledger.overdue(limit + 0.1)] == [(0, 1)]
+    ledger.answer(0, 1, {}, now=8.0)
     assert list(ledger.overdue(8.0 + limit)) == []
-    assert [entry.ticket for _, entry in ledger.overdue(8.1 + limit)] == [2]
+    assert [order.number for _, order in ledger.overdue(8.1 + limit)] == [2]
 
 
 def test_limit_of_a_command_sent_to_an_idle_lane_counts_from_sending() -> None:
     ledger = Ledger()
-    _sent(ledger, 0, 1)
-    ledger.answered(0, "compute", 1, now=1.0)
-    _sent(ledger, 0, 2, since=100.0)
+    _send(ledger, 1, 0)
+    ledger.answer(0, 1, {}, now=1.0)
+    _send(ledger, 2, 0, now=100.0)
 
     assert list(ledger.overdue(100.0 + 10.0 + GRACE_SECONDS)) == []
 
 
 def test_owing_names_ranks_with_open_commands() -> None:
     ledger = Ledger()
-    _sent(ledger, 0, 1)
-    _sent(ledger, 3, 1, "transfer")
-    ledger.answered(0, "compute", 1, now=1.0)
+    _send(ledger, 1, 0)
+    _send(ledger, 2, 3, lane="transfer")
+    ledger.answer(0, 1, {}, now=1.0)
 
     assert ledger.owing() == {3}

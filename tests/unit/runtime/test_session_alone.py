@@ -49,7 +49,7 @@ def run(tmp_path: Path) -> Any:
     ranks = Ranks()
 
     def run_script(script: Any) -> list[tuple[str, str]]:
-        settings = SessionSettings(tmp_path, (0,), watch_parent=False)
+        settings = SessionSettings(tmp_path, (0,))
         assert run_session(script, ranks.operations_of, settings) == 0
         return ranks.ran
 
