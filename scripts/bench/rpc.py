@@ -26,12 +26,13 @@ ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:  # started by torchrun, without bench.py
     sys.path.insert(0, str(ROOT))
 
+from spmdflow.data.store import RowCondition  # noqa: E402
 from spmdflow.runtime.executor import Operation  # noqa: E402
 from spmdflow.runtime.io import Io  # noqa: E402
 from spmdflow.runtime.order import Order, Transport  # noqa: E402
 from spmdflow.runtime.peers import Peers  # noqa: E402
 from spmdflow.runtime.process import Process  # noqa: E402
-from spmdflow.runtime.settings import Member, SessionSettings  # noqa: E402
+from spmdflow.runtime.rendezvous import SessionSettings  # noqa: E402
 from spmdflow.runtime.wire import RUN_ID_BYTES, Endpoint, Envelopes, Hub, Kind  # noqa: E402
 
 WARM_UP = 300
@@ -121,7 +122,7 @@ def _rank_main(folder: str, calls: str, *more: str) -> None:
     dist.destroy_process_group()
 
 
-def _operations(member: Member) -> Mapping[str, Operation]:
+def _operations(rank: int, arrival: RowCondition) -> Mapping[str, Operation]:
     return {"nothing": lambda payload, number: {}}
 
 

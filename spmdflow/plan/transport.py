@@ -19,8 +19,13 @@ from spmdflow.controller.transfers import EdgeBytes
 from spmdflow.errors import PlanError
 from spmdflow.plan.answers import Answers
 from spmdflow.plan.record import COMPUTE, BytesByEdge, Read, Tokens, TracedOrder
-from spmdflow.runtime.inproc import ImmediateTransport
-from spmdflow.runtime.order import Order, Pending, Replies, too_early
+from spmdflow.runtime.order import (
+    ImmediateTransport,
+    Order,
+    Pending,
+    Replies,
+    refuse_to_wait,
+)
 
 Path = tuple[int, ...]
 """Lines of the script that were running, the innermost first: a helper's, then its caller's."""
@@ -135,7 +140,7 @@ class _Watched(Pending):
     """Replies that are there; looking at them is written down."""
 
     def __init__(self, label: str, transport: TraceTransport) -> None:
-        super().__init__(label, _never_done)
+        super().__init__(label, refuse_to_wait)
         self._transport = transport
 
     def result(self) -> Replies:
@@ -144,11 +149,6 @@ class _Watched(Pending):
             if path:
                 self._transport.waits.append((path, self.label))
         return super().result()
-
-
-def _never_done(pending: Pending) -> None:
-    """Waiting cannot help where everything is answered at once."""
-    raise too_early(pending)
 
 
 _LOOPS = (ast.While, ast.For, ast.AsyncFor)

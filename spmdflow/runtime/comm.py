@@ -30,7 +30,7 @@ from spmdflow.runtime.executor import (
 from spmdflow.runtime.failure import UNWIND_SECONDS, Failure, as_record, write_failure
 from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.process import Process, Signals, dump_stacks, leave
-from spmdflow.runtime.settings import SessionSettings
+from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.wire import Endpoint, Kind, Waiter
 
 logger = logging.getLogger(__name__)

@@ -19,10 +19,10 @@ from typing import Any
 from spmdflow.errors import RunFailed
 from spmdflow.runtime.executor import failure_of, stay_until
 from spmdflow.runtime.failure import Failure
-from spmdflow.runtime.order import Order, Pending, too_early
+from spmdflow.runtime.order import Order, Pending, refuse_to_wait
 from spmdflow.runtime.peers import Ledger, Peers, Sent
 from spmdflow.runtime.process import leave
-from spmdflow.runtime.settings import SessionSettings
+from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.verdict import LOST, Verdict, Watch
 from spmdflow.runtime.wire import Hub, Kind
 
@@ -146,6 +146,7 @@ class Io:
             with self._lock:
                 self._peers.unwatch(self._hub.waiter)
                 self._hub.close()
+                self._ledger.open.clear()  # their errors hold the script's frames and its groups
         except BaseException as err:
             logger.exception("the io thread failed")
             with self._lock:
@@ -172,7 +173,7 @@ class Io:
     def _await(self, pending: Pending) -> None:
         """Wait until pending is done; RunFailed if the session is over."""
         if self._worker == threading.get_ident():
-            raise too_early(pending)
+            refuse_to_wait(pending)
         while not pending.done:
             if not self.thread.is_alive():
                 raise RunFailed(

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,13 +29,14 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from spmdflow.checkpoint.run_dir import path_of
+from spmdflow.data.store import RowCondition
 from spmdflow.errors import ConfigError, RunFailed, SpmdflowError
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.runtime.executor import Operation
-from spmdflow.runtime.inproc import InprocTransport, stop_on_sigterm
 from spmdflow.runtime.operation import RankSettings, RankState
-from spmdflow.runtime.order import Transport
-from spmdflow.runtime.session import Member, SessionSettings, run_session
+from spmdflow.runtime.order import InprocTransport, Transport, stop_on_sigterm
+from spmdflow.runtime.rendezvous import SessionSettings
+from spmdflow.runtime.session import run_session
 from spmdflow.transfer.lane import CountedTransport
 
 logger = logging.getLogger(__name__)
@@ -67,14 +68,28 @@ def begin(
     """Run `control` on the first of `ranks` (default: all), which carry out its orders.
 
     Collective over the default process group, which must exist; ranks outside of the run get their
-    `Outcome` once its groups are made. ConfigError if ranks are no ascending ranks of the group.
-    Other failures raise RunFailed; they end the processes with status 1 instead if these belong to
-    the run, or if one of them is lost.
+    `Outcome` once its groups are made. `ranks` are ascending ranks of the group (`check_ranks`).
+    Failures raise RunFailed; they end the processes with status 1 instead if these belong to the
+    run, or if one of them is lost.
     """
-    world = tuple(range(dist.get_world_size()))
-    ranks = world if ranks is None else tuple(ranks)
-    check_ranks(ranks, len(world))
-    return _Run(control, cfg, ranks, surroundings or Surroundings(), world).start()
+    rank, world_size, run = dist.get_rank(), dist.get_world_size(), cfg.run
+    ranks = tuple(range(world_size)) if ranks is None else ranks
+    groups = GroupTable(rank, timeout_seconds=run.call_seconds)
+    limit = timedelta(seconds=run.transfer_seconds)
+    lane = dist.new_group(list(ranks), timeout=limit, backend="gloo")
+    announcements = Announcements(dist.distributed_c10d._get_default_store(), rank)
+    if rank not in ranks:
+        announcements.make_groups(groups)
+        return Outcome(None, announcements)
+    has_outside = len(ranks) < world_size
+    tells = announcements if has_outside and rank == ranks[0] else None
+    membership = _Membership(cfg, groups, lane, tells)
+
+    def main(transport: Transport) -> None:
+        membership.status = control(transport, ranks, has_outside)
+
+    membership.run(main, ranks, surroundings or Surroundings())
+    return Outcome(membership.status)
 
 
 def check_ranks(ranks: tuple[int, ...], world_size: int) -> None:
@@ -86,52 +101,51 @@ def check_ranks(ranks: tuple[int, ...], world_size: int) -> None:
         )
 
 
-class _Run:
-    """One launch on one rank."""
+class _Membership:
+    """What one rank of a run holds, from the first group to the last."""
 
     def __init__(
         self,
-        control: Control,
         cfg: Any,
-        ranks: tuple[int, ...],
-        surroundings: Surroundings,
-        world: tuple[int, ...],
+        groups: GroupTable,
+        lane: dist.ProcessGroup,
+        announcements: Announcements | None,
     ) -> None:
-        self._control, self._cfg, self._ranks = control, cfg, ranks
-        self._surroundings, self._world = surroundings, world
-        self._status = 0
+        """announcements: on the rank that tells ranks outside of the run."""
+        self._cfg, self._groups, self._announcements = cfg, groups, announcements
+        self._lane: dist.ProcessGroup | None = lane
         self._state: RankState | None = None
-        limit = cfg.run.call_seconds
-        self._groups = GroupTable(dist.get_rank(), timeout_seconds=limit)
+        self.status = 0
 
-    def start(self) -> Outcome:
-        """Make the transfer group, then take part or stand by."""
-        rank, limit = dist.get_rank(), timedelta(seconds=self._cfg.run.transfer_seconds)
-        self._lane = dist.new_group(list(self._ranks), timeout=limit, backend="gloo")
-        store = dist.distributed_c10d._get_default_store()
-        self._announcements = Announcements(store, rank)
-        if rank not in self._ranks:
-            self._announcements.make_groups(self._groups)
-            return Outcome(None, self._announcements)
-        self._run_dir = path_of(self._cfg.run)
+    def run(
+        self, main: Callable[[Transport], None], ranks: tuple[int, ...], around: Surroundings
+    ) -> None:
+        """Take part in the session to its end."""
+        run = self._cfg.run
+        settings = SessionSettings(
+            run_dir=path_of(run),
+            ranks=ranks,
+            start_seconds=run.start_seconds,
+            call_seconds=run.call_seconds,
+            transfer_seconds=run.transfer_seconds,
+            heartbeat_seconds=2 * run.transfer_seconds,
+            secret=around.secret,
+            launcher=around.launcher,
+            unwinds=not around.owns_process,
+            on_failure=self._tell if self._announcements else None,
+        )
         try:
-            run_session(
-                self._main, self._operations_of, self._session_settings(), release=self._release
-            )
+            run_session(main, self._operations_of, settings, release=self._release)
         except SpmdflowError as err:
-            failure = err if isinstance(err, RunFailed) else RunFailed(str(err))
-            self._tell(failure)
+            self._tell(err if isinstance(err, RunFailed) else RunFailed(str(err)))
             raise
         finally:
             self._release()
         self._tell(None)
-        return Outcome(self._status)
 
-    def _operations_of(self, member: Member) -> Mapping[str, Operation]:
-        transport = CountedTransport(self._lane, seconds=self._cfg.run.transfer_seconds)
-        announce = self._announcements.announce if self._is_told else None
-        settings = _rank_settings(self._cfg, member.rank, self._run_dir, announce)
-        self._state = RankState(settings, self._groups, transport, member.arrival)
+    def _operations_of(self, rank: int, arrival: RowCondition) -> Mapping[str, Operation]:
+        announce = self._announcements.announce if self._announcements else None
+        self._state = _state(self._cfg, rank, self._groups, self._lane, announce, arrival)
         return self._state.operations()
 
     def _release(self) -> None:
@@ -148,34 +162,10 @@ class _Run:
             dist.destroy_process_group(self._lane)
             self._lane = None
 
-    @property
-    def _is_told(self) -> bool:
-        """Whether this rank is the one that tells ranks outside of the run."""
-        return self._ranks != self._world and dist.get_rank() == self._ranks[0]
-
     def _tell(self, failure: RunFailed | None) -> None:
-        if self._is_told:
+        if self._announcements:
             self._announcements.announce(None)
-            self._announcements.tell(self._status, failure)
-
-    def _main(self, transport: Transport) -> None:
-        """The controller thread."""
-        self._status = self._control(transport, self._ranks, self._ranks != self._world)
-
-    def _session_settings(self) -> SessionSettings:
-        run, around = self._cfg.run, self._surroundings
-        return SessionSettings(
-            run_dir=self._run_dir,
-            ranks=self._ranks,
-            start_seconds=run.start_seconds,
-            call_seconds=run.call_seconds,
-            transfer_seconds=run.transfer_seconds,
-            heartbeat_seconds=2 * run.transfer_seconds,
-            secret=around.secret,
-            launcher=around.launcher,
-            unwinds=not around.owns_process,
-            on_failure=self._tell if self._is_told else None,
-        )
+            self._announcements.tell(self.status, failure)
 
 
 def run_inproc(control: Control, cfg: Any) -> int:
@@ -183,10 +173,7 @@ def run_inproc(control: Control, cfg: Any) -> int:
     own_group = not dist.is_initialized()
     if own_group:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    groups = GroupTable(0, timeout_seconds=cfg.run.call_seconds)
-    run_dir = path_of(cfg.run)
-    transport = CountedTransport(None, seconds=cfg.run.transfer_seconds)
-    state = RankState(_rank_settings(cfg, 0, run_dir, None), groups, transport)
+    state = _state(cfg, 0, GroupTable(0, timeout_seconds=cfg.run.call_seconds), None)
     controller = InprocTransport(state.operations())
     try:
         with stop_on_sigterm(controller):
@@ -197,23 +184,20 @@ def run_inproc(control: Control, cfg: Any) -> int:
             dist.destroy_process_group()
 
 
-def _rank_settings(
-    cfg: Any, rank: int, run_dir: Path, announce: Callable[[Any], None] | None
-) -> RankSettings:
-    return RankSettings(
-        rank=rank,
-        device=_device(),
-        seed=cfg.run.seed,
-        call_seconds=cfg.run.call_seconds,
-        run_dir=run_dir,
-        announce=announce,
-    )
-
-
-def _device() -> torch.device:
+def _state(
+    cfg: Any,
+    rank: int,
+    groups: GroupTable,
+    lane: dist.ProcessGroup | None,
+    announce: Callable[[Any], None] | None = None,
+    arrival: RowCondition | None = None,
+) -> RankState:
+    run, device = cfg.run, torch.device("cpu")
     if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+        device = torch.device("cuda", torch.cuda.current_device())
+    settings = RankSettings(rank, device, run.seed, run.call_seconds, path_of(run), announce)
+    transport = CountedTransport(lane, seconds=run.transfer_seconds)
+    return RankState(settings, groups, transport, arrival)
 
 
 _FIRST_SECONDS, _GROUP_SECONDS, _END_SECONDS = 0.01, 0.1, 1.0
@@ -248,7 +232,9 @@ class Announcements:
         specs: Specs | None = []
         while specs is not None:
             groups.make([GroupSpec(tuple(ranks), lane, backend) for ranks, lane, backend in specs])
-            specs = json.loads(self._next())
+            key = self._key()
+            _look_until(partial(self._store.check, [key]), at_most=_GROUP_SECONDS)
+            specs = json.loads(self._store.get(key))
 
     def outcome(self) -> Mapping[str, Any] | None:
         """How the run ended; None while it goes on."""
@@ -257,12 +243,6 @@ class Announcements:
             return None
         told: dict[str, Any] = json.loads(self._store.get(key))
         return told
-
-    def _next(self) -> bytes:
-        """The next announcement, when it is there."""
-        key = self._key()
-        _look_until(lambda: self._store.check([key]), at_most=_GROUP_SECONDS)
-        return bytes(self._store.get(key))
 
     def _key(self) -> str:
         return f"{self._root}/groups/{next(self._numbers)}"
@@ -273,28 +253,25 @@ class Outcome:
 
     def __init__(self, status: int | None, announcements: Announcements | None = None) -> None:
         """status: None if it must be heard from announcements."""
-        self._status, self._announcements = status, announcements
+        self._told: Mapping[str, Any] | None = None if status is None else {"status": status}
+        self._announcements = announcements
 
     @property
     def is_known(self) -> bool:
         """Whether the run has ended: `wait` returns (or raises) at once."""
-        return self._status is not None or self._look() is not None
+        if self._told is None and self._announcements is not None:
+            self._told = self._announcements.outcome()
+        return self._told is not None
 
     def wait(self) -> int:
         """Wait for the end: 0 finished, 3 stopped; RunFailed if the run failed."""
-        if self._status is None:
-            _look_until(lambda: self.is_known, at_most=_END_SECONDS)
-            told = dict(self._look() or {})
-            if "text" in told:
-                error = RunFailed(told.pop("text"), told)
-                error.add_note(f"on rank {told.get('rank')}:\n{told.get('traceback', '')}")
-                raise error
-            self._status = int(told["status"])
-        return self._status
-
-    def _look(self) -> Mapping[str, Any] | None:
-        assert self._announcements is not None
-        return self._announcements.outcome()
+        _look_until(lambda: self.is_known, at_most=_END_SECONDS)
+        told = dict(self._told or {})
+        if "text" in told:
+            error = RunFailed(told.pop("text"), told)
+            error.add_note(f"on rank {told.get('rank')}:\n{told.get('traceback', '')}")
+            raise error
+        return int(told["status"])
 
 
 def _look_until(condition: Callable[[], bool], *, at_most: float) -> None:

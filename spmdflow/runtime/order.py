@@ -1,17 +1,29 @@
 """What the script's side hands to a transport: orders, and what it gets back: pending replies.
 
 An order is a set of commands that belong together, one per rank. `Io` carries orders over
-sockets, `InprocTransport` runs them on the spot; both promise the same order of events.
+sockets. `InprocTransport` (`--inproc`: one process, no threads, no sockets) runs them at once, so
+that an exception in an operation reaches the script as it is, and `breakpoint()` works anywhere.
+Both promise the same order of events: what an `on_done` submits runs when that one returns, in the
+order of submission.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import FrameType
 from typing import Any, Protocol
 
 from spmdflow.errors import ProtocolError, RunFailed
+from spmdflow.runtime.executor import Operation, find_operation
+
+logger = logging.getLogger(__name__)
 
 Replies = dict[int, dict[str, Any]]
 """Reply payload by rank."""
@@ -103,7 +115,7 @@ class Transport(Protocol):
         """Run function in the io thread, after everything submitted before."""
 
     def node_of(self, rank: int) -> int:
-        """The machine that a rank runs on, as a number."""
+        """The node that a rank runs on, as a number."""
 
     def close(self) -> None:
         """Wait for all orders, then end every rank's lanes."""
@@ -114,9 +126,86 @@ def names_in(part: Mapping[str, Any]) -> list[tuple[str, str]]:
     return part.get("seen") or [(name, name) for name in part["columns"]]
 
 
-def too_early(pending: Pending) -> ProtocolError:
-    """The error of a wait that could never end: the waiting code itself is in the way."""
-    return ProtocolError(
+def refuse_to_wait(pending: Pending) -> None:
+    """ProtocolError of a wait that could never end: the waiting code itself is in the way."""
+    raise ProtocolError(
         f"{pending.label}: its result was asked for inside of on_done or a posted function; "
         f"expected that only in the script; read the replies that on_done is given"
     )
+
+
+class ImmediateTransport:
+    """What transports without threads share: what is posted runs at once, and in order."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Callable[[], None]] = deque()
+        self._is_running = False
+        self.stop_requested = False
+        """Set by `stop_on_sigterm`; the script reads it between steps."""
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Run function after everything submitted before."""
+        self._queue.append(function)
+        if self._is_running:
+            return
+        self._is_running = True
+        try:
+            while self._queue:
+                self._queue.popleft()()
+        finally:
+            self._is_running = False
+            self._queue.clear()
+
+    def close(self) -> None:
+        """Nothing is left to end."""
+
+
+class InprocTransport(ImmediateTransport):
+    """Runs the commands of rank 0 in the caller."""
+
+    world_size = 1
+
+    def __init__(self, operations: Mapping[str, Operation]) -> None:
+        super().__init__()
+        self._operations = operations
+
+    def submit(self, order: Order) -> Pending:
+        """Run an order; what it raises is raised here."""
+        pending = Pending(order.label, refuse_to_wait)
+        self.post(partial(self._run_order, order, pending))
+        return pending
+
+    def node_of(self, rank: int) -> int:
+        """All on this node."""
+        return 0
+
+    def _run_order(self, order: Order, pending: Pending) -> None:
+        replies = {}
+        for rank, payload in order.commands.items():
+            assert rank == 0, (order.label, rank)
+            operation = find_operation(self._operations, order.label, payload.get("operation"))
+            replies[rank] = operation(payload, order.number)
+        if order.on_done:
+            order.on_done(replies)
+        pending.resolve(replies)
+
+
+@contextlib.contextmanager
+def stop_on_sigterm(transport: InprocTransport) -> Iterator[None]:
+    """Meanwhile SIGTERM asks the script to save and end after its step, as it does under torchrun.
+
+    Only a main thread may handle signals; in another one nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        logger.warning("received SIGTERM: the run is saved and ends after this step")
+        transport.stop_requested = True
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

@@ -52,11 +52,6 @@ class Process:
     """Equal where pids mean the same processes (`node_identity`)."""
 
     @classmethod
-    def current(cls) -> Process:
-        """The calling process."""
-        return cls.of(os.getpid())
-
-    @classmethod
     def of(cls, pid: int) -> Process:
         """The process that has this pid now."""
         return cls(pid, _start_ticks(pid) or 0, node_identity())

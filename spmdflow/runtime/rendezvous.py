@@ -27,22 +27,58 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store
 
-from spmdflow.errors import ConfigError, DeadlineError
+from spmdflow.errors import ConfigError, DeadlineError, RunFailed
 from spmdflow.runtime.message import decode, encode
 from spmdflow.runtime.process import Process, node_identity
-from spmdflow.runtime.settings import SessionSettings
 from spmdflow.runtime.wire import LOCAL_ADDRESS, RUN_ID_BYTES, Hub
 
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """Facts that every rank of a session is given alike."""
+
+    run_dir: Path
+    """Receives failure.json, failure-rank<k>.json and stacks-rank<k>.txt."""
+    ranks: tuple[int, ...]
+    """Global ranks that take part, ascending; the controller lives on the first."""
+    start_seconds: float = 600.0
+    """Limit for all ranks to connect."""
+    call_seconds: float = 3600.0
+    """Silence of the controller after which a rank gives up (it limits every call too)."""
+    transfer_seconds: float = 60.0
+    """Limit of one released transfer, for the operations that move bytes."""
+    heartbeat_seconds: float = 120.0
+    """Silence of a rank after which a warning is logged."""
+    secret: str | None = None
+    """Turns on CURVE; the same on every rank (SPMDFLOW_SECRET)."""
+    launcher: int | None = None
+    """Pid of the parent with which the process ends (runtime/process.py); None: who it is."""
+    unwinds: bool = False
+    """A failure that leaves every process alive ends the session (RunFailed), not the processes."""
+    on_failure: Callable[[RunFailed], None] | None = None
+    """Told why, on the controller's rank, before a failure ends the processes."""
+
+    @property
+    def controller_rank(self) -> int:
+        """The rank on which the script runs."""
+        return self.ranks[0]
+
+    @property
+    def beat_seconds(self) -> float:
+        """Time between two signs of life."""
+        return min(5.0, max(0.2, self.heartbeat_seconds / 10))
 
 
 @dataclass(frozen=True)
@@ -53,13 +89,7 @@ class Card:
     host_ip: str | None
     """The address from which it reaches the store; None if that is a loopback address."""
     network: str
-    """Machine and network namespace: equal where loopback addresses mean the same."""
-
-    @classmethod
-    def current(cls, store_host: str | None) -> Card:
-        """The calling process's."""
-        network = f"{node_identity()}/{os.readlink('/proc/self/ns/net')}"
-        return cls(Process.current(), _source_ip(store_host) if store_host else None, network)
+    """Node and network namespace: equal where loopback addresses mean the same."""
 
 
 @dataclass(frozen=True)
@@ -72,30 +102,20 @@ class Meeting:
     controller: Process
     hub: Hub | None = None
     """The controller's socket, on the controller's rank."""
-    processes: Mapping[int, Process] | None = None
+    processes: Mapping[int, Process] = field(default_factory=dict)
     """Process of every rank, on the controller's rank."""
 
 
 def meet(store: Store, rank: int, settings: SessionSettings) -> Meeting:
     """Exchange addresses; called by every rank of the session. DeadlineError names who misses."""
-    prefix = _prefix(store, rank, settings)
-    store_host = _store_host(store)
-    card = Card.current(store_host)
-    if rank != settings.controller_rank:
-        _publish(store, f"{prefix}/card/{rank}", card)
-        return _find_controller(store, prefix, card, settings)
-    return _open_hub(store, prefix, card, settings, store_host)
-
-
-def _prefix(store: Store, rank: int, settings: SessionSettings) -> str:
-    """Key prefix of this launch: every rank counts its own launches over the same ranks."""
     members = hashlib.blake2b(repr(settings.ranks).encode(), digest_size=6).hexdigest()
-    base = f"spmdflow/{members}"
-    return f"{base}/{store.add(f'{base}/launches/{rank}', 1)}"
-
-
-def _find_controller(store: Store, prefix: str, card: Card, settings: SessionSettings) -> Meeting:
-    """The controller's address, as seen from the network of card."""
+    launch = store.add(f"spmdflow/{members}/launches/{rank}", 1)  # every rank counts its own
+    prefix, store_host = f"spmdflow/{members}/{launch}", _store_host(store)
+    network = f"{node_identity()}/{os.readlink('/proc/self/ns/net')}"
+    card = Card(Process.of(os.getpid()), _source_ip(store_host) if store_host else None, network)
+    if rank == settings.controller_rank:
+        return _open_hub(store, prefix, card, settings, store_host)
+    _publish(store, f"{prefix}/card/{rank}", card)
     key = f"{prefix}/controller"
     _wait(store, {settings.controller_rank: key}, settings.start_seconds)
     run_id, controller, addresses = _read(store, key)
@@ -135,22 +155,28 @@ def _read(store: Store, key: str) -> Any:
 
 def _wait(store: Store, keys: Mapping[int, str], seconds: float) -> None:
     """Wait for all keys (by rank)."""
-    if not keys:
-        return
     start = time.monotonic()
-    try:
-        store.wait(list(keys.values()), timedelta(seconds=seconds))
-    except DistError as err:
+    if not _arrive(store, list(keys.values()), start + seconds):
         missing = [rank for rank, key in keys.items() if not store.check([key])]
         raise DeadlineError(
             f"start: ranks {missing} did not come within {time.monotonic() - start:.0f} s; "
             f"expected every rank to start the session; see their logs, or raise "
             f"run.start_seconds (now {seconds:g})"
-        ) from err
+        )
+
+
+def _arrive(store: Store, keys: list[str], until: float) -> bool:
+    """Wait for keys; False if the time is over."""
+    try:
+        if keys:
+            store.wait(keys, timedelta(seconds=max(0.001, until - time.monotonic())))
+    except DistError:
+        return False
+    return True
 
 
 def _store_host(store: Store) -> str | None:
-    """Host name of the machine behind a store; None for stores without one."""
+    """Host name of the node behind a store; None for stores without one."""
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     return getattr(store, "host", None)
@@ -169,7 +195,7 @@ def _source_ip(host: str) -> str | None:
 
 
 def _own_ip() -> str:
-    """The address that this machine's name stands for; all interfaces as the last resort."""
+    """The address that this node's name stands for; all interfaces as the last resort."""
     with contextlib.suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
     return "0.0.0.0"
@@ -209,7 +235,7 @@ def _ask(store: Store, me: Attendant, until: float) -> str:
     """Ask rank 0 for the name, and say that it was heard."""
     _append(store, vars(me))
     answer = f"{_ROOT}/answer/{me.nonce}"
-    if not _arrives(store, answer, until):
+    if not _arrive(store, [answer], until):
         raise DeadlineError(
             f"start: rank {me.rank} got no answer from rank 0, expected one in time; see the log "
             f"of rank 0, or raise run.start_seconds"
@@ -226,7 +252,7 @@ def _call_roll(store: Store, me: Attendant, name: str, world_size: int, until: f
         if len(heard) == world_size:
             return
         key = f"{_ROOT}/asked/{number}"
-        if not _arrives(store, key, until):
+        if not _arrive(store, [key], until):
             missing = sorted(set(range(world_size)) - set(heard))
             raise DeadlineError(
                 f"start: ranks {missing} did not come in time, expected all of {world_size}; see "
@@ -235,16 +261,12 @@ def _call_roll(store: Store, me: Attendant, name: str, world_size: int, until: f
         said: dict[str, Any] = json.loads(store.get(key))
         name_heard = said.pop("heard", None)
         asking = Attendant(**said)
-        if name_heard is None and not _is_stranger(asking, me):
+        is_stranger = asking.node == me.node and asking.origin != me.origin  # of another torchrun
+        if name_heard is None and not is_stranger:
             store.set(f"{_ROOT}/answer/{asking.nonce}", name)
         elif name_heard == name:
             _check_origin(asking, heard)
             heard[asking.rank] = asking
-
-
-def _is_stranger(asking: Attendant, me: Attendant) -> bool:
-    """Whether it was started by another torchrun of this node."""
-    return asking.node == me.node and asking.origin != me.origin
 
 
 def _check_origin(new: Attendant, heard: dict[int, Attendant]) -> None:
@@ -262,12 +284,3 @@ def _append(store: Store, said: dict[str, Any]) -> None:
     """Append to the list that rank 0 reads."""
     number = store.add(f"{_ROOT}/count", 1)
     store.set(f"{_ROOT}/asked/{number}", json.dumps(said))
-
-
-def _arrives(store: Store, key: str, until: float) -> bool:
-    """Wait for a key; False if the time is over."""
-    try:
-        store.wait([key], timedelta(seconds=max(0.001, until - time.monotonic())))
-    except DistError:
-        return False
-    return True

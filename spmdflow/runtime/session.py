@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import distributed as dist
 
+from spmdflow.data.store import RowCondition
 from spmdflow.errors import ProtocolError, RunFailed
 from spmdflow.runtime.comm import Comm
 from spmdflow.runtime.executor import Operation, failure_of
@@ -25,12 +26,9 @@ from spmdflow.runtime.failure import remove_old_reports, run_failed
 from spmdflow.runtime.io import Io
 from spmdflow.runtime.order import Transport
 from spmdflow.runtime.peers import Peers
-from spmdflow.runtime.process import Signals, outlive_launcher
-from spmdflow.runtime.rendezvous import Meeting, meet
-from spmdflow.runtime.settings import Member, SessionSettings
-from spmdflow.runtime.wire import Endpoint
-
-__all__ = ["Member", "SessionSettings", "run_session"]
+from spmdflow.runtime.process import Process, Signals, outlive_launcher
+from spmdflow.runtime.rendezvous import SessionSettings, meet
+from spmdflow.runtime.wire import Endpoint, Hub
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +40,7 @@ _JOIN_SECONDS = 60.0
 
 def run_session(
     main: Callable[[Transport], None],
-    operations_of: Callable[[Member], Mapping[str, Operation]],
+    operations_of: Callable[[int, RowCondition], Mapping[str, Operation]],
     settings: SessionSettings,
     *,
     release: Callable[[], None] = lambda: None,
@@ -50,130 +48,106 @@ def run_session(
     """Run main(transport) on the first rank and operations on all; returns exit status 0.
 
     Collective over settings.ranks; the default process group must exist. main runs in the thread
-    "controller", operations in the calling thread and the thread "transfer". DeadlineError if
-    ranks do not come to the rendezvous; ProtocolError outside the main thread or the ranks; later
-    failures end every process of the session, or raise RunFailed on every rank
+    "controller", operations in the calling thread and the thread "transfer".
+    operations_of(rank, arrival) gives them; arrival: how the compute lane waits for rows.
+
+    DeadlineError if ranks do not come to the rendezvous; ProtocolError outside the main thread;
+    later failures end every process of the session, or raise RunFailed on every rank
     (`SessionSettings.unwinds`). In the latter case release() is called once this rank's lanes have
     let go: what it closes frees ranks that wait in a collective for this one.
     """
     rank = dist.get_rank()
-    _check(rank, settings)
-    settings.run_dir.mkdir(parents=True, exist_ok=True)
-    if rank == settings.controller_rank:
-        remove_old_reports(settings.run_dir)
-    meeting = meet(dist.distributed_c10d._get_default_store(), rank, settings)
-    with _switch_interval(_SWITCH_SECONDS), Signals() as signals:
-        comm = _comm(meeting, rank, settings, signals)
-        threads = _start_controller(meeting, main, comm, settings) if meeting.hub else []
-        comm.start()
-        if settings.launcher is not None:
-            outlive_launcher()  # comm watches it, and can say that it ended
-        transfer = _run_lanes(comm, rank, operations_of, settings)
-        if comm.cause is not None:
-            release()
-        _join([transfer, comm.thread, *threads])
-        if meeting.hub:
-            meeting.hub.terminate()
-    if comm.cause is not None:
-        raise run_failed(comm.cause)
-    return 0
-
-
-def _check(rank: int, settings: SessionSettings) -> None:
-    """What every rank must get right before it meets the others."""
+    assert rank in settings.ranks, (rank, settings.ranks)
     if threading.current_thread() is not threading.main_thread():
         raise ProtocolError(
             f"session: started in thread {threading.current_thread().name!r}, expected the main "
             f"thread (signals and CUDA belong to it); call it there"
         )
-    if rank not in settings.ranks or list(settings.ranks) != sorted(set(settings.ranks)):
-        raise ProtocolError(
-            f"session: rank {rank} and ranks {settings.ranks}, expected ascending ranks with "
-            f"this one among them; start the session only on the ranks that take part"
+    settings.run_dir.mkdir(parents=True, exist_ok=True)
+    if rank == settings.controller_rank:
+        remove_old_reports(settings.run_dir)
+    meeting = meet(dist.distributed_c10d._get_default_store(), rank, settings)
+    hub = meeting.hub
+    with _switch_interval(_SWITCH_SECONDS), Signals() as signals:
+        endpoint = Endpoint(
+            meeting.address,
+            rank,
+            run_id=meeting.run_id,
+            secret=settings.secret,
+            context=hub.context if hub else None,
         )
-
-
-def _comm(meeting: Meeting, rank: int, settings: SessionSettings, signals: Signals) -> Comm:
-    endpoint = Endpoint(
-        meeting.address,
-        rank,
-        run_id=meeting.run_id,
-        secret=settings.secret,
-        context=meeting.hub.context if meeting.hub else None,
-    )
-    return Comm(
-        endpoint,
-        rank=rank,
-        controller=meeting.controller,
-        settings=settings,
-        signals=signals,
-    )
+        comm = Comm(
+            endpoint, rank=rank, controller=meeting.controller, settings=settings, signals=signals
+        )
+        threads = _start_controller(hub, meeting.processes, main, settings) if hub else []
+        comm.start()
+        if settings.launcher is not None:
+            outlive_launcher()  # comm watches it, and can say that it ended
+        threads = [_run_lanes(comm, rank, operations_of), comm.thread, *threads]
+        if comm.cause is not None:
+            release()
+        for thread in threads:
+            thread.join(_JOIN_SECONDS)
+            assert not thread.is_alive(), f"thread {thread.name} has not ended"
+        if hub:
+            hub.terminate()
+    if comm.cause is not None:
+        raise run_failed(comm.cause)
+    return 0
 
 
 def _start_controller(
-    meeting: Meeting, main: Callable[[Transport], None], comm: Comm, settings: SessionSettings
+    hub: Hub,
+    processes: Mapping[int, Process],
+    main: Callable[[Transport], None],
+    settings: SessionSettings,
 ) -> list[threading.Thread]:
-    """Start the io thread and the thread of the script."""
-    assert meeting.hub is not None and meeting.processes is not None
-    peers = Peers(
-        meeting.processes,
-        own_rank=settings.controller_rank,
-        heartbeat_seconds=settings.heartbeat_seconds,
+    """Start the thread of the script and the io thread."""
+    rank, silence = settings.controller_rank, settings.heartbeat_seconds
+    io = Io(
+        hub, peers=Peers(processes, own_rank=rank, heartbeat_seconds=silence), settings=settings
     )
-    io = Io(meeting.hub, peers=peers, settings=settings)
     script = threading.Thread(
-        target=_run_script, args=(main, io, comm, settings), name="controller", daemon=True
+        target=_run_script, args=(main, io, rank), name="controller", daemon=True
     )
     io.thread.start()
     script.start()
     return [script, io.thread]
 
 
-def _run_script(
-    main: Callable[[Transport], None], io: Io, comm: Comm, settings: SessionSettings
-) -> None:
+def _run_script(main: Callable[[Transport], None], io: Io, rank: int) -> None:
     """The controller thread: wait for everybody, run the script, close."""
     try:
         io.met.result()
-        main(io)
+        try:
+            main(io)
+        except SystemExit as err:
+            if err.code not in (None, 0):
+                raise
         io.close()
-    except SystemExit as err:
-        if err.code in (None, 0):
-            io.close()
-            return
-        io.fail(failure_of(err, settings.controller_rank, kind="script"))
-        io.stay()
     except BaseException as err:
         if not (isinstance(err, RunFailed) and io.has_failed):
-            io.fail(failure_of(err, settings.controller_rank, kind="script"))
+            io.fail(failure_of(err, rank, kind="script"))
         io.stay()
 
 
 def _run_lanes(
     comm: Comm,
     rank: int,
-    operations_of: Callable[[Member], Mapping[str, Operation]],
-    settings: SessionSettings,
+    operations_of: Callable[[int, RowCondition], Mapping[str, Operation]],
 ) -> threading.Thread:
     """Be the compute lane until the controller closes; the thread of the transfer lane."""
     transfer = threading.Thread(target=comm.transfers.run, name="transfer", daemon=True)
+    operations: Mapping[str, Operation] = {}
     try:
-        operations = operations_of(Member(rank, settings, comm.arrival))
+        operations = operations_of(rank, comm.arrival)
     except BaseException as err:
         comm.fail(failure_of(err, rank))
         comm.stay()
-        operations = {}
     comm.compute.operations = comm.transfers.operations = operations
     transfer.start()
     comm.compute.run()
     return transfer
-
-
-def _join(threads: list[threading.Thread]) -> None:
-    """Wait for threads that are about to end."""
-    for thread in threads:
-        thread.join(_JOIN_SECONDS)
-        assert not thread.is_alive(), f"thread {thread.name} has not ended"
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from spmdflow.runtime.failure import (
 from spmdflow.runtime.order import Order, Pending
 from spmdflow.runtime.peers import Ledger, Peers
 from spmdflow.runtime.process import dump_stacks
-from spmdflow.runtime.settings import SessionSettings
+from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.wire import Hub, Kind
 
 logger = logging.getLogger(__name__)

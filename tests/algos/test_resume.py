@@ -14,7 +14,7 @@ import pytest
 
 from spmdflow.config.load import load
 from spmdflow.controller.script import launch
-from spmdflow.runtime.inproc import InprocTransport
+from spmdflow.runtime.order import InprocTransport
 from tests.algos.runs import (
     SCRIPT,
     SMALL,

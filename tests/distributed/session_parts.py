@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from spmdflow.data.store import RowCondition
 from spmdflow.runtime.executor import Operation
 from spmdflow.runtime.order import Order, Transport
-from spmdflow.runtime.session import Member, SessionSettings, run_session
+from spmdflow.runtime.rendezvous import SessionSettings
+from spmdflow.runtime.session import run_session
 
 
 def settings_for(run_dir: Path, **changes: Any) -> SessionSettings:
@@ -21,19 +23,19 @@ def settings_for(run_dir: Path, **changes: Any) -> SessionSettings:
     return SessionSettings(run_dir=run_dir, ranks=ranks, start_seconds=30.0, **changes)
 
 
-def operations(member: Member) -> Mapping[str, Operation]:
+def operations(rank: int, arrival: RowCondition) -> Mapping[str, Operation]:
     log: list[Any] = []
 
     def note(payload: dict[str, Any], number: int) -> dict[str, Any]:
         time.sleep(payload.get("sleep", 0.0))
         log.append([number, threading.current_thread().name])
-        return {"rank": member.rank, "number": number}
+        return {"rank": rank, "number": number}
 
     return {
         "note": note,
         "echo": lambda payload, number: {"value": payload["value"]},
         "log": lambda payload, number: {"log": log},
-        "sum": lambda payload, number: {"sum": global_sum(member.rank)},
+        "sum": lambda payload, number: {"sum": global_sum(rank)},
     }
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from spmdflow.data.store import RowCondition
 from spmdflow.errors import MessageError
 from spmdflow.runtime.executor import Operation
 from spmdflow.runtime.io import Io
 from spmdflow.runtime.order import Order, Transport
-from spmdflow.runtime.session import Member, run_session
+from spmdflow.runtime.session import run_session
 from spmdflow.runtime.wire import Endpoint, Envelopes, Kind
 from tests.distributed.session_parts import (
     global_sum,
@@ -198,10 +199,10 @@ def _stop_by_sigterm(run_dir: str) -> list[Any]:
             transport.submit(Order(1, "compute", "a.note", everywhere, 10.0)).result()
         seen.append(transport.stop_requested)
 
-    def with_sigterm(member: Member) -> Mapping[str, Operation]:
-        if member.rank == 1:
+    def with_sigterm(rank: int, arrival: RowCondition) -> Mapping[str, Operation]:
+        if rank == 1:
             threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
-        return operations(member)
+        return operations(rank, arrival)
 
     run_session(main, with_sigterm, settings_for(Path(run_dir)))
     return seen

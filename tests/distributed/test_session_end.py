@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from torch import distributed as dist
 
+from spmdflow.data.store import RowCondition
 from spmdflow.errors import DeadlineError, ProtocolError
 from spmdflow.runtime.executor import Operation
 from spmdflow.runtime.order import Order, Transport
-from spmdflow.runtime.session import Member, SessionSettings, run_session
+from spmdflow.runtime.rendezvous import SessionSettings
+from spmdflow.runtime.session import run_session
 from tests.distributed.ranks import watch_ranks
 from tests.distributed.session_parts import one_round, operations, settings_for, to_all, with_secret
 
@@ -41,9 +43,9 @@ def _forever(run_dir: str, operation: str) -> int:
     return run_session(main, _endless, settings_for(Path(run_dir)))
 
 
-def _endless(member: Member) -> Mapping[str, Operation]:
+def _endless(rank: int, arrival: RowCondition) -> Mapping[str, Operation]:
     def only_rank_1(payload: dict[str, Any], number: int) -> dict[str, Any]:
-        time.sleep(60.0 if member.rank == 1 else 0.0)
+        time.sleep(60.0 if rank == 1 else 0.0)
         return {}
 
     return {"hang": only_rank_1}
@@ -143,8 +145,8 @@ def test_script_that_calls_exit_with_a_status_fails_the_run(tmp_path: Path) -> N
 
 
 def _error_at_start(run_dir: str) -> int:
-    def broken(member: Member) -> Mapping[str, Operation]:
-        return {"a": 1 / member.rank} if member.rank == 0 else {}  # type: ignore[dict-item]
+    def broken(rank: int, arrival: RowCondition) -> Mapping[str, Operation]:
+        return {"a": 1 / rank} if rank == 0 else {}  # type: ignore[dict-item]
 
     return run_session(one_round, broken, settings_for(Path(run_dir)))
 

@@ -12,26 +12,27 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from spmdflow.data.store import RowCondition
 from spmdflow.errors import RunFailed
 from spmdflow.runtime.executor import Operation
 from spmdflow.runtime.order import Order, Transport
-from spmdflow.runtime.session import Member, run_session
+from spmdflow.runtime.session import run_session
 from tests.distributed.ranks import watch_ranks
 from tests.distributed.session_parts import global_sum, settings_for, to_all
 
 Spawn = Callable[..., list[Any]]
 
 
-def _operations(member: Member) -> Mapping[str, Operation]:
+def _operations(rank: int, arrival: RowCondition) -> Mapping[str, Operation]:
     def fail(payload: dict[str, Any], number: int) -> dict[str, Any]:
-        if member.rank in payload["on"]:
-            raise ValueError(f"on rank {member.rank}")
+        if rank in payload["on"]:
+            raise ValueError(f"on rank {rank}")
         if payload.get("together"):
             dist.all_reduce(torch.ones(1), group=payload_groups[-1])
         return {}
 
     def await_rows(payload: dict[str, Any], number: int) -> dict[str, Any]:
-        return {"there": member.arrival.wait_until(lambda: False, 60.0)}
+        return {"there": arrival.wait_until(lambda: False, 60.0)}
 
     def rest(payload: dict[str, Any], number: int) -> dict[str, Any]:
         time.sleep(payload["seconds"])
@@ -119,9 +120,9 @@ def test_failed_session_reaches_every_rank_as_an_exception_and_the_program_goes_
 
 
 def _hang(folder: str) -> None:
-    def stuck(member: Member) -> Mapping[str, Operation]:
+    def stuck(rank: int, arrival: RowCondition) -> Mapping[str, Operation]:
         def work(payload: dict[str, Any], number: int) -> dict[str, Any]:
-            if member.rank == 1:
+            if rank == 1:
                 raise ValueError("on rank 1")
             time.sleep(60.0)
             return {}

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from spmdflow.data.store import RowCondition
 from spmdflow.log import set_up_logging
 from spmdflow.runtime.executor import Operation
 from spmdflow.runtime.order import Order, Transport
-from spmdflow.runtime.session import Member, SessionSettings, run_session
+from spmdflow.runtime.rendezvous import SessionSettings
+from spmdflow.runtime.session import run_session
 
 RUN_DIR, WHERE, HOW = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 LANE = WHERE
@@ -47,7 +49,7 @@ def main(transport: Transport) -> None:
         transport.submit(Order(2, LANE, "actor.harm", harm, SECONDS)).result()
 
 
-def operations_of(member: Member) -> Mapping[str, Operation]:
+def operations_of(rank: int, arrival: RowCondition) -> Mapping[str, Operation]:
     """What the ranks can do."""
 
     def meet(payload: dict[str, Any], number: int) -> dict[str, Any]:
@@ -55,8 +57,8 @@ def operations_of(member: Member) -> Mapping[str, Operation]:
         return {}
 
     def harm(payload: dict[str, Any], number: int) -> dict[str, Any]:
-        (RUN_DIR / f"running-{member.rank}").touch()
-        if member.rank == VICTIM:
+        (RUN_DIR / f"running-{rank}").touch()
+        if rank == VICTIM:
             _harm()
         dist.all_reduce(torch.zeros(1), group=GROUPS[LANE])  # waits for the victim
         return {}

@@ -22,7 +22,7 @@ from spmdflow.errors import (
     SpmdflowError,
 )
 from spmdflow.parallel.layout import Layout
-from spmdflow.runtime.inproc import InprocTransport
+from spmdflow.runtime.order import InprocTransport
 from spmdflow.transfer.protocol import Answer, Protocol, register_protocol
 from tests.unit.toy_flow import (
     ROWS,

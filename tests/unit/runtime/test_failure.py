@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,7 @@ def test_wait_status_is_told_as_signal_or_number() -> None:
 
 
 def test_this_process_is_alive_and_a_reused_pid_is_not_it() -> None:
-    me = Process.current()
+    me = Process.of(os.getpid())
     before = Process(me.pid, me.start_ticks - 1, me.node)
 
     assert me.is_local() and not me.has_ended() and not me.is_stopped()
@@ -125,7 +126,7 @@ def test_this_process_is_alive_and_a_reused_pid_is_not_it() -> None:
 
 
 def test_process_of_another_machine_is_neither_seen_nor_killed() -> None:
-    me = Process.current()
+    me = Process.of(os.getpid())
     elsewhere = Process(me.pid, me.start_ticks, "another machine")
 
     assert elsewhere.state() is None and not elsewhere.has_ended() and not elsewhere.kill()

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from spmdflow.errors import ProtocolError
-from spmdflow.runtime.inproc import InprocTransport
-from spmdflow.runtime.order import Order
+from spmdflow.runtime.order import InprocTransport, Order
 
 
 def _transport(log: list[Any]) -> InprocTransport:

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from spmdflow.data.store import RowCondition
 from spmdflow.runtime.executor import Operation
 from spmdflow.runtime.order import Order, Pending, Transport
-from spmdflow.runtime.session import Member, SessionSettings, run_session
+from spmdflow.runtime.rendezvous import SessionSettings
+from spmdflow.runtime.session import run_session
 
 
 class Ranks:
@@ -23,17 +25,17 @@ class Ranks:
         self.ran: list[tuple[str, str]] = []
         self.arrived: set[int] = set()
 
-    def operations_of(self, member: Member) -> Mapping[str, Operation]:
+    def operations_of(self, rank: int, arrival: RowCondition) -> Mapping[str, Operation]:
         def move(payload: dict[str, Any], number: int) -> dict[str, Any]:
             time.sleep(payload.get("seconds", 0.0))
             self._note(f"transfer {number}")
             self.arrived.add(number)
-            member.arrival.wake()
+            arrival.wake()
             return {}
 
         def call(payload: dict[str, Any], number: int) -> dict[str, Any]:
             awaited = payload["awaits"]
-            there = member.arrival.wait_until(lambda: awaited <= len(self.arrived), 1)
+            there = arrival.wait_until(lambda: awaited <= len(self.arrived), 1)
             self._note(f"call {number}")
             return {"there": there}
 
