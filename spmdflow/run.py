@@ -235,13 +235,13 @@ def _join_group(run: RunConfig) -> None:
     import torch
     import torch.distributed as dist
 
-    from spmdflow.runtime.rendezvous import Attendant, own_store
+    from spmdflow.runtime.rendezvous import StartingRank, own_store
 
     start = timedelta(seconds=run.start_seconds)
     shared, rank, world_size = next(dist.rendezvous("env://", timeout=start))
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     origin = str(Path(error_file).parent.parent.parent) if error_file else ""
-    me = Attendant(rank, int(os.environ.get("GROUP_RANK", 0)), origin)
+    me = StartingRank(rank, int(os.environ.get("GROUP_RANK", 0)), origin)
     store = own_store(shared, me, world_size, seconds=run.start_seconds)
     store.set_timeout(start)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=start)

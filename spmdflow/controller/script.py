@@ -60,9 +60,9 @@ def begin(
 ) -> Outcome:
     """The same, but ranks outside of the run get their `Outcome` once its groups are made.
 
-    ConfigError if the script has no main; other errors as of `runtime.launch.begin`.
+    ConfigError if the script has no main; other errors as of `runtime.launch.start_run`.
     """
-    return runtime.begin(_control(script, cfg), cfg, ranks=ranks, surroundings=surroundings)
+    return runtime.start_run(_control(script, cfg), cfg, ranks=ranks, surroundings=surroundings)
 
 
 def _control(script: ModuleType, cfg: Any) -> runtime.Control:

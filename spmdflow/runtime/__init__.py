@@ -5,10 +5,10 @@ Knows process groups, sockets, rows by number and worker classes by name; no scr
 
 | file | what |
 |---|---|
-| launch, session, settings, rendezvous | how ranks become one session, and part |
-| order, message, wire | what is sent: orders, plain data and names, envelopes and sockets |
-| io, peers, verdict | the sending rank's side: who was told what, who answered, what failed first |
+| launch, session, rendezvous | how ranks become one session, and part |
+| order | what a script gives and gets: orders, replies; run at once in one process (`--inproc`) |
+| message, wire | what is sent: plain data and names, envelopes and sockets |
+| io, peers, verdict | the controller's side: who was told what, who answered, what failed first |
 | comm, executor, operation | a rank's side: threads, lanes, and what each command does |
 | process, failure | processes and signals of the run; how a failure is told |
-| inproc | the same in one process, without threads (`--inproc`) |
 """

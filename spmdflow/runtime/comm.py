@@ -74,8 +74,9 @@ class Comm:
         self._ended_lanes: list[str] = []
         self._parent = settings.launcher or os.getppid()
         self._neighbours: Peers | None = None
+        """Ranks of this node; known from the moment when all ranks are connected."""
         self._heard = time.monotonic()
-        self._welcome = self._controller_lost = False
+        self._controller_lost = False
         self._failures: list[Failure] = []
         self.cause: Failure | None = None
         """Why the session failed, if this process outlives it."""
@@ -170,7 +171,7 @@ class Comm:
         if kind is Kind.COMMAND:
             self._lanes[body[2]].put(Command(*body))
         elif kind is Kind.WELCOME:
-            self._neighbours, self._welcome = Peers(body, own_rank=self._rank), True
+            self._neighbours = Peers(body, own_rank=self._rank)
             if not self._controller.is_local():  # it cannot see how a process ends here
                 self._neighbours.watch(self._waiter)
         elif kind is Kind.CLOSE and self.cause is not None:
@@ -190,7 +191,7 @@ class Comm:
         if self._signals.descriptor in ready:
             self._next_tick = 0.0
         if (not ready or self._endpoint.lost_descriptor in ready) and self._endpoint.any_lost():
-            secret = "" if self._welcome else "; is SPMDFLOW_SECRET the same on every rank?"
+            secret = "" if self._neighbours else "; is SPMDFLOW_SECRET the same on every rank?"
             self._lost_controller(f"its connection is lost{secret}")
         if self._neighbours and self._neighbours.unwatch(self._waiter, ready):
             for ended in self._neighbours.ended().items():
@@ -234,7 +235,7 @@ class Comm:
             return
         if self._controller.has_ended():
             self._lost_controller(self._controller.end_cause_or_none() or "ended")
-        elif self._welcome and now - self._heard > self._settings.call_seconds:
+        elif self._neighbours and now - self._heard > self._settings.call_seconds:
             self._lost_controller(f"has been silent for {now - self._heard:.0f} s", kind="stopped")
 
     def _lost_controller(self, how: str, *, kind: str = "death") -> None:

@@ -24,7 +24,6 @@ Operation = Callable[[dict[str, Any], int], dict[str, Any]]
 """operation(payload, number) -> reply payload; both plain data (runtime/message.py)."""
 
 COMPUTE, TRANSFER = "compute", "transfer"
-LANES = (COMPUTE, TRANSFER)
 
 _LAST_RESORT_SECONDS = 60.0
 
@@ -48,11 +47,6 @@ class Command:
     seconds: float
     """Limit, counted from the moment it starts."""
     payload: dict[str, Any]
-
-    @property
-    def needs_everybody(self) -> bool:
-        """Whether every rank of the world waits for this one, even if the run has failed."""
-        return self.payload.get("operation") == "groups"
 
 
 class Reporter(Protocol):
@@ -96,8 +90,8 @@ class Lane:
             while True:
                 left.append(self._commands.get_nowait())
         for command in left:
-            if command and command.needs_everybody:
-                self._commands.put(command)
+            if command and command.payload.get("operation") == "groups":
+                self._commands.put(command)  # every rank of the world waits for this one
         self._commands.put(None)
 
     def run(self) -> None:

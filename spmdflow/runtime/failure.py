@@ -39,7 +39,7 @@ UNWIND_SECONDS = 10.0
 
 _ORDER = {"death": 0, "stopped": 1}
 """Kinds that explain the others; all other kinds come after them."""
-_ALIVE = ("exception", "script", "controller")
+KINDS_OF_THE_LIVING = ("exception", "script", "controller")
 """Kinds after which every process of the run may be alive and well."""
 
 
@@ -64,7 +64,7 @@ class Failure:
     line: str = ""
     """The script's line that made the call: "file:line: text"."""
     time: float = field(default_factory=time.time)
-    """Seconds since 1970 on the machine that noticed it."""
+    """Seconds since 1970 on the node that noticed it."""
 
     def sentence(self) -> str:
         """Rank, what it was running and the cause."""
@@ -85,11 +85,6 @@ def first_cause(failures: Sequence[Failure]) -> Failure:
         return (2 if spoke else _ORDER.get(failure.kind, 2), index)
 
     return failures[min(range(len(failures)), key=weight)]
-
-
-def leaves_all_alive(failures: Iterable[Failure]) -> bool:
-    """Whether nothing says that a process is lost: dead, stopped, late or interrupted."""
-    return all(failure.kind in _ALIVE for failure in failures)
 
 
 def as_record(cause: Failure, others: Iterable[Failure]) -> dict[str, Any]:

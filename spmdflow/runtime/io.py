@@ -36,6 +36,7 @@ class Io:
 
     def __init__(self, hub: Hub, *, peers: Peers, settings: SessionSettings) -> None:
         self._hub, self._peers, self._settings = hub, peers, settings
+        self.world_size = len(settings.ranks)
         self._members, self._nodes = frozenset(settings.ranks), peers.nodes()
         self.thread = threading.Thread(target=self._run, name="io", daemon=True)
         self._lock = threading.RLock()
@@ -62,11 +63,6 @@ class Io:
         }
 
     # ---- called by the script
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return len(self._settings.ranks)
 
     @property
     def stop_requested(self) -> bool:

@@ -1,6 +1,6 @@
 """Starts a run on the ranks of a process group: groups, session, the controller's thread.
 
-`begin` is called by every rank of the default process group. Ranks outside `ranks` only help
+`start_run` is called by every rank of the default process group. Ranks outside `ranks` only help
 to make process groups (every rank of the world must call `new_group`) and hear of the end
 (runtime/launch.py). What the host program's groups were, they are afterwards, and nothing of
 the run is left: no group, no thread, no descriptor.
@@ -58,7 +58,7 @@ class Surroundings:
     """A failure may end the process at once; in a host program only if a process is lost."""
 
 
-def begin(
+def start_run(
     control: Control,
     cfg: Any,
     *,

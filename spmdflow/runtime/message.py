@@ -180,9 +180,17 @@ def name_of(thing: Callable[..., Any]) -> str:
 
 
 def find(name: str) -> Any:
-    """The inverse of `name_of`; the module is imported if it is not yet."""
-    module_name, _, path = name.partition(":")
-    thing: Any = sys.modules.get(module_name) or importlib.import_module(module_name)
+    """The inverse of `name_of`; of modules that are not imported yet only spmdflow's own are.
+
+    A command can so run no module's code before it is known that what it names is marked.
+    """
+    module, _, path = name.partition(":")
+    if module not in sys.modules and module.partition(".")[0] != "spmdflow":
+        raise ProtocolError(
+            f"{name}: got the module {module!r}, which this rank has not imported, expected one "
+            f"that the script imports; import it at the top of the script, so that every rank does"
+        )
+    thing: Any = importlib.import_module(module)
     for part in path.split("."):
         thing = getattr(thing, part)
     return thing

@@ -246,13 +246,21 @@ class RankState:
                 f"return exactly what `writes` declares"
             )
         columns = {name: _column_of(label, name, made[name], len(ids)) for name in writes}
-        copied = sum(columns[name].values.nbytes for name in writes if _is_in_host(made[name]))
+        copied = sum(
+            columns[name].values.nbytes
+            for name in writes
+            if isinstance(made[name], Tensor) and made[name].device.type == "cpu"
+        )
         return self._put(number, ids, columns) | {"copied_bytes": copied}
 
     def _put(self, number: int, ids: Ids, columns: dict[str, Column]) -> dict[str, Any]:
         """Store rows that were made here; the reply says what they are."""
         self.store.put(number, ids, columns)
-        return {"columns": {name: _facts(column) for name, column in columns.items()}}
+        facts = {}
+        for name, column in columns.items():
+            lengths = None if column.lengths is None else column.lengths.numpy()
+            facts[name] = [column.spec.to_plain(), lengths]
+        return {"columns": facts}
 
     def _fetch(self, plain: Plain, number: int) -> dict[str, Any]:
         (column,) = self._input(plain["input"]).values()
@@ -313,16 +321,6 @@ def _explaining_lengths(label: str) -> Iterator[None]:
             f"ones (columns of equal lengths can be added, multiplied and compared); give both one "
             f"width with pad(column, width=...), or go row by row with rows_of(column)"
         ) from err
-
-
-def _is_in_host(value: Any) -> bool:
-    """Whether storing a returned value was a copy inside this machine's memory."""
-    return isinstance(value, Tensor) and value.device.type == "cpu"
-
-
-def _facts(column: Column) -> list[Any]:
-    lengths = None if column.lengths is None else column.lengths.numpy()
-    return [column.spec.to_plain(), lengths]
 
 
 def _call_info(plain: Plain, number: int) -> CallInfo:

@@ -32,7 +32,7 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ _UNKNOWN = "?"
 
 @dataclass(frozen=True)
 class Process:
-    """One process of one machine."""
+    """One process of one node."""
 
     pid: int
     start_ticks: int
@@ -54,7 +54,8 @@ class Process:
     @classmethod
     def of(cls, pid: int) -> Process:
         """The process that has this pid now."""
-        return cls(pid, _start_ticks(pid) or 0, node_identity())
+        fields = _stat_fields(pid)
+        return cls(pid, int(fields[19]) if fields else 0, node_identity())
 
     def is_local(self) -> bool:
         """Whether this process can be watched and killed from here."""
@@ -79,7 +80,7 @@ class Process:
         return self.state() in ("T", "t")
 
     def has_ended(self) -> bool:
-        """Whether it is known to be gone (a zombie is gone); False for other machines."""
+        """Whether it is known to be gone (a zombie is gone); False on other nodes."""
         return self.is_local() and self.state() in (None, "Z", "X")
 
     def end_cause_or_none(self, seconds: float = 0.0) -> str | None:
@@ -105,7 +106,7 @@ class Process:
             return None
 
     def kill(self) -> bool:
-        """SIGKILL; False if it had ended or lives on another machine."""
+        """SIGKILL; False if it had ended or lives on another node."""
         if not self.is_local() or self.has_ended():
             return False
         try:
@@ -126,7 +127,7 @@ def describe_status(status: int) -> str:
 def node_identity() -> str:
     """Names the boot, pid namespace, machine id and host name of this process.
 
-    Machines restored from one snapshot share the first two, and may share the third.
+    Nodes restored from one snapshot share the first two, and may share the third.
     """
     texts = []
     for path in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
@@ -187,11 +188,6 @@ def _flush() -> None:
             stream.flush()
 
 
-def _start_ticks(pid: int) -> int | None:
-    fields = _stat_fields(pid)
-    return int(fields[19]) if fields else None
-
-
 def _stat_fields(pid: int) -> list[str] | None:
     """Fields of /proc/<pid>/stat from the third (state) on; None if there is no such process.
 
@@ -230,12 +226,7 @@ class Signals:
             taken.add(pending.si_signo)
         return taken & {signal.SIGTERM, signal.SIGINT}
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(self._old_wakeup)
         signal.signal(signal.SIGTERM, self._old_handler or signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)

@@ -82,7 +82,7 @@ class SessionSettings:
 
 
 @dataclass(frozen=True)
-class Card:
+class RankInfo:
     """What a rank publishes about itself."""
 
     process: Process
@@ -93,7 +93,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """What a rank knows after the rendezvous."""
 
     run_id: bytes
@@ -106,43 +106,45 @@ class Meeting:
     """Process of every rank, on the controller's rank."""
 
 
-def meet(store: Store, rank: int, settings: SessionSettings) -> Meeting:
+def meet(store: Store, rank: int, settings: SessionSettings) -> Rendezvous:
     """Exchange addresses; called by every rank of the session. DeadlineError names who misses."""
     members = hashlib.blake2b(repr(settings.ranks).encode(), digest_size=6).hexdigest()
     launch = store.add(f"spmdflow/{members}/launches/{rank}", 1)  # every rank counts its own
     prefix, store_host = f"spmdflow/{members}/{launch}", _store_host(store)
     network = f"{node_identity()}/{os.readlink('/proc/self/ns/net')}"
-    card = Card(Process.of(os.getpid()), _source_ip(store_host) if store_host else None, network)
+    info = RankInfo(
+        Process.of(os.getpid()), _source_ip(store_host) if store_host else None, network
+    )
     if rank == settings.controller_rank:
-        return _open_hub(store, prefix, card, settings, store_host)
-    _publish(store, f"{prefix}/card/{rank}", card)
+        return _open_hub(store, prefix, info, settings, store_host)
+    _publish(store, f"{prefix}/info/{rank}", info)
     key = f"{prefix}/controller"
     _wait(store, {settings.controller_rank: key}, settings.start_seconds)
     run_id, controller, addresses = _read(store, key)
-    return Meeting(run_id, addresses[card.network], controller)
+    return Rendezvous(run_id, addresses[info.network], controller)
 
 
 def _open_hub(
-    store: Store, prefix: str, card: Card, settings: SessionSettings, store_host: str | None
-) -> Meeting:
+    store: Store, prefix: str, info: RankInfo, settings: SessionSettings, store_host: str | None
+) -> Rendezvous:
     """Bind where the others can reach it and publish the addresses."""
-    keys = {rank: f"{prefix}/card/{rank}" for rank in settings.ranks[1:]}
+    keys = {rank: f"{prefix}/info/{rank}" for rank in settings.ranks[1:]}
     _wait(store, keys, settings.start_seconds)
-    cards: dict[int, Card] = {rank: _read(store, key) for rank, key in keys.items()}
+    others: dict[int, RankInfo] = {rank: _read(store, key) for rank, key in keys.items()}
     run_id = os.urandom(RUN_ID_BYTES)
     hub = Hub(run_id, secret=settings.secret)
-    hosts = {card.network: _LOOPBACK}
-    for other in cards.values():
+    hosts = {info.network: _LOOPBACK}
+    for other in others.values():
         if other.network not in hosts:
             peer = other.host_ip or store_host or socket.gethostname()
             hosts[other.network] = _source_ip(peer) or _own_ip()
     bound = {host: hub.bind(host) for host in sorted(set(hosts.values()))}
     addresses = {network: bound[host] for network, host in hosts.items()}
-    _publish(store, f"{prefix}/controller", [run_id, card.process, addresses])
+    _publish(store, f"{prefix}/controller", [run_id, info.process, addresses])
     logger.info("controller listens on %s", ", ".join(bound.values()))
-    processes = {settings.controller_rank: card.process}
-    processes |= {rank: other.process for rank, other in cards.items()}
-    return Meeting(run_id, LOCAL_ADDRESS, card.process, hub, processes)
+    processes = {settings.controller_rank: info.process}
+    processes |= {rank: other.process for rank, other in others.items()}
+    return Rendezvous(run_id, LOCAL_ADDRESS, info.process, hub, processes)
 
 
 def _publish(store: Store, key: str, value: Any) -> None:
@@ -205,7 +207,7 @@ _ROOT = "spmdflow/roll-call"
 
 
 @dataclass(frozen=True)
-class Attendant:
+class StartingRank:
     """A rank that asks for the name of the run."""
 
     rank: int
@@ -216,7 +218,7 @@ class Attendant:
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
-def own_store(store: Store, me: Attendant, world_size: int, *, seconds: float) -> Store:
+def own_store(store: Store, me: StartingRank, world_size: int, *, seconds: float) -> Store:
     """The part of store that belongs to the ranks of this start alone; called by all of them.
 
     DeadlineError names the ranks that did not come in time; ConfigError if ranks of two starts
@@ -231,7 +233,7 @@ def own_store(store: Store, me: Attendant, world_size: int, *, seconds: float) -
     return PrefixStore(f"spmdflow/{name}", store)
 
 
-def _ask(store: Store, me: Attendant, until: float) -> str:
+def _ask(store: Store, me: StartingRank, until: float) -> str:
     """Ask rank 0 for the name, and say that it was heard."""
     _append(store, vars(me))
     answer = f"{_ROOT}/answer/{me.nonce}"
@@ -245,7 +247,7 @@ def _ask(store: Store, me: Attendant, until: float) -> str:
     return name
 
 
-def _call_roll(store: Store, me: Attendant, name: str, world_size: int, until: float) -> None:
+def _call_roll(store: Store, me: StartingRank, name: str, world_size: int, until: float) -> None:
     """Answer whoever asks until every rank has heard the name."""
     heard = {me.rank: me}
     for number in itertools.count(1):
@@ -260,7 +262,7 @@ def _call_roll(store: Store, me: Attendant, name: str, world_size: int, until: f
             )
         said: dict[str, Any] = json.loads(store.get(key))
         name_heard = said.pop("heard", None)
-        asking = Attendant(**said)
+        asking = StartingRank(**said)
         is_stranger = asking.node == me.node and asking.origin != me.origin  # of another torchrun
         if name_heard is None and not is_stranger:
             store.set(f"{_ROOT}/answer/{asking.nonce}", name)
@@ -269,7 +271,7 @@ def _call_roll(store: Store, me: Attendant, name: str, world_size: int, until: f
             heard[asking.rank] = asking
 
 
-def _check_origin(new: Attendant, heard: dict[int, Attendant]) -> None:
+def _check_origin(new: StartingRank, heard: dict[int, StartingRank]) -> None:
     """All ranks of a node are from one torchrun."""
     for other in heard.values():
         if other.node == new.node and other.origin != new.origin:

@@ -66,20 +66,20 @@ def run_session(
     settings.run_dir.mkdir(parents=True, exist_ok=True)
     if rank == settings.controller_rank:
         remove_old_reports(settings.run_dir)
-    meeting = meet(dist.distributed_c10d._get_default_store(), rank, settings)
-    hub = meeting.hub
+    found = meet(dist.distributed_c10d._get_default_store(), rank, settings)
+    hub = found.hub
     with _switch_interval(_SWITCH_SECONDS), Signals() as signals:
         endpoint = Endpoint(
-            meeting.address,
+            found.address,
             rank,
-            run_id=meeting.run_id,
+            run_id=found.run_id,
             secret=settings.secret,
             context=hub.context if hub else None,
         )
         comm = Comm(
-            endpoint, rank=rank, controller=meeting.controller, settings=settings, signals=signals
+            endpoint, rank=rank, controller=found.controller, settings=settings, signals=signals
         )
-        threads = _start_controller(hub, meeting.processes, main, settings) if hub else []
+        threads = _start_controller(hub, found.processes, main, settings) if hub else []
         comm.start()
         if settings.launcher is not None:
             outlive_launcher()  # comm watches it, and can say that it ended

@@ -18,11 +18,11 @@ from pathlib import Path
 from spmdflow.errors import RunFailed
 from spmdflow.runtime.failure import (
     GATHER_SECONDS,
+    KINDS_OF_THE_LIVING,
     UNWIND_SECONDS,
     Failure,
     as_record,
     first_cause,
-    leaves_all_alive,
     report,
     run_failed,
     write_failure,
@@ -91,7 +91,8 @@ class Verdict:
     @property
     def spares_processes(self) -> bool:
         """Whether only the session ends: that is wanted, and no process is lost."""
-        return self.settings.unwinds and leaves_all_alive(self.failures)
+        alive = all(failure.kind in KINDS_OF_THE_LIVING for failure in self.failures)
+        return self.settings.unwinds and alive
 
     @property
     def is_of_script(self) -> bool:

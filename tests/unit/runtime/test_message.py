@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -200,6 +201,28 @@ def test_record_does_not_import_its_module() -> None:
     root = Path(__file__).parents[3]
 
     assert subprocess.run([sys.executable, "-c", program], cwd=root, timeout=60).returncode == 0
+
+
+def test_name_of_a_module_that_is_not_imported_runs_nothing_of_it(tmp_path: Path) -> None:
+    (tmp_path / "harm.py").write_text("raise SystemExit('ran')\n")
+    program = (
+        "import sys\n"
+        "from spmdflow.runtime.message import find\n"
+        "from spmdflow.errors import ProtocolError\n"
+        "try:\n"
+        "    find('harm:function')\n"
+        "except ProtocolError as err:\n"
+        "    assert 'import it at the top of the script' in str(err)\n"
+        "assert 'harm' not in sys.modules and 'spmdflow.objectives.kl' not in sys.modules\n"
+        "assert find('spmdflow.objectives.kl:measure_kl').__name__ == 'measure_kl'\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, timeout=60
+    )
+
+    assert done.returncode == 0
 
 
 def test_record_with_other_fields_is_refused_with_both_numbers() -> None:

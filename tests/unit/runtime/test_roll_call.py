@@ -8,18 +8,20 @@ import pytest
 import torch.distributed as dist
 
 from spmdflow.errors import ConfigError, DeadlineError
-from spmdflow.runtime.rendezvous import Attendant, own_store
+from spmdflow.runtime.rendezvous import StartingRank, own_store
 
 
-def start(store: dist.Store, ranks: list[Attendant], *, seconds: float = 10.0) -> list[dist.Store]:
+def start(
+    store: dist.Store, ranks: list[StartingRank], *, seconds: float = 10.0
+) -> list[dist.Store]:
     """What `own_store` gives to each of the ranks, which run side by side."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         jobs = [pool.submit(own_store, store, rank, len(ranks), seconds=seconds) for rank in ranks]
         return [job.result() for job in jobs]
 
 
-def of_one_node(origin: str, num_ranks: int = 3) -> list[Attendant]:
-    return [Attendant(rank, 0, origin) for rank in range(num_ranks)]
+def of_one_node(origin: str, num_ranks: int = 3) -> list[StartingRank]:
+    return [StartingRank(rank, 0, origin) for rank in range(num_ranks)]
 
 
 def test_ranks_of_a_start_share_keys_and_those_of_the_next_start_do_not_see_them() -> None:
@@ -36,7 +38,7 @@ def test_ranks_of_a_start_share_keys_and_those_of_the_next_start_do_not_see_them
 def test_rank_of_another_torchrun_on_the_node_is_left_out() -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(1) as pool:
-        orphan = pool.submit(own_store, store, Attendant(1, 0, "dead"), 2, seconds=1.0)
+        orphan = pool.submit(own_store, store, StartingRank(1, 0, "dead"), 2, seconds=1.0)
 
         start(store, of_one_node("new", 2))
 
@@ -45,7 +47,7 @@ def test_rank_of_another_torchrun_on_the_node_is_left_out() -> None:
 
 
 def test_ranks_of_two_torchruns_on_another_node_are_refused() -> None:
-    ranks = [Attendant(0, 0, "a"), Attendant(1, 1, "old"), Attendant(2, 1, "new")]
+    ranks = [StartingRank(0, 0, "a"), StartingRank(1, 1, "old"), StartingRank(2, 1, "new")]
 
     with pytest.raises(ConfigError, match="expected one torchrun on node 1; end the one"):
         start(dist.HashStore(), ranks)
@@ -53,8 +55,8 @@ def test_ranks_of_two_torchruns_on_another_node_are_refused() -> None:
 
 def test_ranks_that_do_not_come_are_named() -> None:
     with pytest.raises(DeadlineError, match=r"ranks \[1, 2\] did not come in time, expected all"):
-        own_store(dist.HashStore(), Attendant(0, 0, ""), 3, seconds=0.1)
+        own_store(dist.HashStore(), StartingRank(0, 0, ""), 3, seconds=0.1)
 
 
 def test_rank_alone_waits_for_nobody() -> None:
-    own_store(dist.HashStore(), Attendant(0, 0, ""), 1, seconds=0.1).set("key", "value")
+    own_store(dist.HashStore(), StartingRank(0, 0, ""), 1, seconds=0.1).set("key", "value")
