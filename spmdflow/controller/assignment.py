@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from spmdflow.config.schema import UpdateConfig
 from spmdflow.data.micro import num_micro_batches
 from spmdflow.data.row_id import seed_of
 from spmdflow.parallel.layout import Layout
@@ -17,6 +18,39 @@ from spmdflow.transfer.protocol import Protocol
 
 T = TypeVar("T")
 R = TypeVar("R")
+_NONE = np.zeros(0, dtype=np.int64)
+_NO_LIMIT = 1 << 30
+
+
+class MicroLimit(NamedTuple):
+    """What one forward may hold on one rank."""
+
+    max_rows: int
+    max_tokens: int | None
+
+    def count_of(self, shares: Sequence[np.ndarray], lengths: np.ndarray | None) -> int:
+        """Forward passes that every share makes: the largest need among them."""
+        tokens = [[0] * len(s) if lengths is None else lengths[s].tolist() for s in shares]
+        return num_micro_batches(tokens, max_rows=self.max_rows, max_tokens=self.max_tokens)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is known of a worker group."""
+
+    name: str
+    worker_class: type
+    layout: Layout
+    settings: Any
+    """The settings that the model was spawned with."""
+
+    @cached_property
+    def limit(self) -> MicroLimit:
+        """Of its forward passes; a model without an engine has none."""
+        engine = getattr(self.settings, "engine", None)
+        if engine is None:
+            return MicroLimit(_NO_LIMIT, None)
+        return MicroLimit(engine.micro_batch_size_per_rank, engine.max_micro_batch_tokens)
 
 
 @dataclass(frozen=True)
@@ -32,95 +66,39 @@ class Assignment:
 
 
 def assign(
-    protocol: Protocol,
+    rules: Protocol,
     layout: Layout,
     num_rows: int,
-    *,
     limit: MicroLimit,
     lengths: np.ndarray | None = None,
     shares: Sequence[np.ndarray] | None = None,
 ) -> Assignment:
     """Rows of a call without mini-batches. The arrays may be shared: do not write them."""
     if lengths is None and shares is None:
-        return _assign_evenly(protocol, layout, num_rows, limit)
-    return _assign(protocol, layout, num_rows, limit, lengths, shares)
-
-
-@lru_cache(maxsize=256)
-def _assign_evenly(
-    protocol: Protocol, layout: Layout, num_rows: int, limit: MicroLimit
-) -> Assignment:
-    """As every step makes the same calls, this is worked out once."""
-    return _assign(protocol, layout, num_rows, limit, None, None)
+        return _assign_again(rules, layout, num_rows, limit)
+    return _assign(rules, layout, num_rows, limit, lengths, shares)
 
 
 def _assign(
-    protocol: Protocol,
+    rules: Protocol,
     layout: Layout,
     num_rows: int,
     limit: MicroLimit,
-    lengths: np.ndarray | None,
-    shares: Sequence[np.ndarray] | None,
+    lengths: np.ndarray | None = None,
+    shares: Sequence[np.ndarray] | None = None,
 ) -> Assignment:
     lists = None if shares is None else [share.tolist() for share in shares]
-    given = _arrays(protocol.distribute(layout, num_rows, lists))
+    given = by_share(rules.distribute(layout, num_rows, lists), _positions)
     return Assignment(
         given=given,
-        holds=_arrays(protocol.holds(layout, num_rows, lists)),
-        answering=tuple(protocol.collect(layout).ranks),
-        num_micro_batches=limit.count(list(given.values()), lengths),
+        holds=by_share(rules.holds(layout, num_rows, lists), _positions),
+        answering=tuple(rules.collect(layout).ranks),
+        num_micro_batches=limit.count_of(list(given.values()), lengths),
     )
 
 
-def assign_mini_batches(
-    protocol: Protocol,
-    layout: Layout,
-    parents: np.ndarray,
-    held: Mapping[int, np.ndarray],
-    *,
-    cut: CutSettings,
-    limit: MicroLimit,
-    lengths: np.ndarray | None,
-    seed: int,
-    step: int,
-) -> Assignment:
-    """Rows of an update call. held: positions by rank of this layout that are there already."""
-    num_shares = protocol.num_shares(layout)
-    share_of = shares_by_rank(protocol, layout)
-    holder = np.full(len(parents), -1, dtype=np.int64)
-    for rank, positions in held.items():
-        if rank in share_of:
-            holder[positions] = share_of[rank]
-    plans = plan_mini_batches(
-        parents,
-        holder,
-        num_shares,
-        cut=cut,
-        limit=limit,
-        lengths=lengths,
-        seed=seed,
-        step=step,
-    )
-    shares = [union_of(plans, share) for share in range(num_shares)]
-    whole = assign(protocol, layout, len(parents), limit=limit, lengths=lengths, shares=shares)
-    within = [_within(plans, share, rows) for share, rows in enumerate(shares)]
-    mini_batches = {rank: within[share] for rank, share in share_of.items()}
-    return Assignment(
-        whole.given, whole.holds, whole.answering, whole.num_micro_batches, mini_batches
-    )
-
-
-def shares_by_rank(protocol: Protocol, layout: Layout) -> dict[int, int]:
-    """Which share each rank is given."""
-    num_shares = protocol.num_shares(layout)
-    probe = protocol.distribute(layout, num_shares, [[share] for share in range(num_shares)])
-    return {rank: positions[0] for rank, positions in probe.items() if len(positions)}
-
-
-def _within(
-    plans: Sequence[MiniBatchPlan], share: int, given: np.ndarray
-) -> list[tuple[np.ndarray, int]]:
-    return [(np.searchsorted(given, plan.shares[share]), plan.num_micro_batches) for plan in plans]
+_assign_again = lru_cache(maxsize=256)(_assign)
+"""Every step makes the same calls: those that depend on no lengths are worked out once."""
 
 
 def by_share(given: Mapping[int, T], make: Callable[[T], R]) -> dict[int, R]:
@@ -132,47 +110,86 @@ def by_share(given: Mapping[int, T], make: Callable[[T], R]) -> dict[int, R]:
     return {rank: made[id(rows)] for rank, rows in given.items()}
 
 
-def _arrays(positions: Mapping[int, Sequence[int]]) -> dict[int, np.ndarray]:
-    return by_share(positions, lambda rows: np.asarray(rows, dtype=np.int64))
+def _positions(rows: Sequence[int]) -> np.ndarray:
+    return np.asarray(rows, dtype=np.int64)
 
 
-@dataclass(frozen=True)
-class MicroLimit:
-    """What one forward may hold on one rank."""
+def assign_mini_batches(
+    rules: Protocol,
+    target: Target,
+    parents: np.ndarray,
+    held: Mapping[int, np.ndarray],
+    *,
+    lengths: np.ndarray | None,
+    seed: int,
+    step: int,
+) -> Assignment:
+    """Rows of an update call. held: positions by rank of the target that are there already."""
+    layout, limit, num_shares = target.layout, target.limit, rules.num_shares(target.layout)
+    probe = rules.distribute(layout, num_shares, [[share] for share in range(num_shares)])
+    share_of = {rank: shares[0] for rank, shares in probe.items() if shares}
+    holder = np.full(len(parents), -1, dtype=np.int64)
+    for rank, positions in held.items():
+        if rank in share_of:
+            holder[positions] = share_of[rank]
+    minis = plan_mini_batches(
+        parents, holder, num_shares, target.settings.update, limit, lengths, seed=seed, step=step
+    )
+    shares = [
+        np.unique(np.concatenate([_NONE, *(mini.shares[share] for mini in minis)]))
+        for share in range(num_shares)
+    ]
+    within = [
+        [(np.searchsorted(rows, mini.shares[share]), mini.num_micro_batches) for mini in minis]
+        for share, rows in enumerate(shares)
+    ]
+    whole = assign(rules, layout, len(parents), limit, lengths, shares)
+    return replace(whole, mini_batches={rank: within[share] for rank, share in share_of.items()})
 
-    max_rows: int
-    max_tokens: int | None
 
-    def count(self, shares: Sequence[np.ndarray], lengths: np.ndarray | None) -> int:
-        """Forward passes that every share makes: the largest need among them."""
-        tokens = [[0] * len(s) if lengths is None else lengths[s].tolist() for s in shares]
-        return num_micro_batches(tokens, max_rows=self.max_rows, max_tokens=self.max_tokens)
-
-
-@dataclass(frozen=True)
-class CutSettings:
-    """How a batch becomes optimizer steps; the parts of `UpdateConfig` that matter here."""
-
-    mini_batch_size: int
-    num_epochs: int
-    shuffle: bool
-    balance_tokens: bool
-
-
-@dataclass(frozen=True)
-class MiniBatchPlan:
+class MiniBatchPlan(NamedTuple):
     """One optimizer step: positions in the batch for each share."""
 
-    shares: tuple[np.ndarray, ...]
+    shares: list[np.ndarray]
     num_micro_batches: int
+
+
+def plan_mini_batches(
+    parents: np.ndarray,
+    holder: np.ndarray,
+    num_shares: int,
+    cfg: UpdateConfig,
+    limit: MicroLimit,
+    lengths: np.ndarray | None,
+    *,
+    seed: int,
+    step: int,
+) -> list[MiniBatchPlan]:
+    """Every optimizer step of one update call, over all epochs, in order.
+
+    holder[i] is the share that has row i of the batch, or -1.
+    """
+    minis = []
+    for epoch in range(cfg.num_epochs):
+        order = np.arange(len(parents))
+        if cfg.shuffle:
+            order = permutation(parents, seed=seed, step=step, epoch=epoch)
+        for positions in cut_mini_batches(parents, order, cfg.mini_batch_size):
+            if cfg.balance_tokens:
+                assert lengths is not None
+                even = balanced_shares(lengths[positions].tolist(), num_shares)
+                shares = [np.sort(positions[_positions(share)]) for share in even]
+            else:
+                shares = share_near(positions, holder, num_shares)
+            minis.append(MiniBatchPlan(shares, limit.count_of(shares, lengths)))
+    return minis
 
 
 def permutation(parents: np.ndarray, *, seed: int, step: int, epoch: int) -> np.ndarray:
     """Positions with whole groups in random order; depends on seed, step and epoch only."""
     groups = _groups(parents)
     generator = np.random.default_rng(seed_of(seed, "mini_batches", step, epoch))
-    order = generator.permutation(len(groups))
-    return np.concatenate([groups[i] for i in order]) if groups else np.zeros(0, dtype=np.int64)
+    return np.concatenate([_NONE, *(groups[i] for i in generator.permutation(len(groups)))])
 
 
 def cut_mini_batches(parents: np.ndarray, order: np.ndarray, size: int) -> list[np.ndarray]:
@@ -193,14 +210,11 @@ def _groups(parents: np.ndarray) -> list[np.ndarray]:
     by_parent: dict[int, list[int]] = {}
     for position, parent in enumerate(parents.tolist()):
         by_parent.setdefault(parent, []).append(position)
-    return [np.array(group, dtype=np.int64) for group in by_parent.values()]
+    return [_positions(group) for group in by_parent.values()]
 
 
 def share_near(positions: np.ndarray, holder: np.ndarray, num_shares: int) -> list[np.ndarray]:
-    """Even split of positions over shares that moves as few rows as it can.
-
-    holder[i] is the share that has row i of the batch, or -1.
-    """
+    """Even split of positions over shares that moves as few rows as it can."""
     own = [positions[holder[positions] == share] for share in range(num_shares)]
     base, extra = divmod(len(positions), num_shares)
     larger = sorted(range(num_shares), key=lambda share: (-len(own[share]), share))[:extra]
@@ -213,40 +227,6 @@ def share_near(positions: np.ndarray, holder: np.ndarray, num_shares: int) -> li
         shares.append(np.sort(np.concatenate([kept[share], rest[start : start + lacking]])))
         start += lacking
     return shares
-
-
-def plan_mini_batches(
-    parents: np.ndarray,
-    holder: np.ndarray,
-    num_shares: int,
-    *,
-    cut: CutSettings,
-    limit: MicroLimit,
-    lengths: np.ndarray | None,
-    seed: int,
-    step: int,
-) -> list[MiniBatchPlan]:
-    """Every optimizer step of one update call, over all epochs, in order."""
-    plans = []
-    for epoch in range(cut.num_epochs):
-        order = np.arange(len(parents))
-        if cut.shuffle:
-            order = permutation(parents, seed=seed, step=step, epoch=epoch)
-        for positions in cut_mini_batches(parents, order, cut.mini_batch_size):
-            if cut.balance_tokens:
-                assert lengths is not None
-                shares = _share_by_tokens(positions, lengths, num_shares)
-            else:
-                shares = share_near(positions, holder, num_shares)
-            plans.append(MiniBatchPlan(tuple(shares), limit.count(shares, lengths)))
-    return plans
-
-
-def _share_by_tokens(
-    positions: np.ndarray, lengths: np.ndarray, num_shares: int
-) -> list[np.ndarray]:
-    chosen = balanced_shares(lengths[positions].tolist(), num_shares)
-    return [np.sort(positions[np.array(share, dtype=np.int64)]) for share in chosen]
 
 
 def balanced_shares(weights: Sequence[int], num_shares: int) -> list[list[int]]:
@@ -262,9 +242,3 @@ def balanced_shares(weights: Sequence[int], num_shares: int) -> list[list[int]]:
         shares[share].append(row)
         heapq.heapreplace(lightest, (total + weights[row], num_rows + 1, share))
     return [sorted(share) for share in shares]
-
-
-def union_of(plans: Sequence[MiniBatchPlan], share: int) -> np.ndarray:
-    """Positions that a share needs over all mini-batches, ascending."""
-    none = np.zeros(0, dtype=np.int64)  # a batch without rows has no plans
-    return np.unique(np.concatenate([none, *(plan.shares[share] for plan in plans)]))

@@ -7,37 +7,21 @@ row id (`a | b`). Looking at values (`fetch`, `lengths`) waits for the producer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
-from spmdflow.controller.result import RowResult, SourceRows
+from spmdflow.controller.result import ColumnRef, RowResult
 from spmdflow.data.ragged import VALID, is_ragged
-from spmdflow.data.row_id import Ids
+from spmdflow.data.row_id import Ids, RowIds
 from spmdflow.errors import ColumnError, ProtocolError, RowError
-
-
-@dataclass(frozen=True)
-class ColumnRef:
-    """A column of a batch: the result that holds it and, per row of the batch, the result's id."""
-
-    result: RowResult | SourceRows
-    ids: Ids
-    stored: str
-    """Its name there; `rename` changes only the batch's."""
-
-    def at(self, places: np.ndarray) -> ColumnRef:
-        """The rows at these places."""
-        return ColumnRef(self.result, self.ids[places], self.stored)
 
 
 class BatchCaller(Protocol):
     """What a batch asks of the caller that made it (caller.py)."""
 
-    def take_ids(self, num_rows: int) -> Ids:
-        """(num_rows,) new row ids."""
+    row_ids: RowIds
 
     def map(self, batch: Batch, function: Callable[..., Any], settings: Mapping[str, Any]) -> Batch:
         """Run a map function where the rows live."""
@@ -97,14 +81,23 @@ class Batch:
         columns = dict(self._columns)
         for name, ref in other._columns.items():
             moved = ref.at(place)
-            mine = columns.get(name)
-            if mine is not None and not _same(mine, moved):
+            mine = columns.get(name, moved)
+            if not mine.equals(moved):
                 raise ColumnError(
-                    f"column {name!r}: in both batches (from {_source(mine)} and "
-                    f"{_source(moved)}), expected in one; drop it from one of them"
+                    f"column {name!r}: in both batches (from {mine.result.label} and "
+                    f"{moved.result.label}), expected in one; drop it from one of them"
                 )
             columns[name] = moved
+        return self._with(columns)
+
+    def _with(self, columns: Mapping[str, ColumnRef]) -> Batch:
+        """The same rows with other columns."""
         return Batch(self._caller, self.ids, self.parents, columns)
+
+    def _at(self, places: np.ndarray, ids: Ids, parents: Ids) -> Batch:
+        """The rows at these places under other ids."""
+        columns = {name: ref.at(places) for name, ref in self._columns.items()}
+        return Batch(self._caller, ids, parents, columns)
 
     def __getitem__(self, rows: slice) -> Batch:
         """A slice of the rows; ids stay."""
@@ -118,8 +111,7 @@ class Batch:
     def select(self, positions: Sequence[int] | np.ndarray) -> Batch:
         """The rows at `positions` (each at most once), in that order; ids stay."""
         places = _checked(positions, len(self))
-        columns = {name: ref.at(places) for name, ref in self._columns.items()}
-        return Batch(self._caller, self.ids[places], self.parents[places], columns)
+        return self._at(places, self.ids[places], self.parents[places])
 
     def where(self, rows: str | Sequence[bool] | np.ndarray | Tensor) -> Batch:
         """The rows at which a column of one number a row is not 0 (or False); ids stay.
@@ -127,8 +119,13 @@ class Batch:
         rows: the column's name, which waits for its values (counted as fetched bytes), or one
         bool for each row. `without` gives the other rows.
         """
-        mask = self._numbers("where", rows) if isinstance(rows, str) else _as_mask(rows, len(self))
-        return self.select([place for place, value in enumerate(mask) if value])
+        mask = np.asarray(self._numbers("where", rows) if isinstance(rows, str) else rows)
+        if not isinstance(rows, str) and (mask.dtype != bool or mask.shape != (len(self),)):
+            raise RowError(
+                f"where: got {mask.dtype} of shape {mask.shape}, expected the name of a column or "
+                f"{len(self)} bools, one a row; use select for positions"
+            )
+        return self.select(np.flatnonzero(mask))
 
     def without(self, part: Batch) -> Batch:
         """The rows whose ids are not in `part`; RowError if part has other rows too."""
@@ -162,9 +159,7 @@ class Batch:
         if n < 1:
             raise RowError(f"repeat: got {n}, expected at least 1; use select to leave rows out")
         places = np.repeat(np.arange(len(self)), n)
-        columns = {name: ref.at(places) for name, ref in self._columns.items()}
-        ids = self._caller.take_ids(n * len(self))
-        return Batch(self._caller, ids, np.repeat(self.ids, n), columns)
+        return self._at(places, self._caller.row_ids.take(len(places)), np.repeat(self.ids, n))
 
     def aligned_with(self, other: Batch) -> Batch:
         """The same rows under the ids of another batch's, first to first; then they can join."""
@@ -195,20 +190,17 @@ class Batch:
                 f"prompts; make them from samples.first_samples()"
             )
         place = order[np.searchsorted(groups, samples.parents)]
-        columns = {name: ref.at(place) for name, ref in self._columns.items()}
-        return Batch(self._caller, samples.ids, samples.parents, columns)
+        return self._at(place, samples.ids, samples.parents)
 
     def only(self, *names: str) -> Batch:
         """With the columns `names` alone."""
-        columns = {name: self.column(name) for name in names}
-        return Batch(self._caller, self.ids, self.parents, columns)
+        return self._with({name: self.column(name) for name in names})
 
     def drop(self, *names: str) -> Batch:
         """Without the columns `names`."""
         for name in names:
             self.column(name)
-        columns = {name: ref for name, ref in self._columns.items() if name not in names}
-        return Batch(self._caller, self.ids, self.parents, columns)
+        return self._with({name: ref for name, ref in self._columns.items() if name not in names})
 
     def rename(self, **names: str) -> Batch:
         """The same columns with other names: rename(judge_scores="scores"), new name first.
@@ -223,8 +215,7 @@ class Batch:
                 f"rename: got the new name {taken[0]!r}, which the batch has already, expected "
                 f"another; drop({taken[0]!r}) first, or choose another name"
             )
-        columns = {name: self._columns[name] for name in kept}
-        return Batch(self._caller, self.ids, self.parents, columns | refs)
+        return self._with({name: self._columns[name] for name in kept} | refs)
 
     def map(self, function: Callable[..., Any], **settings: Any) -> Batch:
         """Run map functions where the rows live; the answer has the columns that it writes."""
@@ -297,7 +288,13 @@ def concatenate(batches: Iterable[Batch]) -> Batch:
             f"least one Batch; write concatenate([one, other])"
         )
     first = whole[0]
-    _check_same_columns(whole)
+    for number, batch in enumerate(whole):
+        differing = sorted(set(first.columns) ^ set(batch.columns))
+        if differing:
+            raise ColumnError(
+                f"concatenate: got {differing} in only one of batch 0 and batch {number}, expected "
+                f"the same columns in every batch; drop them, or call what writes them on the other"
+            )
     ids = np.concatenate([batch.ids for batch in whole])
     if len(np.unique(ids)) < len(ids):
         raise RowError(
@@ -308,26 +305,6 @@ def concatenate(batches: Iterable[Batch]) -> Batch:
     filled = [batch for batch in whole if len(batch)] or [first]
     parts = {name: [batch.column(name) for batch in filled] for name in first.columns}
     return Batch(first._caller, ids, parents, first._caller.join(parts, ids))
-
-
-def _check_same_columns(whole: Sequence[Batch]) -> None:
-    for number, batch in enumerate(whole):
-        differing = sorted(set(whole[0].columns) ^ set(batch.columns))
-        if differing:
-            raise ColumnError(
-                f"concatenate: got {differing} in only one of batch 0 and batch {number}, expected "
-                f"the same columns in every batch; drop them, or call what writes them on the other"
-            )
-
-
-def _as_mask(rows: Sequence[bool] | np.ndarray | Tensor, num_rows: int) -> list[bool]:
-    mask = np.asarray(rows)
-    if mask.dtype != bool or mask.shape != (num_rows,):
-        raise RowError(
-            f"where: got {mask.dtype} of shape {mask.shape}, expected the name of a column or "
-            f"{num_rows} bools, one a row; use select for positions"
-        )
-    return list(mask.tolist())
 
 
 def _places(ids: Ids, others: Ids) -> np.ndarray:
@@ -361,12 +338,3 @@ def _checked(positions: Sequence[int] | np.ndarray, num_rows: int) -> np.ndarray
             f"use repeat, which makes new row ids"
         )
     return places
-
-
-def _same(one: ColumnRef, other: ColumnRef) -> bool:
-    same = one.result is other.result and one.stored == other.stored
-    return same and np.array_equal(one.ids, other.ids)
-
-
-def _source(ref: ColumnRef) -> str:
-    return ref.result.label if isinstance(ref.result, RowResult) else ref.result.source

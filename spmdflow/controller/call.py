@@ -1,47 +1,34 @@
-"""A call on rows, planned once: what it reads, which rows each rank gets, and the commands.
+"""A call, planned once: what it reads, which rows each rank gets, and the commands.
 
 Script thread only; sends nothing (caller.py does). Everything that makes a call impossible is
-found here, before anything is sent.
+found here, before anything is sent: these are the only errors that a script may catch, as a later
+one ends the run.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from spmdflow.controller.assignment import (
     Assignment,
-    CutSettings,
-    MicroLimit,
+    Target,
     assign,
     assign_mini_batches,
     by_share,
 )
 from spmdflow.controller.batch import Batch
-from spmdflow.controller.check import check_arguments, check_extends, columns_read
-from spmdflow.controller.result import RowResult, SourceRows, ascending, input_of
+from spmdflow.controller.result import RowResult, SourceRows, input_of
 from spmdflow.data.row_id import Ids, places_in_groups
-from spmdflow.errors import ColumnError, ProtocolError
-from spmdflow.parallel.layout import Layout
+from spmdflow.errors import ColumnError, MessageError, ProtocolError
+from spmdflow.runtime.message import encode
 from spmdflow.transfer.protocol import protocol
 from spmdflow.transfer.register import MethodSpec, map_spec, method_spec
-
-
-@dataclass(frozen=True)
-class Target:
-    """What the caller knows of a worker group."""
-
-    name: str
-    worker_class: type
-    layout: Layout
-    limit: MicroLimit
-    cut: CutSettings | None
-    settings: Any = None
-    """The settings that the model was spawned with."""
 
 
 @dataclass(frozen=True)
@@ -57,87 +44,81 @@ class Input:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """One call of a method or a map function on the rows of a batch."""
+    """One call of a method or a map function."""
 
     label: str
     spec: MethodSpec
-    head: Mapping[str, Any]
-    """What every rank is told alike."""
-    ids: Ids
-    inputs: tuple[Input, ...]
-    assignment: Assignment
-    per_row: Mapping[str, np.ndarray]
-    """Further numbers of each row (B,), by name."""
-    groups: np.ndarray | None = None
-    """(B,): the group of each row, for map functions that ask for it."""
+    answering: tuple[int, ...]
+    commands: Mapping[int, dict[str, Any]]
+    """By rank."""
+    needs: Sequence[tuple[RowResult, list[str], dict[int, Ids]]] = ()
+    """Results that are read, the columns, and the rows that each rank must have, ascending."""
+    held: dict[int, Ids] = field(default_factory=dict)
+    """The rows that each rank holds afterwards."""
 
-    def with_numbers(self, **per_row: np.ndarray) -> CallPlan:
-        """With further numbers of each row."""
-        return replace(self, per_row={**self.per_row, **per_row})
-
-    def held(self) -> dict[int, Ids]:
-        """The rows that each rank holds afterwards."""
-        return by_share(self.assignment.holds, lambda positions: self.ids[positions])
-
-    def needs(self, given: Input) -> dict[int, Ids]:
-        """The rows of an input that each rank must have, ascending."""
-        return by_share(self.assignment.given, lambda positions: ascending(given.ids[positions]))
-
-    def commands(self, held: Mapping[int, Ids]) -> dict[int, dict[str, Any]]:
-        """The command of each rank."""
-        minis = self.assignment.mini_batches or {}
-        return {
-            rank: {
-                **self.head,
-                **given,
-                "holds": held.get(rank) if self.spec.writes else None,
-                "mini": minis.get(rank, ()),
-            }
-            for rank, given in by_share(self.assignment.given, self._rows_at).items()
-        }
-
-    def result(
-        self, number: int, held: dict[int, Ids], on_free: Callable[[int], None]
-    ) -> RowResult:
+    def result(self, number: int, on_free: Callable[[int], None]) -> RowResult:
         """The result that the call makes."""
-        answer = {rank: held[rank] for rank in self.assignment.answering}
-        names = self.spec.writes
-        by_column = dict.fromkeys(names, held)
-        ranks = tuple(sorted(self.assignment.given))
-        return RowResult(number, self.label, ranks, tuple(names), answer, by_column, on_free)
-
-    def _rows_at(self, positions: np.ndarray) -> dict[str, Any]:
-        """What a rank is told of its rows."""
-        told = {
-            "ids": self.ids[positions],
-            "inputs": [
-                input_of(given.result, given.columns, given.ids[positions]) for given in self.inputs
-            ],
-            "micro": self.assignment.num_micro_batches,
-            **{name: numbers[positions] for name, numbers in self.per_row.items()},
-        }
-        if self.groups is not None:
-            places, largest = places_in_groups(self.groups)
-            told["groups"], told["places"] = self.groups[positions], places[positions]
-            told["num_groups"] = int(self.groups.max(initial=-1)) + 1
-            told["largest_group"] = largest
-        return told
+        answer = {rank: self.held[rank] for rank in self.answering}
+        by_column = dict.fromkeys(self.spec.writes, self.held)
+        ranks = tuple(sorted(self.commands))
+        return RowResult(number, self.label, ranks, answer, by_column, on_free)
 
 
 def plan_method(
-    target: Target, method: str, batch: Batch, head: Mapping[str, Any], *, seed: int
+    target: Target,
+    method: str,
+    batch: Batch | None,
+    arguments: Mapping[str, Any],
+    *,
+    seed: int,
+    step: int,
+    draw: Callable[..., np.ndarray],
 ) -> CallPlan:
-    """A call of a worker method; head has its arguments, which are checked, and the step.
+    """A call of a worker method on rows, or on nothing.
 
-    Waits for lengths if the call is cut by tokens. ColumnError, ProtocolError, MessageError.
+    draw(ids, greedy=...): how often rows were drawn for before. Waits for lengths if the call is
+    cut by tokens. ColumnError, ProtocolError, MessageError, or what the method's check raises.
     """
-    label = f"{target.name}.{method}"
-    spec = method_spec(target.worker_class, method)
-    names = columns_read(spec, batch, label)
-    check_extends(spec, batch, label)
-    inputs = _inputs_of(batch, names)
-    assignment = _assign_rows(target, spec, batch, inputs, seed=seed, step=head["step"])
-    return CallPlan(label, spec, head, batch.ids, inputs, assignment, {})
+    given = [None] if batch is None else [None, batch]
+    label, spec = _checked(target, method, given, arguments)
+    head = _head(target, method, arguments, step)
+    if batch is None:
+        ranks = protocol(spec.transfer_mode).collect(target.layout).ranks
+        return CallPlan(label, spec, ranks, {rank: dict(head) for rank in target.layout.ranks})
+    inputs = _inputs_of(batch, _columns_read(spec, batch, label))
+    clash = [name for name in spec.writes if name in batch.columns] if spec.extends else []
+    if clash:
+        raise ColumnError(
+            f"{label}: the batch has {clash[0]!r} already, expected a batch without it, as the "
+            f"answer carries the batch's columns along; drop it first"
+        )
+    assignment = _assign_rows(target, spec, batch, inputs, seed=seed, step=step)
+    numbers = {}
+    if spec.draws:
+        numbers["generation"] = draw(batch.ids, greedy=bool(arguments.get("greedy")))
+    return _plan_rows(label, spec, head, batch.ids, inputs, assignment, numbers)
+
+
+def plan_list(
+    target: Target, method: str, items: Sequence[Any], arguments: Mapping[str, Any], *, step: int
+) -> CallPlan:
+    """A call of a method with the i-th item on the i-th rank."""
+    label, spec = _checked(target, method, [None, None], arguments)
+    if spec.reads or spec.writes:
+        raise ProtocolError(
+            f"{label}: got a list of {len(items)}, expected a Batch with the columns "
+            f"{list(spec.reads)}; take rows from flow.prompts, or from the call that made them"
+        )
+    rules = protocol(spec.transfer_mode)
+    given = rules.distribute(target.layout, len(items))
+    if any(len(positions) != 1 for positions in given.values()):
+        raise ProtocolError(
+            f"{label}: got a list of {len(items)} under {spec.transfer_mode}, expected a mode "
+            f"that gives each rank one item; register it with transfer_mode='ALL_TO_ALL'"
+        )
+    head = _head(target, method, arguments, step)
+    commands = {rank: {**head, "item": items[at[0]]} for rank, at in given.items()}
+    return CallPlan(label, spec, rules.collect(target.layout).ranks, commands)
 
 
 def plan_map(
@@ -147,11 +128,11 @@ def plan_map(
     marks = map_spec(function)
     label = f"map.{function.__name__}"
     given_later = dict.fromkeys(("reduce", "report", *(["groups"] if marks.groups else [])))
-    check_arguments(label, partial(function, **given_later), [batch], arguments)
+    _check_arguments(label, partial(function, **given_later), [batch], arguments)
     reads = marks.reads_with(arguments)
     optional = tuple(name for name in marks.optional if name not in reads)
     spec = MethodSpec("rows", reads, optional, marks.writes, False, False)
-    inputs = _inputs_of(batch, columns_read(spec, batch, label))
+    inputs = _inputs_of(batch, _columns_read(spec, batch, label))
     given = _positions_held(_home(batch, inputs, label))
     head = {
         "operation": "map",
@@ -160,9 +141,63 @@ def plan_map(
         "arguments": dict(arguments),
         "ranks": list(given),
     }
-    assignment = Assignment(given, given, tuple(given))
-    groups = batch.group_numbers() if marks.groups else None
-    return CallPlan(label, spec, head, batch.ids, inputs, assignment, {}, groups)
+    assignment, numbers = Assignment(given, given, tuple(given)), {}
+    if marks.groups:
+        numbers["groups"] = batch.group_numbers()
+        numbers["places"], head["largest_group"] = places_in_groups(numbers["groups"])
+        head["num_groups"] = int(numbers["groups"].max(initial=-1)) + 1
+    return _plan_rows(label, spec, head, batch.ids, inputs, assignment, numbers)
+
+
+def _head(target: Target, method: str, arguments: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """What every rank is told alike."""
+    head = {"operation": "call", "group": target.name, "method": method}
+    return head | {"step": step, "arguments": dict(arguments)}
+
+
+def _plan_rows(
+    label: str,
+    spec: MethodSpec,
+    head: Mapping[str, Any],
+    ids: Ids,
+    inputs: Sequence[Input],
+    assignment: Assignment,
+    numbers: Mapping[str, np.ndarray],
+) -> CallPlan:
+    """A call on rows; numbers: further ones of each row (B,), by name."""
+    given, held = assignment.given, by_share(assignment.holds, lambda at: ids[at])
+    minis = assignment.mini_batches or {}
+
+    def rows_at(at: np.ndarray) -> dict[str, Any]:
+        parts = [input_of(each.result, each.columns, each.ids[at]) for each in inputs]
+        told = {"ids": ids[at], "inputs": parts, "micro": assignment.num_micro_batches}
+        return told | {name: values[at] for name, values in numbers.items()}
+
+    commands = {
+        rank: {
+            **head,
+            **told,
+            "holds": held.get(rank) if spec.writes else None,
+            "mini": minis.get(rank, ()),
+        }
+        for rank, told in by_share(given, rows_at).items()
+    }
+    needs = [
+        (
+            each.result,
+            list(dict.fromkeys(each.columns.values())),
+            by_share(given, partial(_ascending, each.ids)),
+        )
+        for each in inputs
+        if isinstance(each.result, RowResult)
+    ]
+    return CallPlan(label, spec, assignment.answering, commands, needs, held)
+
+
+def _ascending(ids: Ids, at: np.ndarray) -> Ids:
+    """The ids at positions, in order, each once."""
+    chosen = ids[at]
+    return chosen if (chosen[1:] > chosen[:-1]).all() else np.unique(chosen)
 
 
 def _inputs_of(batch: Batch, names: Sequence[str]) -> tuple[Input, ...]:
@@ -185,32 +220,25 @@ def _assign_rows(
     step: int,
 ) -> Assignment:
     """Rows by rank; waits for lengths if the call is cut by tokens."""
-    rules = protocol(spec.transfer_mode)
-    lengths = _token_lengths(batch, target, spec)
+    rules, lengths = protocol(spec.transfer_mode), _token_lengths(batch, target, spec)
     if not spec.minibatches:
-        return assign(rules, target.layout, len(batch), limit=target.limit, lengths=lengths)
-    if target.cut is None:
+        return assign(rules, target.layout, len(batch), target.limit, lengths)
+    if getattr(target.settings, "update", None) is None:
         raise ProtocolError(
             f"{target.name}: its method takes mini-batches, but its config has no `update`; "
             f"add an UpdateConfig"
         )
     widest = _widest(inputs, target.layout.ranks)
+    held = {} if widest is None else _positions_held(widest)
     return assign_mini_batches(
-        rules,
-        target.layout,
-        batch.parents,
-        {} if widest is None else _positions_held(widest),
-        cut=target.cut,
-        limit=target.limit,
-        lengths=lengths,
-        seed=seed,
-        step=step,
+        rules, target, batch.parents, held, lengths=lengths, seed=seed, step=step
     )
 
 
 def _token_lengths(batch: Batch, target: Target, spec: MethodSpec) -> np.ndarray | None:
     """Prompt + response tokens, if this call is cut by tokens (waits for the lengths)."""
-    balanced = spec.minibatches and target.cut is not None and target.cut.balance_tokens
+    update = getattr(target.settings, "update", None)
+    balanced = spec.minibatches and update is not None and update.balance_tokens
     if target.limit.max_tokens is None and not balanced:
         return None
     known = [name for name in ("prompts", "responses") if name in batch.columns]
@@ -231,8 +259,7 @@ def _widest(inputs: Sequence[Input], ranks: Sequence[int]) -> Input | None:
         for each in inputs
         if isinstance(each.result, RowResult) and set(each.result.ranks) == set(ranks)
     ]
-    order = [(len(each.columns), -each.result.number) for each in made]
-    return made[order.index(max(order))] if made else None
+    return max(made, key=lambda each: (len(each.columns), -each.result.number), default=None)
 
 
 def _home(batch: Batch, inputs: Sequence[Input], label: str) -> Input:
@@ -262,6 +289,81 @@ def _home(batch: Batch, inputs: Sequence[Input], label: str) -> Input:
 def _positions_held(given: Input) -> dict[int, np.ndarray]:
     """Positions in the batch by rank: each row at the rank that answers for it in the result."""
     assert isinstance(given.result, RowResult)
-    holder = {int(i): rank for rank, own in given.result.answer.items() for i in own}
-    owner = np.array([holder[int(i)] for i in given.ids], dtype=np.int64)
+    owner = given.result.owners(given.ids)
     return {rank: np.flatnonzero(owner == rank) for rank in given.result.ranks}
+
+
+# What makes a call impossible
+
+
+def _checked(
+    target: Target, method: str, before: Sequence[Any], arguments: Mapping[str, Any]
+) -> tuple[str, MethodSpec]:
+    """Label and marks of a method; refuses ones that are not registered, and wrong arguments."""
+    label, spec = f"{target.name}.{method}", method_spec(target.worker_class, method)
+    _check_arguments(label, getattr(target.worker_class, method), before, arguments)
+    if spec.check is not None:
+        spec.check(label, target.settings, arguments)
+    return label, spec
+
+
+def _columns_read(spec: MethodSpec, batch: Batch, label: str) -> list[str]:
+    """Columns that travel to the call; ColumnError if the batch lacks one."""
+    missing = [name for name in spec.reads if name not in batch.columns]
+    if missing:
+        raise ColumnError(
+            f"{label}: the batch has {sorted(batch.columns)}, expected {missing} too; "
+            f"call the method that writes {missing[0]!r} first"
+        )
+    return [*spec.reads, *(name for name in spec.optional if name in batch.columns)]
+
+
+_PLAIN: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float)}
+"""Annotation -> classes of values; texts, as modules put off the evaluation of annotations."""
+
+
+def _check_arguments(
+    label: str,
+    function: Callable[..., Any],
+    before: Sequence[Any],
+    arguments: Mapping[str, Any],
+) -> None:
+    """Refuse arguments that the function does not take, or that cannot be sent to a rank.
+
+    before: what comes first at the call, besides them. ProtocolError or MessageError.
+    """
+    signature = _signature(function)
+    try:
+        signature.bind(*before, **arguments)
+    except TypeError as err:
+        raise ProtocolError(
+            f"{label}: {err}; got {sorted(arguments)}, expected "
+            f"{label.rpartition('.')[2]}{signature}; pass the batch first and the rest by name"
+        ) from err
+    try:
+        encode(dict(arguments))
+    except MessageError as err:
+        raise MessageError(f"{label}: {err}") from err
+    for name, value in arguments.items():
+        annotation = signature.parameters[name].annotation if name in signature.parameters else ""
+        kind = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+        if kind in _PLAIN and not isinstance(value, _PLAIN[kind]):
+            raise ProtocolError(
+                f"{label}: got {name}={value!r} ({type(value).__name__}), expected a {kind}; "
+                f"correct the value"
+            )
+
+
+def too_many(label: str, function: Callable[..., Any], given: Sequence[Any]) -> ProtocolError:
+    """The error of a call with more than the batch by position."""
+    names = list(_signature(function).parameters)[2:]
+    named = [f"{name}={value!r}" for name, value in zip(names, given[1:])]
+    return ProtocolError(
+        f"{label}: got {len(given)} arguments by position, expected the batch alone; write "
+        f"{label.rpartition('.')[2]}({', '.join(['batch', *named])})"
+    )
+
+
+@lru_cache(maxsize=256)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)

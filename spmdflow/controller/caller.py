@@ -1,30 +1,41 @@
-"""Turns a method call of the script into orders, and its answer into a lazy batch.
+"""Turns calls of the script into numbered commands, and their answers into lazy batches.
 
-Script thread only. A call is planned completely before anything is sent (call.py): what is raised
-there are the only errors that a script may catch. Then missing rows are set under way, each rank
-gets its command, and the answer is returned at once.
+Script thread only. A call is planned completely before anything is sent (call.py). Then missing
+rows are set under way, each rank gets its command, and the answer is returned at once. `fetch` is
+the one place where rows pass the controller.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from spmdflow.controller.batch import Batch, ColumnRef
-from spmdflow.controller.call import CallPlan, Target, plan_map, plan_method
-from spmdflow.controller.check import check_method, check_takes_list
-from spmdflow.controller.result import Result, RowResult, SourceRows, source_lengths
-from spmdflow.controller.rows import fetch_column, join_columns
-from spmdflow.controller.sender import CallSettings, Sender
+from spmdflow.config.schema import RunConfig
+from spmdflow.controller.assignment import Target
+from spmdflow.controller.batch import Batch
+from spmdflow.controller.call import CallPlan, plan_list, plan_map, plan_method
+from spmdflow.controller.result import (
+    CallRecord,
+    ColumnRef,
+    Result,
+    RowResult,
+    SourceRows,
+    input_of,
+)
 from spmdflow.controller.transfers import Transfers
+from spmdflow.data.column import Column, join, read_message
 from spmdflow.data.row_id import Ids, RowIds
-from spmdflow.errors import ProtocolError
-from spmdflow.runtime.order import Replies, Transport
+from spmdflow.errors import ColumnError, MessageError
+from spmdflow.runtime.failure import script_line
+from spmdflow.runtime.order import Order, Pending, Replies, Transport
 from spmdflow.tracking.metric import merge
-from spmdflow.transfer.protocol import protocol
 
 _NONE = np.zeros(0, dtype=np.int64)
 
@@ -32,13 +43,24 @@ _NONE = np.zeros(0, dtype=np.int64)
 class Caller:
     """Makes calls, keeps the rows' accounts, and answers what batches ask."""
 
-    def __init__(self, transport: Transport, transfers: Transfers, settings: CallSettings) -> None:
-        self.sender, self.transfers = Sender(transport, settings), transfers
+    def __init__(self, transport: Transport, run: RunConfig, ranks: tuple[int, ...]) -> None:
+        """run: its seed and limits. ranks: every rank of the run, the controller's first."""
+        self.transport, self.ranks = transport, ranks
+        self._seed, self._seconds = run.seed, run.call_seconds
+        self.transfers = Transfers(transport, seconds=run.transfer_seconds)
+        self.step = 0
+        self.phase = "train"
+        """train or eval: which metrics the reports of calls belong to."""
+        self.records: list[CallRecord] = []
+        """Orders of the compute lane of the running step, in the order of the script."""
         self.scored: Batch | None = None
         """The last rows with a prompt, a response and a score as text; sample tables show them."""
-        self.fetched_bytes: dict[str, int] = {}
+        self.fetched_bytes: Counter[str] = Counter()
         self.row_ids = RowIds()
         self._draws = Draws()
+        self._last_number = 0
+        self._freed: deque[int] = deque()
+        self._unsent: dict[int, list[int]] = {}
 
     # Calls
 
@@ -46,93 +68,115 @@ class Caller:
         self, target: Target, method: str, batch: Batch | None, arguments: Mapping[str, Any]
     ) -> Batch | Result:
         """Call a registered method of a worker group (paper section 4.1)."""
-        given = [None] if batch is None else [None, batch]
-        spec = check_method(target.name, target.worker_class, method, given, arguments)
-        if spec.check is not None:
-            spec.check(f"{target.name}.{method}", target.settings, arguments)
-        head = self._head(target, method, arguments)
-        if batch is None:
-            commands = {rank: dict(head) for rank in target.layout.ranks}
-            return self._ask(target, method, spec.transfer_mode, commands)
-        plan = plan_method(target, method, batch, head, seed=self.sender.settings.seed)
-        if spec.draws:
-            greedy = bool(arguments.get("greedy"))
-            sender = self.sender
-            drawn = self._draws.take(sender.step, sender.phase, batch.ids, greedy=greedy)
-            plan = plan.with_numbers(generation=drawn)
+        draw = partial(self._draws.take, self.step, self.phase)
+        plan = plan_method(
+            target, method, batch, arguments, seed=self._seed, step=self.step, draw=draw
+        )
         return self._run(plan, batch)
 
     def invoke_each(
         self, target: Target, method: str, items: Sequence[Any], arguments: Mapping[str, Any]
     ) -> Result:
         """Call a method with the i-th of a list on the i-th rank (ALL_TO_ALL)."""
-        label = f"{target.name}.{method}"
-        spec = check_method(target.name, target.worker_class, method, [None, None], arguments)
-        check_takes_list(label, spec, items)
-        given = protocol(spec.transfer_mode).distribute(target.layout, len(items))
-        if any(len(positions) != 1 for positions in given.values()):
-            raise ProtocolError(
-                f"{label}: got a list of {len(items)} under {spec.transfer_mode}, expected a mode "
-                f"that gives each rank one item; register it with transfer_mode='ALL_TO_ALL'"
-            )
-        head = self._head(target, method, arguments)
-        commands = {rank: {**head, "item": items[at[0]]} for rank, at in given.items()}
-        return self._ask(target, method, spec.transfer_mode, commands)
+        made = self._run(plan_list(target, method, items, arguments, step=self.step), None)
+        assert isinstance(made, Result)
+        return made
 
     def map(self, batch: Batch, function: Callable[..., Any], settings: Mapping[str, Any]) -> Batch:
         """Run a map function on the ranks that hold most of the columns that it reads."""
-        made = self._run(plan_map(batch, function, settings, step=self.sender.step), batch)
+        made = self._run(plan_map(batch, function, settings, step=self.step), batch)
         assert isinstance(made, Batch)
         return made
 
-    def _head(self, target: Target, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "operation": "call",
-            "group": target.name,
-            "method": method,
-            "step": self.sender.step,
-            "arguments": dict(arguments),
-        }
-
-    def _ask(
-        self, target: Target, method: str, mode: str, commands: Mapping[int, dict[str, Any]]
-    ) -> Result:
-        """A call without rows."""
-        label, ranks = f"{target.name}.{method}", tuple(protocol(mode).collect(target.layout).ranks)
-        return Result(label, self.sender.submit(label, commands, answering=ranks), ranks)
-
-    def _run(self, plan: CallPlan, batch: Batch) -> Batch | Result:
+    def _run(self, plan: CallPlan, batch: Batch | None) -> Batch | Result:
         """Set missing rows under way, send the commands, return what will be there."""
-        spec, answering = plan.spec, plan.assignment.answering
-        number, held = self.sender.next_number(), plan.held()
-        result = plan.result(number, held, self.sender.free) if spec.writes else None
-        commands = plan.commands(held)
-
-        def done(replies: Replies, _kept: Batch = batch) -> None:  # keeps the inputs until then
-            if result is not None:
-                result.learn(replies)
-                self.transfers.producer_done(result)
-
-        for given in plan.inputs:  # first: the rows are under way before the call
-            if isinstance(given.result, RowResult):
-                names = list(dict.fromkeys(given.columns.values()))
-                self.transfers.need(given.result, names, plan.needs(given))
-        pending = self.sender.submit(plan.label, commands, done, answering=answering, number=number)
-        if result is None:
-            return Result(plan.label, pending, answering)
-        columns = {name: ColumnRef(result, batch.ids, name) for name in spec.writes}
-        if spec.extends:
+        number, writes = self.next_number(), plan.spec.writes
+        result = plan.result(number, self.free) if batch is not None and writes else None
+        for given, names, rows in plan.needs:  # first: the rows are under way before the call
+            self.transfers.need(given, names, rows)
+        pending = self._submit_rows(
+            plan.label, plan.commands, result, batch, number=number, answering=plan.answering
+        )
+        if batch is None or result is None:
+            return Result(plan.label, pending, plan.answering)
+        columns = {name: ColumnRef(result, batch.ids, name) for name in writes}
+        if plan.spec.extends:
             columns = {name: batch.column(name) for name in batch.columns} | columns
         made = Batch(self, batch.ids, batch.parents, columns)
-        if "response_text" in spec.writes and "prompt_text" in batch.columns:
-            self.scored = made | batch.drop(*set(spec.writes) & set(batch.columns))
+        if "response_text" in writes and "prompt_text" in batch.columns:
+            self.scored = made | batch.drop(*set(writes) & set(batch.columns))
         return made
 
-    # What batches ask
+    # Orders
 
-    def take_ids(self, num_rows: int) -> Ids:
-        """(num_rows,) new row ids."""
-        return self.row_ids.take(num_rows)
+    def next_number(self) -> int:
+        """The number of the next call or result."""
+        self._last_number += 1
+        return self._last_number
+
+    def free(self, result: int) -> None:
+        """A result lost its last reference; ranks hear of it with the next command."""
+        self._freed.append(result)
+
+    def submit(
+        self,
+        label: str,
+        commands: Mapping[int, dict[str, Any]],
+        on_done: Callable[[Replies], None] | None = None,
+        *,
+        answering: tuple[int, ...] = (),
+        seconds: float | None = None,
+        number: int | None = None,
+    ) -> Pending:
+        """Send one numbered command to each rank of `commands`; metrics of answering count.
+
+        seconds: the limit of each command, by default that of calls. number: of the result that
+        the command makes, if it makes one. MessageError: nothing was sent.
+        """
+        number = number or self.next_number()
+        freed = [self._freed.popleft() for _ in range(len(self._freed))]
+        for rank in self.ranks if freed else ():
+            self._unsent.setdefault(rank, []).extend(freed)
+        for rank, command in commands.items():  # ranks that it does not reach hear of it later
+            if rank in self._unsent:
+                command["free"] = self._unsent.pop(rank)
+        limit = self._seconds if seconds is None else seconds
+        line = script_line()
+        order = Order(number, "compute", label, commands, limit, phase=self.phase, line=line)
+        try:
+            pending = self.transport.submit(replace(order, on_done=on_done))
+        except MessageError:  # the script may go on
+            for rank, command in commands.items():
+                self._unsent.setdefault(rank, []).extend(command.pop("free", []))
+            raise
+        self.records.append(CallRecord(order, pending, answering, self.step))
+        return pending
+
+    def wait_for(self, result: RowResult) -> None:
+        """Block until the call that makes the result has replied."""
+        for record in self.records:
+            if record.order.number == result.number:
+                record.pending.result()
+
+    def _submit_rows(
+        self,
+        label: str,
+        commands: Mapping[int, dict[str, Any]],
+        result: RowResult | None,
+        kept: object,
+        *,
+        number: int,
+        answering: tuple[int, ...] = (),
+    ) -> Pending:
+        """Submit what makes a result; its inputs are kept until it is done."""
+
+        def done(replies: Replies, _kept: object = kept) -> None:
+            if result is not None:
+                result.learn(replies)
+
+        return self.submit(label, commands, done, answering=answering, number=number)
+
+    # What batches ask
 
     def fetch(
         self, batch: Batch, names: Sequence[str], *, purpose: str
@@ -140,28 +184,45 @@ class Caller:
         """Values of columns on the controller; the bytes are counted under `purpose`."""
         values = {}
         for name in names:
-            values[name], size = fetch_column(self.sender, batch.column(name), name)
-            self.fetched_bytes[purpose] = self.fetched_bytes.get(purpose, 0) + size
+            ref = batch.column(name)
+            column, ids = self._fetched(name, ref)
+            self.fetched_bytes[purpose] += column.values.nbytes
+            order = np.argsort(ids, kind="stable")
+            place = order[np.searchsorted(ids, ref.ids, sorter=order)]
+            values[name] = column.take(torch.from_numpy(place)).to_value()
         return values
+
+    def _fetched(self, name: str, ref: ColumnRef) -> tuple[Column, Ids]:
+        """The rows of a column, each once, and their ids, in the order in which they come."""
+        ids, result = np.unique(ref.ids), ref.result
+        parts = {self.ranks[0]: ids}
+        if isinstance(result, RowResult):
+            self.wait_for(result)
+            owner = result.owners(ids)
+            parts = {int(rank): ids[owner == rank] for rank in np.unique(owner)}
+            parts = parts or {next(iter(result.answer)): ids}
+        commands = {
+            rank: {"operation": "fetch", "input": input_of(result, {name: ref.stored}, own)}
+            for rank, own in parts.items()
+        }
+        replies = self.submit(f"fetch {name}", commands).result()
+        columns = [read_message(replies[rank]["column"]) for rank in parts]
+        return join(columns), np.concatenate(list(parts.values()))
 
     def lengths(self, ref: ColumnRef) -> np.ndarray:
         """(B,) items of each row; waits for the producer."""
         if isinstance(ref.result, SourceRows):
-            return source_lengths(ref.result, ref.ids, ref.stored)
-        self.sender.wait_for(ref.result)
+            return ref.result.lengths_of(ref.stored, ref.ids)
+        self.wait_for(ref.result)
         return ref.result.facts[ref.stored].lengths_of(ref.ids)
 
     def metrics_of(self, results: Iterable[RowResult]) -> Mapping[str, float]:
         """What the calls that made the results reported, merged; waits for them."""
         metrics = []
         for result in results:
-            self.sender.wait_for(result)
+            self.wait_for(result)
             metrics += result.metrics
         return merge(metrics)
-
-    def join(self, columns: Mapping[str, Sequence[ColumnRef]], ids: Ids) -> dict[str, ColumnRef]:
-        """Columns of rows that several calls made, one after the other, under row ids `ids`."""
-        return join_columns(self.sender, self.transfers, columns, ids)
 
     def source_batch(
         self,
@@ -176,9 +237,82 @@ class Caller:
 
         rows (B,): numbers in the file; lengths (B,): their prompt tokens.
         """
-        number, free = self.sender.next_number(), self.sender.free
-        result = SourceRows(number, source, tuple(columns), ids, rows, free, lengths)
+        result = SourceRows(self.next_number(), source, ids, rows, self.free, lengths)
         return Batch(self, ids, parents, {name: ColumnRef(result, ids, name) for name in columns})
+
+    # Rows of several calls as rows of one result
+
+    def join(self, columns: Mapping[str, Sequence[ColumnRef]], ids: Ids) -> dict[str, ColumnRef]:
+        """Columns of rows that several calls made, one after the other, under row ids `ids`.
+
+        Columns made by the same calls share a result again. Joined rows do not travel: each stays
+        with the rank that answers for it; of a data file every rank can read them.
+        """
+        groups: dict[tuple[Any, ...], list[str]] = {}
+        for name, parts in columns.items():
+            has_one_name = len({part.stored for part in parts}) == 1
+            origins = ((part.result.number, part.ids.tobytes()) for part in parts)
+            groups.setdefault((has_one_name, *origins), []).append(name)
+        refs: dict[str, ColumnRef] = {}
+        for (has_one_name, *_), names in groups.items():
+            parts = columns[names[0]]
+            sources = [part.result for part in parts if isinstance(part.result, SourceRows)]
+            is_of_one_file = len(sources) == len(parts) and len({s.label for s in sources}) == 1
+            result: RowResult | SourceRows = parts[0].result
+            rows = ids
+            if has_one_name and all(part.result is result for part in parts):
+                rows = np.concatenate([part.ids for part in parts])
+            elif has_one_name and is_of_one_file:
+                read = [s.part(part.ids) for s, part in zip(sources, parts, strict=True)]
+                places = np.concatenate([places for places, _ in read])
+                known = [tokens for _, tokens in read if tokens is not None]
+                tokens = np.concatenate(known) if len(known) == len(read) else None
+                result = SourceRows(
+                    self.next_number(), sources[0].label, ids, places, self.free, tokens
+                )
+            else:
+                result = self._join_made({name: columns[name] for name in names}, ids)
+                refs |= {name: ColumnRef(result, ids, name) for name in names}
+                continue
+            refs |= {name: ColumnRef(result, rows, columns[name][0].stored) for name in names}
+        return refs
+
+    def _join_made(self, columns: Mapping[str, Sequence[ColumnRef]], ids: Ids) -> RowResult:
+        """A result that every rank with rows puts together from the results of the parts."""
+        number = self.next_number()
+        commands: dict[int, dict[str, Any]] = {}
+        answer: dict[int, list[Ids]] = {}
+        name, first = next(iter(columns.items()))
+        made = [part.result for part in first if isinstance(part.result, RowResult)]
+        if not made:
+            labels = dict.fromkeys(part.result.label for part in first)
+            raise ColumnError(
+                f"concatenate: the column {name!r} comes from {' and '.join(labels)}, expected at "
+                f"least one part that a call has made, or one data file; drop the column first"
+            )
+        readers = sorted(made[0].answer)  # of rows of a data file that are joined with others
+        start = 0
+        for place, part in enumerate(first):
+            own_ids, start = ids[start : start + len(part.ids)], start + len(part.ids)
+            names = {name: parts[place].stored for name, parts in columns.items()}
+            if isinstance(part.result, RowResult):
+                owner = part.result.owners(part.ids)
+            else:
+                shares = np.array_split(part.ids, len(readers))
+                owner = np.repeat(readers, [len(share) for share in shares])
+            for rank in np.unique(owner).tolist():
+                rows = np.flatnonzero(owner == rank)
+                command = commands.setdefault(rank, {"operation": "join", "inputs": []})
+                command["inputs"].append(input_of(part.result, names, part.ids[rows]))
+                answer.setdefault(rank, []).append(own_ids[rows])
+        held = {rank: np.concatenate(lists) for rank, lists in answer.items()}
+        for rank, command in commands.items():
+            command["ids"] = held[rank]
+        ranks = tuple(sorted({rank for result in made for rank in result.ranks}))
+        by_column = dict.fromkeys(columns, held)
+        result = RowResult(number, "batch.concatenate", ranks, held, by_column, self.free)
+        self._submit_rows(result.label, commands, result, tuple(first), number=number)
+        return result
 
 
 class Draws:

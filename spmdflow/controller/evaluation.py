@@ -9,7 +9,6 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -19,8 +18,7 @@ from spmdflow.config.reward import knows_right
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.group import WeightLink, WorkerGroup
-from spmdflow.controller.prompts import PromptStream, no_held_out_prompts
-from spmdflow.controller.step import is_due
+from spmdflow.controller.prompts import PromptStream
 from spmdflow.data.row_id import seed_of
 from spmdflow.errors import ProtocolError, RewardError
 from spmdflow.tracking.estimate import (
@@ -37,27 +35,6 @@ Generate = Callable[..., Batch]
 EVALUATION_FILE = "evaluation.jsonl"
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """What an evaluation uses."""
-
-    model: WorkerGroup
-    """Responds to the prompts, or judges the rows by its class's `evaluation`."""
-    others: tuple[WorkerGroup, ...]
-    """The reward that scores the responses, or the groups whose columns an `evaluation` reads."""
-    streams: Sequence[PromptStream]
-    """The first one with held-out prompts is used."""
-    generate: Generate | None
-    """The script's own way to responses; none: the model's generate_sequences."""
-
-    def stream(self) -> PromptStream:
-        """Where the held-out prompts are; ConfigError if there are none."""
-        found = next((stream for stream in self.streams if stream.eval_scan is not None), None)
-        if found is None:
-            raise no_held_out_prompts()
-        return found
-
-
 class Evaluation:
     """Judges held-out rows, at most once a step."""
 
@@ -67,16 +44,63 @@ class Evaluation:
         self._config, self._seed = config, seed_of(config.run.seed, "bootstrap")
         self._evaluated_at = -1
 
-    def run(self, number: int, evaluated: Evaluated, *, every: int) -> dict[str, float]:
-        """See `Flow.evaluate`; number: of the step, 0 before the first. Estimates as metrics."""
-        if not is_due(number, every) or self._evaluated_at == number:
+    def run(
+        self,
+        stream: PromptStream,
+        model: WorkerGroup,
+        others: Sequence[WorkerGroup],
+        generate: Generate | None,
+        number: int,
+    ) -> dict[str, float]:
+        """Estimates as metrics; see `Flow.evaluate`. number: of the step, 0 before the first.
+
+        others: the reward that scores the model's responses, or the groups whose columns the
+        model's `evaluation` reads.
+        """
+        if self._evaluated_at == number:
             return {}
-        stream = evaluated.stream()
         self._evaluated_at = number
-        self._caller.sender.phase = "eval"
-        found = self._judge(stream, evaluated)
-        self._caller.sender.phase = "train"
+        self._caller.phase = "eval"
+        method = getattr(model.target.worker_class, "evaluation", None)
+        if method is None:
+            found = self._score(stream, model, others, generate)
+        else:
+            found, rows = {}, stream.eval_batch()
+            for group in others:
+                columns = getattr(group.target.worker_class, "evaluation_columns", None)
+                if columns is not None:
+                    rows |= getattr(group, columns)(rows)
+            getattr(model, method)(rows, prefix="eval")
+        self._caller.phase = "train"
         return found
+
+    def _score(
+        self,
+        stream: PromptStream,
+        model: WorkerGroup,
+        others: Sequence[WorkerGroup],
+        generate: Generate | None,
+    ) -> dict[str, float]:
+        """Score greedy responses, which reports by itself, and judge sampled ones."""
+        if len(others) != 1:
+            raise ProtocolError.of(
+                "flow.evaluate",
+                f"{model} and {len(others)} more groups",
+                "the reward that scores its responses",
+                "write flow.evaluate(actor, reward, every=cfg.eval_every)",
+            )
+        (reward,) = others
+        for link in self._links:
+            link.sync()
+        reward.compute_reward(_respond(model, generate, stream.eval_batch(), greedy=True))
+        samples = stream.eval_samples()
+        if not len(samples):
+            return {}
+        sampled = _respond(model, generate, samples, greedy=False)
+        sampled |= reward.compute_reward(sampled, prefix="eval/sampled")
+        rows = judged(sampled)
+        shares = _shares([rows[place] for place in _places_whole([rows])])
+        return as_metrics(estimates(shares, seed=self._seed), "eval")
 
     def report(self, greedy: Batch, sampled: Batch, run_dir: Path) -> dict[str, float]:
         """See `Flow.report`."""
@@ -86,64 +110,27 @@ class Evaluation:
         numbers: dict[str, list[float]] = {"score": [row.score or 0.0 for row in firsts]}
         if knows_right(self._config.reward):
             numbers = {"accuracy": [row.right for row in firsts]} | numbers
-        shares = _per_prompt([samples[place] for place in whole]) if samples else {}
+        shares = _shares([samples[place] for place in whole]) if samples else {}
         by_place = {name: dict(zip(whole, of_prompts)) for name, of_prompts in shares.items()}
         write_judged(run_dir / EVALUATION_FILE, greedy, by_prompt, samples, by_place)
         found = estimates(numbers | shares, seed=self._seed)
         lengths = [row[0].num_tokens for row in by_prompt]
-        facts = {
-            "prompts": len(whole),
-            **_left_out(len(by_prompt) - len(whole)),
-            "samples of each": len(samples[0]) if samples else 0,
-            "mean tokens, greedy": mean(lengths),
-        }
+        facts: dict[str, float] = {"prompts": len(whole)}
+        if len(whole) < len(by_prompt):
+            facts["prompts left out (failed)"] = len(by_prompt) - len(whole)
+        facts["samples of each"] = len(samples[0]) if samples else 0
+        facts["mean tokens, greedy"] = mean(lengths)
         if samples:
             facts["mean tokens, sampled"] = mean(s.num_tokens for row in samples for s in row)
         sys.stdout.write(evaluation_table("evaluation (accuracy and score: greedy)", found, facts))
         sys.stdout.flush()
         return as_metrics(found, "eval") | {"eval/response_length": facts["mean tokens, greedy"]}
 
-    def _judge(self, stream: PromptStream, evaluated: Evaluated) -> dict[str, float]:
-        rows, model = stream.eval_batch(), evaluated.model
-        method = getattr(model.target.worker_class, "evaluation", None)
-        if method is not None:
-            getattr(model, method)(_prepare(rows, evaluated.others), prefix="eval")
-            return {}
-        if len(evaluated.others) != 1:
-            raise ProtocolError.of(
-                "flow.evaluate",
-                f"{model} and {len(evaluated.others)} more groups",
-                "the reward that scores its responses",
-                "write flow.evaluate(actor, reward, every=cfg.eval_every)",
-            )
-        (reward,) = evaluated.others
-        for link in self._links:
-            link.sync()
-        reward.compute_reward(_respond(evaluated, rows, greedy=True))
-        samples = stream.eval_samples()
-        if not len(samples):
-            return {}
-        sampled = _respond(evaluated, samples, greedy=False)
-        sampled |= reward.compute_reward(sampled, prefix="eval/sampled")
-        judged_rows = judged(sampled)
-        shares = _per_prompt([judged_rows[place] for place in _places_whole([judged_rows])])
-        return as_metrics(estimates(shares, seed=self._seed), "eval")
 
-
-def _prepare(rows: Batch, groups: Sequence[WorkerGroup]) -> Batch:
-    """The rows with the columns that the groups' `evaluation_columns` write."""
-    for group in groups:
-        method = getattr(group.target.worker_class, "evaluation_columns", None)
-        if method is not None:
-            rows |= getattr(group, method)(rows)
-    return rows
-
-
-def _respond(evaluated: Evaluated, rows: Batch, *, greedy: bool) -> Batch:
+def _respond(model: WorkerGroup, generate: Generate | None, rows: Batch, *, greedy: bool) -> Batch:
     """Responses to held-out rows, by the script's own function if there is one."""
-    generate = evaluated.generate
     if generate is None:
-        made: Any = evaluated.model.generate_sequences(rows, greedy=greedy)
+        made: Any = model.generate_sequences(rows, greedy=greedy)
         return made
     told = "greedy" in inspect.signature(generate).parameters
     made = generate(rows, greedy=greedy) if told else generate(rows)
@@ -171,11 +158,7 @@ def _places_whole(batches: Sequence[Sequence[Sequence[Judged]]]) -> list[int]:
     return whole
 
 
-def _left_out(num_prompts: int) -> dict[str, int]:
-    return {"prompts left out (failed)": num_prompts} if num_prompts else {}
-
-
-def _per_prompt(samples: Sequence[Sequence[Judged]]) -> dict[str, list[float]]:
+def _shares(samples: Sequence[Sequence[Judged]]) -> dict[str, list[float]]:
     """pass@k and maj@n of each prompt."""
     return per_prompt(
         [[sample.answer for sample in row] for row in samples],

@@ -6,49 +6,29 @@ metrics; no tensors, no devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from spmdflow.config.placement import Pool, pool_of
 from spmdflow.config.schema import DataSettings
+from spmdflow.controller.assignment import Target
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
-from spmdflow.controller.check import check_every
-from spmdflow.controller.evaluation import Evaluated, Evaluation, Generate
-from spmdflow.controller.group import (
-    ResourcePool,
-    WeightLink,
-    WorkerGroup,
-    make_groups,
-    spawn_group,
-)
-from spmdflow.controller.prompts import PromptStream
+from spmdflow.controller.evaluation import Evaluation, Generate
+from spmdflow.controller.group import ResourcePool, WeightLink, WorkerGroup
+from spmdflow.controller.prompts import PromptStream, no_held_out_prompts
 from spmdflow.controller.saving import Saving
-from spmdflow.controller.step import Counters, Show, Step, is_due
+from spmdflow.controller.step import Show, Step, counted_bytes, is_due
 from spmdflow.controller.transcript import Transcript
 from spmdflow.errors import ConfigError, ProtocolError
+from spmdflow.runtime.message import name_of
 from spmdflow.transfer.worker import Metric, Worker
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class FlowSettings:
-    """What a flow needs to know besides the caller."""
-
-    config: Any
-    world: tuple[int, ...]
-    pools: Mapping[str, Pool]
-    run_dir: Path
-    backend: str
-    """Backend of compute-lane groups."""
-    start_seconds: float
-    has_outside: bool = False
-    """Whether ranks outside the run help to make its groups, and wait for the last one."""
-    transcript: Transcript | None = None
-    """Told when steps begin and end."""
 
 
 class Stopped(Exception):
@@ -58,33 +38,50 @@ class Stopped(Exception):
 class Flow:
     """The script's view of the run."""
 
-    def __init__(self, caller: Caller, settings: FlowSettings, saving: Saving, show: Show) -> None:
-        self.caller, self._settings, self._saving, self._show = caller, settings, saving, show
+    def __init__(
+        self,
+        caller: Caller,
+        config: Any,
+        pools: Mapping[str, Pool],
+        run_dir: Path,
+        saving: Saving,
+        show: Show,
+        *,
+        backend: str,
+        has_outside: bool = False,
+        transcript: Transcript | None = None,
+    ) -> None:
+        """config: the script's settings. backend: of compute-lane groups.
+
+        has_outside: whether ranks outside of the run help to make its groups, and wait for the
+        last one. transcript: takes what was said in the first steps.
+        """
+        self.caller, self._config, self._pools, self._run_dir = caller, config, pools, run_dir
+        self._saving, self._show = saving, show
+        self._backend, self._has_outside, self._transcript = backend, has_outside, transcript
         self.groups: dict[str, WorkerGroup] = {}
         self._links: list[WeightLink] = []
         self.kept: dict[str, Any] = {}
         self.step: Step | None = None
-        self.stopped = False
-        self._evaluation = Evaluation(caller, self._links, settings.config)
-        self._first_evaluation: Evaluated | None = None
-        self._before = Counters()
+        self._evaluation = Evaluation(caller, self._links, config)
+        self._first_evaluation: Callable[[int], dict[str, float]] | None = None
+        self._counted: Counter[str] = Counter()
 
     @property
     def seed(self) -> int:
         """The seed of the run."""
-        return self._settings.config.run.seed
+        return self._config.run.seed
 
     # Models and things
 
     def pool(self, name: str) -> ResourcePool:
         """A pool of the placement, by name."""
-        pools = self._settings.pools
-        if name not in pools:
+        if name not in self._pools:
             raise ConfigError(
-                f"pool {name!r}: the placement has {sorted(pools)}, expected one of them; "
+                f"pool {name!r}: the placement has {sorted(self._pools)}, expected one of them; "
                 f"correct the name"
             )
-        return ResourcePool(name, tuple(pools[name].ranks), self.spawn)
+        return ResourcePool(name, tuple(self._pools[name].ranks), self.spawn)
 
     def spawn(
         self,
@@ -110,34 +107,45 @@ class Flow:
                 f"spawn {worker_class.__name__}: got the name {name!r}, expected one that is not "
                 f"taken by {self.groups[name]}; give name=... for a second one"
             )
-        group = spawn_group(
-            self.caller,
-            worker_class,
-            cfg,
-            pool=pool or self.pool(pool_of(self._settings.pools, name, worker_class.role, cfg)),
-            name=name,
-            world=self._settings.world,
-            total_steps=self._settings.config.total_steps,
-            backend=self._settings.backend,
-            seconds=self._settings.start_seconds,
-        )
+        pool = pool or self.pool(pool_of(self._pools, name, worker_class.role, cfg))
+        layout = worker_class.layout_of(cfg, pool.ranks)
+        seconds = self._config.run.start_seconds
+        self._make_groups(name, worker_class.needed_groups(cfg, layout), seconds=seconds)
+        command = {
+            "operation": "spawn",
+            "name": name,
+            "class": name_of(worker_class),
+            "config": cfg,
+            "layout": asdict(layout),
+            "total_steps": self._config.total_steps,
+        }
+        commands = {rank: dict(command) for rank in pool.ranks}
+        self.caller.submit(f"{name}.spawn", commands, seconds=seconds)
+        group = WorkerGroup(self.caller, Target(name, worker_class, layout, cfg))
         self.groups[name] = group
         return group
 
     def connect(self, policy: WorkerGroup, generator: WorkerGroup) -> WeightLink:
         """Join a policy to a generator on other ranks; `sync()` of the answer moves weights."""
         ranks = tuple(sorted({*policy.target.layout.ranks, *generator.target.layout.ranks}))
-        settings = self._settings
-        make_groups(
-            self.caller,
-            [ranks],
-            world=settings.world,
-            label=f"{policy.name}-{generator.name}",
-            backend=settings.backend,
-        )
+        self._make_groups(f"{policy.name}-{generator.name}", [ranks])
         link = WeightLink(self.caller, policy, generator)
         self._links.append(link)
         return link
+
+    def _make_groups(
+        self, label: str, groups: Sequence[tuple[int, ...]], *, seconds: float | None = None
+    ) -> None:
+        """Have every rank of the world make process groups of the compute lane.
+
+        Beside each NCCL group of several ranks a gloo one, for what lies in host memory.
+        """
+        specs = [[list(ranks), "compute", self._backend] for ranks in groups]
+        if self._backend != "gloo":
+            specs += [[list(ranks), "compute", "gloo"] for ranks in groups if len(ranks) > 1]
+        command = {"operation": "groups", "specs": specs}
+        commands = {rank: dict(command) for rank in self.caller.ranks}
+        self.caller.submit(f"{label}.groups", commands, seconds=seconds)
 
     def prompts(self, cfg: DataSettings, *, name: str = "prompts") -> PromptStream:
         """The prompts of a data section; `next(prompts)` is a batch for one step.
@@ -149,18 +157,8 @@ class Flow:
                 f"flow.prompts: got the name {name!r} besides {sorted(self.kept)}, expected a name "
                 f"of its own; give name=... for a second stream"
             )
-        return self.keep(
-            **{
-                name: PromptStream(
-                    cfg,
-                    self.caller,
-                    name=name,
-                    world=self._settings.world,
-                    seed=self.seed,
-                    log=self._log,
-                )
-            }
-        )
+        stream = PromptStream(cfg, self.caller, name=name, seed=self.seed, log=self._log)
+        return self.keep(**{name: stream})
 
     def keep(self, **things: T) -> T:
         """Register a thing with state_dict and load_state_dict, so that it resumes; returns it."""
@@ -185,22 +183,21 @@ class Flow:
 
     def steps(self, total: int) -> Iterator[Step]:
         """Steps 1 to total, resumable: a restarted run continues after its last checkpoint."""
-        if self._settings.has_outside:
-            rank = self._settings.world[0]
-            self.caller.sender.submit("last.groups", {rank: {"operation": "groups", "specs": None}})
+        if self._has_outside:
+            command = {"operation": "groups", "specs": None}
+            self.caller.submit("last.groups", {self.caller.ranks[0]: command})
         last = self._resume()
         if last is None:
             self._before_first_step()
             last = 0
         for number in range(last + 1, total + 1):
-            self.step = Step(number)
-            self.caller.sender.step = number
-            if self._settings.transcript is not None:
-                self._settings.transcript.begin_step(number)
+            self.step, self.caller.step = Step(number), number
             yield self.step
             self._finish(self.step)
-            if self.caller.sender.transport.stop_requested:
-                self._stop(number)
+            if self.caller.transport.stop_requested:
+                self._saving.due = True
+                self._save(number)
+                raise Stopped(f"stopped after step {number}, which is checkpointed")
 
     def evaluate(
         self,
@@ -223,14 +220,18 @@ class Flow:
         turns with a tool: generate(rows) -> rows. One that has a parameter `greedy` is told whether
         to sample.
         """
-        check_every("evaluate", every)
+        _check_every("evaluate", every)
+        if not every or (self.step is not None and not is_due(self.step.number, every)):
+            return
         streams = [thing for thing in self.kept.values() if isinstance(thing, PromptStream)]
-        evaluated = Evaluated(model, others, streams, generate)
+        held_out = [stream for stream in streams if stream.eval_scan is not None]
+        if not held_out:
+            raise no_held_out_prompts()
+        evaluate = partial(self._evaluation.run, held_out[0], model, others, generate)
         if self.step is not None:
-            self.step.log(self._evaluation.run(self.step.number, evaluated, every=every))
-        elif every:
-            evaluated.stream()  # an error now if there are no held-out prompts
-            self._first_evaluation = evaluated
+            self.step.log(evaluate(self.step.number))
+        else:
+            self._first_evaluation = evaluate
 
     def report(self, greedy: Batch, sampled: Batch) -> dict[str, float]:
         """Estimates from scored responses to the held-out prompts, as metrics; waits for them.
@@ -238,11 +239,11 @@ class Flow:
         sampled: of the same prompts, or no rows. Prints a table and writes
         RUN_DIR/evaluation.jsonl.
         """
-        return self._evaluation.report(greedy, sampled, self._settings.run_dir)
+        return self._evaluation.report(greedy, sampled, self._run_dir)
 
     def save(self, *, every: int = 1) -> None:
         """Write a checkpoint at the end of this step, every so many steps."""
-        check_every("save", every)
+        _check_every("save", every)
         if self.step is not None and is_due(self.step.number, every):
             self._saving.due = True
 
@@ -251,7 +252,7 @@ class Flow:
     def _before_first_step(self) -> None:
         if self._first_evaluation is not None:
             self.step = Step(0)
-            self.step.log(self._evaluation.run(0, self._first_evaluation, every=1))
+            self.step.log(self._first_evaluation(0))
             self._finish(self.step)
 
     def _log(self, metrics: Mapping[str, Metric]) -> None:
@@ -260,30 +261,25 @@ class Flow:
 
     def _finish(self, step: Step) -> None:
         """Wait for every call of the step, then write what it measured."""
-        records = self.caller.sender.records
-        for record in records:
+        caller = self.caller
+        for record in caller.records:
             record.pending.result()
-        transfers = self.caller.transfers.take_outstanding()
+        transfers = caller.transfers.take_outstanding()
         for record in transfers:
             record.pending.result()
-        metrics = self._metrics(step, records)
+        counted, before = counted_bytes(caller), self._counted
+        metrics = step.metrics(caller.records)
+        metrics |= {name: float(count - before[name]) for name, count in counted.items()}
+        self._counted = counted
         self._show.step(step.number, metrics)
-        if self._settings.transcript is not None:
-            edges = self.caller.transfers.bytes
-            self._settings.transcript.end_step(step.number, metrics, edges)
-        self._show.spans([*records, *transfers])
-        self._show.samples(step.number, self.caller.scored)
-        self.caller.scored = None
-        self.caller.sender.records = []
+        if self._transcript is not None:
+            moved = caller.transfers.bytes.moved
+            self._transcript.end_step(step.number, caller.records, transfers, metrics, moved)
+        self._show.spans([*caller.records, *transfers])
+        self._show.samples(step.number, caller.scored)
+        caller.scored, caller.records = None, []
         if self._saving.due:
             self._save(step.number)
-
-    def _metrics(self, step: Step, records: list[Any]) -> dict[str, float]:
-        metrics = step.metrics(records)
-        now = Counters.read(self.caller)
-        metrics |= now.since(self._before)
-        self._before = now
-        return metrics
 
     # Checkpoints
 
@@ -291,8 +287,8 @@ class Flow:
         state = self._saving.resume(self.caller, self.groups)
         if state is None:
             return None
-        if self._settings.transcript is not None:
-            self._settings.transcript.continue_from(state)
+        if self._transcript is not None:
+            self._transcript.continue_from(state)
         self.caller.row_ids.next_id = state["next_id"]
         for name, saved in state["kept"].items():
             self.kept[name].load_state_dict(saved)
@@ -307,8 +303,11 @@ class Flow:
         state = {"step": number, "next_id": self.caller.row_ids.next_id, "kept": kept}
         self._saving.save(number, self.caller, self.groups, state)
 
-    def _stop(self, number: int) -> None:
-        self._saving.due = True
-        self._save(number)
-        self.stopped = True
-        raise Stopped(f"stopped after step {number}, which is checkpointed")
+
+def _check_every(what: str, every: object) -> None:
+    """Refuse a number of steps that is none. ProtocolError."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+        raise ProtocolError(
+            f"flow.{what}: got every={every!r}, expected a number of steps (0: never); write "
+            f"flow.{what}(..., every=cfg.{'eval' if what == 'evaluate' else what}_every)"
+        )

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from spmdflow.controller.assignment import CutSettings, MicroLimit
+from spmdflow.controller.assignment import Target
 from spmdflow.controller.batch import Batch
-from spmdflow.controller.call import Target
+from spmdflow.controller.call import too_many
 from spmdflow.controller.caller import Caller
-from spmdflow.controller.check import too_many
 from spmdflow.controller.result import Result
 from spmdflow.errors import ConfigError, ProtocolError
-from spmdflow.runtime.message import name_of
 from spmdflow.transfer.register import method_spec
 from spmdflow.transfer.worker import Worker
-
-_NO_LIMIT = 1 << 30
-"""Tells ranks outside the run that no further process group will be made."""
 
 
 @dataclass(frozen=True)
@@ -77,82 +72,6 @@ class WorkerGroup:
         return f"WorkerGroup({self.name} on ranks {layout.ranks})"
 
 
-def spawn_group(
-    caller: Caller,
-    worker_class: type[Worker],
-    cfg: Any,
-    *,
-    pool: ResourcePool,
-    name: str,
-    world: tuple[int, ...],
-    total_steps: int,
-    backend: str,
-    seconds: float,
-) -> WorkerGroup:
-    """Make the process groups on every rank of the world, then the workers on the pool."""
-    layout = worker_class.layout_of(cfg, pool.ranks)
-    groups = worker_class.needed_groups(cfg, layout)
-    make_groups(
-        caller,
-        groups,
-        world=world,
-        label=name,
-        backend=backend,
-        seconds=seconds,
-    )
-    plain = {
-        "operation": "spawn",
-        "name": name,
-        "class": name_of(worker_class),
-        "config": cfg,
-        "layout": asdict(layout),
-        "total_steps": total_steps,
-    }
-    caller.sender.submit(
-        f"{name}.spawn", {rank: dict(plain) for rank in pool.ranks}, seconds=seconds
-    )
-    target = Target(name, worker_class, layout, _micro_limit(cfg), _cut(cfg), cfg)
-    return WorkerGroup(caller, target)
-
-
-def make_groups(
-    caller: Caller,
-    groups: Sequence[tuple[int, ...]],
-    *,
-    world: tuple[int, ...],
-    label: str,
-    backend: str,
-    seconds: float | None = None,
-) -> None:
-    """Have every rank of the world make process groups of the compute lane.
-
-    Beside each NCCL group of several ranks a gloo one, for what lies in host memory.
-    """
-    specs = [[list(ranks), "compute", backend] for ranks in groups]
-    if backend != "gloo":
-        specs += [[list(ranks), "compute", "gloo"] for ranks in groups if len(ranks) > 1]
-    command = {"operation": "groups", "specs": specs}
-    caller.sender.submit(
-        f"{label}.groups", {rank: dict(command) for rank in world}, seconds=seconds
-    )
-
-
-def _micro_limit(cfg: Any) -> MicroLimit:
-    engine = getattr(cfg, "engine", None)
-    if engine is None:
-        return MicroLimit(_NO_LIMIT, None)
-    return MicroLimit(engine.micro_batch_size_per_rank, engine.max_micro_batch_tokens)
-
-
-def _cut(cfg: Any) -> CutSettings | None:
-    update = getattr(cfg, "update", None)
-    if update is None:
-        return None
-    return CutSettings(
-        update.mini_batch_size, update.num_epochs, update.shuffle, update.balance_tokens
-    )
-
-
 class WeightLink:
     """Made by `flow.connect`. `sync` is one call, in call order on both pools."""
 
@@ -171,18 +90,15 @@ class WeightLink:
 
     def sync(self) -> None:
         """Bring the policy's weights, after its earlier calls, to the generator's later ones."""
-        methods = ((self._policy, "send_weights"), (self._generator, "receive_weights"))
+        ends = ((self._policy, "send_weights"), (self._generator, "receive_weights"))
+        head = {"operation": "call", "step": self._caller.step, "arguments": {}}
         commands = {
-            rank: self._command(group, method)
-            for group, method in methods
+            rank: head | {"group": group.name, "method": method}
+            for group, method in ends
             for rank in group.target.layout.ranks
         }
-        label, ranks = (
+        self._caller.submit(
             f"{self._generator.name}.receive_weights",
-            self._generator.target.layout.ranks,
+            commands,
+            answering=self._generator.target.layout.ranks,
         )
-        self._caller.sender.submit(label, commands, answering=ranks)
-
-    def _command(self, group: WorkerGroup, method: str) -> dict[str, Any]:
-        head = {"operation": "call", "group": group.name, "method": method}
-        return head | {"step": self._caller.sender.step, "arguments": {}}

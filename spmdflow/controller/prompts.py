@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -42,16 +42,15 @@ class PromptStream(Iterator[Batch]):
         caller: Caller,
         *,
         name: str,
-        world: Sequence[int],
         seed: int,
         log: Callable[[Mapping[str, Metric]], None],
     ) -> None:
-        """Scan the files and make them known to every rank of the world.
+        """Scan the files and make them known to every rank of the run.
 
         name: of the stream, in labels of calls. log: takes metrics of the step that is running.
         """
         self._cfg, self._caller, self._name = cfg, caller, name
-        self._world, self._log = tuple(world), log
+        self._log = log
         self.train_scan = self._open(f"{name}.train", cfg.train_path)
         self.eval_scan = self._open(f"{name}.eval", cfg.eval_path)
         self._order: PromptOrder | None = None
@@ -102,14 +101,14 @@ class PromptStream(Iterator[Batch]):
         """Have the first rank read the files once, and every rank open them; None without any."""
         if path is None:
             return None
-        first, sender = self._world[0], self._caller.sender
+        caller, first = self._caller, self._caller.ranks[0]
         command = {"operation": "scan", "data": self._cfg, "path": path}
-        replies = sender.submit(f"{name}.scan", {first: command}).result()
+        replies = caller.submit(f"{name}.scan", {first: command}).result()
         report: ScanReport = replies[first]["report"]
         logger.info("%s", report.describe())
         files = {"files": report.files, "data": self._cfg}
         command = {"operation": "source", "name": name} | files
-        sender.submit(f"{name}.open", {rank: dict(command) for rank in self._world})
+        caller.submit(f"{name}.open", {rank: dict(command) for rank in caller.ranks})
         return report
 
     def _held_out(self, repeat: int) -> Batch:

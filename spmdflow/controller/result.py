@@ -1,4 +1,4 @@
-"""Results: what the controller knows of the rows that one call made. No values, only integers.
+"""Rows that calls made: where they are, what is known of them. No values, only integers.
 
 `held` is the script thread's account of which rank has, or is about to have, which rows; it is
 exact because protocols are pure functions and calls are numbered. `facts` (dtype, row shape,
@@ -16,7 +16,7 @@ import numpy as np
 from spmdflow.data.column import ColumnSpec
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import ColumnError, ProtocolError
-from spmdflow.runtime.order import Pending
+from spmdflow.runtime.order import Order, Pending, Replies
 from spmdflow.tracking.metric import merge
 
 
@@ -26,7 +26,7 @@ class ColumnFacts:
 
     spec: ColumnSpec
     ids: Ids
-    """Ascending."""
+    """Ascending; the same for all columns of a result."""
     lengths: np.ndarray | None
     """Items of each row (ragged, text), aligned with ids."""
 
@@ -36,9 +36,21 @@ class ColumnFacts:
             return np.ones(len(ids), dtype=np.int64)
         return self.lengths[np.searchsorted(self.ids, ids)]
 
-    def num_bytes(self, ids: Ids) -> int:
-        """Bytes of the rows `ids`."""
-        return int(self.lengths_of(ids).sum()) * self.spec.item_bytes
+
+def facts_of(replies: Replies, answer: Mapping[int, Ids]) -> dict[str, ColumnFacts]:
+    """Join what the answering ranks said of their columns."""
+    ranks = [rank for rank, ids in answer.items() if len(ids)] or list(answer)[:1]
+    said = [replies[rank]["columns"] for rank in ranks]
+    ids, first = np.unique(np.concatenate([answer[rank] for rank in ranks]), return_index=True)
+    facts = {}
+    for name, (plain, _) in said[0].items():
+        kinds = {rank: columns[name][0] for rank, columns in zip(ranks, said, strict=True)}
+        assert all(kind == plain for kind in kinds.values()), f"column {name}: ranks made {kinds}"
+        spec, lengths = ColumnSpec.from_plain(plain), None
+        if spec.kind != "dense":
+            lengths = np.concatenate([columns[name][1] for columns in said])[first]
+        facts[name] = ColumnFacts(spec, ids, lengths)
+    return facts
 
 
 @dataclass(eq=False)
@@ -50,7 +62,6 @@ class RowResult:
     """Who made it, such as "actor.generate_sequences"."""
     ranks: tuple[int, ...]
     """Every rank that ran the call, with or without rows."""
-    columns: tuple[str, ...]
     answer: Mapping[int, Ids]
     """Rows by answering rank: one holder of each row, in order."""
     held: dict[str, dict[int, Ids]]
@@ -61,13 +72,24 @@ class RowResult:
     metrics: list[Mapping[str, Any]] = field(default_factory=list)
     """What the answering ranks reported of the call."""
     done: bool = False
-    waiting: list[Any] = field(default_factory=list)
-    """Transfers that wait for the producer (io thread)."""
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+    """Releases of transfers that wait for the producer (io thread)."""
 
-    def learn(self, replies: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take over what the ranks said of the rows (io thread)."""
+    def learn(self, replies: Replies) -> None:
+        """Take over what the ranks said of the rows, and release what waited for it (io thread)."""
         self.facts = facts_of(replies, self.answer)
         self.metrics = [replies[rank].get("metrics", {}) for rank in self.answer]
+        self.done = True
+        waiting, self.waiting = self.waiting, []
+        for release in waiting:
+            release()
+
+    def owners(self, ids: Ids) -> np.ndarray:
+        """(B,) int64: the rank that answers for each of the rows; of several the first."""
+        own = list(self.answer.values())
+        known, first = np.unique(np.concatenate(own), return_index=True)
+        ranks = np.repeat(list(self.answer), [len(rows) for rows in own])
+        return ranks[first[np.searchsorted(known, ids)]]
 
     def __del__(self) -> None:
         self.on_free(self.number)
@@ -78,8 +100,8 @@ class SourceRows:
     """Rows of a data file: every rank can read them, so they never travel."""
 
     number: int
-    source: str
-    columns: tuple[str, ...]
+    label: str
+    """Name of the file's part, such as "prompts.train"."""
     ids: Ids
     rows: np.ndarray
     """Row number in the file of each id, aligned."""
@@ -90,62 +112,73 @@ class SourceRows:
     def __del__(self) -> None:
         self.on_free(self.number)
 
-    def rows_of(self, ids: Ids) -> np.ndarray:
-        """Row numbers of `ids`."""
-        return self.rows[self._places(ids)]
-
-    def lengths_of(self, ids: Ids) -> np.ndarray | None:
-        """Prompt tokens of `ids`; None: not known."""
-        return None if self.token_lengths is None else self.token_lengths[self._places(ids)]
-
-    def _places(self, ids: Ids) -> np.ndarray:
+    def part(self, ids: Ids) -> tuple[np.ndarray, np.ndarray | None]:
+        """Row numbers of `ids`, and their prompt tokens if these are known."""
         order = np.argsort(self.ids, kind="stable")
-        return order[np.searchsorted(self.ids, ids, sorter=order)]
+        places = order[np.searchsorted(self.ids, ids, sorter=order)]
+        tokens = None if self.token_lengths is None else self.token_lengths[places]
+        return self.rows[places], tokens
+
+    def lengths_of(self, name: str, ids: Ids) -> np.ndarray:
+        """Prompt tokens of each row; the file's responses are empty, other columns not measured."""
+        if name == "responses":
+            return np.zeros(len(ids), dtype=np.int64)
+        lengths = self.part(ids)[1] if name == "prompts" else None
+        if lengths is None:
+            raise ColumnError(
+                f"column {name!r} of {self.label}: its lengths are not known on the controller, "
+                f"expected prompts; fetch the column instead"
+            )
+        return lengths
 
 
-def facts_of(
-    replies: Mapping[int, Mapping[str, Any]], answer: Mapping[int, Ids]
-) -> dict[str, ColumnFacts]:
-    """Join what the answering ranks said of their columns."""
-    said = {rank: replies[rank]["columns"] for rank, ids in answer.items() if len(ids)}
-    if not said:
-        said = {rank: replies[rank]["columns"] for rank in list(answer)[:1]}
-    names = next(iter(said.values())).keys()
-    return {name: _facts_of(name, said, answer) for name in names}
+@dataclass(frozen=True)
+class ColumnRef:
+    """A column of a batch: the result that holds it and, per row of the batch, the result's id."""
+
+    result: RowResult | SourceRows
+    ids: Ids
+    stored: str
+    """Its name there; `rename` changes only the batch's."""
+
+    def at(self, places: np.ndarray) -> ColumnRef:
+        """The rows at these places."""
+        return ColumnRef(self.result, self.ids[places], self.stored)
+
+    def equals(self, other: ColumnRef) -> bool:
+        """Whether both are the same column of the same rows."""
+        same = self.result is other.result and self.stored == other.stored
+        return same and np.array_equal(self.ids, other.ids)
 
 
-def _facts_of(
-    name: str, said: Mapping[int, Mapping[str, Any]], answer: Mapping[int, Ids]
-) -> ColumnFacts:
-    specs = {rank: ColumnSpec.from_plain(columns[name][0]) for rank, columns in said.items()}
-    first_rank, first = next(iter(specs.items()))
-    for rank, spec in specs.items():
-        assert spec == first, f"column {name}: rank {rank} made {spec}, rank {first_rank} {first}"
-    ids = np.concatenate([answer[rank] for rank in said])
-    order = np.argsort(ids, kind="stable")
-    if first.kind == "dense":
-        return ColumnFacts(first, ids[order], None)
-    lengths = np.concatenate([said[rank][name][1] for rank in said])
-    return ColumnFacts(first, ids[order], lengths[order])
+def input_of(
+    result: RowResult | SourceRows, columns: Mapping[str, str], ids: Ids
+) -> dict[str, Any]:
+    """One result's part of the inputs; columns: stored names by the names that the call sees."""
+    stored = list(dict.fromkeys(columns.values()))
+    plain: dict[str, Any] = {"result": result.number, "columns": stored, "ids": ids}
+    if stored != list(columns):
+        plain["seen"] = list(columns.items())
+    if isinstance(result, SourceRows):
+        plain |= {"source": result.label, "rows": result.part(ids)[0]}
+    return plain
 
 
 @dataclass(frozen=True)
 class CallRecord:
-    """One submitted call of the running step."""
+    """One submitted order of the running step."""
 
-    number: int
-    label: str
-    phase: str
-    """train or eval: which metrics its reports belong to."""
+    order: Order
+    """Without `on_done`, which refers to the rows that are given."""
     pending: Pending
     answering: tuple[int, ...] = ()
     """Ranks whose reported metrics count."""
-    lane: str = "compute"
+    step: int = 0
 
     @property
-    def stage(self) -> str:
-        """The method of "group.method"; empty for fetches and transfers."""
-        return self.label.partition(".")[2]
+    def replies(self) -> Replies:
+        """By rank; waits for them."""
+        return self.pending.result()
 
 
 class Result(Mapping[str, float]):
@@ -184,34 +217,3 @@ class Result(Mapping[str, float]):
     def __repr__(self) -> str:
         state = "done" if self.pending.done else "pending"
         return f"Result({self.label}, {state})"
-
-
-def ascending(ids: Ids) -> Ids:
-    """ids in order, each once."""
-    return ids if (ids[1:] > ids[:-1]).all() else np.unique(ids)
-
-
-def input_of(
-    result: RowResult | SourceRows, columns: Mapping[str, str], ids: Ids
-) -> dict[str, Any]:
-    """One result's part of the inputs; columns: stored names by the names that the call sees."""
-    stored = list(dict.fromkeys(columns.values()))
-    plain: dict[str, Any] = {"result": result.number, "columns": stored, "ids": ids}
-    if stored != list(columns):
-        plain["seen"] = list(columns.items())
-    if isinstance(result, SourceRows):
-        plain |= {"source": result.source, "rows": result.rows_of(ids)}
-    return plain
-
-
-def source_lengths(result: SourceRows, ids: Ids, name: str) -> np.ndarray:
-    """Prompt tokens of each row; a file's responses are empty, its other columns not measured."""
-    if name == "responses":
-        return np.zeros(len(ids), dtype=np.int64)
-    lengths = result.lengths_of(ids) if name == "prompts" else None
-    if lengths is None:
-        raise ColumnError(
-            f"column {name!r} of {result.source}: its lengths are not known on the controller, "
-            f"expected prompts; fetch the column instead"
-        )
-    return lengths

@@ -11,6 +11,7 @@ from spmdflow.checkpoint.disk import shared_token
 from spmdflow.checkpoint.manifest import CheckpointInfo, FileFacts, Written, check_layout, verify
 from spmdflow.checkpoint.run_dir import Checkpoints
 from spmdflow.checkpoint.tensors import check_frozen
+from spmdflow.config.schema import RunConfig
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.group import WorkerGroup
 from spmdflow.errors import CheckpointError, ConfigError
@@ -28,18 +29,11 @@ Groups = Mapping[str, WorkerGroup]
 class Saving:
     """The checkpoints of a run, seen from the script thread."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        checkpoint: CheckpointInfo | None,
-        *,
-        keep: int,
-        reload_frozen: bool = False,
-    ) -> None:
-        """reload_frozen: go on with frozen models that are other ones than at the checkpoint."""
-        self._checkpoints = Checkpoints(run_dir, keep=keep)
+    def __init__(self, run_dir: Path, checkpoint: CheckpointInfo | None, run: RunConfig) -> None:
+        """checkpoint: what the run continues from."""
+        self._checkpoints = Checkpoints(run_dir, keep=run.keep_checkpoints)
         self._checkpoints.clean()
-        self._resumed_from, self._reloads_frozen = checkpoint, reload_frozen
+        self._resumed_from, self._reloads_frozen = checkpoint, run.resume == "reload_frozen"
         self.due = False
         """Whether the running step ends with a checkpoint."""
 
@@ -63,11 +57,11 @@ class Saving:
             return
         folder = self._checkpoints.begin(step)
         replies = self._on_every_rank("save", folder, caller, groups)
-        written = [
-            Written(rank, reply["node"], _facts(name, reply["files"]))
-            for name, of_ranks in replies.items()
-            for rank, reply in of_ranks.items()
-        ]
+        written = []
+        for name, of_ranks in replies.items():
+            for rank, reply in of_ranks.items():
+                files = {f"{name}/{file}": FileFacts(*f) for file, f in reply["files"].items()}
+                written.append(Written(rank, reply["node"], files))
         frozen = {name: _frozen(of_ranks) for name, of_ranks in replies.items()}
         meta = {"layout": _layout(groups), "flow": dict(state), "frozen": frozen}
         info = self._checkpoints.seal(step, meta, written)
@@ -101,7 +95,7 @@ class Saving:
         for name, group in groups.items():
             command = {"operation": operation, "group": name, "folder": str(folder / name)}
             commands = {rank: dict(command) for rank in group.target.layout.ranks}
-            pending[name] = caller.sender.submit(f"{name}.{operation}", commands)
+            pending[name] = caller.submit(f"{name}.{operation}", commands)
         return {name: order.result() for name, order in pending.items()}
 
 
@@ -127,21 +121,11 @@ def _frozen(replies: Replies) -> tuple[str, str] | None:
     return (said[0][0], said[0][1]) if said else None
 
 
-def _facts(group: str, files: Mapping[str, tuple[int, str]]) -> dict[str, FileFacts]:
-    """A rank's reply with names relative to the checkpoint's folder."""
-    return {f"{group}/{name}": FileFacts(*facts) for name, facts in files.items()}
-
-
 def _layout(groups: Groups) -> dict[str, Any]:
     """Ranks and sizes of every group, as the manifest keeps them."""
+    sizes = ("pp_size", "dp_size", "tp_size", "shard_size")
     layouts = {name: group.target.layout for name, group in groups.items()}
     return {
-        name: {
-            "ranks": list(layout.ranks),
-            "pp_size": layout.pp_size,
-            "dp_size": layout.dp_size,
-            "tp_size": layout.tp_size,
-            "shard_size": layout.shard_size,
-        }
+        name: {"ranks": list(layout.ranks)} | {size: getattr(layout, size) for size in sizes}
         for name, layout in layouts.items()
     }

@@ -17,12 +17,10 @@ from spmdflow.checkpoint.run_dir import open_run_dir
 from spmdflow.config.location import to_yaml
 from spmdflow.config.placement import pools_of
 from spmdflow.controller.caller import Caller
-from spmdflow.controller.flow import Flow, FlowSettings, Stopped
+from spmdflow.controller.flow import Flow, Stopped
 from spmdflow.controller.saving import Saving, check_shared
-from spmdflow.controller.sender import CallSettings
 from spmdflow.controller.step import Show
 from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
-from spmdflow.controller.transfers import Transfers
 from spmdflow.errors import ConfigError
 from spmdflow.runtime import launch as runtime
 from spmdflow.runtime.launch import Outcome
@@ -83,25 +81,20 @@ def run_script(
     """Build what the script needs and run it; the exit status."""
     run_dir = open_run_dir(cfg.run, to_yaml(cfg))
     check_shared(transport, ranks, run_dir.path)
-    transport = transcript = Transcript(transport, run_dir.path / TRANSCRIPT_FILE, ranks)
-    transfers = Transfers(transport, seconds=cfg.run.transfer_seconds)
-    settings = CallSettings(cfg.run.seed, cfg.run.call_seconds, ranks)
-    caller = Caller(transport, transfers, settings)
-    flow_settings = FlowSettings(
-        config=cfg,
-        world=ranks,
-        pools=pools_of(cfg, ranks),
-        run_dir=run_dir.path,
-        backend="nccl" if torch.cuda.is_available() else "gloo",
-        start_seconds=cfg.run.start_seconds,
-        has_outside=has_outside,
-        transcript=transcript,
-    )
+    nodes = [transport.node_of(rank) for rank in ranks]
+    caller = Caller(transport, cfg.run, ranks)
     show = Show(cfg, run_dir.path, last_step=run_dir.last_step)
-    reload_frozen = cfg.run.resume == "reload_frozen"
-    keep = cfg.run.keep_checkpoints
-    saving = Saving(run_dir.path, run_dir.checkpoint, keep=keep, reload_frozen=reload_frozen)
-    flow = Flow(caller, flow_settings, saving, show)
+    flow = Flow(
+        caller,
+        cfg,
+        pools_of(cfg, ranks),
+        run_dir.path,
+        Saving(run_dir.path, run_dir.checkpoint, cfg.run),
+        show,
+        backend="nccl" if torch.cuda.is_available() else "gloo",
+        has_outside=has_outside,
+        transcript=Transcript(run_dir.path / TRANSCRIPT_FILE, ranks, nodes),
+    )
     try:
         script.main(flow, cfg)
         status = FINISHED
@@ -111,5 +104,5 @@ def run_script(
     finally:
         show.close()
         run_dir.lock.release()
-    caller.sender.submit("close", {rank: {"operation": "close"} for rank in ranks}).result()
+    caller.submit("close", {rank: {"operation": "close"} for rank in ranks}).result()
     return status

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from math import isfinite
 from numbers import Real
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.result import CallRecord, Result
-from spmdflow.data.row_id import Ids
+from spmdflow.data.row_id import Ids, places_in_groups
 from spmdflow.errors import ProtocolError
 from spmdflow.runtime.failure import script_line
 from spmdflow.tracking.metric import merge
@@ -48,27 +48,37 @@ class Step:
         """
         place = script_line()
         for result in (*results, *([metrics] if metrics else ())):
-            check_logged(result, place)
+            _check_logged(result, place)
             self._logged.append((result, place))
 
     def logged(self) -> dict[str, float]:
-        """The logged metrics, waited for and merged."""
-        return merge([_read(result, place) for result, place in self._logged])
+        """The logged metrics, waited for and merged; ProtocolError for results without any."""
+        metrics = []
+        for result, place in self._logged:
+            try:
+                metrics.append(dict(result))
+            except ProtocolError as err:
+                raise ProtocolError(f"step.log at {place}: {err}") from err
+        return merge(metrics)
 
     def metrics(self, records: Iterable[CallRecord]) -> dict[str, float]:
         """All of the step: reported by its calls, logged, and seconds."""
-        records = list(records)
-        train, evaluation = reported(records, "train"), reported(records, "eval")
-        metrics = train | self.logged() | stage_seconds(records, "train")
+        phases: dict[str, list[CallRecord]] = {"train": [], "eval": []}
+        for record in records:
+            phases[record.order.phase].append(record)
+        train, evaluation = map(_reported, phases.values())
+        metrics = train | self.logged() | _seconds_by_method(phases["train"])
         for name, value in evaluation.items():
             if name.startswith("eval/"):
                 metrics[name] = value
             if name.startswith("reward/"):
                 metrics["eval/" + name.removeprefix("reward/")] = value
-        eval_seconds = sum(stage_seconds(records, "eval").values())
+        eval_seconds = sum(_seconds_by_method(phases["eval"]).values())
         if eval_seconds:
             metrics["time/evaluate_seconds"] = eval_seconds
-        metrics["transfer/copied_bytes"] = copied_bytes(records, "train")
+        replies = [reply for record in phases["train"] for reply in record.replies.values()]
+        copied = sum(reply.get("copied_bytes", 0) for reply in replies)
+        metrics["transfer/copied_bytes"] = float(copied)
         seconds = self.seconds()
         metrics["time/step_seconds"] = seconds
         tokens = train.get("rollout/prompt_tokens", 0) + train.get("rollout/response_tokens", 0)
@@ -77,7 +87,7 @@ class Step:
         return metrics
 
 
-def check_logged(result: object, place: str) -> None:
+def _check_logged(result: object, place: str) -> None:
     """Refuse what is no metric, and warn of numbers that are none; place: the script's line."""
     if isinstance(result, Result):
         return
@@ -102,74 +112,37 @@ def check_logged(result: object, place: str) -> None:
             logger.warning("step.log: got %s=%s at %s, expected a number", name, value, place)
 
 
-def _read(result: Result | Mapping[str, Metric], place: str) -> dict[str, Metric]:
-    """The metrics, which a result has only now; ProtocolError if it has none."""
-    try:
-        return dict(result)
-    except ProtocolError as err:
-        raise ProtocolError(f"step.log at {place}: {err}") from err
+def _reported(records: Iterable[CallRecord]) -> dict[str, float]:
+    """Metrics that workers reported during calls, merged over answering ranks."""
+    answered = [record.replies[rank] for record in records for rank in record.answering]
+    return merge(reply.get("metrics", {}) for reply in answered)
 
 
-def reported(records: Iterable[CallRecord], phase: str) -> dict[str, float]:
-    """Metrics that workers reported during calls of a phase, merged over answering ranks."""
-    metrics = []
-    for record in records:
-        if record.phase == phase:
-            replies = record.pending.result()
-            metrics += [replies[rank].get("metrics", {}) for rank in record.answering]
-    return merge(metrics)
-
-
-def copied_bytes(records: Iterable[CallRecord], phase: str) -> float:
-    """Bytes of returned columns that ranks copied in their memory, so that nothing changes them."""
-    replies = [r for record in records if record.phase == phase for r in _replies(record)]
-    return float(sum(reply.get("copied_bytes", 0) for reply in replies))
-
-
-def _replies(record: CallRecord) -> Iterable[Mapping[str, Any]]:
-    return record.pending.result().values()
-
-
-def stage_seconds(records: Iterable[CallRecord], phase: str) -> dict[str, float]:
+def _seconds_by_method(records: Iterable[CallRecord]) -> dict[str, float]:
     """time/<method>_seconds: from the first rank's start to the last one's end, per method."""
     seconds: dict[str, float] = {}
     for record in records:
-        replies: Mapping[int, Mapping[str, Any]] = record.pending.result()
-        spans = [reply["span"] for reply in replies.values() if "span" in reply]
-        if record.phase == phase and spans and record.stage:
-            key = f"time/{record.stage}_seconds"
+        method = record.order.label.partition(".")[2]  # none: a fetch
+        spans = [reply["span"] for reply in record.replies.values() if "span" in reply]
+        if spans and method:
+            key = f"time/{method}_seconds"
             length = max(end for _, end in spans) - min(start for start, _ in spans)
             seconds[key] = seconds.get(key, 0.0) + length
     return seconds
 
 
-@dataclass(frozen=True)
-class Counters:
-    """Byte counters at one moment."""
-
-    bytes: int = 0
-    planned_bytes: int = 0
-    header_bytes: int = 0
-    tensor_bytes: int = 0
-    fetched_bytes: int = 0
-
-    @classmethod
-    def read(cls, caller: Caller) -> Counters:
-        """The counters now."""
-        edges, fetched = caller.transfers.bytes, caller.fetched_bytes
-        script = fetched.get("script", 0)
-        shown = sum(fetched.values()) - script
-        moved, planned = edges.total("moved"), edges.total("planned")
-        return cls(moved, planned, edges.header_bytes, script, shown)
-
-    def since(self, before: Counters) -> dict[str, float]:
-        """What was added, as metrics."""
-        prefix = dict.fromkeys(("bytes", "planned_bytes", "header_bytes"), "transfer")
-        old = asdict(before)
-        return {
-            f"{prefix.get(name, 'controller')}/{name}": float(value - old[name])
-            for name, value in asdict(self).items()
+def counted_bytes(caller: Caller) -> Counter[str]:
+    """Bytes that moved and that came to the controller since the run began, by metric."""
+    edges, fetched = caller.transfers.bytes, caller.fetched_bytes
+    return Counter(
+        {
+            "transfer/bytes": edges.moved.total(),
+            "transfer/planned_bytes": edges.planned.total(),
+            "transfer/header_bytes": edges.header_bytes,
+            "controller/tensor_bytes": fetched["script"],
+            "controller/fetched_bytes": fetched.total() - fetched["script"],
         }
+    )
 
 
 def is_due(step: int, every: int) -> bool:
@@ -211,9 +184,9 @@ class Show:
     def spans(self, records: Iterable[CallRecord]) -> None:
         """What every rank did when, for trace.json."""
         spans = [
-            Span(rank, record.lane, record.label, *reply["span"])
+            Span(rank, record.order.lane, record.order.label, *reply["span"])
             for record in records
-            for rank, reply in record.pending.result().items()
+            for rank, reply in record.replies.items()
         ]
         self._trace.write(spans)
 
@@ -225,9 +198,5 @@ class Show:
 
 def _spread(parents: Ids) -> list[int]:
     """Rows to show: the first of each prompt, then the second ones, in the order of the batch."""
-    order = np.argsort(parents, kind="stable")
-    starts = np.searchsorted(parents[order], parents[order])
-    turn = np.empty_like(order)
-    turn[order] = np.arange(len(order)) - starts
-    chosen = np.lexsort((np.arange(len(parents)), turn))[:_NUM_SAMPLES]
-    return sorted(chosen.tolist())
+    turn, _ = places_in_groups(np.unique(parents, return_inverse=True)[1])
+    return sorted(np.argsort(turn, kind="stable")[:_NUM_SAMPLES].tolist())

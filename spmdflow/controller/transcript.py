@@ -9,18 +9,14 @@ it. Recording stops at a size limit.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from spmdflow.controller.result import Ids
-from spmdflow.controller.transfers import EdgeBytes
+from spmdflow.controller.result import CallRecord, facts_of
 from spmdflow.errors import DataError, MessageError
 from spmdflow.runtime.message import decode, encode
-from spmdflow.runtime.order import Order, Pending, Replies, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -29,113 +25,62 @@ NUM_STEPS = 3
 """Steps of a launch that are kept, the evaluation before the first not counted."""
 MOST_BYTES = 16 << 20
 """A step after which the transcript would be larger is left out, and those after it."""
-_ANSWERED = ("scan", "call", "map", "join", "fetch")
 _LEFT_OUT = ("free", "sends")
 """Parts of commands that no later reader needs."""
-_NO_IDS = np.zeros(0, dtype=np.int64)
 
 
 class Transcript:
-    """A transport that listens: `Transport`'s surface, and a file at the end of the last step."""
+    """Takes the records of each step when it is over; the file is written anew each time."""
 
-    def __init__(self, transport: Transport, path: Path, ranks: tuple[int, ...]) -> None:
-        """path: of the file; ranks: of the run."""
-        self._transport, self._path = transport, path
-        self._nodes = [transport.node_of(rank) for rank in ranks]
-        self._ranks = ranks
-        self._orders: list[dict[str, Any]] = []
-        self._steps: list[dict[str, Any]] = []
-        self._start: dict[str, Any] | None = None
-        self._before: dict[tuple[int, int], int] = {}
-        self._step = 0
-        self._is_open, self._is_between_steps = True, False
-
-    # The transport's surface
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._transport.world_size
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether the run was asked to save and end."""
-        return self._transport.stop_requested
-
-    def submit(self, order: Order) -> Pending:
-        """Send an order; it is written down, and what comes back."""
-        if not self._is_open or self._is_between_steps:
-            return self._transport.submit(order)
-        entry = _recorded(order, self._step)
-        pending = self._transport.submit(_listening(order, entry))
-        self._orders.append(entry)  # compute orders in the order of the script
-        return pending
-
-    def post(self, function: Callable[[], None]) -> None:
-        """Run function in the io thread, after everything submitted before."""
-        self._transport.post(function)
-
-    def node_of(self, rank: int) -> int:
-        """The machine that a rank runs on."""
-        return self._transport.node_of(rank)
-
-    def close(self) -> None:
-        """Wait for all orders, then end every rank's lanes."""
-        self._transport.close()
-
-    # Steps
+    def __init__(self, path: Path, ranks: tuple[int, ...], nodes: list[int]) -> None:
+        """path: of the file; ranks: of the run; nodes: of each of them."""
+        self._path, self._first_step = path, 0
+        self._content: dict[str, Any] = {"ranks": list(ranks), "nodes": nodes, "start": None}
+        self._content |= {"steps": [], "orders": []}
+        self._before: Counter[tuple[int, int]] = Counter()
+        self._is_open = True
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
         """The flow's part of the checkpoint that this launch continues from."""
-        self._start = dict(state)
+        self._content["start"], self._first_step = dict(state), int(state["step"])
 
-    def begin_step(self, number: int) -> None:
-        """Orders belong to a step again; those between steps show samples and save."""
-        self._step, self._is_between_steps = number, False
-
-    def end_step(self, number: int, metrics: Mapping[str, float], edges: EdgeBytes) -> None:
-        """A step is over and everything has arrived."""
-        self._is_between_steps = True
+    def end_step(
+        self,
+        number: int,
+        calls: Iterable[CallRecord],
+        transfers: Iterable[CallRecord],
+        metrics: Mapping[str, float],
+        moved: Counter[tuple[int, int]],
+    ) -> None:
+        """A step is over and everything has arrived. moved: bytes by edge since the run began."""
         if not self._is_open:
             return
-        moved = {
-            edge: size - self._before.get(edge, 0)
-            for edge, size in edges.moved.items()
-            if size > self._before.get(edge, 0)
-        }
-        self._before = dict(edges.moved)
-        rows = [[source, destination, size] for (source, destination), size in moved.items()]
-        self._steps.append({"step": number, "edges": rows, "metrics": dict(metrics)})
-        data = self._encoded()
-        first = 0 if self._start is None else int(self._start["step"])
-        self._is_open = number < first + NUM_STEPS and data is not None
+        rows = [[*edge, size] for edge, size in (moved - self._before).items()]
+        self._before = moved.copy()
+        self._content["steps"].append({"step": number, "edges": rows, "metrics": dict(metrics)})
+        entries = [_entry(record, record.step) for record in calls if _operation(record) != "save"]
+        self._content["orders"] += entries + [_entry(record, number) for record in transfers]
+        data = _encoded(self._content)
+        self._is_open = data is not None and number < self._first_step + NUM_STEPS
         if not self._is_open:
-            self._orders = []
+            self._content["orders"] = []
         if data is not None:
-            self._write(data)
+            try:
+                self._path.write_bytes(data)
+            except OSError as err:  # a run goes on without it, but cannot be predicted afterwards
+                logger.warning(
+                    "cannot write %s: %s; free some space there", self._path, err.strerror
+                )
+                self._is_open = False
 
-    def _write(self, data: bytes) -> None:
-        """Keep the file; a run goes on without it, but cannot be predicted afterwards."""
-        try:
-            self._path.write_bytes(data)
-        except OSError as err:
-            logger.warning("cannot write %s: %s; free some space there", self._path, err.strerror)
-            self._is_open = False
 
-    def _encoded(self) -> bytes | None:
-        """The file; None: it is too large, or something in it is no plain data."""
-        content = {
-            "ranks": list(self._ranks),
-            "nodes": self._nodes,
-            "start": self._start,
-            "steps": self._steps,
-            "orders": self._orders,
-        }
-        try:
-            data = encode(content)
-        except MessageError:
-            return None
-        return data if len(data) <= MOST_BYTES else None
+def _encoded(content: Mapping[str, Any]) -> bytes | None:
+    """The file; None: it is too large, or something in it is no plain data."""
+    try:
+        data = encode(content)
+    except MessageError:
+        return None
+    return data if len(data) <= MOST_BYTES else None
 
 
 def read_transcript(path: Path) -> dict[str, Any]:
@@ -151,65 +96,38 @@ def read_transcript(path: Path) -> dict[str, Any]:
     return content
 
 
-def _recorded(order: Order, step: int) -> dict[str, Any]:
-    """An order as plain data; ranks that are told the same stand together."""
+def _operation(record: CallRecord) -> str:
+    return str(next(iter(record.order.commands.values()))["operation"])
+
+
+def _entry(record: CallRecord, step: int) -> dict[str, Any]:
+    """An order and its answer as plain data; ranks that are told the same stand together."""
+    order = record.order
     alike: dict[Any, tuple[list[int], dict[str, Any]]] = {}
     for rank, plain in order.commands.items():
         kept = {name: value for name, value in plain.items() if name not in _LEFT_OUT}
         key = tuple((name, id(value)) for name, value in kept.items())
         alike.setdefault(key, ([], kept))[0].append(rank)
-    return {
-        "number": order.number,
-        "lane": order.lane,
-        "label": order.label,
-        "step": step,
-        "phase": order.phase,
-        "commands": list(alike.values()),
-    }
+    entry = {name: getattr(order, name) for name in ("number", "lane", "label", "phase")}
+    return entry | {"step": step, "commands": list(alike.values())} | _answer(record)
 
 
-def _listening(order: Order, entry: dict[str, Any]) -> Order:
-    """The order, which adds the ranks' answers to its entry."""
-    operation = next(iter(order.commands.values())).get("operation")
-    if operation not in _ANSWERED:
-        return order
-    done = order.on_done
-
-    def on_done(replies: Replies) -> None:
-        entry["answer"] = _answer(str(operation), order.commands, replies)
-        if done is not None:
-            done(replies)
-
-    return replace(order, on_done=on_done)
-
-
-def _answer(
-    operation: str, commands: Mapping[int, Mapping[str, Any]], replies: Replies
-) -> dict[str, Any]:
+def _answer(record: CallRecord) -> dict[str, Any]:
+    """{"answer": what ranks said}; {} where a plan needs nothing of it."""
+    operation, commands, replies = _operation(record), record.order.commands, record.replies
+    first = next(iter(replies.values()))
     if operation == "scan":
-        return {"report": next(iter(replies.values()))["report"]}
+        return {"answer": {"report": first["report"]}}
     if operation == "fetch":
-        ids = {rank: plain["input"]["ids"] for rank, plain in commands.items()}
-        return {"fetched": [[ids[rank], reply["column"]] for rank, reply in replies.items()]}
-    holds = {rank: plain.get("holds", plain.get("ids")) for rank, plain in commands.items()}
-    if any("columns" in reply for reply in replies.values()):
-        return {"columns": _columns(holds, replies)}
-    return {"values": {rank: reply.get("value") for rank, reply in replies.items()}}
-
-
-def _columns(holds: Mapping[int, Ids | None], replies: Replies) -> dict[str, Any]:
-    """Kind and items of every column, rows in the order of their ids."""
-    rows: dict[int, Ids] = {}
-    seen: set[bytes] = set()
-    for rank, ids in holds.items():
-        if ids is not None and replies[rank]["columns"] and ids.tobytes() not in seen:
-            seen.add(ids.tobytes())  # peers hold the same rows
-            rows[rank] = ids
-    first = np.unique(np.concatenate([_NO_IDS, *rows.values()]), return_index=True)[1]
-    found: dict[str, Any] = {}
-    for rank in rows:
-        for name, (spec, _) in replies[rank]["columns"].items():
-            if name not in found:
-                parts = [replies[r]["columns"][name][1] for r in rows]
-                found[name] = [spec, None if parts[0] is None else np.concatenate(parts)[first]]
-    return found
+        fetched = [[commands[r]["input"]["ids"], reply["column"]] for r, reply in replies.items()]
+        return {"answer": {"fetched": fetched}}
+    if operation not in ("call", "map", "join"):
+        return {}
+    if "columns" not in first:  # no rows are made
+        values = {rank: reply.get("value") for rank, reply in replies.items()}
+        return {"answer": {"values": values}}
+    made = {rank: commands[rank] for rank in record.answering or commands}
+    rows = {rank: plain.get("holds", plain["ids"]) for rank, plain in made.items()}
+    columns = facts_of(replies, rows)
+    plain = {name: [fact.spec.to_plain(), fact.lengths] for name, fact in columns.items()}
+    return {"answer": {"columns": plain}}

@@ -6,8 +6,9 @@ io thread, which alone knows dtypes and lengths. The two never touch the same fi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,37 +18,21 @@ from spmdflow.blocks.rows import RowEdge, plan_rounds
 from spmdflow.controller.result import CallRecord, RowResult
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import TransferError
-from spmdflow.runtime.order import Order, Transport
+from spmdflow.runtime.order import Order, Replies, Transport
 
 Edge = tuple[int, int]
+Edges = Mapping[tuple[int, int, bytes], tuple[list[str], RowEdge]]
+"""Columns that travel together and their rows, by (source, destination, row ids)."""
 
 
 @dataclass
 class EdgeBytes:
     """Planned and moved row bytes by (source, destination), since the run began."""
 
-    planned: dict[Edge, int] = field(default_factory=dict)
-    moved: dict[Edge, int] = field(default_factory=dict)
+    planned: Counter[Edge] = field(default_factory=Counter)
+    moved: Counter[Edge] = field(default_factory=Counter)
     header_bytes: int = 0
     """Sent besides the rows: one short header for each edge of a transfer."""
-
-    def total(self, which: str) -> int:
-        """Sum over edges of "planned" or "moved"."""
-        return sum(getattr(self, which).values())
-
-
-@dataclass(frozen=True)
-class _PlannedEdge:
-    source: int
-    destination: int
-    columns: tuple[str, ...]
-    ids: Ids
-
-
-@dataclass(frozen=True)
-class _Transfer:
-    result: RowResult
-    edges: tuple[_PlannedEdge, ...]
 
 
 class Transfers:
@@ -66,13 +51,15 @@ class Transfers:
         """
         rounds: list[dict[tuple[int, int, bytes], tuple[list[str], RowEdge]]] = [{}, {}]
         for columns, held in _by_holders(result, names):
-            unions: dict[tuple[int, int], Ids | None] = {}
+            unions: dict[tuple[int, int], Ids | None] = {}  # ranks that are alike share theirs
+            after: dict[int, Ids] = {}
             for rank, ids in need.items():
                 pair = (id(held.get(rank)), id(ids))
                 if pair not in unions:
                     unions[pair] = _union_or_none(held.get(rank), ids)
-            joined = {rank: unions[id(held.get(rank)), id(ids)] for rank, ids in need.items()}
-            after = {rank: ids for rank, ids in joined.items() if ids is not None}
+                union = unions[pair]
+                if union is not None:
+                    after[rank] = union
             lacking = {rank: need[rank] for rank in after}
             found = plan_rounds(held, lacking, node_of=self._transport.node_of)
             found[0] += [RowEdge(rank, rank, ids) for rank, ids in lacking.items() if not len(ids)]
@@ -82,112 +69,68 @@ class Transfers:
                     edges.setdefault(key, ([], edge))[0].extend(columns)
             result.held |= dict.fromkeys(columns, {**held, **after})
         for edges in filter(None, rounds):
-            transfer = _Transfer(
-                result,
-                tuple(
-                    _PlannedEdge(edge.source, edge.destination, tuple(columns), edge.ids)
-                    for columns, edge in edges.values()
-                ),
-            )
-            self._transport.post(partial(self._offer, transfer))
+            self._transport.post(partial(self._offer, result, edges))
 
     def take_outstanding(self) -> list[CallRecord]:
         """Transfers released and not yet waited for; the end of a step waits for them."""
         taken, self._outstanding = self._outstanding, []
         return taken
 
-    def producer_done(self, result: RowResult) -> None:
-        """Release what waited for this result (io thread; facts are set)."""
-        result.done = True
-        waiting, result.waiting = result.waiting, []
-        for transfer in waiting:
-            self._release(transfer)
-
-    def _offer(self, transfer: _Transfer) -> None:
-        if transfer.result.done:
-            self._release(transfer)
+    def _offer(self, result: RowResult, edges: Edges) -> None:
+        """Release a transfer now, or when the rows are made."""
+        if result.done:
+            self._release(result, edges)
         else:
-            transfer.result.waiting.append(transfer)
+            result.waiting.append(partial(self._release, result, edges))
 
-    def _release(self, transfer: _Transfer) -> None:
+    def _release(self, result: RowResult, edges: Edges) -> None:
         """Send the commands."""
         self._num_released += 1
-        result = transfer.result
-        planned: dict[Edge, int] = {}
+        planned: Counter[Edge] = Counter()
         commands: dict[int, dict[str, Any]] = {}
-        specs = {name: fact.spec.to_plain() for name, fact in result.facts.items()}
-        for edge in transfer.edges:
-            lengths = _lengths(edge, result)
-            destination = _command(commands, edge.destination, result.number)
-            kinds = {name: specs[name] for name in edge.columns}
-            plain = [edge.source, list(edge.columns), edge.ids, kinds, lengths]
-            destination["receives"].append(plain)
-            if edge.source == edge.destination:
-                continue
-            size = _num_bytes(edge, result, lengths)
-            key = (edge.source, edge.destination)
-            planned[key] = planned.get(key, 0) + size
-            self.bytes.planned[key] = self.bytes.planned.get(key, 0) + size
-            source = _command(commands, edge.source, result.number)
-            source["sends"].append([edge.destination, list(edge.columns), edge.ids])
+        kinds = {name: fact.spec.to_plain() for name, fact in result.facts.items()}
+        for names, edge in edges.values():
+            place = np.searchsorted(result.facts[names[0]].ids, edge.ids)
+            lengths, size = {}, 0
+            for name in names:
+                fact, items = result.facts[name], len(edge.ids)
+                if fact.lengths is not None:
+                    lengths[name] = fact.lengths[place]
+                    items = int(lengths[name].sum())
+                size += items * fact.spec.item_bytes
+            of_names = {name: kinds[name] for name in names}
+            received = [edge.source, names, edge.ids, of_names, lengths]
+            _command(commands, edge.destination, result)["receives"].append(received)
+            if edge.source != edge.destination:
+                sent = [edge.destination, names, edge.ids]
+                _command(commands, edge.source, result)["sends"].append(sent)
+                planned[edge.source, edge.destination] += size
+        self.bytes.planned += planned
         label = f"transfer {self._num_released} of {result.label}"
-        order = Order(
-            number=self._num_released,
-            lane="transfer",
-            label=label,
-            commands=commands,
-            seconds=self._seconds,
-            on_done=partial(self._count, result, label, planned),
-        )
-        pending = self._transport.submit(order)
-        record = CallRecord(self._num_released, label, "transfer", pending, lane="transfer")
-        self._outstanding.append(record)
+        order = Order(self._num_released, "transfer", label, commands, self._seconds)
+        on_done = partial(self._count, result, label, planned)
+        pending = self._transport.submit(replace(order, on_done=on_done))
+        self._outstanding.append(CallRecord(order, pending))
 
     def _count(
-        self,
-        _kept: RowResult,
-        label: str,
-        planned: Mapping[Edge, int],
-        replies: Mapping[int, Mapping[str, Any]],
+        self, _kept: RowResult, label: str, planned: Counter[Edge], replies: Replies
     ) -> None:
         """Check and count the bytes. Until here the result is kept: its holders send its rows."""
         sent = {(r, to): n for r, reply in replies.items() for to, n in reply["sent"].items()}
         got = {(at, r): n for r, reply in replies.items() for at, n in reply["received"].items()}
-        expected = {edge: size for edge, size in planned.items() if size}
+        expected = dict(+planned)
         if not sent == got == expected:
             raise TransferError(
                 f"{label}: sent {sent}, received {got}, expected {expected} bytes by edge; "
                 f"the ranks and the plan disagree: report this with RUN_DIR/trace.json"
             )
+        self.bytes.moved.update(got)
         self.bytes.header_bytes += sum(reply["header_bytes"] for reply in replies.values())
-        for edge, size in got.items():
-            self.bytes.moved[edge] = self.bytes.moved.get(edge, 0) + size
 
 
-def _command(commands: dict[int, dict[str, Any]], rank: int, result: int) -> dict[str, Any]:
-    empty = {"operation": "transfer", "result": result, "sends": [], "receives": []}
+def _command(commands: dict[int, dict[str, Any]], rank: int, result: RowResult) -> dict[str, Any]:
+    empty = {"operation": "transfer", "result": result.number, "sends": [], "receives": []}
     return commands.setdefault(rank, empty)
-
-
-def _lengths(edge: _PlannedEdge, result: RowResult) -> dict[str, np.ndarray]:
-    """Items of the edge's rows, by ragged or text column."""
-    lengths: dict[str, np.ndarray] = {}
-    place: np.ndarray | None = None
-    for name in edge.columns:
-        fact = result.facts[name]
-        if fact.lengths is not None:
-            if place is None:  # the columns of a result have the same rows
-                place = np.searchsorted(fact.ids, edge.ids)
-            lengths[name] = fact.lengths[place]
-    return lengths
-
-
-def _num_bytes(edge: _PlannedEdge, result: RowResult, lengths: Mapping[str, np.ndarray]) -> int:
-    size = 0
-    for name in edge.columns:
-        items = int(lengths[name].sum()) if name in lengths else len(edge.ids)
-        size += items * result.facts[name].spec.item_bytes
-    return size
 
 
 def _by_holders(result: RowResult, names: Sequence[str]) -> list[tuple[list[str], dict[int, Ids]]]:

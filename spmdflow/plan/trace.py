@@ -12,15 +12,13 @@ from typing import Any
 
 from spmdflow.config.leaf import parts_of
 from spmdflow.config.placement import pools_of
-from spmdflow.config.schema import DataSettings, RolloutConfig
+from spmdflow.config.schema import DataSettings, RolloutConfig, RunConfig
+from spmdflow.controller.assignment import Target
 from spmdflow.controller.batch import Batch
-from spmdflow.controller.call import Target
 from spmdflow.controller.caller import Caller
-from spmdflow.controller.flow import Flow, FlowSettings
+from spmdflow.controller.flow import Flow
 from spmdflow.controller.result import Result, RowResult
-from spmdflow.controller.sender import CallSettings
 from spmdflow.controller.step import Step
-from spmdflow.controller.transfers import Transfers
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import PlanError, SpmdflowError
 from spmdflow.plan.answers import Answers
@@ -127,24 +125,18 @@ class _TracedFlow(Flow):
 
     def __init__(self, cfg: Any, settings: TraceSettings, transport: TraceTransport) -> None:
         self._trace_settings, self._transport = settings, transport
-        self._pools = pools_of(cfg, settings.world)
-        limits = CallSettings(cfg.run.seed, cfg.run.call_seconds, settings.world)
-        caller = _TracedCaller(
-            transport, Transfers(transport, seconds=cfg.run.transfer_seconds), limits
-        )
+        caller = _TracedCaller(transport, cfg.run, settings.world)
         self._batches = caller.batches
-        listener: Any = transport  # told when steps begin and end
-        facts = FlowSettings(
-            config=cfg,
-            world=settings.world,
-            pools=self._pools,
-            run_dir=Path(),
-            backend=settings.backend,
-            start_seconds=cfg.run.start_seconds,
-            transcript=listener,
-        )
         unwritten: Any = _Unwritten(settings.start)
-        super().__init__(caller, facts, unwritten, unwritten)
+        super().__init__(
+            caller,
+            cfg,
+            pools_of(cfg, settings.world),
+            Path(),
+            unwritten,
+            unwritten,
+            backend=settings.backend,
+        )
 
     def assume(self, examples: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Keep the script's examples."""
@@ -155,6 +147,7 @@ class _TracedFlow(Flow):
         settings = self._trace_settings
         first = int(settings.start["step"]) if settings.start else 0
         for step in super().steps(min(total, first + settings.num_steps)):
+            self._transport.begin_step(step.number)
             self._transport.is_looking = True
             yield step
             self._transport.is_looking = False  # while the step ends
@@ -166,6 +159,10 @@ class _TracedFlow(Flow):
             if len(batch):
                 batch.fetch_for("filter", *(set(batch.columns) & {"scores"}))
         return {}
+
+    def _finish(self, step: Step) -> None:
+        super()._finish(step)
+        self._transport.end_step(step.number, self.caller.transfers.bytes.planned)
 
     def _before_first_step(self) -> None:
         if self._trace_settings.with_evaluation:
@@ -220,10 +217,8 @@ class _Unwritten:
 class _TracedCaller(Caller):
     """Writes down the rows of updates and the metrics that are read; `Caller` does all the work."""
 
-    def __init__(
-        self, transport: TraceTransport, transfers: Transfers, settings: CallSettings
-    ) -> None:
-        super().__init__(transport, transfers, settings)
+    def __init__(self, transport: TraceTransport, run: RunConfig, ranks: tuple[int, ...]) -> None:
+        super().__init__(transport, run, ranks)
         self._trace = transport
         self.batches: dict[int, tuple[Ids, Ids]] = {}
         """Row ids of the batch that each update was given, and their parents, by place."""

@@ -10,12 +10,10 @@ import ast
 import pathlib
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from types import FrameType, ModuleType
-from typing import Any
 
-from spmdflow.controller.transfers import EdgeBytes
 from spmdflow.errors import PlanError
 from spmdflow.plan.answers import Answers
 from spmdflow.plan.record import COMPUTE, BytesByEdge, Read, Tokens, TracedOrder
@@ -58,20 +56,16 @@ class TraceTransport(ImmediateTransport):
         self.edges: dict[int, BytesByEdge] = {}
         """Row bytes by step and (source, destination), as the controller's own account has them."""
 
-    # Steps: what `Flow` tells its transcript
-
-    def continue_from(self, state: Mapping[str, Any]) -> None:
-        """The flow's part of the checkpoint that the steps follow."""
+    # Steps: what the traced flow tells
 
     def begin_step(self, number: int) -> None:
         """Calls are counted anew."""
         self.steps.append(number)
         self._num_calls = 0
 
-    def end_step(self, number: int, metrics: Mapping[str, float], edges: EdgeBytes) -> None:
-        """A step is over and everything has arrived."""
-        before = sum(map(Counter, self.edges.values()), Counter())
-        self.edges[number] = dict(Counter(edges.planned) - before)
+    def end_step(self, number: int, planned: Counter[tuple[int, int]]) -> None:
+        """A step is over. planned: row bytes by edge since the first one."""
+        self.edges[number] = dict(planned - sum(map(Counter, self.edges.values()), Counter()))
 
     @property
     def step(self) -> int:

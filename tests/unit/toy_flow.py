@@ -18,11 +18,9 @@ from tensordict import TensorDict
 from spmdflow.config.placement import Pool
 from spmdflow.config.schema import DataConfig, EngineConfig, RunConfig, UpdateConfig
 from spmdflow.controller.caller import Caller
-from spmdflow.controller.flow import Flow, FlowSettings
+from spmdflow.controller.flow import Flow
 from spmdflow.controller.saving import Saving
-from spmdflow.controller.sender import CallSettings
 from spmdflow.controller.step import Show
-from spmdflow.controller.transfers import Transfers
 from spmdflow.data.ragged import lengths_of, ragged_from_rows
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
@@ -214,13 +212,6 @@ def rank_of_one(run_dir: Path, **data: Any) -> Iterator[Rank]:
 
 def _flow(state: RankState, show: Show, run_dir: Path, config: Config) -> Flow:
     transport = InprocTransport(state.operations())
-    caller = Caller(transport, Transfers(transport, seconds=60), CallSettings(0, 60.0, (0,)))
-    settings = FlowSettings(
-        config=config,
-        world=(0,),
-        pools={"all": Pool(("toy",), (0,))},
-        run_dir=run_dir,
-        backend="gloo",
-        start_seconds=60.0,
-    )
-    return Flow(caller, settings, Saving(run_dir, None, keep=1), show)
+    caller = Caller(transport, config.run, (0,))
+    pools, saving = {"all": Pool(("toy",), (0,))}, Saving(run_dir, None, config.run)
+    return Flow(caller, config, pools, run_dir, saving, show, backend="gloo")

@@ -67,11 +67,11 @@ def main(flow: Any, cfg: Config) -> None:
 
     for step in flow.steps(cfg.total_steps):
         for name, rows in (("train", next(prompts)), ("held out", prompts.eval_batch())):
-            flow.caller.sender.phase = "train" if name == "train" else "eval"
+            flow.caller.phase = "train" if name == "train" else "eval"
             actor.generate_sequences(rows, greedy=True)
             made = [_by_row(generate(rows)) for _ in range(3)]
             cfg.drawn[f"{name} {step.number}"] = made
-        flow.caller.sender.phase = "train"
+        flow.caller.phase = "train"
         flow.save()
 
 

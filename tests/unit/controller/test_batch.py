@@ -315,12 +315,12 @@ def test_function_that_ranks_cannot_run_is_refused(batch: Batch, mistake: str) -
 
 
 def test_map_with_wrong_arguments_is_refused_at_the_call(batch: Batch, rank: Rank) -> None:
-    calls = len(rank.flow.caller.sender.records)
+    calls = len(rank.flow.caller.records)
 
     with pytest.raises(ProtocolError, match=r"^map\.share: got an unexpected keyword argument 'x'"):
         batch.map(share, x=1)
 
-    assert len(rank.flow.caller.sender.records) == calls
+    assert len(rank.flow.caller.records) == calls
 
 
 def test_map_without_its_column_is_refused(batch: Batch) -> None:

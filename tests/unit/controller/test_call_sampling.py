@@ -128,7 +128,7 @@ REFUSED = [
 
 def test_what_cannot_be_sampled_is_refused_at_the_call_and_the_script_may_go_on(rank: Rank) -> None:
     actor, batch = spawned(rank, max_new_tokens=4)
-    sent = len(rank.flow.caller.sender.records)
+    sent = len(rank.flow.caller.records)
 
     for arguments, message in REFUSED:
         with pytest.raises(ConfigError, match=r"^actor\.generate_sequences: " + message):
@@ -138,7 +138,7 @@ def test_what_cannot_be_sampled_is_refused_at_the_call_and_the_script_may_go_on(
     with pytest.raises(ProtocolError, match="min_p"):
         actor.generate_sequences(batch, min_p=0.1)
 
-    assert len(rank.flow.caller.sender.records) == sent
+    assert len(rank.flow.caller.records) == sent
     assert len(redrawn(rank, actor, batch)["responses"]) == ROWS
 
 

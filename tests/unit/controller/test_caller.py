@@ -103,12 +103,12 @@ def test_missing_column_is_named_before_anything_is_sent(
     toy: WorkerGroup, batch: Batch, rank: Rank
 ) -> None:
     caller = rank.flow.caller
-    before = (caller.sender.next_number(), len(caller.sender.records), rank.num_results)
+    before = (caller.next_number(), len(caller.records), rank.num_results)
 
     with pytest.raises(ColumnError):
         toy.add(batch.drop("number"))
 
-    assert (caller.sender.next_number() - 1, len(caller.sender.records), rank.num_results) == before
+    assert (caller.next_number() - 1, len(caller.records), rank.num_results) == before
 
 
 def test_method_with_mini_batches_needs_an_update_config(rank: Rank, batch: Batch) -> None:
@@ -258,7 +258,7 @@ def test_input_of_a_running_call_lives_until_it_is_done(
 ) -> None:
     """The script's only reference goes before the rank has begun, as it does with sockets."""
     caller = rank.flow.caller
-    transport = caller.sender.transport
+    transport = caller.transport
     assert isinstance(transport, InprocTransport)
     joined = batch | toy.add(batch)
     transport._is_running = True  # orders queue up, as behind a call that takes long
@@ -267,13 +267,13 @@ def test_input_of_a_running_call_lives_until_it_is_done(
     del joined
     gc.collect()
     assert repr(result) == "Result(toy.measure, pending)"
-    assert not caller.sender._freed
+    assert not caller._freed
 
     transport._is_running = False
     transport.post(lambda: None)  # and now they run
     assert result["toy/plain"] == 2.5
     gc.collect()
-    assert len(caller.sender._freed) == 1
+    assert len(caller._freed) == 1
 
 
 def test_frees_of_a_command_that_is_refused_ride_on_the_next(
@@ -287,7 +287,7 @@ def test_frees_of_a_command_that_is_refused_ride_on_the_next(
         raise MessageError("too large")
 
     with monkeypatch.context() as patch, pytest.raises(MessageError):
-        patch.setattr(rank.flow.caller.sender.transport, "submit", refuse)
+        patch.setattr(rank.flow.caller.transport, "submit", refuse)
         toy.describe()
     toy.describe()
 

@@ -49,7 +49,7 @@ class Orders:
 def frame_of(freed: list[int], rows: np.ndarray = ROWS, *, held_by: int = 0) -> RowResult:
     """Rows that rank 0 made, a dense column x and a ragged column y, released at once."""
     held = {held_by: rows}
-    result = RowResult(7, "a.make", (0,), ("x", "y"), held, {"x": held, "y": held}, freed.append)
+    result = RowResult(7, "a.make", (0,), held, {"x": held, "y": held}, freed.append)
     items = np.resize(ITEMS, len(rows))
     result.facts = {
         "x": ColumnFacts(ColumnSpec("dense", "float32", (2,)), rows, None),

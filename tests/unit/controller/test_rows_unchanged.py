@@ -138,7 +138,7 @@ def test_copied_bytes_are_those_of_the_columns_that_were_returned(rank: Rank) ->
     writer.return_own(batch)
     items = int(batch.lengths("ragged").sum())
 
-    metrics = rank.flow.step.metrics(rank.flow.caller.sender.records)  # type: ignore[union-attr]
+    metrics = rank.flow.step.metrics(rank.flow.caller.records)  # type: ignore[union-attr]
 
     of_make = ROWS * 4 + items * 8  # number and ragged; text is written anew in any case
     assert metrics["transfer/copied_bytes"] == of_make + 4 * ROWS * 4

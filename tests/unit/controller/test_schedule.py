@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmdflow.config.schema import UpdateConfig
 from spmdflow.controller.assignment import (
-    CutSettings,
     MicroLimit,
     balanced_shares,
     cut_mini_batches,
@@ -23,19 +23,16 @@ LIMIT = MicroLimit(max_rows=4, max_tokens=None)
 
 
 def plan(parents, num_shares, holder=None, **changes):
-    cut = CutSettings(
-        **{"mini_batch_size": 4, "num_epochs": 1, "shuffle": True, "balance_tokens": False}
-        | changes
-    )
+    cfg = UpdateConfig(**{"mini_batch_size": 4} | changes)
     parents = np.asarray(parents)
     holder = np.full(len(parents), -1) if holder is None else np.asarray(holder)
     return plan_mini_batches(
         parents,
         holder,
         num_shares,
-        cut=cut,
-        limit=LIMIT,
-        lengths=np.ones(len(parents), dtype=np.int64),
+        cfg,
+        LIMIT,
+        np.ones(len(parents), dtype=np.int64),
         seed=0,
         step=3,
     )
@@ -116,7 +113,7 @@ def test_all_shares_make_as_many_forwards_as_the_largest_needs(rows, expected):
         for part in np.array_split(np.arange(rows), 4)
     ]
 
-    assert LIMIT.count(shares, None) == expected
+    assert LIMIT.count_of(shares, None) == expected
 
 
 @given(weights=st.lists(st.integers(0, 50), max_size=60), parts=st.integers(1, 9))

@@ -106,11 +106,11 @@ def test_renamed_column_is_read_fetched_and_joined_under_its_new_name(
 
 
 def test_rename_sends_nothing(rank: Rank, batch: Batch) -> None:
-    before = len(rank.flow.caller.sender.records)
+    before = len(rank.flow.caller.records)
 
     batch.rename(count="number", prompt="prompt_text")
 
-    assert len(rank.flow.caller.sender.records) == before
+    assert len(rank.flow.caller.records) == before
 
 
 @pytest.mark.parametrize(

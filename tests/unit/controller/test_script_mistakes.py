@@ -65,13 +65,13 @@ def test_wrong_call_is_refused_before_anything_is_sent(
     rank: Rank, toy: WorkerGroup, batch: Batch, case: str
 ) -> None:
     call, said = CALLS[case]
-    sent = len(rank.flow.caller.sender.records)
+    sent = len(rank.flow.caller.records)
 
     with pytest.raises(ProtocolError) as caught:
         call(toy, batch)
 
     assert str(caught.value) == said
-    assert len(rank.flow.caller.sender.records) == sent
+    assert len(rank.flow.caller.records) == sent
 
 
 def test_batch_may_be_given_by_name(toy: WorkerGroup, batch: Batch) -> None:
