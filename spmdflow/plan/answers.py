@@ -142,7 +142,7 @@ class Answers:
         return replies
 
     def _made_by_a_call(self, name: str, commands: Commands) -> ColumnLengths:
-        """A part of a joined column that a call has made; controller/rows.py sees to it."""
+        """A part of a joined column that a call has made; `Caller.join` sees to it."""
         parts = (part for plain in commands.values() for part in plain["inputs"])
         part = next(part for part in parts if "source" not in part)
         return self.rows.results[part["result"]][dict(names_in(part))[name]]
