@@ -28,3 +28,10 @@ class Check:
     found: str
     advice: str = ""
     """What to do, or what is missing without it; empty where there is nothing to say."""
+
+    @classmethod
+    def of(
+        cls, topic: str, name: str, found: str, good: bool, advice: str, otherwise: str = WARNING
+    ) -> Check:
+        """A line that is fine, or else says what to do."""
+        return cls(topic, name, *((GOOD, found) if good else (otherwise, found, advice)))

@@ -23,22 +23,22 @@ _UNSURE = ("fuse", "9p", "virtiofs")
 _NO_ROUTE = "192.0.2.1"
 """An address of documentation (RFC 5737): asked for the way to it, nothing is sent."""
 _FEW_FILES, _LITTLE_SHM, _LITTLE_DISK = 1024, _GIB, 5 * _GIB
+_STORE_SECONDS = 5
 
 
 def check_addresses() -> list[Check]:
     """Whether a port can be bound on loopback and on the address that other nodes would use."""
     checks = [_check_port("loopback", "127.0.0.1", BAD)]
-    host = socket.gethostname()
+    host, named, outside = socket.gethostname(), "", _outside_address()
+    advice = "for several nodes: torchrun --local-addr ADDRESS and GLOO_SOCKET_IFNAME=INTERFACE"
     try:
         named = socket.gethostbyname(host)
+        found = f"{host} means {named}"
     except OSError as err:
         advice = "torchrun --local-addr ADDRESS, or name it in /etc/hosts"
-        checks.append(Check("ports", "host name", WARNING, f"{host} has no address: {err}", advice))
-        named = ""
-    outside = _outside_address()
-    if named.startswith("127."):
-        advice = "for several nodes: torchrun --local-addr ADDRESS and GLOO_SOCKET_IFNAME=INTERFACE"
-        checks.append(Check("ports", "host name", WARNING, f"{host} means {named}", advice))
+        found = f"{host} has no address: {err}"
+    if not named or named.startswith("127."):
+        checks.append(Check("ports", "host name", WARNING, found, advice))
     if outside is None:
         advice = "needed for several nodes only"
         checks.append(Check("ports", "network", WARNING, "no route to other nodes", advice))
@@ -70,27 +70,25 @@ def _check_port(name: str, address: str, otherwise: str) -> Check:
 
 def check_run_dir(folder: Path) -> list[Check]:
     """Whether runs can be written below `folder`, how much fits, and which nodes see it."""
-    existing = folder.absolute()
-    while not existing.is_dir() and existing != existing.parent:
-        existing = existing.parent
+    wanted = folder.absolute()
+    existing = next(parent for parent in (wanted, *wanted.parents) if parent.is_dir())
     try:
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".spmdflow-doctor-"):
-            checks = [Check("run.dir", "writable", GOOD, str(folder.absolute()))]
+            pass
     except OSError as err:
         advice = "set run.dir to a folder that you may write"
-        return [Check("run.dir", "writable", BAD, f"{folder.absolute()}: {err.strerror}", advice)]
-    free = shutil.disk_usage(existing).free
-    state = GOOD if free >= _LITTLE_DISK else WARNING
-    advice = "" if state == GOOD else "a checkpoint holds parameters and two moments of each model"
-    checks.append(Check("run.dir", "free", state, f"{free / _GIB:.1f} GiB", advice))
-    kind = file_system(existing)
-    if kind.startswith(_SHARED):
-        checks.append(Check("run.dir", "file system", GOOD, f"{kind}, which nodes can share"))
-    else:
-        unsure = "may or may not be shared" if kind.startswith(_UNSURE) else "looks node-local"
-        advice = "fine on one node; runs over several nodes need a folder that all of them see"
-        checks.append(Check("run.dir", "file system", GOOD, f"{kind}, which {unsure}", advice))
-    return checks
+        return [Check("run.dir", "writable", BAD, f"{wanted}: {err.strerror}", advice)]
+    free, kind = shutil.disk_usage(existing).free, file_system(existing)
+    little = "a checkpoint holds parameters and two moments of each model"
+    unsure = "may or may not be shared" if kind.startswith(_UNSURE) else "looks node-local"
+    shared = "which nodes can share" if kind.startswith(_SHARED) else f"which {unsure}"
+    local = "fine on one node; runs over several nodes need a folder that all of them see"
+    is_shared = kind.startswith(_SHARED)
+    return [
+        Check("run.dir", "writable", GOOD, str(wanted)),
+        Check.of("run.dir", "free", f"{free / _GIB:.1f} GiB", free >= _LITTLE_DISK, little),
+        Check.of("run.dir", "file system", f"{kind}, {shared}", is_shared, local, GOOD),
+    ]
 
 
 def file_system(folder: Path) -> str:
@@ -107,38 +105,38 @@ def file_system(folder: Path) -> str:
 
 def check_system() -> Check:
     """Whether this is Linux, whose epoll, signals and /proc every rank uses."""
-    system = platform.system()
-    state, advice = (GOOD, "") if system == "Linux" else (BAD, "use Linux, or a container")
-    return Check("node", "system", state, f"{system} {platform.release()}", advice)
+    system, advice = platform.system(), "use Linux, or a container"
+    found = f"{system} {platform.release()}"
+    return Check.of("node", "system", found, system == "Linux", advice, BAD)
 
 
 def check_limits() -> list[Check]:
     """Open files, locked memory, shared memory, threads, memory."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    state = GOOD if _is_infinite(files) or files >= _FEW_FILES else WARNING
-    advice = "" if state == GOOD else f"ulimit -n {_FEW_FILES} or more"
-    checks = [Check("limits", "open files", state, _plain(files), advice)]
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    text = "unlimited" if _is_infinite(locked) else f"{locked / _MIB:.0f} MiB"
-    advice = "" if _is_infinite(locked) else "InfiniBand wants ulimit -l unlimited; nothing else"
-    checks.append(Check("limits", "locked memory", GOOD, text, advice))
-    checks.append(_check_shared_memory())
-    threads = [resource.getrlimit(resource.RLIMIT_NPROC)[0], _cgroup("pids.max")]
-    fewest = min((number for number in threads if not _is_infinite(number)), default=-1)
-    checks.append(Check("limits", "threads", GOOD, _plain(fewest)))
-    checks.append(_check_memory())
-    return checks
+    files, locked, processes = (
+        resource.getrlimit(kind)[0]
+        for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC)
+    )
+    enough = _is_infinite(files) or files >= _FEW_FILES
+    unlocked = "unlimited" if _is_infinite(locked) else f"{locked / _MIB:.0f} MiB"
+    lock_advice = "InfiniBand wants ulimit -l unlimited; nothing else"
+    threads = [number for number in (processes, _cgroup("pids.max")) if not _is_infinite(number)]
+    return [
+        Check.of("limits", "open files", _plain(files), enough, f"ulimit -n {_FEW_FILES} or more"),
+        Check.of("limits", "locked memory", unlocked, _is_infinite(locked), lock_advice, GOOD),
+        _check_shared_memory(),
+        Check("limits", "threads", GOOD, _plain(min(threads, default=-1))),
+        _check_memory(),
+    ]
 
 
 def _check_shared_memory() -> Check:
+    advice = "vLLM and NCCL may need more; docker run --shm-size=8g"
     try:
         total = shutil.disk_usage("/dev/shm").total
     except OSError:
-        advice = "vLLM and NCCL need it; docker run --shm-size=8g"
         return Check("limits", "/dev/shm", WARNING, "not there", advice)
-    state = GOOD if total >= _LITTLE_SHM else WARNING
-    advice = "" if state == GOOD else "vLLM and NCCL may need more; docker run --shm-size=8g"
-    return Check("limits", "/dev/shm", state, f"{total / _GIB:.2f} GiB", advice)
+    found = f"{total / _GIB:.2f} GiB"
+    return Check.of("limits", "/dev/shm", found, total >= _LITTLE_SHM, advice)
 
 
 def _check_memory() -> Check:
@@ -153,20 +151,20 @@ def _check_memory() -> Check:
 
 def check_environment(variables: Mapping[str, str]) -> list[Check]:
     """Variables that change how a run behaves; `variables` are the process's."""
-    threads = variables.get("OMP_NUM_THREADS")
-    text = threads or "not set"
-    advice = "" if threads else "torchrun sets 1 for several ranks; cores / ranks is best"
-    checks = [Check("environment", "OMP_NUM_THREADS", GOOD, text, advice)]
+    threads, secret = (variables.get(name) for name in ("OMP_NUM_THREADS", "SPMDFLOW_SECRET"))
     home = variables.get("HF_HOME", "~/.cache/huggingface")
     cache = Path(variables.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
     models = len(list(cache.glob("models--*"))) if cache.is_dir() else 0
-    checks.append(Check("environment", "Hugging Face cache", GOOD, f"{cache}: {models} models"))
-    offline = variables.get("HF_HUB_OFFLINE", "0")
-    text = "1: nothing is downloaded" if offline not in ("", "0") else "not set"
-    checks.append(Check("environment", "HF_HUB_OFFLINE", GOOD, text))
-    secret = "set" if variables.get("SPMDFLOW_SECRET") else "not set"
-    advice = "" if secret == "set" else "needed where the network between nodes is not trusted"
-    return [*checks, Check("environment", "SPMDFLOW_SECRET", GOOD, secret, advice)]
+    is_offline = variables.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+    few = "torchrun sets 1 for several ranks; cores / ranks is best"
+    bare = "needed where the network between nodes is not trusted"
+    topic, unset = "environment", "not set"
+    return [
+        Check.of(topic, "OMP_NUM_THREADS", threads or unset, bool(threads), few, GOOD),
+        Check(topic, "Hugging Face cache", GOOD, f"{cache}: {models} models"),
+        Check(topic, "HF_HUB_OFFLINE", GOOD, "1: nothing is downloaded" if is_offline else unset),
+        Check.of(topic, "SPMDFLOW_SECRET", "set" if secret else unset, bool(secret), bare, GOOD),
+    ]
 
 
 def _cgroup(name: str) -> int:
@@ -196,10 +194,6 @@ def _plain(number: int) -> str:
     return "unlimited" if _is_infinite(number) else str(number)
 
 
-_GIB = 1 << 30
-_STORE_SECONDS = 5
-
-
 def check_devices() -> list[Check]:
     """Torch's build, its devices and backends, and a TCPStore; one BAD line without torch."""
     try:
@@ -209,19 +203,15 @@ def check_devices() -> list[Check]:
         return [Check("devices", "torch", BAD, f"cannot be imported: {err}", "pip install torch")]
     cuda = torch.version.cuda or torch.version.hip
     build = f"built for {cuda}" if cuda else "built for CPUs only"
+    usable = getattr(os, "sched_getaffinity", None)  # containers often have fewer than the node
+    cores = len(usable(0)) if usable else os.cpu_count() or 1
     return [
         Check("devices", "torch", GOOD, f"{torch.__version__}, {build}"),
-        Check("devices", "cores", GOOD, f"{_cores()} for this process"),
+        Check("devices", "cores", GOOD, f"{cores} for this process"),
         _check_gpus(torch, cuda),
         *_check_backends(dist, has_gpus=torch.cuda.is_available()),
         _check_store(dist),
     ]
-
-
-def _cores() -> int:
-    """Cores that this process may use; containers often have fewer than the node."""
-    usable = getattr(os, "sched_getaffinity", None)
-    return len(usable(0)) if usable else os.cpu_count() or 1
 
 
 def _check_gpus(torch: Any, cuda: str | None) -> Check:
@@ -240,15 +230,12 @@ def _check_backends(dist: Any, *, has_gpus: bool) -> list[Check]:
     if not dist.is_available():
         advice = "install a torch that was built with it"
         return [Check("devices", "distributed", BAD, "torch has no torch.distributed", advice)]
-    gloo = Check("devices", "gloo", GOOD, "available")
-    if not dist.is_gloo_available():
-        gloo = Check("devices", "gloo", BAD, "not in this torch", "install one that has it")
-    if not has_gpus:
-        return [gloo]
-    nccl = Check("devices", "nccl", GOOD, "available")
-    if not dist.is_nccl_available():
-        nccl = Check("devices", "nccl", BAD, "not in this torch", "install one for CUDA")
-    return [gloo, nccl]
+    backends = [("gloo", dist.is_gloo_available(), "install one that has it")]
+    backends += [("nccl", dist.is_nccl_available(), "install one for CUDA")] if has_gpus else []
+    return [
+        Check.of("devices", name, "available" if there else "not in this torch", there, advice, BAD)
+        for name, there, advice in backends
+    ]
 
 
 def _check_store(dist: Any) -> Check:

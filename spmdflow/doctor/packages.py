@@ -31,23 +31,26 @@ BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
 def check_packages() -> list[Check]:
     """Python, then each requirement of the base installation, then each extra."""
+    advice = "versions cannot be compared; pip install "
     try:
         found = metadata.distribution(PROJECT)
     except metadata.PackageNotFoundError:
-        advice = "versions cannot be compared; pip install spmdflow, or pip install -e . here"
-        return [
-            Check("packages", PROJECT, WARNING, "no installed package of that name", advice),
-            _check_import(),
-        ]
+        advice += "spmdflow, or pip install -e . here"
+        text = "no installed package of that name"
+        return [Check("packages", PROJECT, WARNING, text, advice), _check_import()]
     try:
         parse: Any = import_module("packaging.requirements").Requirement
     except ImportError:
-        advice = "versions cannot be compared; pip install packaging"
+        advice += "packaging"
         return [Check("packages", "packaging", WARNING, "not installed", advice), _check_import()]
     requirements = [parse(text) for text in found.requires or ()]
     extras = [name for name in found.metadata.get_all("Provides-Extra") or () if name in NEEDED_FOR]
+    python, wanted = platform.python_version(), found.metadata["Requires-Python"] or ""
+    fits = parse(f"python{wanted}").specifier.contains(python)
+    text = f"{python}, needs {wanted}: {sys.executable}"
+    advice = f"make a virtual environment with Python {wanted}"
     return [
-        _check_python(found.metadata["Requires-Python"] or "", parse),
+        Check.of("packages", "python", text, fits, advice, BAD),
         Check("packages", PROJECT, GOOD, f"{found.version}, in {PACKAGE}"),
         *(_check_base(item) for item in _needed(requirements, "")),
         _check_import(),
@@ -62,15 +65,6 @@ def _needed(requirements: list[Any], extra: str) -> Iterator[Any]:
         plain = item.marker is None or item.marker.evaluate({"extra": ""})
         if plain is not bool(extra) and (plain or item.marker.evaluate({"extra": extra})):
             yield item
-
-
-def _check_python(wanted: str, parse: Any) -> Check:
-    version = platform.python_version()
-    state = GOOD if parse(f"python{wanted}").specifier.contains(version) else BAD
-    advice = "" if state == GOOD else f"make a virtual environment with Python {wanted}"
-    return Check(
-        "packages", "python", state, f"{version}, needs {wanted}: {sys.executable}", advice
-    )
 
 
 def _version(name: str) -> str | None:
@@ -90,10 +84,8 @@ def _check_base(item: Any) -> Check:
     if version is None:
         advice = f"pip install '{item.name}{wanted}'"
         return Check("packages", item.name, BAD, f"not installed, needs {wanted}", advice)
-    if not _fits(item):
-        advice = f"not tested with this version; pip install '{item.name}{wanted}'"
-        return Check("packages", item.name, WARNING, f"{version}, needs {wanted}", advice)
-    return Check("packages", item.name, GOOD, f"{version}, needs {wanted}")
+    advice = f"not tested with this version; pip install '{item.name}{wanted}'"
+    return Check.of("packages", item.name, f"{version}, needs {wanted}", _fits(item), advice)
 
 
 def _check_import() -> Check:
