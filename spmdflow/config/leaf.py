@@ -174,22 +174,15 @@ def defaults(cls: type) -> Any:
 
 def _complete(tree: Any) -> Any:
     """The same object with its absent parts filled in, at every depth."""
-    changes = {}
-    for name, part in parts(type(tree)).items():
-        value = getattr(tree, name)
-        changes[name] = _complete(value) if is_dataclass(value) else defaults(part)
+    changes, hints = {}, get_type_hints(type(tree))
+    for name in [each.name for each in fields(tree)]:
+        value, hint = getattr(tree, name), hints[name]
+        groups = [cls for cls in (hint, *get_args(hint)) if is_dataclass(cls)]
+        if is_dataclass(value):
+            changes[name] = _complete(value)
+        elif groups and isinstance(groups[0], type):
+            changes[name] = defaults(groups[0])
     return replace(tree, **changes)
-
-
-def parts(cls: type) -> dict[str, type]:
-    """Field name -> dataclass of the fields that are groups of settings, optional ones too."""
-    hints = get_type_hints(cls)
-    found: dict[str, type] = {}
-    for each in fields(cls):
-        for choice in (hints[each.name], *get_args(hints[each.name])):
-            if isinstance(choice, type) and is_dataclass(choice):
-                found[each.name] = choice
-    return found
 
 
 def parts_of(tree: Any, cls: type[T], prefix: str = "") -> Iterator[tuple[str, T]]:
@@ -213,11 +206,6 @@ def type_name(hint: Any) -> str:
     if is_dataclass(hint):
         return "a group of settings"
     return getattr(hint, "__name__", str(hint)).lower()
-
-
-def is_required(leaf: Leaf) -> bool:
-    """Whether a setting has neither a default nor a value."""
-    return bool(leaf.value == REQUIRED)
 
 
 NOT_GIVEN = "(not given)"
@@ -269,19 +257,13 @@ def schema_help(schema: type) -> str:
 
 
 def _entry(leaf: Leaf) -> str:
-    default = "required" if is_required(leaf) else f"default {_as_yaml(leaf.value)}"
-    return f"{leaf.key} ({type_name(leaf.hint)}, {default})\n    {leaf.doc}{_limits(leaf.bounds)}"
-
-
-def _as_yaml(value: object) -> str:
+    value = leaf.value
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, str) and not value.isprintable():
-        return json.dumps(value)  # as YAML's double quotes write it
-    return str(value)
-
-
-def _limits(bounds: Bounds) -> str:
-    limits = [f"{words} {limit:g}" for words, _, limit in bounds.limits]
-    limits += [" | ".join(bounds.one_of)] if bounds.one_of else []
-    return f" ({', '.join(limits)})" if limits else ""
+        value = {None: "null", True: "true", False: "false"}[value]
+    elif isinstance(value, str) and not value.isprintable():
+        value = json.dumps(value)  # as YAML's double quotes write it
+    default = "required" if value == REQUIRED else f"default {value}"
+    limits = [f"{words} {limit:g}" for words, _, limit in leaf.bounds.limits]
+    limits += [" | ".join(leaf.bounds.one_of)] if leaf.bounds.one_of else []
+    shown = f" ({', '.join(limits)})" if limits else ""
+    return f"{leaf.key} ({type_name(leaf.hint)}, {default})\n    {leaf.doc}{shown}"

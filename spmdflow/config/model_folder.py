@@ -37,17 +37,6 @@ class ModelFacts:
     arch: Architecture
     """Its sizes."""
 
-    @property
-    def architectures(self) -> tuple[str, ...]:
-        """Names of its classes in transformers."""
-        return tuple(self.config.get("architectures") or ())
-
-    @property
-    def num_labels(self) -> int:
-        """Values of a scorer's head."""
-        labels = self.config.get("num_labels")
-        return labels or len(self.config.get("id2label", "01"))
-
 
 def read_model_folder(key: str, path: str, *, weights: bool = True) -> ModelFacts:
     """Facts of the Hugging Face folder named by the setting `key`; ConfigError if it is none.
@@ -87,15 +76,16 @@ def read_vocabulary(key: str, folder: Path) -> dict[str, int] | None:
 
 def check_kind(facts: ModelFacts, endings: tuple[str, ...]) -> None:
     """The architecture ends in one of `endings`; a scorer has exactly one label."""
-    names = facts.architectures
+    names = tuple(facts.config.get("architectures") or ())  # of its classes in transformers
     if names and not any(name.endswith(endings) for name in names):
         raise ConfigError(
             f"{facts.key}: got {', '.join(names)}, expected an architecture ...{endings[0]}; "
             f"give another folder than {facts.path}"
         )
-    if names and names[0].endswith(SCORER) and facts.num_labels != 1:
+    labels = facts.config.get("num_labels") or len(facts.config.get("id2label", "01"))
+    if names and names[0].endswith(SCORER) and labels != 1:
         raise ConfigError.of(
-            facts.key, f"{facts.num_labels} labels", "1 (a score)", "give a model with num_labels 1"
+            facts.key, f"{labels} labels", "1 (a score)", "give a model with num_labels 1"
         )
 
 
@@ -183,9 +173,15 @@ def exported_folder(key: str, path: str) -> str:
             f"{step / (roles[0] if roles else 'actor') / _EXPORT}"
         )
     role = wanted[0] if wanted else roles[0]
-    for name, size in sizes.items():
-        if name.startswith(f"{role}/{_EXPORT}/"):
-            _check_file(key, step / name, size)
+    for name in [name for name in sizes if name.startswith(f"{role}/{_EXPORT}/")]:
+        file, size = step / name, sizes[name]
+        got = file.stat().st_size if file.is_file() else None
+        if got != size:
+            what = "which is missing" if got is None else f"which has {got} bytes"
+            raise ConfigError(
+                f"{key}: got {file}, {what}, expected the {size} bytes that were sealed; restore "
+                f"the checkpoint, or choose another step"
+            )
     return str(step / role / _EXPORT)
 
 
@@ -223,16 +219,6 @@ def _sizes(key: str, step: Path) -> dict[str, int]:
             f"expected the file as it was sealed; restore it, or choose another of "
             f"{_steps(step.parent)}"
         ) from err
-
-
-def _check_file(key: str, file: Path, size: int) -> None:
-    got = file.stat().st_size if file.is_file() else None
-    if got != size:
-        what = "which is missing" if got is None else f"which has {got} bytes"
-        raise ConfigError(
-            f"{key}: got {file}, {what}, expected the {size} bytes that were sealed; restore the "
-            f"checkpoint, or choose another step"
-        )
 
 
 def _steps(folder: Path) -> str:

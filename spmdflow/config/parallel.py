@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from spmdflow.config.model_folder import ModelFacts
@@ -153,18 +154,13 @@ class Algebra:
     """One role's way from samples to optimizer steps."""
 
     samples: int
-    mini_batch_size: int
     mini_batches: int
-    num_epochs: int
+    optimizer_steps: int
+    """Of one step of the run."""
     rows_per_rank: tuple[int, int]
     """Fewest and most rows of a mini-batch on one rank."""
     micro_batches: int
     """Forward passes of a mini-batch on every rank, cut by rows."""
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Optimizer steps of one step of the run."""
-        return self.mini_batches * self.num_epochs
 
 
 def batch_algebra_of(
@@ -175,36 +171,30 @@ def batch_algebra_of(
     ConfigError unless mini-batches divide the samples and keep the samples of a prompt together;
     rows over ranks may be uneven.
     """
-    samples = data.prompts_per_step * data.samples_per_prompt
-    size, group = update.mini_batch_size, data.samples_per_prompt
+    samples, group = data.samples_per_step, data.samples_per_prompt
+    size = update.mini_batch_size
     if samples % size or size % group:
         groups = f" that is a multiple of {group}" if group > 1 else ""
+        allowed = [group * prompts for prompts in _divisors(samples // group)]
+        nearest = sorted(sorted(allowed, key=lambda other: abs(other - size))[:3])
         raise ConfigError(
             f"{role}.update.mini_batch_size: got {size}, expected a divisor of the {samples} "
             f"samples of a step ({data.prompts_per_step} prompts x {group}){groups}; "
-            f"choose {_nearest_sizes(samples, group, size)}"
+            f"choose {' or '.join(map(str, nearest))}"
         )
     most = -(-size // num_ranks)
     return Algebra(
         samples=samples,
-        mini_batch_size=size,
         mini_batches=samples // size,
-        num_epochs=update.num_epochs,
+        optimizer_steps=samples // size * update.num_epochs,
         rows_per_rank=(size // num_ranks, most),
         micro_batches=-(-most // engine.micro_batch_size_per_rank),
     )
 
 
-def _nearest_sizes(samples: int, group: int, size: int) -> str:
-    """The allowed sizes around a refused one, at most three."""
-    allowed = [group * d for d in range(1, samples // group + 1) if (samples // group) % d == 0]
-    nearest = sorted(sorted(allowed, key=lambda other: abs(other - size))[:3])
-    return " or ".join(map(str, nearest))
-
-
 def batch_algebra(cfg: Any, world_size: int) -> str:
     """Pools and batch algebra as a few lines of text; for settings that passed `check`."""
-    pools = pools_of(cfg, range(world_size))
+    pools, data = pools_of(cfg, range(world_size)), cfg.data
     lines = [
         f"pool   {name}: ranks {_ranks(pool.ranks)}: {', '.join(pool.roles)}"
         for name, pool in pools.items()
@@ -212,55 +202,42 @@ def batch_algebra(cfg: Any, world_size: int) -> str:
     idle = set(range(world_size)) - {rank for pool in pools.values() for rank in pool.ranks}
     if idle:
         lines.append(f"pool   none: ranks {_ranks(sorted(idle))} have no work")
-    lines += _batch(cfg)
+    if data.train_path is None:
+        lines.append(f"data   {data.eval_path}: {data.eval_prompts}")
+    else:
+        prompts = _count(data.prompts_per_step, "prompt")
+        samples = _count(data.samples_per_prompt, "sample")
+        lines.append(f"batch  {prompts} x {samples} = {data.samples_per_step} rows")
     for pool in pools.values():
         for role in pool.roles:
-            lines += _updates(cfg, role, len(pool.ranks))
+            if hasattr(getattr(cfg, role, None), "update"):
+                lines += _updates(cfg, role, len(pool.ranks))
     return "\n".join(lines)
 
 
-def _batch(cfg: Any) -> Iterator[str]:
-    if cfg.data.train_path is None:
-        yield f"data   {cfg.data.eval_path}: {cfg.data.eval_prompts}"
-        return
-    prompts, group = cfg.data.prompts_per_step, cfg.data.samples_per_prompt
-    yield f"batch  {_count(prompts, 'prompt')} x {_count(group, 'sample')} = {prompts * group} rows"
-
-
 def _updates(cfg: Any, role: str, num_ranks: int) -> Iterator[str]:
-    part: Any = getattr(cfg, role, None)
-    if part is None or not hasattr(part, "update"):
-        return
-    num_ranks //= training_sizes(role, part.engine).replica
-    algebra = batch_algebra_of(role, cfg.data, part.update, part.engine, num_ranks=num_ranks)
-    steps = algebra.optimizer_steps
-    yield (
-        f"{role:6} {algebra.samples} rows = {_count(algebra.mini_batches, 'mini-batch')} of "
-        f"{algebra.mini_batch_size}, x {_count(algebra.num_epochs, 'epoch')} = "
-        f"{_count(steps, 'optimizer step')} ({_in_run(steps * cfg.total_steps, part)})"
-    )
-    yield f"       {_micro_batches(algebra, num_ranks, part.engine)}"
-
-
-def _in_run(steps: int, part: Any) -> str:
+    """Two lines: optimizer steps of a role's update, and the passes of a mini-batch."""
+    part: Any = getattr(cfg, role)
+    update, engine = part.update, part.engine
+    num_ranks //= training_sizes(role, engine).replica
+    algebra = batch_algebra_of(role, cfg.data, update, engine, num_ranks=num_ranks)
+    steps = algebra.optimizer_steps * cfg.total_steps
     warmup = part.optimizer.warmup_steps if hasattr(part, "optimizer") else 0
     short = f", all of them warm-up, which takes {warmup}" if warmup > steps else ""
-    return f"{steps} in the run{short}"
-
-
-def _micro_batches(algebra: Algebra, num_ranks: int, engine: Any) -> str:
-    fewest, most = algebra.rows_per_rank
-    rows = f"{most}" if fewest == most else f"{fewest} or {most}"
-    cut = f"{_count(algebra.micro_batches, 'micro-batch')} of at most "
-    cut += engine.micro_batch
-    if engine.max_micro_batch_tokens is not None:
-        cut = f"micro-batches of at most {engine.micro_batch}"
-    share = f"{_replicas(num_ranks, engine.layout)} = {rows} per rank"
-    return f"{algebra.mini_batch_size} rows over {share} = {cut}"
-
-
-def _replicas(number: int, layout: str) -> str:
-    return _count(number, "rank") if layout == "t1" else f"{_count(number, 'replica')} of {layout}"
+    yield (
+        f"{role:6} {algebra.samples} rows = {_count(algebra.mini_batches, 'mini-batch')} of "
+        f"{update.mini_batch_size}, x {_count(update.num_epochs, 'epoch')} = "
+        f"{_count(algebra.optimizer_steps, 'optimizer step')} ({steps} in the run{short})"
+    )
+    replicas = f"{_count(num_ranks, 'replica')} of {engine.layout}"
+    rows = " or ".join(map(str, dict.fromkeys(algebra.rows_per_rank)))
+    by_rows = engine.max_micro_batch_tokens is None
+    cut = _count(algebra.micro_batches, "micro-batch") if by_rows else "micro-batches"
+    yield (
+        f"       {update.mini_batch_size} rows over "
+        f"{_count(num_ranks, 'rank') if engine.layout == 't1' else replicas} = {rows} per rank = "
+        f"{cut} of at most {engine.micro_batch}"
+    )
 
 
 def _count(number: int, noun: str) -> str:
@@ -270,10 +247,6 @@ def _count(number: int, noun: str) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Ascending ranks as ranges: [0, 1, 2, 5] -> "0-2, 5"."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
+    runs = groupby(enumerate(ranks), key=lambda item: item[1] - item[0])
+    spans = [[rank for _, rank in run] for _, run in runs]
     return ", ".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else f"{s[0]}" for s in spans)

@@ -18,13 +18,14 @@ of the script's own classes. A settings class that lacks a section says so with
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from spmdflow.errors import ConfigError
 
 _POLICY_ROLES = ("actor", "reference")
+_PRESETS = ("colocate", "split", "standalone")
 
 
 @dataclass(frozen=True)
@@ -106,19 +107,20 @@ def resolve_placement(
             "placement: got auto, expected pools that were found before; start the script with "
             "spmdflow.run, or take them from spmdflow.plan --auto"
         )
-    if placement not in _PRESETS:
-        raise ConfigError(
-            f"placement: got {placement!r}, expected {', '.join(_PRESETS)} or a map "
-            f"pool -> {{roles: [...], ranks: [...]}}{_suggest(str(placement), list(_PRESETS))}"
-        )
-    return _PRESETS[placement](roles, world_size)
+    if placement == "colocate":
+        return {"all": Pool(roles, tuple(range(world_size)))}
+    if placement == "split":
+        return _share_out(_halves(roles), world_size, "split")
+    if placement == "standalone":
+        return _share_out([(role,) for role in roles], world_size, "standalone")
+    raise ConfigError(
+        f"placement: got {placement!r}, expected {', '.join(_PRESETS)} or a map "
+        f"pool -> {{roles: [...], ranks: [...]}}{_suggest(str(placement), _PRESETS)}"
+    )
 
 
-def _colocate(roles: tuple[str, ...], world_size: int) -> dict[str, Pool]:
-    return {"all": Pool(roles, tuple(range(world_size)))}
-
-
-def _split(roles: tuple[str, ...], world_size: int) -> dict[str, Pool]:
+def _halves(roles: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The roles on each side of a split."""
     aside = ("generator",) if "generator" in roles else ()
     second = aside or tuple(role for role in roles if role not in _POLICY_ROLES)
     first = tuple(role for role in roles if role not in second)
@@ -127,18 +129,7 @@ def _split(roles: tuple[str, ...], world_size: int) -> dict[str, Pool]:
             f"placement: split got only the roles {', '.join(roles)}, expected roles on both "
             f"sides ({', '.join(_POLICY_ROLES)} | the rest); set placement=colocate"
         )
-    return _share_out([first, second], world_size, "split")
-
-
-def _standalone(roles: tuple[str, ...], world_size: int) -> dict[str, Pool]:
-    return _share_out([(role,) for role in roles], world_size, "standalone")
-
-
-_PRESETS: dict[str, Callable[[tuple[str, ...], int], dict[str, Pool]]] = {
-    "colocate": _colocate,
-    "split": _split,
-    "standalone": _standalone,
-}
+    return [first, second]
 
 
 def _share_out(role_sets: list[tuple[str, ...]], world_size: int, preset: str) -> dict[str, Pool]:
@@ -178,7 +169,6 @@ def _read_pool(name: str, pool: Any) -> Pool:
 
 
 def _check_ranks(pools: Mapping[str, Pool], world_size: int) -> None:
-    owner: dict[int, str] = {}
     for name, pool in pools.items():
         if list(pool.ranks) != sorted(set(pool.ranks)):
             raise ConfigError(
@@ -191,17 +181,11 @@ def _check_ranks(pools: Mapping[str, Pool], world_size: int) -> None:
                 f"placement.{name}.ranks: got {outside[0]}, expected ranks of the world "
                 f"0-{world_size - 1}; start {max(pool.ranks) + 1} processes or use other ranks"
             )
-        for rank in pool.ranks:
-            if rank in owner:
-                raise ConfigError(
-                    f"placement: rank {rank} is in pools {owner[rank]} and {name}, expected "
-                    f"disjoint pools; put roles that share ranks into one pool"
-                )
-            owner[rank] = name
+    do = "expected disjoint pools; put roles that share ranks into one pool"
+    _check_once("rank", {name: pool.ranks for name, pool in pools.items()}, do)
 
 
 def _check_roles(pools: Mapping[str, Pool], roles: tuple[str, ...], others: Sequence[str]) -> None:
-    owner: dict[str, str] = {}
     for name, pool in pools.items():
         for role in pool.roles:
             if role not in roles and role not in others:
@@ -209,18 +193,26 @@ def _check_roles(pools: Mapping[str, Pool], roles: tuple[str, ...], others: Sequ
                     f"placement.{name}.roles: got {role}, expected roles of this script "
                     f"({', '.join(roles)}){_suggest(role, roles)}"
                 )
-            if role in owner:
-                raise ConfigError(
-                    f"placement: role {role} is in pools {owner[role]} and {name}, expected each "
-                    f"role once; remove it from one"
-                )
-            owner[role] = name
-    missing = [role for role in roles if role not in owner]
+    do = "expected each role once; remove it from one"
+    placed = _check_once("role", {name: pool.roles for name, pool in pools.items()}, do)
+    missing = [role for role in roles if role not in placed]
     if missing:
         raise ConfigError(
             f"placement: got no pool for {', '.join(missing)}, expected each role of "
             f"{', '.join(roles)} once; add it to a pool's roles"
         )
+
+
+def _check_once(noun: str, members: Mapping[str, Sequence[object]], do: str) -> dict[object, str]:
+    """Member -> the one pool that has it."""
+    owner: dict[object, str] = {}
+    for name, found in members.items():
+        for member in found:
+            if owner.setdefault(member, name) != name or found.count(member) > 1:
+                raise ConfigError(
+                    f"placement: {noun} {member} is in pools {owner[member]} and {name}, {do}"
+                )
+    return owner
 
 
 def _suggest(word: str, choices: Sequence[str]) -> str:
