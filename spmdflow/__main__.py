@@ -14,7 +14,7 @@ FINISHED, REFUSED = 0, 2
 
 COMMANDS = {
     "run": ("spmdflow.run", "train or evaluate: one rank of a run; torchrun starts it"),
-    "plan": ("spmdflow.plan.command", "a dry run on no device: errors, bytes, memory, seconds"),
+    "plan": ("spmdflow.plan.__main__", "a dry run on no device: errors, bytes, memory, seconds"),
     "report": ("spmdflow.report", "the curves and figures of a RUN_DIR"),
     "doctor": (
         "spmdflow.doctor.__main__",

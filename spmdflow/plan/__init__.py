@@ -9,7 +9,7 @@ controller's own; nothing is modelled twice. Knows no tensors, makes no process 
 
 | file | what |
 |---|---|
-| `command` | the command line |
+| `__main__` | the command line |
 | `trace`, `transport` | runs the script, records every order |
 | `answers`, `example` | what a rank would have answered: shapes, lengths, examples |
 | `replay` | the record of a run: its lengths for a dry run, its orders without its script |

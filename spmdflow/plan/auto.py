@@ -16,6 +16,7 @@ import shlex
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -31,15 +32,13 @@ from spmdflow.kind.generator import generator_kind
 from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Dataflow, Model
 from spmdflow.mapping.hardware import Hardware
-from spmdflow.mapping.placed import Placed, PlacedPool, Ranking, explain, reason
+from spmdflow.mapping.placed import Placed, Ranking, explain, reason
 from spmdflow.plan.record import Trace
 from spmdflow.plan.text import WIDTH, wrapped
 from spmdflow.plan.trace import TraceSettings, trace
-from spmdflow.plan.workload import Simulated, simulated
+from spmdflow.plan.workload import simulated
 
 AUTO = "auto"
-_GENERATOR = "generator"
-"""Role that generates on ranks of its own, with the actor's settings."""
 _SCORING = "preparation"
 
 
@@ -66,29 +65,36 @@ def resolve(
 
     cfg is left as it is (Any: an object of the script's settings class).
     """
-    flow = dataflow_of(script, cfg, examples or {})
-    mapping = find_mapping(flow, hardware, world_size)
-    best = mapping.best[0]
+    mapping = find_mapping(dataflow_of(script, cfg, examples or {}), hardware, world_size)
+    best, found = mapping.best[0], copy.deepcopy(cfg)
     changed: dict[str, Any] = {"placement": _placement(cfg, best)}
-    found = copy.deepcopy(cfg)
     for key, text in best.engine_overrides().items():
-        changed |= _override(found, key, text)
+        changed |= _override(cfg, key, text)
     for key, value in changed.items():
-        *path, name = key.split(".")
-        part = found
-        for step in path:
-            part = getattr(part, step)
-        setattr(part, name, value)
+        path, _, name = key.rpartition(".")
+        setattr(attrgetter(path)(found) if path else found, name, value)
     return Automatic(found, mapping, changed)
 
 
 def dataflow_of(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Dataflow:
     """Models and calls of one step of a script, sizes that may be searched left open."""
     traced = _traced(script, cfg, examples)
-    _check_names(traced, cfg)
+    roles = roles_of(cfg)
+    others = [n for n, model in traced.models.items() if n not in roles and has_engine(model.cfg)]
+    if others:
+        raise ConfigError(
+            f"placement: got auto for a script with {', '.join(others)} beside its roles, expected "
+            f"one model of each of {', '.join(roles)}, as a placement says where a role lives; "
+            f"set placement=colocate or pools of your own"
+        )
     known = simulated(traced, traced.in_step())
-    _check_shapes(known, traced)
-    assert known.dataflow is not None, known.without
+    weights = [getattr(traced.models[name].settings, "model", None) for name in known.without]
+    if known.dataflow is None or any(model is not None for model in weights):
+        raise ConfigError(
+            f"placement: got auto, but the sizes of {', '.join(known.without)} are not known "
+            f"({'; '.join(known.without.values())}), expected a model folder with config.json for "
+            f"each that has weights, and at least one; correct model.path or set placement=colocate"
+        )
     models = tuple(_open(model, cfg) for model in known.dataflow.models)
     pairs = tuple(
         (generator, model.name)
@@ -102,7 +108,7 @@ def dataflow_of(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Da
 def _traced(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Trace:
     """The script on two ranks, every size at its default."""
     small = copy.deepcopy(cfg)
-    apart = _GENERATOR in getattr(cfg, "more_roles", ())
+    apart = "generator" in getattr(cfg, "more_roles", ())
     small.placement = "split" if apart else "colocate"
     for _, engine in parts_of(small, EngineConfig):
         engine.layout = EngineConfig.layout
@@ -116,30 +122,6 @@ def _traced(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Trace:
             f"placement: got auto, but the script cannot be traced: {err}; expected a script that "
             f"a plan can follow; declare what it waits for, or set placement=colocate"
         ) from err
-
-
-def _check_names(traced: Trace, cfg: Any) -> None:
-    """Every model is the only one of its role: a placement is a map of roles (ConfigError)."""
-    roles = roles_of(cfg)
-    others = [n for n, model in traced.models.items() if n not in roles and has_engine(model.cfg)]
-    if others:
-        raise ConfigError(
-            f"placement: got auto for a script with {', '.join(others)} beside its roles, expected "
-            f"one model of each of {', '.join(roles)}, as a placement says where a role lives; "
-            f"set placement=colocate or pools of your own"
-        )
-
-
-def _check_shapes(known: Simulated, traced: Trace) -> None:
-    """The sizes of every model of weights are known, and there is one (ConfigError)."""
-    reasons = "; ".join(known.without.values())
-    models = [getattr(traced.models[name].settings, "model", None) for name in known.without]
-    if known.dataflow is None or any(model is not None for model in models):
-        raise ConfigError(
-            f"placement: got auto, but the sizes of {', '.join(known.without)} are not known "
-            f"({reasons}), expected a model folder with config.json for each that has weights, and "
-            f"at least one; correct model.path or set placement=colocate"
-        )
 
 
 def _open(model: Model, cfg: Any) -> Model:
@@ -165,34 +147,29 @@ def _sizes(key: str, text: str, default: str) -> tuple[int, int] | None:
 
 
 def _placement(cfg: Any, best: Placed) -> dict[str, Any]:
-    """Pools of all roles, those without a simulator too."""
+    """Pools of all roles; one without a simulator goes where least is to do while rewards are
+    computed: in a script of one stage, all the time."""
+    stages = [_SCORING] if _SCORING in best.stage_seconds else list(best.stage_seconds)
     pools = {name: dict(pool) for name, pool in best.to_config().items()}
     placed = {role for pool in pools.values() for role in pool["roles"]}
-    for role in roles_of(cfg):
-        if role not in placed:
-            idle = min(best.pools, key=lambda pool: (_busy_seconds(pool, best), pool.ranks))
-            pools["+".join(idle.roles)]["roles"].append(role)
+    for role in (role for role in roles_of(cfg) if role not in placed):
+        busy = [sum(pool.stage_seconds.get(at, 0.0) for at in stages) for pool in best.pools]
+        idle = min(zip(busy, best.pools, strict=True), key=lambda p: (p[0], p[1].ranks))[1]
+        pools["+".join(idle.roles)]["roles"].append(role)
     return {"+".join(pool["roles"]): pool for pool in pools.values()}
-
-
-def _busy_seconds(pool: PlacedPool, best: Placed) -> float:
-    """What a pool has to do while rewards are computed: in a script of one stage, all the time."""
-    if _SCORING in best.stage_seconds:
-        return pool.stage_seconds.get(_SCORING, 0.0)
-    return sum(pool.stage_seconds.values())
 
 
 def _override(cfg: Any, key: str, text: str) -> dict[str, Any]:
     """What one of the search's settings means for the script's; empty: it is so already."""
     role, _, rest = key.partition(".")
-    if role == _GENERATOR and not hasattr(cfg, role):
+    if not hasattr(cfg, role):  # a generator of its own has the actor's settings, and no engine
         if rest != "rollout.layout":
             return {}
         role = "actor"
     part = getattr(cfg, role)
     if rest == "engine.options":
         options = [*part.engine.options, *yaml.safe_load(text)]
-        return {f"{role}.engine.options": list(dict.fromkeys(options))}
+        return {f"{role}.{rest}": list(dict.fromkeys(options))}
     if rest == "engine.layout" and not engine_kind(part.engine.kind).cuts_model:
         return {}
     if rest == "rollout.layout" and not generator_kind(part.rollout.engine).cuts_model:
@@ -207,7 +184,6 @@ def is_auto(cfg: Any) -> bool:
 
 COUNT = 10
 _EACH_LINE = "each line: the best sizes and layouts for one way to share the models out into pools"
-_CONTINUED = " \\"
 
 
 def auto_text(found: Automatic) -> str:
@@ -223,16 +199,18 @@ def settings_text(found: Automatic) -> list[str]:
     """Lines to paste behind a command: words of a shell, all ranks in full."""
     lines: list[str] = []
     for key, value in found.changed.items():
+        flow = {"default_flow_style": True, "sort_keys": False, "width": math.inf}
+        text = value if isinstance(value, str) else yaml.safe_dump(value, **flow).strip()
         lines += textwrap.wrap(
-            shlex.quote(f"{key}={value if isinstance(value, str) else _flow_style(value)}"),
-            WIDTH - len(_CONTINUED),
+            shlex.quote(f"{key}={text}"),
+            WIDTH - len(" \\"),
             initial_indent="    ",
             subsequent_indent="        ",
             break_long_words=False,
             break_on_hyphens=False,
         )
-        lines[-1] += _CONTINUED
-    lines[-1] = lines[-1].removesuffix(_CONTINUED)
+        lines[-1] += " \\"
+    lines[-1] = lines[-1].removesuffix(" \\")
     return lines
 
 
@@ -264,9 +242,3 @@ def auto_plain(found: Automatic) -> dict[str, Any]:
             for placed in mapping.best[:COUNT]
         ],
     }
-
-
-def _flow_style(value: Any) -> str:
-    """YAML on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
-    return text.strip()

@@ -24,7 +24,7 @@ from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.record import Trace
 from spmdflow.plan.replay import Replay, recorded_trace
 from spmdflow.plan.text import seconds_of, table
-from spmdflow.plan.weight import syncs_by_step, weight_plans
+from spmdflow.plan.weight import WeightPlan, syncs_by_step, weight_plans
 from spmdflow.plan.workload import hardware_of
 from spmdflow.tracking.tracker import read_lines
 
@@ -85,11 +85,11 @@ class Comparison:
         return {
             "hardware": self.hardware,
             "stages": [stage._asdict() for stage in self.stages],
-            "steps": list(self.steps),
+            "steps": self.steps,
             "bytes_agree": self.bytes_agree,
-            "edges": [list(edge) for edge in self.edges],
+            "edges": self.edges,
             "weight_syncs": [sync._asdict() for sync in self.syncs],
-            "notes": list(self.notes),
+            "notes": self.notes,
         }
 
 
@@ -115,45 +115,43 @@ def compare(cfg: Any, run_dir: Path, *, hardware: Hardware | None = None) -> Com
 
     DataError without a step in metrics.jsonl. Any: the script's settings.
     """
-    notes: list[str] = []
     measured = _measured(run_dir)
     try:
         replay = Replay.of_run(run_dir)
         traced = recorded_trace(replay)
     except SpmdflowError as err:
-        return Comparison("", (*_stages(None, measured),), notes=(f"nothing is predicted: {err}",))
+        return Comparison("", _stages(None, measured), notes=(f"nothing is predicted: {err}",))
+    ways, notes = weight_plans(traced), []
     try:  # with as many ranks a node as the run had
         nodes = list(replay.nodes.values())
         hardware = hardware or hardware_of(cfg.run.hardware, max(map(nodes.count, nodes)))
     except SpmdflowError as err:
         notes.append(f"seconds are not predicted: {err}")
-    predicted = _predict(traced, hardware) if hardware is not None and traced.steps else None
-    notes += predicted.without.values() if predicted else ()
+    predicted = None
+    if hardware is not None and traced.steps:
+        steps = [traced.in_step(step) for step in traced.steps]
+        plain = [orders for orders in steps if all(order.phase == "train" for order in orders)]
+        predicted = predict(traced, (plain or steps)[-1], hardware, ways=ways)
+        notes += predicted.without.values()
+    unknown = [way for way in ways if way.inter_bytes < 0]
+    notes += [f"bytes of weights to {way.target} are not compared: {way.note}" for way in unknown]
     return Comparison(
         hardware=hardware.name if hardware else "",
-        stages=tuple(_stages(predicted, measured)),
+        stages=_stages(predicted, measured),
         edges=tuple(_edges(replay, traced)),
         steps=replay.steps,
-        syncs=tuple(_syncs(replay, traced, notes)),
+        syncs=() if unknown else tuple(_syncs(replay, traced, ways)),
         notes=tuple(notes),
     )
-
-
-def _predict(traced: Trace, hardware: Hardware) -> Prediction:
-    """Of the last step without an evaluation, if there is one."""
-    steps = [traced.in_step(step) for step in traced.steps]
-    plain = [orders for orders in steps if all(order.phase == "train" for order in orders)]
-    return predict(traced, (plain or steps)[-1], hardware, ways=weight_plans(traced))
 
 
 def _measured(run_dir: Path) -> dict[str, float]:
     """Median seconds by method and of a step."""
     steps = [line for line in read_lines(run_dir / "metrics.jsonl") if line["step"] > 0]
-    steps = steps[1:] or steps
     if not steps:
         raise DataError(f"{run_dir}: got no step in metrics.jsonl, expected a run with steps")
     seconds: dict[str, list[float]] = {}
-    for step in steps:
+    for step in steps[1:] or steps:
         for name, value in step.items():
             if name.startswith("time/") and value is not None:
                 stage = name.removeprefix("time/").removesuffix("_seconds")
@@ -161,37 +159,28 @@ def _measured(run_dir: Path) -> dict[str, float]:
     return {stage: median(values) for stage, values in seconds.items()}
 
 
-def _stages(predicted: Prediction | None, measured: Mapping[str, float]) -> Iterator[StageTime]:
+def _stages(predicted: Prediction | None, measured: Mapping[str, float]) -> tuple[StageTime, ...]:
     known = predicted.stage_seconds() if predicted else {}
-    for stage, seconds in known.items():
-        if stage in measured:
-            yield StageTime(stage, seconds, measured[stage])
-    yield StageTime("step", predicted.seconds if predicted else None, measured.get("step"))
+    found = [StageTime(name, known[name], measured[name]) for name in known if name in measured]
+    step = StageTime("step", predicted.seconds if predicted else None, measured.get("step"))
+    return *found, step
 
 
 def _edges(replay: Replay, traced: Trace) -> Iterator[EdgeCount]:
-    counted: dict[tuple[int, int], int] = {}
-    for step in replay.steps:
-        for edge, size in replay.edges(step).items():
-            counted[edge] = counted.get(edge, 0) + size
+    counted = sum((Counter(replay.edges(step)) for step in replay.steps), Counter())
     planned = traced.edges
     for edge in sorted({*planned, *counted}):
-        yield EdgeCount(*edge, planned.get(edge, 0), counted.get(edge, 0))
+        yield EdgeCount(*edge, planned.get(edge, 0), counted[edge])
 
 
-def _syncs(replay: Replay, traced: Trace, notes: list[str]) -> Iterator[SyncCount]:
-    ways = {way.target: way for way in weight_plans(traced)}
-    unknown = [way for way in ways.values() if way.inter_bytes < 0]
-    if unknown:
-        notes += [f"bytes of weights to {w.target} are not compared: {w.note}" for w in unknown]
-        return
-    expected = syncs_by_step(traced)
+def _syncs(replay: Replay, traced: Trace, ways: Sequence[WeightPlan]) -> Iterator[SyncCount]:
+    reported, expected = {way.target: way.reported for way in ways}, syncs_by_step(traced)
     for step in replay.steps:
         times = expected.get(step, Counter())
-        planned = sum(number * ways[name].reported for name, number in times.items())
+        planned = sum(number * reported[name] for name, number in times.items())
         counted = int(replay.metrics(step).get("rollout/synced_bytes", 0))
         if times or counted:
-            yield SyncCount(step, sum(times.values()), planned, counted)
+            yield SyncCount(step, times.total(), planned, counted)
 
 
 def comparison_text(found: Comparison) -> str:
@@ -208,23 +197,17 @@ def comparison_text(found: Comparison) -> str:
         odd = [edge for edge in found.edges if edge.planned != edge.counted]
         ranked = sorted(found.edges, key=lambda edge: -edge.counted)
         rows = [("edge", "planned", "counted", "")]
-        for source, to, planned, counted in (odd or ranked)[:_SHOWN_EDGES]:
-            rows.append((f"{source} -> {to}", planned, counted, _verdict(planned, counted)))
-        sums = (
-            sum(edge.planned for edge in found.edges),
-            sum(edge.counted for edge in found.edges),
-        )
+        for source, to, *sizes in (odd or ranked)[:_SHOWN_EDGES]:
+            rows.append((f"{source} -> {to}", *sizes, "differs" if odd else ""))
+        planned = sum(edge.planned for edge in found.edges)
+        counted = sum(edge.counted for edge in found.edges)
         verdict = f"{len(odd)} edges differ" if odd else "equal on every edge"
-        rows.append((f"all {len(found.edges)}", *sums, verdict))
+        rows.append((f"all {len(found.edges)}", planned, counted, verdict))
         lines += table(rows, right=(1, 2))
     if found.syncs:
         lines += ["", "weights from trainer to generator: bytes planned and counted", ""]
         rows = [("step", "syncs", "planned", "counted", "")]
-        rows += [(*sync, _verdict(sync.planned, sync.counted)) for sync in found.syncs]
+        rows += [(*s, "" if s.planned == s.counted else "differs") for s in found.syncs]
         lines += table(rows, right=(1, 2, 3))
     lines += [f"note: {note}" for note in found.notes]
     return "\n".join(lines) + "\n"
-
-
-def _verdict(planned: int, counted: int) -> str:
-    return "" if planned == counted else "differs"

@@ -6,10 +6,10 @@ band a pool, as high as it has models; bars are calls, their colour the kind of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from spmdflow.errors import ConfigError
 from spmdflow.plan.prediction import CallTime
@@ -27,17 +27,13 @@ _COLOURS = {
 _FONT = 'font-family="Helvetica, Arial, sans-serif"'
 
 
-@dataclass(frozen=True)
-class _Band:
+class _Band(NamedTuple):
     """One pool's part of the picture."""
 
     ranks: tuple[int, ...]
     models: tuple[str, ...]
     top: int
-
-    @property
-    def height(self) -> int:
-        return _ROW * len(self.models)
+    height: int
 
 
 def write_picture(report: PlanReport, path: Path) -> None:
@@ -49,7 +45,7 @@ def write_picture(report: PlanReport, path: Path) -> None:
     if not report.prediction.calls:
         got, expected = f"--picture {path} for a step without calls", "a schedule"
         raise ConfigError.of(where, got, expected, "plan a script that calls a model")
-    picture = schedule_svg(report)
+    picture = "\n".join(_svg(report)) + "\n"
     if path.suffix == ".html":
         title = escape(Path(report.script).name)
         picture = (
@@ -59,33 +55,34 @@ def write_picture(report: PlanReport, path: Path) -> None:
     path.write_text(picture, encoding="utf-8")
 
 
-def schedule_svg(report: PlanReport) -> str:
-    """The picture as SVG text."""
-    bands = list(_bands(report))
-    bottom = bands[-1].top + bands[-1].height if bands else _TOP
-    height = bottom + 78
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        f'viewBox="0 0 {_WIDTH} {height}">',
-        f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
-        *_title(report),
-        *_axis(report.prediction.seconds or 1.0, bottom),
-        *(line for band in bands for line in _result(band)),
-        *(line for call in report.prediction.calls for line in _bars(report, bands, call)),
-        *_legend(bottom + 56),
-        "</svg>",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _bands(report: PlanReport) -> Iterator[_Band]:
+def _svg(report: PlanReport) -> Iterator[str]:
+    bands: list[_Band] = []
     top = _TOP
     for name, pool in report.trace.pools.items():
         models = tuple(m.name for m in report.trace.models.values() if m.pool == name)
         if models:
-            band = _Band(tuple(pool.ranks), models, top)
-            yield band
-            top += band.height + _GAP
+            bands.append(_Band(tuple(pool.ranks), models, top, _ROW * len(models)))
+            top += bands[-1].height + _GAP
+    bottom = bands[-1].top + bands[-1].height if bands else _TOP
+    height = bottom + 78
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
+        f'viewBox="0 0 {_WIDTH} {height}">'
+    )
+    yield f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>'
+    yield from _title(report)
+    total = report.prediction.seconds or 1.0
+    for tick in range(6):
+        at = _LEFT + _SPACE * tick / 5
+        yield f'<line x1="{at:.1f}" y1="{_TOP - 6}" x2="{at:.1f}" y2="{bottom}" stroke="#e3e3e8"/>'
+        words = seconds_of(total * tick / 5) if tick else "0"
+        yield _text(at, bottom + 18, words, size=11, anchor="end" if tick == 5 else "middle")
+    for band in bands:
+        yield from _frame(band)
+    for call in report.prediction.calls:
+        yield from _bars(bands, call, scale=_SPACE / total)
+    yield from _legend(bottom + 56)
+    yield "</svg>"
 
 
 def _title(report: PlanReport) -> Iterator[str]:
@@ -96,15 +93,7 @@ def _title(report: PlanReport) -> Iterator[str]:
     yield _text(16, 50, f"{words}{prediction.tokens_per_second:,.0f} tokens/s", size=13)
 
 
-def _axis(total: float, bottom: int) -> Iterator[str]:
-    for tick in range(6):
-        at = _LEFT + _SPACE * tick / 5
-        yield f'<line x1="{at:.1f}" y1="{_TOP - 6}" x2="{at:.1f}" y2="{bottom}" stroke="#e3e3e8"/>'
-        words = seconds_of(total * tick / 5) if tick else "0"
-        yield _text(at, bottom + 18, words, size=11, anchor="end" if tick == 5 else "middle")
-
-
-def _result(band: _Band) -> Iterator[str]:
+def _frame(band: _Band) -> Iterator[str]:
     yield (
         f'<rect x="{_LEFT}" y="{band.top}" width="{_SPACE}" height="{band.height}" fill="none" '
         f'stroke="#9a9aa5"/>'
@@ -117,9 +106,9 @@ def _result(band: _Band) -> Iterator[str]:
     )
 
 
-def _bars(report: PlanReport, bands: list[_Band], call: CallTime) -> Iterator[str]:
+def _bars(bands: Sequence[_Band], call: CallTime, *, scale: float) -> Iterator[str]:
+    """A bar for the model of a call; a map function has one on every pool that runs it."""
     model, method = call.order.model, call.order.method
-    scale = _SPACE / (report.prediction.seconds or 1.0)
     left, width = _LEFT + call.start * scale, max(1.0, call.seconds * scale)
     took = seconds_of(call.seconds)
     hint = escape(f"{call.order.label}: {took} {call.limit}")

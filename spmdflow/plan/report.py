@@ -18,6 +18,7 @@ from spmdflow.plan.check import check_batches, check_members, check_weights
 from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.record import (
     COMPUTE,
+    TRANSFER,
     BytesByEdge,
     Problem,
     Route,
@@ -182,16 +183,21 @@ class PlanReport:
         node = self.trace.node_of
         return [[a, b, size, node[a] != node[b]] for (a, b), size in sorted(edges.items())]
 
-    def _plain_order(self) -> list[dict[str, Any]]:
-        """Numbers of calls and releases; ranks with the same ones together."""
-        orders: dict[int, dict[str, list[int]]] = {}
+    def lanes(self) -> dict[int, dict[str, list[TracedOrder]]]:
+        """The orders of each rank, by lane."""
+        found: dict[int, dict[str, list[TracedOrder]]] = {}
         for order in self.orders:
             for rank in order.commands:
-                lanes = orders.setdefault(rank, {"compute": [], "transfer": []})
-                lanes[order.lane].append(order.number)
+                lanes = found.setdefault(rank, {COMPUTE: [], TRANSFER: []})
+                lanes[order.lane].append(order)
+        return dict(sorted(found.items()))
+
+    def _plain_order(self) -> list[dict[str, Any]]:
+        """Numbers of calls and releases; ranks with the same ones together."""
         alike: dict[str, dict[str, Any]] = {}
-        for rank, lanes in sorted(orders.items()):
-            alike.setdefault(str(lanes), {"ranks": [], **lanes})["ranks"].append(rank)
+        for rank, lanes in self.lanes().items():
+            numbers = {lane: [order.number for order in orders] for lane, orders in lanes.items()}
+            alike.setdefault(str(numbers), {"ranks": [], **numbers})["ranks"].append(rank)
         return list(alike.values())
 
 

@@ -23,6 +23,7 @@ _MEMORY_NAMES = {
     "generation_weights": "gen.wts",
     "kv_cache": "kv",
 }
+_Rows = list[Sequence[object]]
 
 
 def table(rows: Sequence[Sequence[object]], *, right: Iterable[int] = ()) -> Iterator[str]:
@@ -82,23 +83,11 @@ def _three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
-def report_text(report: PlanReport) -> str:
+def plan_text(report: PlanReport) -> str:
     """All sections, an empty line before each but the first."""
-    sections = (
-        _pools,
-        _models,
-        _calls,
-        _routes,
-        _weights,
-        _memory,
-        _groups,
-        _orders_by_rank,
-        _assumed,
-        _proofs,
-        _wrong,
-    )
+    sections = (_pools, _models, _calls, _routes, _weights, _memory, _groups, _orders_by_rank)
     lines = [*_head(report)]
-    for section in sections:
+    for section in (*sections, _assumed, _proofs, _wrong):
         found = [*section(report)]
         lines += ["", *found] if found else []
     return "\n".join(lines) + "\n"
@@ -137,7 +126,7 @@ def _models(report: PlanReport) -> Iterator[str]:
     for model in report.trace.models.values():
         engine, held = getattr(model.cfg, "engine", None), getattr(model.cfg, "model", None)
         kind = f"{engine.kind} {held.dtype}" if engine is not None and held is not None else "-"
-        if hasattr(model.worker_class, "generate_sequences") and hasattr(model.cfg, "rollout"):
+        if model.generates:
             kind += f", {model.cfg.rollout.engine}"
         name = model.worker_class.__name__
         rows.append((model.name, name, kind, str(model.layout), model.pool))
@@ -147,7 +136,7 @@ def _models(report: PlanReport) -> Iterator[str]:
 def _calls(report: PlanReport) -> Iterator[str]:
     """Calls in the order of the script, with what is known of each."""
     prediction = report.prediction
-    rows = [("line", "call", "ranks", "rows", "tokens", "starts", "takes", "most of it")]
+    rows: _Rows = [("line", "call", "ranks", "rows", "tokens", "starts", "takes", "most of it")]
     for call in report.calls():
         prompts, responses = call["prompt_tokens"] or 0, call["response_tokens"] or 0
         times = call["start_seconds"], call["seconds"]
@@ -178,7 +167,7 @@ def _routes(report: PlanReport) -> Iterator[str]:
         yield "rows between ranks: none"
         return
     yield f"rows between ranks: {_moved(report)} over {len(report.edge_bytes)} edges"
-    rows: list[Sequence[object]] = [("from", "to", "edges", "in node", "between", "columns")]
+    rows: _Rows = [("from", "to", "edges", "in node", "between", "columns")]
     for route in report.routes:
         sizes = bytes_of(route.intra_bytes), bytes_of(route.inter_bytes)
         columns = " ".join(route.columns)
@@ -193,9 +182,8 @@ def _weights(report: PlanReport) -> Iterator[str]:
     if not report.weights:
         return
     yield "weights from trainer to generator"
-    rows: list[Sequence[object]] = [
-        ("from", "to", "way", "among", "a rank receives", "edges", "all", "between", "syncs")
-    ]
+    heads = ("from", "to", "way", "among", "a rank receives", "edges", "all", "between", "syncs")
+    rows: _Rows = [heads]
     for way in report.weights:
         sizes = list(way.received.values()) or [0]
         mean = bytes_of(sum(sizes) / len(sizes))
@@ -206,8 +194,7 @@ def _weights(report: PlanReport) -> Iterator[str]:
         rows.append((*how, spread, edges, bytes_of(sum(sizes)), far, way.syncs))
     yield from table(rows, right=(4, 5, 6, 7, 8))
     for way in report.weights:
-        if way.note:
-            yield from wrapped(f"  {way.target}", way.note)
+        yield from wrapped(f"  {way.target}", way.note) if way.note else ()
 
 
 def _memory(report: PlanReport) -> Iterator[str]:
@@ -218,23 +205,21 @@ def _memory(report: PlanReport) -> Iterator[str]:
     names = list(dict.fromkeys(part for phase in phases for part in phase.parts))
     names = [name for name in names if any(phase.parts.get(name) for phase in phases)]
     digits = 1 if max(phase.total for phase in phases) > 1e10 else 3
-    methods = {phase.phase: phase.phase.partition(".")[2] for phase in phases}
-    methods_differ = len(set(methods.values())) == len(methods)
+    methods = [phase.phase.partition(".")[2] for phase in phases]
+    methods_differ = len(set(methods)) == len(methods)
     rows = [("while", "all", "of it", *(_MEMORY_NAMES.get(name, name) for name in names))]
-    for phase in phases:
-        title = methods[phase.phase] if methods_differ else phase.phase
-        all_of_it, *parts = (
-            f"{size / 1e9:.{digits}f}"
-            for size in (phase.total, *(phase.parts.get(name, 0.0) for name in names))
-        )
-        rows.append((title, all_of_it, f"{100 * phase.total / phase.budget:.0f} %", *parts))
+    for phase, method in zip(phases, methods, strict=True):
+        sizes = phase.total, *(phase.parts.get(name, 0.0) for name in names)
+        total, *parts = (f"{size / 1e9:.{digits}f}" for size in sizes)
+        share = f"{100 * phase.total / phase.budget:.0f} %"
+        rows.append((method if methods_differ else phase.phase, total, share, *parts))
     yield from table(rows, right=range(1, len(rows[0])))
 
 
 def _groups(report: PlanReport) -> Iterator[str]:
     yield f"process groups: {len(report.groups)}"
     kinds = report.group_kinds()
-    rows: list[Sequence[object]] = [("made by", "what", "lane", "backend", "groups", "ranks each")]
+    rows: _Rows = [("made by", "what", "lane", "backend", "groups", "ranks each")]
     rows += [(*kind, len(groups), max(map(len, groups))) for kind, groups in kinds.items()]
     yield from table(rows, right=(4, 5))
     if report.world_size > MOST_LISTED:
@@ -247,22 +232,16 @@ def _groups(report: PlanReport) -> Iterator[str]:
 
 def _orders_by_rank(report: PlanReport) -> Iterator[str]:
     """Ranks with the same calls together; their transfers counted."""
-    calls: dict[int, list[str]] = {}
-    transfers: dict[int, int] = {}
-    for order in report.orders:
-        for rank in order.commands:
-            if order.lane == COMPUTE:
-                calls.setdefault(rank, []).append(f"{order.number} {order.label}")
-            else:
-                transfers[rank] = transfers.get(rank, 0) + 1
-    alike: dict[tuple[str, ...], list[int]] = {}
-    for rank in sorted({*calls, *transfers}):
-        alike.setdefault(tuple(calls.get(rank, ())), []).append(rank)
+    alike: dict[tuple[str, ...], tuple[list[int], set[int]]] = {}
+    for rank, lanes in report.lanes().items():
+        labels = tuple(f"{order.number} {order.label}" for order in lanes[COMPUTE])
+        ranks, counts = alike.setdefault(labels, ([], set()))
+        ranks.append(rank)
+        counts.add(len(lanes[TRANSFER]))
     released = sum(order.lane == TRANSFER for order in report.orders)
     yield f"order of commands by rank (and {released} transfers, in the order of their release)"
-    for labels, ranks in alike.items():
-        counts = sorted({transfers.get(rank, 0) for rank in ranks})
-        many = f"{counts[0]}-{counts[-1]}" if counts[1:] else str(counts[0])
+    for labels, (ranks, counts) in alike.items():
+        many = f"{min(counts)}-{max(counts)}" if len(counts) > 1 else str(*counts)
         yield from wrapped(f"  ranks {spans(ranks)}, {many} transfers", ", ".join(labels) or "none")
     if released and report.world_size > MOST_LISTED:
         yield "  --json lists the transfers of every rank"
@@ -299,9 +278,8 @@ def _proofs(report: PlanReport) -> Iterator[str]:
 
 
 def _wrong(report: PlanReport) -> Iterator[str]:
+    yield from ("wrong",) if report.problems else ()
     for number, problem in enumerate(report.problems, 1):
-        if number == 1:
-            yield "wrong"
         yield from wrapped(f"  {number}. {problem.check}", problem.text)
 
 

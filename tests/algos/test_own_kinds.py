@@ -17,8 +17,8 @@ from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.factory import sync_mode
 from spmdflow.mapping.hardware import load_hardware
 from spmdflow.parallel.layout import Layout
+from spmdflow.plan.__main__ import FINE, main
 from spmdflow.plan.auto import resolve
-from spmdflow.plan.command import FINE, main
 from spmdflow.plan.report import plan
 from tests.algos.runs import (
     ROOT,

@@ -20,7 +20,7 @@ from spmdflow.config.check import check
 from spmdflow.config.load import load
 from spmdflow.config.location import to_yaml
 from spmdflow.errors import ConfigError
-from spmdflow.plan import command as plan
+from spmdflow.plan import __main__ as plan
 from tests.hub import COMMIT, files_of, serve, write_cached
 from tests.unit.config_folder import ACTOR, write_config_folder, write_model
 
@@ -128,7 +128,7 @@ def test_plan_needs_the_sizes_alone_and_downloads_nothing(
 ) -> None:
     words = [str(Path(__file__).parents[3] / "algos" / "grpo.py"), NAME, "--no-data", "--world=2"]
     with serve({"models/org/tiny": model_files()}) as hub:
-        code = "import sys; from spmdflow.plan.command import main; sys.exit(main(sys.argv[1:]))"
+        code = "import sys; from spmdflow.plan.__main__ import main; sys.exit(main(sys.argv[1:]))"
         variables = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_CACHE": str(cache)}
         refused = python(code, *words, **variables)
         assert hub.asked == {}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from spmdflow.config.leaf import defaults, leaves
 from spmdflow.config.schema import PPOConfig
-from spmdflow.plan.command import main as plan
+from spmdflow.plan.__main__ import main as plan
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()

@@ -20,8 +20,8 @@ from spmdflow.controller.transcript import TRANSCRIPT_FILE
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.hardware import FOLDER, load_hardware
 from spmdflow.plan import workload
+from spmdflow.plan.__main__ import FINE, main
 from spmdflow.plan.auto import Automatic, dataflow_of, resolve
-from spmdflow.plan.command import FINE, main
 from spmdflow.plan.comparison import compare_run
 from spmdflow.plan.report import plan
 from spmdflow.program import prepare

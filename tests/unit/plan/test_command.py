@@ -14,9 +14,9 @@ import pytest
 from spmdflow.config.load import load
 from spmdflow.hybrid_engine.reshard import ReshardPlan, plan_reshard
 from spmdflow.mapping.hardware import load_hardware
-from spmdflow.plan.command import FINE, REFUSED, WRONG, main
+from spmdflow.plan.__main__ import FINE, REFUSED, WRONG, main
 from spmdflow.plan.report import PlanReport, plan
-from spmdflow.plan.text import bytes_of, report_text, seconds_of
+from spmdflow.plan.text import bytes_of, plan_text, seconds_of
 from tests.unit.planned import ALGORITHMS, SMALL, settings_of, write_script
 
 PPO = str(ALGORITHMS / "ppo.py")
@@ -115,7 +115,7 @@ def test_text_prints_every_group_and_transfer_of_small_worlds_only() -> None:
     sizes = [f"{role}.engine.kind=megatron" for role in ("actor", "critic")]
     sizes += [f"{role}.engine.layout=t2p2" for role in ("actor", "critic")]
 
-    small, large = (report_text(planned([*SMALL, *sizes], world)) for world in (16, 24))
+    small, large = (plan_text(planned([*SMALL, *sizes], world)) for world in (16, 24))
 
     assert "actor tp (compute, nccl): [0, 1], [2, 3], [4, 5], [6, 7], [8, 9]" in small
     assert "  transfer 1 of" in small and "--json" not in small
@@ -334,7 +334,7 @@ def test_what_only_this_machine_lacks_is_no_fault_of_the_plan(tmp_path: Path) ->
 
     assert report.problems == [f for f in report.problems if f.check == "memory"]
     assert "no *.safetensors" in (report.missing_here or "")
-    assert "not on this machine" in report_text(report)
+    assert "not on this machine" in plan_text(report)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from spmdflow.controller.script import STOPPED, launch
 from spmdflow.controller.transcript import TRANSCRIPT_FILE
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.mapping.hardware import load_hardware
-from spmdflow.plan.command import FINE, REFUSED, WRONG, main
+from spmdflow.plan.__main__ import FINE, REFUSED, WRONG, main
 from spmdflow.plan.comparison import (
     Comparison,
     compare,
