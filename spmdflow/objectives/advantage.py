@@ -67,7 +67,7 @@ def compute_advantages(
 
     r_t = token_level_reward_t - kl_coef * KL_t, then the estimator, then whitening over the
     global batch if cfg.whiten. Rows that failed (valid is False) have 0 and are in no baseline,
-    whitening or metric; 0 also has a row that is compared with others of which none is left.
+    whitening or metric; so does a row whose baseline needs others of its group, if all failed.
     Reports reward/penalised_mean and, if the columns are there, the KL to the reference (k1):
     actor/reference_kl in nats per token, ..._per_response in nats per response. ConfigError for an
     unknown estimator, ColumnError if the KL has a weight and no columns.

@@ -81,7 +81,7 @@ ESTIMATORS: Registry[Estimator] = Registry(
 def advantage(
     name: str, *, reads: Iterable[str] = (), groups: bool = False
 ) -> Callable[[EstimatorFunction], EstimatorFunction]:
-    """Register an estimator under a name; the last one of a module's own wins.
+    """Register an estimator by name; its own module may define it again.
 
     groups: it compares a row with the other samples of its prompt; a row that the others' failures
     left alone then has advantage 0. ConfigError if the name belongs to a function of another

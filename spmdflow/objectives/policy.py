@@ -178,10 +178,17 @@ class PolicyLoss(Loss):
             token_losses = inside(token_losses, mask) * inside(columns["rollout_weights"], mask)
         loss = aggregate(token_losses, mask, totals, self.cfg.aggregation)
         metrics = {"actor/pg_loss": loss.detach()}
-        with torch.no_grad():
-            metrics |= self._token_means(terms, log_probs, old_log_probs, mask, totals)
+        ratio = terms.ratio.detach().double()  # float64: E[r^2] - E[r]^2 cancels near r = 1
+        means = {
+            "actor/clip_fraction": terms.clipped.float(),
+            # KL(old || new) from samples of old: the roles of pi and q swap
+            "actor/approx_kl": kl_estimate("k3", old_log_probs, log_probs.detach()),
+            "actor/ratio_mean": ratio,
+            "actor/ratio_square": ratio.square(),
+        }
+        metrics |= {name: aggregate(x, mask, totals, "token-mean") for name, x in means.items()}
         entropy = self._entropy(output, micro, totals, metrics)
-        kl_loss = self._kl_loss(log_probs, columns, mask, totals, metrics)
+        kl_loss = self._kl_loss(log_probs, micro, totals, metrics)
         return loss - self.cfg.entropy_coef * entropy + self.cfg.kl_coef * kl_loss, metrics
 
     def terms(
@@ -195,24 +202,6 @@ class PolicyLoss(Loss):
         square = metrics.pop("actor/ratio_square")
         metrics["actor/ratio_std"] = math.sqrt(max(square - metrics["actor/ratio_mean"] ** 2, 0.0))
         return metrics
-
-    def _token_means(
-        self,
-        terms: Surrogate,
-        log_probs: Tensor,
-        old_log_probs: Tensor,
-        mask: Tensor,
-        totals: Mapping[str, float],
-    ) -> dict[str, Tensor]:
-        ratio = terms.ratio.double()  # float64: E[r^2] - E[r]^2 cancels near r = 1
-        means = {
-            "actor/clip_fraction": terms.clipped.float(),
-            # KL(old || new) from samples of old: the roles of pi and q swap
-            "actor/approx_kl": kl_estimate("k3", old_log_probs, log_probs),
-            "actor/ratio_mean": ratio,
-            "actor/ratio_square": ratio.square(),
-        }
-        return {name: aggregate(x, mask, totals, "token-mean") for name, x in means.items()}
 
     def _entropy(
         self, logits: Tensor, micro: Micro, totals: Mapping[str, float], metrics: dict[str, Tensor]
@@ -230,11 +219,12 @@ class PolicyLoss(Loss):
     def _kl_loss(
         self,
         log_probs: Tensor,
-        columns: Mapping[str, Tensor],
-        mask: Tensor,
+        micro: Micro,
         totals: Mapping[str, float],
         metrics: dict[str, Tensor],
     ) -> Tensor:
+        """Aggregated KL to the reference, 0 if it is not in the loss; adds it to metrics."""
+        mask, columns = micro.response_mask, micro.columns
         if self.cfg.kl_coef == 0:
             return log_probs.new_zeros(())
         if "ref_log_probs" not in columns:

@@ -40,7 +40,7 @@ from spmdflow.errors import ConfigError
 RewardFunction = Callable[[str, str, dict[str, Any]], Any]
 _FORM = '"path/file.py:name" or "module:name"'
 _TRACEBACK_LETTERS = 4000
-_MEMORY_SHARE = 0.5  # of the machine's: beyond it a function gets a MemoryError
+_MEMORY_SHARE = 0.5  # of the node's: beyond it a function gets a MemoryError
 _OUR_MODULES = (__name__, "importlib")
 
 
@@ -118,7 +118,7 @@ def _show_stacks(stack_fd: int) -> None:
 
 
 def _limit_memory() -> None:
-    """A hog gets a MemoryError; before that, the kernel picks this process and not the rank."""
+    """Too large a process gets a MemoryError, and the kernel ends it before it ends the rank."""
     limit = int(_MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limits = [each for each in (limit, soft, hard) if each != resource.RLIM_INFINITY]

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -95,29 +95,24 @@ class Lane:
         self._commands.put(None)
 
     def run(self) -> None:
-        """Run commands in this thread until the end."""
+        """Run commands in this thread until the end; what one raises ends the run."""
         is_over = False
         while not is_over:  # once more after the session has failed, for what needs everybody
-            with contextlib.suppress(Unwound), self._reporting():
+            failure = None
+            try:
                 while (command := self._commands.get()) is not None:
                     self._run_one(command)
                     del command  # it may hold much while the next one is awaited
                 is_over = True
+            except Unwound:
+                pass
+            except BaseException as err:
+                failure = failure_of(err, self._rank, lane=self.name, running=self.running)
+            if failure is not None:
+                self._reporter.fail(failure)
+                self._reporter.stay()
             self.running = None
         self._reporter.lane_ended(self.name)
-
-    @contextlib.contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """What is raised inside ends the run."""
-        try:
-            yield
-            return
-        except Unwound:
-            raise
-        except BaseException as err:
-            self._reporter.fail(failure_of(err, self._rank, lane=self.name, running=self.running))
-        self._reporter.stay()
-        raise Unwound
 
     def _run_one(self, command: Command) -> None:
         self.running = (command, time.monotonic())

@@ -169,7 +169,7 @@ def script_line() -> str:
 def own_traceback(err: BaseException) -> str:
     """The lines of err's traceback in the user's code.
 
-    Where there are none, the last ones of all, but of an error that says by itself what to do.
+    Without such lines the last ones of all, but none of an error that says by itself what to do.
     """
     frames = traceback.extract_tb(err.__traceback__)
     own = [frame for frame in frames if is_own(frame.filename)]

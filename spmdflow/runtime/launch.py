@@ -2,13 +2,12 @@
 
 `start_run` is called by every rank of the default process group. Ranks outside `ranks` only help
 to make process groups (every rank of the world must call `new_group`) and hear of the end
-(runtime/launch.py). What the host program's groups were, they are afterwards, and nothing of
-the run is left: no group, no thread, no descriptor.
+(`Outcome`). The groups of the host program stay as they are, and nothing of the run is left
+afterwards: no group, no thread, no descriptor.
 
-Ranks of a host program that are not in the run: `new_group` must be called by every rank of the
-world. So the run's first rank writes into the world's store which groups its ranks make, then that
-there are no more, and at last how the run ended. The others follow. Waiting for the end costs a
-look into the store per second, has no limit (runs are long), and lets signals through.
+For ranks outside, the run's first rank writes into the world's store which groups its ranks make,
+then that there are no more, and at last how the run ended (`Announcements`). Waiting for the end
+costs a look into the store per second, has no limit (runs are long), and lets signals through.
 """
 
 from __future__ import annotations
@@ -201,14 +200,17 @@ def _state(
 
 
 _FIRST_SECONDS, _GROUP_SECONDS, _END_SECONDS = 0.01, 0.1, 1.0
-"""Between two looks: at first, and later for more groups or the end of the run."""
+"""Time between two looks into the store: at first, for more groups, for the end of the run."""
 
 Specs = Sequence[tuple[Sequence[int], str, str]]
 """Ranks, lane, backend of process groups."""
 
 
 class Announcements:
-    """What is said of one launch. Every rank of the world calls `launch` equally often."""
+    """What a run tells ranks outside, through the store.
+
+    Keys carry the number of the launch: every rank of the world calls `launch` equally often.
+    """
 
     def __init__(self, store: Store, rank: int) -> None:
         launches = store.add(f"spmdflow/launches/{rank}", 1)

@@ -245,7 +245,10 @@ class RankState:
                 f"{label}: returned {got}, expected columns {sorted(writes)}; "
                 f"return exactly what `writes` declares"
             )
-        columns = {name: _column_of(label, name, made[name], len(ids)) for name in writes}
+        try:
+            columns = {name: column_of(name, made[name], len(ids)) for name in writes}
+        except ColumnError as err:
+            raise ColumnError(f"{label}: {err}") from err
         copied = sum(
             columns[name].values.nbytes
             for name in writes
@@ -299,13 +302,6 @@ class RankState:
                 errors.append(err)
         if errors:
             raise errors[0]
-
-
-def _column_of(label: str, name: str, value: Any, num_rows: int) -> Column:
-    try:
-        return column_of(name, value, num_rows)
-    except ColumnError as err:
-        raise ColumnError(f"{label}: {err}") from err
 
 
 @contextmanager
