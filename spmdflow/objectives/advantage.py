@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -43,13 +42,9 @@ from spmdflow.transfer.register import map_function
 from spmdflow.transfer.worker import Mean, Metric
 
 
-def _estimator_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    return ESTIMATORS.find(arguments["estimator"]).reads
-
-
 @map_function(
     reads=("response_mask", "token_level_rewards"),
-    reads_for=_estimator_columns,
+    reads_for=lambda arguments: ESTIMATORS.find(arguments["estimator"]).reads,
     optional=("old_log_probs", "ref_log_probs", *VALID),
     writes=("advantages", "returns"),
     groups=True,

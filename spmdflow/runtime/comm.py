@@ -206,7 +206,11 @@ class Comm:
             self._leave_alone()
         if not self._failures:
             self._check_lanes(now)
-            self._check_parent()
+            if os.getppid() != self._parent:
+                ended = (
+                    f"the launcher (parent process {self._parent}) ended without ending its ranks"
+                )
+                self.fail(self._about("launcher", self._rank, ended))
         self._check_controller(now)
 
     def _check_signals(self) -> None:
@@ -224,11 +228,6 @@ class Comm:
                     cause = f"still running after its limit of {command.seconds:g} s"
                     about = command.label, command.number, lane.name
                     self.fail(Failure("deadline", self._rank, cause, *about))
-
-    def _check_parent(self) -> None:
-        if os.getppid() != self._parent:
-            cause = f"the launcher (parent process {self._parent}) ended without ending its ranks"
-            self.fail(self._about("launcher", self._rank, cause))
 
     def _check_controller(self, now: float) -> None:
         if self._is_controller or self._controller_lost:

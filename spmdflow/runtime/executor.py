@@ -101,7 +101,10 @@ class Lane:
             failure = None
             try:
                 while (command := self._commands.get()) is not None:
-                    self._run_one(command)
+                    self.running = (command, time.monotonic())
+                    operation = find_operation(self.operations, command.label, command.payload)
+                    self._reporter.reply(command.ticket, operation(command.payload, command.number))
+                    self.running = None
                     del command  # it may hold much while the next one is awaited
                 is_over = True
             except Unwound:
@@ -113,13 +116,6 @@ class Lane:
                 self._reporter.stay()
             self.running = None
         self._reporter.lane_ended(self.name)
-
-    def _run_one(self, command: Command) -> None:
-        self.running = (command, time.monotonic())
-        operation = find_operation(self.operations, command.label, command.payload.get("operation"))
-        answer = operation(command.payload, command.number)
-        self._reporter.reply(command.ticket, answer)
-        self.running = None
 
 
 def failure_of(
@@ -155,8 +151,11 @@ def stay_until(over: threading.Event) -> None:
     leave(1)
 
 
-def find_operation(operations: Mapping[str, Operation], label: str, name: object) -> Operation:
-    """operations[name]; ProtocolError naming the known ones."""
+def find_operation(
+    operations: Mapping[str, Operation], label: str, payload: Mapping[str, Any]
+) -> Operation:
+    """The operation that a command names; ProtocolError naming the known ones."""
+    name = payload.get("operation")
     if not isinstance(name, str) or name not in operations:
         raise ProtocolError(
             f"{label}: operation {name!r}; expected one of {sorted(operations)}; "

@@ -183,7 +183,7 @@ class InprocTransport(ImmediateTransport):
         replies = {}
         for rank, payload in order.commands.items():
             assert rank == 0, (order.label, rank)
-            operation = find_operation(self._operations, order.label, payload.get("operation"))
+            operation = find_operation(self._operations, order.label, payload)
             replies[rank] = operation(payload, order.number)
         if order.on_done:
             order.on_done(replies)

@@ -130,10 +130,6 @@ class Peers:
         local = (rank for rank in self._others if self.processes[rank].is_local())
         return [rank for rank in local if not self.processes[rank].has_ended()]
 
-    def has_remote(self) -> bool:
-        """Whether some rank runs on another node."""
-        return any(not process.is_local() for process in self.processes.values())
-
 
 GRACE_SECONDS = 2.0
 """A rank reports its own missed limits; the controller waits this much longer."""

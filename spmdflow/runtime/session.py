@@ -14,7 +14,7 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from torch import distributed as dist
 
@@ -68,7 +68,10 @@ def run_session(
         remove_old_reports(settings.run_dir)
     found = meet(dist.distributed_c10d._get_default_store(), rank, settings)
     hub = found.hub
-    with _switch_interval(_SWITCH_SECONDS), Signals() as signals:
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        signals = at_end.enter_context(Signals())
         endpoint = Endpoint(
             found.address,
             rank,
@@ -148,13 +151,3 @@ def _run_lanes(
     transfer.start()
     comm.compute.run()
     return transfer
-
-
-@contextlib.contextmanager
-def _switch_interval(seconds: float) -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(seconds)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)

@@ -183,9 +183,10 @@ class Verdict:
 
     def _await_exits(self) -> None:
         """Give everybody time to go; SIGKILL those of this node who do not."""
+        all_here = all(process.is_local() for process in self.peers.processes.values())
         start = time.monotonic()
         while time.monotonic() - start < _EXIT_SECONDS:
-            sent = not self.peers.has_remote() or time.monotonic() - start > _SEND_SECONDS
+            sent = all_here or time.monotonic() - start > _SEND_SECONDS
             if sent and not self.peers.local_survivors():
                 return
             time.sleep(0.02)

@@ -96,7 +96,11 @@ class Envelopes:
     def open(self, data: bytes, sender: int) -> tuple[Kind, Any] | None:
         """Kind and body; None if it is not of this run. MessageError if it does not decode."""
         if not data.startswith(self._run_id):
-            self._warn(len(data), sender)
+            self._num_foreign += 1
+            if self._num_foreign <= _MAX_WARNINGS:
+                logger.warning(
+                    "dropped %d bytes of another run, sent as rank %d", len(data), sender
+                )
             return None
         kind = _KINDS.get(data[RUN_ID_BYTES]) if len(data) > RUN_ID_BYTES else None
         if kind is None:
@@ -105,11 +109,6 @@ class Envelopes:
                 f"run the same version of spmdflow on every rank"
             )
         return kind, decode(memoryview(data)[RUN_ID_BYTES + 1 :])
-
-    def _warn(self, num_bytes: int, sender: int) -> None:
-        self._num_foreign += 1
-        if self._num_foreign <= _MAX_WARNINGS:
-            logger.warning("dropped %d bytes of another run, sent as rank %d", num_bytes, sender)
 
 
 class _Socket(Envelopes):
