@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from spmdflow.hybrid_engine.reshard import ReshardPlan
+from spmdflow.hybrid_engine.reshard import Bucket, ReshardPlan
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.ranks import RankTables
 from spmdflow.weights.table import EMBEDDING, ShardTable
@@ -104,3 +105,25 @@ def _copies(table: ShardTable) -> set[str]:
     """The embedding's name if the table is of a later stage, which has it as its output layer."""
     is_first = _FIRST_LAYER in table or "embedding.word_embeddings.weight" in table
     return set() if is_first else {EMBEDDING}
+
+
+def sent_by(bucket: Bucket) -> Counter[int]:
+    """Elements that each source packs, once for all destinations."""
+    found = Counter[int]()
+    for message in bucket.messages:
+        found[message.source] += message.num_elements
+    return found
+
+
+def received_by(bucket: Bucket) -> Counter[int]:
+    """Elements that reach each destination."""
+    found = Counter[int]()
+    for message in bucket.messages:
+        found.update(dict.fromkeys(message.destinations, message.num_elements))
+    return found
+
+
+def staging_bytes(plan: ReshardPlan, rank: int) -> int:
+    """The most bytes that a rank packs and receives in one bucket: its buffers."""
+    sizes = (sent_by(bucket)[rank] + received_by(bucket)[rank] for bucket in plan.buckets)
+    return plan.element_bytes * max(sizes, default=0)

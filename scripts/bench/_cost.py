@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from bench._amount import Amount, ByRank, received, summed, together, weights
+from bench._amount import Amount, ByRank, received, staging_bytes, summed, together, weights
 from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.reshard import (
     Groups,
@@ -35,7 +35,6 @@ from spmdflow.hybrid_engine.reshard import (
     plan_reshard,
     scopes_of,
 )
-from spmdflow.hybrid_engine.table import storage_numel
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.ranks import (
@@ -45,6 +44,7 @@ from spmdflow.weights.ranks import (
     default_vocab_multiple,
     megatron_tables,
     row_shards,
+    storage_numel,
     vllm_tables,
     whole_tables,
 )
@@ -120,7 +120,7 @@ class Cost:
         """Bytes of buffers by rank, at most."""
         if not isinstance(self.plan, ReshardPlan):
             return dict.fromkeys(self.received, 0)
-        return {rank: self.plan.staging_bytes(rank) for rank in self.received}
+        return {rank: staging_bytes(self.plan, rank) for rank in self.received}
 
     def mean(self, what: str) -> Fraction:
         """Mean over the generation ranks of the sharded bytes of a field: the formula's figure."""

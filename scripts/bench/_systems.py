@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bench._cost import Case, Cost
 from spmdflow.hybrid_engine.reshard import ReshardPlan
-from spmdflow.hybrid_engine.shared_storage import BlockStorage, FlatStorage, SharedStorage
+from spmdflow.hybrid_engine.shared_storage import SharedStorage
 from spmdflow.hybrid_engine.stream import ALONE_BYTES, GroupWire, WeightStream
 from spmdflow.parallel.group import GroupTable
 from spmdflow.weights.move import Block, Blocks, Read, blocks, fill
@@ -152,9 +152,7 @@ class OneCopy(System):
 
     def gather(self) -> int:
         """Peers' rows; flat as the cost has it: by an all-gather or by broadcasts."""
-        if self.case.gathers_rows and isinstance(self._storage, FlatStorage):
-            return self._storage.gather()
-        return self._storage.fill()
+        return self._storage.fill(gathers=self.case.gathers_rows)
 
     def generation(self) -> Iterator[Block]:
         """The own row and the peers'."""
@@ -171,8 +169,8 @@ class OneCopy(System):
         layout, rank = self.case.layout, self.seat.rank
         self._ranks = ranks = layout.axis_group(rank, "micro_dp")
         group = self.seat.groups.get(ranks) if len(ranks) > 1 else None
-        kind = FlatStorage if self.cost.mode == "flat" else BlockStorage
-        self._storage: SharedStorage = kind(ranks, rank, group, stage=layout.coordinate(rank).pp)
+        is_flat, stage = self.cost.mode == "flat", layout.coordinate(rank).pp
+        self._storage = SharedStorage(ranks, rank, group, stage=stage, is_flat=is_flat)
         starts, size = self.case.buffer_places(self._table)
         dtype, device = self.seat.dtype, self.seat.device
         own = None if self.cost.mode == "flat" else torch.zeros(size, dtype=dtype, device=device)

@@ -23,10 +23,8 @@ weights.
 | file | what |
 |---|---|
 | `factory` | which way applies to settings and layout, and its parts |
-| `sync` | versions, checksums, release; copies box by box, and the trainer's shards in place |
+| `sync` | versions, checksums, release; copies on the same ranks or to others; shards in place |
 | `shared_storage` | the trainer's shards as generation reads them: blocks and flat |
 | `stream` | a plan's messages over the job's groups |
-| `remote` | from a policy to a generator on other ranks |
-| `reshard` | plans of boxes in bounded buckets. Integers only |
-| `table` | which boxes settings give to each rank |
+| `reshard` | which boxes settings give to each rank, and plans of them in bounded buckets |
 """

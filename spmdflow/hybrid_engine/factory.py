@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from spmdflow.errors import ConfigError
-from spmdflow.hybrid_engine.shared_storage import BlockStorage, FlatStorage, SharedStorage
+from spmdflow.hybrid_engine.shared_storage import SharedStorage
 from spmdflow.hybrid_engine.sync import BoxSync, SharedSync, WeightSync
 from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.generator import generator_kind
@@ -20,10 +20,7 @@ from spmdflow.rollout.generator import Generator
 from spmdflow.rollout.vllm import VllmGenerator
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.ranks import default_vocab_multiple
 from spmdflow.workers.engine import TrainEngine
-
-_STORAGES: dict[str, type[SharedStorage]] = {"blocks": BlockStorage, "flat": FlatStorage}
 
 
 def sync_mode(cfg: Any, layout: Layout) -> str:
@@ -39,20 +36,19 @@ def sync_mode(cfg: Any, layout: Layout) -> str:
         return "blocks" if asked == "auto" else str(asked)
     if asked == "auto":
         return "copy"
-    raise ConfigError(
-        f"rollout.weights: got {asked}, expected copy here, as {obstacle}; "
-        f"set actor.rollout.weights=auto"
-    )
+    expected, do = f"copy here, as {obstacle}", "set actor.rollout.weights=auto"
+    raise ConfigError.of("rollout.weights", asked, expected, do)
 
 
 def storage_of(mode: str, context: WorkerContext) -> SharedStorage | None:
     """The storage that trainer and generator will share; None if each has its own."""
-    if mode not in _STORAGES:
+    if mode == "copy":
         return None
     layout, rank = context.layout, context.rank
     ranks = layout.axis_group(rank, "micro_dp")
     group = context.groups.get(ranks) if len(ranks) > 1 else None
-    return _STORAGES[mode](ranks, rank, group, stage=layout.coordinate(rank).pp)
+    stage = layout.coordinate(rank).pp
+    return SharedStorage(ranks, rank, group, stage=stage, is_flat=mode == "flat")
 
 
 def hybrid_of(
@@ -64,24 +60,17 @@ def hybrid_of(
     storage: SharedStorage | None,
 ) -> WeightSync:
     """The way for this trainer and generator. Collective over the pool."""
-    verify_every, layout = cfg.rollout.verify_every, context.layout
+    every = cfg.rollout.verify_every
     if storage is not None:
         assert isinstance(generator, VllmGenerator)
         architecture = Architecture.from_folder(cfg.model.path)
-        return SharedSync(
-            engine,
-            generator,
-            storage,
-            architecture=architecture,
-            vocab_multiple=default_vocab_multiple(layout.tp_size),
-            verify_every=verify_every,
-        )
+        return SharedSync(engine, generator, storage, architecture, verify_every=every)
     return BoxSync(
         engine,
         generator,
         rank=context.rank,
         seconds=context.call_seconds,
-        verify_every=verify_every,
+        verify_every=every,
         frees_generator=cfg.engine.residency == "offload",
     )
 

@@ -12,27 +12,33 @@ nothing that is there. It stays inside the smallest scope that holds all that is
 Messages are gathered in buckets, in the order of the model, so that no rank packs or receives more
 than `bucket_bytes` at a time (a single row of a tensor that is larger goes alone).
 
-How a runtime executes a `ReshardPlan`, on every rank of `plan.ranks`, bucket by bucket:
-for each message of `bucket.messages_of(rank)`, in order, its source packs the parts (the values of
-each box, row-major, one behind the other, in the generator's precision) and sends them: a broadcast
-where a process group over `message.ranks` exists, else point to point to each destination. When all
-messages of the bucket have arrived, a destination writes each box to every place where its
-generation table has it (`weights.move.Blocks`). `plan.kept` is written the same way, from the
-rank's own shards. All ranks derive the same plan from what all have and need.
+Every rank of `plan.ranks` executes a `ReshardPlan` bucket by bucket: for each message that the rank
+sends or receives, in order, its source packs the parts (the values of each box, row-major, one
+behind the other, in the generator's precision) and sends them: a broadcast where a process group
+over `message.ranks` exists, else point to point to each destination. When all messages of the
+bucket have arrived, a destination writes each box to every place where its generation table has it
+(`weights.move.Blocks`). `plan.kept` is written the same way, from the rank's own shards. All ranks
+derive the same plan from what all have and need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import prod
+from typing import Any
 
 from spmdflow.blocks.box import Box, disjoint, merged, subtract_all
 from spmdflow.blocks.plan import NodeOf, redistribute
 from spmdflow.errors import PlanError
+from spmdflow.kind.engine import engine_kind
+from spmdflow.kind.generator import generator_kind
+from spmdflow.kind.registry import load
 from spmdflow.parallel.layout import Layout
-from spmdflow.weights.ranks import RankTables
+from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.ranks import BUCKET_BYTES, RankTables
 
 BoxesByRank = Mapping[int, Mapping[str, Sequence[Box]]]
 """By global rank and Hugging Face name: boxes of the whole tensor; of one rank they may overlap."""
@@ -75,20 +81,6 @@ class Bucket:
     messages: tuple[Message, ...]
     """In the order in which every rank starts them."""
 
-    def messages_of(self, rank: int) -> list[Message]:
-        """Those that a rank sends or receives, in order."""
-        return [m for m in self.messages if rank == m.source or rank in m.destinations]
-
-    @cached_property
-    def sent(self) -> Mapping[int, int]:
-        """Elements that each source packs (once for all destinations)."""
-        return _totals((m.source, m.num_elements) for m in self.messages)
-
-    @cached_property
-    def received(self) -> Mapping[int, int]:
-        """Elements that reach each destination."""
-        return _totals((rank, m.num_elements) for m in self.messages for rank in m.destinations)
-
 
 @dataclass(frozen=True)
 class ReshardPlan:
@@ -108,14 +100,17 @@ class ReshardPlan:
         """Every rank that takes part, ascending."""
         return tuple(sorted(rank for group in self.groups for rank in group))
 
+    def messages_of(self, rank: int) -> list[list[Message]]:
+        """Of each bucket, those that a rank sends or receives, in order."""
+        return [
+            [m for m in bucket.messages if rank == m.source or rank in m.destinations]
+            for bucket in self.buckets
+        ]
+
     def received_bytes(self, rank: int) -> int:
         """Bytes that reach a rank over the wire, in all buckets."""
-        return self.element_bytes * sum(bucket.received.get(rank, 0) for bucket in self.buckets)
-
-    def staging_bytes(self, rank: int) -> int:
-        """The most bytes that a rank packs and receives in one bucket: its buffers."""
-        sizes = (b.sent.get(rank, 0) + b.received.get(rank, 0) for b in self.buckets)
-        return self.element_bytes * max(sizes, default=0)
+        arriving = (m for some in self.messages_of(rank) for m in some if m.source != rank)
+        return self.element_bytes * sum(message.num_elements for message in arriving)
 
 
 def plan_reshard(
@@ -134,21 +129,17 @@ def plan_reshard(
     is held is taken. PlanError if none is.
     """
     assert bucket_bytes > 0 and element_bytes > 0, (bucket_bytes, element_bytes)
-    names = dict.fromkeys(name for rank in sorted(need) for name in need[rank])
+    limit = max(1, bucket_bytes // element_bytes)
     for scope, groups in scopes.items():
-        moves = _moves(names, have, need, groups, node_of)
+        moves = _moves(have, need, groups, node_of)
         if moves is not None:
-            packing = _Packing(max(1, bucket_bytes // element_bytes))
-            for name, per_group in moves.items():
-                packing.add(name, per_group)
-            return ReshardPlan(
-                scope, tuple(groups), packing.buckets(), _kept(moves, need), element_bytes
-            )
-    raise PlanError(
-        f"reshard: got training ranks {sorted(have)} that do not hold all that generation ranks "
-        f"{sorted(need)} need within {list(scopes)}, expected a whole copy; give the ranks of a "
-        f"replica"
-    )
+            sent, kept = moves
+            buckets = tuple(_packed(sent, limit))
+            parts = {rank: tuple(parts) for rank, parts in kept.items()}
+            return ReshardPlan(scope, tuple(groups), buckets, parts, element_bytes)
+    got = f"training ranks {sorted(have)} that do not hold all that generation ranks "
+    got += f"{sorted(need)} need within {list(scopes)}"
+    raise PlanError.of("reshard", got, "a whole copy", "give the ranks of a replica")
 
 
 def scopes_of(training: Layout, generation: Layout) -> dict[str, Groups]:
@@ -158,6 +149,43 @@ def scopes_of(training: Layout, generation: Layout) -> dict[str, Groups]:
         return {"pool": pool}
     smaller = ("micro_dp", "replica", "shard")
     return {**{axis: training.axis_groups(axis) for axis in smaller}, "pool": pool}
+
+
+def training_tables(architecture: Architecture, layout: Layout, *, kind: str) -> RankTables:
+    """What each rank trains with, by engine.kind."""
+    tables: RankTables = load(engine_kind(kind).weight_table)(architecture, layout)
+    return tables
+
+
+def generation_tables(architecture: Architecture, layout: Layout, *, engine: str) -> RankTables:
+    """What each rank generates with, by rollout.engine and the layout's generation sizes."""
+    tables: RankTables = load(generator_kind(engine).weight_table)(architecture, layout)
+    return tables
+
+
+@dataclass(frozen=True)
+class Copies:
+    """A plan of boxes, and what it was made from."""
+
+    plan: ReshardPlan
+    have: BoxesByRank
+    need: BoxesByRank
+
+
+def plan_copies(
+    architecture: Architecture, cfg: Any, *, training: Layout, generation: Layout, itemsize: int
+) -> Copies:
+    """From a policy's layout to its generator's, which may be the same.
+
+    cfg: the actor's settings (Any: a role's dataclass). itemsize: of rollout.dtype.
+    """
+    have = boxes_of(training_tables(architecture, training, kind=cfg.engine.kind))
+    need = boxes_of(generation_tables(architecture, generation, engine=cfg.rollout.engine))
+    scopes = scopes_of(training, generation)
+    plan = plan_reshard(
+        have, need, scopes=scopes, element_bytes=itemsize, bucket_bytes=BUCKET_BYTES
+    )
+    return Copies(plan, have, need)
 
 
 def boxes_of(tables: RankTables) -> BoxesByRank:
@@ -179,41 +207,18 @@ def boxes_by_name(blocks: Iterable[tuple[str, object, Box]]) -> dict[str, tuple[
     return {name: tuple(boxes) for name, boxes in found.items()}
 
 
-def shapes_of(boxes: BoxesByRank) -> dict[str, tuple[int, ...]]:
-    """How far the boxes of all ranks reach: the shape of each tensor that they hold together."""
-    found: dict[str, tuple[int, ...]] = {}
-    for held in boxes.values():
-        for name, some in held.items():
-            for box in some:
-                ends = tuple(stop for _, stop in box.bounds)
-                found[name] = tuple(map(max, ends, found.get(name, ends)))
-    return found
-
-
-@dataclass(frozen=True)
-class _Moves:
-    """What one tensor moves in one group."""
-
-    sent: tuple[tuple[int, Box, tuple[int, ...]], ...]
-    """(source, box, destinations), by source, then first destination."""
-    kept: Mapping[int, tuple[Box, ...]]
-
-
-_GroupMoves = tuple[tuple[int, ...], _Moves]
-"""A group, and what moves in it by places in the group."""
+_Sent = tuple[int, Box, tuple[int, ...]]
+"""(source, box, destinations)."""
 _Places = tuple[tuple[Box, ...], ...]
 
 
 def _moves(
-    names: Iterable[str],
-    have: BoxesByRank,
-    need: BoxesByRank,
-    groups: Groups,
-    node_of: NodeOf | None,
-) -> dict[str, list[_GroupMoves]] | None:
-    """By name, what each group moves; None if a group lacks an element."""
-    found: dict[str, list[_GroupMoves]] = {}
-    for name in names:
+    have: BoxesByRank, need: BoxesByRank, groups: Groups, node_of: NodeOf | None
+) -> tuple[dict[str, list[_Sent]], dict[int, list[Part]]] | None:
+    """What is sent of each tensor, and what each rank keeps; None if a group lacks an element."""
+    sent: dict[str, list[_Sent]] = {name: [] for rank in sorted(need) for name in need[rank]}
+    kept: dict[int, list[Part]] = {rank: [] for rank in sorted(need)}
+    for name in sent:
         for group in groups:
             nodes = None if node_of is None else tuple(node_of(rank) for rank in group)
             moves = _moves_of_places(
@@ -223,13 +228,19 @@ def _moves(
             )
             if moves is None:
                 return None
-            found.setdefault(name, []).append((group, moves))
-    return found
+            for source, box, places in moves[0]:
+                sent[name].append((group[source], box, tuple(group[place] for place in places)))
+            for place, boxes in moves[1].items():
+                if boxes:
+                    kept[group[place]] += [Part(name, box) for box in boxes]
+    return sent, kept
 
 
 @lru_cache(maxsize=4096)
-def _moves_of_places(have: _Places, need: _Places, nodes: tuple[int, ...] | None) -> _Moves | None:
-    """The moves of one tensor in one group, ranks as places in it; None if an element is missing.
+def _moves_of_places(
+    have: _Places, need: _Places, nodes: tuple[int, ...] | None
+) -> tuple[list[_Sent], Mapping[int, tuple[Box, ...]]] | None:
+    """(sent, kept) of one tensor in one group, ranks as places in it; None if it lacks an element.
 
     Layers of a stage, and groups of different replicas, ask the same: the answer is kept.
     """
@@ -237,95 +248,63 @@ def _moves_of_places(have: _Places, need: _Places, nodes: tuple[int, ...] | None
     wanted = set(need)
     if any(subtract_all(boxes, everything) for boxes in wanted):
         return None
-    if len(wanted) == 1 and sum(box.size for box in everything) == _size(need[0]):
+    num_held, num_needed = (sum(b.size for b in some) for some in (everything, disjoint(need[0])))
+    if len(wanted) == 1 and num_held == num_needed:
         return _from_each_to_all(have)
     node_of = None if nodes is None else nodes.__getitem__
     plan = redistribute(dict(enumerate(have)), dict(enumerate(need)), node_of=node_of)
     sent: dict[tuple[int, Box], list[int]] = {}
     for edge in plan.edges:
         sent.setdefault((edge.source, edge.box), []).append(edge.destination)
-    return _Moves(tuple((*key, tuple(to)) for key, to in sent.items()), plan.kept)
+    return [(*key, tuple(to)) for key, to in sent.items()], plan.kept
 
 
-def _from_each_to_all(have: _Places) -> _Moves:
+def _from_each_to_all(have: _Places) -> tuple[list[_Sent], Mapping[int, tuple[Box, ...]]]:
     """What `redistribute` gives where all need the same and each element has one holder (FSDP)."""
     kept = {place: tuple(merged(boxes)) for place, boxes in enumerate(have)}
-    sent = [
-        (source, box, tuple(place for place in kept if place != source))
-        for source, boxes in kept.items()
-        for box in sorted(boxes)
-    ]
-    return _Moves(tuple(move for move in sent if move[2]), kept)
+    others = {source: tuple(place for place in kept if place != source) for source in kept}
+    sent = [(s, box, others[s]) for s, boxes in kept.items() for box in sorted(boxes) if others[s]]
+    return sent, kept
 
 
-def _kept(moves: Mapping[str, list[_GroupMoves]], need: BoxesByRank) -> dict[int, tuple[Part, ...]]:
-    kept: dict[int, list[Part]] = {rank: [] for rank in sorted(need)}
-    for name, per_group in moves.items():
-        for group, tensor in per_group:
-            for place, boxes in tensor.kept.items():
-                if boxes:
-                    kept[group[place]] += [Part(name, box) for box in boxes]
-    return {rank: tuple(parts) for rank, parts in kept.items()}
+def _packed(sent: Mapping[str, Sequence[_Sent]], limit: int) -> Iterator[Bucket]:
+    """Buckets in the order of the model; no rank sends or receives more than limit elements."""
+    parts: dict[tuple[int, tuple[int, ...]], list[Part]] = {}
+    packed, reaching = Counter[int](), Counter[int]()
+    for name, pieces in _slab_by_slab(sent, limit):
+        more_packed, more_reaching = Counter[int](), Counter[int]()
+        for (source, box), destinations in pieces.items():
+            more_packed[source] += box.size
+            more_reaching.update(dict.fromkeys(destinations, box.size))
+        both = ((packed, more_packed), (reaching, more_reaching))
+        if any(total[rank] + size > limit for total, more in both for rank, size in more.items()):
+            if parts:
+                yield _bucket(parts)
+            parts, packed, reaching = {}, Counter(), Counter()
+        packed.update(more_packed)
+        reaching.update(more_reaching)
+        for (source, box), destinations in pieces.items():
+            parts.setdefault((source, tuple(sorted(destinations))), []).append(Part(name, box))
+    if parts:
+        yield _bucket(parts)
 
 
-_Pieces = dict[tuple[int, Box], list[int]]
-"""(source, box) -> destinations."""
+def _bucket(parts: Mapping[tuple[int, tuple[int, ...]], Sequence[Part]]) -> Bucket:
+    return Bucket(tuple(Message(*key, tuple(some)) for key, some in sorted(parts.items())))
 
 
-class _Packing:
-    """Fills buckets in the order of the model; no rank sends or receives more than the limit."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._done: list[Bucket] = []
-        self._open: dict[tuple[int, tuple[int, ...]], list[Part]] = {}
-        self._sent: dict[int, int] = {}
-        self._received: dict[int, int] = {}
-
-    def add(self, name: str, per_group: Sequence[_GroupMoves]) -> None:
-        """Append what a tensor moves, in slabs of rows that fit into a bucket."""
-        sent = [
-            (group[source], box, [group[place] for place in destinations])
-            for group, moves in per_group
-            for source, box, destinations in moves.sent
-        ]
-        for slab in _slabs([box for _, box, _ in sent], self._limit):
-            pieces: _Pieces = {}
-            for source, box, destinations in sent:
+def _slab_by_slab(
+    sent: Mapping[str, Sequence[_Sent]], limit: int
+) -> Iterator[tuple[str, dict[tuple[int, Box], list[int]]]]:
+    """What is sent of each tensor, (source, box) -> destinations, in slabs that fit a bucket."""
+    for name, some in sent.items():
+        for slab in _slabs([box for _, box, _ in some], limit):
+            pieces: dict[tuple[int, Box], list[int]] = {}
+            for source, box, destinations in some:
                 common = box.intersect(slab)
                 if common is not None:
                     pieces.setdefault((source, common), []).extend(destinations)
-            self._append(name, pieces)
-
-    def buckets(self) -> tuple[Bucket, ...]:
-        """All buckets; call once, at the end."""
-        self._close()
-        return tuple(self._done)
-
-    def _append(self, name: str, pieces: _Pieces) -> None:
-        sizes = [(source, to, box.size) for (source, box), to in pieces.items()]
-        sent = _totals((source, size) for source, _, size in sizes)
-        received = _totals((rank, size) for _, to, size in sizes for rank in to)
-        if not (self._fits(self._sent, sent) and self._fits(self._received, received)):
-            self._close()
-        for (source, box), destinations in pieces.items():
-            key = source, tuple(sorted(destinations))
-            self._open.setdefault(key, []).append(Part(name, box))
-        for total, more in ((self._sent, sent), (self._received, received)):
-            for rank, size in more.items():
-                total[rank] = total.get(rank, 0) + size
-
-    def _fits(self, total: Mapping[int, int], more: Mapping[int, int]) -> bool:
-        return all(total.get(rank, 0) + size <= self._limit for rank, size in more.items())
-
-    def _close(self) -> None:
-        messages = [
-            Message(source, destinations, tuple(parts))
-            for (source, destinations), parts in sorted(self._open.items())
-        ]
-        if messages:
-            self._done.append(Bucket(tuple(messages)))
-        self._open, self._sent, self._received = {}, {}, {}
+            yield name, pieces
 
 
 def _slabs(boxes: Sequence[Box], limit: int) -> list[Box]:
@@ -341,15 +320,3 @@ def _slabs(boxes: Sequence[Box], limit: int) -> list[Box]:
     return [
         Box(((start, min(start + height, last)), *inner)) for start in range(first, last, height)
     ]
-
-
-def _size(boxes: Sequence[Box]) -> int:
-    """Elements of disjoint boxes."""
-    return sum(box.size for box in disjoint(boxes))
-
-
-def _totals(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for rank, size in pairs:
-        found[rank] = found.get(rank, 0) + size
-    return found

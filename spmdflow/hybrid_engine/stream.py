@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdflow.errors import WeightSyncError
-from spmdflow.hybrid_engine.reshard import Bucket, Message, Part, ReshardPlan
+from spmdflow.hybrid_engine.reshard import Message, Part, ReshardPlan
 from spmdflow.parallel.group import GroupTable
 from spmdflow.weights.move import Block, Blocks
 
@@ -91,17 +91,14 @@ class WeightStream:
         for part in self.plan.kept.get(self._rank, ()):
             for values, box in reader.pieces(part.name, part.box):
                 writer.write(part.name, box, values)
-        buckets = [list(self._transfers(b, reader, writer)) for b in self.plan.buckets]
+        planned = self.plan.messages_of(self._rank)
+        buckets = [list(self._transfers(some, reader, writer)) for some in planned]
         sizes = [sum(m.num_elements for m, live in bucket if live is None) for bucket in buckets]
         staging = torch.empty(max(sizes, default=0), dtype=self._dtype, device=self._device)
         return sum(self._exchange(bucket, staging, reader, writer) for bucket in buckets)
 
     def _exchange(
-        self,
-        bucket: list[_Transfer],
-        staging: Tensor,
-        reader: Blocks,
-        writer: Blocks,
+        self, bucket: list[_Transfer], staging: Tensor, reader: Blocks, writer: Blocks
     ) -> int:
         """Send and receive what is in a bucket; bytes received."""
         arrived: list[tuple[Message, Tensor]] = []
@@ -121,17 +118,21 @@ class WeightStream:
         for work, message in works:
             self._wait(work, message)
         for message, values in arrived:
-            _unpack(message.parts, values, writer)
+            for part, place in _places(message.parts, values):
+                writer.write(part.name, part.box, place)
         return received
 
-    def _transfers(self, bucket: Bucket, reader: Blocks, writer: Blocks) -> Iterator[_Transfer]:
+    def _transfers(
+        self, messages: Iterable[Message], reader: Blocks, writer: Blocks
+    ) -> Iterator[_Transfer]:
         """This rank's messages, divided alike at both ends: large boxes first, each alone."""
-        for message in bucket.messages_of(self._rank):
+        for message in messages:
             view = reader.view if message.source == self._rank else writer.sole_view
             small = tuple(part for part in message.parts if part.box.size < self._alone)
             for part in message.parts:
                 if part.box.size >= self._alone:
-                    yield replace(message, parts=(part,)), self._in_place(view(part.name, part.box))
+                    live = self._in_place(view(part.name, part.box))
+                    yield replace(message, parts=(part,)), live
             if small:
                 yield replace(message, parts=small), None
 
@@ -160,11 +161,6 @@ def _pack(parts: Iterable[Part], reader: Blocks, values: Tensor) -> None:
         for part, place in _places(parts, values):
             for held, box in reader.pieces(part.name, part.box):
                 place[box.slices(part.box)].copy_(held)
-
-
-def _unpack(parts: Iterable[Part], values: Tensor, writer: Blocks) -> None:
-    for part, place in _places(parts, values):
-        writer.write(part.name, part.box, place)
 
 
 def _places(parts: Iterable[Part], values: Tensor) -> Iterator[tuple[Part, Tensor]]:

@@ -1,10 +1,13 @@
-"""`WeightSync`: a trainer, its generator, and the comparison of their checksums.
+"""Weights from a trainer to its generator, on the same ranks or on others, and their checksums.
 
 The comparison does not trust the copy: the trainer hashes its shards where they lie, rounded to
 the generator's precision; the generator hashes the tensors its forward reads. Both hashes depend
 on every bit and its place (blocks.hash), so a wrong, stale, shifted or skipped tensor shows.
+
 `BoxSync` keeps two copies; `SharedSync` has the generator read the trainer's shards where they lie
-(paper section 5.3). Knows no engine by name.
+(paper section 5.3). A `WeightSender` on the policy's ranks and a `WeightReceiver` on the
+generator's run one call together: before the boxes goes a header of two facts that only the policy
+knows, the version of its weights and the hash of every tensor. Knows no engine by name.
 """
 
 from __future__ import annotations
@@ -12,19 +15,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
+from spmdflow.blocks.hash import MODULUS, to_signed
 from spmdflow.errors import WeightSyncError
 from spmdflow.hybrid_engine.reshard import (
     BoxesByRank,
     ReshardPlan,
     boxes_by_name,
+    plan_copies,
     plan_reshard,
     scopes_of,
-    shapes_of,
 )
 from spmdflow.hybrid_engine.shared_storage import SharedStorage
 from spmdflow.hybrid_engine.stream import GroupWire, WeightStream
@@ -34,10 +40,10 @@ from spmdflow.rollout.generator import NEVER, Generator
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm import VllmGenerator
 from spmdflow.rollout.vllm_blocks import WHOLE, Key, key_of
-from spmdflow.transfer.worker import Max, Metric, Sum
+from spmdflow.transfer.worker import Max, Metric, Sum, WorkerContext
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.ranks import BUCKET_BYTES
-from spmdflow.weights.table import stage_layers
+from spmdflow.weights.ranks import BUCKET_BYTES, default_vocab_multiple
+from spmdflow.weights.table import parameters, stage_layers
 from spmdflow.workers.engine import TrainEngine
 
 logger = logging.getLogger(__name__)
@@ -88,7 +94,7 @@ class WeightSync:
         num_bytes = self._move(version)
         if verify:
             expected = self._engine.shard_hashes(self._generator.dtype)
-            verify_weights(self._generator, expected, version)
+            _verify(self._generator, expected, version)
         self._num_syncs += 1
         seconds = time.perf_counter() - start
         logger.debug("synced weights of version %d, verified: %s", version, verify)
@@ -103,8 +109,9 @@ class WeightSync:
         """As Generator.generate; WeightSyncError while needs_sync is true."""
         if self.needs_sync:
             held = self._generator.weights_version
+            weights = "that were never synced" if held == NEVER else f"of version {held}"
             raise WeightSyncError(
-                f"generate: got a generator with {_version_text(held)} while the trainer is at "
+                f"generate: got a generator with weights {weights} while the trainer is at "
                 f"version {self._engine.weights_version}; expected the same version; call sync() "
                 f"on every rank of the actor first"
             )
@@ -148,8 +155,7 @@ class BoxSync(WeightSync):
         found = [mine] * layout.size
         if layout.size > 1:
             dist.all_gather_object(found, mine, group=self._engine.groups.get(layout.ranks))
-        have = {rank: has for rank, (has, _) in zip(layout.ranks, found, strict=True)}
-        need = {rank: needs for rank, (_, needs) in zip(layout.ranks, found, strict=True)}
+        have, need = (dict(zip(layout.ranks, side)) for side in zip(*found, strict=True))
         _check_same_model(have, need)
         return plan_reshard(
             have,
@@ -173,18 +179,18 @@ class SharedSync(WeightSync):
         engine: TrainEngine,
         generator: VllmGenerator,
         storage: SharedStorage,
-        *,
         architecture: Architecture,
-        vocab_multiple: int,
+        *,
         verify_every: int,
     ) -> None:
-        """storage: adopted by the engine. vocab_multiple: the trainer's padding."""
+        """storage: adopted by the engine."""
         super().__init__(engine, generator, verify_every=verify_every)
         self._shared, self._storage = generator, storage
+        tp_size = engine.layout.tp_size
         generator.share(
-            shards_of(storage, engine.layout, architecture),
-            tp_size=engine.layout.tp_size,
-            vocab_multiple=vocab_multiple,
+            _shards_of(storage, engine.layout, architecture),
+            tp_size=tp_size,
+            vocab_multiple=default_vocab_multiple(tp_size),
         )
         storage.free()
 
@@ -199,7 +205,88 @@ class SharedSync(WeightSync):
             self._generator.weights_version = NEVER
 
 
-def shards_of(
+class _Way:
+    """What both ends of a way to other ranks derive from the two layouts."""
+
+    def __init__(
+        self, context: WorkerContext, cfg: Any, *, training: Layout, generation: Layout
+    ) -> None:
+        """cfg: the actor's settings, which both ends share (Any: a role's dataclass)."""
+        architecture = Architecture.from_folder(cfg.model.path)
+        self._dtype, self._device = getattr(torch, cfg.rollout.dtype), context.device
+        itemsize = self._dtype.itemsize
+        plan = plan_copies(
+            architecture, cfg, training=training, generation=generation, itemsize=itemsize
+        ).plan
+        self._stream = WeightStream(
+            plan,
+            rank=context.rank,
+            wire=GroupWire(context.groups, plan, rank=context.rank),
+            dtype=self._dtype,
+            device=context.device,
+            seconds=context.call_seconds,
+        )
+        self._names = [parameter.name for parameter in parameters(architecture)]
+        self._group, self._source = context.groups.get(plan.ranks), training.ranks[0]
+
+    def _shared(self, header: Sequence[int] = ()) -> list[int]:
+        """What the policy's first rank says: the version, whether hashes follow, the hashes."""
+        told = torch.zeros(2 + len(self._names), dtype=torch.int64, device=self._device)
+        if header:
+            told[: len(header)] = torch.tensor(header)
+        dist.broadcast(told, src=self._source, group=self._group)
+        return told.tolist()
+
+
+class WeightSender(_Way):
+    """The policy's end on one rank."""
+
+    def __init__(
+        self, engine: TrainEngine, context: WorkerContext, cfg: Any, generation: Layout
+    ) -> None:
+        """generation: the generator's layout; cfg: the actor's settings."""
+        super().__init__(context, cfg, training=context.layout, generation=generation)
+        self._engine, self._every, self._count = engine, cfg.rollout.verify_every, 0
+
+    def send(self) -> None:
+        """Send everything."""
+        header = [self._engine.weights_version]
+        if self._every > 0 and self._count % self._every == 0:
+            hashes = self._engine.shard_hashes(self._dtype)
+            header += [1, *(to_signed(hashes[name]) for name in self._names)]
+        self._count += 1
+        self._shared(header)
+        self._stream.run(self._engine.blocks(), ())
+
+
+class WeightReceiver(_Way):
+    """The generator's end on one rank."""
+
+    def __init__(
+        self, generator: Generator, context: WorkerContext, cfg: Any, training: Layout
+    ) -> None:
+        """training: the policy's layout; cfg: the actor's settings."""
+        super().__init__(context, cfg, training=training, generation=context.layout)
+        self._generator = generator
+
+    def receive(self) -> dict[str, Metric]:
+        """Overwrite the generator's weights. WeightSyncError if a hash differs."""
+        started, generator = time.perf_counter(), self._generator
+        version, verify, *hashes = self._shared()
+        generator.weights_version = NEVER
+        received = self._stream.run((), generator.blocks())
+        generator.renew(version)
+        if verify:
+            values = [value % MODULUS for value in hashes]
+            _verify(generator, dict(zip(self._names, values, strict=True)), version)
+        return {
+            "rollout/synced_bytes": Sum(float(received)),
+            "rollout/weights_verified": Max(float(verify)),
+            "time/weight_sync_seconds": Max(time.perf_counter() - started),
+        }
+
+
+def _shards_of(
     storage: SharedStorage, layout: Layout, architecture: Architecture
 ) -> dict[Key, list[Tensor]]:
     """Views by layer and kind, in tensor-parallel order, as `rollout.vllm_blocks` reads them."""
@@ -230,7 +317,7 @@ def _parameters(
 
 def _check_same_model(have: BoxesByRank, need: BoxesByRank) -> None:
     """WeightSyncError names the tensors that only one side has, or in another shape."""
-    trained, generates = shapes_of(have), shapes_of(need)
+    trained, generates = _shapes_of(have), _shapes_of(need)
     names = sorted(trained.keys() | generates.keys())
     wrong = [name for name in names if trained.get(name) != generates.get(name)]
     if wrong:
@@ -242,44 +329,41 @@ def _check_same_model(have: BoxesByRank, need: BoxesByRank) -> None:
         )
 
 
-def verify_weights(generator: Generator, expected: Mapping[str, int], version: int) -> None:
+def _shapes_of(boxes: BoxesByRank) -> dict[str, tuple[int, ...]]:
+    """How far the boxes of all ranks reach: the shape of each tensor that they hold together."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, box in ((n, box) for held in boxes.values() for n in held for box in held[n]):
+        ends = tuple(stop for _, stop in box.bounds)
+        found[name] = tuple(map(max, ends, found.get(name, ends)))
+    return found
+
+
+def _verify(generator: Generator, expected: Mapping[str, int], version: int) -> None:
     """Compare every tensor's hash; a collective over the replica.
 
     WeightSyncError if one differs; the generator then counts as never synced.
     """
     try:
-        compare(expected, generator.hashes(), version)
+        compare_hashes(expected, generator.hashes(), version)
     except WeightSyncError:
         generator.weights_version = NEVER
         raise
 
 
-def compare(expected: Mapping[str, int], found: Mapping[str, int], version: int) -> None:
+def compare_hashes(expected: Mapping[str, int], found: Mapping[str, int], version: int) -> None:
     """WeightSyncError naming the first tensor whose hash differs between trainer and generator."""
-    wrong = sorted(
-        name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
+    names = sorted(expected.keys() | found.keys())
+    wrong = [name for name in names if expected.get(name) != found.get(name)]
+    if not wrong:
+        return
+    got, wanted = (
+        f"{hashes[wrong[0]]:#018x}" if wrong[0] in hashes else "absent"
+        for hashes in (found, expected)
     )
-    if wrong:
-        raise WeightSyncError(_mismatch_text(wrong, expected, found, version))
-
-
-def _mismatch_text(
-    wrong: Sequence[str], expected: Mapping[str, int], found: Mapping[str, int], version: int
-) -> str:
-    name = wrong[0]
     others = f" and {len(wrong) - 1} more ({', '.join(wrong[1:4])})" if wrong[1:] else ""
-    return (
-        f"weight sync of version {version}: got rollout tensor {name} with hash "
-        f"{_hash_text(found, name)}, expected the trainer's {_hash_text(expected, name)}{others}, "
-        f"of {len(expected)} tensors; the run must not go on with these weights: set "
-        f"actor.rollout.engine={generator_names()[0]} to see whether it is the "
-        f"generator, and report this message"
+    raise WeightSyncError(
+        f"weight sync of version {version}: got rollout tensor {wrong[0]} with hash {got}, "
+        f"expected the trainer's {wanted}{others}, of {len(expected)} tensors; the run must not "
+        f"go on with these weights: set actor.rollout.engine={generator_names()[0]} to see whether "
+        f"it is the generator, and report this message"
     )
-
-
-def _hash_text(hashes: Mapping[str, int], name: str) -> str:
-    return f"{hashes[name]:#018x}" if name in hashes else "absent"
-
-
-def _version_text(version: int) -> str:
-    return "weights that were never synced" if version == NEVER else f"weights of version {version}"

@@ -18,7 +18,7 @@ from spmdflow.config.parallel import generation_sizes
 from spmdflow.config.schema import ActorConfig
 from spmdflow.data.row_id import is_held_out, seed_of
 from spmdflow.errors import ConfigError, ProtocolError, WeightSyncError
-from spmdflow.hybrid_engine.remote import WeightReceiver
+from spmdflow.hybrid_engine.sync import WeightReceiver
 from spmdflow.models.base import axis_groups
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import NEVER, Generator, generator_of, take_folder_weights

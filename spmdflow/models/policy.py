@@ -19,7 +19,7 @@ from spmdflow.config.schema import ActorConfig
 from spmdflow.data.ragged import VALID, chosen_mask, pad, without_failed
 from spmdflow.errors import SpmdflowError
 from spmdflow.hybrid_engine.factory import hybrid_of, storage_of, sync_mode
-from spmdflow.hybrid_engine.remote import WeightSender
+from spmdflow.hybrid_engine.sync import WeightSender
 from spmdflow.models.base import EngineWorker, Step
 from spmdflow.models.generator import SamplingWorker
 from spmdflow.models.rows import example_rows, text_rows, with_text_rows

@@ -16,10 +16,9 @@ import numpy as np
 from spmdflow.blocks.box import Box, subtract_all
 from spmdflow.blocks.plan import FALSE, MISSING, STRANGE, THERE, TWICE, Boxes, find_cover_error
 from spmdflow.data.row_id import Ids
-from spmdflow.hybrid_engine.reshard import BoxesByRank
+from spmdflow.hybrid_engine.reshard import BoxesByRank, Copies
 from spmdflow.plan.record import Problem, Trace, TracedOrder
 from spmdflow.plan.rows import shown
-from spmdflow.plan.weight import Copies
 
 _SHOWN = 5
 _NONE = np.zeros(0, dtype=np.int64)

@@ -1,7 +1,7 @@
 """How weights reach generators in a step: mode, bytes by rank and edge, nodes crossed.
 
-The figures are of one sync, by the planner that the ranks themselves use (`hybrid_engine.reshard`,
-`.table`), not by a formula.
+The figures are of one sync, by the planner that the ranks themselves use (`hybrid_engine.reshard`),
+not by a formula.
 """
 
 from __future__ import annotations
@@ -16,21 +16,14 @@ import torch
 
 from spmdflow.errors import ConfigError, PlanError
 from spmdflow.hybrid_engine.factory import sync_mode
-from spmdflow.hybrid_engine.reshard import (
-    BoxesByRank,
-    ReshardPlan,
-    boxes_of,
-    plan_reshard,
-    scopes_of,
-)
-from spmdflow.hybrid_engine.table import generation_tables, storage_numel, training_tables
+from spmdflow.hybrid_engine.reshard import Copies, ReshardPlan, generation_tables, plan_copies
 from spmdflow.kind.engine import Sharding, engine_kind
 from spmdflow.parallel.layout import Layout
 from spmdflow.plan.record import BytesByEdge, Trace, TracedModel
 from spmdflow.transfer.protocol import protocol
 from spmdflow.transfer.register import method_spec
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.ranks import BUCKET_BYTES
+from spmdflow.weights.ranks import storage_numel
 
 Nodes = Mapping[int, int]
 """The node of each rank."""
@@ -40,15 +33,6 @@ _Sent = tuple[int, Iterable[int], int]
 MOST_RANKS, MOST_SHARDED_RANKS = 128, 16
 """Ranks up to which copies are planned box by box, and where every rank holds a shard of each
 tensor: what takes a second or two. Beyond, ranks count as alike."""
-
-
-@dataclass(frozen=True)
-class Copies:
-    """A plan of boxes, and what it was made from."""
-
-    plan: ReshardPlan
-    have: BoxesByRank
-    need: BoxesByRank
 
 
 @dataclass(frozen=True)
@@ -180,19 +164,14 @@ def _boxes(policy: TracedModel, target: TracedModel, nodes: Nodes) -> WeightPlan
     if len({*training.ranks, *generation.ranks}) > most:
         return _alike(policy, target, nodes, most=most)
     architecture = Architecture.from_folder(cfg.model.path)
-    have = boxes_of(training_tables(architecture, training, kind=cfg.engine.kind))
-    need = boxes_of(generation_tables(architecture, generation, engine=cfg.rollout.engine))
-    plan = plan_reshard(
-        have,
-        need,
-        scopes=scopes_of(training, generation),
-        element_bytes=getattr(torch, cfg.rollout.dtype).itemsize,
-        bucket_bytes=BUCKET_BYTES,
+    itemsize = getattr(torch, cfg.rollout.dtype).itemsize
+    copies = plan_copies(
+        architecture, cfg, training=training, generation=generation, itemsize=itemsize
     )
-    found = WeightPlan(policy.name, target.name, "copy", plan.scope)
-    sent = _messages(plan, training, policy.layout)
+    found = WeightPlan(policy.name, target.name, "copy", copies.plan.scope)
+    sent = _messages(copies.plan, training, policy.layout)
     found = found.of_messages(sent, target.layout.ranks, nodes)
-    return replace(found, copies=Copies(plan, have, need))
+    return replace(found, copies=copies)
 
 
 def _messages(plan: ReshardPlan, first: Layout, layout: Layout) -> Iterator[_Sent]:

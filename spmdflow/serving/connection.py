@@ -20,8 +20,7 @@ from torch import Tensor
 
 from spmdflow.blocks.hash import MODULUS, to_signed
 from spmdflow.errors import ConfigError, WeightSyncError
-from spmdflow.hybrid_engine.reshard import Message, boxes_of
-from spmdflow.hybrid_engine.table import training_tables
+from spmdflow.hybrid_engine.reshard import Message, boxes_of, training_tables
 from spmdflow.parallel.layout import Layout
 from spmdflow.serving.whole import WholeTensors
 from spmdflow.weights.architecture import Architecture, RopeScaling

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from spmdflow.errors import ConfigError
-from spmdflow.hybrid_engine.reshard import boxes_of
+from spmdflow.hybrid_engine.reshard import boxes_of, training_tables
 from spmdflow.hybrid_engine.stream import GroupWire
-from spmdflow.hybrid_engine.table import training_tables
 from spmdflow.rollout.vllm_contract import missing_names
 from spmdflow.serving.connection import address_towards, agreed_address
 from spmdflow.serving.server import VllmServer

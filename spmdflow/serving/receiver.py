@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from spmdflow.errors import ConfigError
-from spmdflow.hybrid_engine.sync import compare
+from spmdflow.hybrid_engine.sync import compare_hashes
 from spmdflow.serving.backend import Target, check_reload, register_backend
 from spmdflow.serving.connection import (
     BACKEND,
@@ -90,7 +90,7 @@ class OutsideReceiver:
         finally:  # the trainer waits for it
             self._wire.share(verdict.clone(), connection.workers[0])
         if verify:
-            compare(unpacked_hashes(connection, self._header[2:]), found, version)
+            compare_hashes(unpacked_hashes(connection, self._header[2:]), found, version)
 
     def close(self) -> None:
         """Let go of the trainer."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from spmdflow.errors import WeightSyncError
-from spmdflow.hybrid_engine.sync import compare
+from spmdflow.hybrid_engine.sync import compare_hashes
 from spmdflow.serving.connection import (
     DTYPES,
     Connection,
@@ -112,7 +112,7 @@ class WeightPublisher:
         with _Asked(self._is_first, lambda: finish(str(version))) as ask:
             self._wire.share(verdict, connection.workers[0], meanwhile=ask.check)
             if expected is not None and verdict[0]:
-                compare(expected, unpacked_hashes(connection, verdict[1:]), version)
+                compare_hashes(expected, unpacked_hashes(connection, verdict[1:]), version)
         if not verdict[0]:
             raise WeightSyncError(
                 f"weight server {self._server.url}: got weights of version {version} that it could "

@@ -232,6 +232,18 @@ def buffer_places(
     return places, _rounded_up(end, alignment)
 
 
+def storage_numel(
+    arch: Architecture, layout: Layout, *, distributed_optimizer: bool
+) -> dict[int, int]:
+    """Elements of each rank's Megatron parameter buffer, padded for that optimizer if it is on."""
+    aligned_over = layout.dp_size if distributed_optimizer else None
+    shared = arch.tied and layout.pp_size > 1
+    return {
+        rank: buffer_places(table, aligned_over=aligned_over, shared_embedding=shared)[1]
+        for rank, table in megatron_tables(arch, layout).items()
+    }
+
+
 def _rounded_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from bench._amount import received_by, sent_by, staging_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,7 +121,7 @@ def test_separate_pool_gets_every_weight_and_the_load_is_spread_over_the_replica
 
     plan = _plan(have, need, scopes_of(training, rollout))
     arrived = execute(arch, plan, have, need)
-    packed = {rank: sum(b.sent.get(rank, 0) for b in plan.buckets) for rank in training.ranks}
+    packed = {rank: sum(sent_by(b)[rank] for b in plan.buckets) for rank in training.ranks}
 
     held = {
         rank: 4 * sum(piece.box.size for tensor in need[rank].values() for piece in tensor.pieces)
@@ -147,10 +148,10 @@ def test_no_rank_packs_or_receives_more_than_a_bucket(bucket_bytes, layout, few)
     limit = max(bucket_bytes, longest_row * 2)
     for rank in layout.ranks:
         assert plan.received_bytes(rank) == whole.received_bytes(rank)
-        assert plan.staging_bytes(rank) <= 2 * limit
+        assert staging_bytes(plan, rank) <= 2 * limit
         for bucket in plan.buckets:
-            assert 4 * bucket.received.get(rank, 0) <= limit
-            assert 4 * bucket.sent.get(rank, 0) <= limit
+            assert 4 * received_by(bucket)[rank] <= limit
+            assert 4 * sent_by(bucket)[rank] <= limit
     assert execute(arch, plan, have, need) == {
         rank: plan.received_bytes(rank) for rank in layout.ranks
     }

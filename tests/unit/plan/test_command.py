@@ -296,7 +296,7 @@ def test_copies_of_weights_are_proved_and_their_faults_told(
         right = plan_reshard(*parts, **more)  # type: ignore[arg-type]
         return replace(right, buckets=right.buckets[:-1])
 
-    monkeypatch.setattr("spmdflow.plan.weight.plan_reshard", without_last_bucket)
+    monkeypatch.setattr("spmdflow.hybrid_engine.reshard.plan_reshard", without_last_bucket)
     assert main(words) == WRONG
     assert re.search(
         r"weights: weights of actor to actor: edge \d.* -> \d: got no", capsys.readouterr().out

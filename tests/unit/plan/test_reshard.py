@@ -15,17 +15,18 @@ from spmdflow.blocks.box import Box
 from spmdflow.hybrid_engine.reshard import (
     BoxesByRank,
     Bucket,
+    Copies,
     Message,
     Part,
     ReshardPlan,
     boxes_of,
+    generation_tables,
     plan_reshard,
     scopes_of,
+    training_tables,
 )
-from spmdflow.hybrid_engine.table import generation_tables, training_tables
 from spmdflow.parallel.layout import Layout
 from spmdflow.plan.check import check_weights
-from spmdflow.plan.weight import Copies
 from tests.unit.resharding import arch_for
 
 Case = tuple[ReshardPlan, BoxesByRank, BoxesByRank]

@@ -10,8 +10,13 @@ import pytest
 
 from spmdflow.config.schema import PPOConfig
 from spmdflow.errors import PlanError
-from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, scopes_of
-from spmdflow.hybrid_engine.table import generation_tables, training_tables
+from spmdflow.hybrid_engine.reshard import (
+    boxes_of,
+    generation_tables,
+    plan_reshard,
+    scopes_of,
+    training_tables,
+)
 from spmdflow.mapping.dataflow import Model, Rollout
 from spmdflow.mapping.hardware import load_hardware
 from spmdflow.mapping.seconds import transition_seconds
@@ -265,7 +270,7 @@ def test_way_that_no_planner_finds_is_a_note_and_no_traceback(
     def refuses(*_: object, **__: object) -> None:
         raise PlanError("reshard: got nothing")
 
-    monkeypatch.setattr(weight, "plan_reshard", refuses)
+    monkeypatch.setattr("spmdflow.hybrid_engine.reshard.plan_reshard", refuses)
 
     found = planned(tmp_path, grid(4, 1, 1, gen=(2, 1)))
 
