@@ -55,12 +55,19 @@ def order_of(name: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2] or 1)) if match else None
 
 
-def facts_of(folder: Path) -> dict[str, FileFacts]:
-    """Size and hash of every file below folder but the manifest; each is synced to the disk."""
-    names = file_names(folder)
+def facts_of(folder: Path, names: Iterable[str], *, is_synced: bool) -> dict[str, FileFacts]:
+    """Size and hash of files below folder, which are synced to the disk if asked for."""
+
+    def read(name: str) -> FileFacts:
+        with (folder / name).open("rb") as file:
+            if is_synced:
+                os.fsync(file.fileno())
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return FileFacts(os.fstat(file.fileno()).st_size, digest)
+
+    names = list(names)
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        facts = threads.map(lambda name: _facts(folder / name, is_synced=True), names)
-        return dict(zip(names, facts, strict=True))
+        return dict(zip(names, threads.map(read, names), strict=True))
 
 
 def file_names(folder: Path) -> list[str]:
@@ -105,37 +112,25 @@ def read_manifest(folder: Path) -> CheckpointInfo:
             f"checkpoint: {path} is foreign: format {kind!r}, step {step}; "
             f"expected {FORMAT!r} and the step of its folder; resume from the run that wrote it"
         )
-    return CheckpointInfo(folder, step, _meta_of(path, body), _files_of(path, body))
-
-
-def _meta_of(path: Path, body: Mapping[str, Any]) -> dict[str, Any]:
-    meta = body.get("meta")
+    meta, files = body.get("meta"), body.get("files")
     if not isinstance(meta, dict) or not isinstance(meta.get("layout", {}), dict):
-        raise _damaged(path, f"has meta {_excerpt(meta)}, which is no map with a map layout")
-    return meta
-
-
-def _files_of(path: Path, body: Mapping[str, Any]) -> dict[str, FileFacts]:
-    """The map files, name -> {num_bytes, sha256}; CheckpointError if it is anything else."""
-    files = body.get("files")
+        raise _damaged(path, f"has meta {meta!r:.80}, which is no map with a map layout")
     if not isinstance(files, dict):
-        raise _damaged(path, f"has files {_excerpt(files)}, which is no map name -> size and hash")
+        raise _damaged(path, f"has files {files!r:.80}, which is no map name -> size and hash")
     for name, facts in files.items():
-        known = isinstance(facts, dict) and set(facts) == {"num_bytes", "sha256"}
-        if (
-            not known
-            or type(facts["num_bytes"]) is not int
-            or not isinstance(facts["sha256"], str)
-            or Path(name).is_absolute()
-            or ".." in Path(name).parts
-        ):
-            problem = f"has {_excerpt(facts)} for file {_excerpt(name)}"
+        if not _describes_file(name, facts):
+            problem = f"has {facts!r:.80} for file {name!r:.80}"
             raise _damaged(path, f"{problem}, not num_bytes and sha256 of a file in the checkpoint")
-    return {name: FileFacts(**facts) for name, facts in files.items()}
+    known = {name: FileFacts(**facts) for name, facts in files.items()}
+    return CheckpointInfo(folder, step, meta, known)
 
 
-def _excerpt(value: object) -> str:
-    return repr(value)[:80]
+def _describes_file(name: str, facts: Any) -> bool:
+    """Whether facts are the size and hash of a file whose name stays in the checkpoint."""
+    if not isinstance(facts, dict) or set(facts) != {"num_bytes", "sha256"}:
+        return False
+    is_plain = type(facts["num_bytes"]) is int and isinstance(facts["sha256"], str)
+    return is_plain and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 def check_sizes(info: CheckpointInfo) -> None:
@@ -159,11 +154,11 @@ def check_sizes(info: CheckpointInfo) -> None:
 def verify(info: CheckpointInfo) -> None:
     """`check_sizes`, then every hash. CheckpointError naming the file that has changed."""
     check_sizes(info)
-    with ThreadPoolExecutor(_NUM_THREADS) as threads, disk_errors("read", info.folder):
-        facts = threads.map(lambda name: _facts(info.folder / name, is_synced=False), info.files)
-        for (name, expected), actual in zip(info.files.items(), facts, strict=True):
-            if actual != expected:
-                raise _damaged(info.folder / name, f"has sha256 {actual.sha256}", expected)
+    with disk_errors("read", info.folder):
+        found = facts_of(info.folder, info.files, is_synced=False)
+    for name, expected in info.files.items():
+        if found[name] != expected:
+            raise _damaged(info.folder / name, f"has sha256 {found[name].sha256}", expected)
 
 
 def check_layout(info: CheckpointInfo, layout: Mapping[str, Any]) -> None:
@@ -184,29 +179,23 @@ def check_layout(info: CheckpointInfo, layout: Mapping[str, Any]) -> None:
 
 def check_plain(value: object, where: str) -> None:
     """CheckpointError unless JSON keeps the value: it would turn an int key into a str."""
+    items: dict[str, object] = {}
     if isinstance(value, Mapping):
-        for key, item in value.items():
+        for key in value:
             if not isinstance(key, str):
                 raise CheckpointError(
                     f"checkpoint: {where} has key {key!r}, expected str keys; store pairs instead"
                 )
-            check_plain(item, f"{where}.{key}")
+        items = {f"{where}.{key}": item for key, item in value.items()}
     elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            check_plain(item, f"{where}[{number}]")
+        items = {f"{where}[{number}]": item for number, item in enumerate(value)}
     elif not (value is None or isinstance(value, bool | int | float | str)):
         raise CheckpointError(
             f"checkpoint: {where} is a {type(value).__name__}, expected JSON data; "
             f"store tensors by name and anything else as numbers or text"
         )
-
-
-def _facts(path: Path, *, is_synced: bool) -> FileFacts:
-    with path.open("rb") as file:
-        if is_synced:
-            os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileFacts(os.fstat(file.fileno()).st_size, digest)
+    for place, item in items.items():
+        check_plain(item, place)
 
 
 def _digest(text: str) -> str:
@@ -223,10 +212,8 @@ def _damaged(path: Path, problem: str, facts: FileFacts | None = None) -> Checkp
 
 def path_of_latest(path: Path) -> Path:
     """checkpoints/latest for any path inside a checkpoint's folder."""
-    for parent in path.parents:
-        if order_of(parent.name) is not None:
-            return parent.parent / "latest"
-    return path.parent / "latest"
+    sealed = [folder for folder in path.parents if order_of(folder.name) is not None]
+    return (sealed[0] if sealed else path).parent / "latest"
 
 
 _LOOK_SECONDS = 0.2
@@ -254,7 +241,7 @@ def write_part(folder: Path, rank: int, write: Callable[[Path], None]) -> dict[s
         own.mkdir(parents=True)
     write(own)
     with disk_errors("write", folder):
-        files = facts_of(own)
+        files = facts_of(own, file_names(own), is_synced=True)
         for name in files:
             (folder / name).parent.mkdir(exist_ok=True, parents=True)
             (own / name).replace(folder / name)
@@ -283,8 +270,15 @@ def seen_files(folder: Path, written: Iterable[Written], *, seconds: float) -> d
     limit = time.monotonic() + seconds
     while (unseen := _unseen(folder, files)) and time.monotonic() < limit:
         time.sleep(_LOOK_SECONDS)
-    if unseen:
-        raise _not_shared(folder, unseen, owners)
+    for name, there in unseen.items():
+        owner = owners[name]
+        raise CheckpointError(
+            f"checkpoint: got {there} at {folder / name} as seen from node "
+            f"{socket.gethostname()}, expected the {files[name].num_bytes} bytes that rank "
+            f"{owner.rank} wrote there on node {owner.node} ({len(unseen)} of {len(owners)} files "
+            f"are not seen): RUN_DIR is not one folder that every node shares; set run.dir to a "
+            f"shared folder"
+        )
     for name in sorted(set(file_names(folder)) - set(files)):
         raise CheckpointError(
             f"checkpoint: got {folder / name}, which no rank says it wrote, expected only the "
@@ -293,31 +287,15 @@ def seen_files(folder: Path, written: Iterable[Written], *, seconds: float) -> d
     return files
 
 
-def _unseen(folder: Path, files: Mapping[str, FileFacts]) -> dict[str, int | None]:
-    """Files that are not there with their size -> the size they have; None: not there."""
+def _unseen(folder: Path, files: Mapping[str, FileFacts]) -> dict[str, str]:
+    """Files that are not there with their size -> what is there."""
     for place in {(folder / name).parent for name in files}:
         if place.is_dir():
             os.listdir(place)  # NFS: asks the server again
-    sizes = {name: _size(folder / name) for name in files}
-    return {name: size for name, size in sizes.items() if size != files[name].num_bytes}
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def _not_shared(
-    folder: Path, unseen: Mapping[str, int | None], owners: Mapping[str, Written]
-) -> CheckpointError:
-    name, size = next(iter(unseen.items()))
-    owner = owners[name]
-    there = "no such file" if size is None else f"{size} bytes"
-    return CheckpointError(
-        f"checkpoint: got {there} at {folder / name} as seen from node {socket.gethostname()}, "
-        f"expected the {owner.files[name].num_bytes} bytes that rank {owner.rank} wrote there on "
-        f"node {owner.node} ({len(unseen)} of {len(owners)} files are not seen): RUN_DIR is not "
-        f"one folder that every node shares; set run.dir to a shared folder"
-    )
+    found = {}
+    for name, facts in files.items():
+        path = folder / name
+        size = path.stat().st_size if path.exists() else None
+        if size != facts.num_bytes:
+            found[name] = "no such file" if size is None else f"{size} bytes"
+    return found

@@ -11,11 +11,11 @@ folder, also after a kill, and follows within a step if the kill came between `l
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ import yaml
 from spmdflow.checkpoint.disk import RunDirLock, disk_errors, sync, write_atomically
 from spmdflow.checkpoint.manifest import (
     CheckpointInfo,
-    FileFacts,
     Written,
     check_sizes,
     order_of,
@@ -79,28 +78,22 @@ def open_run_dir(run: RunConfig, yaml_text: str) -> RunDir:
             f"run.resume: never, but {path} holds {', '.join(used)} of an earlier run, expected "
             f"an unused folder; set run.name or run.dir to another, or run.resume=auto"
         )
-    with _usable(path):
+    lock = None
+    try:
         path.mkdir(parents=True, exist_ok=True)
         lock = RunDirLock(path)
-    try:
-        with _usable(path):
-            checkpoint = find_latest(path)
-            _write_config(path / "config.yaml", yaml_text, checkpoint)
-    except BaseException:
-        lock.release()
-        raise
-    return RunDir(path, checkpoint, lock)
-
-
-@contextmanager
-def _usable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as err:
+        checkpoint = find_latest(path)
+        _write_config(path / "config.yaml", yaml_text, checkpoint)
+    except BaseException as err:
+        if lock is not None:
+            lock.release()
+        if not isinstance(err, OSError):
+            raise
         raise ConfigError(
             f"run.dir: cannot use {path}: {err.strerror} ({err.filename}), expected a writable "
             f"folder; fix its rights or set run.dir"
         ) from err
+    return RunDir(path, checkpoint, lock)
 
 
 def differences(old_yaml: str, new_yaml: str) -> list[str]:
@@ -187,8 +180,8 @@ class Checkpoints:
         return sorted(left)
 
     def begin(self, step: int) -> Path:
-        """An empty folder into which every rank writes its files; then `seal` or `discard`."""
-        unsealed = self._unsealed(step)
+        """An empty folder into which every rank writes its files; then `seal`."""
+        unsealed = self.folder / f"step-{step}{_TMP}"
         with disk_errors("make", unsealed):
             _remove(unsealed)
             unsealed.mkdir(parents=True)
@@ -204,42 +197,29 @@ class Checkpoints:
         the disk refuses or a file that a rank wrote is not seen here: the unsealed folder is
         removed, `latest` stays as it was and no old checkpoint is removed.
         """
-        unsealed = self._unsealed(step)
+        unsealed = self.folder / f"step-{step}{_TMP}"
         try:
             with disk_errors("seal", unsealed):
                 files = seen_files(unsealed, written, seconds=self._patience_seconds)
-                sealed = self._seal(unsealed, step, meta, files)
+                write_manifest(unsealed, step, meta, files)
+                for folder in (unsealed, *filter(Path.is_dir, unsealed.rglob("*"))):
+                    sync(folder)
+                names = (f"step-{step}", *(f"step-{step}.{n}" for n in itertools.count(2)))
+                sealed = next(p for n in names if not (p := self.folder / n).exists())
+                unsealed.rename(sealed)
+                sync(self.folder)
+                write_atomically(self.folder / "latest", sealed.name.encode() + b"\n")
         except CheckpointError:
             shutil.rmtree(unsealed, ignore_errors=True)
             raise
-        link_exports(self.folder.parent, sealed)
+        _link_exports(self.folder.parent, sealed)
         self._remove_old(sealed.name)
         return read_manifest(sealed)
-
-    def discard(self, step: int) -> None:
-        """Remove the unsealed folder of a checkpoint that failed."""
-        with disk_errors("remove", self._unsealed(step)):
-            _remove(self._unsealed(step))
 
     def has(self, step: int) -> bool:
         """Whether the latest checkpoint is of this step: saving it again changes nothing."""
         place = order_of(_latest_or_none(self.folder) or "")
         return place is not None and place[0] == step
-
-    def _unsealed(self, step: int) -> Path:
-        return self.folder / f"step-{step}{_TMP}"
-
-    def _seal(
-        self, unsealed: Path, step: int, meta: Mapping[str, Any], files: Mapping[str, FileFacts]
-    ) -> Path:
-        write_manifest(unsealed, step, meta, files)
-        for folder in (unsealed, *filter(Path.is_dir, unsealed.rglob("*"))):
-            sync(folder)
-        sealed = self.folder / _free_name(self.folder, step)
-        unsealed.rename(sealed)
-        sync(self.folder)
-        write_atomically(self.folder / "latest", sealed.name.encode() + b"\n")
-        return sealed
 
     def _remove_old(self, latest: str) -> None:
         """Remove all but the newest up to `latest`; later steps (a run set back) are left alone.
@@ -270,14 +250,6 @@ def _latest_or_none(folder: Path) -> str | None:
         return path.read_bytes().decode(errors="replace").strip() if path.exists() else None
 
 
-def _free_name(folder: Path, step: int) -> str:
-    attempt, name = 1, f"step-{step}"
-    while (folder / name).exists():
-        attempt += 1
-        name = f"step-{step}.{attempt}"
-    return name
-
-
 def _remove(path: Path) -> None:
     """Remove a file or a folder with all it holds, if it is there."""
     if path.is_dir() and not path.is_symlink():
@@ -289,27 +261,19 @@ def _remove(path: Path) -> None:
 EXPORT, FOLDER = "export", "hugging_face"
 
 
-def link_exports(run_dir: Path, sealed: Path) -> list[Path]:
-    """Point export/<role> at every <role>/hugging_face of a sealed checkpoint; returns the links.
+def _link_exports(run_dir: Path, sealed: Path) -> None:
+    """Point export/<role> at every <role>/hugging_face of a sealed checkpoint.
 
     The checkpoint is whole without them, so a disk that refuses is only reported.
     """
-    made = []
     for source in sorted(sealed.glob(f"*/{FOLDER}")):
         link = run_dir / EXPORT / source.parent.name
+        beside = link.with_name(link.name + ".tmp")
         try:
-            _point(link, source)
+            link.parent.mkdir(exist_ok=True)
+            beside.unlink(missing_ok=True)
+            beside.symlink_to(os.path.relpath(source, link.parent), target_is_directory=True)
+            beside.replace(link)
+            sync(link.parent)
         except OSError as err:
             logger.warning("checkpoint: cannot link %s to %s: %s", link, source, err)
-        else:
-            made.append(link)
-    return made
-
-
-def _point(link: Path, source: Path) -> None:
-    link.parent.mkdir(exist_ok=True)
-    beside = link.with_name(link.name + ".tmp")
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(os.path.relpath(source, link.parent), target_is_directory=True)
-    beside.replace(link)
-    sync(link.parent)

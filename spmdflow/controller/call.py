@@ -8,7 +8,7 @@ one ends the run.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -67,58 +67,66 @@ class CallPlan:
 def plan_method(
     target: Target,
     method: str,
-    batch: Batch | None,
+    given: Batch | list[Any] | None,
     arguments: Mapping[str, Any],
     *,
     seed: int,
     step: int,
     draw: Callable[..., np.ndarray],
 ) -> CallPlan:
-    """A call of a worker method on rows, or on nothing.
+    """A call of a worker method on rows, on a list (the i-th item for the i-th rank), or nothing.
 
     draw(ids, greedy=...): how often rows were drawn for before. Waits for lengths if the call is
     cut by tokens. ColumnError, ProtocolError, MessageError, or what the method's check raises.
     """
-    given = [None] if batch is None else [None, batch]
-    label, spec = _checked(target, method, given, arguments)
-    head = _head(target, method, arguments, step)
-    if batch is None:
+    label, spec = f"{target.name}.{method}", method_spec(target.worker_class, method)
+    before = [None] if given is None else [None, given]
+    _check_arguments(label, getattr(target.worker_class, method), before, arguments)
+    if spec.check is not None:
+        spec.check(label, target.settings, arguments)
+    head = {
+        "operation": "call",
+        "group": target.name,
+        "method": method,
+        "step": step,
+        "arguments": dict(arguments),
+    }
+    if not isinstance(given, Batch):
         ranks = protocol(spec.transfer_mode).collect(target.layout).ranks
-        return CallPlan(label, spec, ranks, {rank: dict(head) for rank in target.layout.ranks})
-    inputs = _inputs_of(batch, _columns_read(spec, batch, label))
-    clash = [name for name in spec.writes if name in batch.columns] if spec.extends else []
+        told = {rank: dict(head) for rank in target.layout.ranks}
+        if given is not None:
+            told = {rank: head | {"item": i} for rank, i in _items(label, spec, target, given)}
+        return CallPlan(label, spec, ranks, told)
+    inputs = _inputs_of(given, _columns_read(spec, given, label))
+    clash = [name for name in spec.writes if name in given.columns] if spec.extends else []
     if clash:
         raise ColumnError(
             f"{label}: the batch has {clash[0]!r} already, expected a batch without it, as the "
             f"answer carries the batch's columns along; drop it first"
         )
-    assignment = _assign_rows(target, spec, batch, inputs, seed=seed, step=step)
+    assignment = _assign_rows(target, spec, given, inputs, seed=seed, step=step)
     numbers = {}
     if spec.draws:
-        numbers["generation"] = draw(batch.ids, greedy=bool(arguments.get("greedy")))
-    return _plan_rows(label, spec, head, batch.ids, inputs, assignment, numbers)
+        numbers["generation"] = draw(given.ids, greedy=bool(arguments.get("greedy")))
+    return _plan_rows(label, spec, head, given.ids, inputs, assignment, numbers)
 
 
-def plan_list(
-    target: Target, method: str, items: Sequence[Any], arguments: Mapping[str, Any], *, step: int
-) -> CallPlan:
-    """A call of a method with the i-th item on the i-th rank."""
-    label, spec = _checked(target, method, [None, None], arguments)
+def _items(
+    label: str, spec: MethodSpec, target: Target, items: Sequence[Any]
+) -> Iterator[tuple[int, Any]]:
+    """Ranks and their items; refuses a list for a method of rows, or of another length."""
     if spec.reads or spec.writes:
         raise ProtocolError(
             f"{label}: got a list of {len(items)}, expected a Batch with the columns "
             f"{list(spec.reads)}; take rows from flow.prompts, or from the call that made them"
         )
-    rules = protocol(spec.transfer_mode)
-    given = rules.distribute(target.layout, len(items))
+    given = protocol(spec.transfer_mode).distribute(target.layout, len(items))
     if any(len(positions) != 1 for positions in given.values()):
         raise ProtocolError(
             f"{label}: got a list of {len(items)} under {spec.transfer_mode}, expected a mode "
             f"that gives each rank one item; register it with transfer_mode='ALL_TO_ALL'"
         )
-    head = _head(target, method, arguments, step)
-    commands = {rank: {**head, "item": items[at[0]]} for rank, at in given.items()}
-    return CallPlan(label, spec, rules.collect(target.layout).ranks, commands)
+    return ((rank, items[at[0]]) for rank, at in given.items())
 
 
 def plan_map(
@@ -147,12 +155,6 @@ def plan_map(
         numbers["places"], head["largest_group"] = places_in_groups(numbers["groups"])
         head["num_groups"] = int(numbers["groups"].max(initial=-1)) + 1
     return _plan_rows(label, spec, head, batch.ids, inputs, assignment, numbers)
-
-
-def _head(target: Target, method: str, arguments: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """What every rank is told alike."""
-    head = {"operation": "call", "group": target.name, "method": method}
-    return head | {"step": step, "arguments": dict(arguments)}
 
 
 def _plan_rows(
@@ -294,17 +296,6 @@ def _positions_held(given: Input) -> dict[int, np.ndarray]:
 
 
 # What makes a call impossible
-
-
-def _checked(
-    target: Target, method: str, before: Sequence[Any], arguments: Mapping[str, Any]
-) -> tuple[str, MethodSpec]:
-    """Label and marks of a method; refuses ones that are not registered, and wrong arguments."""
-    label, spec = f"{target.name}.{method}", method_spec(target.worker_class, method)
-    _check_arguments(label, getattr(target.worker_class, method), before, arguments)
-    if spec.check is not None:
-        spec.check(label, target.settings, arguments)
-    return label, spec
 
 
 def _columns_read(spec: MethodSpec, batch: Batch, label: str) -> list[str]:

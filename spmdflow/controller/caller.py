@@ -20,7 +20,7 @@ from torch import Tensor
 from spmdflow.config.schema import RunConfig
 from spmdflow.controller.assignment import Target
 from spmdflow.controller.batch import Batch
-from spmdflow.controller.call import CallPlan, plan_list, plan_map, plan_method
+from spmdflow.controller.call import CallPlan, plan_map, plan_method
 from spmdflow.controller.result import (
     CallRecord,
     ColumnRef,
@@ -65,22 +65,18 @@ class Caller:
     # Calls
 
     def invoke(
-        self, target: Target, method: str, batch: Batch | None, arguments: Mapping[str, Any]
+        self,
+        target: Target,
+        method: str,
+        given: Batch | list[Any] | None,
+        arguments: Mapping[str, Any],
     ) -> Batch | Result:
         """Call a registered method of a worker group (paper section 4.1)."""
         draw = partial(self._draws.take, self.step, self.phase)
         plan = plan_method(
-            target, method, batch, arguments, seed=self._seed, step=self.step, draw=draw
+            target, method, given, arguments, seed=self._seed, step=self.step, draw=draw
         )
-        return self._run(plan, batch)
-
-    def invoke_each(
-        self, target: Target, method: str, items: Sequence[Any], arguments: Mapping[str, Any]
-    ) -> Result:
-        """Call a method with the i-th of a list on the i-th rank (ALL_TO_ALL)."""
-        made = self._run(plan_list(target, method, items, arguments, step=self.step), None)
-        assert isinstance(made, Result)
-        return made
+        return self._run(plan, given if isinstance(given, Batch) else None)
 
     def map(self, batch: Batch, function: Callable[..., Any], settings: Mapping[str, Any]) -> Batch:
         """Run a map function on the ranks that hold most of the columns that it reads."""
@@ -90,12 +86,13 @@ class Caller:
 
     def _run(self, plan: CallPlan, batch: Batch | None) -> Batch | Result:
         """Set missing rows under way, send the commands, return what will be there."""
-        number, writes = self.next_number(), plan.spec.writes
-        result = plan.result(number, self.free) if batch is not None and writes else None
+        writes, result = plan.spec.writes, None
+        if batch is not None and writes:
+            result = plan.result(self.next_number(), self.free)
         for given, names, rows in plan.needs:  # first: the rows are under way before the call
             self.transfers.need(given, names, rows)
-        pending = self._submit_rows(
-            plan.label, plan.commands, result, batch, number=number, answering=plan.answering
+        pending = self.submit(
+            plan.label, plan.commands, result=result, kept=batch, answering=plan.answering
         )
         if batch is None or result is None:
             return Result(plan.label, pending, plan.answering)
@@ -122,18 +119,24 @@ class Caller:
         self,
         label: str,
         commands: Mapping[int, dict[str, Any]],
-        on_done: Callable[[Replies], None] | None = None,
         *,
+        result: RowResult | None = None,
+        kept: object = None,
         answering: tuple[int, ...] = (),
         seconds: float | None = None,
-        number: int | None = None,
     ) -> Pending:
         """Send one numbered command to each rank of `commands`; metrics of answering count.
 
-        seconds: the limit of each command, by default that of calls. number: of the result that
-        the command makes, if it makes one. MessageError: nothing was sent.
+        result: what the command makes, which learns from the replies. kept: its inputs, which live
+        until then. seconds: the limit of each command, by default that of calls. MessageError:
+        nothing was sent.
         """
-        number = number or self.next_number()
+
+        def done(replies: Replies, _kept: object = kept) -> None:
+            if result is not None:
+                result.learn(replies)
+
+        number = self.next_number() if result is None else result.number
         freed = [self._freed.popleft() for _ in range(len(self._freed))]
         for rank in self.ranks if freed else ():
             self._unsent.setdefault(rank, []).extend(freed)
@@ -144,7 +147,7 @@ class Caller:
         line = script_line()
         order = Order(number, "compute", label, commands, limit, phase=self.phase, line=line)
         try:
-            pending = self.transport.submit(replace(order, on_done=on_done))
+            pending = self.transport.submit(replace(order, on_done=done))
         except MessageError:  # the script may go on
             for rank, command in commands.items():
                 self._unsent.setdefault(rank, []).extend(command.pop("free", []))
@@ -157,24 +160,6 @@ class Caller:
         for record in self.records:
             if record.order.number == result.number:
                 record.pending.result()
-
-    def _submit_rows(
-        self,
-        label: str,
-        commands: Mapping[int, dict[str, Any]],
-        result: RowResult | None,
-        kept: object,
-        *,
-        number: int,
-        answering: tuple[int, ...] = (),
-    ) -> Pending:
-        """Submit what makes a result; its inputs are kept until it is done."""
-
-        def done(replies: Replies, _kept: object = kept) -> None:
-            if result is not None:
-                result.learn(replies)
-
-        return self.submit(label, commands, done, answering=answering, number=number)
 
     # What batches ask
 
@@ -223,22 +208,6 @@ class Caller:
             self.wait_for(result)
             metrics += result.metrics
         return merge(metrics)
-
-    def source_batch(
-        self,
-        source: str,
-        columns: Sequence[str],
-        rows: np.ndarray,
-        ids: Ids,
-        parents: Ids,
-        lengths: np.ndarray,
-    ) -> Batch:
-        """A batch of data rows under the ids given for them; nothing is read yet.
-
-        rows (B,): numbers in the file; lengths (B,): their prompt tokens.
-        """
-        result = SourceRows(self.next_number(), source, ids, rows, self.free, lengths)
-        return Batch(self, ids, parents, {name: ColumnRef(result, ids, name) for name in columns})
 
     # Rows of several calls as rows of one result
 
@@ -311,7 +280,7 @@ class Caller:
         ranks = tuple(sorted({rank for result in made for rank in result.ranks}))
         by_column = dict.fromkeys(columns, held)
         result = RowResult(number, "batch.concatenate", ranks, held, by_column, self.free)
-        self._submit_rows(result.label, commands, result, tuple(first), number=number)
+        self.submit(result.label, commands, result=result, kept=tuple(first))
         return result
 
 

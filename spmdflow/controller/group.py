@@ -56,9 +56,7 @@ class WorkerGroup:
                 function = getattr(self.target.worker_class, method)
                 raise too_many(f"{self.name}.{method}", function, given)
             batch = arguments.pop("batch", None) if not given else given[0]
-            if isinstance(batch, list):
-                return self._caller.invoke_each(self.target, method, batch, arguments)
-            if batch is not None and not isinstance(batch, Batch):
+            if batch is not None and not isinstance(batch, Batch | list):
                 raise ProtocolError(
                     f"{self.name}.{method}: got {type(batch).__name__} first, expected a Batch "
                     f"(or a list, one item for each rank); pass plain values by name"

@@ -13,6 +13,7 @@ from spmdflow.config.data_source import eval_prompts_of
 from spmdflow.config.schema import DataSettings
 from spmdflow.controller.batch import Batch, concatenate
 from spmdflow.controller.caller import Caller
+from spmdflow.controller.result import ColumnRef, SourceRows
 from spmdflow.data.row_id import Ids, held_out_ids
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.datasets.stream import PromptOrder, eval_rows
@@ -67,7 +68,11 @@ class PromptStream(Iterator[Batch]):
                 f"take eval_batch()"
             )
         rows, repeat = self._order.next_rows(), self._cfg.samples_per_prompt
-        self._count_sources(rows)
+        files = self.train_scan.files
+        if len(files) > 1:  # a mixture: prompts of the step from each source, as data/<name>
+            counts = np.bincount(self.train_scan.file_of(rows), minlength=len(files)).tolist()
+            named = zip(files, counts, strict=True)
+            self._log({f"data/{file.name}": Sum(count) for file, count in named})
         ids, parents = self._caller.row_ids.take_groups(len(rows), repeat)
         return self._batch("train", self.train_scan, rows, ids, parents)
 
@@ -87,15 +92,6 @@ class PromptStream(Iterator[Batch]):
         """Continue where `state_dict` was taken."""
         if self._order is not None:
             self._order.load_state_dict(state)
-
-    def _count_sources(self, rows: list[int]) -> None:
-        """Of a mixture: how many prompts of the step come from each source, as data/<name>."""
-        assert self.train_scan is not None
-        files = self.train_scan.files
-        if len(files) > 1:
-            counts = np.bincount(self.train_scan.file_of(rows), minlength=len(files)).tolist()
-            named = zip(files, counts, strict=True)
-            self._log({f"data/{file.name}": Sum(count) for file, count in named})
 
     def _open(self, name: str, path: Any) -> ScanReport | None:
         """Have the first rank read the files once, and every rank open them; None without any."""
@@ -121,23 +117,20 @@ class PromptStream(Iterator[Batch]):
     def _batch(
         self, part: str, report: ScanReport, rows: list[int], ids: Ids, parents: Ids
     ) -> Batch:
-        """Rows of a file, each as often as there are ids for it."""
-        repeat = len(ids) // len(rows)
-        made = self._caller.source_batch(
-            f"{self._name}.{part}",
-            _COLUMNS[self._cfg.rows],
-            np.repeat(np.asarray(rows, dtype=np.int64), repeat),
-            ids,
-            parents,
-            np.repeat(report.tokens_of(rows), repeat),
-        )
-        if self._cfg.rows != "labels":
-            return made
-        # each row brings the answer of the one before too, with which KTO measures the KL
-        others = np.roll(np.asarray(rows, dtype=np.int64), 1)
-        lengths = report.tokens_of(others.tolist())
-        source = f"{self._name}.{part}"
-        return made | self._caller.source_batch(source, ("answers",), others, ids, parents, lengths)
+        """Rows of a file, each as often as there are ids for it; nothing is read yet."""
+        numbers = np.repeat(np.asarray(rows, dtype=np.int64), len(ids) // len(rows))
+        parts = [(_COLUMNS[self._cfg.rows], numbers)]
+        if self._cfg.rows == "labels":
+            # each row brings the answer of the one before too, with which KTO measures the KL
+            parts.append((("answers",), np.roll(numbers, 1)))
+        caller = self._caller
+        columns: dict[str, ColumnRef] = {}
+        for names, numbers in parts:
+            number, tokens = caller.next_number(), report.tokens_of(numbers.tolist())
+            label = f"{self._name}.{part}"
+            result = SourceRows(number, label, ids, numbers, caller.free, tokens)
+            columns |= {name: ColumnRef(result, ids, name) for name in names}
+        return Batch(caller, ids, parents, columns)
 
 
 def no_held_out_prompts() -> ConfigError:

@@ -49,8 +49,12 @@ class Transfers:
 
         A rank that needs no rows and has never had the column gets an empty one, from itself.
         """
+        alike: dict[int, tuple[list[str], dict[int, Ids]]] = {}  # columns with the same holders
+        for name in names:
+            held = result.held[name]
+            alike.setdefault(id(held), ([], held))[0].append(name)
         rounds: list[dict[tuple[int, int, bytes], tuple[list[str], RowEdge]]] = [{}, {}]
-        for columns, held in _by_holders(result, names):
+        for columns, held in alike.values():
             unions: dict[tuple[int, int], Ids | None] = {}  # ranks that are alike share theirs
             after: dict[int, Ids] = {}
             for rank, ids in need.items():
@@ -131,15 +135,6 @@ class Transfers:
 def _command(commands: dict[int, dict[str, Any]], rank: int, result: RowResult) -> dict[str, Any]:
     empty = {"operation": "transfer", "result": result.number, "sends": [], "receives": []}
     return commands.setdefault(rank, empty)
-
-
-def _by_holders(result: RowResult, names: Sequence[str]) -> list[tuple[list[str], dict[int, Ids]]]:
-    """Columns that the same ranks hold, together."""
-    groups: dict[int, tuple[list[str], dict[int, Ids]]] = {}
-    for name in names:
-        held = result.held[name]
-        groups.setdefault(id(held), ([], held))[0].append(name)
-    return list(groups.values())
 
 
 def _union_or_none(held: Ids | None, ids: Ids) -> Ids | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -224,22 +224,19 @@ class _TracedCaller(Caller):
         """Row ids of the batch that each update was given, and their parents, by place."""
 
     def invoke(
-        self, target: Target, method: str, batch: Batch | None, arguments: Mapping[str, Any]
+        self,
+        target: Target,
+        method: str,
+        given: Batch | list[Any] | None,
+        arguments: Mapping[str, Any],
     ) -> Batch | Result:
         """As `Caller.invoke`."""
-        made = super().invoke(target, method, batch, arguments)
-        if batch is not None and method_spec(target.worker_class, method).minibatches:
+        made = super().invoke(target, method, given, arguments)
+        if isinstance(given, Batch) and method_spec(target.worker_class, method).minibatches:
             label = f"{target.name}.{method}"
             order = next(o for o in reversed(self._trace.orders) if o.label == label)
-            self.batches[order.place] = batch.ids, batch.parents
+            self.batches[order.place] = given.ids, given.parents
         return made if isinstance(made, Batch) else _WatchedResult(made, self._trace.use)
-
-    def invoke_each(
-        self, target: Target, method: str, items: Sequence[Any], arguments: Mapping[str, Any]
-    ) -> Result:
-        """As `Caller.invoke_each`."""
-        made = super().invoke_each(target, method, items, arguments)
-        return _WatchedResult(made, self._trace.use)
 
     def metrics_of(self, results: Iterable[RowResult]) -> Mapping[str, float]:
         """As `Caller.metrics_of`; the numbers are examples."""

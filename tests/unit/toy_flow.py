@@ -17,8 +17,11 @@ from tensordict import TensorDict
 
 from spmdflow.config.placement import Pool
 from spmdflow.config.schema import DataConfig, EngineConfig, RunConfig, UpdateConfig
+from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.flow import Flow
+from spmdflow.controller.group import WorkerGroup
+from spmdflow.controller.prompts import PromptStream
 from spmdflow.controller.saving import Saving
 from spmdflow.controller.step import Show
 from spmdflow.data.ragged import lengths_of, ragged_from_rows
@@ -185,6 +188,18 @@ class Rank:
     def num_results(self) -> int:
         """Results that the rank holds."""
         return self.state.store.num_results()
+
+
+def draw(prompts: PromptStream, toy: WorkerGroup) -> Batch:
+    """The next rows with the columns of Toy.make."""
+    rows = next(prompts)
+    return rows | toy.make(rows)
+
+
+def numbers(batch: Batch, name: str = "number") -> list[Any]:
+    """Values of a column, as plain numbers or texts."""
+    values = batch.fetch(name)[name]
+    return values.tolist() if isinstance(values, torch.Tensor) else values
 
 
 @contextlib.contextmanager

@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.group import WorkerGroup
 from spmdflow.data.ragged import rows_of
 from spmdflow.errors import ColumnError, ProtocolError, RowError
-from tests.unit.toy_flow import (
-    ROWS,
-    Rank,
-    Toy,
-    ToyConfig,
-    count_tokens,
-    rank_of_one,
-    share,
-    unmarked_maths,
-)
-
-
-@pytest.fixture
-def rank(tmp_path: Path) -> Iterator[Rank]:
-    with rank_of_one(tmp_path) as rank:
-        yield rank
-
-
-@pytest.fixture
-def toy(rank: Rank) -> WorkerGroup:
-    return rank.flow.spawn(Toy, ToyConfig())
-
-
-@pytest.fixture
-def batch(rank: Rank, toy: WorkerGroup) -> Batch:
-    """Six rows with the columns of the data and of Toy.make."""
-    prompts = rank.flow.prompts(rank.config.data)
-    rows = next(prompts)
-    return rows | toy.make(rows)
-
-
-def numbers(batch: Batch, name: str = "number") -> list[Any]:
-    values = batch.fetch(name)[name]
-    return values.tolist() if isinstance(values, torch.Tensor) else values
-
+from tests.unit.toy_flow import ROWS, Rank, count_tokens, numbers, share, unmarked_maths
 
 # Joins
 

@@ -2,53 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
-import torch
 
 from spmdflow.controller.batch import Batch, concatenate
 from spmdflow.controller.group import WorkerGroup
 from spmdflow.controller.prompts import PromptStream
 from spmdflow.data.ragged import rows_of
 from spmdflow.errors import ColumnError, RowError
-from tests.unit.toy_flow import ROWS, Rank, Toy, ToyConfig, rank_of_one, share
-
-
-@pytest.fixture
-def rank(tmp_path: Path) -> Iterator[Rank]:
-    with rank_of_one(tmp_path) as rank:
-        yield rank
-
-
-@pytest.fixture
-def toy(rank: Rank) -> WorkerGroup:
-    return rank.flow.spawn(Toy, ToyConfig())
-
-
-@pytest.fixture
-def prompts(rank: Rank) -> PromptStream:
-    return rank.flow.prompts(rank.config.data)
-
-
-@pytest.fixture
-def batch(prompts: PromptStream, toy: WorkerGroup) -> Batch:
-    """Six rows with the columns of the data and of Toy.make."""
-    return draw(prompts, toy)
-
-
-def draw(prompts: PromptStream, toy: WorkerGroup) -> Batch:
-    """The next rows with the columns of Toy.make."""
-    rows = next(prompts)
-    return rows | toy.make(rows)
-
-
-def numbers(batch: Batch, name: str = "number") -> list[Any]:
-    values = batch.fetch(name)[name]
-    return values.tolist() if isinstance(values, torch.Tensor) else values
+from tests.unit.toy_flow import ROWS, Rank, draw, numbers, share
 
 
 def test_parts_join_again_unless_they_overlap(batch: Batch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,29 +34,6 @@ from tests.unit.toy_flow import (
     rank_of_one,
     share,
 )
-
-
-@pytest.fixture
-def rank(tmp_path: Path) -> Iterator[Rank]:
-    with rank_of_one(tmp_path) as rank:
-        yield rank
-
-
-@pytest.fixture
-def toy(rank: Rank) -> WorkerGroup:
-    return rank.flow.spawn(Toy, ToyConfig())
-
-
-@pytest.fixture
-def prompts(rank: Rank) -> PromptStream:
-    return rank.flow.prompts(rank.config.data)
-
-
-@pytest.fixture
-def batch(toy: WorkerGroup, prompts: PromptStream) -> Batch:
-    rows = next(prompts)
-    return rows | toy.make(rows)
-
 
 # Refusals before anything is sent
 

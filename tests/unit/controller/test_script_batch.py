@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,30 +19,7 @@ from spmdflow import (
     rows_of,
 )
 from spmdflow.errors import ColumnError, RowError, SpmdflowError
-from tests.unit.toy_flow import ROWS, Rank, Toy, ToyConfig, rank_of_one, share
-
-
-@pytest.fixture
-def rank(tmp_path: Path) -> Iterator[Rank]:
-    with rank_of_one(tmp_path) as rank:
-        yield rank
-
-
-@pytest.fixture
-def toy(rank: Rank) -> WorkerGroup:
-    return rank.flow.spawn(Toy, ToyConfig())
-
-
-@pytest.fixture
-def batch(rank: Rank, toy: WorkerGroup) -> Batch:
-    """Six rows with the columns of the data and of Toy.make; row ids 6 to 11."""
-    rows = next(rank.flow.prompts(rank.config.data))
-    return rows | toy.make(rows)
-
-
-def numbers(batch: Batch, name: str = "number") -> list[Any]:
-    values = batch.fetch(name)[name]
-    return values.tolist() if isinstance(values, torch.Tensor) else values
+from tests.unit.toy_flow import ROWS, Rank, numbers, share
 
 
 @map_function(reads=("number",), writes=("is_even", "lengthy"))

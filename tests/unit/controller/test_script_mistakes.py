@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,7 @@ from spmdflow.errors import ColumnError, ProtocolError
 from spmdflow.run import main
 from spmdflow.transfer.worker import Mean
 from tests.algos.runs import ROOT, finish, log_of, torchrun
-from tests.unit.toy_flow import Rank, Toy, ToyConfig, rank_of_one, share
-
-
-@pytest.fixture
-def rank(tmp_path: Path) -> Iterator[Rank]:
-    with rank_of_one(tmp_path) as rank:
-        yield rank
-
-
-@pytest.fixture
-def toy(rank: Rank) -> WorkerGroup:
-    return rank.flow.spawn(Toy, ToyConfig())
-
-
-@pytest.fixture
-def batch(rank: Rank, toy: WorkerGroup) -> Batch:
-    rows = next(rank.flow.prompts(rank.config.data))
-    return rows | toy.make(rows)
-
+from tests.unit.toy_flow import Rank, share
 
 CALLS: dict[str, tuple[Callable[[WorkerGroup, Batch], Any], str]] = {
     "texts": (
