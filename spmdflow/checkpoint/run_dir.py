@@ -54,7 +54,7 @@ class RunDir:
 
     @property
     def last_step(self) -> int:
-        """Step up to which records are kept (`Tracker.cut_back`); -1 if the run starts afresh."""
+        """Step up to which records are kept (`Tracker`); -1 if the run starts afresh."""
         return self.checkpoint.step if self.checkpoint else -1
 
 
@@ -204,8 +204,9 @@ class Checkpoints:
                 write_manifest(unsealed, step, meta, files)
                 for folder in (unsealed, *filter(Path.is_dir, unsealed.rglob("*"))):
                     sync(folder)
-                names = (f"step-{step}", *(f"step-{step}.{n}" for n in itertools.count(2)))
-                sealed = next(p for n in names if not (p := self.folder / n).exists())
+                sealed, attempts = self.folder / f"step-{step}", itertools.count(2)
+                while sealed.exists():
+                    sealed = self.folder / f"step-{step}.{next(attempts)}"
                 unsealed.rename(sealed)
                 sync(self.folder)
                 write_atomically(self.folder / "latest", sealed.name.encode() + b"\n")

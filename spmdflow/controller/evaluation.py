@@ -25,7 +25,6 @@ from spmdflow.tracking.estimate import (
     as_metrics,
     estimates,
     evaluation_table,
-    normal_answer,
     per_prompt,
 )
 
@@ -186,7 +185,7 @@ class Judged(NamedTuple):
     def of(cls, text: str, score: float, terms: Mapping[str, Any], num_tokens: int) -> Judged:
         """From a row's columns; terms: what the function returned besides the score."""
         right = terms[ACCURACY] if ACCURACY in terms else float(score >= 1)
-        answer = terms[ANSWER] if ANSWER in terms else normal_answer(text)
+        answer = terms[ANSWER] if ANSWER in terms else " ".join(text.split())
         if score != score:  # nan
             return cls(text, None, 0.0, None, num_tokens)
         return cls(text, score, right, None if answer is None else str(answer), num_tokens)

@@ -158,8 +158,7 @@ class Show:
     """Writes and prints what steps measured."""
 
     def __init__(self, cfg: Any, run_dir: Path, *, last_step: int) -> None:
-        self._tracker = Tracker(run_dir, list(cfg.run.trackers))
-        self._tracker.cut_back(last_step)
+        self._tracker = Tracker(run_dir, list(cfg.run.trackers), last_step=last_step)
         self._trace = TraceWriter(run_dir / "trace.json")
         self._sample_every, self._total_steps = cfg.run.sample_every, cfg.total_steps
 

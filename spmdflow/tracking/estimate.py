@@ -55,11 +55,6 @@ def majority(answers: Sequence[str | None], right: Sequence[float]) -> float:
     return sum(winners) / len(winners) if winners else 0.0
 
 
-def normal_answer(text: str) -> str:
-    """The answer of a sample whose reward function names none: its text, spaces made single."""
-    return " ".join(text.split())
-
-
 def per_prompt(
     answers: Sequence[Sequence[str | None]], right: Sequence[Sequence[float]]
 ) -> dict[str, list[float]]:

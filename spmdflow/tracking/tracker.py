@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -28,16 +27,21 @@ logger = logging.getLogger(__name__)
 class Tracker:
     """Writes RUN_DIR/metrics.jsonl and samples.jsonl; only the controller's process has one."""
 
-    def __init__(self, run_dir: Path, trackers: Sequence[str] = ()) -> None:
+    def __init__(self, run_dir: Path, trackers: Sequence[str] = (), *, last_step: int = -1) -> None:
+        """last_step: what lies after it is forgotten; -1, a start without checkpoint: all files are
+        set aside."""
         unknown = [name for name in trackers if name not in SINKS]
         if unknown:
             raise ConfigError.of("run.trackers", unknown, sorted(SINKS), "name these")
         run_dir.mkdir(parents=True, exist_ok=True)
         self.metrics_path = run_dir / "metrics.jsonl"
         self.samples_path = run_dir / "samples.jsonl"
+        self._sinks = [SINKS[name](run_dir, last_step) for name in dict.fromkeys(trackers)]
         for path in (self.metrics_path, self.samples_path):
-            drop_torn_line(path)
-        self._sinks = [SINKS[name](run_dir) for name in dict.fromkeys(trackers)]
+            if last_step < 0:
+                set_aside(path)
+            else:
+                cut_back(path, last_step)
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of a step; numbers that are not finite become null, with a warning."""
@@ -54,16 +58,6 @@ class Tracker:
         """Append one line for each sample."""
         append_lines(self.samples_path, [{"step": step} | sample.to_plain() for sample in samples])
 
-    def cut_back(self, step: int) -> None:
-        """Forget everything after `step`. -1, a start without checkpoint: set the files aside."""
-        for path in (self.metrics_path, self.samples_path):
-            if step < 0:
-                set_aside(path)
-            else:
-                cut_back(path, step)
-        for sink in self._sinks:
-            sink.cut_back(step)
-
     def close(self) -> None:
         """End TensorBoard and W&B; the files need no closing."""
         while self._sinks:
@@ -76,32 +70,23 @@ class Sink(Protocol):
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step."""
 
-    def cut_back(self, step: int) -> None:
-        """Forget what was recorded after `step`, as far as the service can."""
-
     def close(self) -> None:
         """Flush and end."""
 
 
 class TensorBoardSink:
-    """Event files in RUN_DIR/tensorboard."""
+    """Event files in RUN_DIR/tensorboard; readers hide earlier events after last_step."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, last_step: int) -> None:
         # Any: torch ships the writer, tensorboard the types
-        self._module: Any = _imported("tensorboard", "torch.utils.tensorboard")
-        self._folder = run_dir / "tensorboard"
-        self._writer = self._module.SummaryWriter(self._folder)
+        module: Any = _imported("tensorboard", "torch.utils.tensorboard")
+        self._writer = module.SummaryWriter(run_dir / "tensorboard", purge_step=last_step + 1)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One scalar for each metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
-
-    def cut_back(self, step: int) -> None:
-        """Have readers hide the events after `step`."""
-        self._writer.close()
-        self._writer = self._module.SummaryWriter(self._folder, purge_step=step + 1)
 
     def close(self) -> None:
         """Close the event file."""
@@ -112,10 +97,10 @@ class WandbSink:
     """One W&B run for each RUN_DIR, continued on resume: its id is in RUN_DIR/wandb_id.
 
     Project, entity and mode come from W&B's own variables (WANDB_PROJECT, WANDB_MODE, ...).
-    Points of steps that a resumed run repeats stay beside the new ones.
+    Points of steps that a resumed run repeats stay beside the new ones: W&B cannot forget rows.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, last_step: int) -> None:
         wandb: Any = _imported("wandb", "wandb")  # Any: the extra may be absent
         id_path = run_dir / "wandb_id"
         if not id_path.exists():
@@ -135,15 +120,12 @@ class WandbSink:
         """One row; `step` is its x axis."""
         self._run.log({"step": step, **metrics})
 
-    def cut_back(self, step: int) -> None:
-        """Nothing: W&B cannot forget rows."""
-
     def close(self) -> None:
         """Upload what is left."""
         self._run.finish()
 
 
-SINKS: dict[str, Callable[[Path], Sink]] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
+SINKS: dict[str, Callable[[Path, int], Sink]] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
 
 
 def _imported(extra: str, module: str) -> Any:
@@ -189,16 +171,6 @@ def set_aside(path: Path) -> None:
     with disk_errors("write", path, "tracking"):
         path.rename(aside)
     logger.warning("%s: the run starts from its first step; the old one is %s", path, aside.name)
-
-
-def drop_torn_line(path: Path) -> None:
-    """Cut off a last line without newline, so that the next one does not continue it."""
-    data = path.read_bytes() if path.exists() else b""
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        logger.warning("%s: dropped a torn last line of %d bytes", path, len(data) - whole)
-        with disk_errors("write", path, "tracking"):
-            os.truncate(path, whole)
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -61,7 +61,7 @@ def test_report_of_a_running_run_with_a_torn_line_works(run_dir, capsys):
 
 
 def test_report_leaves_out_values_that_were_not_finite(run_dir, capsys):
-    Tracker(run_dir).write_metrics(21, {"reward/mean": float("nan")})
+    Tracker(run_dir, last_step=20).write_metrics(21, {"reward/mean": float("nan")})
 
     assert main([str(run_dir)]) == 0
     assert ["reward/mean", "0.05", "0.05", "1", "1"] in [

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spmdflow.controller.evaluation import Judged
 from spmdflow.tracking.estimate import (
     as_metrics,
     estimates,
     ks_of,
     majority,
-    normal_answer,
     pass_at_k,
     per_prompt,
 )
@@ -143,4 +143,6 @@ def test_metrics_have_the_ends_beside_the_value() -> None:
 
 
 def test_answers_that_differ_in_spaces_only_are_one() -> None:
-    assert normal_answer(" 1  000\n") == normal_answer("1 000") == "1 000"
+    answers = [Judged.of(text, 0.0, {}, 3).answer for text in (" 1  000\n", "1 000")]
+
+    assert answers == ["1 000", "1 000"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from spmdflow.errors import ConfigError, SpmdflowError
 from spmdflow.tracking.progress import Sample
-from spmdflow.tracking.tracker import Tracker, append_lines, cut_back, drop_torn_line, read_lines
+from spmdflow.tracking.tracker import Tracker, append_lines, cut_back, read_lines
 
 RECORDS = st.lists(
     st.fixed_dictionaries(
@@ -58,14 +58,14 @@ def test_cut_back_drops_later_steps_of_both_files(tmp_path):
     for step in range(1, 6):
         tracker.write_metrics(step, {"a": step})
         tracker.write_samples(step, [Sample("p", "r", step)])
-    tracker.cut_back(3)
+    tracker = Tracker(tmp_path, last_step=3)
 
     for path in (tracker.metrics_path, tracker.samples_path):
         assert [record["step"] for record in read_lines(path)] == [1, 2, 3]
 
 
 def test_cut_back_without_files_is_fine_and_makes_none(tmp_path):
-    Tracker(tmp_path).cut_back(3)
+    Tracker(tmp_path, last_step=3)
 
     assert list(tmp_path.iterdir()) == []
 
@@ -73,7 +73,6 @@ def test_cut_back_without_files_is_fine_and_makes_none(tmp_path):
 def test_a_start_without_checkpoint_sets_the_old_files_aside(tmp_path, caplog):
     for _ in range(3):
         tracker = Tracker(tmp_path)
-        tracker.cut_back(-1)
         tracker.write_metrics(0, {"a": 1})
 
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -84,10 +83,10 @@ def test_a_start_without_checkpoint_sets_the_old_files_aside(tmp_path, caplog):
 
 def test_a_new_tracker_does_not_continue_a_torn_line(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2, "a')
-    Tracker(tmp_path).write_metrics(2, {"a": 1})
+    Tracker(tmp_path, last_step=1).write_metrics(2, {"a": 1})
 
     assert [record["step"] for record in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert "torn last line" in caplog.text
+    assert "metrics.jsonl:2: left out" in caplog.text
 
 
 def test_lines_that_are_no_record_are_named_with_their_number(tmp_path, caplog):
@@ -121,20 +120,6 @@ def test_a_file_torn_at_any_byte_is_cut_back_to_its_whole_records(
     assert [file.name for file in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
-@given(st.binary(max_size=60))
-def test_dropping_a_torn_line_keeps_every_byte_before_it(tmp_path_factory, data):
-    path = tmp_path_factory.mktemp("torn") / "lines"
-    path.write_bytes(data)
-    logging.disable(logging.WARNING)
-    drop_torn_line(path)
-    logging.disable(logging.NOTSET)
-
-    assert data.startswith(path.read_bytes())
-    assert path.read_bytes() == b"".join(
-        line for line in data.split(b"\n")[:-1] for line in (line + b"\n",)
-    )
-
-
 def test_a_full_disk_names_the_file_and_the_bytes_free(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
 
@@ -161,8 +146,7 @@ def test_tensorboard_shows_a_resumed_run_without_the_steps_cut_back(tmp_path):
     module = "tensorboard.backend.event_processing.event_accumulator"
     accumulator = pytest.importorskip(module, reason="extra tensorboard is not installed")
     for first in (1, 3):
-        tracker = Tracker(tmp_path, ["tensorboard"])
-        tracker.cut_back(first - 1)
+        tracker = Tracker(tmp_path, ["tensorboard"], last_step=first - 1)
         for step in range(first, 5):
             tracker.write_metrics(step, {"a": first, "b": math.nan})
         tracker.close()
