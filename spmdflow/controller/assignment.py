@@ -73,20 +73,7 @@ def assign(
     lengths: np.ndarray | None = None,
     shares: Sequence[np.ndarray] | None = None,
 ) -> Assignment:
-    """Rows of a call without mini-batches. The arrays may be shared: do not write them."""
-    if lengths is None and shares is None:
-        return _assign_again(rules, layout, num_rows, limit)
-    return _assign(rules, layout, num_rows, limit, lengths, shares)
-
-
-def _assign(
-    rules: Protocol,
-    layout: Layout,
-    num_rows: int,
-    limit: MicroLimit,
-    lengths: np.ndarray | None = None,
-    shares: Sequence[np.ndarray] | None = None,
-) -> Assignment:
+    """Rows of a call without mini-batches; shares: other parts than even ones."""
     lists = None if shares is None else [share.tolist() for share in shares]
     given = by_share(rules.distribute(layout, num_rows, lists), _positions)
     return Assignment(
@@ -97,8 +84,9 @@ def _assign(
     )
 
 
-_assign_again = lru_cache(maxsize=256)(_assign)
-"""Every step makes the same calls: those that depend on no lengths are worked out once."""
+assign_again = lru_cache(maxsize=256)(assign)
+"""The same for calls that depend on no lengths: every step makes them, so they are worked out
+once. The arrays are shared: do not write them."""
 
 
 def by_share(given: Mapping[int, T], make: Callable[[T], R]) -> dict[int, R]:

@@ -19,6 +19,7 @@ from spmdflow.controller.assignment import (
     Assignment,
     Target,
     assign,
+    assign_again,
     assign_mini_batches,
     by_share,
 )
@@ -224,7 +225,8 @@ def _assign_rows(
     """Rows by rank; waits for lengths if the call is cut by tokens."""
     rules, lengths = protocol(spec.transfer_mode), _token_lengths(batch, target, spec)
     if not spec.minibatches:
-        return assign(rules, target.layout, len(batch), target.limit, lengths)
+        rows = (rules, target.layout, len(batch), target.limit)
+        return assign_again(*rows) if lengths is None else assign(*rows, lengths)
     if getattr(target.settings, "update", None) is None:
         raise ProtocolError(
             f"{target.name}: its method takes mini-batches, but its config has no `update`; "

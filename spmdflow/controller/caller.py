@@ -37,8 +37,6 @@ from spmdflow.runtime.failure import script_line
 from spmdflow.runtime.order import Order, Pending, Replies, Transport
 from spmdflow.tracking.metric import merge
 
-_NONE = np.zeros(0, dtype=np.int64)
-
 
 class Caller:
     """Makes calls, keeps the rows' accounts, and answers what batches ask."""
@@ -292,19 +290,14 @@ class Draws:
 
     def __init__(self) -> None:
         self._step = -1
-        self._counted: dict[str, tuple[Ids, np.ndarray]] = {}
+        self._counts: dict[str, Counter[int]] = {}
 
     def take(self, step: int, phase: str, ids: Ids, *, greedy: bool = False) -> np.ndarray:
         """(B,) int64: earlier draws for rows ids (each once); greedy: this call draws nothing."""
         if step != self._step:
-            self._step, self._counted = step, {}
-        known, counts = self._counted.get(phase, (_NONE, _NONE))
-        everyone = np.union1d(known, ids)
-        totals = np.zeros(len(everyone), dtype=np.int64)
-        totals[np.searchsorted(everyone, known)] = counts
-        places = np.searchsorted(everyone, ids)
-        earlier = totals[places]
+            self._step, self._counts = step, {}
+        counts, numbers = self._counts.setdefault(phase, Counter()), ids.tolist()
+        earlier = np.array([counts[number] for number in numbers], dtype=np.int64)
         if not greedy:
-            totals[places] += 1
-            self._counted[phase] = everyone, totals
+            counts.update(numbers)
         return earlier

@@ -273,7 +273,7 @@ class Flow:
         self._counted = counted
         self._show.step(step.number, metrics)
         if self._transcript is not None:
-            moved = caller.transfers.bytes.moved
+            moved = caller.transfers.moved_bytes
             self._transcript.end_step(step.number, caller.records, transfers, metrics, moved)
         self._show.spans([*caller.records, *transfers])
         self._show.samples(step.number, caller.scored)

@@ -133,12 +133,12 @@ def _seconds_by_method(records: Iterable[CallRecord]) -> dict[str, float]:
 
 def counted_bytes(caller: Caller) -> Counter[str]:
     """Bytes that moved and that came to the controller since the run began, by metric."""
-    edges, fetched = caller.transfers.bytes, caller.fetched_bytes
+    transfers, fetched = caller.transfers, caller.fetched_bytes
     return Counter(
         {
-            "transfer/bytes": edges.moved.total(),
-            "transfer/planned_bytes": edges.planned.total(),
-            "transfer/header_bytes": edges.header_bytes,
+            "transfer/bytes": transfers.moved_bytes.total(),
+            "transfer/planned_bytes": transfers.planned_bytes.total(),
+            "transfer/header_bytes": transfers.header_bytes,
             "controller/tensor_bytes": fetched["script"],
             "controller/fetched_bytes": fetched.total() - fetched["script"],
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,22 +25,16 @@ Edges = Mapping[tuple[int, int, bytes], tuple[list[str], RowEdge]]
 """Columns that travel together and their rows, by (source, destination, row ids)."""
 
 
-@dataclass
-class EdgeBytes:
-    """Planned and moved row bytes by (source, destination), since the run began."""
-
-    planned: Counter[Edge] = field(default_factory=Counter)
-    moved: Counter[Edge] = field(default_factory=Counter)
-    header_bytes: int = 0
-    """Sent besides the rows: one short header for each edge of a transfer."""
-
-
 class Transfers:
     """All row transfers of a run."""
 
     def __init__(self, transport: Transport, *, seconds: float) -> None:
         self._transport, self._seconds = transport, seconds
-        self.bytes = EdgeBytes()
+        self.planned_bytes: Counter[Edge] = Counter()
+        """Of rows by (source, destination), since the run began."""
+        self.moved_bytes: Counter[Edge] = Counter()
+        self.header_bytes = 0
+        """Sent besides the rows: one short header for each edge of a transfer."""
         self._num_released = 0
         self._outstanding: list[CallRecord] = []
 
@@ -109,7 +103,7 @@ class Transfers:
                 sent = [edge.destination, names, edge.ids]
                 _command(commands, edge.source, result)["sends"].append(sent)
                 planned[edge.source, edge.destination] += size
-        self.bytes.planned += planned
+        self.planned_bytes += planned
         label = f"transfer {self._num_released} of {result.label}"
         order = Order(self._num_released, "transfer", label, commands, self._seconds)
         on_done = partial(self._count, result, label, planned)
@@ -128,8 +122,8 @@ class Transfers:
                 f"{label}: sent {sent}, received {got}, expected {expected} bytes by edge; "
                 f"the ranks and the plan disagree: report this with RUN_DIR/trace.json"
             )
-        self.bytes.moved.update(got)
-        self.bytes.header_bytes += sum(reply["header_bytes"] for reply in replies.values())
+        self.moved_bytes.update(got)
+        self.header_bytes += sum(reply["header_bytes"] for reply in replies.values())
 
 
 def _command(commands: dict[int, dict[str, Any]], rank: int, result: RowResult) -> dict[str, Any]:

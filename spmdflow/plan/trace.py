@@ -162,7 +162,7 @@ class _TracedFlow(Flow):
 
     def _finish(self, step: Step) -> None:
         super()._finish(step)
-        self._transport.end_step(step.number, self.caller.transfers.bytes.planned)
+        self._transport.end_step(step.number, self.caller.transfers.planned_bytes)
 
     def _before_first_step(self) -> None:
         if self._trace_settings.with_evaluation:

@@ -163,7 +163,7 @@ def main(flow: Any, cfg: Config) -> None:
             second.write(batch)
         late = second.check(batch[2:5])
         assert late.fetch("checked")["checked"].tolist() == checked[2:5].tolist()
-    assert flow.caller.transfers.bytes.planned == flow.caller.transfers.bytes.moved
+    assert flow.caller.transfers.planned_bytes == flow.caller.transfers.moved_bytes
 
 
 class WireCounter:

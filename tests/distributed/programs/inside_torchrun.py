@@ -135,7 +135,7 @@ def toy_main(flow: Any, cfg: Config) -> None:
         whole = next(prompts)
         for batch in (whole, whole[1:2], whole[:0]):  # fewer rows than ranks, and none
             _check_values(first, second, batch)
-    assert flow.caller.transfers.bytes.planned == flow.caller.transfers.bytes.moved
+    assert flow.caller.transfers.planned_bytes == flow.caller.transfers.moved_bytes
 
 
 def _check_values(first: Any, second: Any, batch: Any) -> None:
