@@ -113,16 +113,13 @@ def shared_token(run_dir: Path) -> Iterator[str]:
 def sees_token(run_dir: Path, token: str, *, seconds: float) -> bool:
     """Whether this rank finds the token in run_dir; a network file system has `seconds` for it."""
     limit = time.monotonic() + seconds
-    while True:
-        if _read(run_dir / TOKEN_FILE) == token:
-            return True
-        if time.monotonic() >= limit:
-            return False
+    while not (seen := _holds(run_dir / TOKEN_FILE, token)) and time.monotonic() < limit:
         time.sleep(_LOOK_SECONDS)
+    return seen
 
 
-def _read(path: Path) -> str | None:
+def _holds(path: Path, text: str) -> bool:
     try:
-        return path.read_text(encoding="ascii")
+        return path.read_text(encoding="ascii") == text
     except (OSError, UnicodeError):  # another folder, or none: the token is not there
-        return None
+        return False

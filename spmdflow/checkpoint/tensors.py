@@ -56,17 +56,17 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         with disk_errors("read", path), safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except SafetensorError as err:
-        raise _damaged(path, err) from err
-    if metadata.get("format") != FORMAT or "plain" not in metadata:
-        raise CheckpointError(
-            f"checkpoint: {path} has format {metadata.get('format')!r}, expected {FORMAT!r}; "
-            f"resume from a checkpoint that this version of spmdflow wrote"
-        )
-    try:
+        if metadata.get("format") != FORMAT or "plain" not in metadata:
+            raise CheckpointError(
+                f"checkpoint: {path} has format {metadata.get('format')!r}, expected {FORMAT!r}; "
+                f"resume from a checkpoint that this version of spmdflow wrote"
+            )
         return tensors, json.loads(metadata["plain"])
-    except ValueError as err:
-        raise _damaged(path, err) from err
+    except (SafetensorError, ValueError) as err:
+        raise CheckpointError(
+            f"checkpoint: {path} is damaged ({err}), expected a file of write_tensors; "
+            f"restore it, or name an older checkpoint in {path_of_latest(path)}"
+        ) from err
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -82,13 +82,6 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         apart[name] = tensor.clone() if storage in seen else tensor
         seen.add(storage)
     return apart
-
-
-def _damaged(path: Path, err: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint: {path} is damaged ({err}), expected a file of write_tensors; "
-        f"restore it, or name an older checkpoint in {path_of_latest(path)}"
-    )
 
 
 _BLOCK_BYTES, _NUM_BLOCKS = 1 << 20, 64
