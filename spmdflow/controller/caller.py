@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -142,21 +141,22 @@ class Caller:
             if rank in self._unsent:
                 command["free"] = self._unsent.pop(rank)
         limit = self._seconds if seconds is None else seconds
-        line = script_line()
-        order = Order(number, "compute", label, commands, limit, phase=self.phase, line=line)
+        phase, line = self.phase, script_line()
+        order = Order(number, "compute", label, commands, limit, done, phase=phase, line=line)
         try:
-            pending = self.transport.submit(replace(order, on_done=done))
+            pending = self.transport.submit(order)
         except MessageError:  # the script may go on
             for rank, command in commands.items():
                 self._unsent.setdefault(rank, []).extend(command.pop("free", []))
             raise
-        self.records.append(CallRecord(order, pending, answering, self.step))
+        record = CallRecord(number, label, phase, commands, pending, answering, self.step)
+        self.records.append(record)
         return pending
 
     def wait_for(self, result: RowResult) -> None:
         """Block until the call that makes the result has replied."""
         for record in self.records:
-            if record.order.number == result.number:
+            if record.number == result.number:
                 record.pending.result()
 
     # What batches ask

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from spmdflow.data.column import ColumnSpec
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import ColumnError, ProtocolError
-from spmdflow.runtime.order import Order, Pending, Replies
+from spmdflow.runtime.order import Pending, Replies
 from spmdflow.tracking.metric import merge
 
 
@@ -164,16 +164,19 @@ def input_of(
     return plain
 
 
-@dataclass(frozen=True)
-class CallRecord:
-    """One submitted order of the running step."""
+class CallRecord(NamedTuple):
+    """One submitted order of the running step; it keeps no rows."""
 
-    order: Order
-    """Without `on_done`, which refers to the rows that are given."""
+    number: int
+    label: str
+    phase: str
+    """train or eval: which metrics its reports belong to."""
+    commands: Mapping[int, Mapping[str, Any]]
     pending: Pending
     answering: tuple[int, ...] = ()
     """Ranks whose reported metrics count."""
     step: int = 0
+    lane: str = "compute"
 
     @property
     def replies(self) -> Replies:

@@ -65,7 +65,7 @@ class Step:
         """All of the step: reported by its calls, logged, and seconds."""
         phases: dict[str, list[CallRecord]] = {"train": [], "eval": []}
         for record in records:
-            phases[record.order.phase].append(record)
+            phases[record.phase].append(record)
         train, evaluation = map(_reported, phases.values())
         metrics = train | self.logged() | _seconds_by_method(phases["train"])
         for name, value in evaluation.items():
@@ -122,7 +122,7 @@ def _seconds_by_method(records: Iterable[CallRecord]) -> dict[str, float]:
     """time/<method>_seconds: from the first rank's start to the last one's end, per method."""
     seconds: dict[str, float] = {}
     for record in records:
-        method = record.order.label.partition(".")[2]  # none: a fetch
+        method = record.label.partition(".")[2]  # none: a fetch
         spans = [reply["span"] for reply in record.replies.values() if "span" in reply]
         if spans and method:
             key = f"time/{method}_seconds"
@@ -183,7 +183,7 @@ class Show:
     def spans(self, records: Iterable[CallRecord]) -> None:
         """What every rank did when, for trace.json."""
         spans = [
-            Span(rank, record.order.lane, record.order.label, *reply["span"])
+            Span(rank, record.lane, record.label, *reply["span"])
             for record in records
             for rank, reply in record.replies.items()
         ]

@@ -97,24 +97,23 @@ def read_transcript(path: Path) -> dict[str, Any]:
 
 
 def _operation(record: CallRecord) -> str:
-    return str(next(iter(record.order.commands.values()))["operation"])
+    return str(next(iter(record.commands.values()))["operation"])
 
 
 def _entry(record: CallRecord, step: int) -> dict[str, Any]:
     """An order and its answer as plain data; ranks that are told the same stand together."""
-    order = record.order
     alike: dict[Any, tuple[list[int], dict[str, Any]]] = {}
-    for rank, plain in order.commands.items():
+    for rank, plain in record.commands.items():
         kept = {name: value for name, value in plain.items() if name not in _LEFT_OUT}
         key = tuple((name, id(value)) for name, value in kept.items())
         alike.setdefault(key, ([], kept))[0].append(rank)
-    entry = {name: getattr(order, name) for name in ("number", "lane", "label", "phase")}
+    entry = {name: getattr(record, name) for name in ("number", "lane", "label", "phase")}
     return entry | {"step": step, "commands": list(alike.values())} | _answer(record)
 
 
 def _answer(record: CallRecord) -> dict[str, Any]:
     """{"answer": what ranks said}; {} where a plan needs nothing of it."""
-    operation, commands, replies = _operation(record), record.order.commands, record.replies
+    operation, commands, replies = _operation(record), record.commands, record.replies
     first = next(iter(replies.values()))
     if operation == "scan":
         return {"answer": {"report": first["report"]}}

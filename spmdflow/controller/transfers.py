@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -105,10 +104,11 @@ class Transfers:
                 planned[edge.source, edge.destination] += size
         self.planned_bytes += planned
         label = f"transfer {self._num_released} of {result.label}"
-        order = Order(self._num_released, "transfer", label, commands, self._seconds)
-        on_done = partial(self._count, result, label, planned)
-        pending = self._transport.submit(replace(order, on_done=on_done))
-        self._outstanding.append(CallRecord(order, pending))
+        number, done = self._num_released, partial(self._count, result, label, planned)
+        order = Order(number, "transfer", label, commands, self._seconds, done)
+        pending = self._transport.submit(order)
+        record = CallRecord(number, label, "train", commands, pending, lane="transfer")
+        self._outstanding.append(record)
 
     def _count(
         self, _kept: RowResult, label: str, planned: Counter[Edge], replies: Replies
