@@ -83,6 +83,7 @@ def start_run(
     has_outside = len(ranks) < world_size
     tells = announcements if has_outside and rank == ranks[0] else None
     membership = _Membership(cfg, groups, lane, tells)
+    del lane  # the traceback of an error would keep the group
 
     def main(transport: Transport) -> None:
         membership.status = control(transport, ranks, has_outside)
