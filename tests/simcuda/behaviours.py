@@ -114,6 +114,38 @@ def results_of_kernels_are_counted_too() -> None:
     assert torch.cuda.memory_allocated(4) - before == made.nbytes
 
 
+def memory_of_a_pool_sleeps_under_its_address() -> None:
+    import surface
+
+    pool, handles = torch.cuda.MemPool(), []
+    surface.native.on_segment(handles.append)
+    free = torch.cuda.mem_get_info(5)[0]
+    with torch.cuda.use_mem_pool(pool):
+        weight = torch.ones(1 << 20, device="cuda:5")
+    (handle,) = handles
+    surface.native.unmap(*handle)
+    assert torch.cuda.mem_get_info(5)[0] == free
+    surface.native.map_again(*handle)
+    assert weight.data_ptr() == handle[2] and weight.isnan().all()
+    assert torch.cuda.mem_get_info(5)[0] == free - (4 << 20)
+
+
+def pool_keeps_what_was_freed_until_it_is_unmapped() -> None:
+    import surface
+
+    pool, handles = torch.cuda.MemPool(), []
+    surface.native.on_segment(handles.append)
+    free = torch.cuda.mem_get_info(6)[0]
+    with torch.cuda.use_mem_pool(pool):
+        weight = torch.ones(1 << 20, device="cuda:6")
+    del weight
+    (segment,) = pool.snapshot()
+    assert segment["allocated_size"] == 0 and torch.cuda.memory_allocated(6) == 0
+    assert torch.cuda.mem_get_info(6)[0] == free - (4 << 20)
+    surface.native.unmap(*handles[0])
+    assert torch.cuda.mem_get_info(6)[0] == free and pool.snapshot() == []
+
+
 def generators_belong_to_a_device() -> None:
     with refused("Expected a 'cuda' device type for generator"):
         torch.randn(3, device="cuda", generator=torch.Generator())

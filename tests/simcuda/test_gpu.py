@@ -6,27 +6,30 @@ import pytest
 
 from tests.simcuda.conftest import Simulated
 
-TORCH_ONLY = "not vllm and not megatron and not kv_cache"
+QUIET = ("-q", "-p", "no:cacheprovider", "-m", "gpu", "-rs")
 
 
-def test_hybrid_engine_follows_the_trainer_on_simulated_devices(simulated: Simulated) -> None:
+WITH_VLLM = "kv_cache or (bfloat16 and (p2 or (one_device and blocks)))"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "number"),
+    [("not vllm and not megatron and not kv_cache", 8), (WITH_VLLM, 3)],
+    ids=["torch alone", "vllm and megatron"],
+)
+def test_hybrid_engine_follows_the_trainer_on_simulated_devices(
+    simulated: Simulated, chosen: str, number: int
+) -> None:
     output = simulated(
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-k", TORCH_ONLY),
-        "tests/gpu/test_hybrid_engine.py",
-        seconds=280,
+        *("-m", "pytest", *QUIET, "-k", chosen, "tests/gpu/test_hybrid_engine.py"), seconds=290
     )
 
-    assert "8 passed" in output and "skipped" not in output
+    assert f"{number} passed" in output and "skipped" not in output
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_whole_algorithms_run_on_simulated_devices(simulated: Simulated) -> None:
-    chosen = f"{TORCH_ONLY} and not one_step_apart and not learned"
-    output = simulated(
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-k", chosen),
-        "tests/gpu/test_algorithms.py",
-        seconds=880,
-    )
+@pytest.mark.timeout(3000)
+def test_all_that_a_gpu_will_run_first_runs_on_simulated_devices(simulated: Simulated) -> None:
+    output = simulated("-m", "pytest", *QUIET, "tests/gpu", seconds=2900)
 
-    assert "3 passed" in output
+    assert "passed" in output and "skipped" not in output

@@ -9,6 +9,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <array>
@@ -53,6 +54,8 @@ struct Usage {
 std::mutex usage_lock;
 std::array<Usage, kMostDevices> usage;
 
+}  // namespace
+
 void count(int device, int64_t bytes) {
   std::lock_guard<std::mutex> guard(usage_lock);
   auto& seen = usage[device];
@@ -64,6 +67,8 @@ void count(int device, int64_t bytes) {
 int64_t rounded(int64_t bytes) { return (bytes + 511) / 512 * 512; }  // as CUDA's allocator does
 
 void spoil(void* memory, int64_t bytes) { memset(memory, 0xFF, bytes); }  // NaN, -1, True
+
+namespace {
 
 struct Block {
   void* memory;
@@ -88,8 +93,14 @@ c10::DataPtr counted(void* memory, int64_t bytes, int device, c10::Storage owner
   return {memory, new Block{own, bytes, device, owner}, &free_block, Device(kDevice, device)};
 }
 
-struct DeviceAllocator final : c10::Allocator {
+int64_t whole_memory() {
+  const char* text = getenv("SIMCUDA_MEMORY");
+  return text ? atoll(text) : int64_t{80} << 30;
+}
+
+struct SimulatedAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
+    if (bytes && in_pool()) return allocate_in_pool(bytes);
     void* memory = nullptr;
     if (bytes) {
       TORCH_CHECK(!posix_memalign(&memory, 512, rounded(bytes)), "CUDA out of memory (simulated)");
@@ -101,9 +112,32 @@ struct DeviceAllocator final : c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override {
     memcpy(to, from, bytes);
   }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex index) override {
+    const auto all = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    std::lock_guard<std::mutex> guard(usage_lock);
+    for (auto* each : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes}) {
+      (*each)[all].current = usage[index].bytes;
+      (*each)[all].peak = usage[index].peak_bytes;
+    }
+    stats.allocation[all].allocated = usage[index].allocations;
+    return stats;
+  }
+  void resetAccumulatedStats(DeviceIndex) override {}
+  void resetPeakStats(DeviceIndex index) override {
+    std::lock_guard<std::mutex> guard(usage_lock);
+    usage[index].peak_bytes = usage[index].bytes;
+  }
+  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex index) override {
+    const auto taken = usage[index].bytes + kept_by_pools(index);
+    return {whole_memory() - taken, whole_memory()};
+  }
 };
 
-DeviceAllocator device_allocator;
+SimulatedAllocator device_allocator;
 
 // Pinned host memory: known by its address, so that is_pinned() says what CUDA would say.
 std::mutex pinned_lock;
@@ -394,10 +428,8 @@ void bind_device(py::module& module) {
     auto& seen = usage[index];
     return std::make_tuple(seen.bytes, seen.peak_bytes, seen.allocations);
   });
-  module.def("reset_peak", [](int index) {
-    std::lock_guard<std::mutex> guard(usage_lock);
-    usage[index].peak_bytes = usage[index].bytes;
-  });
+  module.def("reset_peak", [](int index) { device_allocator.resetPeakStats(index); });
+  module.def("free_and_whole", [](int index) { return device_allocator.getMemoryInfo(index); });
   module.def("resize", [](const at::Tensor& bytes, int64_t size) {
     resize_storage(bytes.storage(), size);
   });

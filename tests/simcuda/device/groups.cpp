@@ -223,5 +223,8 @@ void bind_groups(py::module& module) {
 
 PYBIND11_MODULE(simulated_cuda, module) {
   simulated::bind_device(module);
+  simulated::bind_pools(module);
   simulated::bind_groups(module);
+  for (auto* name : {"on_sync", "on_segment", "on_operation"})  // no Python after its end
+    py::module::import("atexit").attr("register")(module.attr(name), py::none());
 }

@@ -40,7 +40,17 @@ class Aliases {
   c10::Device device_{kDevice, -1};
 };
 
+// Memory: how many bytes a device's tensors take, and what memory holds that nobody has written.
+int64_t rounded(int64_t bytes);
+void count(int device, int64_t bytes);
+void spoil(void* memory, int64_t bytes);
+bool in_pool();
+c10::DataPtr allocate_in_pool(int64_t bytes);
+// What the driver counts beyond tensors: pools keep free segments, and what sleeps takes nothing.
+int64_t kept_by_pools(int device);
+
 void bind_device(py::module& module);
+void bind_pools(py::module& module);
 void bind_groups(py::module& module);
 
 }  // namespace simulated

@@ -10,7 +10,9 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -88,20 +90,7 @@ def _install_devices() -> None:
         "_cuda_getCompiledVersion": lambda: 12090,
     }
     _replace([torch._C], names)
-    properties = types.SimpleNamespace(
-        name=NAME,
-        major=CAPABILITY[0],
-        minor=CAPABILITY[1],
-        total_memory=_whole_memory(),
-        multi_processor_count=132,
-        warp_size=32,
-        max_threads_per_multi_processor=2048,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_block=49152,
-        shared_memory_per_block_optin=232448,
-        L2_cache_size=50 << 20,
-        uuid="simulated",
-    )
+    properties = _properties()
     cuda = {
         "_exchange_device": exchange,
         "_maybe_exchange_device": exchange,
@@ -125,12 +114,28 @@ def _install_devices() -> None:
     torch.version.cuda = "12.9"
 
 
+def _properties() -> types.SimpleNamespace:
+    """As torch.cuda.get_device_properties gives them."""
+    return types.SimpleNamespace(
+        name=NAME,
+        major=CAPABILITY[0],
+        minor=CAPABILITY[1],
+        total_memory=native.free_and_whole(0)[1],
+        multi_processor_count=132,
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448,
+        L2_cache_size=50 << 20,
+        uuid="simulated",
+        is_integrated=False,
+        is_multi_gpu_board=False,
+    )
+
+
 def _ignore(*arguments: Any) -> None:
     pass
-
-
-def _whole_memory() -> int:
-    return int(os.environ.get("SIMCUDA_MEMORY", 80 << 30))
 
 
 def _install_memory() -> None:
@@ -159,10 +164,20 @@ def _install_memory() -> None:
         "max_memory_reserved": peak,
         "memory_stats": statistics,
         "reset_peak_memory_stats": lambda device=None: native.reset_peak(index_of(device)),
-        "mem_get_info": lambda device=None: (_whole_memory() - in_use(device), _whole_memory()),
+        "mem_get_info": lambda device=None: native.free_and_whole(index_of(device)),
+        "MemPool": MemPool,
+        "use_mem_pool": use_mem_pool,
+        "CUDAPluggableAllocator": PluggableAllocator,
         "empty_cache": lambda: None,
     }
     _replace([torch.cuda, torch.cuda.memory], names)
+    settings = [""]
+    bindings = {
+        "_cuda_getAllocatorBackend": lambda: "native",
+        "_accelerator_getAllocatorSettings": lambda: settings[0],
+        "_accelerator_setAllocatorSettings": lambda text: settings.__setitem__(0, text),
+    }
+    _replace([torch._C], bindings)
     stock = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, size: int) -> Any:
@@ -172,6 +187,37 @@ def _install_memory() -> None:
         return self
 
     torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+
+
+class PluggableAllocator:
+    """Stands for a library's functions of allocation; the device has its own."""
+
+    def __init__(self, path: str | None, allocate: str, free: str) -> None:
+        self._allocator = None
+
+
+class MemPool:
+    """Segments of its own, which can be mapped and unmapped."""
+
+    _numbers = count(1)
+
+    def __init__(self, allocator: Any = None) -> None:
+        self._number = next(self._numbers)
+        self.id = (0, self._number)
+
+    def snapshot(self) -> list[dict[str, int]]:
+        """address, total_size and allocated_size of each segment."""
+        return list(native.snapshot(self._number))
+
+
+@contextmanager
+def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
+    """Tensors made in the block, by this thread, lie in the pool."""
+    before = native.use_pool(pool.id[1])
+    try:
+        yield
+    finally:
+        native.use_pool(before)
 
 
 def _install_streams() -> None:
