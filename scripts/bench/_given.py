@@ -50,7 +50,7 @@ def evaluate(
     best = best_of_partition(ones, len(ones))
     assert best is not None
     chosen = {
-        names[number]: table.entries[number].strategy(entry)
+        names[number]: table.entries[number].cut.one(entry)
         for block, front, pick in zip(blocks, fronts, best[1])
         for number, entry in zip(block, front.entries[pick].tolist())
     }

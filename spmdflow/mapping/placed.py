@@ -192,7 +192,7 @@ def assemble(
     for place in sorted(range(len(blocks)), key=lambda place: (-sizes[place], blocks[place])):
         start = sum(len(pool.ranks) for pool in pools)
         strategies = {
-            table.entries[number].model.name: table.entries[number].strategy(entry)
+            table.entries[number].model.name: table.entries[number].cut.one(entry)
             for number, entry in zip(blocks[place], rows[place].tolist())
         }
         pools.append(

@@ -12,7 +12,7 @@ exact front of one set and size, computed when it is asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -54,10 +54,6 @@ class Entries:
     full_cache: Array
     """With so much cache all sequences of a replica are held at once."""
 
-    def strategy(self, entry: int) -> Strategy:
-        """One of them."""
-        return self.cut.one(entry)
-
     @property
     def most_beside(self) -> Array:
         """Most that any call needs beside the residents, generation with its least cache."""
@@ -66,12 +62,34 @@ class Entries:
 
 @dataclass(frozen=True)
 class Front:
-    """The vectors that one set offers on one pool size, and the strategies behind each."""
+    """What a set of models offers on one pool size: combinations of their strategies."""
 
     costs: Array
     """(V, stages), or (V, 1) of a set that is alone."""
     entries: Array
     """(V, models of the set): numbers in each model's `Entries`."""
+    resident: Array
+    needed: Array
+    """(V,): most that a call needs beside the residents."""
+
+    def take(self, index: Array) -> Front:
+        """Some of them."""
+        return Front(*(part[index] for part in vars(self).values()))
+
+    def with_model(self, entries: Entries, index: Array, costs: Array, budget: float) -> Front:
+        """Every combination with a model's entries `index`, at these costs, that fits."""
+        count = len(index)
+        mine, theirs = np.divmod(np.arange(len(self.resident) * count), max(count, 1))
+        resident = self.resident[mine] + entries.resident[index][theirs]
+        needed = np.maximum(self.needed[mine], entries.most_beside[index][theirs])
+        fits = np.flatnonzero(resident + needed <= budget)
+        mine, theirs = mine[fits], theirs[fits]
+        return Front(
+            self.costs[mine] + costs[theirs],
+            np.column_stack([self.entries[mine], index[theirs]]),
+            resident[fits],
+            needed[fits],
+        )
 
 
 class CostTable:
@@ -83,7 +101,10 @@ class CostTable:
         self.entries = [self._entries_of(model) for model in dataflow.models]
         self._fronts: dict[tuple[ModelSet, int, bool], Front] = {}
         self._useful_entries: dict[tuple[int, int], Array] = {}
-        self._least = [self._least_resident(entries) for entries in self.entries]
+        self._least = [np.full(len(self.sizes), np.inf) for _ in self.entries]
+        """Fewest resident bytes of each model by size."""
+        for least, entries in zip(self._least, self.entries):
+            np.minimum.at(least, np.searchsorted(self.sizes, entries.sizes), entries.resident)
 
     def ideal(self, block: ModelSet) -> Options:
         """A bound from below for a set on every pool size on which it might fit."""
@@ -154,11 +175,6 @@ class CostTable:
             full[kept],
         )
 
-    def _least_resident(self, entries: Entries) -> Array:
-        least = np.full(len(self.sizes), np.inf)
-        np.minimum.at(least, np.searchsorted(self.sizes, entries.sizes), entries.resident)
-        return least
-
     def _least_costs(self, entries: Entries, others: Array) -> Array:
         """(sizes, stages): each stage's least over strategies that fit beside `others` bytes."""
         place = np.searchsorted(self.sizes, entries.sizes)
@@ -190,7 +206,8 @@ class CostTable:
         order = [*(n for n in block if n not in loud), *loud]
         index = {number: self._useful(number, size) for number in block}
         coupled = self._is_coupled(order, loud, index)
-        mixed = _Mix.empty(1 if alone else len(self.dataflow.stages))
+        stages, zero = 1 if alone else len(self.dataflow.stages), np.zeros(1)
+        mixed = Front(np.zeros((1, stages)), np.empty((1, 0), dtype=np.int64), zero, zero)
         for number in order:
             entries, some = self.entries[number], index[number]
             costs = entries.costs[some]
@@ -198,14 +215,17 @@ class CostTable:
                 costs = costs + self._generation_costs(entries, some, entries.resident[some])
             costs = costs.sum(axis=1, keepdims=True) if alone else costs
             mixed = mixed.with_model(entries, some, costs, self.hardware.usable_bytes)
-            if number != order[-1]:
-                mixed = mixed.pruned(memory_matters=coupled)
-        picks = mixed.picks[:, [order.index(number) for number in block]]
+            if (
+                number != order[-1]
+            ):  # what another beats in every stage, and in memory if it matters
+                memory = [mixed.resident, mixed.needed] if coupled else []
+                mixed = mixed.take(pareto(np.column_stack([*memory, mixed.costs])))
+        picks = mixed.entries[:, [order.index(number) for number in block]]
         own = {number: picks[:, block.index(number)] for number in loud if coupled}
         costs, kept = self._with_generation(mixed, own)
-        return Front(costs[kept], picks[kept])
+        return replace(mixed.take(kept), costs=costs[kept], entries=picks[kept])
 
-    def _with_generation(self, mixed: _Mix, own: dict[int, Array]) -> tuple[Array, Array]:
+    def _with_generation(self, mixed: Front, own: dict[int, Array]) -> tuple[Array, Array]:
         """Costs of all combinations, generation added for the models in `own`, and the front.
 
         Of many combinations, only those are simulated that the front of the most promising ones
@@ -229,7 +249,7 @@ class CostTable:
         costs[alive] = self._generation_added(mixed, own, alive)
         return costs, alive[pareto(costs[alive])]
 
-    def _generation_added(self, mixed: _Mix, own: dict[int, Array], some: Array) -> Array:
+    def _generation_added(self, mixed: Front, own: dict[int, Array], some: Array) -> Array:
         costs = mixed.costs[some]
         for number, index in own.items():
             entries, resident = self.entries[number], mixed.resident[some]
@@ -270,41 +290,3 @@ class CostTable:
             if (cache < np.maximum(entries.full_cache, entries.least_cache)[own]).any():
                 return True
         return False
-
-
-@dataclass(frozen=True)
-class _Mix:
-    """Combinations of strategies of several models on one pool."""
-
-    resident: Array
-    needed: Array
-    costs: Array
-    picks: Array
-
-    @classmethod
-    def empty(cls, stages: int) -> _Mix:
-        zero = np.zeros(1)
-        return cls(zero, zero, np.zeros((1, stages)), np.empty((1, 0), dtype=np.int64))
-
-    def with_model(self, entries: Entries, index: Array, costs: Array, budget: float) -> _Mix:
-        """Every combination with a model's entries `index`, at these costs, that fits."""
-        count = len(index)
-        mine, theirs = np.divmod(np.arange(len(self.resident) * count), max(count, 1))
-        added = self.resident[mine] + entries.resident[index][theirs]
-        most = np.maximum(self.needed[mine], entries.most_beside[index][theirs])
-        fits = np.flatnonzero(added + most <= budget)
-        mine, theirs = mine[fits], theirs[fits]
-        return _Mix(
-            added[fits],
-            most[fits],
-            self.costs[mine] + costs[theirs],
-            np.column_stack([self.picks[mine], index[theirs]]),
-        )
-
-    def pruned(self, *, memory_matters: bool) -> _Mix:
-        """Without combinations that another beats in every stage, and in memory if it matters."""
-        points = self.costs
-        if memory_matters:
-            points = np.column_stack([self.resident, self.needed, self.costs])
-        kept = pareto(points)
-        return _Mix(self.resident[kept], self.needed[kept], self.costs[kept], self.picks[kept])
