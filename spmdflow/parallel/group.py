@@ -38,15 +38,13 @@ class GroupSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(self.ranks))
         if not self.ranks or list(self.ranks) != sorted(set(self.ranks)):
-            raise ProtocolError(
-                f"group: got ranks {self.ranks}, expected at least one rank, ascending, each "
-                f"once; list them as {tuple(sorted(set(self.ranks)))}"
-            )
+            expected = "at least one rank, ascending, each once"
+            do = f"list them as {tuple(sorted(set(self.ranks)))}"
+            raise ProtocolError.of("group", f"ranks {self.ranks}", expected, do)
         if self.lane not in LANES or self.backend not in BACKENDS:
-            raise ProtocolError(
-                f"group {self.ranks}: got lane {self.lane!r} and backend {self.backend!r}, "
-                f"expected one of {LANES} and one of {BACKENDS}; choose one of each"
-            )
+            got = f"lane {self.lane!r} and backend {self.backend!r}"
+            expected = f"one of {LANES} and one of {BACKENDS}"
+            raise ProtocolError.of(f"group {self.ranks}", got, expected, "choose one of each")
 
 
 class GroupTable:
@@ -85,22 +83,27 @@ class GroupTable:
         """
         ranks = tuple(ranks)
         if self._rank not in ranks:
+            expected = f"a group that rank {self._rank} is in"
+            do = "ask for its own group, e.g. layout.axis_group(rank, 'dp')"
+            raise ProtocolError.of("group", f"ranks {ranks} on rank {self._rank}", expected, do)
+        found = self.get_or_none(ranks, lane, backend)
+        if found is None:
+            made = sorted(spec.ranks for spec in self._known if spec.lane == lane)
             raise ProtocolError(
-                f"group: got ranks {ranks} on rank {self._rank}, expected a group that rank "
-                f"{self._rank} is in; ask for its own group, e.g. layout.axis_group(rank, 'dp')"
+                f"group {ranks}, lane {lane}, backend {backend or 'any'}: not made; expected one "
+                f"of {made}; add {ranks} to the worker's needed_groups"
             )
-        found = self._matching(ranks, lane, backend)
-        if not found or found[0] is None:
-            raise ProtocolError(self._problem(ranks, lane, backend))
-        return found[0]
+        return found
 
     def get_or_none(
         self, ranks: Iterable[int], lane: str = "compute", backend: str | None = None
     ) -> dist.ProcessGroup | None:
         """The same, but None if there is no such group or this rank is outside it."""
-        ranks = tuple(ranks)
-        found = self._matching(ranks, lane, backend)
-        return found[0] if found else None
+        key = tuple(ranks), lane
+        for spec, group in self._known.items():
+            if (spec.ranks, spec.lane) == key and backend in (None, spec.backend):
+                return group
+        return None
 
     def reducer(self, ranks: Iterable[int]) -> Callable[[Tensor], Tensor]:
         """Function that sums a tensor over the compute-lane group of ranks, in float64.
@@ -119,22 +122,6 @@ class GroupTable:
             return total.to(tensor.device)
 
         return reduce
-
-    def _matching(
-        self, ranks: tuple[int, ...], lane: str, backend: str | None
-    ) -> list[dist.ProcessGroup | None]:
-        return [
-            group
-            for spec, group in self._known.items()
-            if spec.ranks == ranks and spec.lane == lane and backend in (None, spec.backend)
-        ]
-
-    def _problem(self, ranks: tuple[int, ...], lane: str, backend: str | None) -> str:
-        made = sorted(spec.ranks for spec in self._known if spec.lane == lane)
-        return (
-            f"group {ranks}, lane {lane}, backend {backend or 'any'}: not made; expected one of "
-            f"{made}; add {ranks} to the worker's needed_groups"
-        )
 
 
 def _forget_meshes() -> None:

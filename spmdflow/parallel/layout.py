@@ -74,10 +74,7 @@ class Layout:
         object.__setattr__(self, "ranks", tuple(self.ranks))
         object.__setattr__(self, "gen_tp_size", self.gen_tp_size or self.tp_size)
         object.__setattr__(self, "gen_pp_size", self.gen_pp_size or self.pp_size)
-        _check_ranks(self.ranks)
-        _check_product(self)
-        _check_divides("shard_size", self.shard_size, "dp_size", self.dp_size)
-        _check_generation(self)
+        _check(self)
 
     @classmethod
     def data_parallel(cls, ranks: tuple[int, ...], *, shard_size: int = 1) -> Layout:
@@ -115,10 +112,8 @@ class Layout:
         """Position of a global rank in the pool; ConfigError if it is not in it."""
         place = self._places.get(rank)
         if place is None:
-            raise ConfigError(
-                f"layout: got rank {rank}, expected one of {_shown(self.ranks)}; "
-                f"ask only about ranks of the pool"
-            )
+            expected, do = f"one of {_shown(self.ranks)}", "ask only about ranks of the pool"
+            raise ConfigError.of("layout", f"rank {rank}", expected, do)
         return place
 
     def coordinate(self, rank: int) -> Coordinate:
@@ -158,10 +153,8 @@ class Layout:
         if not self.nests and axis in _GENERATION_AXES:
             grid, dims = self._generation_grid, _GENERATION_AXES[axis]
         if dims is None:
-            raise ConfigError(
-                f"layout: got axis {axis!r}, expected one of {', '.join(sorted(_AXES))}; "
-                f"choose one of these"
-            )
+            expected = f"one of {', '.join(sorted(_AXES))}"
+            raise ConfigError.of("layout", f"axis {axis!r}", expected, "choose one of these")
         others = [dim for dim in range(grid.ndim) if dim not in dims]
         size = prod(grid.shape[dim] for dim in dims)
         rows = grid.transpose(*others, *dims).reshape(-1, size)
@@ -175,17 +168,11 @@ class Layout:
     @cached_property
     def _grid(self) -> np.ndarray:
         """(replicate, shard, gen_pp, micro pp, gen_tp, micro tp) int64: global ranks."""
-        gen_pp_size, gen_tp_size = self.pp_size, self.tp_size
-        if self.nests:
-            gen_pp_size, gen_tp_size = self.gen_pp_size, self.gen_tp_size
-        return np.array(self.ranks, dtype=np.int64).reshape(
-            self.dp_size // self.shard_size,
-            self.shard_size,
-            gen_pp_size,
-            self.pp_size // gen_pp_size,
-            gen_tp_size,
-            self.tp_size // gen_tp_size,
-        )
+        pp_size, tp_size = self.pp_size, self.tp_size
+        gen_pp, gen_tp = (self.gen_pp_size, self.gen_tp_size) if self.nests else (pp_size, tp_size)
+        replicas = self.dp_size // self.shard_size, self.shard_size
+        stages = gen_pp, pp_size // gen_pp, gen_tp, tp_size // gen_tp
+        return np.array(self.ranks, dtype=np.int64).reshape(*replicas, *stages)
 
     @cached_property
     def _generation_grid(self) -> np.ndarray:
@@ -209,43 +196,28 @@ def divisors(number: int) -> list[int]:
     return [small for small in range(1, number + 1) if number % small == 0]
 
 
-def _check_ranks(ranks: tuple[int, ...]) -> None:
+def _check(layout: Layout) -> None:
+    ranks, pp_size, dp_size, tp_size = layout.ranks, layout.pp_size, layout.dp_size, layout.tp_size
     usable = tuple(sorted({rank for rank in ranks if rank >= 0}))
     if not ranks or ranks != usable:
-        raise ConfigError(
-            f"layout: got ranks {_shown(ranks)}, expected at least one, none negative, "
-            f"ascending, each once; list them as {_shown(usable or (0,))}"
-        )
-
-
-def _check_product(layout: Layout) -> None:
-    pp_size, dp_size, tp_size = layout.pp_size, layout.dp_size, layout.tp_size
-    smallest = min(pp_size, dp_size, tp_size)
-    if smallest < 1 or pp_size * dp_size * tp_size != layout.size:
-        raise ConfigError(
-            f"layout: got pp_size {pp_size} * dp_size {dp_size} * tp_size {tp_size} = "
-            f"{pp_size * dp_size * tp_size}, expected {layout.size}, the number of ranks "
-            f"{_shown(layout.ranks)}; change a size or the pool, each size at least 1"
-        )
-
-
-def _check_generation(layout: Layout) -> None:
+        expected = "at least one, none negative, ascending, each once"
+        do = f"list them as {_shown(usable or (0,))}"
+        raise ConfigError.of("layout", f"ranks {_shown(ranks)}", expected, do)
+    product = pp_size * dp_size * tp_size
+    if min(pp_size, dp_size, tp_size) < 1 or product != layout.size:
+        got = f"pp_size {pp_size} * dp_size {dp_size} * tp_size {tp_size} = {product}"
+        expected = f"{layout.size}, the number of ranks {_shown(ranks)}"
+        do = "change a size or the pool, each size at least 1"
+        raise ConfigError.of("layout", got, expected, do)
+    if layout.shard_size < 1 or dp_size % layout.shard_size:
+        got, expected = f"shard_size {layout.shard_size}", f"a divisor of dp_size {dp_size}"
+        raise ConfigError.of("layout", got, expected, f"choose one of {divisors(dp_size)}")
     gen_tp_size, gen_pp_size = layout.gen_tp_size, layout.gen_pp_size
-    smallest = min(gen_tp_size, gen_pp_size)
-    if smallest < 1 or layout.size % (gen_tp_size * gen_pp_size):
-        raise ConfigError(
-            f"layout: got gen_tp_size {gen_tp_size} * gen_pp_size {gen_pp_size}, expected a "
-            f"divisor of the {layout.size} ranks {_shown(layout.ranks)}; choose a product among "
-            f"{divisors(layout.size)}"
-        )
-
-
-def _check_divides(name: str, size: int, of_name: str, of_size: int) -> None:
-    if size < 1 or of_size % size:
-        raise ConfigError(
-            f"layout: got {name} {size}, expected a divisor of {of_name} {of_size}; "
-            f"choose one of {divisors(of_size)}"
-        )
+    if min(gen_tp_size, gen_pp_size) < 1 or layout.size % (gen_tp_size * gen_pp_size):
+        got = f"gen_tp_size {gen_tp_size} * gen_pp_size {gen_pp_size}"
+        expected = f"a divisor of the {layout.size} ranks {_shown(ranks)}"
+        do = f"choose a product among {divisors(layout.size)}"
+        raise ConfigError.of("layout", got, expected, do)
 
 
 def _shown(ranks: tuple[int, ...]) -> str:
