@@ -6,11 +6,10 @@ from bench._cells import ALL, WORKLOAD, Cell
 from bench._dataflows import NOMINAL, ppo
 from bench._given import evaluate
 from spmdflow.mapping.auto import find_mapping
-from spmdflow.mapping.dataflow import Engine, Model, Rollout
+from spmdflow.mapping.dataflow import Engine, Model, Rollout, Strategy
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.placed import Placed
 from spmdflow.mapping.seconds import transition_bytes, transition_seconds
-from spmdflow.mapping.strategy import Strategy
 
 VOLUMES = {
     "7B": (Strategy(8, 1, 2, 2, 1), 5.25e9),

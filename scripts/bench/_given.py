@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from spmdflow.errors import ConfigError
-from spmdflow.mapping.dataflow import Dataflow
+from spmdflow.mapping.dataflow import Dataflow, Strategy
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.placed import Placed, placed_of, pool_of
 from spmdflow.mapping.search import Options, best_of_partition
-from spmdflow.mapping.strategy import Strategy
 from spmdflow.mapping.table import CostTable
 
 _LARGEST_WORLD = 1 << 14

@@ -6,7 +6,7 @@ predicted seconds of every call by cause. Nothing is run.
 
     cost = sum over stages of (max over pools of (sum over the pool's calls of that stage))
 
-Algorithm 2 (`strategy`, `table`): strategies of a model on n ranks are t * p * d = n, t inside a
+Algorithm 2 (`dataflow`, `table`): strategies of a model on n ranks are t * p * d = n, t inside a
 node, p at most the pool's nodes, and t_g, p_g for generation. Models that share a pool choose
 together, as residents of memory add and the KV cache has what is left; a set therefore offers
 several vectors of seconds, one a stage, none better than another. Algorithm 1 (`search`, `auto`):
@@ -22,5 +22,5 @@ pipeline bubbles, gradient traffic once an update, waves where the KV cache is s
 are in `hardware/*.yaml`, each with its source; how the predictions compare with the paper's
 placements and with runs is in docs/MAPPING.md.
 
-This room knows no processes, no controller and no engine.
+This package knows no processes, no controller and no engine.
 """

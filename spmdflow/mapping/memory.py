@@ -22,7 +22,7 @@ from functools import reduce
 
 import numpy as np
 
-from spmdflow.mapping.dataflow import Dataflow, Kind, Model, Workload
+from spmdflow.mapping.dataflow import Array, Dataflow, Kind, Model, Strategy, Workload
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.seconds import (
     PREFILL_TOKENS,
@@ -36,7 +36,6 @@ from spmdflow.mapping.seconds import (
     share_of,
     total,
 )
-from spmdflow.mapping.strategy import Array, Strategy
 from spmdflow.weights.ranks import BUCKET_BYTES
 
 LOGIT_BYTES = 4

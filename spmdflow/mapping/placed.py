@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from spmdflow.errors import ConfigError
-from spmdflow.mapping.dataflow import Call, Dataflow, Model
+from spmdflow.mapping.dataflow import Call, Dataflow, Model, Strategy
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import offload_seconds, pool_memory, resident_bytes
 from spmdflow.mapping.search import ModelSet
@@ -27,7 +27,6 @@ from spmdflow.mapping.seconds import (
     total,
     transition_seconds,
 )
-from spmdflow.mapping.strategy import Strategy
 from spmdflow.mapping.table import CostTable
 
 

@@ -31,15 +31,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from spmdflow.mapping.dataflow import Engine, Model, Rollout, Workload
+from spmdflow.mapping.dataflow import Array, Model, Precision, Rollout, Strategy, Workload
 from spmdflow.mapping.hardware import Hardware
-from spmdflow.mapping.strategy import Array, Strategy
 from spmdflow.weights.architecture import Architecture
 
 Parts = dict[str, Array]
 """Seconds by cause, or bytes by what they hold."""
-Precision = Engine | Rollout
-"""What states a dtype and the bytes of an element."""
 
 GRADIENT_BYTES = 4
 ADAM_BYTES = 28

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spmdflow.mapping.dataflow import Call, Dataflow, Model
+from spmdflow.mapping.dataflow import Call, Dataflow, Model, Strategy, strategies_on
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import (
     call_bytes,
@@ -27,7 +27,6 @@ from spmdflow.mapping.memory import (
 )
 from spmdflow.mapping.search import ModelSet, Options, pareto, unbeaten
 from spmdflow.mapping.seconds import generation_parts, pass_parts, total, transition_seconds
-from spmdflow.mapping.strategy import Strategy, strategies_on
 
 Array = np.ndarray
 _MANY = 1 << 20

@@ -17,9 +17,17 @@ from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.factory import sync_mode
 from spmdflow.kind.engine import engine_kind, engines_that_cut
 from spmdflow.kind.generator import generator_kind
-from spmdflow.mapping.dataflow import Call, Dataflow, Engine, Kind, Model, Rollout, Workload
+from spmdflow.mapping.dataflow import (
+    Call,
+    Dataflow,
+    Engine,
+    Kind,
+    Model,
+    Rollout,
+    Strategy,
+    Workload,
+)
 from spmdflow.mapping.hardware import Hardware, load_hardware
-from spmdflow.mapping.strategy import Strategy
 from spmdflow.models.generator import GeneratorWorker
 from spmdflow.models.policy import PolicyWorker, ReferenceWorker, SupervisedWorker
 from spmdflow.plan.record import Trace, TracedModel, TracedOrder

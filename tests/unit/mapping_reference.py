@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spmdflow.mapping.dataflow import Model
+from spmdflow.mapping.dataflow import Model, Strategy, strategies_on
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.search import (
     ModelSet,
@@ -24,7 +24,6 @@ from spmdflow.mapping.search import (
     partitions,
     undominated,
 )
-from spmdflow.mapping.strategy import Strategy, strategies_on
 
 Table = Mapping[ModelSet, Options]
 

@@ -12,12 +12,19 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from spmdflow.errors import ConfigError
-from spmdflow.mapping.dataflow import Call, Engine, Model, Rollout, Workload
+from spmdflow.mapping.dataflow import (
+    Call,
+    Engine,
+    Model,
+    Rollout,
+    Strategy,
+    Workload,
+    pipeline_sizes,
+)
 from spmdflow.mapping.hardware import COEFFICIENTS, Hardware, load_hardware
 from spmdflow.mapping.memory import call_bytes, resident_bytes
 from spmdflow.mapping.placed import Estimate, call_seconds
 from spmdflow.mapping.seconds import transition_bytes, transition_seconds
-from spmdflow.mapping.strategy import Strategy, pipeline_sizes
 from spmdflow.parallel.layout import Layout
 from tests.unit.mapping_reference import printed_algorithm_2, strategies
 from tests.unit.weight_shapes import architecture

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from spmdflow.config.placement import resolve_placement
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.auto import find_mapping
-from spmdflow.mapping.dataflow import Dataflow, Workload
+from spmdflow.mapping.dataflow import Dataflow, Strategy, Workload
 from spmdflow.mapping.hardware import Hardware, load_hardware
 from spmdflow.mapping.memory import pool_memory
 from spmdflow.mapping.placed import Placed, Ranking, explain
 from spmdflow.mapping.search import Options, blocks_of
-from spmdflow.mapping.strategy import Strategy
 from spmdflow.mapping.table import CostTable
 from tests.unit.mapping_reference import algorithm_1, strategies
 

@@ -17,10 +17,9 @@ from spmdflow.hybrid_engine.reshard import (
     scopes_of,
     training_tables,
 )
-from spmdflow.mapping.dataflow import Model, Rollout
+from spmdflow.mapping.dataflow import Model, Rollout, Strategy
 from spmdflow.mapping.hardware import load_hardware
 from spmdflow.mapping.seconds import transition_seconds
-from spmdflow.mapping.strategy import Strategy
 from spmdflow.models.generator import GeneratorWorker
 from spmdflow.models.policy import ActorWorker
 from spmdflow.parallel.layout import Layout
