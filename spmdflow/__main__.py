@@ -48,7 +48,10 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     name = words[0] if words else "--help"
     if name in _HELP:
-        sys.stdout.write(_usage())
+        commands = "\n".join(f"  {name:<8} {phrase}" for name, (_, phrase) in COMMANDS.items())
+        scripts, folder = ", ".join(bundled_scripts()), bundled_folder()
+        facts = {"version": __version__, "folder": folder, "scripts": scripts}
+        sys.stdout.write(_USAGE.format(commands=commands, **facts))
         return FINISHED
     if name == "--version":
         sys.stdout.write(f"spmdflow {__version__}\n")
@@ -58,14 +61,6 @@ def main(words: Sequence[str] | None = None) -> int:
         return REFUSED
     status: int = import_module(COMMANDS[name][0]).main(words[1:])
     return status
-
-
-def _usage() -> str:
-    commands = "\n".join(f"  {name:<8} {phrase}" for name, (_, phrase) in COMMANDS.items())
-    scripts = ", ".join(bundled_scripts())
-    return _USAGE.format(
-        version=__version__, commands=commands, folder=bundled_folder(), scripts=scripts
-    )
 
 
 def _unknown(name: str) -> str:

@@ -149,21 +149,17 @@ def _stage_table(records: Records) -> list[str]:
     """Total seconds of each stage and its share of all steps' seconds."""
     totals: dict[str, float] = {}
     for record in records:
-        for stage, seconds in stage_seconds(_numbers(record)).items():
+        numbers = {name: x for name, x in record.items() if isinstance(x, int | float)}
+        for stage, seconds in stage_seconds(numbers).items():
             totals[stage] = totals.get(stage, 0.0) + seconds
     whole = sum(seconds for _, seconds in points_of(records, "time/step_seconds"))
     if not totals or not whole:
         return []
-    longest_first = sorted(totals.items(), key=lambda item: -item[1])
     rows = [
         f"{stage:<34} {seconds:>10.1f} {100 * seconds / whole:>9.1f}%"
-        for stage, seconds in longest_first
+        for stage, seconds in sorted(totals.items(), key=lambda item: -item[1])  # longest first
     ]
     return ["", f"{'stage':<34} {'seconds':>10} {'of steps':>10}", *rows]
-
-
-def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in record.items() if isinstance(value, int | float)}
 
 
 if __name__ == "__main__":

@@ -85,14 +85,16 @@ def named(value: Any) -> Any:
 
 def _named(place: str) -> str:
     path, split = split_place(place)
-    name = hub_name_of_folder(path)
-    return place if name is None else f"{name.repo}{split}@{name.revision}"
+    match = _SNAPSHOT.fullmatch(path)
+    if match is None or Path(match["cache"]) != _cache():
+        return place
+    return f"{match['owner']}/{match['name']}{split}@{match['revision']}"
 
 
 _WORD = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"(?P<repo>{_WORD}/{_WORD})(?:@(?P<revision>[\w./-]+))?")
 _SNAPSHOT = re.compile(
-    rf"(?P<cache>.+)/(?P<kind>model|dataset)s--(?P<owner>{_WORD}?)--(?P<name>{_WORD})"
+    rf"(?P<cache>.+)/(?:model|dataset)s--(?P<owner>{_WORD}?)--(?P<name>{_WORD})"
     r"/snapshots/(?P<revision>[0-9a-f]{40})"
 )
 _IGNORED = ("*/*", "*.bin", "*.pth", "consolidated*")
@@ -153,14 +155,6 @@ def hub_name_of(text: str, kind: str = "model") -> HubName | None:
     if match is None or os.path.exists(text):
         return None
     return HubName(match["repo"], match["revision"], kind)
-
-
-def hub_name_of_folder(path: str) -> HubName | None:
-    """The name, with its commit, of a folder of this machine's cache; None for other folders."""
-    match = _SNAPSHOT.fullmatch(path)
-    if match is None or Path(match["cache"]) != _cache():
-        return None
-    return HubName(f"{match['owner']}/{match['name']}", match["revision"], match["kind"])
 
 
 @dataclass(frozen=True)

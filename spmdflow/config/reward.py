@@ -184,7 +184,12 @@ def check_reward_function(key: str, term: RewardTerm) -> None:
         hint = f"did you mean {near[0]}?" if near else "define it there"
         raise ConfigError(f"{key}: no {name} in {file}, expected a function at top level; {hint}")
     _check_parameters(key, file, found[name], [name for name, _ in term.arguments])
-    _check_library(key, source)
+    library, extra = _NEEDS.get(source, ("", ""))
+    if library and importlib.util.find_spec(library) is None:
+        raise ConfigError(
+            f"{key}: got {source}, but {library} is not installed, expected it; "
+            f"pip install 'spmdflow[{extra}]' or choose another function"
+        )
 
 
 def _module_file(key: str, module: str) -> Path:
@@ -248,15 +253,6 @@ def _check_parameters(key: str, file: Path, statement: ast.stmt, given: Collecti
             f"{key}: got the arguments ({', '.join(given)}), but {statement.name} in {file} takes "
             f"{takes}, expected these; write {statement.name}"
             + (f"({known[0]}=...)" if known else "")
-        )
-
-
-def _check_library(key: str, source: str) -> None:
-    library, extra = _NEEDS.get(source, ("", ""))
-    if library and importlib.util.find_spec(library) is None:
-        raise ConfigError(
-            f"{key}: got {source}, but {library} is not installed, expected it; "
-            f"pip install 'spmdflow[{extra}]' or choose another function"
         )
 
 

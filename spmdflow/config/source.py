@@ -98,18 +98,15 @@ def _locate_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
         if name == "function":
             value = with_located_files(value, lambda file: _locate(file, folder))
         elif name in ("train_path", "eval_path"):
-            value = with_places(value, lambda place: _locate_place(place, folder))
+            value = with_places(
+                value, lambda place: _locate(split_place(place)[0], folder) + split_place(place)[1]
+            )
         elif isinstance(value, dict):
             value = _locate_paths(value, folder)
         elif isinstance(value, str) and (name == "path" or str(name).endswith("_path")):
             value = _locate(value, folder)
         located[name] = value
     return located
-
-
-def _locate_place(place: str, folder: Path) -> str:
-    path, split = split_place(place)
-    return _locate(path, folder) + split
 
 
 def _locate(value: str, folder: Path) -> str:
