@@ -242,10 +242,26 @@ def _check_model(cfg: Any, key: str, path: str, *, here: bool = True) -> ModelFa
 
 
 def _check_data(cfg: Any, key: str, data: DataSettings) -> None:
-    if eval_prompts_of(data.eval_prompts, f"{key}.eval_prompts").num_samples:
-        _check_sampled(key, data, _only(cfg, RewardConfig))
+    sampled = eval_prompts_of(data.eval_prompts, f"{key}.eval_prompts").num_samples > 0
+    if sampled and data.rows != "prompts":
+        raise ConfigError(
+            f"{key}.eval_prompts: got {data.eval_prompts!r} for {data.rows}, which bring their "
+            f"answers along, expected no samples; write all or a number"
+        )
+    reward = _only(cfg, RewardConfig)
+    if sampled and (reward is None or not knows_right(reward)):
+        raise ConfigError(
+            f"{key}.eval_prompts: got {data.eval_prompts!r} with a reward model alone, expected a "
+            f"function that says what is right, for pass@k; write all or a number, or set "
+            f"reward.function"
+        )
     if isinstance(data, TextConfig):
-        _check_texts(key, data, cfg.data)
+        if data.prompts_per_step != (samples := cfg.data.samples_per_step):
+            raise ConfigError(
+                f"{key}.prompts_per_step: got {data.prompts_per_step}, expected {samples}, one "
+                f"text for each sample of a step ({cfg.data.prompts_per_step} prompts x "
+                f"{cfg.data.samples_per_prompt}); set {key}.prompts_per_step={samples}"
+            )
     elif data.eval_path is None and getattr(cfg, "eval_every", 0) > 0:
         raise ConfigError(
             f"{key}.eval_path: got none with eval_every {cfg.eval_every}, expected a file of "
@@ -255,30 +271,6 @@ def _check_data(cfg: Any, key: str, data: DataSettings) -> None:
         raise ConfigError(
             f"{key}.response_column: got none without a chat template, expected one or the "
             f"other; name the column, or set {key}.chat_template=true for conversations"
-        )
-
-
-def _check_sampled(key: str, data: DataSettings, reward: RewardConfig | None) -> None:
-    if data.rows != "prompts":
-        raise ConfigError(
-            f"{key}.eval_prompts: got {data.eval_prompts!r} for {data.rows}, which bring their "
-            f"answers along, expected no samples; write all or a number"
-        )
-    if reward is None or not knows_right(reward):
-        raise ConfigError(
-            f"{key}.eval_prompts: got {data.eval_prompts!r} with a reward model alone, expected a "
-            f"function that says what is right, for pass@k; write all or a number, or set "
-            f"reward.function"
-        )
-
-
-def _check_texts(key: str, texts: TextConfig, data: DataSettings) -> None:
-    if texts.prompts_per_step != data.samples_per_step:
-        raise ConfigError(
-            f"{key}.prompts_per_step: got {texts.prompts_per_step}, expected "
-            f"{data.samples_per_step}, one text for each sample of a step "
-            f"({data.prompts_per_step} prompts x {data.samples_per_prompt}); "
-            f"set {key}.prompts_per_step={data.samples_per_step}"
         )
 
 

@@ -294,9 +294,12 @@ def _nearest(key: str, candidates: Sequence[str]) -> str:
 def _wrong_type(source: str, key: str, value: Any, known: _Known) -> ConfigError:
     got, leaf = f"{source}: {key} got {value!r}", known.settings.get(key)
     if leaf is not None:
+        example = str(leaf.value).lower() if isinstance(leaf.value, bool) else str(leaf.value)
+        if leaf.value in (None, REQUIRED) or "${" in example:
+            example = _EXAMPLES.get(type_name(leaf.hint).split(" ")[0], "value")
         return ConfigError(
             f"{got} ({type(value).__name__}), expected {type_name(leaf.hint)}; give one, "
-            f"such as {key}={_example(leaf)}"
+            f"such as {key}={example}"
         )
     if value is None:
         return ConfigError(f"{got}, expected a group of settings; leave it out for its defaults")
@@ -305,9 +308,3 @@ def _wrong_type(source: str, key: str, value: Any, known: _Known) -> ConfigError
         f"{got} ({type(value).__name__}), expected a group of settings; set its keys, such as "
         f"{example}"
     )
-
-
-def _example(leaf: Leaf) -> str:
-    if leaf.value in (None, REQUIRED) or "${" in str(leaf.value):
-        return _EXAMPLES.get(type_name(leaf.hint).split(" ")[0], "value")
-    return str(leaf.value).lower() if isinstance(leaf.value, bool) else str(leaf.value)

@@ -157,10 +157,10 @@ def check_rewards(key: str, reward: Any) -> None:
         )
     for term in terms:
         if not term.is_model:
-            check_reward_function(f"{key}.function" + (term.name and f".{term.name}"), term)
+            _check_function(f"{key}.function" + (term.name and f".{term.name}"), term)
 
 
-def check_reward_function(key: str, term: RewardTerm) -> None:
+def _check_function(key: str, term: RewardTerm) -> None:
     """The file exists, parses, defines the name at top level and takes these arguments."""
     reference = term.function
     source, colon, name = reference.rpartition(":")

@@ -7,14 +7,14 @@ the package) and are found by name. A path that exists in the current directory 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import KeyValidationError, OmegaConfBaseException
 
 from spmdflow.config.data_source import split_place, with_places
 from spmdflow.config.reward import with_located_files
@@ -54,7 +54,7 @@ def read_yaml(path: Path) -> Source:
             f"UTF-8; save the file in that encoding"
         ) from err
     except OmegaConfBaseException as err:
-        raise _unreadable(path) from err
+        raise _unreadable(path, err) from err
     except OSError as err:  # also of a file that is one number
         raise ConfigError.of(path, err, "a file of key: value lines", "correct it") from err
     if not isinstance(tree, dict):
@@ -62,33 +62,18 @@ def read_yaml(path: Path) -> Source:
     return Source(str(path), _locate_paths(tree, path.parent), path)
 
 
-def _unreadable(path: Path) -> ConfigError:
+def _unreadable(path: Path, err: OmegaConfBaseException) -> ConfigError:
     """What is wrong in a file that is YAML, but holds a key or a ${reference} that cannot be."""
-    for key, name, value in _entries(yaml.safe_load(path.read_text(encoding="utf-8"))):
-        if not isinstance(name, str):
-            where = f"a key under {key}" if key else "a key"
-            return ConfigError.of(path, f"{name!r} as {where}", "a name", "correct the key")
-        key = f"{key}.{name}".lstrip(".")
-        try:
-            OmegaConf.create({"value": value})
-        except OmegaConfBaseException:
-            return ConfigError(
-                f"{path}: {key} got {value!r}, expected a value, ${{key}} of a setting or "
-                f"${{oc.env:NAME}}; correct what is in the braces"
-            )
-    return ConfigError.of(
-        path, "settings that cannot be read", "key: value lines", "correct the file"
+    key, tree = str(err.full_key or "").partition("[")[0], yaml.safe_load(path.read_text("utf-8"))
+    if not isinstance(tree, dict):
+        return ConfigError.of(path, type(tree).__name__, "key: value lines", "write settings there")
+    if isinstance(err, KeyValidationError):
+        where = f"a key under {key}" if key else "a key"
+        return ConfigError.of(path, f"{err.key!r} as {where}", "a name", "correct the key")
+    return ConfigError(
+        f"{path}: {key} got {flat(tree).get(key)!r}, expected a value, ${{key}} of a setting or "
+        f"${{oc.env:NAME}}; correct what is in the braces"
     )
-
-
-def _entries(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key of the group, name, value) of everything in a YAML file. Any: what it holds."""
-    for name, value in tree.items() if isinstance(tree, dict) else ():
-        if isinstance(value, dict):
-            yield prefix, name, None
-            yield from _entries(value, f"{prefix}.{name}".lstrip("."))
-        else:
-            yield prefix, name, value
 
 
 def _locate_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:

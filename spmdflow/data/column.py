@@ -70,17 +70,13 @@ class Column:
     def take(self, index: Tensor) -> Column:
         """The rows `index` (int64, any order); a view if they are consecutive."""
         start = int(index[0]) if len(index) else 0
-        if len(index) and torch.equal(index, torch.arange(start, start + len(index))):
-            return self._slice(start, start + len(index))
+        stop = start + len(index)
+        is_slice = len(index) > 0 and torch.equal(index, torch.arange(start, stop))
         if self.lengths is None:
-            return Column(self.kind, self.values[index])
-        return Column(self.kind, *take_rows(self.values, self.lengths, index))
-
-    def _slice(self, start: int, stop: int) -> Column:
-        if self.lengths is None:
-            return Column(self.kind, self.values[start:stop])
-        first = int(self.lengths[:start].sum())
-        lengths = self.lengths[start:stop]
+            return Column(self.kind, self.values[start:stop] if is_slice else self.values[index])
+        if not is_slice:
+            return Column(self.kind, *take_rows(self.values, self.lengths, index))
+        first, lengths = int(self.lengths[:start].sum()), self.lengths[start:stop]
         return Column(self.kind, self.values[first : first + int(lengths.sum())], lengths)
 
     def to_value(self) -> Tensor | list[str]:
@@ -92,27 +88,24 @@ class Column:
 
 def column_of(name: str, value: Any, num_rows: int) -> Column:
     """The stored form of what a worker returned, in memory of its own; checks the row count."""
-    column = _column_of(name, value)
+    texts = value.tolist() if hasattr(value, "tolist") and not isinstance(value, Tensor) else value
+    if is_ragged(value):
+        column = Column("ragged", _copied(value.values()), lengths_of(value).cpu())
+    elif isinstance(value, Tensor):
+        column = Column("dense", _copied(value))
+    elif isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
+        column = _encode(texts)
+    else:
+        raise ColumnError(
+            f"column {name!r}: got {type(value).__name__}, expected a tensor, a jagged tensor or "
+            f"a list of str; convert it before returning"
+        )
     if len(column) != num_rows:
         raise ColumnError(
             f"column {name!r}: got {len(column)} rows, expected {num_rows}; "
             f"return one row for each row received, in the same order"
         )
     return column
-
-
-def _column_of(name: str, value: Any) -> Column:
-    if is_ragged(value):
-        return Column("ragged", _copied(value.values()), lengths_of(value).cpu())
-    if isinstance(value, Tensor):
-        return Column("dense", _copied(value))
-    texts = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
-        return _encode(texts)
-    raise ColumnError(
-        f"column {name!r}: got {type(value).__name__}, expected a tensor, a jagged tensor or a "
-        f"list of str; convert it before returning"
-    )
 
 
 def _copied(values: Tensor) -> Tensor:

@@ -26,7 +26,12 @@ def num_micro_batches(
             f"micro-batches: got max_rows {max_rows} and max_tokens {max_tokens}; expected at "
             f"least 1; set engine.micro_batch to at least 1 row or token"
         )
-    return max(1, *(_need(lengths, max_rows, max_tokens) for lengths in lengths_per_share), 1)
+    if max_tokens is None:
+        needs = [-(-len(lengths) // max_rows) for lengths in lengths_per_share]
+    else:
+        shares = [(_longest_first(lengths), lengths) for lengths in lengths_per_share]
+        needs = [len(_fill(order, lengths, max_tokens)) for order, lengths in shares]
+    return max([1, *needs])
 
 
 def cut(lengths: Sequence[int], parts: int, *, by_tokens: bool) -> list[list[int]]:
@@ -39,12 +44,6 @@ def cut(lengths: Sequence[int], parts: int, *, by_tokens: bool) -> list[list[int
     assert parts >= 1, parts
     chosen = _by_tokens(lengths, parts) if by_tokens else _by_rows(len(lengths), parts)
     return chosen + [[] for _ in range(parts - len(chosen))]
-
-
-def _need(lengths: Sequence[int], max_rows: int, max_tokens: int | None) -> int:
-    if max_tokens is None:
-        return -(-len(lengths) // max_rows)
-    return len(_fill(_longest_first(lengths), lengths, max_tokens))
 
 
 def _by_rows(num_rows: int, parts: int) -> list[list[int]]:
