@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DataError as err:
         sys.stderr.write(f"{err}\n")
         return 2
-    sys.stdout.write(report_text(options.run_dir, records, keys))
+    sys.stdout.write(run_text(options.run_dir, records, keys))
     png_path = options.png or options.run_dir / "curve.png"
     if keys:
         sys.stdout.write(f"\ncurve: {write_png(records, keys, png_path)}\n")
@@ -99,7 +99,7 @@ def points_of(records: Records, key: str) -> list[Point]:
     return [(record["step"], record[key]) for record in records if record.get(key) is not None]
 
 
-def report_text(run_dir: Path, records: Records, keys: Sequence[str]) -> str:
+def run_text(run_dir: Path, records: Records, keys: Sequence[str]) -> str:
     """The whole report as text, 80 columns wide."""
     steps = [record["step"] for record in records]
     lines = [f"{run_dir}: steps {min(steps)} to {max(steps)}", ""]

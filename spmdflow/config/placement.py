@@ -70,7 +70,7 @@ def pools_of(cfg: Any, ranks: Sequence[int]) -> dict[str, Pool]:
     }
 
 
-def pool_of(pools: Mapping[str, Pool], name: str, role: str, cfg: Any) -> str:
+def pool_name_of(pools: Mapping[str, Pool], name: str, role: str, cfg: Any) -> str:
     """The name of the pool that a model runs on; cfg: what it is spawned with (Any: its class).
 
     ConfigError for a model with an engine that no pool names.

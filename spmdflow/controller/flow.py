@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spmdflow.config.placement import Pool, pool_of
+from spmdflow.config.placement import Pool, pool_name_of
 from spmdflow.config.schema import DataSettings
 from spmdflow.controller.assignment import Target
 from spmdflow.controller.batch import Batch
@@ -107,7 +107,7 @@ class Flow:
                 f"spawn {worker_class.__name__}: got the name {name!r}, expected one that is not "
                 f"taken by {self.groups[name]}; give name=... for a second one"
             )
-        pool = pool or self.pool(pool_of(self._pools, name, worker_class.role, cfg))
+        pool = pool or self.pool(pool_name_of(self._pools, name, worker_class.role, cfg))
         layout = worker_class.layout_of(cfg, pool.ranks)
         seconds = self._config.run.start_seconds
         self._make_groups(name, worker_class.needed_groups(cfg, layout), seconds=seconds)

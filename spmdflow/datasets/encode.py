@@ -28,14 +28,8 @@ from torch import Tensor
 from spmdflow.config.data_source import SOURCE_COLUMN, DataSource
 from spmdflow.config.schema import DataSettings
 from spmdflow.data.ragged import ragged, ragged_from_rows
-from spmdflow.datasets.tokenizer import (
-    check_chat_template,
-    eos_token_id,
-    plain_ids,
-    render_chat,
-    template_ids,
-)
-from spmdflow.errors import DataError
+from spmdflow.datasets.tokenizer import eos_token_id, plain_ids, render_chat, template_ids
+from spmdflow.errors import ConfigError, DataError
 
 Row = dict[str, Any]
 """The JSON object of a line."""
@@ -93,8 +87,12 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: Any, data: DataSettings) -> None:
         """Any: a transformers tokenizer. ConfigError if it lacks what the settings ask for."""
-        if data.chat_template:
-            check_chat_template(tokenizer)
+        if data.chat_template and not tokenizer.chat_template:
+            raise ConfigError(
+                f"data.chat_template: got true, but the tokenizer {tokenizer.name_or_path!r} has "
+                f"no chat template; expected one in its folder; set data.chat_template=false, or "
+                f"use the tokenizer of a chat model"
+            )
         self._tokenizer, self._chat = tokenizer, data.chat_template
         self._column = data.prompt_column or ""
 

@@ -85,16 +85,6 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]], *, answered: boo
         raise DataError(f"the chat template refuses the messages ({err})") from err
 
 
-def check_chat_template(tokenizer: Any) -> None:
-    """ConfigError if the tokenizer has no chat template."""
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"data.chat_template: got true, but the tokenizer {tokenizer.name_or_path!r} has no "
-            f"chat template; expected one in its folder; set data.chat_template=false, or use "
-            f"the tokenizer of a chat model"
-        )
-
-
 def _num_trailing(tokenizer: Any) -> int:
     """How many tokens (an end-of-sequence) the tokenizer puts after every text."""
     bare = tokenizer("a", add_special_tokens=False).input_ids

@@ -40,7 +40,7 @@ def main(words: Sequence[str] | None = None) -> int:
         plain = {"can_run": can_run(checks), "checks": [asdict(check) for check in checks]}
         sys.stdout.write(json.dumps(plain) + "\n")
     else:
-        sys.stdout.write(report_text(checks))
+        sys.stdout.write(checks_text(checks))
     return CAN_RUN if can_run(checks) else CANNOT_RUN
 
 
@@ -62,7 +62,7 @@ def can_run(checks: Sequence[Check]) -> bool:
     return all(check.state != BAD for check in checks)
 
 
-def report_text(checks: Sequence[Check]) -> str:
+def checks_text(checks: Sequence[Check]) -> str:
     """The report as lines: state, name, what was found; below it what to do."""
     lines = []
     for topic, members in groupby(checks, lambda check: check.topic):

@@ -16,7 +16,7 @@ import spmdflow
 from spmdflow.__main__ import COMMANDS, main
 from spmdflow.config.source import bundled_scripts
 from spmdflow.doctor import ABSENT, BAD, GOOD, Check, node
-from spmdflow.doctor.__main__ import can_run, report_text
+from spmdflow.doctor.__main__ import can_run, checks_text
 from spmdflow.doctor.__main__ import main as doctor
 from spmdflow.doctor.packages import NEEDED_FOR, check_packages
 
@@ -142,7 +142,7 @@ def test_doctor_report_says_what_is_absent_and_what_is_bad() -> None:
     fine = [Check("a", "first", GOOD, "here"), Check("b", "extra", ABSENT, "not", "get it")]
 
     assert can_run(fine)
-    assert "can work here, without the extras extra\n" in report_text(fine)
+    assert "can work here, without the extras extra\n" in checks_text(fine)
     assert not can_run([*fine, Check("b", "last", BAD, "gone")])
 
 
