@@ -148,19 +148,10 @@ class OverlongConfig:
 
 
 @dataclass
-class ClipHigherLossConfig(SurrogateLossConfig):
-    """A policy loss whose upper clip is wider."""
-
-    clip_ratio_high: float | None = setting(
-        "Upper epsilon (clip-higher); none: the same as clip_ratio.", 0.28, above=0
-    )
-
-
-@dataclass
 class ClipHigherActorConfig(SurrogateActorConfig):
-    """An actor with that loss."""
+    """An actor whose policy loss has a wider upper clip."""
 
-    loss: ClipHigherLossConfig = part(ClipHigherLossConfig)
+    loss: SurrogateLossConfig = part(SurrogateLossConfig, clip_ratio_high=0.28)
 
 
 @dataclass

@@ -64,7 +64,7 @@ class PairDataConfig(AnswerDataConfig):
     chosen_column: str = setting("Column that holds the better answer.", "chosen")
     rejected_column: str = setting("Column that holds the worse answer.", "rejected")
     max_prompt_tokens: int = setting(
-        "Pairs with more tokens, both sequences together, are left out and counted.",
+        "Rows with more tokens, both sequences of a pair together, are left out and counted.",
         1024,
         at_least=1,
     )
@@ -80,11 +80,6 @@ class PreferenceDataConfig(PairDataConfig):
     )
     label_column: str | None = setting(
         "Column that says whether the answer is good (true or false, for kto); none: pairs.", None
-    )
-    max_prompt_tokens: int = setting(
-        "Rows with more tokens, both sequences of a pair together, are left out and counted.",
-        1024,
-        at_least=1,
     )
 
 

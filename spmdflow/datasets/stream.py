@@ -34,7 +34,10 @@ class PromptOrder:
             )
         self._report, self._prompts_per_step = report, prompts_per_step
         self._seed, self._shuffle, self._step = seed, shuffle, 0
-        self._epochs = [_Epochs(rows, seed, shuffle=shuffle) for rows in _rows_of_files(report)]
+        ends = [*(file.first for file in report.files[1:]), report.rows[-1] + 1]
+        cuts = [0, *(bisect_left(report.rows, end) for end in ends)]
+        files = [report.rows[start:stop] for start, stop in pairwise(cuts)]
+        self._epochs = [_Epochs(rows, seed, shuffle=shuffle) for rows in files]
 
     @property
     def epoch(self) -> int:
@@ -110,15 +113,6 @@ class _Epochs:
         self._order = list(self._rows)
         if self._shuffle:
             random.Random(seed_of(self._seed, "shuffle", self.number)).shuffle(self._order)
-
-
-def _rows_of_files(report: ScanReport) -> list[list[int]]:
-    """The good rows of every file; all in one list if there is one, or none was read."""
-    if len(report.files) < 2:
-        return [report.rows]
-    ends = [*(file.first for file in report.files[1:]), report.rows[-1] + 1]
-    cuts = [0, *(bisect_left(report.rows, end) for end in ends)]
-    return [report.rows[start:stop] for start, stop in pairwise(cuts)]
 
 
 def eval_rows(report: ScanReport, num_prompts: int | None) -> list[int]:
