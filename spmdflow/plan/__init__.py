@@ -10,12 +10,12 @@ controller's own; nothing is modelled twice. Knows no tensors, makes no process 
 | file | what |
 |---|---|
 | `__main__` | the command line |
-| `trace`, `transport` | runs the script, records every order |
-| `answers`, `example` | what a rank would have answered: shapes, lengths, examples |
+| `trace`, `transport` | runs the script, records every order, answers for the ranks |
+| `example` | what stands for values: forms of columns, examples, lengths of prompts |
 | `replay` | the record of a run: its lengths for a dry run, its orders without its script |
 | `record` | what was recorded, as frozen facts |
 | `rows`, `check` | proofs on the record: rows; members, updates, weights |
-| `weight` | the ways of weights and their bytes by edge |
+| `weight` | how weights reach generators, and their bytes by edge |
 | `workload`, `prediction` | seconds and memory, by the simulators of `mapping` |
 | `report`, `text`, `picture` | what is shown: as data, as text, as a schedule |
 | `comparison` | prediction beside measurement, after a run |

@@ -144,17 +144,13 @@ class _Rows:
                 )
 
     def _check_pairs(self, order: TracedOrder) -> None:
-        sends = Counter(
-            (rank, to, tuple(columns), ids.tobytes())
-            for rank, plain in order.commands.items()
-            for to, columns, ids in plain["sends"]
-        )
-        receives = Counter(
-            (source, rank, tuple(columns), ids.tobytes())
-            for rank, plain in order.commands.items()
-            for source, columns, ids, *_ in plain["receives"]
-            if source != rank
-        )
+        sends: Counter[tuple[int, int, tuple[str, ...], bytes]] = Counter()
+        receives = Counter(sends)
+        for rank, plain in order.commands.items():
+            for to, columns, ids in plain["sends"]:
+                sends[rank, to, tuple(columns), ids.tobytes()] += 1
+            for source, columns, ids, *_ in plain["receives"]:
+                receives[source, rank, tuple(columns), ids.tobytes()] += source != rank
         for alone, what, other in (
             (sends - receives, "sent", "received"),
             (receives - sends, "awaited", "sent"),

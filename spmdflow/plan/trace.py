@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,11 +22,10 @@ from spmdflow.controller.result import Result, RowResult
 from spmdflow.controller.step import Step
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import PlanError, SpmdflowError
-from spmdflow.plan.answers import Answers
 from spmdflow.plan.example import PROMPTS, RESPONSES, Examples
-from spmdflow.plan.record import Trace, links_of, models_of
+from spmdflow.plan.record import Read, Trace, links_of, models_of
 from spmdflow.plan.replay import Replay
-from spmdflow.plan.transport import MOST_CALLS, TraceTransport, reads_of
+from spmdflow.plan.transport import MOST_CALLS, Answers, Lines, TraceTransport
 from spmdflow.transfer.register import method_spec
 
 
@@ -182,7 +182,7 @@ class _TracedFlow(Flow):
             orders=tuple(transport.orders),
             tokens=transport.tokens,
             steps=tuple(transport.steps),
-            reads=tuple(reads_of(script, transport.waits, transport.paths)),
+            reads=tuple(_reads_of(script, transport)),
             assumptions=(
                 *answers.notes,
                 *answers.examples.used_text(),
@@ -279,3 +279,48 @@ class _WatchedResult(Result):
 
     def __getitem__(self, key: str) -> float:
         return _WatchedMetrics(super().metrics(), self._use)[key]
+
+
+_LOOPS = (ast.While, ast.For, ast.AsyncFor)
+
+
+def _reads_of(script: ModuleType, transport: TraceTransport) -> list[Read]:
+    """Every line that waited, once, with what it waited for; then loops that made calls."""
+    inner = _inner_loops(Path(str(script.__file__)).read_text(encoding="utf-8"))
+    found: dict[int, dict[str, None]] = {}
+    waits = [lines for lines, _ in transport.waits]
+    looping = {lines[0] for lines in waits if any(_encloses(loop, lines) for loop in inner)}
+    for (line, *_), what in transport.waits:
+        found.setdefault(line, {})[what] = None
+    reads = [Read(line, ", ".join(what), line in looping) for line, what in sorted(found.items())]
+    calls = set(transport.paths)
+    for loop in inner:
+        if loop.start not in found and any(_encloses(loop, lines) for lines in calls):
+            what = f"loop over lines {loop.start}-{loop.stop - 1}"
+            is_waiting = any(_encloses(loop, lines) for lines in waits)
+            reads.append(Read(loop.start, what, True, waits=is_waiting))
+    return reads
+
+
+def _encloses(loop: range, lines: Lines) -> bool:
+    return any(line in loop for line in lines)
+
+
+def _inner_loops(text: str) -> list[range]:
+    """Lines of all loops but those over the run's steps, and those that such a loop is in."""
+    loops = [node for node in ast.walk(ast.parse(text)) if isinstance(node, _LOOPS)]
+    return [
+        range(loop.lineno, (loop.end_lineno or loop.lineno) + 1)
+        for loop in loops
+        if not any(_is_over_steps(node) for node in ast.walk(loop))
+    ]
+
+
+def _is_over_steps(node: ast.AST) -> bool:
+    """`for step in flow.steps(...)`, also inside of enumerate and the like."""
+    return isinstance(node, ast.For | ast.AsyncFor) and any(
+        isinstance(part, ast.Call)
+        and isinstance(part.func, ast.Attribute)
+        and part.func.attr == "steps"
+        for part in ast.walk(node.iter)
+    )
