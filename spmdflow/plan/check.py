@@ -34,7 +34,7 @@ def _wrong_members(trace: Trace) -> Iterator[str]:
     made: set[tuple[int, ...]] = set()
     for order in trace.orders:
         if order.operation == "groups":
-            yield from _wrong_makers(order)
+            yield from _different_groups(order)
             made |= {tuple(spec[0]) for spec in order.command["specs"]}
         expected = _members(trace, order)
         missing = sorted(set(expected) - set(order.commands))
@@ -53,7 +53,7 @@ def _wrong_members(trace: Trace) -> Iterator[str]:
                 made.add(ranks)
 
 
-def _wrong_makers(order: TracedOrder) -> Iterator[str]:
+def _different_groups(order: TracedOrder) -> Iterator[str]:
     first = order.commands[order.ranks[0]]["specs"]
     other = next((r for r, plain in order.commands.items() if plain["specs"] != first), None)
     if other is not None:

@@ -35,15 +35,14 @@ Plain = Mapping[str, Any]
 Commands = Mapping[int, Plain]
 """Command by rank."""
 
-_NOTHING: Plain = {"orders": [], "steps": [], "ranks": [], "nodes": [], "start": None}
 _NO_IDS = np.zeros(0, dtype=np.int64)
 
 
 class Replay:
-    """Answers of a run by label, each label's in the order of the script; without a file: none."""
+    """What a run recorded: its orders, and answers by label in the order of the script."""
 
-    def __init__(self, content: Plain | None = None) -> None:
-        content = content or _NOTHING
+    def __init__(self, content: Plain) -> None:
+        """content: of a transcript."""
         self.orders: Sequence[Plain] = content["orders"]
         """Every order of the steps that were kept and before them, as `Transcript` writes it."""
         self.start: Plain | None = content["start"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -35,6 +35,7 @@ from spmdflow.plan.trace import TraceSettings, trace
 from spmdflow.plan.weight import WeightPlan, weight_plans
 
 _AXES = ("replica", "tp", "pp", "dp", "embedding", "gen_replica", "gen_tp", "gen_pp", "micro_dp")
+_ORDER_FACTS = ("number", "label", "line", "phase", "ranks")
 _SIZES = ("pp_size", "dp_size", "tp_size", "shard_size", "gen_tp_size", "gen_pp_size")
 
 GroupKind = tuple[str, str, str, str]
@@ -115,15 +116,10 @@ class PlanReport:
         """What is known of every call of the step, in the order of the script."""
         for call in self.prediction.calls:
             order, tokens = call.order, self.trace.tokens.get(call.order.place)
-            yield {
-                "number": order.number,
-                "label": order.label,
-                "line": order.line,
-                "phase": order.phase,
-                "ranks": list(order.ranks),
-                "rows": tokens.num_rows if tokens else None,
-                "prompt_tokens": tokens.prompts if tokens else None,
-                "response_tokens": tokens.responses if tokens else None,
+            facts = {name: getattr(order, name) for name in _ORDER_FACTS}
+            counts = astuple(tokens) if tokens else (None, None, None)
+            facts |= zip(("rows", "prompt_tokens", "response_tokens"), counts, strict=True)
+            yield facts | {
                 "start_seconds": call.start,
                 "seconds": call.seconds,
                 "limit": call.limit,
@@ -142,7 +138,7 @@ class PlanReport:
             "findings": [asdict(problem) for problem in self.problems],
             "checks": {proof.name: not proof.problems for proof in self.proofs},
             "pools": {
-                name: {"ranks": list(pool.ranks), "roles": list(pool.roles)}
+                name: {"ranks": pool.ranks, "roles": pool.roles}
                 for name, pool in trace.pools.items()
             },
             "models": [
@@ -151,7 +147,7 @@ class PlanReport:
                     "class": model.worker_class.__name__,
                     "pool": model.pool,
                     "layout": {size: getattr(model.layout, size) for size in _SIZES},
-                    "ranks": list(model.layout.ranks),
+                    "ranks": model.layout.ranks,
                 }
                 for model in trace.models.values()
             ],

@@ -74,7 +74,7 @@ def trace(
     """
     file = str(script.__file__)
     examples = Examples(settings.examples, _longest(cfg), is_replayed=replay is not None)
-    answers = Answers(examples, replay or Replay(), read_data=settings.read_data)
+    answers = Answers(examples, replay, read_data=settings.read_data)
     transport = TraceTransport(settings.nodes, answers, file, most_calls=settings.most_calls)
     flow = _TracedFlow(cfg, settings, transport)
     logger = logging.getLogger("spmdflow.controller")

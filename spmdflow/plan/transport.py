@@ -166,7 +166,7 @@ class _Watched(Pending):
 class Answers:
     """The replies to every kind of order."""
 
-    def __init__(self, examples: Examples, replay: Replay, *, read_data: bool) -> None:
+    def __init__(self, examples: Examples, replay: Replay | None, *, read_data: bool) -> None:
         """read_data: whether prompt lengths come from the data file, if it is there and small."""
         self.examples, self._replay, self._read_data = examples, replay, read_data
         self._classes: dict[str, type] = {}
@@ -177,7 +177,8 @@ class Answers:
     def to(self, order: Order) -> Replies:
         """Reply payloads by rank."""
         commands, number = order.commands, order.number
-        plain, said = next(iter(commands.values())), self._replay.answer(order.label)
+        plain = next(iter(commands.values()))
+        said = self._replay.answer(order.label) if self._replay is not None else {}
         known = self.rows.learn(number, order.label, commands, said)
         match plain["operation"]:
             case "spawn":
