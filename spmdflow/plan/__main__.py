@@ -2,7 +2,7 @@
 
     --world N          ranks of the run (8)
     --hardware NAME    a100_80gb, h100, h200, cpu, or a file of scripts/calibrate.py (the machine's)
-    --node-size N      ranks that share a machine (the hardware's)
+    --node-size N      ranks of a node (the hardware's)
     --assume NAME=X    an example of what only a run knows: scores=0,1 responses=200 actor/kl=0.1
                        (wins over the section assume of CONFIG.yaml, that over flow.assume)
     --calls N          most calls of a step (100)
