@@ -22,7 +22,14 @@ from spmdflow.data.column import Column, to_message
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.errors import PlanError
 from spmdflow.plan.example import PROMPTS, ColumnForm, Examples, scan_or_assume
-from spmdflow.plan.record import COMPUTE, BytesByEdge, Tokens, TracedOrder
+from spmdflow.plan.record import (
+    COMPUTE,
+    BytesByEdge,
+    Tokens,
+    TracedOrder,
+    bytes_by_edge,
+    row_edges,
+)
 from spmdflow.plan.replay import (
     ColumnLengths,
     Commands,
@@ -139,11 +146,11 @@ class TraceTransport(ImmediateTransport):
         )
 
     def _answer(self, order: Order, pending: Pending, place: int) -> None:
-        replies = self.answers.to(order)
+        replies = self.answers.to(self.orders[place])
         tokens = self.answers.rows.tokens(order.number, order.commands)
         if tokens is not None:
             self.tokens[place] = tokens
-        if order.on_done and order.lane == COMPUTE:  # of a transfer, it counts bytes that moved
+        if order.on_done:
             order.on_done(replies)
         pending.resolve(replies)
 
@@ -174,13 +181,12 @@ class Answers:
         self.notes: list[str] = []
         """Where the lengths of prompts come from."""
 
-    def to(self, order: Order) -> Replies:
+    def to(self, order: TracedOrder) -> Replies:
         """Reply payloads by rank."""
-        commands, number = order.commands, order.number
-        plain = next(iter(commands.values()))
+        commands, number, plain = order.commands, order.number, order.command
         said = self._replay.answer(order.label) if self._replay is not None else {}
         known = self.rows.learn(number, order.label, commands, said)
-        match plain["operation"]:
+        match order.operation:
             case "spawn":
                 self._classes[plain["name"]] = find(plain["class"])
             case "scan":
@@ -198,6 +204,8 @@ class Answers:
                 return self._to_join(number, commands)
             case "fetch":
                 return self._to_fetch(commands, fetched_column(said))
+            case "transfer":
+                return _to_transfer(order)
         return {rank: {} for rank in commands}
 
     def _scan(self, label: str, plain: Plain) -> ScanReport:
@@ -321,3 +329,11 @@ class Answers:
         fill = ord("x") if spec.kind == "text" else 0
         size = (int(items.sum()), *spec.row_shape)
         return Column(spec.kind, torch.full(size, fill, dtype=dtype), torch.from_numpy(items))
+
+
+def _to_transfer(order: TracedOrder) -> Replies:
+    """Bytes that would have been counted, from what each receiver is told to expect."""
+    replies: Replies = {r: {"sent": {}, "received": {}, "header_bytes": 0} for r in order.commands}
+    for (source, rank), size in bytes_by_edge(row_edges([order])).items():
+        replies[source]["sent"][rank] = replies[rank]["received"][source] = size
+    return replies
