@@ -9,7 +9,7 @@ import numpy as np
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.dataflow import Dataflow, Strategy
 from spmdflow.mapping.hardware import Hardware
-from spmdflow.mapping.placed import Placed, placed_of, pool_of
+from spmdflow.mapping.placed import Placed, place_pool, placed_of
 from spmdflow.mapping.search import Options, best_of_partition
 from spmdflow.mapping.table import CostTable
 
@@ -95,5 +95,5 @@ def _assemble_given(
                     f"ranks, expected {len(ranks)}, the size of its pool; change a size"
                 )
         ordered = {m.name: strategies[m.name] for m in dataflow.models if m.name in roles}
-        found.append(pool_of(dataflow, hardware, ordered, ranks))
+        found.append(place_pool(dataflow, hardware, ordered, ranks))
     return placed_of(dataflow, found)

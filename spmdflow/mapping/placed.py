@@ -1,6 +1,6 @@
 """`Placed`: a placement with its strategies and predicted seconds, as `placement:` accepts it.
 
-`call_seconds` is an `Estimate` of one call under one strategy, by cause. `assemble` makes a
+`call_seconds` is an `CallSeconds` of one call under one strategy, by cause. `assemble` makes a
 placement from entries of a cost table; `explain` says why the best ones of a search, its
 `Ranking`, are better than the next.
 """
@@ -31,7 +31,7 @@ from spmdflow.mapping.table import CostTable
 
 
 @dataclass(frozen=True)
-class Estimate:
+class CallSeconds:
     """Seconds of one call, by cause."""
 
     parts: dict[str, float]
@@ -48,8 +48,8 @@ class Estimate:
         """The largest part's name; compute, memory, weights, kv_read, tensor_parallel, ..."""
         return max(self.parts, key=lambda name: self.parts[name])
 
-    def __add__(self, other: Estimate) -> Estimate:
-        return Estimate(added(self.parts, other.parts), self.notes + other.notes)
+    def __add__(self, other: CallSeconds) -> CallSeconds:
+        return CallSeconds(added(self.parts, other.parts), self.notes + other.notes)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class PlacedPool:
     """Sum of the pool's calls of each stage."""
     memory_bytes: float
     """Most that a rank holds at any time."""
-    estimates: Mapping[int, Estimate]
+    estimates: Mapping[int, CallSeconds]
     """By the call's number in the dataflow; a generation includes the transition before it."""
 
     def __str__(self) -> str:
@@ -132,14 +132,14 @@ class Placed:
 
 def call_seconds(
     call: Call, model: Model, cut: Strategy, hardware: Hardware, *, kv_bytes: float = 0.0
-) -> Estimate:
+) -> CallSeconds:
     """One call by its kind (paper Appendix C); the transition is not part of it, offloading is.
 
     kv_bytes: cache of one rank in a generation; ConfigError if not one sequence fits into it.
     """
     workload, notes = call.workload, tuple[str, ...]()
     if call.fixed_seconds is not None:
-        return Estimate({"fixed": call.fixed_seconds})
+        return CallSeconds({"fixed": call.fixed_seconds})
     if call.kind != "generate":
         parts = pass_parts(model, workload, cut, hardware, trains=call.kind == "train")
     else:
@@ -155,7 +155,7 @@ def call_seconds(
         parts = generation_parts(model, workload, cut, hardware, kv_bytes=kv_bytes)
     if model.engine.offload:
         parts = parts | {"offload": offload_seconds(model, cut, hardware)}
-    return Estimate({name: float(one) for name, one in parts.items()}, notes)
+    return CallSeconds({name: float(one) for name, one in parts.items()}, notes)
 
 
 TIE = 1.01
@@ -195,12 +195,14 @@ def assemble(
             for number, entry in zip(blocks[place], rows[place].tolist())
         }
         pools.append(
-            pool_of(table.dataflow, table.hardware, strategies, range(start, start + sizes[place]))
+            place_pool(
+                table.dataflow, table.hardware, strategies, range(start, start + sizes[place])
+            )
         )
     return placed_of(table.dataflow, pools)
 
 
-def pool_of(
+def place_pool(
     dataflow: Dataflow,
     hardware: Hardware,
     strategies: Mapping[str, Strategy],
@@ -210,7 +212,7 @@ def pool_of(
     members = {name: (dataflow.model(name), strategy) for name, strategy in strategies.items()}
     memory = pool_memory(list(members.values()), dataflow, hardware)
     resident = sum(total(resident_bytes(*member)) for member in members.values())
-    estimates: dict[int, Estimate] = {}
+    estimates: dict[int, CallSeconds] = {}
     stages = dict.fromkeys(dataflow.stages, 0.0)
     moved: set[str] = set()
     for number, call in enumerate(dataflow.calls):
@@ -221,7 +223,7 @@ def pool_of(
         if call.kind == "generate" and call.model not in moved:
             moved.add(call.model)
             seconds = transition_seconds(*members[call.model], hardware)
-            found = found + Estimate({"transition": float(seconds)})
+            found = found + CallSeconds({"transition": float(seconds)})
         estimates[number] = found
         stages[call.stage] += found.seconds
     return PlacedPool(

@@ -123,7 +123,7 @@ class Layout:
         return Coordinate(pp, dp, tp)
 
     def generation_coordinate(self, rank: int) -> GenerationCoordinate:
-        """Generation coordinate of a global rank (the formulas of the room's docstring)."""
+        """Generation coordinate of a global rank (the formulas of the package's docstring)."""
         if not self.nests:
             replica, inside = divmod(self.group_rank(rank), self.gen_pp_size * self.gen_tp_size)
             return GenerationCoordinate(

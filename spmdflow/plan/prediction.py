@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import pool_memory
-from spmdflow.mapping.placed import Estimate, call_seconds
+from spmdflow.mapping.placed import CallSeconds, call_seconds
 from spmdflow.mapping.seconds import transition_seconds
 from spmdflow.plan.record import COMPUTE, Problem, Trace, TracedOrder, row_edges
 from spmdflow.plan.weight import WeightPlan
@@ -170,9 +170,9 @@ def _estimates(
     memory: Mapping[str, PhaseMemory],
     ways: Mapping[str, WeightPlan],
     problems: list[Problem],
-) -> dict[int, Estimate]:
+) -> dict[int, CallSeconds]:
     """By the order's place; a model's first generation includes the time that its weights take."""
-    found: dict[int, Estimate] = {}
+    found: dict[int, CallSeconds] = {}
     moved: set[str] = set()
     for place, call in step.calls.items():
         assert step.dataflow is not None
@@ -190,31 +190,31 @@ def _estimates(
                 estimate = estimate + planned_transition(ways[call.model], hardware)
             else:
                 seconds = transition_seconds(model, strategy, hardware)
-                estimate = estimate + Estimate({"transition": float(seconds)})
+                estimate = estimate + CallSeconds({"transition": float(seconds)})
         found[place] = estimate
     return found
 
 
-def planned_transition(way: WeightPlan, hardware: Hardware) -> Estimate:
+def planned_transition(way: WeightPlan, hardware: Hardware) -> CallSeconds:
     """Seconds in which the busiest rank has received its bytes, and the busiest node its own.
 
     The ranks of a node share its network; a broadcast passes it once. One hop for each rank that
     the rank with most of them receives from.
     """
     if not way.edges:
-        return Estimate({"transition": 0.0})
+        return CallSeconds({"transition": 0.0})
     far = max(way.entering.values(), default=0)
     bytes_time = max(max(way.received.values()) / hardware.link_rate, far / hardware.network_rate)
     sources = Counter(rank for _, rank in way.edges)
     hop = hardware.network_hop_seconds if far else hardware.link_hop_seconds
     hops = max(sources.values()) * hop + hardware.collective_base_seconds
-    return Estimate({"transition": bytes_time + hops})
+    return CallSeconds({"transition": bytes_time + hops})
 
 
 def _schedule(
     orders: Sequence[TracedOrder],
     step: Simulated,
-    estimates: Mapping[int, Estimate],
+    estimates: Mapping[int, CallSeconds],
     hardware: Hardware,
 ) -> list[CallTime]:
     """Every order of the compute lane as early as its ranks and rows allow."""

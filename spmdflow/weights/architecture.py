@@ -1,8 +1,8 @@
 """`Architecture`: the sizes of a decoder, and what decides its tensors and its forward pass.
 
 Read from a Hugging Face config.json, in the form of transformers 4 or 5. A model that no engine
-here computes by itself, only transformers, has sizes and no table of tensors: `from_config` refuses
-it with the reason, `sizes_from_config` reads what it states. Knows no ranks and no engine.
+here computes by itself, only transformers, has sizes and no table of tensors: `from_config` raises
+the reason, `sizes_from_config` reads what it states. Knows no ranks and no engine.
 """
 
 from __future__ import annotations

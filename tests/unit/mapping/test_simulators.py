@@ -23,7 +23,7 @@ from spmdflow.mapping.dataflow import (
 )
 from spmdflow.mapping.hardware import COEFFICIENTS, Hardware, load_hardware
 from spmdflow.mapping.memory import call_bytes, resident_bytes
-from spmdflow.mapping.placed import Estimate, call_seconds
+from spmdflow.mapping.placed import CallSeconds, call_seconds
 from spmdflow.mapping.seconds import transition_bytes, transition_seconds
 from spmdflow.parallel.layout import Layout
 from tests.unit.mapping_reference import printed_algorithm_2, strategies
@@ -39,19 +39,19 @@ RATES += [n for n in COEFFICIENTS if n.endswith("_efficiency") or n == "memory_b
 DELAYS = [name for name in COEFFICIENTS if name.endswith("_seconds")]
 
 
-def train_seconds(model: Model, work: Workload, strategy: Strategy, hw: Hardware) -> Estimate:
+def train_seconds(model: Model, work: Workload, strategy: Strategy, hw: Hardware) -> CallSeconds:
     """A training call with all its updates."""
     return call_seconds(Call(model.name, "train", "learning", work), model, strategy, hw)
 
 
-def infer_seconds(model: Model, work: Workload, strategy: Strategy, hw: Hardware) -> Estimate:
+def infer_seconds(model: Model, work: Workload, strategy: Strategy, hw: Hardware) -> CallSeconds:
     """A forward call over all rows."""
     return call_seconds(Call(model.name, "infer", "preparation", work), model, strategy, hw)
 
 
 def generate_seconds(
     model: Model, work: Workload, strategy: Strategy, hw: Hardware, *, kv_bytes: float
-) -> Estimate:
+) -> CallSeconds:
     """A generation with so much cache on each rank."""
     call = Call(model.name, "generate", "generation", work)
     return call_seconds(call, model, strategy, hw, kv_bytes=kv_bytes)
@@ -257,13 +257,13 @@ def test_transition_across_machines_shares_their_network() -> None:
     assert seconds == pytest.approx(13e9 * 2 / 2 / A100.network_rate, rel=1e-3)
 
 
-def _estimates(strategy: Strategy, kind: str, hardware: Hardware) -> list[Estimate]:
+def _estimates(strategy: Strategy, kind: str, hardware: Hardware) -> list[CallSeconds]:
     model = _model(kind)
     return [
         train_seconds(model, WORK, strategy, hardware),
         infer_seconds(model, WORK, strategy, hardware),
         generate_seconds(model, WORK, strategy, hardware, kv_bytes=20e9),
-        Estimate({"transition": float(transition_seconds(model, strategy, hardware))}),
+        CallSeconds({"transition": float(transition_seconds(model, strategy, hardware))}),
     ]
 
 
