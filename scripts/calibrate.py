@@ -185,26 +185,21 @@ def collectives(device: torch.device, known: Values) -> Values:
 
 def generation_seconds(name: str) -> Values:
     """Host time of a generation step and of each sequence in it, from two batch sizes of vLLM."""
-    from spmdflow.rollout.replica import Replica
+    from spmdflow.config.schema import RolloutConfig
+    from spmdflow.rollout.generator import Replica
     from spmdflow.rollout.sampling import Sampling
-    from spmdflow.rollout.vllm_engine import Engine
+    from spmdflow.rollout.vllm import VllmGenerator
 
     device = torch.device(name)
-    engine = Engine(
-        str(MODEL),
-        device,
-        Replica.alone(),
-        dtype="float32",
-        max_num_seqs=max(GENERATION_BATCHES),
-        kv_cache_memory_bytes=1 << 26,
-    )
+    cfg = RolloutConfig(max_batch_size=max(GENERATION_BATCHES), kv_cache_bytes=1 << 26)
+    generator = VllmGenerator(cfg, str(MODEL), device, Replica.alone())
     seconds = []
     for batch in GENERATION_BATCHES:
         prompts, seeds = [[1, 3, 4]] * batch, list(range(batch))
         sampling = Sampling(max_new_tokens=NEW_TOKENS)
 
         def run(p: list = prompts, s: list = seeds, how: Sampling = sampling) -> object:
-            return engine.generate(p, how, seeds=s, end_tokens=[])
+            return generator.answer(p, how, s, ())
 
         seconds.append(best_of(run, device, least=3) / NEW_TOKENS)
     few, many = GENERATION_BATCHES

@@ -24,10 +24,10 @@ from torch import Tensor
 from spmdflow.blocks.box import Box
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import ragged_from_rows
-from spmdflow.rollout.replica import Replica
+from spmdflow.rollout.generator import Replica
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm import VllmGenerator
-from spmdflow.rollout.vllm_blocks import WHOLE, Key, key_of
+from spmdflow.rollout.vllm_blocks import is_whole, vllm_names
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Blocks, fill
 from spmdflow.weights.ranks import megatron_shards
@@ -107,7 +107,7 @@ def run(folder: str, num_shards: int, batches: int) -> dict[str, Any]:
         generator.shared(0)
     ids = torch.arange(NUM_ROWS * PROMPT_TOKENS).view(NUM_ROWS, PROMPT_TOKENS)
     prompts = ragged_from_rows(list(ids * 7 % 2048), dtype=torch.int64)
-    sampling = Sampling(NEW_TOKENS).to_greedy()
+    sampling = Sampling(NEW_TOKENS, greedy=True)
     speeds, tokens = [], []
     for _ in range(batches + 1):
         started = time.process_time()
@@ -126,10 +126,11 @@ def whole_values(folder: str) -> dict[str, Tensor]:
     return load_file(Path(folder) / "model.safetensors")
 
 
-def shards_of(folder: str, num_shards: int) -> dict[Key, list[Tensor]]:
+def shards_of(folder: str, num_shards: int) -> dict[str, list[Tensor]]:
     """The tensors of so many tensor-parallel training ranks."""
     values, arch = whole_values(folder), Architecture.from_folder(folder)
-    found: dict[Key, list[Tensor]] = {}
+    names = vllm_names(arch)
+    found: dict[str, list[Tensor]] = {}
     for shard in range(num_shards):
         table = megatron_shards(
             arch, tp_size=num_shards, tp_rank=shard, pp_size=1, pp_rank=0, vocab_multiple=64
@@ -137,8 +138,8 @@ def shards_of(folder: str, num_shards: int) -> dict[Key, list[Tensor]]:
         local = {name: torch.empty(tensor.shape) for name, tensor in table.items()}
         fill(local, table, lambda name, box: values[name][box.slices()])
         for name, tensor in local.items():
-            key = key_of(name)
-            if key not in found or key[1] not in WHOLE:
+            key = names[name]
+            if key not in found or not is_whole(key):
                 found.setdefault(key, []).append(tensor)
     return found
 

@@ -35,7 +35,7 @@ from spmdflow.blocks.plan import NodeOf, redistribute
 from spmdflow.errors import PlanError
 from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.generator import generator_kind
-from spmdflow.kind.registry import load
+from spmdflow.kind.registry import resolve
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.ranks import BUCKET_BYTES, RankTables
@@ -153,13 +153,13 @@ def scopes_of(training: Layout, generation: Layout) -> dict[str, Groups]:
 
 def training_tables(architecture: Architecture, layout: Layout, *, kind: str) -> RankTables:
     """What each rank trains with, by engine.kind."""
-    tables: RankTables = load(engine_kind(kind).weight_table)(architecture, layout)
+    tables: RankTables = resolve(engine_kind(kind).weight_table)(architecture, layout)
     return tables
 
 
 def generation_tables(architecture: Architecture, layout: Layout, *, engine: str) -> RankTables:
     """What each rank generates with, by rollout.engine and the layout's generation sizes."""
-    tables: RankTables = load(generator_kind(engine).weight_table)(architecture, layout)
+    tables: RankTables = resolve(generator_kind(engine).weight_table)(architecture, layout)
     return tables
 
 

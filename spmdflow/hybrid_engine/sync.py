@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,11 +39,11 @@ from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import NEVER, Generator
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm import VllmGenerator
-from spmdflow.rollout.vllm_blocks import WHOLE, Key, key_of
+from spmdflow.rollout.vllm_blocks import is_whole, vllm_names
 from spmdflow.transfer.worker import Max, Metric, Sum, WorkerContext
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.ranks import BUCKET_BYTES, default_vocab_multiple
-from spmdflow.weights.table import parameters, stage_layers
+from spmdflow.weights.ranks import BUCKET_BYTES, SHARED_EMBEDDING, default_vocab_multiple
+from spmdflow.weights.table import parameters
 from spmdflow.workers.engine import TrainEngine
 
 logger = logging.getLogger(__name__)
@@ -288,31 +288,21 @@ class WeightReceiver(_Way):
 
 def _shards_of(
     storage: SharedStorage, layout: Layout, architecture: Architecture
-) -> dict[Key, list[Tensor]]:
-    """Views by layer and kind, in tensor-parallel order, as `rollout.vllm_blocks` reads them."""
-    found: dict[Key, list[Tensor]] = {}
-    for member, name, key in _parameters(storage, layout, architecture):
-        view = storage.view(member, name)
-        if key[1] not in WHOLE:
-            found.setdefault(key, []).append(view)
-        elif member == storage.own or key not in found:  # the same everywhere: the own if here
-            found[key] = [view]
-    return found
-
-
-def _parameters(
-    storage: SharedStorage, layout: Layout, architecture: Architecture
-) -> Iterator[tuple[int, str, Key]]:
-    """(member, Megatron's name, key) of all that generation reads."""
+) -> dict[str, list[Tensor]]:
+    """Views by vLLM's parameters, in tensor-parallel order, as `rollout.vllm_blocks` reads them."""
     has_first = any(row.stage == 0 for row in storage.rows)
+    found: dict[str, list[Tensor]] = {}
     for member, row in enumerate(storage.rows):
-        layers = stage_layers(architecture.num_layers, pp_size=layout.pp_size, pp_rank=row.stage)
-        for name in row.places:
-            key = key_of(name, first_layer=layers.start)
-            if key != (None, "head") or not architecture.tied:
-                yield member, name, key
-            elif not has_first:  # the last stage's copy; the first stage's embedding serves both
-                yield member, name, (None, "embed")
+        names = vllm_names(architecture, pp_size=layout.pp_size, pp_rank=row.stage)
+        for place in row.places:
+            if architecture.tied and has_first and place == SHARED_EMBEDDING[1]:
+                continue  # a copy of the first stage's embedding, which serves both
+            name, view = names[place], storage.view(member, place)
+            if not is_whole(name):
+                found.setdefault(name, []).append(view)
+            elif member == storage.own or name not in found:  # the same everywhere: the own if here
+                found[name] = [view]
+    return found
 
 
 def _check_same_model(have: BoxesByRank, need: BoxesByRank) -> None:

@@ -12,7 +12,7 @@ Class = TypeVar("Class", bound="type | str")
 
 
 @dataclass(frozen=True)
-class Kind:
+class Backend:
     """Facts that engines and generators both state."""
 
     name: str
@@ -72,7 +72,7 @@ class EngineOption:
 
 
 @dataclass(frozen=True)
-class EngineKind(Kind):
+class EngineKind(Backend):
     """Facts of a train engine. Its class: `workers.engine.TrainEngine`."""
 
     sharding: Sharding

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 
-from spmdflow.kind.engine import Class, Kind
+from spmdflow.kind.engine import Backend, Class
 from spmdflow.kind.registry import Registry
 
 
 @dataclass(frozen=True)
-class GeneratorKind(Kind):
+class GeneratorKind(Backend):
     """Facts of a generator. Its class: `rollout.generator.Generator`."""
 
     _: KW_ONLY

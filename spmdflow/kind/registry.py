@@ -54,7 +54,7 @@ class Registry(dict[str, T]):
         return self[name]
 
 
-def load(reference: Reference) -> Any:
+def resolve(reference: Reference) -> Any:
     """The object; its module is imported if it was named."""
     if not isinstance(reference, str):
         return reference

@@ -8,13 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from tensordict import TensorDict
-from torch import Tensor
 
 from spmdflow.data.ragged import VALID, without_failed
 from spmdflow.models.base import EngineWorker
 from spmdflow.objectives.policy import ValueLoss
 from spmdflow.transfer.register import register
-from spmdflow.workers.micro_batch import MicroBatch
 
 
 class CriticWorker(EngineWorker):
@@ -30,7 +28,7 @@ class CriticWorker(EngineWorker):
     )
     def compute_values(self, batch: TensorDict) -> TensorDict | None:
         """values: the critic's output at the position before each response token."""
-        return self.score(batch, _values)
+        return self.score(batch, lambda output, micro: {"values": micro.gather(output)})
 
     @register(
         transfer_mode="3D_PROTO",
@@ -44,10 +42,6 @@ class CriticWorker(EngineWorker):
         Rows that failed (valid is False) are not learnt from.
         """
         return self.train(without_failed(batch), ValueLoss(self.cfg.loss), prefix="critic")
-
-
-def _values(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
-    return {"values": micro.gather(output)}
 
 
 class CostCriticWorker(CriticWorker):

@@ -21,8 +21,7 @@ from spmdflow.errors import ConfigError, ProtocolError, WeightSyncError
 from spmdflow.hybrid_engine.sync import WeightReceiver
 from spmdflow.models.base import axis_groups
 from spmdflow.parallel.layout import Layout
-from spmdflow.rollout.generator import NEVER, Generator, generator_of, take_folder_weights
-from spmdflow.rollout.replica import Replica
+from spmdflow.rollout.generator import NEVER, Generator, Replica, generator_of, take_folder_weights
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import CallInfo, Max, Mean, Sum, Worker, WorkerContext

@@ -33,8 +33,7 @@ from spmdflow.objectives.supervised import (
     text_mask,
 )
 from spmdflow.parallel.layout import Layout
-from spmdflow.rollout.generator import generator_of
-from spmdflow.rollout.replica import Replica
+from spmdflow.rollout.generator import Replica, generator_of
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.serving.publisher import Publisher, publisher_of
 from spmdflow.transfer.register import register
@@ -98,7 +97,14 @@ class PolicyWorker(EngineWorker):
     )
     def compute_log_prob(self, batch: TensorDict) -> TensorDict | None:
         """old_log_probs: the trainer's log-probability of each response token."""
-        made = self._log_probs(batch)
+        temperature = self.cfg.rollout.temperature
+
+        def score(logits: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
+            log_probs = log_probs_from_logits(logits, micro.next_ids, temperature)
+            entropy = entropy_from_logits(logits, temperature)
+            return {"old_log_probs": micro.gather(log_probs), "entropy": micro.gather(entropy)}
+
+        made = self.score(batch, score)
         if made is None:
             return None
         if "rollout_log_probs" in batch.keys():
@@ -142,19 +148,6 @@ class PolicyWorker(EngineWorker):
         batch, self.call = with_text_rows(batch, self.call)
         mixed = PretrainedPolicyLoss(self.loss, self.cfg.loss.pretrain_coef)
         return self.train(batch, mixed, prefix="actor")
-
-    def _log_probs(self, batch: TensorDict) -> TensorDict | None:
-        temperature = self.cfg.rollout.temperature
-
-        def score(logits: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
-            log_probs = log_probs_from_logits(logits, micro.next_ids, temperature)
-            entropy = entropy_from_logits(logits, temperature)
-            return {
-                "old_log_probs": micro.gather(log_probs),
-                "entropy": micro.gather(entropy),
-            }
-
-        return self.score(batch, score)
 
     def _report_drift(self, batch: TensorDict, old: Tensor) -> None:
         """|log-prob gap| between the rollout and the trainer, over the policy's tokens."""
@@ -223,7 +216,7 @@ class SupervisedWorker(EngineWorker):
     def compute_loss(self, batch: TensorDict, *, prefix: str = "actor") -> TensorDict | None:
         """losses (B,): nats of each row's learnt tokens; reports the mean over tokens."""
         rows = example_rows(batch)
-        made = self.score(rows, _losses)
+        made = self.score(rows, lambda output, micro: {"losses": row_losses(output, micro)})
         if made is None:
             return None
         tokens = float(rows["response_mask"].values().sum())
@@ -263,7 +256,3 @@ def _text_losses(logits: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
     mask = text_mask(micro.attention_mask, micro.columns["is_text"].bool())
     log_probs = log_probs_from_logits(logits, micro.next_ids)
     return {"pretrain_losses": -inside(log_probs, mask).sum(-1)}
-
-
-def _losses(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
-    return {"losses": row_losses(output, micro)}

@@ -26,7 +26,6 @@ from spmdflow.parallel.layout import Layout
 from spmdflow.rewards.pool import Result, RewardPool, weighted
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import Mean, Metric, Sum, Worker, WorkerContext
-from spmdflow.workers.micro_batch import MicroBatch
 
 READS = ("prompts", "responses", "prompt_text", "row")
 _WRITES = ("scores", "token_level_rewards", "valid", "response_text", "score_terms")
@@ -58,8 +57,11 @@ class RewardWorker(Worker):
         terms = reward_terms(f"{self.role}.function", cfg.function) or (RewardTerm("", MODEL),)
         self._model_terms = [term for term in terms if term.is_model]
         self._model = _ModelScorer(cfg, context) if cfg.model else None
-        has_functions = len(self._model_terms) < len(terms)
-        self._functions = _FunctionScorer(cfg, context) if has_functions else None
+        self._has_functions = len(self._model_terms) < len(terms)
+        place = context.layout.coordinate(context.rank)
+        # one rank of a tp group asks: a function that takes too long on one must not score twice
+        asks = place.tp == 0 and place.pp == context.layout.pp_size - 1
+        self._pool = RewardPool.from_config(cfg) if self._has_functions and asks else None
         self._on_error = on_error_of(cfg.on_error, f"{self.role}.on_error")
 
     @register(
@@ -98,7 +100,8 @@ class RewardWorker(Worker):
         }
         made = TensorDict(columns, batch_size=batch.batch_size)
         made.set_non_tensor("response_text", texts)
-        made.set_non_tensor("score_terms", [_dump_terms(result) for result in results])
+        terms = [{name: x for name, x in row.items() if name != "score"} for row in results]
+        made.set_non_tensor("score_terms", list(map(json.dumps, terms)))
         return made
 
     @property
@@ -108,8 +111,8 @@ class RewardWorker(Worker):
 
     def close(self) -> None:
         """End the worker processes of reward functions."""
-        if self._functions is not None:
-            self._functions.close()
+        if self._pool is not None:
+            self._pool.close()
 
     def _count_dropped(self, valid: Tensor) -> dict[str, Metric]:
         """Metrics of the rows that failed, (B,) False in valid; all data-parallel peers call it.
@@ -122,13 +125,14 @@ class RewardWorker(Worker):
         counts[:, peers.index(context.rank)] = torch.tensor([float((~valid).sum()), len(valid)])
         failed, rows = context.groups.reducer(peers)(counts).long()
         percent = 100 * int(failed.sum()) / max(int(rows.sum()), 1)
-        if percent > most and peers[int(failed.bool().int().argmax())] == context.rank:
-            assert self._functions is not None, "a model does not fail on a row"
+        first = peers[int(failed.bool().int().argmax())]
+        if percent > most and first == context.rank and self._pool is not None:
             key = f"{self.role}.on_error"
-            self._functions.refuse(
+            raise RewardError(
                 f"{key}: got {int(failed.sum())} failed rows among the {int(rows.sum())} of one "
                 f"call ({percent:.3g} %), expected at most {most:g} %; fix the function, or set a "
-                f"larger share, such as {key}='drop {-(-percent // 5) * 5:g}%'"
+                f"larger share, such as {key}='drop {-(-percent // 5) * 5:g}%'\n"
+                f"the first failure: {self._pool.first_failure}"
             )
         count = float((~valid).sum())
         return {"dropped": Sum(count), "dropped_share": Mean(count, len(valid))}
@@ -143,12 +147,30 @@ class RewardWorker(Worker):
                 return None
             scores = found.tolist()
         by_model = [weighted(self._model_terms, [{"score": score}]) for score in scores]
-        if self._functions is None:
+        if not self._has_functions:
             return by_model
-        results = self._functions.results(batch, texts, self.call.row_ids.tolist())
+        results = self._function_results(batch, texts)
         for result, judged in zip(results, by_model):
             score = result["score"] + judged["score"]
             result |= judged | {"score": score}
+        return results
+
+    def _function_results(self, batch: TensorDict, texts: list[str]) -> list[Result]:
+        """For each row {"score": weighted sum, ...}; the same floats on every rank of the group."""
+        found: list[Any] = [None]
+        if self._pool is not None:
+            lengths = lengths_of(batch["responses"]).tolist()
+            rows = [
+                json.loads(row) | {"response_tokens": length}
+                for row, length in zip(batch["row"], lengths, strict=True)
+            ]
+            row_ids = self.call.row_ids.tolist()
+            found = [self._pool.score(list(batch["prompt_text"]), texts, rows, row_ids=row_ids)]
+        peers = self.context.layout.axis_group(self.context.rank, "tp")
+        if len(peers) > 1:
+            group, device = self.context.groups.get(peers), self.context.device
+            dist.broadcast_object_list(found, peers[0], group=group, device=device)
+        results: list[Result] = found[0]
         return results
 
 
@@ -160,7 +182,10 @@ class _ModelScorer(EngineWorker):
 
     def scores(self, batch: TensorDict) -> Tensor | None:
         """(B,) scores; None before the last pipeline stage."""
-        made = self.score(batch.select("prompts", "responses"), _last)
+        made = self.score(
+            batch.select("prompts", "responses"),
+            lambda output, micro: {"scores": micro.last(output)},
+        )
         if made is None:
             return None
         scores = made["scores"].float().cpu()
@@ -174,43 +199,6 @@ class _ModelScorer(EngineWorker):
         return scores
 
 
-class _FunctionScorer:
-    """Functions in worker processes of the first tensor-parallel rank, for all ranks of its tp
-    group: a function that takes too long on one of them must not score twice."""
-
-    def __init__(self, cfg: RewardConfig, context: WorkerContext) -> None:
-        self._context = context
-        self._peers = context.layout.axis_group(context.rank, "tp")
-        place = context.layout.coordinate(context.rank)
-        runs = place.tp == 0 and place.pp == context.layout.pp_size - 1
-        self._pool = RewardPool.from_config(cfg) if runs else None
-
-    def results(self, batch: TensorDict, texts: list[str], row_ids: list[int]) -> list[Result]:
-        """For each row {"score": weighted sum, ...}; the same floats on every rank of the group."""
-        found: list[Any] = [None]
-        if self._pool is not None:
-            lengths = lengths_of(batch["responses"]).tolist()
-            rows = [
-                json.loads(row) | {"response_tokens": length}
-                for row, length in zip(batch["row"], lengths, strict=True)
-            ]
-            found = [self._pool.score(list(batch["prompt_text"]), texts, rows, row_ids=row_ids)]
-        if len(self._peers) > 1:
-            group, device = self._context.groups.get(self._peers), self._context.device
-            dist.broadcast_object_list(found, self._peers[0], group=group, device=device)
-        results: list[Result] = found[0]
-        return results
-
-    def refuse(self, text: str) -> None:
-        """RewardError with the first failure below, from the rank that has the pool."""
-        if self._pool is not None:
-            raise RewardError(f"{text}\nthe first failure: {self._pool.first_failure}")
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-
-
 def _average_terms(results: list[Result]) -> dict[str, Metric]:
     """Means of each term and of further numbers that functions returned; errors are counted."""
     names = sorted({name for result in results for name in result} - {"score", "answer"})
@@ -219,14 +207,6 @@ def _average_terms(results: list[Result]) -> dict[str, Metric]:
         values = [result[name] for result in results if name in result]
         metrics[name] = Sum(sum(values)) if name == "errors" else Mean(sum(values), len(values))
     return metrics
-
-
-def _dump_terms(result: Result) -> str:
-    return json.dumps({name: value for name, value in result.items() if name != "score"})
-
-
-def _last(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
-    return {"scores": micro.last(output)}
 
 
 def _put_at_last_token(scores: Tensor, batch: TensorDict) -> Tensor:

@@ -17,17 +17,14 @@ prompts and tokens are compared by hash in each call. Pipeline stages are vLLM's
 stage broadcasts its logits. One batch is in one stage at a time, so p_g > 1 spares memory, not
 time. The built-in generator is for replicas of one rank.
 
-  generator      the surface, what every generator checks and gives, and memory that it frees
-  factory        `generator_of`: a generator by its name in the config
-  replica        the ranks that generate together, and their groups
+  generator      the surface, a replica's ranks and groups, `generator_of`, what all check and give
   sampling       settings, noise and the draw: pure functions of (seed, position, logits)
   builtin        the batched decode loop over a cached forward
   forward        the cached forward of a Llama, for small models on CPU, and of every other family
   vllm           the generator on vLLM in process, one engine per rank
-  vllm_engine    the seam to vLLM: its engine inside our process
-  vllm_groups    its parallel state on our process groups
+  vllm_engine    the seam to vLLM: its engine inside our process, and our sampler in it
+  vllm_process   its parallel state on our groups; what it changes in the process; CUDA
   vllm_contract  the names of its inside that are used, checked before an engine is built
-  vllm_process   what it changes in the process and is put back; what it needs on CUDA
   vllm_weights   what its layers read, by Hugging Face name, and the hashes of it
   vllm_blocks    layers that compute with the trainer's shards instead of their own weights
 """

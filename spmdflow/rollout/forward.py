@@ -172,7 +172,10 @@ class LlamaForward:
         self._rotations = _rotations(
             module.model.rotary_emb, self.max_positions, self._embedding.dtype
         )
-        self._swap = _half_swap(self._head_dim, num_heads=turned, device=self._embedding.device)
+        places = torch.arange(turned * self._head_dim, device=self._embedding.device)
+        half = self._head_dim // 2
+        self._swap = places + torch.where(places % self._head_dim < half, half, -half)
+        """(heads of q and k * head_dim,): each place's partner in the other half of its head."""
         self._buffer = self._embedding.new_zeros(0)
 
     def start(self, ids: Tensor, lengths: Tensor, *, num_slots: int) -> Tensor:
@@ -244,9 +247,10 @@ class LlamaForward:
         batch, width, _ = qkv.shape
         kv_heads, head_dim = self._num_kv_heads, key.shape[-1]
         queries = bias.shape[2] // self._group
-        turned = self._rotate(qkv.view(batch * width, -1), cos, sin).view(
-            batch, width, -1, head_dim
-        )
+        # rotary embedding (Su et al. 2021) of the q and k heads
+        heads = qkv.view(batch * width, -1)[:, : len(self._swap)]
+        turned = torch.addcmul(heads * cos, heads.index_select(1, self._swap), sin)
+        turned = turned.view(batch, width, -1, head_dim)
         key[:, :, self._slot :] = turned[:, :, -kv_heads:].transpose(1, 2)
         fresh = qkv[..., -kv_heads * head_dim :].unflatten(-1, (kv_heads, head_dim))
         value[:, :, self._slot :] = fresh.transpose(1, 2)
@@ -256,11 +260,6 @@ class LlamaForward:
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
         mixed = mixed.view(batch, kv_heads, -1, queries, head_dim).permute(0, 3, 1, 2, 4)
         return mixed.reshape(batch * queries, -1)
-
-    def _rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary embedding (Su et al. 2021) of the q and k heads: (B * Q, (H + KV) * head_dim)."""
-        heads = qkv[:, : len(self._swap)]
-        return torch.addcmul(heads * cos, heads.index_select(1, self._swap), sin)
 
     def _grouped(self, bias: Tensor) -> Tensor:
         """(B, queries, slots) -> (B, 1, group * queries, slots), once per head of a kv group."""
@@ -310,9 +309,3 @@ def _rotations(rotary: Any, num_positions: int, dtype: torch.dtype) -> tuple[Ten
     cos, sin = rotary(rotary.inv_freq.new_zeros((), dtype=dtype), positions)
     sin[..., : sin.shape[-1] // 2] *= -1
     return cos[0], sin[0]
-
-
-def _half_swap(head_dim: int, *, num_heads: int, device: torch.device) -> Tensor:
-    """(num_heads * head_dim,) int64: each place's partner in the other half of its head."""
-    places = torch.arange(num_heads * head_dim, device=device)
-    return places + torch.where(places % head_dim < head_dim // 2, head_dim // 2, -(head_dim // 2))

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,28 +103,22 @@ class Sampling:
         the trainer computes again and learns: a call says which tokens are taken, not what they
         are worth.
         """
-        if stop is not None and not _is_list_of_texts(stop):
+        is_list = isinstance(stop, list | tuple) and all(isinstance(x, str) and x for x in stop)
+        if stop is not None and not is_list:
             raise ConfigError(
                 f"stop: got {stop!r}, expected a list of texts that are not empty; write "
                 f"stop=['</answer>']"
             )
-        given: dict[str, Any] = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "max_new_tokens": max_new_tokens,
-        }
         return replace(
             self,
             greedy=greedy,
             policy_temperature=self.temperature,
             stop=tuple(stop or ()),
-            **{name: value for name, value in given.items() if value is not None},
+            temperature=self.temperature if temperature is None else temperature,
+            top_p=self.top_p if top_p is None else top_p,
+            top_k=self.top_k if top_k is None else top_k,
+            max_new_tokens=self.max_new_tokens if max_new_tokens is None else max_new_tokens,
         )
-
-    def to_greedy(self) -> Sampling:
-        """The same lengths and temperature without chance, for evaluation."""
-        return replace(self, greedy=True)
 
 
 def draw(
@@ -180,10 +173,6 @@ def _is_number(value: object, *, whole: bool) -> bool:
     """Whether value is a finite number, or an integer; True and False are neither."""
     kinds = int if whole else (int, float)
     return isinstance(value, kinds) and not isinstance(value, bool) and isfinite(value)
-
-
-def _is_list_of_texts(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(s, str) and s for s in value)
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

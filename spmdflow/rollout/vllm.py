@@ -2,16 +2,23 @@
 
 Takes vLLM's scheduler, paged KV cache and kernels; draws tokens with the same function as the
 built-in generator, so the same seeds give the same responses but where logits differ in their
-last bits. vLLM itself is touched in the files rollout.vllm_* only.
+last bits. vLLM itself is touched in this file and in the files rollout.vllm_* only.
 
 All ranks of a replica make the same calls with the same rows, and get the same tokens; both are
-checked by hash.
+checked by hash. Each runs its own scheduler over the same requests and draws every token for
+itself, from the same logits and seeds. Pipeline stages are vLLM's own: the last one broadcasts
+its logits, and while one stage computes the others wait.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib import import_module
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,57 +29,122 @@ from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import rows_of
 from spmdflow.errors import WeightSyncError
 from spmdflow.rollout.forward import end_tokens
-from spmdflow.rollout.generator import NEVER, WakePart, check_prompts, response_columns
-from spmdflow.rollout.replica import Replica
+from spmdflow.rollout.generator import NEVER, Replica, WakePart, check_prompts, response_columns
 from spmdflow.rollout.sampling import Sampling
-from spmdflow.rollout.vllm_blocks import Shards, block_reading, install
-from spmdflow.rollout.vllm_engine import Engine
+from spmdflow.rollout.vllm_blocks import Shards, install
+from spmdflow.rollout.vllm_contract import check_contract, walk
+from spmdflow.rollout.vllm_engine import RowSampler, explain_errors, start_llm
+from spmdflow.rollout.vllm_process import (
+    Groups,
+    process_state_kept,
+    release,
+    replaced,
+    trim_weights,
+)
 from spmdflow.rollout.vllm_weights import stock_reading
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.move import Block
+from spmdflow.weights.move import Block, Storages
+
+_RUNNER = "engine_core.model_executor.driver_worker.worker.model_runner"
 
 
 class VllmGenerator:
-    """Generator over a vLLM engine; see rollout.generator.Generator for the promises."""
+    """Generator over a vLLM engine; see rollout.generator.Generator for the promises.
+
+    At most one lives in a process at a time.
+    """
 
     def __init__(
         self, cfg: RolloutConfig, model_path: str, device: torch.device, replica: Replica
     ) -> None:
-        """All ranks of the replica build it together."""
+        """All ranks of the replica build it together.
+
+        ConfigError if this vLLM lacks what is needed here, or refuses model or sizes; one token is
+        generated to see that, as some models are refused in their first forward only.
+        """
         self.weights_version = NEVER
         self.dtype = getattr(torch, cfg.dtype)
         self._device, self._replica, self._model_path = device, replica, model_path
-        self._asleep: set[str] = set()
+        self._on_cpu, self._shared = device.type == "cpu", False
+        self._asleep: dict[str, Storages | None] = {}
         self._end_tokens = end_tokens(model_path)
-        eager = {"enforce_eager": True} if cfg.weights in ("blocks", "flat") else {}
-        self._engine = Engine(
-            model_path,
-            device,
-            replica,
-            dtype=cfg.dtype,
-            max_num_seqs=cfg.max_batch_size,
-            kv_cache_memory_bytes=cfg.kv_cache_bytes,
-            **eager,
-        )
-        self._reading = stock_reading(self._engine.model, model_path, replica)
-        self._shared = False
+        with process_state_kept(own_variables="VLLM_"), ExitStack() as undo:
+            check_contract()
+            self._groups = Groups(replica, device)
+            undo.callback(self._groups.close)
+            with explain_errors(model_path, replica):
+                self._llm = start_llm(cfg, model_path, self._groups)
+                self._open()
+                self.answer([[0]], Sampling(max_new_tokens=1), [0], ())
+            undo.pop_all()
+        self._reading = stock_reading(self.model, model_path, replica)
+
+    def _open(self) -> None:
+        """Find vLLM's parts, and put our sampler in the place of its own."""
+        client = self._llm.llm_engine.engine_core
+        if hasattr(client, "_finalizer"):  # absent in 0.27; it would end the default process group
+            client._finalizer.detach()
+        self._core = client.engine_core
+        runner = self._runner = walk(client, _RUNNER)
+        self._sampler = runner.sampler = RowSampler(runner)
+        if self._replica.pp_rank > 0 and runner.intermediate_tensors is None:
+            # made by the warm-up, which CPU skips
+            runner.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens,
+                dtype=runner.model_config.dtype,
+                device=self._device,
+            )
+
+    @property
+    def model(self) -> Any:
+        """The module whose forward generates; under tensor parallelism this rank's part of it."""
+        return self._runner.model
 
     def generate(self, prompts: Tensor, sampling: Sampling, seeds: Sequence[int]) -> TensorDict:
         """Responses to B prompts; see Generator.generate."""
         self.wake()
-        check_prompts(prompts, sampling, seeds=seeds, max_positions=self._engine.max_positions)
+        check_prompts(prompts, sampling, seeds=seeds, max_positions=self._runner.max_model_len)
         rows = [row.tolist() for row in rows_of(prompts)]
         self._check_equal("prompts, seeds or settings", (rows, list(seeds), sampling))
-        answers = self._engine.generate(rows, sampling, seeds=seeds, end_tokens=self._end_tokens)
-        self._check_equal("tokens", [tokens for tokens, _ in answers])
-        lengths = torch.tensor([len(tokens) for tokens, _ in answers], dtype=torch.int64)
-        flat = [token for tokens, _ in answers for token in tokens]
-        flat_log_probs = [value for _, log_probs in answers for value in log_probs]
+        tokens, log_probs = self.answer(rows, sampling, seeds, self._end_tokens)
+        self._check_equal("tokens", tokens)
+        lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int64)
+        flat, values = list(chain.from_iterable(tokens)), list(chain.from_iterable(log_probs))
         return response_columns(
             torch.tensor(flat, dtype=torch.int64, device=self._device),
-            torch.tensor(flat_log_probs, dtype=torch.float32, device=self._device),
+            torch.tensor(values, dtype=torch.float32, device=self._device),
             lengths.to(self._device),
         )
+
+    def answer(
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        end_tokens: Sequence[int],
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Token ids for each prompt, end tokens kept, and their log-probabilities."""
+        self._sampler.begin(sampling, end_tokens)
+        requests = [
+            import_module("vllm").SamplingParams(
+                temperature=0.0,  # vLLM then does nothing to the logits; RowSampler does it all
+                max_tokens=sampling.max_new_tokens,
+                seed=seed,
+                logprobs=0,
+                detokenize=False,
+                ignore_eos=True,  # the model config's; those of stop_token_ids count
+                stop_token_ids=list(end_tokens),
+            )
+            for seed in seeds
+        ]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        answers = [o.outputs[0] for o in self._llm.generate(inputs, requests, use_tqdm=False)]
+        tokens = [list(answer.token_ids) for answer in answers]
+        log_probs = [
+            [step[token].logprob for token, step in zip(row, answer.logprobs, strict=True)]
+            for row, answer in zip(tokens, answers, strict=True)
+        ]
+        return tokens, log_probs
 
     def share(self, shards: Shards, *, tp_size: int, vocab_multiple: int) -> None:
         """Read the trainer's shards from now on; vLLM's own weights are freed for good.
@@ -81,11 +153,17 @@ class VllmGenerator:
         counts as never synced until `shared`. ConfigError if the shards cannot stand in.
         """
         arch = Architecture.from_folder(self._model_path)
-        self._reading = block_reading(
-            arch, shards, self._replica, tp_size=tp_size, vocab_multiple=vocab_multiple
+        self._reading = install(
+            self.model,
+            arch,
+            shards,
+            self._replica,
+            self._gather_columns,
+            tp_size=tp_size,
+            vocab_multiple=vocab_multiple,
         )
-        install(self._engine.model, arch, shards, self._replica, self._joined)
-        self._engine.trim()
+        if not self._on_cpu:  # there the memory went with the weights
+            trim_weights()
         self.weights_version, self._shared = NEVER, True
 
     def shared(self, version: int) -> None:
@@ -101,7 +179,7 @@ class VllmGenerator:
     def renew(self, version: int) -> None:
         """See Generator.renew: cached prefixes are forgotten."""
         if "kv_cache" not in self._asleep:  # a cache that wakes is empty
-            self._engine.forget()
+            self._forget()
         self.weights_version = version
 
     def hashes(self) -> dict[str, int]:
@@ -117,29 +195,57 @@ class VllmGenerator:
             raise
 
     def sleep(self, *, weights: bool = False) -> None:
-        """Free the KV cache, and the weights if asked (never those that are shared)."""
+        """Free the KV cache, and the weights if asked (never those that are shared).
+
+        On CUDA the weights sleep in any case: they move to the host if they are to be kept.
+        """
         weights = weights and not self._shared
-        parts = {"kv_cache", "weights"} if weights else {"kv_cache"}
-        if parts <= self._asleep:
+        tensors = {"kv_cache": self._runner.kv_caches}
+        if weights:
+            tensors["weights"] = list(self.model.parameters())
+        if tensors.keys() <= self._asleep.keys():
             return
         self.wake()  # vLLM puts to sleep what is awake
-        self._asleep = self._engine.sleep(weights=weights)
+        if self._on_cpu:
+            for part, parts in tensors.items():
+                storages = self._asleep[part] = Storages(parts)
+                storages.free()
+        else:
+            self._llm.sleep(level=2 if weights else 1)
+            self._asleep = {"kv_cache": None, "weights": None}
         if weights:
             self.weights_version = NEVER
 
     def wake(self, part: WakePart | None = None) -> None:
-        """Undo sleep."""
+        """Undo sleep: weights that were freed are zeros, the cache is empty."""
         for each in ("weights", "kv_cache"):
-            if each in self._asleep and part in (None, each):
-                self._asleep.remove(each)
-                self._engine.wake(each)
+            if each not in self._asleep or part not in (None, each):
+                continue
+            storages = self._asleep.pop(each)
+            if storages is None:
+                self._llm.wake_up(tags=[each])
+            else:
+                storages.restore()
+            if each == "kv_cache":
+                self._forget()
 
     def close(self) -> None:
-        """Free the engine; the process can build another."""
-        del self._reading
-        self._engine.close()
+        """Free the engine and its private group, never the trainer's; another can be built."""
+        if not self._on_cpu and self._llm.llm_engine.is_sleeping():
+            self._llm.wake_up()  # vLLM would unmap a second time what sleeps when it is freed
+        module = import_module("vllm.v1.engine.core")
+        with replaced(module, "cleanup_dist_env_and_memory", release):
+            self._core.shutdown()
+        del self._reading, self._llm, self._core, self._runner, self._sampler
+        gc.collect()
+        self._groups.close()
 
-    def _joined(self, columns: Tensor) -> Tensor:
+    def _forget(self) -> None:
+        """Drop cached prefixes: they were computed with weights that have changed."""
+        done = self._llm.reset_prefix_cache()
+        assert done, "prefix cache in use between calls"
+
+    def _gather_columns(self, columns: Tensor) -> Tensor:
         """The last dimension over the tensor-parallel group."""
         parts = [torch.empty_like(columns) for _ in self._replica.tp_ranks]
         backend = "nccl" if columns.is_cuda else "gloo"

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Mapping
 from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 from spmdflow.errors import ConfigError
@@ -32,7 +33,7 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-_ONE_RANK = {
+_NAMES = {
     "vllm": ("LLM.generate", "LLM.reset_prefix_cache", "SamplingParams"),
     "vllm.v1.outputs": ("SamplerOutput", "LogprobsTensors"),
     "vllm.v1.executor.uniproc_executor": (
@@ -42,29 +43,26 @@ _ONE_RANK = {
     ),
     "vllm.v1.worker.gpu_worker": ("init_distributed_environment",),
     "vllm.v1.engine.core": ("cleanup_dist_env_and_memory", "EngineCore.shutdown"),
-    "vllm.distributed.parallel_state": ("GroupCoordinator", "_WORLD", "_TP", "_PP", "_DP"),
+    "vllm.distributed.parallel_state": (
+        *("_WORLD", "_TP", "_PP", "_DP", "_DCP"),
+        *("GroupCoordinator", "GroupCoordinator.all_gather"),
+    ),
     "vllm.distributed.utils": ("get_pp_indices",),
     "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
     "vllm.model_executor.layers.logits_processor": ("LogitsProcessor._gather_logits",),
-}
-_SEVERAL_RANKS = {
-    "vllm.distributed.parallel_state": ("_DCP", "GroupCoordinator.all_gather"),
     "vllm.model_executor.layers.vocab_parallel_embedding": ("get_masked_input_and_mask",),
 }
-_ARGUMENTS = {
-    "GroupCoordinator": (
-        "group_ranks",
-        "local_rank",
-        "torch_distributed_backend",
-        "use_device_communicator",
-        "group_name",
-    )
-}
-"""Class of vllm.distributed.parallel_state -> arguments it must take."""
+_COORDINATOR_ARGUMENTS = (
+    "group_ranks",
+    "local_rank",
+    "torch_distributed_backend",
+    "use_device_communicator",
+    "group_name",
+)
 logger = logging.getLogger(__name__)
 
 
-def check_contract(*, num_ranks: int = 1) -> None:
+def check_contract() -> None:
     """ConfigError unless the installed vLLM has every name used here; an untried version warns."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
@@ -77,9 +75,7 @@ def check_contract(*, num_ranks: int = 1) -> None:
 
     if ".".join(vllm.__version__.split(".")[:2]) not in TESTED:
         logger.warning("vllm %s was not tested; tested: %s", vllm.__version__, _TESTED_TEXT)
-    missing = missing_names(_ONE_RANK) + _missing_arguments()
-    if num_ranks > 1:
-        missing += missing_names(_SEVERAL_RANKS)
+    missing = missing_names(_NAMES) + _missing_arguments()
     if missing:
         raise ConfigError(
             f"rollout.engine: got vllm {vllm.__version__}, which lacks {', '.join(missing)}; "
@@ -94,48 +90,39 @@ def missing_names(contract: Mapping[str, tuple[str, ...]]) -> list[str]:
         f"{module}.{name}"
         for module, names in contract.items()
         for name in names
-        if not _has(_module_or_none(module), name)
+        if not _is_there(module, name)
     ]
+
+
+def _is_there(module: str, name: str) -> bool:
+    try:
+        attrgetter(name)(import_module(module))
+    except AttributeError:
+        return False
+    except ModuleNotFoundError as err:
+        if err.name is None or not err.name.startswith("vllm"):
+            raise
+        return False
+    return True
 
 
 def walk(owner: Any, path: str) -> Any:
     """The attribute that a dotted path means; ConfigError names the part that is missing."""
-    for name in filter(None, path.split(".")):
-        if not hasattr(owner, name):
-            raise ConfigError(
-                f"rollout.engine=vllm: got {type(owner).__name__} without {name}, expected {path}; "
-                f"install a tested vLLM ({_TESTED_TEXT}) or set "
-                f"actor.rollout.engine={generator_names()[0]}"
-            )
-        owner = getattr(owner, name)
-    return owner
+    try:
+        return attrgetter(path)(owner)
+    except AttributeError as err:
+        raise ConfigError(
+            f"rollout.engine=vllm: got {type(err.obj).__name__} without {err.name}, expected "
+            f"{path}; install a tested vLLM ({_TESTED_TEXT}) or set "
+            f"actor.rollout.engine={generator_names()[0]}"
+        ) from err
 
 
 def _missing_arguments() -> list[str]:
-    state = import_module("vllm.distributed.parallel_state")
-    return [
-        f"{owner}({argument}=)"
-        for owner, arguments in _ARGUMENTS.items()
-        for argument in arguments
-        if hasattr(state, owner)
-        and argument not in inspect.signature(getattr(state, owner)).parameters
-    ]
-
-
-def _module_or_none(name: str) -> Any:
-    """A module, or None, which has no names, where this version lacks it."""
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as err:
-        if err.name is None or not err.name.startswith("vllm"):
-            raise
-        return None
-
-
-def _has(owner: Any, path: str) -> bool:
-    """Whether owner has the attribute that a dotted path means."""
-    for name in path.split("."):
-        if not hasattr(owner, name):
-            return False
-        owner = getattr(owner, name)
-    return True
+    coordinator = getattr(
+        import_module("vllm.distributed.parallel_state"), "GroupCoordinator", None
+    )
+    if coordinator is None:
+        return []
+    known = inspect.signature(coordinator).parameters
+    return [f"GroupCoordinator({name}=)" for name in _COORDINATOR_ARGUMENTS if name not in known]

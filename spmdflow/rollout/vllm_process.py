@@ -1,6 +1,11 @@
-"""vLLM beside a trainer in one process: what it changes is put back, and what CUDA needs.
+"""vLLM beside a trainer in one process: its groups, and what it changes, which is put back.
 
-vLLM reseeds the random states, sets environment variables and, on CPU, replaces functions of
+vLLM makes a world and its groups for itself. Here its coordinators are real ones, but the two
+groups that each would create (device, host) are handed to it: the trainer's tp and pp groups of
+the generation replica, a private one-rank group for every axis of size 1. vLLM's world is the
+replica, whatever the default process group is; replicas know nothing of each other.
+
+It also reseeds the random states, sets environment variables and, on CPU, replaces functions of
 torch. What it needs on CUDA was read in 0.32 and never run.
 """
 
@@ -17,7 +22,18 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from spmdflow.errors import ConfigError
+from spmdflow.kind.generator import generator_names
+from spmdflow.rollout.generator import Replica
+
+_SINGLE = ("_DCP", "_PCP", "_DP")
+"""Axes that always have one rank here; some exist in some versions only."""
+_ALL = ("_WORLD", "_TP", "_ETP", "_PP", *_SINGLE, "_NODE_COUNT")
+_PREFIX = "spmdflow_"
+"""Of the coordinators' names: those that begin with tp or pp get shared memory on CPU, whose name
+is the same in every job of a node."""
 _REPLACED_IN_TORCH: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch, ("Event", "set_num_threads")),
     (torch.cuda, ("Event", "Stream", "set_stream", "current_stream", "stream")),
@@ -30,9 +46,111 @@ On CUDA vLLM replaces torch.cuda.set_stream to know the stream that it launches 
 """
 
 
-CUDA_SETTINGS: dict[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.01}
-"""Of vllm.LLM. The fraction is only a check of free memory here, and a trainer holds most of it:
-kv_cache_memory_bytes says what the engine takes."""
+class Groups:
+    """The process groups of one replica, as vLLM needs them."""
+
+    def __init__(self, replica: Replica, device: torch.device) -> None:
+        """ConfigError if an engine lives in this process already; see `close`."""
+        if _state()._WORLD is not None:
+            raise ConfigError(
+                "rollout.engine=vllm: got a second vLLM engine in one process, expected one at a "
+                "time, as its parallel state is global; give one of the models "
+                f"rollout.engine={generator_names()[0]}"
+            )
+        self.replica, self.device = replica, device
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        # made by this rank alone: it needs no other, and pools differ
+        self._private = dist.new_group(
+            [dist.get_rank()], backend="gloo", use_local_synchronization=True
+        )
+
+    def install(self) -> None:
+        """Fill vLLM's parallel state."""
+        replica, state = self.replica, _state()
+        state._WORLD = self._coordinator("world", replica.ranks)
+        state._TP = self._coordinator("tp", replica.tp_ranks)
+        state._PP = self._coordinator("pp", replica.pp_ranks)
+        for name in _SINGLE:
+            if hasattr(state, name):
+                setattr(state, name, self._coordinator(name.strip("_").lower(), (replica.rank,)))
+        if hasattr(state, "_ETP"):
+            state._ETP = state._TP
+        state._NODE_COUNT = 1
+
+    def close(self) -> None:
+        """Forget the coordinators, destroy the private group; the trainer's groups stay."""
+        release()
+        dist.destroy_process_group(self._private)
+
+    def _coordinator(self, name: str, ranks: tuple[int, ...]) -> Any:
+        """vLLM's coordinator of some ranks on our groups of them, device's and host's."""
+        given = [self._private, self._private]
+        if len(ranks) > 1:
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            given = [self.replica.group(ranks, name) for name in (backend, "gloo")]
+        with replaced(dist, "new_group", lambda *_, **__: given.pop(0)):
+            coordinator = _state().GroupCoordinator(
+                group_ranks=[list(ranks)],
+                local_rank=self.device.index or 0,
+                torch_distributed_backend=dist.get_backend(given[0]),
+                use_device_communicator=len(ranks) > 1 and name != "world",
+                group_name=_PREFIX + name,
+            )
+        assert not given, f"vLLM's coordinator {name} did not take both groups"
+        return coordinator
+
+
+def release(*_: Any, **__: Any) -> None:
+    """In place of vLLM's cleanup, which would end the default process group."""
+    state = _state()
+    for name in _ALL:
+        communicator = getattr(getattr(state, name, None), "device_communicator", None)
+        if communicator is not None and hasattr(communicator, "destroy"):
+            communicator.destroy()  # vLLM's own NCCL communicators, never our groups
+        if hasattr(state, name):
+            setattr(state, name, None)
+
+
+def executor_class(groups: Groups) -> type:
+    """vLLM's one-process executor on `groups`; every rank of the replica schedules for itself.
+
+    The schedules are equal because all ranks get the same requests in the same order and have the
+    same number of KV blocks.
+    """
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    worker = import_module("vllm.v1.worker.gpu_worker")
+    replica, device = groups.replica, groups.device
+
+    class SpmdExecutor(UniProcExecutor):
+        supports_pp = True
+
+        def _init_executor(self) -> None:
+            groups.install()
+            if replica.pp_size > 1:  # the last stage then broadcasts its logits to the others
+                self.vllm_config.parallel_config.distributed_executor_backend = "external_launcher"
+            with replaced(worker, "init_distributed_environment", lambda *_, **__: None):
+                super()._init_executor()
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return "env://", replica.place, device.index or 0
+
+        def determine_available_memory(self) -> list[int]:
+            memory = super().determine_available_memory()
+            if replica.size == 1:
+                return memory
+            num_layers = len(self.get_kv_cache_specs()[0])
+            facts = torch.tensor([memory[0], num_layers], device=device)
+            everyone = torch.stack(replica.gather(facts))
+            smallest, most_layers = int(everyone[:, 0].min()), int(everyone[:, 1].max())
+            return [smallest * num_layers // most_layers]  # equal blocks on uneven stages
+
+    return SpmdExecutor
+
+
+def _state() -> Any:
+    return import_module("vllm.distributed.parallel_state")
 
 
 @contextmanager
@@ -75,16 +193,14 @@ def keep_caches_apart(device: torch.device) -> None:
 
     Before an engine is built; every replica's ranks count from 0.
     """
-    root, leaf = (
-        import_module("vllm.envs").VLLM_CACHE_ROOT,
-        f"{socket.gethostname()}-{device.index}",
-    )
+    root = import_module("vllm.envs").VLLM_CACHE_ROOT
+    leaf = f"{socket.gethostname()}-{device.index}"
     if os.path.basename(root) != leaf:
         os.environ["VLLM_CACHE_ROOT"] = os.path.join(root, leaf)
 
 
 def trim_weights() -> None:
-    """Have vLLM's sleep allocator give back the memory of weights that are gone.
+    """Make vLLM's sleep allocator give back the memory of weights that were freed.
 
     Their blocks return to a private pool, which torch keeps as long as the pool lives.
     """

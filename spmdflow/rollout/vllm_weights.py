@@ -18,11 +18,11 @@ from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import MODULUS, box_hash, to_signed
 from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.kind.generator import generator_names
-from spmdflow.rollout.replica import Replica
+from spmdflow.rollout.generator import Replica
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Block, blocks
 from spmdflow.weights.ranks import vllm_shards
-from spmdflow.weights.table import ShardTable, parameters
+from spmdflow.weights.table import LocalTensor, ShardTable, parameters
 
 Slot = tuple[str, Box]
 """(Hugging Face name, box): what is hashed as one."""
@@ -48,15 +48,16 @@ class Reading:
 
         WeightSyncError if ranks that hold the same box hold different values.
         """
-        own = {(name, box): self._hash(name, view, box) for name, view, box in self.blocks}
-
-        def gather(values: Tensor) -> list[Tensor]:
-            return replica.gather(values.to(device))
-
-        return joined_hashes(own, self.shapes, self.held, ranks=replica.ranks, gather=gather)
-
-    def _hash(self, name: str, view: Tensor, box: Box) -> int:
-        return box_hash(view, box, self.shapes[name])
+        own = {
+            (name, box): box_hash(view, box, self.shapes[name]) for name, view, box in self.blocks
+        }
+        return joined_hashes(
+            own,
+            self.shapes,
+            self.held,
+            ranks=replica.ranks,
+            gather=lambda values: replica.gather(values.to(device)),
+        )
 
 
 def joined_hashes(
@@ -80,7 +81,16 @@ def joined_hashes(
         holders = [place for place, boxes in enumerate(held) if slot in boxes]
         values = [everyone[place][number] for place in holders]
         if len(set(values)) > 1:
-            raise _torn(slot, [ranks[place] for place in holders], values)
+            name, box = slot
+            other = next(place for place, value in enumerate(values) if value != values[0])
+            readers = tuple(ranks[place] for place in holders)
+            raise WeightSyncError(
+                f"weights: got rollout tensor {name}, box {box.bounds}, with hash "
+                f"{values[0] % MODULUS:#018x} on rank {readers[0]} and "
+                f"{values[other] % MODULUS:#018x} on rank {readers[other]}, expected the same on "
+                f"ranks {readers}, which all read it; the run must not go on with these weights: "
+                f"report this message"
+            )
         totals[slot[0]] = (totals[slot[0]] + values[0]) % MODULUS
     return totals
 
@@ -90,13 +100,16 @@ def whole_shapes(arch: Architecture) -> dict[str, torch.Size]:
     return {parameter.name: torch.Size(parameter.shape) for parameter in parameters(arch)}
 
 
-def slots_of(tables: Iterable[ShardTable]) -> frozenset[Slot]:
-    """The boxes in some tables."""
-    return frozenset(
-        (piece.name, piece.box)
-        for table in tables
-        for tensor in table.values()
-        for piece in tensor.pieces
+def slots_of(tensors: Iterable[LocalTensor]) -> frozenset[Slot]:
+    """The boxes in some tensors of a table."""
+    return frozenset((piece.name, piece.box) for tensor in tensors for piece in tensor.pieces)
+
+
+def stock_table(arch: Architecture, replica: Replica, place: int) -> ShardTable:
+    """vLLM's own tensors of a rank, by its place in the replica."""
+    pp_rank, tp_rank = divmod(place, replica.tp_size)
+    return vllm_shards(
+        arch, tp_size=replica.tp_size, tp_rank=tp_rank, pp_size=replica.pp_size, pp_rank=pp_rank
     )
 
 
@@ -111,30 +124,16 @@ def stock_reading(model: Any, model_path: str, replica: Replica) -> Reading:
     except ConfigError:
         if replica.size > 1:
             raise
-        return _untabled_reading(model)
-    tables = [
-        vllm_shards(
-            arch,
-            tp_size=replica.tp_size,
-            tp_rank=tp_rank,
-            pp_size=replica.pp_size,
-            pp_rank=pp_rank,
-        )
-        for pp_rank in range(replica.pp_size)
-        for tp_rank in range(replica.tp_size)
-    ]
-    mine = tables[replica.ranks.index(replica.rank)]
+        views = hugging_face_views(model)
+        whole = [(name, view, Box.of_shape(view.shape)) for name, view in views.items()]
+        shapes = {name: view.shape for name, view in views.items()}
+        return Reading(shapes, whole, [frozenset((name, box) for name, _, box in whole)])
+    tables = [stock_table(arch, replica, place) for place in range(replica.size)]
+    mine = tables[replica.place]
     parameters = dict(model.named_parameters())
     _check_names(parameters, mine, model_path)
-    held = [slots_of([table]) for table in tables]
+    held = [slots_of(table.values()) for table in tables]
     return Reading(whole_shapes(arch), list(blocks(parameters, mine)), held)
-
-
-def _untabled_reading(model: Any) -> Reading:
-    views = hugging_face_views(model)
-    shapes = {name: view.shape for name, view in views.items()}
-    whole = [(name, view, Box.of_shape(view.shape)) for name, view in views.items()]
-    return Reading(shapes, whole, [frozenset((name, box) for name, _, box in whole)])
 
 
 def hugging_face_views(model: Any) -> dict[str, Tensor]:
@@ -171,14 +170,3 @@ def _check_names(parameters: Mapping[str, Tensor], table: ShardTable, model_path
             f"({len(wrong)} differ); install a tested vLLM or set "
             f"actor.rollout.engine={generator_names()[0]}"
         )
-
-
-def _torn(slot: Slot, ranks: Sequence[int], values: Sequence[int]) -> WeightSyncError:
-    name, box = slot
-    other = next(place for place, value in enumerate(values) if value != values[0])
-    return WeightSyncError(
-        f"weights: got rollout tensor {name}, box {box.bounds}, with hash "
-        f"{values[0] % MODULUS:#018x} on rank {ranks[0]} and {values[other] % MODULUS:#018x} on "
-        f"rank {ranks[other]}, expected the same on ranks {tuple(ranks)}, which all read it; the "
-        f"run must not go on with these weights: report this message"
-    )

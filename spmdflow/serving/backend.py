@@ -3,12 +3,12 @@
 vLLM asks a backend by name (`weight_transfer_config`), in each of its workers, and drives it by
 init_weight_transfer_engine, then start, update and finish for each update. Here such a backend is
 a shell around a `Receiver`, which comes from above: it says how the weights come. What only the
-worker's model can say is in `Target`: loading whole tensors, as a checkpoint is loaded, and the
-hash of what its forward reads.
+worker's model can say is in `ServedModel`: loading whole tensors, as a checkpoint is loaded, and
+the hash of what its forward reads.
 
 Loading uses vLLM's layer-wise reload, so packed and converted layers work. Two things it leaves to
 us on CPU: a tied output layer keeps a packed copy of the embedding, which is packed again; and
-packed weights can be read by computing with them only, which `Target.hashes` does: a layer's
+packed weights can be read by computing with them only, which `ServedModel.hashes` does: a layer's
 output for the identity matrix is its weight, bit for bit.
 """
 
@@ -73,7 +73,7 @@ class Receiver(Protocol):
         """Let go of the other side."""
 
 
-class Target:
+class ServedModel:
     """A worker's model, and its place among the workers."""
 
     def __init__(self, engine: Any) -> None:
@@ -133,7 +133,7 @@ class Target:
         return joined_hashes(
             self._own_hashes(arch, tables[tp_rank]),
             whole_shapes(arch),
-            [slots_of([table]) for table in tables],
+            [slots_of(table.values()) for table in tables],
             ranks=range(self.tp_size),
             gather=gather,
         )
@@ -180,7 +180,7 @@ class Target:
                 yield name, layer
 
 
-OpenReceiver = Callable[[Mapping[str, Any], Target], Receiver]
+OpenReceiver = Callable[[Mapping[str, Any], ServedModel], Receiver]
 """(what init_weight_transfer_engine was told, the worker's model) -> its receiver."""
 
 
@@ -234,7 +234,7 @@ def _engine_class(base: Any, open_receiver: OpenReceiver) -> Any:
 
         def init_transfer_engine(self, init_info: Facts) -> None:
             self.shutdown()
-            self._receiver = open_receiver(init_info.facts, Target(self))
+            self._receiver = open_receiver(init_info.facts, ServedModel(self))
 
         def start_weight_update(self) -> None:
             self._opened().start()

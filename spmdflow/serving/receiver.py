@@ -15,7 +15,7 @@ import torch
 
 from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.sync import compare_hashes
-from spmdflow.serving.backend import Target, check_reload, register_backend
+from spmdflow.serving.backend import ServedModel, check_reload, register_backend
 from spmdflow.serving.connection import (
     BACKEND,
     DTYPES,
@@ -45,7 +45,7 @@ def register() -> None:
 class OutsideReceiver:
     """One worker's end; see serving.backend.Receiver."""
 
-    def __init__(self, facts: Mapping[str, Any], target: Target) -> None:
+    def __init__(self, facts: Mapping[str, Any], target: ServedModel) -> None:
         """facts: a Connection's. Waits for the trainer; ConfigError if the models differ."""
         check_reload()
         self._target, self._connection = target, Connection(**facts)

@@ -54,7 +54,7 @@ BUCKET_BYTES = 64 << 20
 """Bytes of weights that one rank packs, and that reach it, at a time between two layouts."""
 SHARED_EMBEDDING = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Of a tied Megatron model over several stages: the first stage's, and the last stage's copy."""
-_VLLM_VOCAB_MULTIPLE = 64
+VLLM_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this, whatever the tensor-parallel size."""
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -200,7 +200,7 @@ def megatron_shards(
 
 def default_vocab_multiple(tp_size: int) -> int:
     """What Megatron's vocabulary is padded to: rows divide over tp, and vLLM pads to 64."""
-    return math.lcm(_VLLM_VOCAB_MULTIPLE, tp_size)
+    return math.lcm(VLLM_VOCAB_MULTIPLE, tp_size)
 
 
 def buffer_places(
@@ -260,7 +260,7 @@ def vllm_shards(
         do = f"set actor.rollout.engine={generator_names()[0]} or choose another model"
         raise ConfigError.of("vllm", got, "none, as vLLM's Qwen3 has no bias on o_proj", do)
     check_cut("vllm", arch, tp_size=tp_size, pp_size=pp_size)
-    cut = Cut("vllm", arch, tp_size, tp_rank, _VLLM_VOCAB_MULTIPLE)
+    cut = Cut("vllm", arch, tp_size, tp_rank, VLLM_VOCAB_MULTIPLE)
     table: dict[str, LocalTensor] = {}
     if pp_rank == 0 or (pp_rank == pp_size - 1 and arch.tied):
         table[EMBEDDING] = cut.vocabulary([EMBEDDING])

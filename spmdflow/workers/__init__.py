@@ -4,7 +4,7 @@
 (one optimizer step), blocks and full_tensors (weights out), state_blocks and load_blocks
 (checkpoints), residency. `spmdflow.kind` says which engines there are.
 
-| method | `fsdp.FSDPEngine` | `zero.ZeROEngine`, stage 1 | `megatron.MegatronEngine` |
+| method | `fsdp.FSDPEngine` | `fsdp.ZeROEngine`, stage 1 | `megatron.MegatronEngine` |
 |---|---|---|---|
 | forward, train_step | what transformers loads | the same | architectures of `weights`; 1F1B |
 | full_tensors, export | over the pool | no message | over a replica |
@@ -17,7 +17,6 @@ Without tp and pp every rank is on the last stage; elsewhere `forward` gives Non
 Files: `model` what an engine is built from, the only file that imports transformers; `micro_batch`
 rows -> padded tensors; `optimizer` the schedule, and AdamW over shards; `sharding` FSDP2 meshes and
 shards. Megatron: `megatron_runtime` process groups, and its CUDA names on a CPU; `megatron_model`
-what a stage computes; `megatron_schedule` micro-batches through stages; `megatron_optimizer`
-gradients and AdamW; `megatron_weights` its tensors by Hugging Face name. Only these files import
-Megatron.
+what a stage computes; `megatron_optimizer` gradients and AdamW. Only these files and `megatron`
+import Megatron.
 """

@@ -23,11 +23,11 @@ from spmdflow.blocks.hash import MODULUS, box_hash, to_signed
 from spmdflow.config.schema import EngineConfig
 from spmdflow.errors import ProtocolError, SpmdflowError
 from spmdflow.kind.engine import engine_kind
-from spmdflow.kind.registry import load
+from spmdflow.kind.registry import resolve
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import Metric, WorkerContext
 from spmdflow.weights.move import Block
-from spmdflow.workers.micro_batch import MicroBatch, join_columns, micro_batches
+from spmdflow.workers.micro_batch import MicroBatch, join_answers, micro_batches
 from spmdflow.workers.model import LoadedModel, ModelSource, load_model, open_model
 from spmdflow.workers.optimizer import STEPS, Scheduled, copy_blocks
 
@@ -78,7 +78,7 @@ class TrainEngine(ABC):
 
         with torch.no_grad():
             answers = self.outputs(micros, answer)
-        return join_columns(answers, micros) if answers else None
+        return join_answers(answers, micros) if answers else None
 
     @abstractmethod
     def outputs(self, micros: list[MicroBatch], fn: ForwardFn) -> list[Mapping[str, Tensor]]:
@@ -242,7 +242,7 @@ def engine_of(
     kind = engine_kind(cfg.engine.kind, key=f"{context.name}.engine.kind")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron names every extra that is not installed
-        engine_class = load(kind.implementation)
+        engine_class = resolve(kind.implementation)
     engine: TrainEngine = engine_class(
         (open_model if kind.reads_folder else load_model)(cfg.model, head=head),
         cfg.engine,

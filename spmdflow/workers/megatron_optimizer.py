@@ -58,7 +58,10 @@ class StageOptimizer(Scheduled):
             grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
         )
         self.ddp = DistributedDataParallel(module.config, settings, module, pg_collection=groups)
-        module.config.finalize_model_grads_func = _sum_gradients
+        # sums over dp, tp and tied embeddings, not divided by a number of tokens
+        module.config.finalize_model_grads_func = lambda model, tokens, **groups: (
+            finalize_model_grads(model, None, **groups)
+        )
         module.config.no_sync_func = self.ddp.no_sync
         self._names = {p: local_name(name) for name, p in self.ddp.named_parameters()}
         if adopt is not None:
@@ -72,11 +75,17 @@ class StageOptimizer(Scheduled):
                 pg_collection=groups,
             )
         (self._inner,) = chained.chained_optimizers
-        self._counted_gradients = _counted_gradients(self._inner)
+        names = ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm")  # 0.19, 0.16
+        self._counted_gradients: Callable[[], list[Tensor]] = next(
+            getattr(self._inner, name) for name in names if hasattr(self._inner, name)
+        )
         self._adam: torch.optim.Optimizer = self._inner.optimizer
         for parameter in self._stepped():
             # made now, not at the first step: memory is known and checkpoints look alike
-            self._adam.state[parameter].update(_fresh_state(self._adam, parameter))
+            state = self._adam.state[parameter]
+            state.update({name: torch.zeros_like(parameter.detach()) for name in MOMENTS})
+            if isinstance(self._adam, torch.optim.AdamW):
+                state["step"] = torch.zeros(())  # TransformerEngine's Adam counts in its groups
 
     def zero_gradients(self) -> None:
         """Before the first micro-batch of a step."""
@@ -162,18 +171,6 @@ class StageOptimizer(Scheduled):
         return next(iter(self._names)).device
 
 
-def _sum_gradients(model: list[nn.Module], num_tokens: Tensor | None, **groups: Any) -> None:
-    """Megatron's sums over dp, tp and tied embeddings, without dividing by a token count."""
-    finalize_model_grads(model, None, **groups)
-
-
-def _counted_gradients(inner: Any) -> Callable[[], list[Tensor]]:
-    """The method that gives the gradients that count in the norm, by its name in this version."""
-    names = ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm")  # 0.19, 0.16
-    found: Callable[[], list[Tensor]] = next(getattr(inner, x) for x in names if hasattr(inner, x))
-    return found
-
-
 def _megatron_config(
     cfg: OptimizerConfig, model: Any, *, distributed: bool
 ) -> MegatronOptimizerConfig:
@@ -188,12 +185,6 @@ def _megatron_config(
         params_dtype=model.params_dtype,
         use_distributed_optimizer=distributed,
     )
-
-
-def _fresh_state(adam: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    moments = {name: torch.zeros_like(parameter.detach()) for name in MOMENTS}
-    # TransformerEngine's Adam counts steps in its parameter groups
-    return {"step": torch.zeros(()), **moments} if isinstance(adam, torch.optim.AdamW) else moments
 
 
 def _flat(groups: list[list[Any]]) -> list[Any]:

@@ -15,7 +15,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -69,14 +69,8 @@ def only_among(group: dist.ProcessGroup) -> Iterator[None]:
     """
     gather, size = dist.all_gather_object, dist.get_world_size
 
-    def gather_here(out: list[Any], value: Any, group: dist.ProcessGroup = group) -> None:
-        gather(out, value, group=group)
-
-    def size_here(group: dist.ProcessGroup = group) -> int:
-        return size(group)
-
-    dist.all_gather_object = gather_here  # type: ignore[assignment]
-    dist.get_world_size = size_here  # type: ignore[assignment]
+    dist.all_gather_object = lambda out, value, group=group: gather(out, value, group=group)  # type: ignore[assignment]
+    dist.get_world_size = lambda group=group: size(group)
     try:
         yield
     finally:
@@ -90,11 +84,23 @@ def megatron_runtime() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    _SWAPS.enter()
+    with _LOCK:
+        _USERS.append(1)
+        if len(_USERS) == 1:
+            for owner, name, value in _replacements():
+                _ORIGINALS.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
     try:
         yield
     finally:
-        _SWAPS.leave()
+        with _LOCK:
+            _USERS.pop()
+            if not _USERS:
+                _ORIGINALS.close()
+
+
+_LOCK, _USERS, _ORIGINALS = threading.Lock(), list[int](), ExitStack()
+"""Who is inside, of all threads; what was replaced for the first of them."""
 
 
 def _initialise_process() -> None:
@@ -113,31 +119,6 @@ def _is_news(record: logging.LogRecord) -> bool:
     return "full_param_layout not provided" not in str(record.msg)
 
 
-class _Swaps:
-    """Attributes replaced while at least one user is inside."""
-
-    def __init__(self) -> None:
-        self._lock, self._users = threading.Lock(), 0
-        self._originals: list[tuple[Any, str, Any]] = []
-
-    def enter(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                for owner, name, value in _replacements():
-                    self._originals.append((owner, name, getattr(owner, name)))
-                    setattr(owner, name, value)
-
-    def leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            while self._users == 0 and self._originals:
-                setattr(*self._originals.pop())
-
-
-_SWAPS = _Swaps()
-
-
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
     """(owner, attribute, what answers on a CPU)."""
     for name in _FACTORIES:
@@ -151,7 +132,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "manual_seed", torch.manual_seed
     yield torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state()
     yield megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()
-    yield megatron_random, "_set_cuda_rng_state", _set_rng_state
+    yield megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)
 
 
 def _without_cuda(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -174,7 +155,3 @@ def _type_of(original: Callable[..., Any]) -> Callable[..., Any]:
         return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
 
     return type_of
-
-
-def _set_rng_state(state: Tensor, *_: Any, **__: Any) -> None:
-    torch.set_rng_state(state)

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.data.micro import cut
-from spmdflow.data.ragged import is_ragged, lengths_of, mask_of, pad, ragged, take_rows
+from spmdflow.data.ragged import (
+    is_ragged,
+    lengths_of,
+    mask_of,
+    pad,
+    ragged,
+    select_rows,
+    take_rows,
+)
 from spmdflow.errors import ColumnError, ProtocolError
 
 
@@ -71,29 +80,22 @@ def micro_batches(
     responses; other columns are ragged of the responses' lengths, dense, or text (left out).
     Response_mask is all True if the batch has none.
     """
-    rows = _RowTable(batch, device)
-    totals = (rows.prompt_lengths + rows.response_lengths).tolist()
-    parts = cut(totals, num_micro_batches, by_tokens=by_tokens)
-    return [rows.take(part) if part else rows.padding() for part in parts]
+    rows = _read_rows(batch)
+    totals = (lengths_of(rows["prompts"]) + lengths_of(rows["responses"])).tolist()
+    found = []
+    for part in cut(totals, num_micro_batches, by_tokens=by_tokens):
+        index = torch.tensor(part, dtype=torch.int64)
+        chosen = select_rows(rows, index) if part else _padding_of(rows)
+        found.append(_build(chosen, index, device))
+    return found
 
 
-def restore_order(parts: list[Tensor], index: Tensor) -> Tensor:
-    """Dense rows of all parts, joined and put back: row i of the join goes to index[i]."""
-    return torch.cat(parts)[torch.argsort(index)]
-
-
-def restore_ragged(parts: list[Tensor], lengths: list[Tensor], index: Tensor) -> Tensor:
-    """Ragged column from padded parts (b, R) with their row lengths, rows put back in order."""
-    widths = [mask_of(n, part.shape[1]) for n, part in zip(lengths, parts, strict=True)]
-    values = torch.cat([part[width] for part, width in zip(parts, widths, strict=True)])
-    return ragged(*take_rows(values, torch.cat(lengths), torch.argsort(index)))
-
-
-def join_columns(answers: Sequence[Mapping[str, Tensor]], micros: list[MicroBatch]) -> TensorDict:
+def join_answers(answers: Sequence[Mapping[str, Tensor]], micros: list[MicroBatch]) -> TensorDict:
     """One answer for each micro-batch as columns; padding rows dropped, rows in batch order."""
     index = torch.cat([micro.index for micro in micros])
+    places = torch.argsort(index)
     columns = {
-        name: _column(name, [answer[name] for answer in answers], micros, index)
+        name: _join_column(name, [answer[name] for answer in answers], micros, places)
         for name in answers[0]
     }
     return TensorDict(columns, batch_size=[len(index)])
@@ -114,7 +116,10 @@ def lengthened(micro: MicroBatch, multiple: int) -> MicroBatch:
     )
 
 
-def _column(name: str, parts: list[Tensor], micros: list[MicroBatch], index: Tensor) -> Tensor:
+def _join_column(
+    name: str, parts: list[Tensor], micros: list[MicroBatch], places: Tensor
+) -> Tensor:
+    """Rows of all parts, joined and put back: row i is row places[i] of the join."""
     for part, micro in zip(parts, micros, strict=True):
         allowed = (micro.response_mask.shape, micro.response_mask.shape[:1])
         if part.shape not in allowed:
@@ -125,96 +130,77 @@ def _column(name: str, parts: list[Tensor], micros: list[MicroBatch], index: Ten
             )
     real = [part[: len(micro.index)] for part, micro in zip(parts, micros, strict=True)]
     if parts[0].dim() == 1:
-        return restore_order(real, index)
+        return torch.cat(real)[places]
     lengths = [micro.response_lengths[: len(micro.index)].cpu() for micro in micros]
-    return restore_ragged(real, lengths, index)
+    values = [part[mask_of(n, part.shape[1])] for part, n in zip(real, lengths, strict=True)]
+    return ragged(*take_rows(torch.cat(values), torch.cat(lengths), places))
 
 
-class _RowTable:
-    """The batch as (values, lengths) pairs and dense tensors, ready to be indexed."""
-
-    def __init__(self, batch: TensorDict, device: torch.device) -> None:
-        for name in ("prompts", "responses"):
-            if name not in batch.keys() or not is_ragged(batch[name]):
-                raise ColumnError(
-                    f"micro-batch: got columns {sorted(batch.keys())}; expected ragged {name}; "
-                    f"add it to the reads of the method"
-                )
-        self.device = device
-        self.prompts, self.responses = batch["prompts"].values(), batch["responses"].values()
-        self.prompt_lengths = lengths_of(batch["prompts"])
-        self.response_lengths = lengths_of(batch["responses"])
-        self.ragged: dict[str, Tensor] = {}
-        self.dense: dict[str, Tensor] = {}
-        for name, column in batch.items():
-            if name not in ("prompts", "responses") and isinstance(column, Tensor):
-                self._add(name, column)
-        self.ragged.setdefault("response_mask", torch.ones_like(self.responses, dtype=torch.bool))
-        if bool((self.prompt_lengths < 1).any()):
-            row = int(self.prompt_lengths.argmin())
+def _read_rows(batch: TensorDict) -> TensorDict:
+    """The tensors of batch, with a response_mask; ColumnError if they make no rows."""
+    for name in ("prompts", "responses"):
+        if name not in batch.keys() or not is_ragged(batch[name]):
             raise ColumnError(
-                f"micro-batch: row {row} has an empty prompt; expected at least one token, which "
-                f"predicts the first of the response; start prompts with a bos token"
+                f"micro-batch: got columns {sorted(batch.keys())}; expected ragged {name}; "
+                f"add it to the reads of the method"
             )
-
-    def _add(self, name: str, column: Tensor) -> None:
-        if not is_ragged(column):
-            self.dense[name] = column
-            return
-        if not torch.equal(lengths_of(column), self.response_lengths):
+    responses, lengths = batch["responses"], lengths_of(batch["prompts"])
+    if bool((lengths < 1).any()):
+        row = int(lengths.argmin())
+        raise ColumnError(
+            f"micro-batch: row {row} has an empty prompt; expected at least one token, which "
+            f"predicts the first of the response; start prompts with a bos token"
+        )
+    everywhere = torch.ones_like(responses.values(), dtype=torch.bool)
+    sizes = lengths_of(responses)
+    columns = {"response_mask": ragged(everywhere, sizes)}
+    for name, column in batch.items():
+        if not isinstance(column, Tensor):
+            continue
+        if name != "prompts" and is_ragged(column) and not torch.equal(lengths_of(column), sizes):
             raise ColumnError(
                 f"micro-batch: column {name} has row lengths {lengths_of(column).tolist()[:8]}...; "
-                f"expected those of responses, {self.response_lengths.tolist()[:8]}...; "
+                f"expected those of responses, {sizes.tolist()[:8]}...; "
                 f"write one entry per response token"
             )
-        self.ragged[name] = column.values()
+        columns[name] = column
+    return TensorDict(columns, batch_size=batch.batch_size)
 
-    def take(self, part: list[int]) -> MicroBatch:
-        """The rows at these positions, padded to the longest of them."""
-        index = torch.tensor(part, dtype=torch.int64)
-        prompts, prompt_lengths = take_rows(self.prompts, self.prompt_lengths, index)
-        responses, lengths = take_rows(self.responses, self.response_lengths, index)
-        width = max(1, int(lengths.max()))
-        columns = {
-            name: pad(
-                ragged(take_rows(values, self.response_lengths, index)[0], lengths), width=width
-            )
-            for name, values in self.ragged.items()
-        }
-        columns |= {name: values[index] for name, values in self.dense.items()}
-        return self._build(prompts, prompt_lengths, responses, lengths, columns, index)
 
-    def padding(self) -> MicroBatch:
-        """One row of weight 0: a prompt and a response of one token each, mask False."""
-        one, zero = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-        columns = {name: v.new_zeros(1, 1, *v.shape[1:]) for name, v in self.ragged.items()}
-        columns |= {name: v.new_zeros(1, *v.shape[1:]) for name, v in self.dense.items()}
-        return self._build(zero, one, zero, one, columns, zero[:0])
+def _padding_of(rows: TensorDict) -> TensorDict:
+    """One row of weight 0: a prompt and a response of one token each, mask False."""
+    one = torch.ones(1, dtype=torch.int64)
 
-    def _build(
-        self,
-        prompts: Tensor,
-        prompt_lengths: Tensor,
-        responses: Tensor,
-        response_lengths: Tensor,
-        columns: dict[str, Tensor],
-        index: Tensor,
-    ) -> MicroBatch:
-        totals = prompt_lengths + response_lengths
-        real = mask_of(totals, int(totals.max()))
-        in_prompt = mask_of(prompt_lengths, real.shape[1])
-        input_ids = torch.zeros_like(real, dtype=torch.int64)
-        input_ids[in_prompt] = prompts
-        input_ids[real & ~in_prompt] = responses
-        moved = {name: column.to(self.device) for name, column in columns.items()}
-        return MicroBatch(
-            input_ids=input_ids.to(self.device),
-            attention_mask=real.to(self.device),
-            position_ids=torch.arange(real.shape[1], device=self.device).expand(real.shape),
-            prompt_lengths=prompt_lengths.to(self.device),
-            response_lengths=response_lengths.to(self.device),
-            response_mask=moved.pop("response_mask").bool(),
-            row_weight=torch.full((len(totals),), float(len(index) > 0), device=self.device),
-            columns=moved,
-            index=index,
-        )
+    def zero(column: Any) -> Tensor:
+        values: Tensor = column.values() if is_ragged(column) else column
+        zeros = values.new_zeros(1, *values.shape[1:])
+        return ragged(zeros, one) if is_ragged(column) else zeros
+
+    return TensorDict({name: zero(column) for name, column in rows.items()}, batch_size=[1])
+
+
+def _build(rows: TensorDict, index: Tensor, device: torch.device) -> MicroBatch:
+    """index: of the rows in the batch; empty for padding."""
+    prompts, responses = rows["prompts"], rows["responses"]
+    prompt_lengths, response_lengths = lengths_of(prompts), lengths_of(responses)
+    totals = prompt_lengths + response_lengths
+    real = mask_of(totals, int(totals.max()))
+    in_prompt = mask_of(prompt_lengths, real.shape[1])
+    input_ids = torch.zeros_like(real, dtype=torch.int64)
+    input_ids[in_prompt] = prompts.values()
+    input_ids[real & ~in_prompt] = responses.values()
+    width = max(1, int(response_lengths.max()))
+    columns: dict[str, Any] = dict(rows.exclude("prompts", "responses").items())
+    for name, column in columns.items():
+        columns[name] = (pad(column, width=width) if is_ragged(column) else column).to(device)
+    return MicroBatch(
+        input_ids=input_ids.to(device),
+        attention_mask=real.to(device),
+        position_ids=torch.arange(real.shape[1], device=device).expand(real.shape),
+        prompt_lengths=prompt_lengths.to(device),
+        response_lengths=response_lengths.to(device),
+        response_mask=columns.pop("response_mask").bool(),
+        row_weight=torch.full((len(totals),), float(len(index) > 0), device=device),
+        columns=columns,
+        index=index,
+    )

@@ -25,8 +25,6 @@ from spmdflow.weights.architecture import Architecture, Head, read_config
 from spmdflow.weights.folder import HuggingFaceFolder, write_folder
 from spmdflow.weights.move import Read
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Exported:
@@ -88,11 +86,68 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
     """
     import transformers
 
+    names = read_config(cfg.path).get("architectures") or [""]  # refuses a folder that is none
+    auto, settings = transformers.AutoModelForCausalLM, {}
     if head != "causal_lm":
-        return _load_scalar(cfg, new_head=head == "critic")
-    model, missing = _load(transformers.AutoModelForCausalLM, cfg)
-    _require_complete(cfg, missing)
-    return _loaded(model, model, _logits, (), cfg)
+        auto, settings = transformers.AutoModelForSequenceClassification, {"num_labels": 1}
+        labels = transformers.AutoConfig.from_pretrained(cfg.path).num_labels
+        if names[0].endswith("ForSequenceClassification") and labels != 1:
+            raise ConfigError(
+                f"model.path {cfg.path}: got a head with {labels} labels; expected one, whose "
+                f"output is the score or value; choose a model trained with num_labels=1"
+            )
+    # its report of missing tensors repeats on every rank; they are judged here instead
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    model, info = auto.from_pretrained(
+        cfg.path, dtype=torch.float32, output_loading_info=True, **settings
+    )
+    missing = set(info["missing_keys"])
+    # eval for good: no dropout, and old and new log-probs come from the same function
+    module, score = model.eval(), None
+    if head != "causal_lm":
+        module = _scalar_model(cfg, model)
+        score = module.get_submodule("score")
+        if head == "critic" and "score.weight" in missing:
+            nn.init.zeros_(model.score.weight)
+            missing.remove("score.weight")
+    if missing:
+        raise ConfigError(
+            f"model.path {cfg.path}: the folder lacks {sorted(missing)[:5]}; expected every "
+            f"tensor of the model; choose the folder of a complete model of this kind"
+        )
+    units = set(model._no_split_modules or ())
+    return LoadedModel(
+        dtype=getattr(torch, cfg.dtype),
+        config=model.config.to_dict()
+        | {"architectures": [type(model).__name__], "dtype": "float32"},
+        source=Path(cfg.path),
+        module=module,
+        layers=tuple(part for part in module.modules() if type(part).__name__ in units),
+        output=_logits if score is None else _values,
+        float32_modules=() if score is None else (score,),
+    )
+
+
+def _scalar_model(cfg: ModelConfig, model: Any) -> ScalarModel:
+    if not hasattr(model, "score"):
+        raise ConfigError(
+            f"model.path {cfg.path}: {type(model).__name__} has no head named score; expected a "
+            f"decoder with a scalar head; choose a causal architecture such as Llama or Qwen2"
+        )
+    name = model.base_model_prefix
+    return ScalarModel(name, getattr(model, name), model.score)
+
+
+def _logits(module: nn.Module, input_ids: Tensor) -> Tensor:
+    # right padding needs no mask under causal attention, and positions count from 0 by themselves
+    logits: Tensor = module(input_ids=input_ids, use_cache=False).logits
+    return logits
+
+
+def _values(module: nn.Module, input_ids: Tensor) -> Tensor:
+    values: Tensor = module(input_ids)
+    return values.squeeze(-1)  # (b, T, 1) -> (b, T); outside the module, which FSDP hooks
 
 
 def open_model(cfg: ModelConfig, *, head: str) -> ModelSource:
@@ -106,7 +161,7 @@ def open_model(cfg: ModelConfig, *, head: str) -> ModelSource:
     architecture = Architecture.from_config(config, head=kind)
     folder = HuggingFaceFolder(path, architecture, new_head=head == "critic")
     return ModelSource(
-        dtype=DTYPES[cfg.dtype],
+        dtype=getattr(torch, cfg.dtype),
         config=_with_head(config, kind),
         source=path,
         architecture=architecture,
@@ -125,91 +180,3 @@ def _with_head(config: dict[str, Any], head: Head) -> dict[str, Any]:
         ]
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return config
-
-
-def _load_scalar(cfg: ModelConfig, *, new_head: bool) -> LoadedModel:
-    import transformers
-
-    names = read_config(cfg.path).get("architectures") or [""]
-    labels = transformers.AutoConfig.from_pretrained(cfg.path).num_labels
-    has_head = names[0].endswith("ForSequenceClassification")
-    if has_head and labels != 1:
-        raise ConfigError(
-            f"model.path {cfg.path}: got a head with {labels} labels; expected one, whose output "
-            f"is the score or value; choose a model trained with num_labels=1"
-        )
-    model, missing = _load(transformers.AutoModelForSequenceClassification, cfg, num_labels=1)
-    if not hasattr(model, "score"):
-        raise ConfigError(
-            f"model.path {cfg.path}: {type(model).__name__} has no head named score; expected a "
-            f"decoder with a scalar head; choose a causal architecture such as Llama or Qwen2"
-        )
-    if new_head and "score.weight" in missing:
-        nn.init.zeros_(model.score.weight)
-        missing.remove("score.weight")
-    _require_complete(cfg, missing)
-    name = model.base_model_prefix
-    scalar = ScalarModel(name, getattr(model, name), model.score)
-    return _loaded(scalar, model, _values, (scalar.get_submodule("score"),), cfg)
-
-
-def _load(auto: Any, cfg: ModelConfig, **settings: Any) -> tuple[Any, set[str]]:
-    """The Hugging Face model in float32 on the host, and the tensors its folder lacks."""
-    import transformers
-
-    read_config(cfg.path)  # refuses a folder that is none
-    # its report of missing tensors repeats on every rank; they are judged here instead
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    model, info = auto.from_pretrained(
-        cfg.path, dtype=torch.float32, output_loading_info=True, **settings
-    )
-    # eval for good: no dropout, and old and new log-probs come from the same function
-    return model.eval(), set(info["missing_keys"])
-
-
-def _loaded(
-    module: nn.Module,
-    model: Any,
-    output: Callable[[nn.Module, Tensor], Tensor],
-    float32_modules: tuple[nn.Module, ...],
-    cfg: ModelConfig,
-) -> LoadedModel:
-    if cfg.dtype not in DTYPES:
-        raise ConfigError(
-            f"model.dtype: got {cfg.dtype!r}; expected one of {sorted(DTYPES)}; choose one"
-        )
-    names = set(model._no_split_modules or ())
-    layers = tuple(part for part in module.modules() if type(part).__name__ in names)
-    config = model.config.to_dict() | {
-        "architectures": [type(model).__name__],
-        "dtype": "float32",
-    }
-    return LoadedModel(
-        dtype=DTYPES[cfg.dtype],
-        config=config,
-        source=Path(cfg.path),
-        module=module,
-        layers=layers,
-        output=output,
-        float32_modules=float32_modules,
-    )
-
-
-def _logits(module: nn.Module, input_ids: Tensor) -> Tensor:
-    # right padding needs no mask under causal attention, and positions count from 0 by themselves
-    logits: Tensor = module(input_ids=input_ids, use_cache=False).logits
-    return logits
-
-
-def _values(module: nn.Module, input_ids: Tensor) -> Tensor:
-    values: Tensor = module(input_ids)
-    return values.squeeze(-1)  # (b, T, 1) -> (b, T); outside the module, which FSDP hooks
-
-
-def _require_complete(cfg: ModelConfig, missing: set[str]) -> None:
-    if missing:
-        raise ConfigError(
-            f"model.path {cfg.path}: the folder lacks {sorted(missing)[:5]}; expected every "
-            f"tensor of the model; choose the folder of a complete model of this kind"
-        )

@@ -71,7 +71,7 @@ def follow(device: str, path: str, settings: dict[str, str]) -> list[dict[str, f
             update(actor, number)
             model = trained_model(actor)
             synced = sync(actor)
-            made = actor.hybrid.generate(prompts, Sampling(NEW_TOKENS).to_greedy(), SEEDS)
+            made = actor.hybrid.generate(prompts, Sampling(NEW_TOKENS, greedy=True), SEEDS)
             found.append(compared(model, prompts, made) | {"verified": synced})
     return found
 

@@ -11,7 +11,7 @@ import pytest
 
 from spmdflow.kind.engine import EngineKind, engine_kind, engine_names
 from spmdflow.kind.generator import GeneratorKind, generator_kind, generator_names
-from spmdflow.kind.registry import load
+from spmdflow.kind.registry import resolve
 from tests.policy.house import files, tree_of
 
 KINDS = [*map(engine_kind, engine_names()), *map(generator_kind, generator_names())]
@@ -43,7 +43,7 @@ def test_kind_names_files_that_are_there(kind: EngineKind | GeneratorKind) -> No
     every = files("spmdflow")
 
     assert [name for name in kind.files if not any(fnmatch(file, name) for file in every)] == []
-    assert callable(load(kind.weight_table))
+    assert callable(resolve(kind.weight_table))
     assert set(_homes(kind)) <= set(every)
 
 

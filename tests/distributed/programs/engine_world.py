@@ -38,7 +38,7 @@ from spmdflow.data.micro import cut, num_micro_batches
 from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
 from spmdflow.errors import SpmdflowError
 from spmdflow.kind.engine import engine_kind
-from spmdflow.kind.registry import load
+from spmdflow.kind.registry import resolve
 from spmdflow.objectives.policy import PolicyLoss, ValueLoss
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
@@ -97,7 +97,7 @@ class World:
         model = load_model(ModelConfig(path=str(self.folder / kind), dtype=dtype), head=head)
         settings = {"lr": LR, "betas": [0.0, 0.95], "weight_decay": 0.1, "clip_norm": 1e9}
         chosen = OptimizerConfig(**{**settings, **optimizer})
-        engine = load(engine_kind(self.kind).implementation)
+        engine = resolve(engine_kind(self.kind).implementation)
         cfg = replace(cfg, kind=self.kind)
         return engine(model, cfg, context, optimizer=chosen, total_optimizer_steps=4)
 

@@ -208,13 +208,13 @@ def missed_reset(actor: ActorWorker) -> tuple[float | None, float | None]:
 
     vLLM keeps prefixes in blocks of 128 tokens on a CPU.
     """
-    engine = actor.generator._engine
+    generator = actor.generator
     prompts = make_prompts(len(SEEDS), longest=400, vocab_size=100, seed=77)  # beyond a block
     generate(actor, prompts, GREEDY)
-    forget, engine.forget = engine.forget, lambda: None
+    forget, generator._forget = generator._forget, lambda: None
     update(actor, 8)
     sync(actor)
-    engine.forget = forget
+    generator._forget = forget
     kept = drift(actor, prompts)
     forget()
     return kept, drift(actor, prompts)

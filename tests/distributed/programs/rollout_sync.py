@@ -52,7 +52,7 @@ from tests.rollout_reference import (
 POOL = (1, 2)
 VOCABULARY = 100  # no multiple of 64: vLLM pads it
 CPU = torch.device("cpu")
-GREEDY, SAMPLED = Sampling(16).to_greedy(), Sampling(16, temperature=0.8)
+GREEDY, SAMPLED = Sampling(16, greedy=True), Sampling(16, temperature=0.8)
 Blocks = list[tuple[str, Tensor, Box]]
 
 

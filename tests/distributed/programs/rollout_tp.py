@@ -43,7 +43,7 @@ from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig
 from spmdflow.hybrid_engine.sync import BoxSync
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.rollout.replica import Replica
+from spmdflow.rollout.generator import Replica
 from spmdflow.rollout.vllm_contract import check_contract
 from spmdflow.serving.backend import register_backend
 from spmdflow.serving.receiver import OutsideReceiver
@@ -93,7 +93,7 @@ def check_faults(world: World, generator: Any) -> dict[str, Any]:
     found["norm"] = message(generator.hashes)
     found["version after"] = generator.weights_version
     norm.copy_(kept)
-    embedding = generator._engine.model.model.embed_tokens.weight
+    embedding = generator.model.model.embed_tokens.weight
     with torch.no_grad():
         if changed:
             embedding[100 - 64 :] += 1  # rows 64 to 127 of 128, of which 100 are tokens
@@ -113,8 +113,8 @@ def check_sleep(world: World, generator: Any, layout: Layout) -> dict[str, Any]:
     prompts, weights = world.prompts(layout), trained(world, "llama", 7)
     put_weights(generator, weights.items(), version=5)
     before = generator.generate(prompts, SAMPLED, SEEDS)["responses"].values().tolist()
-    cache = Storages(generator._engine._runner.kv_caches)
-    held = Storages(generator._engine.model.parameters())
+    cache = Storages(generator._runner.kv_caches)
+    held = Storages(generator.model.parameters())
     sizes = {"awake": (cache.num_bytes, held.num_bytes)}
     generator.sleep()
     sizes["cache asleep"] = (cache.num_bytes, held.num_bytes)
@@ -150,9 +150,9 @@ def check_blocks(
     model = with_weights(world, family, renewed)
     found["second"] = compare(world, generator, layout, model)
     shared = {view.data_ptr() for views in shards.values() for view in views}
-    parameters = generator._engine.model.parameters()
+    parameters = generator.model.parameters()
     found["own"] = sum(p.numel() for p in parameters if p.data_ptr() not in shared)
-    key = next(key for key in shards if key[1] == "qkv")
+    key = next(name for name in shards if name.endswith("qkv_proj.weight"))
     wrong = {**shards, key: [shards[key][0][1:]]}
     found["wrong"] = message(lambda: generator.share(wrong, tp_size=tp_size, vocab_multiple=128))
     found["vocabulary"] = message(
@@ -198,7 +198,7 @@ def check_contract_moves() -> dict[str, Any]:
     """What is said when a name that is used has moved, and of an untried version."""
     import vllm
 
-    found = {"as installed": message(lambda: check_contract(num_ranks=2))}
+    found = {"as installed": message(lambda: check_contract())}
     for module, path in (
         ("vllm.distributed.parallel_state", "_DCP"),
         ("vllm.distributed.utils", "get_pp_indices"),
@@ -210,7 +210,7 @@ def check_contract_moves() -> dict[str, Any]:
             owner = getattr(owner, part)
         kept = getattr(owner, name)
         delattr(owner, name)
-        found[f"{module}.{path}"] = message(lambda: check_contract(num_ranks=2))
+        found[f"{module}.{path}"] = message(lambda: check_contract())
         setattr(owner, name, kept)
     state: Any = import_module("vllm.distributed.parallel_state")
     with ExitStack() as undo:
@@ -218,7 +218,7 @@ def check_contract_moves() -> dict[str, Any]:
         undo.callback(setattr, vllm, "__version__", vllm.__version__)
         state.GroupCoordinator = type("Moved", (), {"all_gather": 0, "__init__": lambda self: None})
         vllm.__version__ = "0.99.1"
-        found["arguments"] = message(lambda: check_contract(num_ranks=2))
+        found["arguments"] = message(lambda: check_contract())
     return found
 
 

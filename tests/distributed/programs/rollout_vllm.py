@@ -56,7 +56,7 @@ SAMPLINGS = (
     SAMPLED,
     Sampling(16, top_k=5),
     Sampling(16, temperature=1.3, top_p=0.8),
-    Sampling(16, temperature=0.7, top_k=20, top_p=0.9).to_greedy(),
+    Sampling(16, temperature=0.7, top_k=20, top_p=0.9, greedy=True),
 )
 
 
@@ -157,7 +157,7 @@ def check_prefix_cache(world: World, generator: Any) -> dict[str, Any]:
 def check_sleep(world: World, generator: Any) -> dict[str, Any]:
     """KV cache bytes awake and asleep, and responses before and after."""
     before = tokens_of(generator.generate(world.prompts(), SAMPLED, world.seeds))
-    cache = Storages(generator._engine._runner.kv_caches)
+    cache = Storages(generator._runner.kv_caches)
     sizes = [cache.num_bytes]
     generator.sleep()
     generator.sleep()
@@ -168,7 +168,7 @@ def check_sleep(world: World, generator: Any) -> dict[str, Any]:
 
 def check_padding(world: World, generator: Any) -> dict[str, Any]:
     """Rows that pad the vocabulary are not part of what is compared."""
-    embedding = generator._engine.model.model.embed_tokens.weight
+    embedding = generator.model.model.embed_tokens.weight
     before = generator.hashes()
     with torch.no_grad():
         embedding[VOCABULARY:] += 1

@@ -15,10 +15,9 @@ from spmdflow.data.ragged import rows_of
 from spmdflow.errors import SpmdflowError
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.rollout.generator import generator_of
-from spmdflow.rollout.replica import Replica
+from spmdflow.rollout.generator import Replica, generator_of
 from spmdflow.rollout.sampling import Sampling
-from spmdflow.rollout.vllm_blocks import Shards, key_of, shard_tables
+from spmdflow.rollout.vllm_blocks import Shards, shard_tensors, vllm_names
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import fill
 from spmdflow.weights.ranks import megatron_shards
@@ -34,7 +33,7 @@ from tests.rollout_reference import (
 )
 
 CPU = torch.device("cpu")
-GREEDY, SAMPLED = Sampling(8).to_greedy(), Sampling(8, temperature=0.8, top_k=40)
+GREEDY, SAMPLED = Sampling(8, greedy=True), Sampling(8, temperature=0.8, top_k=40)
 STOP = ["7>", "<1"]
 TOLERANCE = 1e-5
 SEEDS = [2**62 + row for row in range(6)]
@@ -125,14 +124,15 @@ def shards_of(
     weights: dict[str, Tensor], arch: Architecture, replica: Replica, tp_size: int
 ) -> Shards:
     """A Megatron trainer's tensors of a generation shard, cut from whole weights."""
-    pp_rank, per_rank = replica.pp_rank, tp_size // replica.tp_size
-    found: dict[Any, list[Tensor]] = {}
-    wanted = shard_tables(
+    per_rank = tp_size // replica.tp_size
+    found: dict[str, list[Tensor]] = {}
+    names = vllm_names(arch)
+    wanted = shard_tensors(
         arch,
         replica,
         tp_size=tp_size,
         vocab_multiple=128,
-        place=pp_rank * replica.tp_size + replica.tp_rank,
+        place=replica.place,
     )
     for shard in range(replica.tp_rank * per_rank, (replica.tp_rank + 1) * per_rank):
         table = megatron_shards(
@@ -141,8 +141,8 @@ def shards_of(
         local = {name: torch.full(tensor.shape, 9.0) for name, tensor in table.items()}
         fill(local, table, lambda name, box: weights[name][box.slices()])
         for name, tensor in local.items():
-            found.setdefault(key_of(name), []).append(tensor)
-    return {key: found[key][: len(tables)] for key, tables in wanted.items()}
+            found.setdefault(names[name], []).append(tensor)
+    return {name: found[name][: len(tensors)] for name, tensors in wanted.items()}
 
 
 class Logits:
@@ -150,7 +150,7 @@ class Logits:
 
     def __init__(self, generator: Any) -> None:
         self.seen: list[Tensor] = []
-        sampler = generator._engine._sampler
+        sampler = generator._sampler
         sampler.register_forward_pre_hook(
             lambda module, args, kwargs: self.seen.append(kwargs["logits"]), with_kwargs=True
         )

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-from spmdflow.serving.backend import Target
+from spmdflow.serving.backend import ServedModel
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -82,7 +82,7 @@ class Program:
         packed head: what vLLM packed of a tied head stays instead.
         """
         if name == "packed head":
-            Target._packed_layers = _unchanged_once(Target._packed_layers)  # type: ignore
+            ServedModel._packed_layers = _unchanged_once(ServedModel._packed_layers)  # type: ignore
             return
         model = self._llm.apply_model(lambda model: model)[0]
         load, old = model.load_weights, dict[str, Any]()
@@ -101,7 +101,7 @@ def _unchanged_once(packed_layers: Any) -> Any:
     """Nothing to pack again, the first time that it is asked: by finish_reload."""
     asked = []
 
-    def layers(self: Target) -> Any:
+    def layers(self: ServedModel) -> Any:
         asked.append(1)
         return packed_layers(self) if len(asked) > 1 else ()
 

@@ -5,6 +5,8 @@ Weights are whole numbers, so that every order of summing gives the same result.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,16 +15,16 @@ from torch.nn import functional as F
 
 from spmdflow.blocks.hash import positional_hash
 from spmdflow.errors import ConfigError
-from spmdflow.rollout.replica import Replica
+from spmdflow.rollout.generator import Replica
 from spmdflow.rollout.vllm_blocks import (
     ColumnShards,
     RowShards,
     VocabularyShards,
-    block_reading,
+    column_order,
     install,
-    key_of,
-    qkv_runs,
-    shard_tables,
+    is_whole,
+    shard_tensors,
+    vllm_names,
 )
 from spmdflow.weights.move import fill
 from spmdflow.weights.ranks import megatron_shards, vllm_shards
@@ -37,18 +39,21 @@ def _replica(tp_size: int, tp_rank: int) -> Replica:
 
 
 def _shards(arch, values, replica: Replica, tp_size: int):
-    """The trainer's tensors for one generation rank, by key."""
-    tables = shard_tables(
-        arch, replica, tp_size=tp_size, vocab_multiple=MULTIPLE, place=replica.rank
-    )
+    """The trainer's tensors for one generation rank, by vLLM's parameter."""
     found = {}
-    for key, wanted in tables.items():
-        found[key] = []
-        for table in wanted:
-            local = empty_of(table)
+    for name, wanted in _tensors(arch, replica, tp_size).items():
+        found[name] = []
+        for tensor in wanted:
+            local = empty_of(table := {name: tensor})
             fill(local, table, reader_of(values))
-            found[key] += local.values()
+            found[name] += local.values()
     return found
+
+
+def _tensors(arch, replica: Replica, tp_size: int):
+    return shard_tensors(
+        arch, replica, tp_size=tp_size, vocab_multiple=MULTIPLE, place=replica.place
+    )
 
 
 def _stock(arch, values, replica: Replica):
@@ -109,7 +114,7 @@ def test_every_layer_of_training_shards_gives_what_vllms_own_tensors_give(varian
         layer = next(n for n in (0, 1) if torch.equal(columns, _mixed(x, shards, n)))
         return torch.cat([_mixed(x, rank_shards, layer) for rank_shards in everyone], -1)
 
-    install(model, arch, shards, replica, gather)
+    install(model, arch, shards, replica, gather, tp_size=tp_size, vocab_multiple=MULTIPLE)
 
     for name in (name for name in stock if name.endswith(".weight")):
         layer = model.get_submodule(name.removesuffix(".weight"))
@@ -131,34 +136,42 @@ def test_every_layer_of_training_shards_gives_what_vllms_own_tensors_give(varian
 
 def _mixed(x, shards, layer):
     """A rank's part of Megatron's interleaved q, k and v."""
-    biases = shards.get((layer, "qkv_bias"), [None] * 99)
-    return torch.cat([F.linear(x, w, b) for w, b in zip(shards[layer, "qkv"], biases)], -1)
+    name = f"model.layers.{layer}.self_attn.qkv_proj"
+    biases = shards.get(f"{name}.bias", [None] * 99)
+    return torch.cat([F.linear(x, w, b) for w, b in zip(shards[f"{name}.weight"], biases)], -1)
+
+
+QKV = "model.layers.0.self_attn.qkv_proj.weight"
 
 
 @given(
     kv_heads=st.sampled_from(SIZES), tp_size=st.sampled_from(SIZES), parts=st.sampled_from(SIZES)
 )
-def test_qkv_runs_take_every_column_of_a_rank_once(kv_heads, tp_size, parts):
+def test_order_of_qkv_columns_takes_every_column_of_a_rank_once(kv_heads, tp_size, parts):
     arch = architecture(num_key_value_heads=kv_heads, head_dim=8)
-    rows = (arch.num_heads + 2 * kv_heads) * arch.head_dim
     few = kv_heads < tp_size
-    per_shard = rows if few else rows // tp_size // parts
+    trainer = (_replica(1, 0), 1) if few else (_replica(tp_size, 0), min(8, tp_size * parts))
+    shards = _tensors(arch, *trainer)[QKV]
+    stock = vllm_shards(arch, tp_size=tp_size, tp_rank=0, pp_size=1, pp_rank=0)[QKV]
     columns = [
         (shard, column)
-        for shard, low, high in qkv_runs(arch, tp_size=tp_size, tp_rank=0, per_shard=per_shard)
+        for shard, low, high in column_order(stock, shards)
         for column in range(low, high)
     ]
 
     assert len(columns) == len(set(columns))
     heads = arch.num_heads // tp_size + 2 * max(1, kv_heads // tp_size)
     assert len(columns) == heads * arch.head_dim
-    assert few or set(columns) == {(s, c) for s in range(parts) for c in range(per_shard)}
+    everyone = {(s, c) for s, shard in enumerate(shards) for c in range(shard.shape[0])}
+    assert few or set(columns) == everyone
 
 
 def test_one_shard_that_lies_as_vllm_wants_it_is_used_without_a_copy():
-    arch = architecture(num_key_value_heads=1)
+    arch, replica = architecture(num_key_value_heads=1), _replica(1, 0)
     weight = torch.randn((arch.num_heads + 2) * arch.head_dim, 16)
-    runs = qkv_runs(arch, tp_size=1, tp_rank=0, per_shard=len(weight))
+    stock = vllm_shards(arch, tp_size=1, tp_rank=0, pp_size=1, pp_rank=0)[QKV]
+
+    runs = column_order(stock, _tensors(arch, replica, 1)[QKV])
 
     assert runs == [(0, 0, len(weight))]
     assert ColumnShards([weight], None, runs, None)._runs == []
@@ -193,11 +206,15 @@ def test_hashes_of_what_blocks_read_are_those_of_whole_tensors(tp_size):
     values = values_of(arch)
     shards = _shards(arch, values, replica, tp_size)
 
-    reading = block_reading(arch, shards, replica, tp_size=tp_size, vocab_multiple=MULTIPLE)
+    model = _model(_stock(arch, values, replica))
+
+    reading = install(
+        model, arch, shards, replica, torch.clone, tp_size=tp_size, vocab_multiple=MULTIPLE
+    )
 
     expected = {name: positional_hash(tensor, 0) for name, tensor in values.items()}
     assert reading.hashes(replica, torch.device("cpu")) == expected
-    shards[1, "fc2"][-1][2, 3] += 1
+    shards["model.layers.1.mlp.down_proj.weight"][-1][2, 3] += 1
     found = reading.hashes(replica, torch.device("cpu"))
     assert [name for name in expected if found[name] != expected[name]] == [
         "model.layers.1.mlp.down_proj.weight"
@@ -209,28 +226,41 @@ def test_shards_that_are_missing_misshapen_or_cut_otherwise_are_refused():
     shards = _shards(arch, values_of(arch), replica, 2)
     sizes = {"tp_size": 2, "vocab_multiple": MULTIPLE}
 
-    without = {key: views for key, views in shards.items() if key != (3, "fc1")}
-    with pytest.raises(ConfigError, match=r"got views of shapes None for \(3, 'fc1'\), expected"):
-        block_reading(arch, without, replica, **sizes)
-    short = shards | {(3, "fc1"): shards[3, "fc1"][:1]}
-    with pytest.raises(ConfigError, match=r"got views of shapes \[\(48, 16\)\] for \(3, 'fc1'\)"):
-        block_reading(arch, short, replica, **sizes)
+    name = "model.layers.3.mlp.gate_up_proj.weight"
+    without = {key: views for key, views in shards.items() if key != name}
+    with pytest.raises(ConfigError, match=f"got views of shapes None for {name}, expected"):
+        install(None, arch, without, replica, torch.clone, **sizes)
+    short = shards | {name: shards[name][:1]}
+    with pytest.raises(ConfigError, match=rf"got views of shapes \[\(48, 16\)\] for {name}"):
+        install(None, arch, short, replica, torch.clone, **sizes)
     with pytest.raises(ConfigError, match="expected a multiple of t2 and equal padding"):
-        block_reading(arch, shards, _replica(2, 0), tp_size=1, vocab_multiple=MULTIPLE)
+        install(None, arch, shards, _replica(2, 0), torch.clone, tp_size=1, vocab_multiple=MULTIPLE)
     with pytest.raises(ConfigError, match="vocabulary 100 padded to 104"):
-        block_reading(arch, shards, replica, tp_size=2, vocab_multiple=8)
+        install(None, arch, shards, replica, torch.clone, tp_size=2, vocab_multiple=8)
 
 
-def test_keys_name_every_megatron_tensor_with_the_models_layer_numbers():
+def test_every_megatron_tensor_of_a_stage_has_vllms_name_with_the_models_layer_number():
     arch = architecture("llama, biases")
     sizes = {"tp_size": 2, "tp_rank": 0, "vocab_multiple": MULTIPLE}
     stage = megatron_shards(arch, pp_size=2, pp_rank=1, **sizes)
 
-    keys = {key_of(name, first_layer=2) for name in stage}
+    names = vllm_names(arch, pp_size=2, pp_rank=1)
 
-    assert len(keys) == len(stage)
-    assert {layer for layer, _ in keys} == {None, 2, 3}
-    assert {(None, "norm"), (None, "head"), (3, "qkv_bias"), (2, "fc2_bias")} < keys
+    assert names.keys() == stage.keys()
+    assert len(set(names.values())) == len(stage)
+    assert names["output_layer.weight"] == "lm_head.weight"
+    layer = "decoder.layers.1"
+    assert names[f"{layer}.mlp.linear_fc2.bias"] == "model.layers.3.mlp.down_proj.bias"
+    assert names[f"{layer}.self_attention.linear_qkv.bias"] == QKV.replace("0", "3").replace(
+        "weight", "bias"
+    )
+    whole = {name for name, tensor in stage.items() if is_whole(names[name])}
+    assert whole == {
+        name
+        for name, tensor in stage.items()
+        if tensor.shape
+        == megatron_shards(arch, pp_size=2, pp_rank=1, **{**sizes, "tp_size": 1})[name].shape
+    }
 
 
 def test_stages_of_generation_need_their_own_layers_and_a_tied_embedding_twice():
@@ -238,12 +268,11 @@ def test_stages_of_generation_need_their_own_layers_and_a_tied_embedding_twice()
     wanted = []
     for stage in (0, 1):
         replica = Replica(stage, (0, 1), (stage,), (0, 1))
-        tables = shard_tables(arch, replica, tp_size=2, vocab_multiple=MULTIPLE, place=stage)
-        wanted.append(set(tables))
+        wanted.append(set(_tensors(arch, replica, 2)))
 
-    assert {layer for layer, _ in wanted[0]} == {None, 0, 1}
-    assert {layer for layer, _ in wanted[1]} == {None, 2}
-    assert [sorted(k for layer, k in stage if layer is None) for stage in wanted] == [
-        ["embed"],
-        ["embed", "norm"],
+    layers = [{re.sub(r"\D", "", name) for name in stage if "layers" in name} for stage in wanted]
+    assert layers == [{"0", "1"}, {"2"}]
+    assert [sorted(name for name in stage if "layers" not in name) for stage in wanted] == [
+        ["model.embed_tokens.weight"],
+        ["model.embed_tokens.weight", "model.norm.weight"],
     ]

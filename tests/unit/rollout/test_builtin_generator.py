@@ -73,7 +73,7 @@ def _generator(path: Path, **settings: Any) -> BuiltinGenerator:
 
 
 @pytest.mark.parametrize(
-    "sampling", [SAMPLED, Sampling(12).to_greedy(), Sampling(9, top_k=5, top_p=0.9)]
+    "sampling", [SAMPLED, Sampling(12, greedy=True), Sampling(9, top_k=5, top_p=0.9)]
 )
 @pytest.mark.parametrize("name", [*VARIANTS, "qwen2"])
 def test_responses_and_log_probs_equal_a_forward_over_each_whole_row(
@@ -129,7 +129,7 @@ def test_own_llama_forward_equals_transformers_within_1e_5_at_every_step(
 
 
 def test_bfloat16_stays_as_near_to_float32_as_transformers_bfloat16(folder: Path) -> None:
-    prompts, greedy = make_prompts(24), Sampling(1).to_greedy()
+    prompts, greedy = make_prompts(24), Sampling(1, greedy=True)
     exact = _generator(folder / "grouped").generate(prompts, greedy, SEEDS[:24])
     ours = _generator(folder / "grouped", dtype="bfloat16")
     theirs = _generator(folder / "grouped", dtype="bfloat16")

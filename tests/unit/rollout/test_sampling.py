@@ -182,7 +182,7 @@ def test_only_candidate_is_always_drawn() -> None:
 
 def test_greedy_takes_the_likeliest_token_whatever_the_seed() -> None:
     logits = torch.randn(100, 40, generator=torch.Generator().manual_seed(2))
-    greedy = Sampling(1, temperature=0.7, top_k=3).to_greedy()
+    greedy = Sampling(1, temperature=0.7, top_k=3, greedy=True)
 
     tokens, log_probs = draw(logits, greedy, _seeds(100), _zeros(100))
 

@@ -10,8 +10,7 @@ import torch
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.parallel.layout import Layout
-from spmdflow.rollout.generator import NEVER, generator_of
-from spmdflow.rollout.replica import Replica
+from spmdflow.rollout.generator import NEVER, Replica, generator_of
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.weights.move import Storages
 from tests.rollout_reference import load, make_prompts, put_weights, write_llama

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from spmdflow.data.micro import cut, num_micro_batches
 from spmdflow.data.ragged import ragged, ragged_from_rows, rows_of
 from spmdflow.errors import ColumnError, ConfigError
-from spmdflow.workers.micro_batch import MicroBatch, micro_batches, restore_order, restore_ragged
+from spmdflow.workers.micro_batch import MicroBatch, join_answers, micro_batches
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=24)
 CPU = torch.device("cpu")
@@ -161,13 +161,13 @@ def test_rows_return_to_their_order_whatever_the_parts(
     )
 
     micros = micro_batches(batch, num_micro_batches=parts, by_tokens=by_tokens, device=CPU)
-    index = torch.cat([micro.index for micro in micros])
-    firsts = [micro.input_ids[: len(micro.index), 0] for micro in micros]
-    tokens = [micro.gather(micro.next_ids)[: len(micro.index)] for micro in micros]
-    sizes = [micro.response_lengths[: len(micro.index)] for micro in micros]
+    answers = [
+        {"first": micro.input_ids[:, 0], "tokens": micro.gather(micro.next_ids)} for micro in micros
+    ]
+    joined = join_answers(answers, micros)
 
-    assert restore_order(firsts, index).tolist() == [row + 1 for row in range(len(lengths))]
-    restored = rows_of(restore_ragged(tokens, sizes, index))
+    assert joined["first"].tolist() == [row + 1 for row in range(len(lengths))]
+    restored = rows_of(joined["tokens"])
     assert all(torch.equal(a, b) for a, b in zip(restored, responses, strict=True))
 
 
