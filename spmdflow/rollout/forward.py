@@ -12,10 +12,9 @@ transformers is imported late and, of the rollout package, only here. Knows no s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,31 +23,7 @@ from torch.nn import functional as F
 _STATIC_ROPE = ("default", "linear", "llama3")
 
 
-class CachedForward(Protocol):
-    """A model's weights and its KV cache."""
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """Every tensor the forward reads, by Hugging Face name."""
-
-    @property
-    def max_positions(self) -> int:
-        """Longest prompt and response together, in tokens."""
-
-    def start(self, ids: Tensor, lengths: Tensor, *, num_slots: int) -> Tensor:
-        """Logits (B, V) after left-padded prompts."""
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """Logits (B, V) after one more token of each row."""
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop all but these rows."""
-
-    def release(self) -> None:
-        """Free the KV cache."""
-
-
-def forward_of(module: Any) -> CachedForward:
+def forward_of(module: Any) -> LlamaForward | HuggingFaceForward:
     """The fastest forward that computes what this transformers causal LM computes."""
     return LlamaForward(module) if covers(module) else HuggingFaceForward(module)
 

@@ -9,6 +9,7 @@ hybrid_engine.sync compares it with the trainer's own before it generates.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -100,19 +101,22 @@ class Replica:
             )
         return self.groups.get(ranks, backend=backend)
 
-    def gather(self, values: Tensor) -> list[Tensor]:
-        """Every rank's values, by place in the replica; all have the same shape."""
-        if self.size == 1:
+    def gather(self, values: Tensor, ranks: tuple[int, ...] = ()) -> list[Tensor]:
+        """The values of each of these ranks (default: all), in order; of one shape."""
+        ranks = ranks or self.ranks
+        if len(ranks) == 1:
             return [values]
-        found = [torch.empty_like(values) for _ in self.ranks]
+        found = [torch.empty_like(values) for _ in ranks]
         backend = "nccl" if values.is_cuda else "gloo"
-        dist.all_gather(found, values, group=self.group(self.ranks, backend))
+        dist.all_gather(found, values, group=self.group(ranks, backend))
         return found
 
-    def check_equal(self, what: str, values: Tensor) -> None:
-        """ProtocolError unless all ranks hold the same values (same shape everywhere)."""
-        everyone = self.gather(values)
-        others = [rank for rank, v in zip(self.ranks, everyone) if not torch.equal(v, everyone[0])]
+    def check_equal(self, what: str, facts: object, device: torch.device) -> None:
+        """ProtocolError unless all ranks hold the same facts, whose texts are compared by hash."""
+        digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
+        number = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
+        everyone = torch.cat(self.gather(number)).tolist()
+        others = [rank for rank, x in zip(self.ranks, everyone) if x != everyone[0]]
         if others:
             raise ProtocolError(
                 f"generate: got other {what} on ranks {others} than on rank {self.ranks[0]}, "

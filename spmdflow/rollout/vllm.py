@@ -13,7 +13,6 @@ its logits, and while one stage computes the others wait.
 from __future__ import annotations
 
 import gc
-import hashlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib import import_module
@@ -21,7 +20,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -105,9 +103,10 @@ class VllmGenerator:
         self.wake()
         check_prompts(prompts, sampling, seeds=seeds, max_positions=self._runner.max_model_len)
         rows = [row.tolist() for row in rows_of(prompts)]
-        self._check_equal("prompts, seeds or settings", (rows, list(seeds), sampling))
+        facts = (rows, list(seeds), sampling)
+        self._replica.check_equal("prompts, seeds or settings", facts, self._device)
         tokens, log_probs = self.answer(rows, sampling, seeds, self._end_tokens)
-        self._check_equal("tokens", tokens)
+        self._replica.check_equal("tokens", tokens, self._device)
         lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int64)
         flat, values = list(chain.from_iterable(tokens)), list(chain.from_iterable(log_probs))
         return response_columns(
@@ -152,13 +151,13 @@ class VllmGenerator:
         shards: see rollout.vllm_blocks. tp_size, vocab_multiple: the trainer's. The generator
         counts as never synced until `shared`. ConfigError if the shards cannot stand in.
         """
-        arch = Architecture.from_folder(self._model_path)
+        replica = self._replica
         self._reading = install(
             self.model,
-            arch,
+            Architecture.from_folder(self._model_path),
             shards,
-            self._replica,
-            self._gather_columns,
+            replica,
+            lambda columns: torch.cat(replica.gather(columns, replica.tp_ranks), -1),
             tp_size=tp_size,
             vocab_multiple=vocab_multiple,
         )
@@ -244,18 +243,3 @@ class VllmGenerator:
         """Drop cached prefixes: they were computed with weights that have changed."""
         done = self._llm.reset_prefix_cache()
         assert done, "prefix cache in use between calls"
-
-    def _gather_columns(self, columns: Tensor) -> Tensor:
-        """The last dimension over the tensor-parallel group."""
-        parts = [torch.empty_like(columns) for _ in self._replica.tp_ranks]
-        backend = "nccl" if columns.is_cuda else "gloo"
-        group = self._replica.group(self._replica.tp_ranks, backend)
-        dist.all_gather(parts, columns, group=group)
-        return torch.cat(parts, -1)
-
-    def _check_equal(self, what: str, facts: object) -> None:
-        if self._replica.size == 1:
-            return
-        digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
-        number = int.from_bytes(digest, "big", signed=True)
-        self._replica.check_equal(what, torch.tensor([number], device=self._device))

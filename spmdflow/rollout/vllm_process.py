@@ -88,7 +88,7 @@ class Groups:
         given = [self._private, self._private]
         if len(ranks) > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-            given = [self.replica.group(ranks, name) for name in (backend, "gloo")]
+            given = [self.replica.group(ranks, each) for each in (backend, "gloo")]
         with replaced(dist, "new_group", lambda *_, **__: given.pop(0)):
             coordinator = _state().GroupCoordinator(
                 group_ranks=[list(ranks)],

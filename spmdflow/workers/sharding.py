@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from spmdflow.blocks.box import Box
 from spmdflow.kind.engine import Sharding
 from spmdflow.transfer.worker import WorkerContext
+from spmdflow.weights.table import row_box
 from spmdflow.workers.model import LoadedModel
 
 
@@ -111,11 +112,10 @@ class Shard:
     @property
     def box(self) -> Box:
         """Where the rows lie in the whole tensor."""
-        mesh, whole = self.parameter.device_mesh, Box.of_shape(self.parameter.shape)
-        axis, num_rows = mesh.ndim - 1, self.parameter.shape[0]
-        rows = -(-num_rows // mesh.size(axis))  # torch.chunk: all chunks but the last are full
-        start = min(mesh.get_local_rank(axis) * rows, num_rows)
-        return whole.cut(0, start)[1].cut(0, min(start + rows, num_rows))[0]
+        mesh, shape = self.parameter.device_mesh, self.parameter.shape
+        rows = -(-shape[0] // mesh.size(mesh.ndim - 1))  # torch.chunk: all but the last are full
+        place = mesh.get_local_rank(mesh.ndim - 1)
+        return row_box(shape, place * rows, (place + 1) * rows)
 
     def full(self) -> Tensor:
         """The whole tensor in float32, on every rank (all-gather over the group)."""
