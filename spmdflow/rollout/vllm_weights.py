@@ -1,7 +1,7 @@
 """What a vLLM model reads, by Hugging Face name: live views, their boxes, and their hashes.
 
 The boxes come from the tables of `weights`: `vllm_shards` for vLLM's own parameters, the
-trainer's `megatron_shards` where its shards stand in for them (`vllm_blocks`). A family without a
+trainer's `megatron_shards` where its shards replace them (`vllm_blocks`). A family without a
 table is read on one rank only, by what its modules say of themselves. Knows modules, not vLLM.
 """
 
@@ -32,7 +32,7 @@ Slot = tuple[str, Box]
 class Reading:
     """What the ranks of a replica read in their forward pass.
 
-    A box lies on one rank, or whole on several (norms, kv heads fewer than ranks, the embedding
+    A box is on one rank, or whole on several (norms, kv heads fewer than ranks, the embedding
     of a tied model's two end stages); other overlaps do not occur.
     """
 

@@ -41,7 +41,7 @@ Place = Literal["device", "host"]
 class TrainEngine(ABC):
     """A distributed model. Every method is called by all ranks of the pool.
 
-    Batches and answers lie in host memory (the store's); micro-batches go to the device. The
+    Batches and results are in host memory (the store's); micro-batches go to the device. The
     output of a causal LM is logits (b, T, V), that of a scalar head values (b, T).
     """
 
@@ -236,8 +236,8 @@ def engine_of(
     """The engine `cfg.engine.kind` with the weights of cfg.model.
 
     head: causal_lm (logits), scalar (a trained one-label head) or critic (a zero head if the
-    folder has none). With `cfg.optimizer` it can train. adopt: where the weights of an engine that
-    shares its storage lie (megatron_optimizer.Adopt). Collective over the pool.
+    folder has none). With `cfg.optimizer` it can train. adopt: gives the weights of an engine that
+    shares its storage their memory (megatron_optimizer.Adopt). Collective over the pool.
     """
     kind = engine_kind(cfg.engine.kind, key=f"{context.name}.engine.kind")
     with warnings.catch_warnings():

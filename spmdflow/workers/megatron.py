@@ -2,7 +2,7 @@
 
 Every rank holds a stage's share of each tensor; micro-batches flow through the stages in 1F1B
 order (Narayanan et al. 2021). Works on any subset of ranks and beside other models in the process.
-There is no context parallelism: Megatron's attention without TransformerEngine refuses it, and
+There is no context parallelism: Megatron's attention lacks it without TransformerEngine, and
 layouts have no such axis. The embedding of a padding token learns like any other (Hugging Face
 stops its gradient). Knows no roles: what an output means is up to `fn` and `loss`.
 """
@@ -61,9 +61,9 @@ class MegatronEngine(TrainEngine):
         _check_options(self.name, cfg)
         replica = self.layout.axis_group(self.rank, "replica")
         self.weight_group = self.groups.get(replica)
-        every = megatron_tables(model.architecture, self.layout)  # refuses what cannot be cut
+        every = megatron_tables(model.architecture, self.layout)  # ConfigError if that cannot be
         self._table = every[self.rank]
-        # norms, small biases and a tied copy lie on several ranks: their first holder's count
+        # norms, small biases and a tied copy are on several ranks: their first holder's count
         self._own_table = owned([every[rank] for rank in replica])[replica.index(self.rank)]
         with megatron_runtime():
             groups = self._megatron_groups = process_groups(self.layout, self.rank, self.groups)

@@ -195,7 +195,7 @@ def local_name(name: str) -> str:
 class RMSNorm(nn.Module):
     """x / rms(x) * weight (Zhang and Sennrich 2019), normalised in float32 as Hugging Face does.
 
-    Megatron's own norm without TransformerEngine refuses sequence parallelism.
+    Megatron's own norm without TransformerEngine has no sequence parallelism.
     """
 
     def __init__(

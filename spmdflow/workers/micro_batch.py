@@ -76,7 +76,7 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """The rows of batch in exactly num_micro_batches parts; an empty part is one padding row.
 
-    batch lies in host memory, the micro-batches on device. Needs ragged prompts (no empty one) and
+    batch is in host memory, the micro-batches on device. Needs ragged prompts (no empty one) and
     responses; other columns are ragged of the responses' lengths, dense, or text (left out).
     Response_mask is all True if the batch has none.
     """

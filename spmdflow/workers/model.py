@@ -86,7 +86,7 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
     """
     import transformers
 
-    names = read_config(cfg.path).get("architectures") or [""]  # refuses a folder that is none
+    names = read_config(cfg.path).get("architectures") or [""]  # ConfigError without it
     auto, settings = transformers.AutoModelForCausalLM, {}
     if head != "causal_lm":
         auto, settings = transformers.AutoModelForSequenceClassification, {"num_labels": 1}

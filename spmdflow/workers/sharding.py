@@ -1,4 +1,4 @@
-"""Cutting a loaded module into FSDP2 shards, and where a shard lies in its tensor."""
+"""Cuts a loaded module into FSDP2 shards, and says which rows of a tensor a shard has."""
 
 from __future__ import annotations
 
