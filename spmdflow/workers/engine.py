@@ -239,6 +239,10 @@ def engine_of(
     folder has none). With `cfg.optimizer` it can train. adopt: gives the weights of an engine that
     shares its storage their memory (megatron_optimizer.Adopt). Collective over the pool.
     """
+    total_steps, update = context.total_steps, getattr(cfg, "update", None)
+    if update is not None and update.samples_per_step:
+        mini_batches = -(-update.samples_per_step // update.mini_batch_size)
+        total_steps *= update.num_epochs * mini_batches
     kind = engine_kind(cfg.engine.kind, key=f"{context.name}.engine.kind")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron names every extra that is not installed
@@ -248,16 +252,7 @@ def engine_of(
         cfg.engine,
         context,
         optimizer=getattr(cfg, "optimizer", None),
-        total_optimizer_steps=_total_optimizer_steps(cfg, context),
+        total_optimizer_steps=total_steps,
         **({} if adopt is None else {"adopt": adopt}),
     )
     return engine
-
-
-def _total_optimizer_steps(cfg: Any, context: WorkerContext) -> int:
-    """Optimizer steps of the whole run, for schedules that end with it."""
-    update = getattr(cfg, "update", None)
-    if update is None or not update.samples_per_step:
-        return context.total_steps
-    mini_batches = -(-update.samples_per_step // update.mini_batch_size)
-    return context.total_steps * update.num_epochs * mini_batches
