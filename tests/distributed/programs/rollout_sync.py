@@ -209,7 +209,7 @@ FAULTS: dict[str, tuple[Callable, Callable, Callable]] = {
 def faulty(
     engine: FSDPEngine, generator: Any, source: Callable, target: Callable, damage: Callable
 ) -> Iterator[None]:
-    """A trainer and a generator between which weights go wrong; hashes are of the true ones."""
+    """A trainer and a generator between which weights go wrong."""
     give, take, renew = engine.blocks, generator.blocks, generator.renew
 
     def renew_wrongly(version: int) -> None:
@@ -218,13 +218,11 @@ def faulty(
             damage(weights_of(generator))
 
     engine.blocks = lambda: source(give())  # type: ignore[method-assign]
-    engine.own_blocks = give  # type: ignore[method-assign]
     generator.blocks, generator.renew = (lambda: target(take())), renew_wrongly
     try:
         yield
     finally:
         engine.blocks = give  # type: ignore[method-assign]
-        del engine.own_blocks
         generator.blocks, generator.renew = take, renew
 
 
