@@ -90,7 +90,7 @@ def problems(cfg: Any, world_size: int, *, here: bool = True) -> Iterator[Config
     """The first problem of every rule, in order.
 
     Counts and names out of their bounds are told without what follows from them. here: whether
-    packages, weights and data must be on this machine; a plan for another does without.
+    packages, weights and data must be on this node; a plan for another does without.
     """
     out_of_bounds, sound = [], True
     for leaf in leaves(cfg):

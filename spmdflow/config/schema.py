@@ -47,7 +47,7 @@ class RunConfig:
     sample_every: int = setting("Steps between sample tables (0: none).", 10, at_least=0)
     hardware: str | None = setting(
         "Hardware that placement=auto and predictions count with: a100_80gb, h100, h200, cpu, or a "
-        "file of scripts/calibrate.py; none: this machine's kind.",
+        "file of scripts/calibrate.py; none: this node's kind.",
         None,
     )
 
