@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-_PRELOAD = ["torch", "torch.distributed", "tensordict", "numpy", "zmq", "msgpack"]
+PRELOAD = ["torch", "torch.distributed", "tensordict", "numpy", "zmq", "msgpack"]
+"""Modules that the server has imported before the first rank starts."""
 _AFTERMATH_SECONDS = 5.0
 """Once a rank has failed the others get this long to tell why they fail."""
 
@@ -60,7 +61,7 @@ def watch_ranks(
 ) -> list[Outcome]:
     """As `run_ranks` for ranks that are meant to fail: says how each one ended."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
     for rank in range(world_size):

@@ -73,6 +73,7 @@ def follow(device: str, path: str, settings: dict[str, str]) -> list[dict[str, f
             synced = sync(actor)
             made = actor.hybrid.generate(prompts, Sampling(NEW_TOKENS, greedy=True), SEEDS)
             found.append(compared(model, prompts, made) | {"verified": synced})
+            generated(actor, prompts)
     return found
 
 

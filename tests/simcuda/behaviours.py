@@ -74,6 +74,8 @@ def two_devices_are_not_mixed() -> None:
 def host_scalars_and_host_indices_are_taken() -> None:
     on_device = torch.arange(5.0, device="cuda")
     assert (on_device * torch.tensor(2.0))[torch.tensor([1, 3])].tolist() == [2, 6]
+    with refused("same device"):
+        on_device[torch.tensor([1, 3])] = torch.ones(2)
 
 
 def device_memory_is_not_read_by_numpy() -> None:

@@ -72,19 +72,23 @@ bool has_generator(c10::ArrayRef<c10::IValue> values) {
 void check_devices(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
   Device first(kDevice, -1);
   bool with_host = false;
-  for_tensors(arguments, [&](const at::Tensor& tensor) {
-    if (on_device(tensor)) {
-      TORCH_CHECK(
-          first.index() < 0 || first == tensor.device(),
-          "Expected all tensors to be on the same device, but found at least two devices, ",
-          first, " and ", tensor.device(), "! (", op.schema().operator_name(), ")");
-      first = tensor.device();
-    } else if (tensor.defined() && tensor.device().is_cpu() && tensor.dim() > 0) {
-      with_host = true;
-    }
-  });
+  const bool takes_host_indices = kTakesHostIndices.count(op.schema().name());
+  for (auto& argument : arguments) {
+    const bool is_index = takes_host_indices && argument.isOptionalTensorList();
+    for_tensors(argument, [&](const at::Tensor& tensor) {
+      if (on_device(tensor)) {
+        TORCH_CHECK(
+            first.index() < 0 || first == tensor.device(),
+            "Expected all tensors to be on the same device, but found at least two devices, ",
+            first, " and ", tensor.device(), "! (", op.schema().operator_name(), ")");
+        first = tensor.device();
+      } else if (tensor.defined() && tensor.device().is_cpu() && tensor.dim() > 0) {
+        with_host = with_host || !is_index;
+      }
+    });
+  }
   TORCH_CHECK(
-      !with_host || first.index() < 0 || kTakesHostIndices.count(op.schema().name()),
+      !with_host || first.index() < 0,
       "Expected all tensors to be on the same device, but found at least two devices, ", first,
       " and cpu! (", op.schema().operator_name(), ")");
   TORCH_CHECK(
