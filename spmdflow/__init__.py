@@ -37,6 +37,7 @@ _NAMES = {
     "spmdflow.errors": "ConfigError RunFailed SpmdflowError",
     "spmdflow.kind.engine": "EngineKind EngineOption Sharding register_engine",
     "spmdflow.kind.generator": "GeneratorKind register_generator",
+    "spmdflow.kind.registry": "register_tracker",
     "spmdflow.models.base": "FSDPWorker ThreeDParallelWorker ZeROWorker",
     "spmdflow.models.critic": "CostCriticWorker CriticWorker",
     "spmdflow.models.generator": "GeneratorWorker",

@@ -51,13 +51,12 @@ from spmdflow.config.schema import (
 )
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_kind
+from spmdflow.kind.registry import TRACKERS
 
 T = TypeVar("T")
 Rule = Callable[[], object]
 """Raises ConfigError."""
 
-_TRACKERS = {"tensorboard", "wandb"}
-"""Also the names of their packages, and of the extras that install them."""
 _KINDS = {
     RewardModelConfig: CAUSAL_LM + SCORER,
     SupervisedConfig: CAUSAL_LM,
@@ -151,8 +150,9 @@ def _check_run(cfg: Any, *, here: bool) -> None:
             raise ConfigError.of(
                 f"{key}.name", repr(run.name), "a plain folder name", f"set {key}.dir for a path"
             )
-        for tracker in set(run.trackers) & _TRACKERS if here else ():
-            _check_installed(f"{key}.trackers", tracker, extra=tracker)
+        for tracker in run.trackers:
+            if here and isinstance(TRACKERS.find(tracker), str):
+                _check_installed(f"{key}.trackers", tracker, extra=tracker)
     for key, rollout in parts_of(cfg, RolloutConfig):
         generator = generator_kind(rollout.engine, key=f"{key}.engine")
         if generator.package and here:

@@ -1,7 +1,7 @@
 """The settings of a run, as typed dataclasses: a default that works, a sentence, bounds.
 
-A field without a default is required. A script may define a class of its own (a subclass of
-`PPOConfig` or any dataclass built from these parts) and names it in `main(flow: Flow, cfg: Mine)`.
+A field without a default is required. A script may name a class of its own, built from these
+parts, in `main(flow: Flow, cfg: Mine)`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from spmdflow.config.leaf import follows, micro_batch_of, part, setting
 from spmdflow.kind.engine import engine_names, option_names, options_doc
 from spmdflow.kind.generator import generator_names, generators_doc
+from spmdflow.kind.registry import tracker_names
 
 NO_LIMIT = 1 << 30
 
@@ -38,11 +39,9 @@ class RunConfig:
         60.0,
         above=0,
     )
-    keep_checkpoints: int = setting(
-        "Newest checkpoints kept; older ones are removed.", 2, at_least=1
-    )
+    keep_checkpoints: int = setting("Newest checkpoints that are kept.", 2, at_least=1)
     trackers: list[str] = setting(
-        "Besides metrics.jsonl: tensorboard, wandb.", [], one_of=("tensorboard", "wandb")
+        "Besides metrics.jsonl: tensorboard, wandb or your own.", [], one_of=tracker_names
     )
     sample_every: int = setting("Steps between sample tables (0: none).", 10, at_least=0)
     hardware: str | None = setting(

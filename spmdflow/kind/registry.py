@@ -54,6 +54,19 @@ class Registry(dict[str, T]):
         return self[name]
 
 
+TRACKERS: Registry[Reference] = Registry(
+    "tracker", "run.trackers", decorator="register_tracker({name!r})"
+)
+"""Classes of `tracking.tracker.Sink`; built-in ones have the name of the extra that they need."""
+register_tracker = TRACKERS.register
+"""Decorator of a class of `tracking.tracker.Sink`, which run.trackers may then name."""
+
+
+def tracker_names() -> tuple[str, ...]:
+    """Every tracker, the built-in ones first."""
+    return tuple(TRACKERS)
+
+
 def resolve(reference: Reference) -> Any:
     """The object; its module is imported if it was named."""
     if not isinstance(reference, str):

@@ -1,4 +1,4 @@
-"""The engines and generators of the package, each registered with its facts.
+"""The engines, generators and trackers of the package, each registered with its facts.
 
 FSDP and the stages of ZeRO give every rank rows of its own (Rajbhandari et al. 2020). Megatron-Core
 is the paper's 3D parallel engine.
@@ -6,6 +6,7 @@ is the paper's 3D parallel engine.
 
 from spmdflow.kind.engine import EngineKind, EngineOption, Sharding, register_engine
 from spmdflow.kind.generator import GeneratorKind, register_generator
+from spmdflow.kind.registry import register_tracker
 
 _ROWS = "spmdflow.weights.ranks:row_tables"
 _LAYERS = Sharding(parameters=True, micro_batch_gathers=2, micro_batch_reductions=1)
@@ -101,3 +102,6 @@ register_generator(
         files=("spmdflow/rollout/vllm_*.py",),
     )
 )("spmdflow.rollout.vllm:VllmGenerator")
+
+register_tracker("tensorboard")("spmdflow.tracking.tracker:TensorBoardSink")
+register_tracker("wandb")("spmdflow.tracking.tracker:WandbSink")

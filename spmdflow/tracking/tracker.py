@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from spmdflow.checkpoint.disk import disk_errors, write_atomically
 from spmdflow.errors import ConfigError
+from spmdflow.kind.registry import TRACKERS, resolve
 from spmdflow.tracking.progress import Sample
 
 logger = logging.getLogger(__name__)
@@ -30,13 +31,13 @@ class Tracker:
     def __init__(self, run_dir: Path, trackers: Sequence[str] = (), *, last_step: int = -1) -> None:
         """last_step: what lies after it is forgotten; -1, a start without checkpoint: all files are
         set aside."""
-        unknown = [name for name in trackers if name not in SINKS]
-        if unknown:
-            raise ConfigError.of("run.trackers", unknown, sorted(SINKS), "name these")
+        sinks: list[Callable[[Path, int], Sink]] = [
+            resolve(TRACKERS.find(name)) for name in dict.fromkeys(trackers)
+        ]
         run_dir.mkdir(parents=True, exist_ok=True)
         self.metrics_path = run_dir / "metrics.jsonl"
         self.samples_path = run_dir / "samples.jsonl"
-        self._sinks = [SINKS[name](run_dir, last_step) for name in dict.fromkeys(trackers)]
+        self._sinks = [sink(run_dir, last_step) for sink in sinks]
         for path in (self.metrics_path, self.samples_path):
             if last_step < 0:
                 set_aside(path)
@@ -65,7 +66,10 @@ class Tracker:
 
 
 class Sink(Protocol):
-    """Where finite metrics go as well."""
+    """Where finite metrics go as well; made with (run_dir, last_step), see `Tracker`.
+
+    Your own: `@register_tracker("name")` in the script, then run.trackers=[name].
+    """
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step."""
@@ -123,9 +127,6 @@ class WandbSink:
     def close(self) -> None:
         """Upload what is left."""
         self._run.finish()
-
-
-SINKS: dict[str, Callable[[Path, int], Sink]] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
 
 
 def _imported(extra: str, module: str) -> Any:

@@ -48,8 +48,8 @@ BUGS = {
     ),
     "tokens of a micro-batch not moved": Bug(
         "spmdflow.workers.micro_batch",
-        "_RowTable._build",
-        "input_ids=input_ids.to(self.device),",
+        "_build",
+        "input_ids=input_ids.to(device),",
         "input_ids=input_ids,",
     ),
     "indices of a hash on the host": Bug(

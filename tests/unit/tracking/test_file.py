@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdflow.errors import ConfigError, SpmdflowError
+from spmdflow.kind.registry import TRACKERS, register_tracker
 from spmdflow.tracking.progress import Sample
 from spmdflow.tracking.tracker import Tracker, append_lines, cut_back, read_lines
 
@@ -128,8 +129,31 @@ def test_a_full_disk_names_the_file_and_the_bytes_free(tmp_path):
 
 
 def test_an_unknown_tracker_is_refused_with_the_known_ones(tmp_path):
-    with pytest.raises(ConfigError, match=r"\['mlflow'\], expected \['tensorboard', 'wandb'\]"):
+    with pytest.raises(ConfigError, match="got 'mlflow', expected one of tensorboard, wandb"):
         Tracker(tmp_path, ["mlflow"])
+
+
+def test_a_tracker_of_a_script_gets_finite_metrics_and_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(TRACKERS, "_modules", dict(TRACKERS._modules))
+    said = []
+
+    @register_tracker("list")
+    class ListSink:
+        def __init__(self, run_dir, last_step):
+            said.append((run_dir, last_step))
+
+        def write(self, step, metrics):
+            said.append((step, dict(metrics)))
+
+        def close(self):
+            said.append("closed")
+
+    tracker = Tracker(tmp_path, ["list"], last_step=2)
+    tracker.write_metrics(3, {"a": 1, "b": math.inf})
+    tracker.close()
+    del TRACKERS["list"]
+
+    assert said == [(tmp_path, 2), (3, {"a": 1.0}), "closed"]
 
 
 @pytest.mark.parametrize(
