@@ -8,14 +8,16 @@ for a single element). The mixer is the finaliser of splitmix64 (Steele, Lea, Fl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from spmdflow.blocks.box import Box
 
+Key = TypeVar("Key", bound=Hashable)
 MODULUS = 2**64
 _CHUNK = 1 << 20
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -26,19 +28,35 @@ def positional_hash(values: Tensor, offset: int) -> int:
     """Hash in [0, 2**64) of a piece whose first element has flat index offset in the whole.
 
     values: any shape and dtype, contiguous in the whole tensor's flat (row-major) order.
-    hash(whole) = sum of hash(piece) modulo 2**64.
+    hash(whole) = sum of hash(piece) modulo 2**64. Waits for the device.
     """
+    return int(positional_sum(values, offset)) % MODULUS
+
+
+def box_hash(values: Tensor, box: Box, shape: Sequence[int]) -> int:
+    """As `positional_hash`, of the elements `box` of a tensor of that shape; see `box_sum`."""
+    return int(box_sum(values, box, shape)) % MODULUS
+
+
+def read_sums(sums: Mapping[Key, Tensor]) -> dict[Key, int]:
+    """The hashes in [0, 2**64) that sums on one device stand for: one wait for all of them."""
+    values = torch.stack(list(sums.values())).tolist() if sums else []
+    return {key: value % MODULUS for key, value in zip(sums, values, strict=True)}
+
+
+def positional_sum(values: Tensor, offset: int) -> Tensor:
+    """`positional_hash` as an int64 scalar on the device of values; int64 wraps at 2**64."""
     flat = values.detach().contiguous().view(-1)
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for start in range(0, len(flat), _CHUNK):
         part = flat[start : start + _CHUNK]
         first = offset + start
         total += _hash_elements(part, torch.arange(first, first + len(part), device=values.device))
-    return int(total) % MODULUS
+    return total
 
 
-def box_hash(values: Tensor, box: Box, shape: Sequence[int]) -> int:
-    """Hash in [0, 2**64) of the elements `box` of a tensor of that shape.
+def box_sum(values: Tensor, box: Box, shape: Sequence[int]) -> Tensor:
+    """Hash of the elements `box` of a tensor of that shape, as an int64 scalar on their device.
 
     values: of the box's shape, any dtype and strides. Over disjoint boxes that cover the tensor
     the hashes add up, modulo 2**64, to the whole tensor's `positional_hash(tensor, 0)`.
@@ -47,7 +65,7 @@ def box_hash(values: Tensor, box: Box, shape: Sequence[int]) -> int:
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     offset = sum(low * stride for (low, _), stride in zip(box.bounds, strides, strict=True))
     if box.shape[1:] == tuple(shape[1:]):
-        return positional_hash(values, offset)
+        return positional_sum(values, offset)
     inner = torch.zeros((), dtype=torch.int64, device=values.device)
     for size, stride in zip(box.shape[1:], strides[1:], strict=True):
         inner = inner[..., None] + torch.arange(size, device=values.device) * stride
@@ -58,7 +76,7 @@ def box_hash(values: Tensor, box: Box, shape: Sequence[int]) -> int:
         first = torch.arange(start, start + len(part), device=values.device) * strides[0]
         index = first.view(-1, *[1] * inner.ndim) + inner + offset
         total += _hash_elements(part.reshape(-1), index.view(-1))
-    return int(total) % MODULUS
+    return total
 
 
 def to_signed(value: int) -> int:

@@ -154,7 +154,8 @@ class BoxSync(WeightSync):
         mine = boxes_by_name(self._engine.blocks()), boxes_by_name(self._generator.blocks())
         found = [mine] * layout.size
         if layout.size > 1:
-            dist.all_gather_object(found, mine, group=self._engine.groups.get(layout.ranks))
+            group = self._engine.groups.get(layout.ranks, backend="gloo")
+            dist.all_gather_object(found, mine, group=group)
         have, need = (dict(zip(layout.ranks, side)) for side in zip(*found, strict=True))
         _check_same_model(have, need)
         return plan_reshard(

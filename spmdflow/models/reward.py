@@ -168,8 +168,8 @@ class RewardWorker(Worker):
             found = [self._pool.score(list(batch["prompt_text"]), texts, rows, row_ids=row_ids)]
         peers = self.context.layout.axis_group(self.context.rank, "tp")
         if len(peers) > 1:
-            group, device = self.context.groups.get(peers), self.context.device
-            dist.broadcast_object_list(found, peers[0], group=group, device=device)
+            group = self.context.groups.get(peers, backend="gloo")
+            dist.broadcast_object_list(found, peers[0], group=group)
         results: list[Result] = found[0]
         return results
 

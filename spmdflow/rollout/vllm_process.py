@@ -202,12 +202,17 @@ def keep_caches_apart(device: torch.device) -> None:
 def trim_weights() -> None:
     """Make vLLM's sleep allocator give back the memory of weights that were freed.
 
-    Their blocks return to a private pool, which torch keeps as long as the pool lives.
+    Their blocks return to a private pool, which torch keeps as long as the pool lives. The
+    allocator has one pool of weights in vLLM 0.30 and before, a list of them since.
     """
+    unmap = import_module("vllm.device_allocator.cumem").unmap_and_release
     allocator = import_module("vllm.device_allocator").get_mem_allocator_instance()
-    if hasattr(allocator, "_trim"):
-        for pool, _ in allocator.allocator_and_pools.get("weights", ()):
-            allocator._trim(pool)
+    pools = allocator.allocator_and_pools.get("weights", [])
+    for pool, _ in pools if isinstance(pools, list) else [pools]:
+        for segment in pool.snapshot():
+            known = allocator.pointer_to_data.get(segment["address"])
+            if known and segment["allocated_size"] == 0 and not getattr(known, "is_asleep", False):
+                unmap(allocator._python_free_callback(segment["address"]))
 
 
 def _restore_environment(before: dict[str, str], own_variables: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spmdflow.blocks.box import Box
-from spmdflow.blocks.hash import MODULUS, box_hash, to_signed
+from spmdflow.blocks.hash import MODULUS, box_sum, read_sums, to_signed
 from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.kind.generator import generator_names
 from spmdflow.rollout.generator import Replica
@@ -49,10 +49,10 @@ class Reading:
         WeightSyncError if ranks that hold the same box hold different values.
         """
         own = {
-            (name, box): box_hash(view, box, self.shapes[name]) for name, view, box in self.blocks
+            (name, box): box_sum(view, box, self.shapes[name]) for name, view, box in self.blocks
         }
         return joined_hashes(
-            own,
+            read_sums(own),
             self.shapes,
             self.held,
             ranks=replica.ranks,

@@ -9,7 +9,7 @@ Blocks(blocks).read               boxes out of such views: fill's third argument
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -124,10 +124,12 @@ class Storages:
     stay valid, and reading them is an error until the storage has its size back.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], *, frozen: bool = False) -> None:
+        """frozen: nobody writes them, so they are copied to the host once."""
         found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
         self._storages = [(storage, storage.nbytes()) for storage in found.values()]
-        self._host: list[Tensor] | None = None
+        self._host: Sequence[Tensor] = ()
+        self._is_on_host, self._frozen = False, frozen
 
     @property
     def num_bytes(self) -> int:
@@ -135,10 +137,22 @@ class Storages:
         return sum(storage.nbytes() for storage, _ in self._storages)
 
     def to_host(self) -> None:
-        """Free the memory and keep the values in host memory."""
-        if self._host is None:
-            self._host = [_bytes_of(storage).to("cpu", copy=True) for storage, _ in self._storages]
-            self.free()
+        """Free the memory and keep the values in host memory: one buffer, pinned where there is a
+        GPU and used again, so that the host waits for no copy."""
+        if self._is_on_host:
+            return
+        if not self._host or not self._frozen:
+            self._copy_to_host()
+        self.free()
+        self._is_on_host = True
+
+    def _copy_to_host(self) -> None:
+        if not self._host:
+            sizes = [num_bytes for _, num_bytes in self._storages]
+            pinned = torch.cuda.is_available()
+            self._host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned).split(sizes)
+        for (storage, _), kept in zip(self._storages, self._host, strict=True):
+            kept.copy_(_bytes_of(storage), non_blocking=True)
 
     def free(self) -> None:
         """Give the memory back; the values are lost, unless they are on the host."""
@@ -152,12 +166,12 @@ class Storages:
             if storage.nbytes() == num_bytes:
                 continue
             storage.resize_(num_bytes)
-            if self._host is None:
-                _bytes_of(storage).zero_()
+            if self._is_on_host:
+                _bytes_of(storage).copy_(self._host[number], non_blocking=True)
             else:
-                _bytes_of(storage).copy_(self._host[number])
-        self._host = None
+                _bytes_of(storage).zero_()
+        self._is_on_host = False
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
-    return torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.blocks.box import Box
-from spmdflow.blocks.hash import MODULUS, box_hash, to_signed
+from spmdflow.blocks.hash import box_sum, read_sums
 from spmdflow.config.schema import EngineConfig
 from spmdflow.errors import ProtocolError, SpmdflowError
 from spmdflow.kind.engine import engine_kind
@@ -169,14 +169,13 @@ class TrainEngine(ABC):
     def shard_hashes(self, dtype: torch.dtype) -> dict[str, int]:
         """Positional hash of each whole tensor cast to dtype, from the shards themselves."""
         shapes = self.shapes
-        sums = dict.fromkeys(shapes, 0)
+        sums = torch.zeros(len(shapes), dtype=torch.int64, device=self.device)
+        places = {name: place for place, name in enumerate(shapes)}
         for name, view, box in self.own_blocks():
-            sums[name] += box_hash(view.to(dtype), box, shapes[name])
-        signed = [to_signed(value % MODULUS) for value in sums.values()]
-        values = torch.tensor(signed, dtype=torch.int64, device=self.device)
+            sums[places[name]] += box_sum(view.to(dtype), box, shapes[name])
         if self.weight_group is not None:
-            dist.all_reduce(values, group=self.weight_group)  # int64 wraps: modulo 2**64
-        return {name: value % MODULUS for name, value in zip(sums, values.tolist(), strict=True)}
+            dist.all_reduce(sums, group=self.weight_group)  # int64 wraps: modulo 2**64
+        return read_sums(dict(zip(shapes, sums, strict=True)))
 
     def export_hugging_face(self, folder: Path) -> None:
         """Write a folder that from_pretrained can load: every rank gathers, the first writes."""
@@ -219,9 +218,11 @@ class TrainEngine(ABC):
     def dp_sums(self, local: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Sums over the dp group in float64; every rank gives the same names."""
         names = sorted(local)
-        sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        on_host = [0.0 if isinstance(local[name], Tensor) else local[name] for name in names]
+        sums = torch.tensor(on_host, dtype=torch.float64).to(self.device)
         for place, name in enumerate(names):
-            sums[place] = local[name]
+            if isinstance(local[name], Tensor):
+                sums[place] = local[name]
         dist.all_reduce(sums, group=self.dp_group)
         return dict(zip(names, sums.tolist(), strict=True))
 

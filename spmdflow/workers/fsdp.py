@@ -34,7 +34,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind, engines_that_cut
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import WorkerContext
-from spmdflow.weights.move import Block
+from spmdflow.weights.move import Block, Storages
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import LoadedModel
@@ -82,6 +82,7 @@ class FSDPEngine(TrainEngine):
         self._root: FSDPModule = model.module
         if optimizer is not None:
             self.optimizer = self._optimizer_of(optimizer, total_optimizer_steps)
+        self._storages: dict[Part, Storages] = {}
 
     # -- running ------------------------------------------------------------------------------
 
@@ -151,13 +152,14 @@ class FSDPEngine(TrainEngine):
         On a CPU device both are the same memory and nothing moves. Gradients exist only inside
         train_step, so there is nothing of theirs to move either.
         """
-        target = self.device if where == "device" else torch.device("cpu")
-        if part == "parameters" and self.device.type != "cpu":
-            self._module.to(target)
-            if self.optimizer is not None:
-                self.optimizer.rebind(self._local())
-        if part == "optimizer" and self.optimizer is not None:
-            self.optimizer.move_moments(target)
+        if self.device.type == "cpu" or part == "gradients":
+            return
+        if part not in self._storages:
+            moments = [] if self.optimizer is None else self.optimizer.moments()
+            held = self._local().values() if part == "parameters" else moments
+            self._storages[part] = Storages(held, frozen=self.optimizer is None)
+        storages = self._storages[part]
+        storages.to_host() if where == "host" else storages.restore()
 
     # -- helpers, in the order of use ---------------------------------------------------------
 

@@ -69,9 +69,9 @@ class MegatronEngine(TrainEngine):
             groups = self._megatron_groups = process_groups(self.layout, self.rank, self.groups)
             self._module = build_model(model.architecture, groups, self.dtype, cfg.options)
             self._run = get_forward_backward_func(groups.pp.size(), None)
-            self._pipeline = {}
+            self._stages: _StageMessages | None = None
             if groups.pp.size() > 1:
-                self._pipeline["p2p_communicator"] = P2PCommunicator(groups.pp, self._module.config)
+                self._stages = _StageMessages(groups.pp, self._module.config)
             if optimizer is None:
                 self._module.requires_grad_(False)
             self._parameters = {local_name(n): p for n, p in self._module.named_parameters()}
@@ -183,9 +183,9 @@ class MegatronEngine(TrainEngine):
         """What fn gives for the output of each micro-batch, on the last stage; [] elsewhere.
 
         One stage runs them one by one; several run Megatron's 1F1B order (Narayanan et al. 2021).
-        Shapes travel with the activations, so micro-batches may differ in rows and length. train:
-        add up their gradients in module, the stage's DDP wrapper; fn then gives (scalar to
-        differentiate, number of tokens, what is collected).
+        Micro-batches may differ in rows and length. train: add up their gradients in module, the
+        stage's DDP wrapper; fn then gives (scalar to differentiate, number of tokens, what is
+        collected).
         """
 
         def step(rest: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -196,17 +196,19 @@ class MegatronEngine(TrainEngine):
         module.train(train)  # recompute is for training only; there is no dropout
         if self._module.config.sequence_parallel:
             micros = [lengthened(micro, self.layout.tp_size) for micro in micros]
+        if self._stages is not None:
+            self._stages.expect(micros)
         found: list[Any] = self._run(
             forward_step_func=step,
             data_iterator=iter(micros),
             model=module,
             num_microbatches=len(micros),
-            seq_length=micros[0].input_ids.shape[1],  # of no effect: shapes are sent along
+            seq_length=micros[0].input_ids.shape[1],  # of no effect, as the next line
             micro_batch_size=len(micros[0].input_ids),
             forward_only=not train,
             collect_non_loss_data=not train,
             pg_collection=self._megatron_groups,
-            **self._pipeline,
+            **({} if self._stages is None else {"p2p_communicator": self._stages}),
         )
         return found
 
@@ -222,12 +224,15 @@ class MegatronEngine(TrainEngine):
     def _everywhere(self, found: list[dict[str, Tensor]]) -> dict[str, float]:
         """Metrics summed over micro-batches and dp, from each replica's first rank of the last
         stage to all its ranks: the same bits everywhere."""
-        source = self.layout.axis_group(self.rank, "replica")[-self.layout.tp_size]
+        replica = self.layout.axis_group(self.rank, "replica")
+        source = replica[-self.layout.tp_size]
         shared: list[Any] = [None]
         if self.rank == source:
             local = {name: sum(metrics[name] for metrics in found) for name in found[0]}
             shared = [self.dp_sums(local)]
-        dist.broadcast_object_list(shared, source, group=self.weight_group, device=self.device)
+        if len(replica) > 1:
+            group = self.groups.get(replica, backend="gloo")  # from host to host
+            dist.broadcast_object_list(shared, source, group=group)
         metrics: dict[str, float] = shared[0]
         return metrics
 
@@ -241,8 +246,30 @@ class MegatronEngine(TrainEngine):
 
     def _storages_of(self, part: Part, tensors: list[Tensor]) -> Storages:
         if part not in self._storages:
-            self._storages[part] = Storages(tensors)
+            self._storages[part] = Storages(tensors, frozen=self.optimizer is None)
         return self._storages[part]
+
+
+class _StageMessages(P2PCommunicator):
+    """Megatron's messages between stages, without the shape that it sends ahead of each.
+
+    Every stage has every micro-batch, so it knows what comes: in 1F1B order activations come from
+    the stage before in the order of micro-batches, and so do gradients from the stage after.
+    """
+
+    def expect(self, micros: list[MicroBatch]) -> None:
+        """The micro-batches of the next pass."""
+        config = self.config
+        parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        sizes = [micro.input_ids.shape for micro in micros]
+        shapes = [[length // parts, rows, config.hidden_size] for rows, length in sizes]
+        self._activations, self._gradients = iter(shapes), iter(shapes)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        before = next(self._activations) if recv_prev else [0, 0, 0]
+        return before, next(self._gradients) if recv_next else [0, 0, 0]
 
 
 def _check_options(name: str, cfg: EngineConfig) -> None:

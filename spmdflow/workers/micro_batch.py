@@ -192,15 +192,20 @@ def _build(rows: TensorDict, index: Tensor, device: torch.device) -> MicroBatch:
     width = max(1, int(response_lengths.max()))
     columns: dict[str, Any] = dict(rows.exclude("prompts", "responses").items())
     for name, column in columns.items():
-        columns[name] = (pad(column, width=width) if is_ragged(column) else column).to(device)
+        columns[name] = _moved(pad(column, width=width) if is_ragged(column) else column, device)
     return MicroBatch(
-        input_ids=input_ids.to(device),
-        attention_mask=real.to(device),
+        input_ids=_moved(input_ids, device),
+        attention_mask=_moved(real, device),
         position_ids=torch.arange(real.shape[1], device=device).expand(real.shape),
-        prompt_lengths=prompt_lengths.to(device),
-        response_lengths=response_lengths.to(device),
+        prompt_lengths=_moved(prompt_lengths, device),
+        response_lengths=_moved(response_lengths, device),
         response_mask=columns.pop("response_mask").bool(),
         row_weight=torch.full((len(totals),), float(len(index) > 0), device=device),
         columns=columns,
         index=index,
     )
+
+
+def _moved(column: Tensor, device: torch.device) -> Tensor:
+    """On the device; from pinned memory, so that the host does not wait for the copy."""
+    return column.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else column

@@ -116,15 +116,9 @@ class ShardedAdamW(Scheduled):
         self._stepper.zero_grad()
         self.steps_done += 1
 
-    def rebind(self, shards: Mapping[str, Tensor]) -> None:
-        """Point at the shards' new storage after the engine moved them."""
-        for name, parameter in self._parameters.items():
-            parameter.data = shards[name].detach()
-
-    def move_moments(self, device: torch.device) -> None:
-        """Bring the moments to a device; `step` needs them where the shards are."""
-        for state in self._state.values():
-            state.update({name: value.to(device) for name, value in state.items()})
+    def moments(self) -> list[Tensor]:
+        """The live moments of all tensors."""
+        return [state[moment] for state in self._state.values() for moment in MOMENTS]
 
     def state_blocks(self) -> dict[str, Tensor]:
         """Moments under "<name>.exp_avg" and "<name>.exp_avg_sq", and the number of steps done."""

@@ -116,8 +116,9 @@ def phases(device: str, path: str, settings: dict[str, str]) -> dict[str, int]:
         ):
             phase()
             if name.startswith("trained") and settings.get("engine.residency") == "offload":
-                places = {t.device.type for t in actor.engine.state_blocks().values()}
-                assert places == {"cpu"}, places  # weights and moments have left the device
+                held = actor.engine.state_blocks().items()
+                left = [n for n, t in held if t.is_cuda and t.untyped_storage().nbytes()]
+                assert not left, left  # weights and moments have left the device
             found[name] = used_bytes() if device == "cuda" else 0
     return found
 

@@ -37,8 +37,8 @@ BUGS = {
     "sums of samples on the host": Bug(
         "spmdflow.workers.engine",
         "TrainEngine.dp_sums",
-        "torch.zeros(len(names), dtype=torch.float64, device=self.device)",
-        "torch.zeros(len(names), dtype=torch.float64)",
+        "torch.tensor(on_host, dtype=torch.float64).to(self.device)",
+        "torch.tensor(on_host, dtype=torch.float64)",
     ),
     "positions of a response on the host": Bug(
         "spmdflow.workers.micro_batch",
@@ -49,20 +49,20 @@ BUGS = {
     "tokens of a micro-batch not moved": Bug(
         "spmdflow.workers.micro_batch",
         "_build",
-        "input_ids=input_ids.to(device),",
+        "input_ids=_moved(input_ids, device),",
         "input_ids=input_ids,",
     ),
     "indices of a hash on the host": Bug(
         "spmdflow.blocks.hash",
-        "positional_hash",
+        "positional_sum",
         "torch.arange(first, first + len(part), device=values.device)",
         "torch.arange(first, first + len(part))",
     ),
     "hashes gathered from the host": Bug(
         "spmdflow.workers.engine",
         "TrainEngine.shard_hashes",
-        "torch.tensor(signed, dtype=torch.int64, device=self.device)",
-        "torch.tensor(signed, dtype=torch.int64)",
+        "torch.zeros(len(shapes), dtype=torch.int64, device=self.device)",
+        "torch.zeros(len(shapes), dtype=torch.int64)",
     ),
     "moments that nobody wrote": Bug(
         "spmdflow.workers.optimizer",

@@ -23,6 +23,20 @@ def test_views_have_their_values_again_after_a_stay_on_the_host() -> None:
     assert torch.equal(rows, torch.arange(12.0).view(3, 4)) and bool((apart == 1).all())
 
 
+def test_values_that_change_are_copied_at_each_stay_and_frozen_ones_once() -> None:
+    for frozen, expected in ((False, 7.0), (True, 1.0)):
+        tensor = torch.ones(4)
+        storages = Storages([tensor], frozen=frozen)
+
+        storages.to_host()
+        storages.restore()
+        tensor.fill_(7.0)
+        storages.to_host()
+        storages.restore()
+
+        assert bool((tensor == expected).all())
+
+
 def test_dropped_memory_comes_back_as_zeros_and_moves_may_be_repeated() -> None:
     gradients = torch.ones(6)
     storages = Storages([gradients])

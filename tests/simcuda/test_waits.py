@@ -1,0 +1,93 @@
+"""Where the host waits for its device in a step of PPO: each place is listed with its reason.
+
+Counted as what a run of three steps does more than one of two, on rank 0 of two. A place that is
+not listed, or waits more often, fails; so does an entry that no run needs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.simcuda.conftest import Simulated
+from tests.simcuda.orders import read_waits
+from tests.simcuda.programs.runs import RUNS, STEPS
+
+PROGRAM = Path(__file__).parent / "programs" / "runs.py"
+ONE_STEP = sorted({name.rsplit(", ", 1)[0] for name in RUNS if name.endswith("steps")})
+READ, SIZES = "aten::_local_scalar_dense", "aten::nonzero"
+UP, DOWN = "copy to the device (pageable) and wait", "copy to the host (pageable) and wait"
+WAITS = {
+    (UP, "rollout/builtin.py:generate"): (4, "seeds and order of a batch of prompts"),
+    (UP, "rollout/builtin.py:_start"): (2, "prompts"),
+    (SIZES, "rollout/builtin.py:generate"): (2, "which tokens were written"),
+    (READ, "rollout/builtin.py:_start"): (1, "the longest prompt"),
+    (SIZES, "rollout/builtin.py:_decode"): (5, "rows without an end token, one a token"),
+    (READ, "rollout/builtin.py:_decode"): (4, "whether all rows have ended, one a token"),
+    (DOWN, "data/column.py:_copied"): (3, "what a method returns lies in host memory"),
+    (DOWN, "data/column.py:column_of"): (3, "the lengths of its rows"),
+    (READ, "workers/model.py:_logits"): (4, "transformers looks for packed rows"),
+    (READ, "workers/model.py:forward"): (3, "transformers looks for packed rows"),
+    (DOWN, "workers/engine.py:<dictcomp>"): (4, "answers of a micro-batch"),
+    (DOWN, "workers/micro_batch.py:<listcomp>"): (4, "the lengths of those answers"),
+    (UP, "workers/engine.py:dp_sums"): (8, "sums over ranks, by NCCL"),
+    (DOWN, "workers/engine.py:dp_sums"): (8, "and back: loss scales and metrics"),
+    (READ, "workers/fsdp.py:gradient_norm"): (4, "the norm decides about clipping"),
+    (READ, "workers/megatron_optimizer.py:gradient_norm"): (4, "the norm decides about clipping"),
+    (DOWN, "blocks/hash.py:read_sums"): (2, "checksums of all weights, trainer and generator"),
+    ("torch.cuda.synchronize", "workers/megatron.py:_pass"): (
+        10,
+        "Megatron sends the shape of each pipeline message ahead",
+    ),
+    (UP, "workers/megatron.py:_pass"): (6, "the shape that is sent"),
+    (DOWN, "workers/megatron.py:_pass"): (4, "the shape that has come"),
+}
+"""(what, function of spmdflow) -> most in a step, and why it is needed."""
+
+
+@pytest.fixture(scope="module")
+def waits(
+    simulated: Simulated, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, Counter[tuple[str, str]]]:
+    """Kind of run -> what a step waits for."""
+    folder = tmp_path_factory.mktemp("waits")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    names = [f"{name}, {steps} steps" for name in ONE_STEP for steps in STEPS]
+    simulated(*torchrun, PROGRAM, folder, *names, log=folder / "log", seconds=280)
+    found = read_waits(folder / "log")
+    steps = {name: [found[f"{name}, {number} steps"] for number in STEPS] for name in ONE_STEP}
+    return {
+        name: Counter(
+            {
+                (what, line.removeprefix("spmdflow/")): number
+                for (what, line), number in (longer - shorter).items()
+                if "wait" in what or not what.startswith("copy ")
+            }
+        )
+        for name, (shorter, longer) in steps.items()
+    }
+
+
+@pytest.mark.parametrize("name", ONE_STEP)
+def test_host_waits_for_the_device_only_where_it_is_listed(
+    waits: Mapping[str, Counter[tuple[str, str]]], name: str
+) -> None:
+    most = {key: number for key, (number, _) in WAITS.items()}
+
+    more = {key: number for key, number in waits[name].items() if number > most.get(key, 0)}
+
+    assert more == {}
+
+
+def test_every_listed_wait_is_there(waits: Mapping[str, Counter[tuple[str, str]]]) -> None:
+    assert set(WAITS) <= {key for found in waits.values() for key in found}
+
+
+@pytest.mark.parametrize("name", [name for name in ONE_STEP if "offload" in name])
+def test_offload_waits_for_no_copy(
+    waits: Mapping[str, Counter[tuple[str, str]]], name: str
+) -> None:
+    assert waits[name] == waits[name.removesuffix(", offload")]
