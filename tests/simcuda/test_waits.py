@@ -38,12 +38,6 @@ WAITS = {
     (READ, "workers/fsdp.py:gradient_norm"): (4, "the norm decides about clipping"),
     (READ, "workers/megatron_optimizer.py:gradient_norm"): (4, "the norm decides about clipping"),
     (DOWN, "blocks/hash.py:read_sums"): (2, "checksums of all weights, trainer and generator"),
-    ("torch.cuda.synchronize", "workers/megatron.py:_pass"): (
-        10,
-        "Megatron sends the shape of each pipeline message ahead",
-    ),
-    (UP, "workers/megatron.py:_pass"): (6, "the shape that is sent"),
-    (DOWN, "workers/megatron.py:_pass"): (4, "the shape that has come"),
 }
 """(what, function of spmdflow) -> most in a step, and why it is needed."""
 
