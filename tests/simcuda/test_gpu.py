@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
 from tests.simcuda.conftest import Simulated
@@ -20,6 +22,9 @@ WITH_VLLM = "kv_cache or (bfloat16 and (p2 or (one_device and blocks)))"
 def test_hybrid_engine_follows_the_trainer_on_simulated_devices(
     simulated: Simulated, chosen: str, number: int
 ) -> None:
+    for package in ("vllm", "megatron") if chosen == WITH_VLLM else ():
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
     output = simulated(
         *("-m", "pytest", *QUIET, "-k", chosen, "tests/gpu/test_hybrid_engine.py"), seconds=290
     )
