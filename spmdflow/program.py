@@ -20,6 +20,7 @@ from spmdflow.config.load import SCRIPT_MODULE, Loaded, complete, load, load_scr
 from spmdflow.config.location import to_yaml
 from spmdflow.config.source import find_file
 from spmdflow.errors import ConfigError
+from spmdflow.mapping.hardware import load_hardware
 
 if TYPE_CHECKING:
     from spmdflow.runtime.launch import Outcome, Surroundings
@@ -54,8 +55,6 @@ def prepare(
     Also the text that says where placement=auto put the models. Every rank searches by itself and
     finds the same. ConfigError if something does not fit.
     """
-    from spmdflow.mapping.hardware import load_hardware
-
     hardware_name, text = loaded.cfg.run.hardware, None
     if hardware_name is not None:
         load_hardware(hardware_name)

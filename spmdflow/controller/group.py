@@ -52,6 +52,7 @@ class WorkerGroup:
         method_spec(self.target.worker_class, method)
 
         def call(*given: Any, **arguments: Any) -> Batch | Result:
+            """The method on every rank: at most a batch (or a list) by place, the rest by name."""
             if len(given) > 1:
                 function = getattr(self.target.worker_class, method)
                 raise too_many(f"{self.name}.{method}", function, given)

@@ -66,6 +66,7 @@ class _LogProb(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, ids: Tensor, temperature: float, shard: _Columns
     ) -> Tensor:
+        """(N,) log-probabilities of ids (N,), from logits (N, width) of this shard."""
         column = ids - shard.first
         here = (column >= 0) & (column < shard.width)
         column = torch.where(here, column, 0)
@@ -83,6 +84,7 @@ class _LogProb(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """Gradient of the logits, chunk by chunk; ids, temperature and shard have none."""
         logits, column, here, normaliser = ctx.saved_tensors
         shard, grad = ctx.shard, grads[0] / ctx.temperature
         out = torch.zeros_like(logits)
@@ -100,6 +102,7 @@ class _Entropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, temperature: float, shard: _Columns) -> Tensor:
+        """(N,) entropies in nats, over all shards of the vocabulary."""
         entropy = torch.empty(len(logits), dtype=_widen(logits), device=logits.device)
         normaliser = torch.empty_like(entropy)
         for part in _chunks(logits):
@@ -119,6 +122,7 @@ class _Entropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Gradient of the logits, chunk by chunk."""
         logits, entropy, normaliser = ctx.saved_tensors
         shard, grad = ctx.shard, grads[0] / ctx.temperature
         out = torch.zeros_like(logits)

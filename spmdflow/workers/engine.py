@@ -26,7 +26,7 @@ from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.registry import resolve
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import Metric, WorkerContext
-from spmdflow.weights.move import Block
+from spmdflow.weights.move import Block, Storages
 from spmdflow.workers.micro_batch import MicroBatch, join_answers, micro_batches
 from spmdflow.workers.model import LoadedModel, ModelSource, load_model, open_model
 from spmdflow.workers.optimizer import STEPS, Scheduled, copy_blocks
@@ -59,6 +59,7 @@ class TrainEngine(ABC):
         self.weights_version = 0
         """Goes up whenever the weights change: at each optimizer step and at load_blocks."""
         self.dp_group = self.groups.get(self.layout.axis_group(self.rank, "dp"))
+        self._storages: dict[Part, Storages] = {}
 
     # -- running ------------------------------------------------------------------------------
 
@@ -197,6 +198,7 @@ class TrainEngine(ABC):
         CheckpointError for a block that is missing or of another shape.
         """
         self.weights_version += 1
+        self._storages.pop("parameters", None)  # a frozen copy on the host has other values
         with torch.no_grad():
             copy_blocks(self.state_blocks(), blocks)
             if self.optimizer is not None:
@@ -207,6 +209,15 @@ class TrainEngine(ABC):
         """Move a part to the host or back to the device."""
 
     # -- for engines --------------------------------------------------------------------------
+
+    def storages_of(self, part: Part, tensors: Iterable[Tensor]) -> Storages:
+        """The storages of a part, as they were found first: for `residency`.
+
+        What no optimizer steps is copied to the host once.
+        """
+        if part not in self._storages:
+            self._storages[part] = Storages(tensors, frozen=self.optimizer is None)
+        return self._storages[part]
 
     def micro_batches(self, batch: TensorDict, num_micro_batches: int) -> list[MicroBatch]:
         """The rows of batch as the settings cut them, on the device."""

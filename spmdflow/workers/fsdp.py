@@ -34,7 +34,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind, engines_that_cut
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import WorkerContext
-from spmdflow.weights.move import Block, Storages
+from spmdflow.weights.move import Block
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import LoadedModel
@@ -82,7 +82,6 @@ class FSDPEngine(TrainEngine):
         self._root: FSDPModule = model.module
         if optimizer is not None:
             self.optimizer = self._optimizer_of(optimizer, total_optimizer_steps)
-        self._storages: dict[Part, Storages] = {}
 
     # -- running ------------------------------------------------------------------------------
 
@@ -154,11 +153,9 @@ class FSDPEngine(TrainEngine):
         """
         if self.device.type == "cpu" or part == "gradients":
             return
-        if part not in self._storages:
-            moments = [] if self.optimizer is None else self.optimizer.moments()
-            held = self._local().values() if part == "parameters" else moments
-            self._storages[part] = Storages(held, frozen=self.optimizer is None)
-        storages = self._storages[part]
+        moments = [] if self.optimizer is None else self.optimizer.moments()
+        held = self._local().values() if part == "parameters" else moments
+        storages = self.storages_of(part, held)
         storages.to_host() if where == "host" else storages.restore()
 
     # -- helpers, in the order of use ---------------------------------------------------------

@@ -25,7 +25,7 @@ from spmdflow.kind.engine import engine_kind
 from spmdflow.objectives.log_prob import LogitShard
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import WorkerContext
-from spmdflow.weights.move import Block, Storages, blocks, fill
+from spmdflow.weights.move import Block, blocks, fill
 from spmdflow.weights.ranks import megatron_tables
 from spmdflow.weights.table import owned, parameters
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
@@ -92,7 +92,6 @@ class MegatronEngine(TrainEngine):
             for moment, (name, view, box) in self._stepped_blocks():
                 if not moment:
                     view.copy_(model.read(name, box))
-        self._storages: dict[Part, Storages] = {}
 
     # -- running ------------------------------------------------------------------------------
 
@@ -168,11 +167,11 @@ class MegatronEngine(TrainEngine):
         if part == "optimizer" and self.optimizer is not None:
             self.optimizer.move(self.device if where == "device" else torch.device("cpu"))
         elif part == "parameters" and self.device.type != "cpu":
-            storages = self._storages_of(part, list(self._module.parameters()))
+            storages = self.storages_of(part, self._module.parameters())
             storages.to_host() if where == "host" else storages.restore()
         elif part == "gradients" and self.optimizer is not None:
             buffers = [buffer.grad_data for buffer in self.optimizer.ddp.buffers]
-            storages = self._storages_of(part, buffers)
+            storages = self.storages_of(part, buffers)
             storages.free() if where == "host" else storages.restore()
 
     # -- helpers, in the order of use ---------------------------------------------------------
@@ -243,11 +242,6 @@ class MegatronEngine(TrainEngine):
             for moment, flat in tensors.items():
                 for block in flat_blocks(self._table[name], flat, start):
                     yield moment, block
-
-    def _storages_of(self, part: Part, tensors: list[Tensor]) -> Storages:
-        if part not in self._storages:
-            self._storages[part] = Storages(tensors, frozen=self.optimizer is None)
-        return self._storages[part]
 
 
 class _StageMessages(P2PCommunicator):

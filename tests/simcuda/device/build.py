@@ -17,6 +17,7 @@ import sysconfig
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from torch.utils.cpp_extension import include_paths
 
 HERE = Path(__file__).parent
@@ -36,7 +37,10 @@ def library() -> Path:
     folder = FOLDER / f"{torch.__version__}-{tag}"
     if not (folder / NAME).exists():
         _check_tools()
-        _compile(sources, folder)
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock"), timeout=250):  # tests start two at a time
+            if not (folder / NAME).exists():
+                _compile(sources, folder)
     return folder / NAME
 
 
@@ -67,10 +71,7 @@ def _compile(sources: list[Path], folder: Path) -> None:
     torch_libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
     link = ["g++", "-shared", *objects, "-o", scratch / NAME, f"-L{libraries}", *torch_libraries]
     subprocess.run(link, check=True, timeout=200)
-    try:
-        scratch.rename(folder)
-    except OSError:  # another process was first
-        shutil.rmtree(scratch)
+    scratch.rename(folder)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,6 @@ namespace simulated {
 
 using c10::Device;
 
-at::Generator host_generator(const at::Generator& generator);
-at::Tensor empty_on_device(
-    c10::IntArrayRef size, std::optional<c10::IntArrayRef> stride, c10::ScalarType dtype,
-    std::optional<Device> device, std::optional<c10::MemoryFormat> format);
-void grow(const at::Tensor& tensor, int64_t bytes);
-
 namespace {
 
 using Names = std::unordered_set<std::string>;

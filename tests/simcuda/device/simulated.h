@@ -49,6 +49,13 @@ c10::DataPtr allocate_in_pool(int64_t bytes);
 // What the driver counts beyond tensors: pools keep free segments, and what sleeps takes nothing.
 int64_t kept_by_pools(int device);
 
+at::Generator host_generator(const at::Generator& generator);
+at::Tensor empty_on_device(
+    c10::IntArrayRef size, std::optional<c10::IntArrayRef> stride, c10::ScalarType dtype,
+    std::optional<c10::Device> device, std::optional<c10::MemoryFormat> format);
+// Takes more memory if a tensor's storage has fewer bytes.
+void grow(const at::Tensor& tensor, int64_t bytes);
+
 void bind_device(py::module& module);
 void bind_pools(py::module& module);
 void bind_groups(py::module& module);

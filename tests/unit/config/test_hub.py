@@ -22,21 +22,10 @@ from spmdflow.config.location import to_yaml
 from spmdflow.errors import ConfigError
 from spmdflow.plan import __main__ as plan
 from tests.hub import COMMIT, files_of, serve, write_cached
-from tests.unit.config_folder import ACTOR, write_config_folder, write_model
+from tests.unit.config_folder import ACTOR, write_model
 
 OTHER = "f" * 40
 NAME = "actor.model.path=org/tiny"
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache; the current folder has a configuration and nothing may be downloaded."""
-    (tmp_path / "work").mkdir()
-    write_config_folder(tmp_path / "work")
-    monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return tmp_path / "cache"
 
 
 def model_files(**config: Any) -> dict[str, bytes]:

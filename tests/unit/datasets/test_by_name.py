@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from huggingface_hub import constants
 from tensordict import TensorDict
 
 from spmdflow.config.check import check
@@ -27,7 +26,6 @@ from spmdflow.datasets.stream import PromptOrder
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import CheckpointError, ConfigError, DataError
 from tests.hub import COMMIT, serve, write_cached
-from tests.unit.config_folder import write_config_folder
 
 ROOT = Path(__file__).parents[3]
 MODEL = str(ROOT / "algos" / "arithmetic" / "model")
@@ -90,17 +88,6 @@ def repository() -> dict[str, bytes]:
         "main/test-00000-of-00001.parquet": parquet(SUMS[:3]),
         "other/rows.parquet": parquet(OTHERS),
     }
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache; the current folder has a configuration and nothing may be downloaded."""
-    (tmp_path / "work").mkdir()
-    write_config_folder(tmp_path / "work")
-    monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return tmp_path / "cache"
 
 
 def settings(*words: str) -> Any:

@@ -19,8 +19,6 @@ from tests.unit.planned import (
     Commands,
     changed,
     find,
-    grouped_trace,
-    layered_trace,
     texts,
     traced,
 )
@@ -32,18 +30,6 @@ LINE = 1 + next(i for i, text in enumerate(SCRIPT) if "actor.update_actor(" in t
 @pytest.fixture(scope="module")
 def right() -> Trace:
     return traced("ppo", 4, *SMALL, "placement=split")
-
-
-@pytest.fixture(scope="module")
-def layered() -> Trace:
-    """With tensor and pipeline parallel models and peers that hold the same rows."""
-    return layered_trace()
-
-
-@pytest.fixture(scope="module")
-def grouped() -> Trace:
-    """With samples of one prompt that stay together: two prompts fill a mini-batch."""
-    return grouped_trace()
 
 
 def edges_of(trace: Trace) -> list[TracedEdge]:

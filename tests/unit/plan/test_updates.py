@@ -14,23 +14,9 @@ from tests.unit.planned import (
     Commands,
     changed,
     find,
-    grouped_trace,
-    layered_trace,
     texts,
     traced,
 )
-
-
-@pytest.fixture(scope="module")
-def layered() -> Trace:
-    """With tensor and pipeline parallel models and peers that hold the same rows."""
-    return layered_trace()
-
-
-@pytest.fixture(scope="module")
-def grouped() -> Trace:
-    """With samples of one prompt that stay together: two prompts fill a mini-batch."""
-    return grouped_trace()
 
 
 def test_update_that_leaves_out_or_repeats_a_row_is_found(layered: Trace) -> None:

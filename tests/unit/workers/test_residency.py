@@ -37,6 +37,15 @@ def test_values_that_change_are_copied_at_each_stay_and_frozen_ones_once() -> No
         assert bool((tensor == expected).all())
 
 
+def test_a_part_without_tensors_moves_too() -> None:
+    storages = Storages([])
+
+    storages.to_host()
+    storages.restore()
+
+    assert storages.num_bytes == 0
+
+
 def test_dropped_memory_comes_back_as_zeros_and_moves_may_be_repeated() -> None:
     gradients = torch.ones(6)
     storages = Storages([gradients])
