@@ -85,7 +85,7 @@ class CheckpointError(SpmdflowError):
 
 
 class DeadlineError(SpmdflowError):
-    """A wait that reached its limit; names what was waited for and the knob."""
+    """A wait that reached its limit; names what was waited for and the setting."""
 
 
 class RunFailed(SpmdflowError):

@@ -174,9 +174,9 @@ def run_prepared(
     from spmdflow.runtime.launch import Outcome
 
     if inproc:
-        outcome = Outcome(controller.launch(script, cfg, inproc=True))
+        outcome = Outcome(controller.run_flow(script, cfg, inproc=True))
     else:
-        outcome = controller.begin(script, cfg, ranks=ranks, surroundings=surroundings)
+        outcome = controller.start_flow(script, cfg, ranks=ranks, surroundings=surroundings)
     if not inproc and dist.get_rank() != ranks[0]:
         return outcome
     if outcome.wait() == controller.FINISHED:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from spmdflow.config.schema import DataConfig, EngineConfig, RunConfig
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import Worker
 
@@ -145,7 +145,7 @@ def run_rank(folder: Path) -> None:
         prompts_per_step=ROWS,
     )
     run = RunConfig(dir=str(folder / "run"), sample_every=0)
-    launch(sys.modules["bench.transfer"], Config(run, data, pools))
+    run_flow(sys.modules["bench.transfer"], Config(run, data, pools))
     dist.destroy_process_group()
 
 

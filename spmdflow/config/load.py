@@ -58,7 +58,7 @@ class Loaded:
     yaml_text: str
     """Every setting, resolved, as YAML: what RUN_DIR/config.yaml holds."""
     assume: Mapping[str, Any] = field(default_factory=dict)
-    """Examples by name, from the section `assume`: a run takes no notice, a plan reads them."""
+    """Examples by name, from the section `assume`: used by a plan, ignored by a run."""
 
 
 def load(

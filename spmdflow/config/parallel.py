@@ -1,4 +1,4 @@
-"""Who shares a model and a batch: layouts, the batch algebra, and both as the first lines of a run.
+"""Which ranks share a model and a batch: layouts, batch sizes, and both as a run's first lines.
 
 "t2p2" is tensor-parallel size 2 and pipeline-parallel size 2; what is left of a pool's ranks is
 data-parallel. Pure: text and integers, no process groups.

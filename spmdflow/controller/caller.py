@@ -38,7 +38,7 @@ from spmdflow.tracking.metric import merge
 
 
 class Caller:
-    """Makes calls, keeps the rows' accounts, and answers what batches ask."""
+    """Makes calls, keeps track of which rank has which rows, and serves batches."""
 
     def __init__(self, transport: Transport, run: RunConfig, ranks: tuple[int, ...]) -> None:
         """run: its seed and limits. ranks: every rank of the run, the controller's first."""
@@ -82,7 +82,7 @@ class Caller:
         return made
 
     def _run(self, plan: CallPlan, batch: Batch | None) -> Batch | Result:
-        """Set missing rows under way, send the commands, return what will be there."""
+        """Send the transfers of missing rows and the commands; return the result, still lazy."""
         writes, result = plan.spec.writes, None
         if batch is not None and writes:
             result = plan.result(self.next_number(), self.free)

@@ -29,7 +29,7 @@ from spmdflow.tracking.estimate import (
 )
 
 Generate = Callable[..., Batch]
-"""A script's own way to responses: generate(rows) or generate(rows, greedy=...) -> rows."""
+"""A script's own generation: generate(rows) or generate(rows, greedy=...) -> rows."""
 
 EVALUATION_FILE = "evaluation.jsonl"
 

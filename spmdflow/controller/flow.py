@@ -172,7 +172,7 @@ class Flow:
         return thing
 
     def assume(self, examples: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Examples of what only a run knows, for `spmdflow.plan`; a run takes no notice.
+        """Examples of what only a run knows, for `spmdflow.plan`; Ignored by a run.
 
         Name -> a number (of a metric, or of every row of a column), a list that rows take in
         turn, tokens (prompts, responses), a plain answer ("group.method"), or how a column looks

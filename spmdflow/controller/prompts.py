@@ -81,7 +81,7 @@ class PromptStream(Iterator[Batch]):
         return self._held_out(1)
 
     def eval_samples(self) -> Batch:
-        """The same prompts, each as often as data.eval_prompts asks for samples (maybe never)."""
+        """The same prompts, repeated for the samples that data.eval_prompts asks for (may be 0)."""
         return self._held_out(eval_prompts_of(self._cfg.eval_prompts).num_samples)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Rows that calls made: where they are, what is known of them. No values, only integers.
 
-`held` is the script thread's account of which rank has, or is about to have, which rows; it is
+`held` records, for the script thread, which rank has or is about to have which rows; it is
 exact because protocols are pure functions and calls are numbered. `facts` (dtype, row shape,
 lengths) are known once the producer has replied; only the io thread writes them.
 """

@@ -90,7 +90,7 @@ class Saving:
     def _on_every_rank(
         self, operation: str, folder: Path, caller: Caller, groups: Groups
     ) -> dict[str, Replies]:
-        """What the ranks of each group replied."""
+        """The replies of the ranks of each group."""
         pending = {}
         for name, group in groups.items():
             command = {"operation": operation, "group": name, "folder": str(folder / name)}

@@ -1,6 +1,6 @@
 """Runs a script: builds the flow that its `main` is given, over a transport of orders.
 
-`launch` and `begin` are called by every rank of the default process group; the script itself runs
+Every rank of the default process group calls `run_flow` or `start_flow`; the script itself runs
 on the first rank of the run alone.
 """
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 FINISHED, STOPPED = 0, 3
 
 
-def launch(
+def run_flow(
     script: ModuleType,
     cfg: Any,
     *,
@@ -42,14 +42,14 @@ def launch(
     """Run script.main(flow, cfg) on `ranks` (default: all). Exit status: 0 finished, 3 stopped.
 
     Collective over the default process group, which must exist unless inproc; every rank waits
-    for the end. Fails as `begin` does; RunFailed on ranks outside of the run too.
+    for the end. Fails as `start_flow` does; RunFailed on ranks outside of the run too.
     """
     if inproc:
         return runtime.run_inproc(_control(script, cfg), cfg)
-    return begin(script, cfg, ranks=ranks, surroundings=surroundings).wait()
+    return start_flow(script, cfg, ranks=ranks, surroundings=surroundings).wait()
 
 
-def begin(
+def start_flow(
     script: ModuleType,
     cfg: Any,
     *,
@@ -78,7 +78,7 @@ def run_script(
     ranks: tuple[int, ...],
     has_outside: bool,
 ) -> int:
-    """Build what the script needs and run it; the exit status."""
+    """Build the flow and run the script; returns the exit status."""
     run_dir = open_run_dir(cfg.run, to_yaml(cfg))
     check_shared(transport, ranks, run_dir.path)
     nodes = [transport.node_of(rank) for rank in ranks]

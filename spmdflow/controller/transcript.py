@@ -30,7 +30,7 @@ _LEFT_OUT = ("free", "sends")
 
 
 class Transcript:
-    """Takes the records of each step when it is over; the file is written anew each time."""
+    """Records each step when it is over; the file is rewritten each time."""
 
     def __init__(self, path: Path, ranks: tuple[int, ...], nodes: list[int]) -> None:
         """path: of the file; ranks: of the run; nodes: of each of them."""

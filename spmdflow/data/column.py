@@ -116,7 +116,7 @@ def _copied(values: Tensor) -> Tensor:
 def empty_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Contiguous host memory for values that are written next.
 
-    Large ones lie on huge pages: the page faults of small ones cost as much as moving the rows.
+    Large ones use huge pages: faulting small pages in costs as much as moving the rows.
     """
     num_bytes = prod(shape) * dtype.itemsize
     if num_bytes < _HUGE_BYTES:

@@ -51,7 +51,7 @@ class LineFile:
         return len(self._index()) - 1
 
     def lines(self) -> Iterator[bytes]:
-        """All lines in order, in one pass; passes and reads do not disturb each other."""
+        """All lines in order; several passes and reads may run at once."""
         rest, position = b"", 0
         while block := os.pread(self._file.fileno(), _BLOCK_BYTES, position):
             position += len(block)

@@ -39,7 +39,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What data-parallel ranks divide among themselves, and what they send in an optimizer step.
+    """What data-parallel ranks shard, and what they send in an optimizer step.
 
     A gather sends all weights, a reduction all gradients; an all-reduce counts as two reductions.
     """

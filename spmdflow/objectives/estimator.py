@@ -49,7 +49,7 @@ class Samples:
 
     @property
     def scores(self) -> Tensor:
-        """(B,) sum of each row's rewards, holes included."""
+        """(B,) sum of each row's rewards, also at tokens that the policy did not choose."""
         return self.rewards.sum(-1)
 
     def spread(self, x: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def reinforce_pp_baseline(samples: Samples, cfg: AdvantageConfig) -> Estimates:
 def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """R_t = r_t + gamma R_{t+1} over the policy's tokens, (B, R); 0 outside the mask.
 
-    Holes take no time: a reward in one belongs to the policy's token before it.
+    Tokens of others take no time step: a reward at one belongs to the policy's token before.
     """
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
 

@@ -53,7 +53,7 @@ class Micro(Protocol):
 
 
 class Loss(Protocol):
-    """A loss object for `train_step`. Derive from it to count tokens and finish nothing."""
+    """A loss object for `train_step`. The base counts tokens and leaves metrics as they are."""
 
     def denominators(self, batch: TensorDict) -> dict[str, float]:
         """Sums over this rank's rows of the mini-batch; the engine adds up those of all ranks.

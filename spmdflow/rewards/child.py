@@ -1,4 +1,4 @@
-"""The worker process's end: read chunks of samples, call the functions, answer each call.
+"""The worker process: reads chunks of samples, calls the functions, answers each call.
 
 Messages are lines of JSON. In: {"functions": [[name, arguments], ...]}, then chunks
 [[[function numbers], prompt, response, row], ...]. Out: {"ready": [file:line, ...]},

@@ -129,7 +129,7 @@ class RewardPool:
             )
 
     def _replace_ended(self) -> None:
-        """Replace processes that ended between two calls; no sample is to blame."""
+        """Replace processes that ended between two calls; no sample counts as failed."""
         ended = [process for process in self._processes if process.ended]
         for process in ended:
             logger.warning("reward worker process %s ended while idle; replaced", process.pid)
@@ -197,7 +197,7 @@ class RewardPool:
             process.ready, self._places = True, message["ready"]
 
     def _replace(self, process: RewardProcess, what: str, work: Work) -> None:
-        """Blame the sample that the process was working on, requeue the others, start another."""
+        """Record the running sample as failed, requeue the others, start a new process."""
         stack = process.stack()
         where = stack and f"\nIt was there (innermost call first):\n{stack}"
         self._kill([process])

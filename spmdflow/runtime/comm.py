@@ -1,6 +1,6 @@
 """The comm thread of a rank: the one that always answers, whatever the lanes are doing.
 
-Hands commands to the lanes, gives signs of life, and watches everything that must not go unnoticed:
+Hands commands to the lanes, sends heartbeats, and watches for everything that ends a run:
 the limit of the running commands, the controller, the parent process (torchrun killed with -9
 leaves orphans), SIGTERM. When the run fails it ends the process itself: the lanes may sit in a
 collective that hears nothing. If every process of the run is alive and the program around the

@@ -50,7 +50,7 @@ class Command:
 
 
 class Reporter(Protocol):
-    """Where a lane sends what it has to say (runtime/comm.py)."""
+    """Where a lane sends replies and failures (runtime/comm.py)."""
 
     def reply(self, ticket: int, payload: dict[str, Any]) -> None:
         """Answer a command."""
@@ -83,7 +83,7 @@ class Lane:
             self._commands.put(command)
 
     def unwind(self) -> None:
-        """Forget what has not begun, but for what needs everybody, then end (comm thread)."""
+        """Drop commands that have not begun, but for those of all ranks; then end (comm thread)."""
         self._is_over = True
         with contextlib.suppress(queue.Empty):
             left = []
@@ -145,7 +145,7 @@ def stay_until(over: threading.Event) -> None:
     """Wait for `over`, or for the comm or io thread to end this process; end it if they do not."""
     until = time.monotonic() + _LAST_RESORT_SECONDS
     while (left := until - time.monotonic()) > 0:
-        with contextlib.suppress(KeyboardInterrupt):  # impatience must not cost the report
+        with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C must not lose the report
             if over.wait(left):
                 return
     leave(1)

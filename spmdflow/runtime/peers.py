@@ -60,7 +60,7 @@ class Peers:
         return bool(done)
 
     def heard(self, rank: int, now: float) -> None:
-        """Note a sign of life of rank."""
+        """Note a message or heartbeat of rank."""
         self._heard[rank] = now
         if rank in self._warned:
             self._warned.discard(rank)

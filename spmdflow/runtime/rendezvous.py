@@ -77,7 +77,7 @@ class SessionSettings:
 
     @property
     def beat_seconds(self) -> float:
-        """Time between two signs of life."""
+        """Seconds between two heartbeats."""
         return min(5.0, max(0.2, self.heartbeat_seconds / 10))
 
 
@@ -107,7 +107,7 @@ class Rendezvous:
 
 
 def meet(store: Store, rank: int, settings: SessionSettings) -> Rendezvous:
-    """Exchange addresses; called by every rank of the session. DeadlineError names who misses."""
+    """Exchange addresses; every rank of the session calls it. DeadlineError names missing ranks."""
     members = hashlib.blake2b(repr(settings.ranks).encode(), digest_size=6).hexdigest()
     launch = store.add(f"spmdflow/{members}/launches/{rank}", 1)  # every rank counts its own
     prefix, store_host = f"spmdflow/{members}/{launch}", _store_host(store)
@@ -168,7 +168,7 @@ def _wait(store: Store, keys: Mapping[int, str], seconds: float) -> None:
 
 
 def _arrive(store: Store, keys: list[str], until: float) -> bool:
-    """Wait for keys; False if the time is over."""
+    """Wait for keys; False on timeout."""
     try:
         if keys:
             store.wait(keys, timedelta(seconds=max(0.001, until - time.monotonic())))

@@ -139,7 +139,7 @@ def _run_lanes(
     rank: int,
     operations_of: Callable[[int, RowCondition], Mapping[str, Operation]],
 ) -> threading.Thread:
-    """Be the compute lane until the controller closes; the thread of the transfer lane."""
+    """Run the compute lane until the controller closes; returns the transfer lane's thread."""
     transfer = threading.Thread(target=comm.transfers.run, name="transfer", daemon=True)
     operations: Mapping[str, Operation] = {}
     try:

@@ -182,7 +182,7 @@ class Verdict:
         return any(failure.kind == kind and failure.rank == rank for failure in self.failures)
 
     def _await_exits(self) -> None:
-        """Give everybody time to go; SIGKILL those of this node who do not."""
+        """Wait for the processes to exit; SIGKILL those of this node that do not."""
         all_here = all(process.is_local() for process in self.peers.processes.values())
         start = time.monotonic()
         while time.monotonic() - start < _EXIT_SECONDS:
@@ -203,7 +203,7 @@ _CLOSE_SECONDS = 30.0
 
 
 class Watch:
-    """The clocks of a session; every method is called with the io lock held."""
+    """The time limits of a session; every method is called with the io lock held."""
 
     def __init__(self, verdict: Verdict) -> None:
         self._peers, self._settings = verdict.peers, verdict.settings

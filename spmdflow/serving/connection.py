@@ -113,7 +113,7 @@ class Connection:
             time.sleep(_PAUSE_SECONDS)
 
     def tensors(self, rank: int, wire: SocketWire, dtype: torch.dtype) -> WholeTensors:
-        """The way of the weights, to every worker."""
+        """How weights reach every worker."""
         have = boxes_of(training_tables(self.model, self.training, kind=self.kind))
         return WholeTensors(
             self.model,

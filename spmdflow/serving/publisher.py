@@ -1,4 +1,4 @@
-"""`Publisher`: a trainer's end of the way to a server elsewhere, by the name of its backend."""
+"""`Publisher`: the trainer's end of a connection to a server, by the name of its backend."""
 
 from __future__ import annotations
 

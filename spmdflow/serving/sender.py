@@ -1,4 +1,4 @@
-"""`WeightPublisher`: a trainer's end of the way to a vLLM that runs elsewhere.
+"""`WeightPublisher`: the trainer's end of a connection to a vLLM that runs elsewhere.
 
 Every rank of the trainer sends its boxes straight to every worker of the server, in chunks of
 whole tensors; the first rank also speaks to the server, through vLLM's own interface. The server

@@ -22,7 +22,7 @@ from spmdflow.weights.table import Parameter, parameters
 
 
 class WholeTensors:
-    """The way of a model's tensors to `targets`, as one rank runs it."""
+    """One rank's part in bringing a model's tensors to `targets`."""
 
     def __init__(
         self,

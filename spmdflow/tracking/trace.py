@@ -73,7 +73,7 @@ class TraceWriter:
         return [event | {"pid": span.rank, "tid": self._threads[key]} for event in events]
 
     def _append(self, data: bytes) -> None:
-        """Put data in the place of the closing bracket, and a new one behind it."""
+        """Overwrite the closing bracket with data and a new bracket."""
         start = at = self._size - len(_END)
         left = memoryview((b"\n" if self._size == len(_EMPTY) else b",\n") + data + _END)
         with disk_errors("write", self._path, "tracking"):

@@ -110,7 +110,7 @@ def _send(
 
 @dataclass(frozen=True)
 class _Arrival:
-    """What one edge brings: receives under way, and where it is put."""
+    """The receives of one edge, and where its rows are stored."""
 
     source: int
     ids: np.ndarray

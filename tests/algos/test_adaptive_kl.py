@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spmdflow.config.load import load
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from tests.algos.runs import ROOT, numbers_of, steps_of
 from tests.algos.test_grpo import GRPO, SMALL
 
@@ -27,7 +27,7 @@ SETTINGS = (
 def run(run_dir: Path, *settings: str) -> list[dict[str, Any]]:
     words = [*SMALL, *SETTINGS, *settings, f"run.dir={run_dir}"]
     loaded = load(SCRIPT, GRPO.with_suffix(".yaml"), words)
-    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
     return steps_of(run_dir)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spmdflow.config.load import load
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from tests.algos.runs import ROOT, check_prediction, finish, log_of, steps_of, torchrun
 
 SMALL = (
@@ -39,7 +39,7 @@ def run(name: str, run_dir: Path, *settings: str) -> list[dict[str, Any]]:
     script = ROOT / "algos" / f"{name}.py"
     words = [*SMALL, *SCRIPTS[name], *settings, f"run.dir={run_dir}"]
     loaded = load(script, None, words)
-    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
     steps = steps_of(run_dir)
     assert all(math.isfinite(value) for step in steps for value in step.values())
     return steps

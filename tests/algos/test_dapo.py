@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spmdflow.config.load import load
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from spmdflow.errors import RowError
 from tests.algos.runs import ROOT, check_prediction, finish, log_of, steps_of, torchrun
 
@@ -40,7 +40,7 @@ COMPARED = (
 
 def run(run_dir: Path, *settings: str) -> list[dict[str, Any]]:
     loaded = load(DAPO, None, [*SMALL, *settings, f"run.dir={run_dir}"])
-    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
     steps = steps_of(run_dir)
     assert all(math.isfinite(value) for step in steps for value in step.values())
     return steps

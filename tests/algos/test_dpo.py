@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spmdflow.config.check import check
 from spmdflow.config.load import load
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from spmdflow.errors import ConfigError
 from tests.algos.runs import (
     ROOT,
@@ -53,7 +53,7 @@ COMPARED = (
 def run(run_dir: Path, *settings: str) -> list[dict[str, Any]]:
     loaded = load(SCRIPT, None, [*SMALL, *settings, f"run.dir={run_dir}"])
     check(loaded.cfg, 1)
-    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
     steps = steps_of(run_dir)
     assert all(math.isfinite(value) for step in steps for value in step.values())
     return steps
@@ -230,4 +230,4 @@ def test_loss_that_nobody_registered_is_refused_with_the_choices(tmp_path: Path)
     loaded = load(SCRIPT, None, [*SMALL, "actor.loss.name=dop", f"run.dir={tmp_path / 'run'}"])
 
     with pytest.raises(ConfigError, match="got 'dop', expected one of dpo.*preference_loss"):
-        launch(loaded.script, loaded.cfg, inproc=True)
+        run_flow(loaded.script, loaded.cfg, inproc=True)

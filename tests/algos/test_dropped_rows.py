@@ -10,7 +10,7 @@ import pytest
 
 from spmdflow.config.check import check
 from spmdflow.config.load import load
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from spmdflow.errors import RewardError
 from tests.algos.runs import ROOT, check_prediction, finish, log_of, steps_of, torchrun
 
@@ -45,7 +45,7 @@ def settings(folder: Path, digits: str, on_error: str) -> list[str]:
 def run(script: Path, words: list[str]) -> int:
     loaded = load(script, None, words)
     check(loaded.cfg, 1)
-    return launch(loaded.script, loaded.cfg, inproc=True)
+    return run_flow(loaded.script, loaded.cfg, inproc=True)
 
 
 @pytest.fixture(scope="module")

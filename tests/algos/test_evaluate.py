@@ -13,7 +13,7 @@ import yaml
 
 from spmdflow.config.load import load
 from spmdflow.config.model_folder import exported_folder
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.tracking.estimate import majority, pass_at_k
 from tests.algos.runs import (
@@ -39,7 +39,7 @@ ESTIMATES = [
 
 def run(script: str, run_dir: Path, *settings: str) -> list[dict[str, Any]]:
     loaded = load(ROOT / "algos" / script, None, [*settings, f"run.dir={run_dir}"])
-    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
     return steps_of(run_dir)
 
 
@@ -79,7 +79,7 @@ def test_configuration_of_a_run_is_that_of_its_evaluation(
 ) -> None:
     loaded = load(SCRIPT, trained / "config.yaml", [f"run.dir={tmp_path}"])
 
-    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
 
     assert rows_of(tmp_path) == rows_of(alone)
     assert loaded.cfg.actor.model.path == exported_folder("path", str(trained))
@@ -120,7 +120,7 @@ def test_evaluation_uses_the_groups_it_is_given_before_step_1_too_if_called_abov
     words = [*SMALL, "total_steps=4", "eval_every=2", "data.eval_prompts=4", f"run.dir={run_dir}"]
     loaded = load(script, ROOT / "algos" / "ppo.yaml", words)
 
-    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
 
     found = {step["step"]: "eval/mean" in step for step in steps_of(run_dir)}
     first = {} if above == "pass" else {0: True}
@@ -134,7 +134,7 @@ def test_evaluation_of_a_generator_without_a_reward_is_an_error(tmp_path: Path) 
     loaded = load(script, ROOT / "algos" / "ppo.yaml", words)
 
     with pytest.raises(ProtocolError, match=r"^flow.evaluate: got .*actor.* and 0 more groups, ex"):
-        launch(loaded.script, loaded.cfg, inproc=True)
+        run_flow(loaded.script, loaded.cfg, inproc=True)
 
 
 def test_every_evaluation_of_a_run_has_estimates_within_their_intervals(trained: Path) -> None:

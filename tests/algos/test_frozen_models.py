@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spmdflow.config.load import load
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from spmdflow.errors import CheckpointError
 from tests.algos.runs import ROOT, SCRIPT, SMALL, last_checkpoint, numbers_of, steps_of
 
@@ -23,7 +23,7 @@ SETTINGS = (*SMALL, "save_every=1", "eval_every=0")
 def run(run_dir: Path, steps: int, *settings: str) -> None:
     words = [*SETTINGS, f"total_steps={steps}", f"run.dir={run_dir}", *settings]
     loaded = load(SCRIPT, None, words)
-    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spmdflow.config.load import load
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from tests.algos.runs import ROOT, SCRIPT, check_prediction, finish, log_of, steps_of, torchrun
 
 GRPO = ROOT / "algos" / "grpo.py"
@@ -34,7 +34,7 @@ COMPARED = ("reward/mean", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm", 
 def run(script: Path, run_dir: Path, *settings: str) -> list[dict[str, Any]]:
     words = [*SMALL, *settings, f"run.dir={run_dir}"]
     loaded = load(script, GRPO.with_suffix(".yaml"), words)
-    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
     steps = steps_of(run_dir)
     assert all(math.isfinite(value) for step in steps for value in step.values())
     return steps

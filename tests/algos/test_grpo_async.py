@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spmdflow.config.load import load
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from spmdflow.errors import ConfigError
 from tests.algos.runs import ROOT, check_prediction, finish, log_of, steps_of, torchrun
 
@@ -95,7 +95,7 @@ def test_policy_and_generator_on_common_ranks_are_refused_with_what_to_do(tmp_pa
     with pytest.raises(
         ConfigError, match=r"connect: got ranks \[0\] in actor and generator, .*split"
     ):
-        launch(loaded.script, loaded.cfg, inproc=True)
+        run_flow(loaded.script, loaded.cfg, inproc=True)
 
 
 @pytest.mark.slow

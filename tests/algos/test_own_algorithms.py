@@ -12,7 +12,7 @@ import pytest
 
 from spmdflow.config.check import check
 from spmdflow.config.load import Loaded, load
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from spmdflow.mapping.hardware import load_hardware
 from spmdflow.plan.auto import resolve
 from spmdflow.plan.record import Trace
@@ -83,7 +83,7 @@ def _without(yaml: str, section: str) -> str:
 def run(name: str, run_dir: Path, *words: str) -> list[dict[str, float]]:
     made = loaded(name, *words, f"run.dir={run_dir}")
     check(made.cfg, 1)
-    assert launch(made.script, made.cfg, inproc=True) == 0
+    assert run_flow(made.script, made.cfg, inproc=True) == 0
     return steps_of(run_dir, own=METRICS)
 
 

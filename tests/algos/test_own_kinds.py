@@ -12,7 +12,7 @@ import pytest
 from spmdflow.config.check import check
 from spmdflow.config.load import Loaded, load
 from spmdflow.config.placement import resolve_placement, roles_of
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.factory import sync_mode
 from spmdflow.mapping.hardware import load_hardware
@@ -75,11 +75,11 @@ def test_ppo_with_both_on_two_ranks_gives_the_numbers_of_fsdp(tmp_path: Path) ->
 def test_run_with_both_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     words = ("save_every=1", f"run.dir={tmp_path / 'whole'}")
     whole = loaded(*words, "total_steps=2")
-    assert launch(whole.script, whole.cfg, inproc=True) == 0
+    assert run_flow(whole.script, whole.cfg, inproc=True) == 0
     first = loaded("save_every=1", f"run.dir={tmp_path / 'cut'}", "total_steps=1")
-    assert launch(first.script, first.cfg, inproc=True) == 0
+    assert run_flow(first.script, first.cfg, inproc=True) == 0
     second = loaded("save_every=1", f"run.dir={tmp_path / 'cut'}", "total_steps=2")
-    assert launch(second.script, second.cfg, inproc=True) == 0
+    assert run_flow(second.script, second.cfg, inproc=True) == 0
 
     assert numbers_of(tmp_path / "cut")[-1] == numbers_of(tmp_path / "whole")[-1]
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spmdflow import ActorWorker, ConfigError, FSDPWorker, ThreeDParallelWorker, ZeROWorker
 from spmdflow.config.load import load
 from spmdflow.config.schema import ActorConfig, EngineConfig
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from spmdflow.parallel.layout import Layout
 from spmdflow.workers.optimizer import learning_rate
 from tests.algos.runs import ROOT, SCRIPT, SMALL, finish, log_of, steps_of, torchrun
@@ -30,7 +30,7 @@ SETTINGS = ("total_steps=2", "eval_every=0", "critic.loss.clip_range=null")
 def run(script: Path, run_dir: Path) -> list[dict[str, float]]:
     words = [*SMALL, *SETTINGS, f"run.dir={run_dir}"]
     loaded = load(script, SCRIPT.with_suffix(".yaml"), words)
-    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
     return steps_of(run_dir)
 
 
@@ -79,7 +79,7 @@ def test_second_actor_reference_and_reward_have_the_settings_of_their_own_sectio
     loaded = load(APART, SCRIPT.with_suffix(".yaml"), words)
     loaded.script.SEEN.clear()
 
-    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
 
     first, second = loaded.script.SEEN
     assert (len(first["prompts"]), len(second["prompts"])) == (16, 12)

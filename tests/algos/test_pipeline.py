@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from spmdflow.config.load import load
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from tests.algos.runs import ROOT, SMALL, steps_of
 
 NUM_PROMPTS = 16
@@ -24,7 +24,7 @@ def stage(name: str, run_dir: Path, *settings: str) -> list[dict[str, Any]]:
     """Run algos/<name>.py in this process."""
     words = [*SHORT, *settings, f"run.dir={run_dir}"]
     loaded = load(ROOT / "algos" / f"{name}.py", None, words)
-    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
     return steps_of(run_dir)
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from spmdflow.config.load import load
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from tests.algos.runs import (
     ROOT,
     SCRIPT,
@@ -47,7 +47,7 @@ SOME_METRICS = {
 def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("one") / "run"
     loaded = load(SCRIPT, None, [*SMALL, *SETTINGS, f"run.dir={run_dir}"])
-    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
     return run_dir
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from spmdflow.config.load import load
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from spmdflow.runtime.order import InprocTransport
 from tests.algos.runs import (
     SCRIPT,
@@ -56,7 +56,7 @@ def run(
             real(self, order, pending)
 
         monkeypatch.setattr(InprocTransport, "_run_order", counted)
-    return launch(loaded.script, loaded.cfg, inproc=True)
+    return run_flow(loaded.script, loaded.cfg, inproc=True)
 
 
 @pytest.fixture(scope="module")

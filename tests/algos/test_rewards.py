@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from spmdflow.config.check import check
 from spmdflow.config.load import load
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from tests.algos.runs import ROOT, finish, log_of, steps_of, torchrun
 
 GRPO = ROOT / "algos" / "grpo.py"
@@ -67,7 +67,7 @@ def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = [*SMALL, rewards(folder), f"reward.model.path={folder}/judge", f"run.dir={folder}/run"]
     loaded = load(GRPO, None, words)
     check(loaded.cfg, 1)
-    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
     return folder
 
 
@@ -141,7 +141,7 @@ def test_settings_for_real_problems_run_on_real_rows(
     loaded = load(GRPO, ROOT / "algos" / f"grpo_{kind}.yaml", words)
     check(loaded.cfg, 1)
 
-    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
 
     for step in steps_of(tmp_path / "run")[1:]:
         assert all(math.isfinite(value) for value in step.values())

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from spmdflow.config.check import check
 from spmdflow.config.load import load
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from spmdflow.errors import ConfigError
 from tests.algos.runs import (
     ROOT,
@@ -43,7 +43,7 @@ SMALL = {
 def run(script: Path, run_dir: Path, *settings: str) -> list[dict[str, Any]]:
     loaded = load(script, None, [*SMALL[script], *settings, f"run.dir={run_dir}"])
     check(loaded.cfg, 1)
-    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
     steps = steps_of(run_dir)
     assert all(math.isfinite(value) for step in steps for value in step.values())
     return steps

@@ -26,7 +26,7 @@ from pathlib import Path
 import pytest
 
 from spmdflow.config.load import load
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from spmdflow.plan.replay import Replay
 from tests.algos.runs import SCRIPT, SMALL, check_prediction, finish, log_of, start, steps_of
 
@@ -180,7 +180,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run without torchrun, to compare with."""
     run_dir = tmp_path_factory.mktemp("one") / "run"
     loaded = load(SCRIPT, None, [*SETTINGS, "placement=colocate", f"run.dir={run_dir}"])
-    launch(loaded.script, loaded.cfg, inproc=True)
+    run_flow(loaded.script, loaded.cfg, inproc=True)
     return run_dir
 
 

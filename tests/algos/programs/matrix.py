@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from spmdflow.config.check import check
 from spmdflow.config.load import load
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from tests.algos.matrix import Combination, settings_of
 
 ALGOS = Path(__file__).parents[3] / "algos"
@@ -23,5 +23,5 @@ def run_all(out: str, runs: tuple[tuple[str, str, str, str, int], ...]) -> None:
         settings = list(settings_of(run, f"{out}/{run}"))
         loaded = load(ALGOS / f"{run.script}.py", None, [*settings, "run.call_seconds=120"])
         check(loaded.cfg, run.world)
-        launch(loaded.script, loaded.cfg, ranks=tuple(range(run.world)))
+        run_flow(loaded.script, loaded.cfg, ranks=tuple(range(run.world)))
         dist.barrier()

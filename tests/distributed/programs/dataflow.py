@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from spmdflow.config.schema import DataConfig, EngineConfig, RunConfig, UpdateConfig
 from spmdflow.controller.flow import Flow
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
 from spmdflow.transfer.register import map_function, register
 from spmdflow.transfer.worker import Mean, Sum, Worker
@@ -218,7 +218,7 @@ def config_of(name: str, placement: Any, out: Path, data: str, tokenizer: str) -
 def run_case(name: str, placement: Any, ranks: Any, out: Path, data: str, tokenizer: str) -> None:
     cfg = config_of(name, placement, out, data, tokenizer)
     with WireCounter() as counter:
-        status = launch(sys.modules[__name__], cfg, ranks=ranks)
+        status = run_flow(sys.modules[__name__], cfg, ranks=ranks)
     counted = torch.tensor(counter.num_bytes)
     dist.all_reduce(counted)
     if dist.get_rank() == 0:
@@ -230,7 +230,7 @@ def run_in_place(placement: str, out: str, data: str, tokenizer: str) -> None:
     """A run that fails, as a method writes into rows that it was given."""
     cfg = config_of(placement, placement, Path(out), data, tokenizer)
     cfg.writes_in_place = True
-    launch(sys.modules[__name__], cfg)
+    run_flow(sys.modules[__name__], cfg)
 
 
 def run_all(out: str, data: str, tokenizer: str) -> None:

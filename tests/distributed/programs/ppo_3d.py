@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from spmdflow.config.load import load
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.models.policy import ActorWorker
 from spmdflow.transfer.register import register
@@ -146,7 +146,7 @@ def run_case(name: str, case: Case, out: Path) -> None:
     ]
     loaded = load(ROOT / "algos" / "ppo.py", None, settings)
     loaded.cfg.advantage.kl_coef = 0.05
-    launch(sys.modules[__name__], loaded.cfg, ranks=tuple(range(case.ranks)))
+    run_flow(sys.modules[__name__], loaded.cfg, ranks=tuple(range(case.ranks)))
 
 
 def run_all(out: str, names: tuple[str, ...]) -> None:

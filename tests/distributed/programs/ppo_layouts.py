@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from spmdflow.config.load import load
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.models.policy import ActorWorker
 from spmdflow.transfer.register import register
@@ -89,7 +89,7 @@ def run_case(name: str, placement: str, num_ranks: int, out: Path) -> None:
     loaded.cfg.actor.update.mini_batch_size = 13
     loaded.cfg.critic.update.mini_batch_size = 13
     loaded.cfg.advantage.kl_coef = 0.05
-    launch(sys.modules[__name__], loaded.cfg, ranks=tuple(range(num_ranks)))
+    run_flow(sys.modules[__name__], loaded.cfg, ranks=tuple(range(num_ranks)))
 
 
 def run_all(out: str) -> None:

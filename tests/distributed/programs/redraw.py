@@ -23,7 +23,7 @@ from spmdflow.config.schema import (
     RunConfig,
 )
 from spmdflow.controller.batch import Batch, concatenate
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from spmdflow.data.ragged import rows_of
 from spmdflow.models.policy import ActorWorker
 
@@ -102,9 +102,9 @@ def run_all(out_dir: str) -> None:
     for case, (num_ranks, changes) in CASES.items():
         cfg = config_of(case, out, **changes)
         if dist.get_rank() < num_ranks:
-            assert launch(sys.modules[__name__], cfg, ranks=tuple(range(num_ranks))) == 0
+            assert run_flow(sys.modules[__name__], cfg, ranks=tuple(range(num_ranks))) == 0
         else:
-            launch(sys.modules[__name__], cfg, ranks=tuple(range(num_ranks)))
+            run_flow(sys.modules[__name__], cfg, ranks=tuple(range(num_ranks)))
         if dist.get_rank() == 0:
             (out / f"{case}.json").write_text(json.dumps(cfg.drawn))
         dist.barrier()

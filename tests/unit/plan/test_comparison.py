@@ -15,7 +15,7 @@ import pytest
 
 from spmdflow import program
 from spmdflow.config.load import Loaded, load
-from spmdflow.controller.script import STOPPED, launch
+from spmdflow.controller.script import STOPPED, run_flow
 from spmdflow.controller.transcript import TRANSCRIPT_FILE
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.mapping.hardware import load_hardware
@@ -61,7 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Two steps of DAPO, which draws prompts until enough of their samples differ."""
     run_dir = tmp_path_factory.mktemp("comparison") / "run"
     loaded = load(ALGORITHMS / "dapo.py", None, [*SETTINGS, f"run.dir={run_dir}"])
-    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
     return loaded
 
 
@@ -259,7 +259,7 @@ def test_record_on_a_full_disk_is_left_out_and_the_run_goes_on(
     words = [*SETTINGS, "eval_every=0", "total_steps=1", f"run.dir={tmp_path}"]
     loaded = load(ALGORITHMS / "dapo.py", None, words)
 
-    assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
 
     (said,) = [message for message in caplog.messages if "cannot write" in message]
     assert said.endswith("transcript: No space left on device; free some space there")

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdflow.config.load import load
-from spmdflow.controller.script import launch
+from spmdflow.controller.script import run_flow
 from spmdflow.mapping.hardware import Hardware, load_hardware
 from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.replay import Replay
@@ -126,7 +126,7 @@ def test_predicted_memory_is_near_the_measured_peak_of_every_call(tmp_path: Path
     )
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        assert launch(loaded.script, loaded.cfg, inproc=True) == 0
+        assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
     peaks = measured_peaks(tmp_path / "run", found)
     traced = trace_replayed(loaded.script, loaded.cfg, Replay.of_run(tmp_path / "run"))
     orders = traced.in_step()
