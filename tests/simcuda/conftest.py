@@ -26,14 +26,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def simulated() -> Simulated:
-    """Runs a Python program on simulated devices: (*words, log=folder, seconds=limit) -> stdout."""
+    """Runs a Python program on simulated devices: (*words, log=folder, seconds=limit) -> stdout.
+
+    transformer_engine=True: with stand-ins for TransformerEngine.
+    """
     try:
         compiled = library()
     except BuildError as err:
         pytest.skip(f"no simulated CUDA device: {err}")
 
-    def run(*words: str | Path, log: Path | None = None, seconds: float = 200) -> str:
+    def run(
+        *words: str | Path,
+        log: Path | None = None,
+        seconds: float = 200,
+        transformer_engine: bool = False,
+    ) -> str:
         paths = [str(HERE / "device" / "site"), str(ROOT)]
+        if transformer_engine:
+            paths.append(str(HERE / "device" / "te"))
         variables = {
             "SIMCUDA": "1",
             "SIMCUDA_LIBRARY": str(compiled),

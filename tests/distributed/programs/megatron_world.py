@@ -80,7 +80,13 @@ class World:
                 *((rank,) for rank in layout.ranks),
             )
         ]
-        self.groups.make([GroupSpec(ranks, "compute", "gloo") for ranks in wanted])
+        for backend in ("nccl", "gloo") if self.device.type == "cuda" else ("gloo",):
+            self.groups.make([GroupSpec(ranks, "compute", backend) for ranks in wanted])
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank: a GPU where there are some."""
+        return torch.device("cuda", self.rank) if torch.cuda.is_available() else torch.device("cpu")
 
     def engine(
         self,
@@ -95,8 +101,9 @@ class World:
         """The case's engine; betas[0] = 0 keeps the gradient in exp_avg. None outside the pool."""
         if self.rank not in case.layout.ranks:
             return None
-        device = torch.device("cpu")
-        context = WorkerContext(case.model, case.layout, self.rank, self.groups, device, seed=0)
+        context = WorkerContext(
+            case.model, case.layout, self.rank, self.groups, self.device, seed=0
+        )
         source = ModelConfig(path=str(self.folder / case.model), dtype=dtype)
         head = head or ("scalar" if case.model == "reward" else "causal_lm")
         settings = {"lr": LR, "betas": [0.0, 0.95], "weight_decay": 0.1, "clip_norm": 1e9}
