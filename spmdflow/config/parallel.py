@@ -1,7 +1,8 @@
 """Which ranks share a model and a batch: layouts, batch sizes, and both as a run's first lines.
 
 "t2p2" is tensor-parallel size 2 and pipeline-parallel size 2; what is left of a pool's ranks is
-data-parallel. Pure: text and integers, no process groups.
+data-parallel. "s8" shards what they hold over groups of 8 neighbours and replicates it over the
+groups. Pure: text and integers, no process groups.
 
 samples         = prompts_per_step * samples_per_prompt        (one step)
 mini-batches    = samples / mini_batch_size                    (must divide)
@@ -22,18 +23,20 @@ from spmdflow.config.model_folder import ModelFacts
 from spmdflow.config.placement import pools_of
 from spmdflow.config.schema import DataSettings, EngineConfig, UpdateConfig
 from spmdflow.errors import ConfigError
-from spmdflow.kind.engine import engine_kind, engines_that_cut
+from spmdflow.kind.engine import engine_kind, engines_that_cut, engines_that_shard
 from spmdflow.kind.generator import generator_kind, generators_that_cut
 
 _AXES = {"tp": "tensor-parallel", "pp": "pipeline-parallel"}
-_LAYOUT = re.compile(r"(?=.)(?:t(?P<tp>\d+))?(?:p(?P<pp>\d+))?")
+_LAYOUT = re.compile(r"(?=.)(?:t([1-9]\d*))?(?:p([1-9]\d*))?(?:s([1-9]\d*))?")
 
 
 class Sizes(NamedTuple):
-    """Tensor- and pipeline-parallel size."""
+    """Tensor- and pipeline-parallel size, and what else a layout names."""
 
     tp: int = 1
     pp: int = 1
+    shard: int = 0
+    """Ranks that share one copy of what is sharded; 0: all data-parallel ranks."""
 
     @property
     def replica(self) -> int:
@@ -47,13 +50,12 @@ class Sizes(NamedTuple):
 def sizes_of(key: str, text: str) -> Sizes:
     """Sizes that a layout names; what it leaves out is 1. ConfigError naming the setting `key`."""
     match = _LAYOUT.fullmatch(text)
-    sizes = Sizes(*(int(match[axis] or 1) for axis in ("tp", "pp"))) if match else Sizes(0, 0)
-    if min(sizes) < 1:
+    if match is None:
         raise ConfigError(
-            f"{key}: got {text!r}, expected sizes such as t2, p2 or t4p2; "
+            f"{key}: got {text!r}, expected sizes such as t2, p2, t4p2 or s8; "
             f"correct it (data parallelism takes the other ranks)"
         )
-    return sizes
+    return Sizes(*(int(found or default) for found, default in zip(match.groups(), Sizes())))
 
 
 def training_sizes(role: str, engine: Any) -> Sizes:
@@ -67,19 +69,32 @@ def generation_sizes(role: str, part: Any) -> Sizes:
     if rollout.layout == "auto":
         generator = generator_kind(rollout.engine, key=f"{role}.rollout.engine")
         return Sizes(training.tp) if generator.cuts_model else Sizes()
-    return sizes_of(f"{role}.rollout.layout", rollout.layout)
+    sizes = sizes_of(f"{role}.rollout.layout", rollout.layout)
+    if sizes[2:] != Sizes()[2:]:
+        expected = "t and p alone, as the other sizes are of training"
+        raise ConfigError.of(f"{role}.rollout.layout", rollout.layout, expected, f"write {sizes}")
+    return sizes
 
 
 def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
     """The engine can have these sizes on so many ranks (ConfigError)."""
-    sizes = training_sizes(role, engine)
-    if sizes.replica > 1 and not engine_kind(engine.kind).cuts_model:
+    sizes, kind = training_sizes(role, engine), engine_kind(engine.kind)
+    if sizes.shard and not kind.sharding.parameters:
+        got = f"{engine.layout} with engine.kind={engine.kind}"
+        expected = "no s, as that engine does not shard parameters over data-parallel ranks"
+        do = f"leave it out or set {role}.engine.kind={' or '.join(engines_that_shard())}"
+        raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
+    if sizes.replica > 1 and not kind.cuts_model:
         raise ConfigError(
             f"{role}.engine.layout: got {engine.layout} with engine.kind={engine.kind}, expected "
             f"none, as that engine is data-parallel; set {role}.engine.kind="
             f"{' or '.join(engines_that_cut())}"
         )
     _check_ranks(f"{role}.engine.layout", sizes, num_ranks)
+    if num_ranks % (sizes.shard or 1):
+        got, expected = f"s{sizes.shard} on a pool of {num_ranks}", "a divisor of the pool's size"
+        do = f"choose one of {_divisors(num_ranks)}"
+        raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
     _check_options(role, engine, sizes)
     return sizes
 

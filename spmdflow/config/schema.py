@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from spmdflow.config.leaf import follows, micro_batch_of, part, setting
-from spmdflow.kind.engine import engine_names, option_names, options_doc
+from spmdflow.kind.engine import engine_names, engines_that_shard, option_names, options_doc
 from spmdflow.kind.generator import generator_names, generators_doc
 from spmdflow.kind.registry import tracker_names
 
@@ -144,7 +144,8 @@ class EngineConfig:
 
     kind: str = setting("Engine that runs the model.", engine_names()[0], one_of=engine_names)
     layout: str = setting(
-        "Tensor- and pipeline-parallel sizes, such as t2p2; the other ranks are data-parallel.",
+        "Tensor- and pipeline-parallel sizes, such as t2p2; the other ranks are data-parallel. s8: "
+        f"shard over groups of 8, replicate over the groups ({', '.join(engines_that_shard())}).",
         "t1",
     )
     options: list[str] = setting(

@@ -145,9 +145,10 @@ def plan_reshard(
 def scopes_of(training: Layout, generation: Layout) -> dict[str, Groups]:
     """Candidate scopes, smallest first; generation: the same layout, or a separate pool's."""
     pool = [tuple(sorted({*training.ranks, *generation.ranks}))]
-    if training != generation or not training.nests:
+    several = training.shard_size < training.dp_size
+    if training != generation or not (training.nests or several):
         return {"pool": pool}
-    smaller = ("micro_dp", "replica", "shard")
+    smaller = ("micro_dp", "replica", "shard") if training.nests else ("shard",)
     return {**{axis: training.axis_groups(axis) for axis in smaller}, "pool": pool}
 
 

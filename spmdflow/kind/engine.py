@@ -125,6 +125,11 @@ def engines_that_cut() -> tuple[str, ...]:
     return tuple(name for name, kind in _ENGINES.items() if kind.cuts_model)
 
 
+def engines_that_shard() -> tuple[str, ...]:
+    """Those whose data-parallel ranks divide the parameters."""
+    return tuple(name for name, kind in _ENGINES.items() if kind.sharding.parameters)
+
+
 def engines_of(worker_class: str) -> tuple[str, ...]:
     """Those of one family; its default, the one that was registered last, comes first."""
     found = [name for name, kind in _ENGINES.items() if kind.worker_class == worker_class]

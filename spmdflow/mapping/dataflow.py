@@ -73,6 +73,8 @@ class Engine(Precision):
     """As engine.kind; its facts are `facts`."""
     layout: tuple[int, int] | None = None
     """(tp_size, pp_size), or None: Algorithm 2 chooses; data-parallel engines have (1, 1)."""
+    shard_size: int = 0
+    """Ranks that share one copy of what is sharded; 0: all data-parallel ranks."""
     layouts: tuple[tuple[int, int], ...] | None = None
     """Those among which it chooses; None: all."""
     options: tuple[str, ...] = ()
@@ -257,7 +259,7 @@ def strategies_on(
         recomputes = (0, 1)
     sizes, replicas = [wanted[:0]], [(1, 1, 0, 0, 0)]
     for tp, pp in _training_sizes(model, hardware):
-        fitting = wanted[wanted % (tp * pp) == 0]
+        fitting = wanted[wanted % (tp * pp * max(engine.shard_size, 1)) == 0]
         if model.engine.layout is None:
             fitting = fitting[pp <= np.maximum(fitting // hardware.gpus_per_node, 1)]
         for gen_tp, gen_pp in _generation_sizes(model, tp, pp, hardware):

@@ -55,12 +55,12 @@ def state_bytes(model: Model, cut: Strategy) -> Parts:
     if model.weights_from is not None and model.rollout is not None:
         return parts | {"parameters": local * model.rollout.element_bytes}
     size = 4 if model.trained and engine.facts.float32_weights else engine.element_bytes
-    parts["parameters"] = size * local / share_of(sharding.parameters, cut)
+    parts["parameters"] = size * local / share_of(sharding.parameters, model, cut)
     if model.trained and engine.facts.keeps_gradients:
         parts["gradients"] = local * 4
     if model.trained:
         second_copy = 4 if size < 4 else 0
-        parts["optimizer"] = local * (8 + second_copy) / share_of(sharding.optimizer, cut)
+        parts["optimizer"] = local * (8 + second_copy) / share_of(sharding.optimizer, model, cut)
     return parts
 
 
@@ -151,7 +151,7 @@ def _pass_bytes(model: Model, workload: Workload, cut: Strategy, *, trains: bool
     layers, held = np.ceil(shape.num_layers / cut.pp), np.minimum(num_micro, cut.pp)
     kept = np.where(cut.recompute > 0, shape.hidden_size, one_layer) * layers * held
     working = np.where(cut.recompute > 0, one_layer, 0.0)
-    share = share_of(engine.sharding.parameters, cut)
+    share = share_of(engine.sharding.parameters, model, cut)
     passing = not engine.facts.keeps_gradients  # freed after the step
     return {
         "gradients": passing * 4 * local_parameters(model, cut) / share,

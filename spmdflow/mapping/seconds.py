@@ -62,7 +62,7 @@ def pass_parts(
     sharding = model.engine.sharding
     rows, num_micro = micro_batches(model, workload, cut, trains=trains)
     parts = _micro_batch_parts(model, rows * workload.tokens, workload, cut, hw, trains=trains)
-    gather, reduce = _weight_traffic(model, cut, hw)
+    gather, reduce, between = _weight_traffic(model, cut, hw)
     if trains:
         each, once = sharding.micro_batch_gathers, sharding.gathers
     else:  # divided weights are gathered, for each micro-batch if they are freed after its pass
@@ -77,9 +77,11 @@ def pass_parts(
     parts["bubble"] = (cut.pp - 1) * one_micro_batch  # while the pipeline fills and drains
     if not trains:
         return parts | {"host": hw.call_seconds}
-    parts["gradient_sync"] = parts["gradient_sync"] + sharding.reductions * reduce
+    parts["gradient_sync"] = parts["gradient_sync"] + sharding.reductions * reduce + between
     local = local_parameters(model, cut)
-    parts["optimizer"] = local / share_of(sharding.optimizer, cut) * ADAM_BYTES / hw.memory_rate
+    parts["optimizer"] = (
+        local / share_of(sharding.optimizer, model, cut) * ADAM_BYTES / hw.memory_rate
+    )
     parts["host"] = hw.update_seconds
     parts = {name: seconds * workload.num_updates for name, seconds in parts.items()}
     return added(parts, {"host": hw.call_seconds})
@@ -101,9 +103,9 @@ def local_parameters(model: Model, cut: Strategy) -> Array:
     return model.shape.num_parameters / cut.tp * (np.ceil(layers / cut.pp) / layers)
 
 
-def share_of(divided: bool, cut: Strategy) -> Array:
+def share_of(divided: bool, model: Model, cut: Strategy) -> Array:
     """Data-parallel ranks among which something is divided, or 1."""
-    return cut.dp if divided else 1.0
+    return (model.engine.shard_size or cut.dp) if divided else 1.0
 
 
 def _micro_batch_parts(
@@ -128,14 +130,19 @@ def _micro_batch_parts(
     return parts
 
 
-def _weight_traffic(model: Model, cut: Strategy, hw: Hardware) -> tuple[Array, Array]:
-    """All weights of a rank's stage gathered once, and all its gradients reduced once."""
+def _weight_traffic(model: Model, cut: Strategy, hw: Hardware) -> tuple[Array, Array, Array]:
+    """All weights of a rank's stage gathered once, all its gradients reduced once, and those of its
+    shard summed once over the groups of shards."""
     engine, local = model.engine, local_parameters(model, cut)
     per_node = np.clip(hw.gpus_per_node // (cut.tp * cut.pp), 1, cut.dp)
     in_float32 = engine.facts.float32_weights and not engine.sharding.parameters
     weight_bytes = GRADIENT_BYTES if in_float32 else engine.element_bytes
-    gather = all_gather(local * weight_bytes, cut.dp, per_node, hw)
-    return gather, all_gather(local * GRADIENT_BYTES, cut.dp, per_node, hw)
+    size, gradients = engine.shard_size or cut.dp, local * GRADIENT_BYTES
+    copies, copies_in_node = cut.dp / size, np.maximum(per_node / size, 1)
+    per_node = np.minimum(per_node, size)
+    between = 2 * all_gather(gradients / size, copies, copies_in_node, hw)
+    gather = all_gather(local * weight_bytes, size, per_node, hw)
+    return gather, all_gather(gradients, size, per_node, hw), between
 
 
 def generation_parts(
@@ -186,7 +193,7 @@ def transition_seconds(model: Model, cut: Strategy, hw: Hardware) -> Array:
         node = received * np.minimum(hw.gpus_per_node, cut.tp * cut.pp * cut.dp)
         return node / hw.network_rate + hw.collective_base_seconds
     if model.engine.sharding.parameters:
-        group = cut.dp
+        group = share_of(True, model, cut)
         per_node = np.minimum(group, hw.gpus_per_node)
     else:
         tensor, stages = cut.tp / cut.gen_tp, cut.pp / cut.gen_pp
@@ -204,7 +211,7 @@ def transition_bytes(model: Model, cut: Strategy) -> Array:
     if model.weights_from is not None:
         return needed
     if model.engine.sharding.parameters:
-        return needed * (cut.dp - 1) / cut.dp
+        return needed * (1 - 1 / share_of(True, model, cut))
     return np.maximum(needed - weights / (cut.tp * cut.pp), 0.0)
 
 

@@ -32,7 +32,10 @@ from spmdflow.transfer.worker import Metric, Worker, WorkerContext
 from spmdflow.workers.engine import Part, Place, engine_of
 from spmdflow.workers.micro_batch import MicroBatch
 
-_AXES = ("tp", "pp", "dp", "replica", "embedding", "gen_tp", "gen_pp", "gen_replica", "micro_dp")
+_AXES = (
+    *("tp", "pp", "dp", "shard", "replicate", "replica", "embedding"),
+    *("gen_tp", "gen_pp", "gen_replica", "micro_dp"),
+)
 
 Score = Callable[[Tensor, MicroBatch], dict[str, Tensor]]
 Step = Callable[[TensorDict, int], Mapping[str, Metric]]
@@ -61,6 +64,7 @@ class EngineWorker(Worker):
             pp_size=sizes.pp,
             dp_size=len(ranks) // sizes.replica,
             tp_size=sizes.tp,
+            shard_size=sizes.shard,
             gen_tp_size=generation.tp,
             gen_pp_size=generation.pp,
         )
@@ -70,12 +74,14 @@ class EngineWorker(Worker):
         """The pool; also every axis' groups and single ranks where the engine or layout has them.
 
         Without axes but dp, engines whose parameters are whole on every rank need the single
-        ranks too.
+        ranks too, and those that shard them over fewer ranks the groups of both axes.
         """
         alone = [(rank,) for rank in layout.ranks]
         if layout.dp_size == layout.generation_dp_size == layout.size:
-            kind = engine_kind(cls.bind_engine(cfg).engine.kind)
-            needed = [] if kind.sharding.parameters else alone
+            needed: list[tuple[int, ...]] = [*alone]
+            if engine_kind(cls.bind_engine(cfg).engine.kind).sharding.parameters:
+                axes = ("shard", "replicate") if layout.shard_size < layout.size else ()
+                needed = [group for axis in axes for group in layout.axis_groups(axis)]
             return list(dict.fromkeys([layout.ranks, *needed]))
         return axis_groups(layout)
 

@@ -63,8 +63,8 @@ class Layout:
     pp_size: int = 1
     dp_size: int = 1
     tp_size: int = 1
-    shard_size: int = 1
-    """Neighbouring dp ranks that share one copy of the parameters (FSDP, ZeRO)."""
+    shard_size: int = 0
+    """Neighbouring dp ranks that share one copy of what an engine shards; 0 becomes dp_size."""
     gen_tp_size: int = 0
     """Tensor-parallel size while generating; 0 becomes tp_size."""
     gen_pp_size: int = 0
@@ -72,13 +72,14 @@ class Layout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(self.ranks))
+        object.__setattr__(self, "shard_size", self.shard_size or self.dp_size)
         object.__setattr__(self, "gen_tp_size", self.gen_tp_size or self.tp_size)
         object.__setattr__(self, "gen_pp_size", self.gen_pp_size or self.pp_size)
         _check(self)
 
     @classmethod
-    def data_parallel(cls, ranks: tuple[int, ...], *, shard_size: int = 1) -> Layout:
-        """Every rank one dp rank; with shard_size, parameters sharded over neighbours."""
+    def data_parallel(cls, ranks: tuple[int, ...], *, shard_size: int = 0) -> Layout:
+        """Every rank one dp rank."""
         return cls(tuple(ranks), dp_size=len(ranks), shard_size=shard_size)
 
     @property
@@ -184,8 +185,10 @@ class Layout:
         return {rank: place for place, rank in enumerate(self.ranks)}
 
     def __str__(self) -> str:
-        """Short name, such as t2p1d4; with t_g or p_g where generation differs."""
+        """Short name, such as t2p1d4; with s where copies are sharded over fewer ranks than d,
+        with t_g or p_g where generation differs."""
         name = f"t{self.tp_size}p{self.pp_size}d{self.dp_size}"
+        name += f"s{self.shard_size}" if self.shard_size < self.dp_size else ""
         if (self.gen_tp_size, self.gen_pp_size) != (self.tp_size, self.pp_size):
             name += f"-g(t{self.gen_tp_size}p{self.gen_pp_size}x{self.generation_dp_size})"
         return name

@@ -131,19 +131,22 @@ def _open(model: Model, cfg: Any) -> Model:
     if engine.facts.cuts_model and hasattr(cfg, model.name):
         key = f"{model.name}.engine.layout"
         engine = replace(engine, layout=_sizes(key, part.engine.layout, EngineConfig.layout))
+    if engine.facts.sharding.parameters:
+        sizes = sizes_of(f"{model.name}.engine.layout", part.engine.layout)
+        engine = replace(engine, shard_size=sizes.shard)
     if rollout is not None and not rollout.facts.fixed_cache:
         rollout = replace(rollout, kv_cache_bytes=None)  # it depends on the ranks that are found
     if rollout is not None and rollout.facts.cuts_model:
-        sizes = _sizes("actor.rollout.layout", part.rollout.layout, RolloutConfig.layout)
-        rollout = replace(rollout, layout=sizes)
+        cut = _sizes("actor.rollout.layout", part.rollout.layout, RolloutConfig.layout)
+        rollout = replace(rollout, layout=cut)
         if not hasattr(cfg, model.name):  # a generator of its own is cut as it generates
-            engine = replace(engine, layout=sizes)
+            engine = replace(engine, layout=cut)
     return replace(model, engine=engine, rollout=rollout)
 
 
 def _sizes(key: str, text: str, default: str) -> tuple[int, int] | None:
     """The sizes that a layout names, None where it is the setting's default."""
-    return None if text == default else tuple(sizes_of(key, text))  # type: ignore[return-value]
+    return None if text == default else sizes_of(key, text)[:2]
 
 
 def _placement(cfg: Any, best: Placed) -> dict[str, Any]:

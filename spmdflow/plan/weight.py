@@ -133,6 +133,13 @@ def _sharding(cfg: Any) -> Sharding:
     return engine_kind(cfg.engine.kind).sharding_with(cfg.engine.options)
 
 
+def _holders(traced: TracedModel) -> int:
+    """Ranks that hold one copy together: neighbours."""
+    layout = traced.layout
+    sharded = layout.shard_size if _sharding(traced.settings).parameters else 1
+    return layout.tp_size * layout.pp_size * sharded
+
+
 def _local(traced: TracedModel, nodes: Nodes) -> WeightPlan:
     """To the generator on the trainer's own ranks."""
     cfg, layout = traced.settings, traced.layout
@@ -156,10 +163,11 @@ def _boxes(policy: TracedModel, target: TracedModel, nodes: Nodes) -> WeightPlan
     """From the boxes that ranks have and need; replicas that train and generate are alike."""
     cfg, training, generation = policy.settings, policy.layout, target.layout
     sharded = _sharding(cfg).parameters
-    if policy is target and training.nests and not sharded:
+    if policy is target and training.nests:
         # replicas generate inside of those that train
-        ranks = training.ranks[: training.tp_size * training.pp_size]
-        training = generation = replace(training, ranks=ranks, dp_size=1, shard_size=1)
+        ranks = training.ranks[: _holders(policy)]
+        dp_size = len(ranks) // (training.tp_size * training.pp_size)
+        training = generation = replace(training, ranks=ranks, dp_size=dp_size, shard_size=dp_size)
     most = MOST_SHARDED_RANKS if sharded else MOST_RANKS
     if len({*training.ranks, *generation.ranks}) > most:
         return _alike(policy, target, nodes, most=most)
@@ -190,9 +198,7 @@ def _alike(policy: TracedModel, target: TracedModel, nodes: Nodes, *, most: int)
     architecture = Architecture.from_folder(cfg.model.path)
     element_bytes = getattr(torch, cfg.rollout.dtype).itemsize
     tables = generation_tables(architecture, generation, engine=cfg.rollout.engine)
-    replica = training.tp_size * training.pp_size
-    holders = training.size if _sharding(cfg).parameters else replica
-    lacking = 1 - Fraction(1, holders) if policy is target else Fraction(1)
+    lacking = 1 - Fraction(1, _holders(policy)) if policy is target else Fraction(1)
     sizes: dict[int, int] = {}
     for table in tables.values():  # ranks that hold the same share a table
         if id(table) not in sizes:

@@ -95,22 +95,17 @@ _VLLM_LAYER: tuple[LayerRow, ...] = (
 )
 
 
-def sharded_tables(arch: Architecture, layout: Layout) -> RankTables:
-    """What each rank trains with under FSDP or ZeRO: rows of shard_size; whole tensors if 1."""
+def row_tables(arch: Architecture, layout: Layout) -> RankTables:
+    """What each rank trains with where shard_size ranks divide every tensor's rows."""
     places = {rank: (layout.coordinate(rank).dp % layout.shard_size,) for rank in layout.ranks}
     return _shared(
         places, lambda place: row_shards(arch, shard_size=layout.shard_size, shard_rank=place)
     )
 
 
-def row_tables(arch: Architecture, layout: Layout) -> RankTables:
-    """What each rank trains with where all data-parallel ranks divide every tensor's rows."""
-    return sharded_tables(arch, replace(layout, shard_size=layout.dp_size))
-
-
 def whole_tables(arch: Architecture, layout: Layout) -> RankTables:
     """Every tensor on every rank: the built-in generator."""
-    return sharded_tables(arch, replace(layout, shard_size=1))
+    return row_tables(arch, replace(layout, shard_size=1))
 
 
 def megatron_tables(

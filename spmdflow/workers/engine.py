@@ -19,9 +19,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.blocks.box import Box
-from spmdflow.blocks.hash import box_sum, read_sums
+from spmdflow.blocks.hash import MODULUS, box_sum
 from spmdflow.config.schema import EngineConfig
-from spmdflow.errors import ProtocolError, SpmdflowError
+from spmdflow.errors import ProtocolError, SpmdflowError, WeightSyncError
 from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.registry import resolve
 from spmdflow.objectives.loss import Loss
@@ -137,6 +137,10 @@ class TrainEngine(ABC):
     weight_group: dist.ProcessGroup | None = None
     """The ranks that hold the weights between them; None: this one has every weight whole."""
 
+    replica_group: dist.ProcessGroup | None = None
+    """The ranks that hold the same weights as this one, where the engine keeps several copies and
+    wants their hashes compared."""
+
     @abstractmethod
     def blocks(self) -> Iterable[Block]:
         """(Hugging Face name, live tensor, its box of the whole), tied ones once, fixed order."""
@@ -168,7 +172,10 @@ class TrainEngine(ABC):
             yield name, whole
 
     def shard_hashes(self, dtype: torch.dtype) -> dict[str, int]:
-        """Positional hash of each whole tensor cast to dtype, from the shards themselves."""
+        """Positional hash of each whole tensor cast to dtype, from the shards themselves.
+
+        WeightSyncError if copies in the replica group differ.
+        """
         shapes = self.shapes
         sums = torch.zeros(len(shapes), dtype=torch.int64, device=self.device)
         places = {name: place for place, name in enumerate(shapes)}
@@ -176,7 +183,18 @@ class TrainEngine(ABC):
             sums[places[name]] += box_sum(view.to(dtype), box, shapes[name])
         if self.weight_group is not None:
             dist.all_reduce(sums, group=self.weight_group)  # int64 wraps: modulo 2**64
-        return read_sums(dict(zip(shapes, sums, strict=True)))
+        both = torch.stack([sums, ~sums])  # the least sum has the largest complement
+        if self.replica_group is not None:
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=self.replica_group)
+        found = dict(zip(shapes, zip(*both.tolist(), strict=True), strict=True))  # one wait
+        differ = [name for name, (most, least) in found.items() if most != ~least]
+        if differ:
+            raise WeightSyncError(
+                f"{self.name}: got copies of {differ[0]} with different values "
+                f"({len(differ)} tensors differ), expected the same bits in every replica; "
+                f"resume from the last checkpoint and report this message"
+            )
+        return {name: most % MODULUS for name, (most, _) in found.items()}
 
     def export_hugging_face(self, folder: Path) -> None:
         """Write a folder that from_pretrained can load: every rank gathers, the first writes."""

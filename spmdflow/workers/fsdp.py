@@ -2,7 +2,9 @@
 
 Every rank holds 1/n of each parameter (float32), gathers one decoder layer at a time in the
 compute precision, and steps AdamW on its own shards: PyTorch's FSDP2 (Zhao et al. 2023), which is
-ZeRO stage 3 (Rajbhandari et al. 2020). Kinds that keep a unit gathered through a train step, or
+ZeRO stage 3 (Rajbhandari et al. 2020). With a layout's shard_size s < n, groups of s neighbours
+have a copy each (HSDP): gathers and reduce-scatters stay in the group, and an all-reduce over the
+groups sums the shards' gradients once a step. Kinds that keep a unit gathered through a train step, or
 reduce gradients once per step instead of once per micro-batch, send less and need more memory:
 `Sharding` of their kind says so. Stage 1 is from torch's own parts:
 
@@ -38,7 +40,7 @@ from spmdflow.weights.move import Block
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import LoadedModel
-from spmdflow.workers.optimizer import ShardedAdamW, clip_, squared_norm
+from spmdflow.workers.optimizer import STEPS, ShardedAdamW, clip_, squared_norm
 from spmdflow.workers.sharding import (
     Shard,
     mesh_of,
@@ -54,6 +56,9 @@ class FSDPEngine(TrainEngine):
 
     All ranks of context.layout.ranks build it together. total_optimizer_steps is for schedules
     that end. ConfigError if the layout is not purely data-parallel.
+
+    Where several ranks hold the same, each tensor of the state is saved by one of them, which sends
+    it to the others when it is loaded.
     """
 
     model: LoadedModel
@@ -77,6 +82,7 @@ class FSDPEngine(TrainEngine):
             _freeze(model)
         mesh = mesh_of(self.sharding, context)
         self.weight_group = mesh.get_group(mesh.ndim - 1)
+        self.replica_group = mesh.get_group(0) if mesh.ndim == 2 else None
         shard_model(model, self.sharding, mesh, recompute=cfg.recompute)
         assert isinstance(model.module, FSDPModule)
         self._root: FSDPModule = model.module
@@ -106,7 +112,7 @@ class FSDPEngine(TrainEngine):
         return self.dp_sums(sums)
 
     def gradient_norm(self) -> float:
-        """Norm of the whole gradient: squares of all shards, summed over the ranks that share."""
+        """Norm of the whole gradient: squares of all shards, summed over those of one copy."""
         square = squared_norm(self._gradients().values(), self.device)
         dist.all_reduce(square, group=self.weight_group)
         return math.sqrt(float(square))
@@ -142,8 +148,15 @@ class FSDPEngine(TrainEngine):
 
     def state_blocks(self) -> dict[str, Tensor]:
         """Rows of parameters and moments under their names, "optimizer.steps"; live tensors."""
-        optimizer = {} if self.optimizer is None else self.optimizer.state_blocks()
-        return self._owned() | optimizer
+        held, owners, place = self._held(), self._owners(), dist.get_rank(self.replica_group)
+        return {name: tensor for name, tensor in held.items() if owners.get(name, place) == place}
+
+    def load_blocks(self, blocks: Mapping[str, Tensor]) -> None:
+        """See `TrainEngine.load_blocks`; what other ranks have too goes from its owner to them."""
+        super().load_blocks(blocks)
+        held = self._held()
+        for name, place in self._owners().items():
+            dist.broadcast(held[name], group=self.replica_group, group_src=place)
 
     def residency(self, where: Place, part: Part) -> None:
         """Move parameters or optimizer moments between device and host memory.
@@ -167,9 +180,16 @@ class FSDPEngine(TrainEngine):
         """Live local rows by name."""
         return {name: shard.local for name, shard in self._shards().items()}
 
-    def _owned(self) -> dict[str, Tensor]:
-        """Those of the local rows that this rank saves: over all ranks each row once."""
-        return self._local()
+    def _held(self) -> dict[str, Tensor]:
+        """The state on this rank, whether or not others have the same."""
+        return self._local() | ({} if self.optimizer is None else self.optimizer.state_blocks())
+
+    def _owners(self) -> dict[str, int]:
+        """Place in the replica group of the rank that saves each tensor that all of it hold."""
+        if self.replica_group is None:
+            return {}
+        size = self.replica_group.size()
+        return {name: n % size for n, name in enumerate(self._held()) if name != STEPS}
 
     def _output(self, micro: MicroBatch) -> Tensor:
         return self.model.output(self._module, micro.input_ids)
@@ -190,28 +210,16 @@ class FSDPEngine(TrainEngine):
 class ZeROEngine(FSDPEngine):
     """Whole weights on every rank, moments divided. State and outputs as `FSDPEngine`'s.
 
-    A rank saves the tensors that it steps, so that every tensor is saved once; loading sends them
-    to the other ranks.
+    A rank saves the tensors that it steps.
     """
-
-    def load_blocks(self, blocks: Mapping[str, Tensor]) -> None:
-        """See `TrainEngine.load_blocks`; whole parameters go from their owner to every rank."""
-        super().load_blocks(blocks)
-        for name, tensor in self._local().items():
-            dist.broadcast(tensor, self.layout.ranks[self._owner(name)], group=self.dp_group)
 
     def _optimizer_of(self, cfg: OptimizerConfig, total_steps: int) -> ShardedAdamW:
         return PartitionedAdamW(self._local(), cfg, total_steps, self.dp_group)
 
-    def _owned(self) -> dict[str, Tensor]:
-        place = self.layout.group_rank(self.rank)
-        return {name: x for name, x in self._local().items() if self._owner(name) == place}
-
-    def _owner(self, name: str) -> int:
-        """Position in the pool of the rank that saves a replicated tensor."""
+    def _owners(self) -> dict[str, int]:
         if isinstance(self.optimizer, PartitionedAdamW):
-            return self.optimizer.owners[name]
-        return 0
+            return self.optimizer.owners
+        return super()._owners()
 
 
 class PartitionedAdamW(ShardedAdamW):
@@ -252,11 +260,10 @@ class PartitionedAdamW(ShardedAdamW):
 
 def _check_layout(context: WorkerContext, kind: str) -> None:
     layout = context.layout
-    sizes = {"dp_size": layout.dp_size, "shard_size": layout.shard_size}
-    if sizes["dp_size"] != layout.size or sizes["shard_size"] not in (1, layout.size):
+    if layout.dp_size != layout.size:
         raise ConfigError(
-            f"{context.name}: engine {kind} got {sizes} for {layout.size} ranks; expected dp_size "
-            f"{layout.size}, as every rank has rows of its own; leave out tp, pp and shard_size "
+            f"{context.name}: engine {kind} got dp_size {layout.dp_size} for {layout.size} ranks; "
+            f"expected {layout.size}, as every rank has rows of its own; leave out tp and pp "
             f"or choose engine.kind={' or '.join(engines_that_cut())}"
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +21,25 @@ from spmdflow.workers.model import LoadedModel
 
 
 def mesh_of(sharding: Sharding, context: WorkerContext) -> DeviceMesh:
-    """Mesh of the pool, last axis "shard": all of its ranks, or (replicate, shard) = (n, 1).
+    """Mesh of the pool, last axis "shard": all of its ranks, or (replicate, shard).
 
+    Shards lie on the layout's shard_size neighbours; parameters that stay whole have shards of 1.
     Meshes are equal if ranks and names are; with the group's name in its own, this one is no mesh
     of a host program, nor of an earlier launch.
     """
-    ranks, device = context.layout.ranks, context.device.type
-    pool = context.groups.get(ranks)
+    layout, device = context.layout, context.device.type
+    pool = context.groups.get(layout.ranks)
     shard, replicate = f"shard-{pool.group_name}", f"replicate-{pool.group_name}"
-    if sharding.parameters:
+    if not sharding.parameters:
+        layout = replace(layout, shard_size=1)
+    elif layout.shard_size == layout.size:
         return DeviceMesh.from_group(pool, device, mesh_dim_names=(shard,))
-    alone = context.groups.get((context.rank,))
-    column = torch.tensor(ranks)[:, None]
+    axes = [layout.axis_group(context.rank, axis) for axis in ("replicate", "shard")]
     return DeviceMesh.from_group(
-        [pool, alone], device, mesh=column, mesh_dim_names=(replicate, shard)
+        [context.groups.get(ranks) for ranks in axes],
+        device,
+        mesh=torch.tensor(layout.ranks).view(-1, layout.shard_size),
+        mesh_dim_names=(replicate, shard),
     )
 
 
@@ -64,7 +69,9 @@ def shard_model(
 
 def set_last_micro_batch(root: FSDPModule, sharding: Sharding, *, last: bool) -> None:
     """Before a micro-batch: what may wait until the last one of the step waits."""
-    if not sharding.micro_batch_reductions:
+    if sharding.micro_batch_reductions:
+        root.set_requires_all_reduce(last)  # between groups of shards, where there are several
+    else:
         root.set_requires_gradient_sync(last)
     if not _reshards(sharding):
         root.set_reshard_after_backward(last)

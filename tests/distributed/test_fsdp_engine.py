@@ -21,13 +21,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "fsdp_engine.py"
-KINDS = ["fsdp", "zero1", "zero2", "zero3"]
+KINDS = ["fsdp", "zero1", "zero2", "zero3", "fsdp-s2"]
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What four gloo ranks measured, by engine kind."""
-    return measure(tmp_path_factory, ["fsdp:all", "zero1:some", "zero2:some", "zero3:some"])
+    return measure(
+        tmp_path_factory, [f"{kind}:{'all' if kind == 'fsdp' else 'some'}" for kind in KINDS]
+    )
 
 
 @pytest.fixture(params=KINDS)
@@ -95,6 +97,7 @@ def test_all_gradients_of_a_zero_stage_equal_a_single_process(
 def test_four_clipped_scheduled_steps_on_4_ranks_equal_those_on_1(results: dict) -> None:
     assert results["rates"] == pytest.approx([0.005, 0.01, 0.01, 0.005])
     assert results["trajectory_error"] < 1e-5
+    assert results["shards_error"] < 1e-5  # groups of 2 against all 4
 
 
 @pytest.mark.parametrize("case", ["2_None", "2_20", "9_None", "9_20"])
@@ -149,9 +152,9 @@ def test_bfloat16_compute_is_near_float32_and_keeps_float32_state(results: dict,
 def test_each_rank_holds_the_parts_of_its_stage(results: dict) -> None:
     whole, held = results["division"]["whole"], results["division"]["held"]
     parameters, moments = zip(*held, strict=True)
-    assert sum(moments) == whole and max(moments) < 1.1 * whole / 4
-    expected = [whole] * 4 if results["kind"] == "zero1" else [whole / 4] * 4  # all rows divide
-    assert list(parameters) == expected
+    shares, saved = {"zero1": (1, 4), "fsdp-s2": (2, 2)}.get(results["kind"], (4, 4))
+    assert sum(moments) == whole and max(moments) < 1.1 * whole / saved
+    assert list(parameters) == [whole / shares] * 4  # all rows divide
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -160,14 +163,16 @@ def test_step_sends_what_its_stage_says_for_any_number_of_micro_batches(
 ) -> None:
     whole, counts = results["division"]["whole"], results["division"]["counts"][str(parts)]
     sums = counts.pop("allreduce_") - 11  # metrics and denominators
-    both = whole * 5 // 4  # an all-gather's or reduce-scatter's tensors: the whole and a fourth
+    shared = 2 if results["kind"] == "fsdp-s2" else 4
+    both = whole + whole // shared  # an all-gather's or reduce-scatter's tensors
     rounds = {"zero2": (1, parts)}.get(results["kind"], (2 * parts, parts))
     if results["kind"] == "zero1":
         assert (sums, counts) == (whole, {"broadcast_": whole})
     else:
         gathered, scattered = (both * n for n in rounds)
+        between = whole // 2 if results["kind"] == "fsdp-s2" else 0  # once, whatever the parts
         assert (sums, counts) == (
-            0,
+            between,
             {"_allgather_base_": gathered, "_reduce_scatter_base_": scattered},
         )
 
@@ -181,6 +186,12 @@ def test_gradient_that_is_not_finite_ends_the_step_and_changes_nothing(results: 
 
 def test_critic_from_a_causal_model_starts_with_a_zero_head(results: dict) -> None:
     assert results["zero_head"]
+
+
+def test_copies_that_differ_are_told_when_they_are_hashed(results: dict) -> None:
+    several = results["kind"] in ("zero1", "fsdp-s2")
+    told = "got copies of model.embed_tokens.weight with different values (1 tensors differ)"
+    assert (told in results["copies"]) == several, results["copies"]
 
 
 def test_folder_without_head_or_model_is_refused_with_its_path(results: dict) -> None:

@@ -86,12 +86,15 @@ class World:
     """Engine kind."""
     every: bool = True
     """All pool sizes, rows and variants, or some."""
+    shard: int = 0
+    """Ranks of a group of shards, on pools that it divides; 0: all."""
 
     def engine(
         self, kind: str, dp: int, cfg: EngineConfig, *, dtype: str = "float32", **optimizer: Any
     ) -> TrainEngine:
         """An engine on ranks 0..dp-1; betas[0] = 0 keeps the gradient in exp_avg."""
-        layout = Layout.data_parallel(tuple(range(dp)))
+        shard = 0 if self.shard and dp % self.shard else self.shard
+        layout = Layout.data_parallel(tuple(range(dp)), shard_size=shard)
         context = WorkerContext(kind, layout, self.rank, self.groups, torch.device("cpu"), seed=0)
         head = "scalar" if kind == "reward" else "causal_lm"
         model = load_model(ModelConfig(path=str(self.folder / kind), dtype=dtype), head=head)

@@ -1,8 +1,8 @@
 """Four ranks run data-parallel engines on pools of 1-4 ranks; rank 0 writes what it measured.
 
 Usage: torchrun --nproc-per-node 4 fsdp_engine.py FOLDER [KIND:all | KIND:some]...
-FOLDER/results.json: engine kind -> check -> figures. "some": a covering part of the pool sizes,
-numbers of rows and variants.
+KIND: an engine's, with its groups of shards: fsdp-s2. FOLDER/results.json: kind -> check ->
+figures. "some": a covering part of the pool sizes, numbers of rows and variants.
 """
 
 from __future__ import annotations
@@ -62,14 +62,17 @@ def main(folder: Path, kinds: list[str]) -> None:
     groups = GroupTable(rank, timeout_seconds=60)
     pools = [tuple(range(dp)) for dp in range(1, MAX_DP + 1)]
     alone = [(member,) for member in range(1, MAX_DP)]
-    groups.make([GroupSpec(ranks, "compute", "gloo") for ranks in pools + alone])
+    pairs = [(0, 1), (0, 2), (1, 3), (2, 3)]
+    groups.make([GroupSpec(ranks, "compute", "gloo") for ranks in pools + alone + pairs])
     if rank == 0:
         write_models(folder)
     dist.barrier()
     references: dict[tuple[str, int], Reference] = {}
     results = {}
     for name, _, extent in (kind.partition(":") for kind in kinds):
-        world = World(rank, groups, folder, {}, references, name, extent == "all")
+        engine, _, shard = name.partition("-s")
+        extent_and_shard = extent == "all", int(shard or 0)
+        world = World(rank, groups, folder, {}, references, engine, *extent_and_shard)
         for check in CHECKS:
             check(world)
             dist.barrier()
@@ -102,12 +105,15 @@ def check_gradients(world: World) -> None:
 
 
 def check_trajectory(world: World) -> None:
-    """Four clipped steps with warm-up and cosine, on 4 ranks and on 1: equal weights."""
+    """Four clipped steps with warm-up and cosine, on 4 ranks and on 1: equal weights.
+
+    Groups of shards are compared with shards over all ranks too.
+    """
     weights = {}
-    for dp in (1, MAX_DP):
+    for dp, shard in dict.fromkeys([(1, 0), (MAX_DP, 0), (MAX_DP, world.shard)]):
         if world.rank >= dp:
             continue
-        engine = world.engine(
+        engine = replace(world, shard=shard).engine(
             "tied", dp, EngineConfig(), clip_norm=0.05, schedule="cosine", warmup_steps=2
         )
         rates = []
@@ -115,10 +121,12 @@ def check_trajectory(world: World) -> None:
             share, parts = split(make_batch(6, seed=step), dp, world.rank, 2, None)
             metrics = engine.train_step(share, loss_of("tied"), num_micro_batches=parts)
             rates.append(metrics["lr"])
-        weights[dp] = dict(engine.full_tensors())
+        weights[dp, shard] = dict(engine.full_tensors())
         world.note("rates", rates)
     if world.rank == 0:
-        world.note("trajectory_error", largest(weights[1], weights[MAX_DP]))
+        one, *others = weights.values()
+        world.note("trajectory_error", max(largest(one, other) for other in others))
+        world.note("shards_error", max(largest(others[0], other) for other in others))
 
 
 def check_forward(world: World) -> None:
@@ -133,7 +141,7 @@ def check_real_models(world: World) -> None:
     data = os.environ.get("SPMDFLOW_DATA")
     if not data:
         return
-    real = replace(world, folder=world.folder / f"real-{world.kind}", references={})
+    real = replace(world, folder=world.folder / f"real-{world.kind}-{world.shard}", references={})
     if world.rank == 0:
         real.folder.mkdir()
         for kind, name in (("tied", "stories260K-hd64"), ("reward", "stories260K-hd64-rm-vader")):
@@ -203,6 +211,9 @@ def check_hashes(world: World) -> None:
         names = [n for n, x in engine.full_tensors() if changed[n] != hashes_of(world.folder)[n]]
         found[f"{dp} changed"] = names == ["model.layers.0.mlp.up_proj.weight"]
     world.note("hashes", found)
+    engine = world.engine("reward", MAX_DP, EngineConfig())
+    next(iter(engine.blocks()))[1].add_(world.rank)
+    world.note("copies", message(lambda: engine.shard_hashes(torch.bfloat16)))
 
 
 def check_export(world: World) -> None:
@@ -211,7 +222,7 @@ def check_export(world: World) -> None:
         engine = world.engine(kind, MAX_DP, EngineConfig())
         share, parts = split(make_batch(5), MAX_DP, world.rank, 2, None)
         engine.train_step(share, loss_of(kind), num_micro_batches=parts)
-        target = world.folder / f"export-{world.kind}"
+        target = world.folder / f"export-{world.kind}-{world.shard}"
         engine.export_hugging_face(target / kind)
         full = dict(engine.full_tensors())
         columns = score_columns if kind == "reward" else log_prob_columns

@@ -89,7 +89,17 @@ SIZES = {
     "actor.engine.layout=t2": "actor.engine.layout: got t2 with engine.kind=fsdp, expected none, "
     "as that engine is data-parallel; set actor.engine.kind=megatron",
     "actor.engine.kind=megatron actor.engine.layout=2x2": "actor.engine.layout: got '2x2', "
-    "expected sizes such as t2, p2 or t4p2; correct it (data parallelism takes the other ranks)",
+    "expected sizes such as t2, p2, t4p2 or s8; correct it (data parallelism takes the other "
+    "ranks)",
+    "actor.engine.layout=s0": "actor.engine.layout: got 's0', expected sizes such as t2, p2, t4p2 "
+    "or s8; correct it (data parallelism takes the other ranks)",
+    "actor.engine.layout=s3": "actor.engine.layout: got s3 on a pool of 4, expected a divisor of "
+    "the pool's size; choose one of [1, 2, 4]",
+    "actor.engine.kind=zero1 actor.engine.layout=s2": "actor.engine.layout: got s2 with "
+    "engine.kind=zero1, expected no s, as that engine does not shard parameters over "
+    "data-parallel ranks; leave it out or set actor.engine.kind=fsdp or zero2 or zero3",
+    "actor.rollout.layout=s2": "actor.rollout.layout: got s2, expected t and p alone, as the other "
+    "sizes are of training; write t1p1",
     "actor.engine.kind=megatron actor.engine.layout=t3": "actor.engine.layout: got t3p1 = 3 ranks "
     "a replica on a pool of 4, expected a divisor of the pool's size; choose a product among "
     "[1, 2, 4]",

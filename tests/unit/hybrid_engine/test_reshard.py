@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from spmdflow.errors import PlanError
 from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, scopes_of
 from spmdflow.parallel.layout import Layout
-from spmdflow.weights.ranks import megatron_tables, sharded_tables, vllm_tables, whole_tables
+from spmdflow.weights.ranks import megatron_tables, row_tables, vllm_tables, whole_tables
 from tests.unit.resharding import arch_for, crossing_layouts, execute, nested_layouts
 
 SMALL = {"num_hidden_layers": 8, "vocab_size": 60}
@@ -94,7 +94,7 @@ def test_fsdp_and_zero_shards_reach_the_built_in_generator_and_vllm(shard_size, 
     layout = Layout.data_parallel((0, 1, 2, 3), shard_size=shard_size)
     scope = "shard" if shard_size == 4 else scope
     wide = Layout((0, 1, 2, 3), dp_size=4, shard_size=shard_size, gen_tp_size=2)
-    have = sharded_tables(arch, layout)
+    have = row_tables(arch, layout)
 
     whole = whole_tables(arch, layout)
     plan = _plan(have, whole, scopes_of(layout, layout))
@@ -105,7 +105,8 @@ def test_fsdp_and_zero_shards_reach_the_built_in_generator_and_vllm(shard_size, 
     assert sum(execute(arch, plan, have, whole).values()) == sum(
         plan.received_bytes(rank) for rank in layout.ranks
     )
-    assert over_pool.scope == "pool"
+    assert over_pool.scope == ("pool" if shard_size == 4 else "shard")
+    assert bool(over_pool.buckets) == (shard_size > 1), "a whole copy needs nothing"
     execute(arch, over_pool, have, halves)
     if shard_size == 4:
         one = plan.buckets[0].messages[0]

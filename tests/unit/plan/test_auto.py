@@ -79,7 +79,7 @@ def test_sizes_of_a_large_generator_of_its_own_are_searched_or_those_of_the_sett
     assert not strategy.recompute
     weights = 2 * 69e9 / (strategy.tp * strategy.pp)
     assert weights < pool.memory_bytes <= hardware.usable_bytes
-    sizes = sizes_of("actor.rollout.layout", auto.changed["actor.rollout.layout"])
+    sizes = sizes_of("actor.rollout.layout", auto.changed["actor.rollout.layout"])[:2]
     assert sizes == (strategy.tp, strategy.pp)
     settings = settings_of(128, node_size=8, backend="nccl")
     assert plan(loaded.script, auto.cfg, settings, hardware).problems == []
