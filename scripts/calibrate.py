@@ -191,7 +191,7 @@ def generation_seconds(name: str) -> Values:
     from spmdflow.rollout.vllm import VllmGenerator
 
     device = torch.device(name)
-    cfg = RolloutConfig(max_batch_size=max(GENERATION_BATCHES), kv_cache_bytes=1 << 26)
+    cfg = RolloutConfig(max_batch_size=max(GENERATION_BATCHES), kv_cache="64 MiB")
     generator = VllmGenerator(cfg, str(MODEL), device, Replica.alone())
     seconds = []
     for batch in GENERATION_BATCHES:

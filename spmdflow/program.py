@@ -5,6 +5,7 @@ Torch is imported when a run begins: settings that cannot work are refused witho
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import sys
@@ -15,10 +16,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import yaml
+
+from spmdflow.config.auto import choices_text, choose_by_device
 from spmdflow.config.check import check
 from spmdflow.config.load import SCRIPT_MODULE, Loaded, complete, load, load_script
-from spmdflow.config.location import to_yaml
-from spmdflow.config.source import find_file
+from spmdflow.config.location import run_dir_of, to_yaml
+from spmdflow.config.schema import RunConfig
+from spmdflow.config.source import find_file, flat
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.hardware import load_hardware
 
@@ -52,10 +57,13 @@ def prepare(
 ) -> tuple[Loaded, str | None]:
     """Place and check settings for a run on world_size ranks, node_size on each node.
 
-    Also the text that says where placement=auto put the models. Every rank searches by itself and
-    finds the same. ConfigError if something does not fit.
+    Also the text that says what `auto` means here, and why. Every rank finds it by itself, and the
+    same. ConfigError if something does not fit.
     """
-    hardware_name, text = loaded.cfg.run.hardware, None
+    cfg = copy.deepcopy(loaded.cfg)
+    lines = [choices_text(choose_by_device(cfg, _device_type(), kept=_as_before(cfg.run)))]
+    loaded = replace(loaded, cfg=cfg, yaml_text=to_yaml(cfg))
+    hardware_name = cfg.run.hardware
     if hardware_name is not None:
         load_hardware(hardware_name)
     if getattr(loaded.cfg, "placement", None) == "auto":
@@ -65,9 +73,26 @@ def prepare(
         hardware = hardware_of(hardware_name, node_size or world_size, world_size=world_size)
         found = resolve(loaded.script, loaded.cfg, world_size, hardware, examples=loaded.assume)
         loaded = replace(loaded, cfg=found.cfg, yaml_text=to_yaml(found.cfg))
-        text = placed_text(found)
+        lines.append(placed_text(found))
     check(loaded.cfg, world_size)
-    return loaded, text
+    return loaded, "\n".join(filter(None, lines)) or None
+
+
+def _device_type() -> str:
+    """Of the devices of this node: cuda, ..., or cpu."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None else found.type
+
+
+def _as_before(run: RunConfig) -> dict[str, Any]:
+    """Settings by key with which the run began that goes on from a checkpoint; else none."""
+    path = run_dir_of(run)
+    if run.resume == "never" or not (path / "checkpoints" / "latest").is_file():
+        return {}
+    text = (path / "config.yaml").read_text(encoding="utf-8")
+    return flat(yaml.safe_load(text))
 
 
 @overload

@@ -10,7 +10,7 @@ or the bundled files. A bundled script or YAML is given by its name.
 | file | does |
 |---|---|
 | schema | the dataclasses; a default that works, a sentence and bounds per key |
-| algorithm, offline | the same for algorithms besides PPO |
+| algorithm, offline, objective | the same for other algorithms; for losses and advantages |
 | leaf | the keys of a dataclass tree as a flat list, their errors, and `--help` |
 | load, source | script + YAML + overrides -> one object; bundled ones by name |
 | location | models and data by path, checkpoint or name on the hub -> folders |

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from spmdflow.config.leaf import part, setting
+from spmdflow.config.objective import AdvantageConfig, PolicyLossConfig
 from spmdflow.config.schema import (
     ActorConfig,
-    AdvantageConfig,
     CriticConfig,
     DataConfig,
     DrawnDataConfig,
     ModelConfig,
-    PolicyLossConfig,
     PPOConfig,
     ReferenceConfig,
     RewardConfig,

@@ -19,12 +19,15 @@ from spmdflow.config.leaf import (
     NOT_GIVEN,
     Errors,
     SettingErrors,
+    cache_of,
     check_bounds,
     leaves,
     micro_batch_of,
+    moved_parts,
     parts_of,
 )
 from spmdflow.config.model_folder import CAUSAL_LM, SCORER, ModelFacts
+from spmdflow.config.objective import AdvantageConfig, PolicyLossConfig
 from spmdflow.config.offline import (
     EvaluatedConfig,
     PreferenceDataConfig,
@@ -36,13 +39,12 @@ from spmdflow.config.offline import (
 from spmdflow.config.placement import has_engine, pools_of, roles_of
 from spmdflow.config.reward import check_rewards, knows_right, on_error_of
 from spmdflow.config.schema import (
+    AUTO,
     ActorConfig,
-    AdvantageConfig,
     CriticConfig,
     DataSettings,
     ModelConfig,
     OptimizerConfig,
-    PolicyLossConfig,
     ReferenceConfig,
     RewardConfig,
     RolloutConfig,
@@ -154,7 +156,8 @@ def _check_run(cfg: Any, *, here: bool) -> None:
             if here and isinstance(TRACKERS.find(tracker), str):
                 _check_installed(f"{key}.trackers", tracker, extra=tracker)
     for key, rollout in parts_of(cfg, RolloutConfig):
-        generator = generator_kind(rollout.engine, key=f"{key}.engine")
+        generator = generator_kind(rollout.generator, key=f"{key}.engine")
+        cache_of(rollout.kv_cache, f"{key}.kv_cache")
         if generator.package and here:
             _check_installed(f"{key}.engine", generator.package, extra=generator.extra)
     for key, optimizer in parts_of(cfg, OptimizerConfig):
@@ -179,6 +182,8 @@ def _check_placed(cfg: Any, world_size: int) -> None:
     for role, ranks in num_ranks.items():
         part = getattr(cfg, role)
         micro_batch_of(part.engine.micro_batch, f"{role}.engine.micro_batch")
+        if part.engine.residency != AUTO:
+            moved_parts(part.engine.residency, f"{role}.engine.residency")
         parallel.check_training_sizes(role, part.engine, num_ranks=ranks)
         if hasattr(part, "rollout"):
             parallel.check_generation_sizes(role, part, num_ranks=generating)
@@ -228,7 +233,7 @@ def _check_model(cfg: Any, key: str, path: str, *, here: bool = True) -> ModelFa
     part, data, rollout = getattr(cfg, role), _only(cfg, DataSettings), _only(cfg, RolloutConfig)
     kinds = (_KINDS[base] for base in type(part).__mro__ if base in _KINDS)
     model_folder.check_kind(facts, next(kinds, CAUSAL_LM + SCORER))
-    generator = rollout.engine if role == "actor" and rollout is not None else None
+    generator = rollout.generator if role == "actor" and rollout is not None else None
     model_folder.check_heads(facts, generator=generator)
     if hasattr(part, "engine"):
         sizes = parallel.training_sizes(role, part.engine)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,6 +97,39 @@ def micro_batch_of(text: str, key: str = "micro_batch") -> tuple[int, str]:
             key, repr(text), "a number and rows or tokens", "write '16 rows' or '4096 tokens'"
         )
     return int(count), unit
+
+
+PARTS = ("parameters", "gradients", "optimizer")
+"""What a trained model has on its device."""
+
+
+def moved_parts(text: str, key: str = "residency") -> tuple[str, ...]:
+    """ "optimizer, gradients" -> those, "offload" -> all, "keep" -> none; else ConfigError."""
+    if text in ("keep", "offload"):
+        return PARTS if text == "offload" else ()
+    names = [name.strip() for name in text.split(",")]
+    if set(names) - set(PARTS) or len(set(names)) != len(names):
+        expected = f"auto, keep, offload or some of {', '.join(PARTS)}, each once"
+        raise ConfigError.of(key, repr(text), expected, f"set {key}=optimizer")
+    return tuple(part for part in PARTS if part in names)
+
+
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "MB": 10**6, "GB": 10**9}
+_CACHE = re.compile(r"(\d+(?:\.\d+)?) *(of free|[KMG]i?B|)")
+
+
+def cache_of(text: str, key: str = "kv_cache") -> tuple[float, str]:
+    """ "20 GiB" -> (its bytes, "bytes"), "0.6 of free" -> (0.6, "free"), auto -> (0.9, "auto")."""
+    found = _CACHE.fullmatch(text.strip())
+    size, unit = (float(found[1]), found[2]) if found else (0.0, "")
+    if text == "auto":
+        return 0.9, "auto"
+    if unit == "of free" and 0 < size <= 1:
+        return size, "free"
+    if unit in _UNITS and size * _UNITS[unit] >= 1:
+        return size * _UNITS[unit], "bytes"
+    expected = "auto, a part of what is free (0.6 of free) or a size (20 GiB, or bytes)"
+    raise ConfigError.of(key, repr(text), expected, f"set {key}='0.6 of free'")
 
 
 @dataclass(frozen=True)

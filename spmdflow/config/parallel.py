@@ -67,7 +67,7 @@ def generation_sizes(role: str, part: Any) -> Sizes:
     """Sizes while a role generates: rollout.layout, or what auto means."""
     rollout, training = part.rollout, training_sizes(role, part.engine)
     if rollout.layout == "auto":
-        generator = generator_kind(rollout.engine, key=f"{role}.rollout.engine")
+        generator = generator_kind(rollout.generator, key=f"{role}.rollout.engine")
         return Sizes(training.tp) if generator.cuts_model else Sizes()
     sizes = sizes_of(f"{role}.rollout.layout", rollout.layout)
     if sizes[2:] != Sizes()[2:]:
@@ -103,9 +103,9 @@ def check_generation_sizes(role: str, part: Any, *, num_ranks: int) -> Sizes:
     """The generator can have these sizes on so many ranks (ConfigError)."""
     sizes = generation_sizes(role, part)
     key = f"{role}.rollout.layout"
-    if sizes.replica > 1 and not generator_kind(part.rollout.engine).cuts_model:
+    if sizes.replica > 1 and not generator_kind(part.rollout.generator).cuts_model:
         raise ConfigError(
-            f"{key}: got {part.rollout.layout} with rollout.engine={part.rollout.engine}, "
+            f"{key}: got {part.rollout.layout} with rollout.engine={part.rollout.generator}, "
             f"expected t1, as it generates on single ranks; set {role}.rollout.engine="
             f"{' or '.join(generators_that_cut())}"
         )

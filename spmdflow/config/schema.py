@@ -9,12 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from spmdflow.config.leaf import follows, micro_batch_of, part, setting
+from spmdflow.config.leaf import cache_of, follows, micro_batch_of, moved_parts, part, setting
+from spmdflow.config.objective import AdvantageConfig, PolicyLossConfig, ValueLossConfig
 from spmdflow.kind.engine import engine_names, engines_that_shard, option_names, options_doc
 from spmdflow.kind.generator import generator_names, generators_doc
 from spmdflow.kind.registry import tracker_names
 
 NO_LIMIT = 1 << 30
+AUTO = "auto"
+DTYPES = (AUTO, "float32", "bfloat16")
+CPU_CACHE_BYTES = 64 << 20
 
 
 @dataclass
@@ -124,17 +128,31 @@ class DataConfig(AnswerDataConfig):
     samples_per_prompt: int = setting("Responses generated for each prompt.", 1, at_least=1)
 
 
+class Precise:
+    """What has weights of a dtype."""
+
+    dtype: str
+    max_model_len: int | None = None
+    """Of a generator: longest prompt with its response, if not as the settings say."""
+
+    @property
+    def precision(self) -> str:
+        """dtype; of auto, before a run or a plan has chosen: float32."""
+        return DTYPES[1] if self.dtype == AUTO else self.dtype
+
+
 @dataclass
-class ModelConfig:
+class ModelConfig(Precise):
     """Which weights, in which precision."""
 
     path: str = setting(
         "Hugging Face folder, owner/name[@revision] on the hub, or a RUN_DIR or checkpoint."
     )
     dtype: str = setting(
-        "Compute precision; gradients and optimizer stay float32.",
-        "float32",
-        one_of=("float32", "bfloat16"),
+        "Compute precision; gradients and optimizer stay float32. auto: bfloat16 on CUDA, float32 "
+        "on CPU.",
+        AUTO,
+        one_of=DTYPES,
     )
 
 
@@ -154,14 +172,20 @@ class EngineConfig:
         one_of=option_names,
     )
     residency: str = setting(
-        "keep: stay on the device; offload: live on the host between calls.",
-        "keep",
-        one_of=("keep", "offload"),
+        "What lives on the host between calls: some of parameters, gradients, optimizer (with "
+        "commas); offload: all; keep: nothing; auto: what makes a step fit and fastest, by the "
+        "plan (keep on CPU).",
+        AUTO,
     )
     micro_batch: str = setting(
         "What one forward of a rank takes: at most so many rows, or tokens (4096 tokens).",
         "16 rows",
     )
+
+    @property
+    def moved(self) -> tuple[str, ...]:
+        """Parts that live on the host; of auto, before a run or a plan has chosen: none."""
+        return () if self.residency == AUTO else moved_parts(self.residency)
 
     @property
     def recompute(self) -> bool:
@@ -220,10 +244,15 @@ class UpdateConfig:
 
 
 @dataclass
-class RolloutConfig:
+class RolloutConfig(Precise):
     """Generation: which engine, how to sample, how the weights are checked."""
 
-    engine: str = setting(f"{generators_doc()}.", generator_names()[0], one_of=generator_names)
+    engine: str = setting(
+        f"{generators_doc()}; auto: the first of a package that is installed on CUDA, else "
+        f"{generator_names()[0]}.",
+        AUTO,
+        one_of=lambda: (AUTO, *generator_names()),
+    )
     layout: str = setting(
         "Parallel sizes while generating, such as t2; auto: the trainer's t, or t1 where "
         "ranks generate alone.",
@@ -235,7 +264,9 @@ class RolloutConfig:
         one_of=("auto", "copy", "blocks", "flat"),
     )
     dtype: str = setting(
-        "Precision of the generator's weights.", "float32", one_of=("float32", "bfloat16")
+        "Precision of the generator's weights. auto: bfloat16 on CUDA, float32 on CPU.",
+        AUTO,
+        one_of=DTYPES,
     )
     max_new_tokens: int = setting("Longest response.", 64, at_least=1)
     temperature: float = setting(
@@ -244,7 +275,12 @@ class RolloutConfig:
     top_p: float = setting("Nucleus sampling; 1 keeps every token.", 1.0, above=0, at_most=1)
     top_k: int = setting("Sample among the k likeliest tokens; 0 keeps every token.", 0, at_least=0)
     max_batch_size: int = setting("Rows decoded together on one rank.", 128, at_least=1)
-    kv_cache_bytes: int = setting("KV cache of one vLLM engine.", 67108864, above=0)
+    kv_cache: str = setting(
+        "KV cache of a vLLM engine on each rank: 20 GiB, bytes, or 0.6 of free (of what the plan "
+        "leaves while it generates); auto: 0.9 of free, at most for max_batch_size rows, on CPU "
+        "64 MiB.",
+        AUTO,
+    )
     verify_every: int = setting(
         "Weight syncs between checksum comparisons (0: never).", 1, at_least=0
     )
@@ -252,46 +288,25 @@ class RolloutConfig:
         "Mean |log-prob| gap, rollout against trainer, that ends the run.", None, above=0
     )
     tokenizer_path: str = follows("data.tokenizer_path", "")  # reads stop strings
+    max_prompt_tokens: int = follows("data.max_prompt_tokens", 0)
 
+    @property
+    def generator(self) -> str:
+        """engine; of auto, before a run or a plan has chosen: the built-in one."""
+        return generator_names()[0] if self.engine == AUTO else self.engine
 
-class PolicyLossSettings:
-    """What the policy loss reads besides PPO's settings; `algorithm` makes it settings."""
+    @property
+    def cache_bytes(self) -> int:
+        """Of a size; else, before a run or a plan has chosen one: 64 MiB."""
+        size, unit = cache_of(self.kv_cache)
+        return int(size) if unit == "bytes" else CPU_CACHE_BYTES
 
-    surrogate: str = "ppo"
-    pretrain_coef: float = 0.0
-    clip_ratio_high: float | None = None
-    dual_clip: float | None = None
-
-
-@dataclass
-class PolicyLossConfig(PolicyLossSettings):
-    """Clipped surrogate, entropy bonus and KL penalty of the actor."""
-
-    clip_ratio: float = setting("PPO's epsilon.", 0.2, above=0, below=1)
-    entropy_coef: float = setting("Weight of the entropy bonus.", 0.0, at_least=0)
-    kl_coef: float = setting(
-        "Weight of the KL penalty in the loss (needs ref_log_probs).", 0.0, at_least=0
-    )
-    kl_estimator: str = setting("Estimator of that KL.", "k3", one_of=("k1", "k2", "k3", "abs"))
-    aggregation: str = setting(
-        "How token losses become one number.",
-        "token-mean",
-        one_of=(
-            "token-mean",
-            "sequence-mean-token-mean",
-            "sequence-mean-token-sum",
-            "sequence-mean-token-sum-by-budget",
-        ),
-    )
-
-
-@dataclass
-class ValueLossConfig:
-    """Clipped squared error of the critic."""
-
-    clip_range: float | None = setting(
-        "Values may move this far from the old ones; none: no clipping.", 0.2, above=0
-    )
+    @property
+    def longest_row(self) -> int | None:
+        """Tokens of the longest prompt with its response; None: as many as the model reads."""
+        if self.max_model_len is None and self.max_prompt_tokens:
+            return self.max_prompt_tokens + self.max_new_tokens
+        return self.max_model_len
 
 
 @dataclass
@@ -353,24 +368,6 @@ class RewardConfig:
         "raise",
     )
     tokenizer_path: str = follows("data.tokenizer_path", "")  # makes responses text
-
-
-class AdvantageSettings:
-    """What advantages are computed with besides PPO's settings; `algorithm` makes it settings."""
-
-    estimator: str = "gae"
-    best_of: int = 0
-
-
-@dataclass
-class AdvantageConfig(AdvantageSettings):
-    """Advantages and the KL in the reward."""
-
-    gamma: float = setting("Discount.", 1.0, at_least=0, at_most=1)
-    lam: float = setting("GAE's lambda.", 0.95, at_least=0, at_most=1)
-    whiten: bool = setting("Normalise advantages over the global batch.", True)
-    kl_coef: float = setting("Weight of the KL to the reference in the reward.", 0.0, at_least=0)
-    kl_estimator: str = setting("Estimator of that KL.", "k1", one_of=("k1", "k2", "k3", "abs"))
 
 
 @dataclass

@@ -79,10 +79,10 @@ def _obstacle(cfg: Any, layout: Layout) -> str | None:
     """Why trainer and generator cannot share weights, or None."""
     if not engine_kind(cfg.engine.kind).shares_storage:
         return f"engine.kind={cfg.engine.kind} lays weights out in another way than generation"
-    if not generator_kind(cfg.rollout.engine).shares_storage:
-        return f"rollout.engine={cfg.rollout.engine} has weights of its own"
-    if cfg.rollout.dtype != cfg.model.dtype:
-        return f"rollout.dtype {cfg.rollout.dtype} is not model.dtype {cfg.model.dtype}"
+    if not generator_kind(cfg.rollout.generator).shares_storage:
+        return f"rollout.engine={cfg.rollout.generator} has weights of its own"
+    if (rollout := cfg.rollout.precision) != (training := cfg.model.precision):
+        return f"rollout.dtype {rollout} is not model.dtype {training}"
     if not layout.nests:
         return "generation replicas lie across training replicas"
     return None

@@ -181,7 +181,7 @@ def plan_copies(
     cfg: the actor's settings (Any: a role's dataclass). itemsize: of rollout.dtype.
     """
     have = boxes_of(training_tables(architecture, training, kind=cfg.engine.kind))
-    need = boxes_of(generation_tables(architecture, generation, engine=cfg.rollout.engine))
+    need = boxes_of(generation_tables(architecture, generation, engine=cfg.rollout.generator))
     scopes = scopes_of(training, generation)
     plan = plan_reshard(
         have, need, scopes=scopes, element_bytes=itemsize, bucket_bytes=BUCKET_BYTES

@@ -214,7 +214,7 @@ class _Way:
     ) -> None:
         """cfg: the actor's settings, which both ends share (Any: a role's dataclass)."""
         architecture = Architecture.from_folder(cfg.model.path)
-        self._dtype, self._device = getattr(torch, cfg.rollout.dtype), context.device
+        self._dtype, self._device = getattr(torch, cfg.rollout.precision), context.device
         itemsize = self._dtype.itemsize
         plan = plan_copies(
             architecture, cfg, training=training, generation=generation, itemsize=itemsize

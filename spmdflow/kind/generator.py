@@ -15,7 +15,7 @@ class GeneratorKind(Backend):
 
     _: KW_ONLY
     fixed_cache: bool = False
-    """Its KV cache has rollout.kv_cache_bytes from the start; else it is as large as the rows
+    """Its KV cache has rollout.kv_cache from the start; else it is as large as the rows
     that it decodes together, rollout.max_batch_size at most."""
     least_head_dim: int = 1
     """Smallest head for which it has kernels."""

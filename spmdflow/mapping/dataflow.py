@@ -82,8 +82,8 @@ class Engine(Precision):
     micro_batch_rows: int = 1
     micro_batch_tokens: int | None = None
     dtype: str = "bfloat16"
-    offload: bool = False
-    """Whether the model lives on the host between calls."""
+    moved: tuple[str, ...] = ()
+    """What lives on the host between calls: some of parameters, gradients, optimizer."""
 
     def __post_init__(self) -> None:
         assert self.dtype in _ELEMENT_BYTES and self.facts, self

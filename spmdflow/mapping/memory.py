@@ -42,9 +42,16 @@ LOGIT_BYTES = 4
 
 
 def resident_bytes(model: Model, cut: Strategy) -> Parts:
-    """What a model keeps on a rank between calls; nothing if it lives on the host."""
-    parts = state_bytes(model, cut)
-    return {name: 0.0 * size for name, size in parts.items()} if model.engine.offload else parts
+    """What a model keeps on a rank between calls; nothing of what lives on the host."""
+    moved, parts = model.engine.moved, state_bytes(model, cut)
+    return {name: (name not in moved) * size for name, size in parts.items()}
+
+
+def visiting_bytes(model: Model, kind: Kind, cut: Strategy) -> Parts:
+    """What comes from the host for a call and lives there else; a generation's for its sync."""
+    moved = [part for part in model.engine.moved if kind == "train" or part == "parameters"]
+    state = state_bytes(model, cut)
+    return {part: state[part] for part in moved}
 
 
 def state_bytes(model: Model, cut: Strategy) -> Parts:
@@ -65,12 +72,18 @@ def state_bytes(model: Model, cut: Strategy) -> Parts:
 
 
 def call_bytes(model: Model, kind: Kind, workload: Workload, cut: Strategy) -> Parts:
-    """What one call needs beside all residents; generation without its cache."""
+    """What one call needs beside all residents; generation without its cache and its sync."""
     if kind == "generate":
-        parts = _generation_bytes(model, workload, cut)
-    else:
-        parts = _pass_bytes(model, workload, cut, trains=kind == "train")
-    return added(parts, state_bytes(model, cut)) if model.engine.offload else parts
+        return _generation_bytes(model, workload, cut)
+    parts = _pass_bytes(model, workload, cut, trains=kind == "train")
+    return added(parts, visiting_bytes(model, kind, cut))
+
+
+def sync_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
+    """What a generation needs beside all residents while its weights come, without a cache."""
+    parts = _generation_bytes(model, workload, cut)
+    coming = {name: parts[name] for name in ("generation_weights", "gather")}
+    return added(coming, visiting_bytes(model, "generate", cut))
 
 
 def pool_memory(
@@ -80,7 +93,8 @@ def pool_memory(
 
     Residents of all members add; a call brings its own; a generation's KV cache is its
     `kv_cache_bytes`, whether or not it fits, else what is left of the usable memory. Of calls of
-    one title, such as a greedy and a sampled generation, the one that needs most is kept.
+    one title, such as a greedy and a sampled generation, the one that needs most is kept. Before a
+    generation on the trainer's ranks come its weights, in a phase of their own (`model.sync`).
     """
     resident = reduce(added, (resident_bytes(model, strategy) for model, strategy in members))
     pool = {model.name: (model, strategy) for model, strategy in members}
@@ -95,6 +109,9 @@ def pool_memory(
         if used < most.get(call.title, 0.0):
             continue
         most[call.title] = used
+        if call.kind == "generate" and model.weights_from is None:
+            coming = added(resident, sync_bytes(model, call.workload, strategy))
+            found[f"{model.name}.sync"] = {name: float(size) for name, size in coming.items()}
         if model.rollout is not None and call.kind == "generate":
             fixed = model.rollout.kv_cache_bytes
             parts["kv_cache"] = hardware.usable_bytes - used if fixed is None else fixed
@@ -117,12 +134,12 @@ def full_cache_bytes(model: Model, workload: Workload, cut: Strategy) -> Array:
     return rows_per_replica(workload, cut) * sequence_bytes(model, workload, cut)
 
 
-def offload_seconds(model: Model, cut: Strategy, hardware: Hardware) -> Array:
-    """A model that lives on the host is loaded before a call, and put back if it was trained."""
-    if not model.engine.offload:
-        return 0.0 * cut.dp
-    ways = 2 if model.trained else 1
-    return ways * total(state_bytes(model, cut)) / hardware.host_bandwidth
+def offload_seconds(model: Model, kind: Kind, cut: Strategy, hardware: Hardware) -> Array:
+    """What lives on the host comes for a call, and goes back if it was trained; gradients are not
+    kept."""
+    parts = visiting_bytes(model, kind, cut)
+    copied = sum((size for name, size in parts.items() if name != "gradients"), 0.0 * cut.dp)
+    return (2 if kind == "train" else 1) * copied / hardware.host_bandwidth
 
 
 def _gathered_bytes(model: Model, cut: Strategy, *, training: bool) -> Array:

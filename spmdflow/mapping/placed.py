@@ -153,8 +153,8 @@ def call_seconds(
         rows = rows_per_replica(workload, cut)
         notes = (f"{int(rows)} sequences a replica in {int(-(-rows // held))} waves",)
         parts = generation_parts(model, workload, cut, hardware, kv_bytes=kv_bytes)
-    if model.engine.offload:
-        parts = parts | {"offload": offload_seconds(model, cut, hardware)}
+    if model.engine.moved:
+        parts = parts | {"offload": offload_seconds(model, call.kind, cut, hardware)}
     return CallSeconds({name: float(one) for name, one in parts.items()}, notes)
 
 

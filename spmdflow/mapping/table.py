@@ -24,6 +24,7 @@ from spmdflow.mapping.memory import (
     least_cache_bytes,
     offload_seconds,
     resident_bytes,
+    sync_bytes,
 )
 from spmdflow.mapping.search import ModelSet, Options, pareto, unbeaten
 from spmdflow.mapping.seconds import generation_parts, pass_parts, total, transition_seconds
@@ -143,9 +144,10 @@ class CostTable:
             if call.fixed_seconds is not None:
                 costs[:, stage] += call.fixed_seconds
                 continue
-            costs[:, stage] += offload_seconds(model, cut, self.hardware)
+            costs[:, stage] += offload_seconds(model, call.kind, cut, self.hardware)
             beside = total(call_bytes(model, call.kind, call.workload, cut))
             if call.kind == "generate":
+                needed = np.maximum(needed, total(sync_bytes(model, call.workload, cut)))
                 generation = np.maximum(generation, beside)
                 cache = np.maximum(cache, least_cache_bytes(model, call.workload, cut))
                 full = np.maximum(full, full_cache_bytes(model, call.workload, cut))

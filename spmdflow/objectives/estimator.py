@@ -21,7 +21,7 @@ from math import comb
 import torch
 from torch import Tensor
 
-from spmdflow.config.schema import AdvantageConfig
+from spmdflow.config.objective import AdvantageConfig
 from spmdflow.data.row_id import RowGroups
 from spmdflow.kind.registry import Registry
 from spmdflow.objectives.loss import Reduce

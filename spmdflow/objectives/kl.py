@@ -33,7 +33,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.algorithm import CorrectionConfig
-from spmdflow.config.schema import AdvantageConfig
+from spmdflow.config.objective import AdvantageConfig
 from spmdflow.data.ragged import (
     VALID,
     chosen_mask,

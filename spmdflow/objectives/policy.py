@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spmdflow.config.schema import PolicyLossConfig, ValueLossConfig
+from spmdflow.config.objective import PolicyLossConfig, ValueLossConfig
 from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.kind.registry import Registry
 from spmdflow.objectives.kl import KL_ESTIMATORS, bounded, kl_estimate

@@ -29,6 +29,7 @@ from typing import Any
 
 import yaml
 
+from spmdflow.config.auto import choose_by_device
 from spmdflow.config.load import load
 from spmdflow.errors import ConfigError, DataError, PlanError
 from spmdflow.plan.auto import auto_plain, auto_text, is_auto, resolve
@@ -88,6 +89,8 @@ def _plan(options: argparse.Namespace) -> int:
     name = options.hardware or loaded.cfg.run.hardware
     hardware = hardware_of(name, options.node_size, world_size=len(world))
     backend = "gloo" if is_cpu(hardware) else "nccl"
+    device = "cpu" if is_cpu(hardware) else "cuda"
+    choices = choose_by_device(loaded.cfg, device, here=False)
     examples = {**loaded.assume, **dict(map(_example, options.assume))}
     if replay is not None:
         examples, settings = {}, settings_of_run(replay, backend=backend)
@@ -104,7 +107,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.auto or is_auto(cfg):
         found = resolve(loaded.script, cfg, len(world), hardware, examples=examples)
         cfg = found.cfg
-    report = plan(loaded.script, cfg, settings, hardware, replay=replay)
+    report = plan(loaded.script, cfg, settings, hardware, replay=replay, choices=choices)
     if options.picture is not None:
         try:
             write_picture(report, options.picture)

@@ -175,7 +175,7 @@ def _override(cfg: Any, key: str, text: str) -> dict[str, Any]:
         return {f"{role}.{rest}": list(dict.fromkeys(options))}
     if rest == "engine.layout" and not engine_kind(part.engine.kind).cuts_model:
         return {}
-    if rest == "rollout.layout" and not generator_kind(part.rollout.engine).cuts_model:
+    if rest == "rollout.layout" and not generator_kind(part.rollout.generator).cuts_model:
         return {}
     return {f"{role}.{rest}": text}
 

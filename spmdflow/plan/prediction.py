@@ -152,8 +152,8 @@ def _too_much(phase: PhaseMemory, step: Simulated, hardware: Hardware) -> Proble
         "activations": f"set {role}.engine.options=[recompute] or a smaller "
         f"{role}.engine.micro_batch",
         "logits": f"set a smaller {role}.engine.micro_batch",
-        "kv_cache": f"lower {role}.rollout.{'kv_cache_bytes' if is_fixed else 'max_batch_size'}",
-        "optimizer": f"raise p or t of {role}.engine.layout, or {role}.engine.residency=offload",
+        "kv_cache": f"lower {role}.rollout.{'kv_cache' if is_fixed else 'max_batch_size'}",
+        "optimizer": f"raise p or t of {role}.engine.layout, or {role}.engine.residency=optimizer",
     }.get(largest, f"raise t or p of {role}.engine.layout, use more ranks, or another placement")
     return Problem(
         "memory",

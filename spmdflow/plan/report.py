@@ -10,6 +10,7 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any
 
+from spmdflow.config.auto import Choice
 from spmdflow.config.check import problems as problems_of
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.parallel.group import GroupSpec
@@ -68,6 +69,8 @@ class PlanReport:
     proofs: tuple[Proof, ...]
     missing_here: str | None
     """Why this machine would refuse the run, though the plan is fine."""
+    choices: tuple[Choice, ...]
+    """What `auto` means in the settings."""
     seconds: float
     """That planning took."""
 
@@ -171,6 +174,7 @@ class PlanReport:
             "missing_here": self.missing_here,
             "reads": [asdict(read) for read in trace.reads],
             "not_predicted": dict(prediction.without),
+            "chosen": [asdict(choice) for choice in self.choices],
             "planning_seconds": self.seconds,
         }
 
@@ -216,10 +220,11 @@ def plan(
     hardware: Hardware,
     *,
     replay: Replay | None = None,
+    choices: Sequence[Choice] = (),
 ) -> PlanReport:
     """Trace a script and prove, count and predict its last traced step. PlanError: see `trace`.
 
-    Any: an object of the script's settings class.
+    Any: an object of the script's settings class. choices: what `auto` has become in it.
     """
     started, is_collecting = time.perf_counter(), gc.isenabled()
     gc.disable()  # a plan of a thousand ranks makes millions of objects, none of them in circles
@@ -244,7 +249,7 @@ def plan(
     finally:
         if is_collecting:
             gc.enable()
-    facts = traced, step, orders, edges, weights, prediction, tuple(proofs), here
+    facts = traced, step, orders, edges, weights, prediction, tuple(proofs), here, tuple(choices)
     return PlanReport(str(script.__file__), *facts, seconds=time.perf_counter() - started)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
+from spmdflow.config.auto import choices_text
 from spmdflow.plan.record import COMPUTE, TRANSFER
 from spmdflow.plan.report import PlanReport
 
@@ -85,7 +86,17 @@ def _three_digits(value: float) -> str:
 
 def plan_text(report: PlanReport) -> str:
     """All sections, an empty line before each but the first."""
-    sections = (_pools, _models, _calls, _routes, _weights, _memory, _groups, _orders_by_rank)
+    sections = (
+        _pools,
+        _chosen,
+        _models,
+        _calls,
+        _routes,
+        _weights,
+        _memory,
+        _groups,
+        _orders_by_rank,
+    )
     lines = [*_head(report)]
     for section in (*sections, _assumed, _proofs, _wrong):
         found = [*section(report)]
@@ -121,13 +132,18 @@ def _pools(report: PlanReport) -> Iterator[str]:
         yield f"  {'none':12} ranks {spans(sorted(idle))} have no work"
 
 
+def _chosen(report: PlanReport) -> Iterator[str]:
+    for line in choices_text(report.choices).splitlines():
+        yield from wrapped(*line.split(": ", 1))
+
+
 def _models(report: PlanReport) -> Iterator[str]:
     rows = [("model", "class", "engine", "layout", "pool")]
     for model in report.trace.models.values():
         engine, held = getattr(model.cfg, "engine", None), getattr(model.cfg, "model", None)
-        kind = f"{engine.kind} {held.dtype}" if engine is not None and held is not None else "-"
+        kind = f"{engine.kind} {held.precision}" if engine is not None and held is not None else "-"
         if model.generates:
-            kind += f", {model.cfg.rollout.engine}"
+            kind += f", {model.cfg.rollout.generator}"
         name = model.worker_class.__name__
         rows.append((model.name, name, kind, str(model.layout), model.pool))
     yield from table(rows)

@@ -146,7 +146,7 @@ def _local(traced: TracedModel, nodes: Nodes) -> WeightPlan:
     mode = sync_mode(cfg, layout)
     if mode == "copy":
         return _boxes(traced, traced, nodes)
-    element_bytes = getattr(torch, cfg.rollout.dtype).itemsize
+    element_bytes = getattr(torch, cfg.rollout.precision).itemsize
     architecture, distributed = Architecture.from_folder(cfg.model.path), _sharding(cfg).optimizer
     numel = storage_numel(architecture, layout, distributed_optimizer=distributed)
     groups = (group for group in layout.axis_groups("micro_dp") if len(group) > 1)
@@ -172,7 +172,7 @@ def _boxes(policy: TracedModel, target: TracedModel, nodes: Nodes) -> WeightPlan
     if len({*training.ranks, *generation.ranks}) > most:
         return _alike(policy, target, nodes, most=most)
     architecture = Architecture.from_folder(cfg.model.path)
-    itemsize = getattr(torch, cfg.rollout.dtype).itemsize
+    itemsize = getattr(torch, cfg.rollout.precision).itemsize
     copies = plan_copies(
         architecture, cfg, training=training, generation=generation, itemsize=itemsize
     )
@@ -196,8 +196,8 @@ def _alike(policy: TracedModel, target: TracedModel, nodes: Nodes, *, most: int)
     """Each rank receives what it needs, less the trainer's share of it that it holds."""
     cfg, training, generation = policy.settings, policy.layout, target.layout
     architecture = Architecture.from_folder(cfg.model.path)
-    element_bytes = getattr(torch, cfg.rollout.dtype).itemsize
-    tables = generation_tables(architecture, generation, engine=cfg.rollout.engine)
+    element_bytes = getattr(torch, cfg.rollout.precision).itemsize
+    tables = generation_tables(architecture, generation, engine=cfg.rollout.generator)
     lacking = 1 - Fraction(1, _holders(policy)) if policy is target else Fraction(1)
     sizes: dict[int, int] = {}
     for table in tables.values():  # ranks that hold the same share a table

@@ -148,12 +148,12 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
         options=tuple(cfg.engine.options),
         micro_batch_rows=min(cfg.engine.micro_batch_size_per_rank, 1 << 20),
         micro_batch_tokens=cfg.engine.max_micro_batch_tokens,
-        dtype=model.dtype,
-        offload=cfg.engine.residency == "offload",
+        dtype=model.precision,
+        moved=cfg.engine.moved,
     )
     if traced.only_generates:  # no engine: its weights stay where it generates, in that precision
-        kind, dtype = engines_that_cut()[0], cfg.rollout.dtype
-        engine = replace(engine, kind=kind, layout=sizes, options=(), dtype=dtype, offload=False)
+        kind, dtype = engines_that_cut()[0], cfg.rollout.precision
+        engine = replace(engine, kind=kind, layout=sizes, options=(), dtype=dtype, moved=())
     return Model(
         traced.name,
         Architecture.sizes_from_folder(model.path, head=head),
@@ -166,13 +166,13 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
 
 def _rollout(traced: TracedModel) -> Rollout:
     rollout, layout = traced.settings.rollout, traced.layout
-    has_fixed_cache = generator_kind(rollout.engine).fixed_cache
+    has_fixed_cache = generator_kind(rollout.generator).fixed_cache
     return Rollout(
-        kind=rollout.engine,
+        kind=rollout.generator,
         layout=(layout.gen_tp_size, layout.gen_pp_size),
         weights="flat" if traced.only_generates else sync_mode(traced.settings, layout),
-        dtype=rollout.dtype,
-        kv_cache_bytes=float(rollout.kv_cache_bytes) if has_fixed_cache else None,
+        dtype=rollout.precision,
+        kv_cache_bytes=float(rollout.cache_bytes) if has_fixed_cache else None,
         max_batch_size=rollout.max_batch_size,
     )
 

@@ -37,7 +37,7 @@ class BuiltinGenerator:
 
     def __init__(self, cfg: RolloutConfig, model_path: str, device: torch.device) -> None:
         self.weights_version = NEVER
-        self.dtype = getattr(torch, cfg.dtype)
+        self.dtype = getattr(torch, cfg.precision)
         self._max_batch_size = cfg.max_batch_size
         module = causal_lm(model_path, dtype=self.dtype, device=device)
         self._forward = forward_of(module)

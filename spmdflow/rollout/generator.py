@@ -183,7 +183,7 @@ def generator_of(
     ranks build the generator together. Its weights_version is NEVER: a sync must come before the
     first generation. It takes no seed, as responses depend on the seeds of their rows only.
     """
-    kind, replica = generator_kind(cfg.engine), replica or Replica.alone()
+    kind, replica = generator_kind(cfg.generator), replica or Replica.alone()
     if replica.size > 1 and not kind.cuts_model:
         raise ConfigError(
             f"rollout.engine={kind.name}: got generation replicas of {replica.size} ranks "

@@ -61,7 +61,7 @@ class VllmGenerator:
         sizes; one token is generated to see that, as some fail in their first forward only.
         """
         self.weights_version = NEVER
-        self.dtype = getattr(torch, cfg.dtype)
+        self.dtype = getattr(torch, cfg.precision)
         self._device, self._replica, self._model_path = device, replica, model_path
         self._on_cpu, self._shared = device.type == "cpu", False
         self._asleep: dict[str, Storages | None] = {}

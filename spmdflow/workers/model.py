@@ -118,7 +118,7 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
         )
     units = set(model._no_split_modules or ())
     return LoadedModel(
-        dtype=getattr(torch, cfg.dtype),
+        dtype=getattr(torch, cfg.precision),
         config=model.config.to_dict()
         | {"architectures": [type(model).__name__], "dtype": "float32"},
         source=Path(cfg.path),
@@ -161,7 +161,7 @@ def open_model(cfg: ModelConfig, *, head: str) -> ModelSource:
     architecture = Architecture.from_config(config, head=kind)
     folder = HuggingFaceFolder(path, architecture, new_head=head == "critic")
     return ModelSource(
-        dtype=getattr(torch, cfg.dtype),
+        dtype=getattr(torch, cfg.precision),
         config=_with_head(config, kind),
         source=path,
         architecture=architecture,

@@ -106,7 +106,7 @@ def test_second_engine_in_a_process_is_refused(ranks: list[dict]) -> None:
 def test_what_vllm_refuses_is_a_config_error_that_names_the_settings(ranks: list[dict]) -> None:
     for said in [found[name] for found in ranks for name in ("no room", "narrow")]:
         assert said.startswith("ConfigError: rollout.engine=vllm: got "), said
-        assert "kv_cache_bytes" in said and "engine=builtin" in said
+        assert "kv_cache" in said and "engine=builtin" in said
 
 
 @pytest.mark.skipif("SPMDFLOW_DATA" not in os.environ, reason="SPMDFLOW_DATA names no data folder")

@@ -39,7 +39,7 @@ def actor_on(device: str, path: str, settings: dict[str, str]) -> Iterator[Actor
     """An actor over all ranks; settings: "engine.kind": "megatron" and the like."""
     cfg = defaults(ActorConfig)
     cfg.model.path, cfg.optimizer.lr = path, 5e-3
-    cfg.rollout.max_batch_size, cfg.rollout.kv_cache_bytes = 8, KV_CACHE_BYTES
+    cfg.rollout.max_batch_size, cfg.rollout.kv_cache = 8, str(KV_CACHE_BYTES)
     for key, value in settings.items():
         section, name = key.split(".")
         setattr(getattr(cfg, section), name, value)
@@ -156,7 +156,7 @@ def generated(actor: ActorWorker, prompts: Tensor) -> Any:
 def trained_model(actor: ActorWorker) -> Any:
     """A transformers model in float32, on the CPU, with the trainer's weights as they generate."""
     model = load(actor.cfg.model.path)
-    dtype = getattr(torch, actor.cfg.rollout.dtype)
+    dtype = getattr(torch, actor.cfg.rollout.precision)
     with actor.resident("parameters"):
         weights = {n: t.to(dtype).float().cpu() for n, t in actor.engine.full_tensors()}
     model.load_state_dict(weights, strict=False)

@@ -48,7 +48,7 @@ def actor_of(case: Case, folder: Path, rank: int, groups: GroupTable) -> ActorWo
     cfg.engine.residency, cfg.engine.options = case.residency, list(case.options)
     cfg.rollout.engine, cfg.rollout.layout = "vllm", case.generate
     cfg.rollout.weights, cfg.rollout.max_batch_size = case.weights, 8
-    cfg.rollout.kv_cache_bytes, cfg.optimizer.lr = 1 << 24, 5e-3
+    cfg.rollout.kv_cache, cfg.optimizer.lr = "16 MiB", 5e-3
     ranks = tuple(range(dist.get_world_size()))
     layout = ActorWorker.layout_of(cfg, ranks)
     needed = ActorWorker.needed_groups(cfg, layout)

@@ -185,7 +185,7 @@ def check_small_cache(world: World) -> dict[str, Any]:
     prompts = ragged_from_rows([torch.randint(3, VOCABULARY, (110,)) for _ in range(12)])
     long, seeds = Sampling(60, temperature=1.2), world.seeds[:12]
     block_bytes = 2 * 2 * 128 * 32 * 4  # k and v, layers, tokens, head_dim, bytes
-    tight = world.generator("untied", engine="vllm", kv_cache_bytes=10 * block_bytes)
+    tight = world.generator("untied", engine="vllm", kv_cache=str(10 * block_bytes))
     tight._end_tokens = ()
     answers = [tokens_of(tight.generate(prompts, long, seeds))]
     tight.close()
@@ -200,7 +200,7 @@ def check_small_cache(world: World) -> dict[str, Any]:
 def check_refusals(world: World) -> dict[str, Any]:
     """Sizes and models that vLLM does not take."""
     return {
-        "no room": message(lambda: world.generator("untied", engine="vllm", kv_cache_bytes=4096)),
+        "no room": message(lambda: world.generator("untied", engine="vllm", kv_cache="4096")),
         "narrow": message(lambda: world.generator("narrow", engine="vllm")),
     }
 

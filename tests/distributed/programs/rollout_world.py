@@ -67,7 +67,7 @@ class World:
 
     def generator(self, family: str, layout: Layout, **settings: Any) -> Any:
         """This rank's part of a vLLM generator."""
-        cfg = RolloutConfig(engine="vllm", max_batch_size=8, kv_cache_bytes=1 << 24, **settings)
+        cfg = RolloutConfig(engine="vllm", max_batch_size=8, kv_cache="16 MiB", **settings)
         return generator_of(cfg, str(self.path(family)), CPU, self.replica(layout))
 
     def prompts(self, layout: Layout) -> Tensor:

@@ -56,7 +56,7 @@ def large(folder: Path) -> list[str]:
         "actor.rollout.layout=t8",
         "actor.rollout.dtype=bfloat16",
         "actor.rollout.max_new_tokens=1024",
-        "actor.rollout.kv_cache_bytes=20000000000",
+        "actor.rollout.kv_cache=20000000000",
         "actor.update.mini_batch_size=128",
         "critic.update.mini_batch_size=128",
     ]

@@ -67,13 +67,13 @@ def memory_of(*settings: str, hardware: Hardware) -> Prediction:
 
 
 def test_cache_of_vllm_that_is_set_too_large_is_reported_with_its_setting() -> None:
-    setting = ("actor.rollout.engine=vllm", "actor.rollout.kv_cache_bytes=200000000000")
+    setting = ("actor.rollout.engine=vllm", "actor.rollout.kv_cache=200000000000")
 
     found = memory_of(*setting, hardware=load_hardware("h100"))
 
     (problem,) = found.problems
     assert problem.check == "memory" and "actor.generate_sequences: got 200.0 GB" in problem.text
-    assert problem.text.endswith("; lower actor.rollout.kv_cache_bytes")
+    assert problem.text.endswith("; lower actor.rollout.kv_cache")
 
 
 def with_usable(num_bytes: float) -> Hardware:
@@ -90,14 +90,14 @@ def test_small_cache_is_what_is_to_be_lowered_where_all_else_fits() -> None:
     (parts,) = [phase.parts for phase in phases if "kv_cache" in phase.parts]
     largest = max(size for name, size in parts.items() if name != "kv_cache")
     others, cache = sum(parts.values()) - parts["kv_cache"], int(largest / 2)
-    words = (vllm, f"actor.rollout.kv_cache_bytes={cache}")
+    words = (vllm, f"actor.rollout.kv_cache={cache}")
 
     fits = memory_of(*words, hardware=with_usable(others + cache))
     found = memory_of(*words, hardware=with_usable(others + cache / 2))
 
     assert not [f for f in fits.problems if "actor.generate_sequences" in f.text]
     (said,) = [f.text for f in found.problems if "actor.generate_sequences" in f.text]
-    assert said.endswith("; lower actor.rollout.kv_cache_bytes")
+    assert said.endswith("; lower actor.rollout.kv_cache")
 
 
 def test_rows_that_the_built_in_generator_cannot_hold_together_are_reported() -> None:

@@ -1,0 +1,88 @@
+"""What `auto` means on a kind of device, where nothing else decides. Pure; knows no memory.
+
+| setting | on CPU | elsewhere |
+|---|---|---|
+| dtype | float32 | bfloat16 |
+| rollout.engine | built-in | the first whose package is installed, else built-in |
+| rollout.kv_cache, engine.residency | 64 MiB, keep | the plan decides (plan.parts) |
+
+A run that goes on from a checkpoint keeps the dtypes and the engine that it began with.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spmdflow.config.leaf import parts_of
+from spmdflow.config.schema import AUTO, DTYPES, EngineConfig, Precise, RolloutConfig
+from spmdflow.kind.generator import generator_kind, generator_names
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A value that was chosen for a setting, and why."""
+
+    key: str
+    value: str
+    why: str
+
+
+def choose_by_device(
+    cfg: Any, device: str, *, here: bool = True, kept: Mapping[str, Any] | None = None
+) -> list[Choice]:
+    """Write into cfg what `auto` means on a kind of device, such as cuda; returns what was written.
+
+    here: only packages that this machine has; kept: settings by key of the run that is resumed.
+    """
+    made = list(_choices(cfg, device, here))
+    for number, choice in enumerate(made):
+        section, _, name = choice.key.rpartition(".")
+        before = (kept or {}).get(choice.key, AUTO)
+        if name in ("dtype", "engine") and before not in (AUTO, choice.value):
+            made[number] = Choice(choice.key, before, "as the checkpoint's run had it")
+        setattr(dict(parts_of(cfg, object))[section], name, made[number].value)
+    return made
+
+
+def _choices(cfg: Any, device: str, here: bool) -> Iterator[Choice]:
+    on_cpu, why = device == "cpu", f"on {device}"
+    for key, part in parts_of(cfg, Precise):
+        if part.dtype == AUTO:
+            yield Choice(f"{key}.dtype", DTYPES[1 if on_cpu else 2], why)
+    for key, rollout in parts_of(cfg, RolloutConfig):
+        engine = rollout.engine
+        if engine == AUTO:
+            engine = generator_names()[0] if on_cpu else _packaged(here)
+            yield Choice(f"{key}.engine", engine, why)
+        if on_cpu and rollout.kv_cache == AUTO and generator_kind(engine).fixed_cache:
+            yield Choice(f"{key}.kv_cache", "64 MiB", why)
+    for key, engines in parts_of(cfg, EngineConfig):
+        if on_cpu and engines.residency == AUTO:
+            yield Choice(f"{key}.residency", "keep", why)
+
+
+def _packaged(here: bool) -> str:
+    """The first generator with a package of its own that can be imported; else the built-in one."""
+    packages = {name: generator_kind(name).package for name in generator_names()}
+    found = (
+        name
+        for name, package in packages.items()
+        if package and (not here or importlib.util.find_spec(package) is not None)
+    )
+    return next(found, generator_names()[0])
+
+
+def choices_text(choices: Sequence[Choice]) -> str:
+    """A line for each reason: the values, and the sections that have them."""
+    lines: dict[str, dict[str, list[str]]] = {}
+    for choice in choices:
+        section, _, name = choice.key.rpartition(".")
+        lines.setdefault(choice.why, {}).setdefault(f"{name}={choice.value}", []).append(section)
+    texts = {
+        why: ", ".join(f"{value} ({', '.join(at)})" for value, at in values.items())
+        for why, values in lines.items()
+    }
+    return "\n".join(f"auto   {why}: {text}" for why, text in texts.items())
