@@ -1,9 +1,10 @@
 """manifest.json: what a sealed checkpoint consists of, and what each rank says it wrote into it.
 
-Files are streamed and hashed in threads. A rank writes below a folder of its own first, so that
-what lies there is what it wrote, whatever its role writes. Nodes that do not share RUN_DIR each
-have files that the others lack: a checkpoint is made of what the ranks say, and it is an error if
-one of these files cannot be seen.
+A rank writes below a folder of its own first, so that what lies there is what it wrote, whatever
+its role writes. A file whose header has the hashes of all that follows (`weights.file`) was hashed
+while it was written: its hash is that of the header. Others are read and hashed. Nodes that do not
+share RUN_DIR each have files that the others lack: a checkpoint is made of what the ranks say, and
+it is an error if one of these files cannot be seen.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from typing import Any
 
 from spmdflow.checkpoint.disk import disk_errors
 from spmdflow.errors import CheckpointError
+from spmdflow.weights.file import read_head
 
 NAME = "manifest.json"
-FORMAT = "spmdflow-checkpoint-1"
+FORMAT = "spmdflow-checkpoint-2"
 _FOLDER = re.compile(r"step-(0|[1-9]\d*)(?:\.([2-9]|[1-9]\d+))?")
 _NUM_THREADS = min(8, os.cpu_count() or 1)
 
@@ -35,6 +37,8 @@ class FileFacts:
 
     num_bytes: int
     sha256: str
+    head_bytes: int | None = None
+    """The hash is over so many first bytes, which have the hashes of the others; None: over all."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +60,19 @@ def order_of(name: str) -> tuple[int, int] | None:
 
 
 def facts_of(folder: Path, names: Iterable[str], *, is_synced: bool) -> dict[str, FileFacts]:
-    """Size and hash of files below folder, which are synced to the disk if asked for."""
+    """Size and hash of files below folder, which are synced to the disk if asked for.
+
+    Nothing is read but headers of files that were hashed while they were written.
+    """
 
     def read(name: str) -> FileFacts:
         with (folder / name).open("rb") as file:
             if is_synced:
                 os.fsync(file.fileno())
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return FileFacts(os.fstat(file.fileno()).st_size, digest)
+            num_bytes, head = os.fstat(file.fileno()).st_size, read_head(folder / name)
+            if head is not None:
+                return FileFacts(num_bytes, head.sha256, head.num_bytes)
+            return FileFacts(num_bytes, hashlib.file_digest(file, "sha256").hexdigest())
 
     names = list(names)
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
@@ -102,11 +111,16 @@ def read_manifest(folder: Path) -> CheckpointInfo:
         claimed = body.pop("sha256")
         actual = _digest(json.dumps(body, sort_keys=True))
     except (ValueError, KeyError, AttributeError, TypeError) as err:
-        raise _damaged(path, f"does not read as a manifest ({err!r})") from err
+        raise damaged(path, f"does not read as a manifest ({err!r})") from err
     if claimed != actual:
-        raise _damaged(path, "has been changed: its own sha256 does not fit")
+        raise damaged(path, "has been changed: its own sha256 does not fit")
     place = order_of(folder.name)
     kind, step = body.get("format"), body.get("step")
+    if kind != FORMAT and isinstance(kind, str) and kind.startswith(FORMAT[:-1]):
+        raise CheckpointError(
+            f"checkpoint: {path} has format {kind}, expected {FORMAT}; resume with the version of "
+            f"spmdflow that wrote it, or start another run from the model in RUN_DIR/export"
+        )
     if kind != FORMAT or place is None or step != place[0]:
         raise CheckpointError(
             f"checkpoint: {path} is foreign: format {kind!r}, step {step}; "
@@ -114,22 +128,23 @@ def read_manifest(folder: Path) -> CheckpointInfo:
         )
     meta, files = body.get("meta"), body.get("files")
     if not isinstance(meta, dict) or not isinstance(meta.get("layout", {}), dict):
-        raise _damaged(path, f"has meta {meta!r:.80}, which is no map with a map layout")
+        raise damaged(path, f"has meta {meta!r:.80}, which is no map with a map layout")
     if not isinstance(files, dict):
-        raise _damaged(path, f"has files {files!r:.80}, which is no map name -> size and hash")
+        raise damaged(path, f"has files {files!r:.80}, which is no map name -> size and hash")
     for name, facts in files.items():
         if not _describes_file(name, facts):
             problem = f"has {facts!r:.80} for file {name!r:.80}"
-            raise _damaged(path, f"{problem}, not num_bytes and sha256 of a file in the checkpoint")
+            raise damaged(path, f"{problem}, not num_bytes and sha256 of a file in the checkpoint")
     known = {name: FileFacts(**facts) for name, facts in files.items()}
     return CheckpointInfo(folder, step, meta, known)
 
 
 def _describes_file(name: str, facts: Any) -> bool:
     """Whether facts are the size and hash of a file whose name stays in the checkpoint."""
-    if not isinstance(facts, dict) or set(facts) != {"num_bytes", "sha256"}:
+    if not isinstance(facts, dict) or set(facts) != {"num_bytes", "sha256", "head_bytes"}:
         return False
     is_plain = type(facts["num_bytes"]) is int and isinstance(facts["sha256"], str)
+    is_plain &= facts["head_bytes"] is None or type(facts["head_bytes"]) is int
     return is_plain and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
@@ -139,11 +154,11 @@ def check_sizes(info: CheckpointInfo) -> None:
     for name, facts in info.files.items():
         path = info.folder / name
         if name not in here:
-            raise _damaged(path, "is missing", facts)
+            raise damaged(path, "is missing", facts)
         num_bytes = path.stat().st_size
         if num_bytes != facts.num_bytes:
             word = "short" if num_bytes < facts.num_bytes else "too long"
-            raise _damaged(path, f"is {word}: {num_bytes} bytes", facts)
+            raise damaged(path, f"is {word}: {num_bytes} bytes", facts)
     for name in sorted(here - set(info.files)):
         raise CheckpointError(
             f"checkpoint: {info.folder / name} is foreign, expected only the "
@@ -152,13 +167,31 @@ def check_sizes(info: CheckpointInfo) -> None:
 
 
 def verify(info: CheckpointInfo) -> None:
-    """`check_sizes`, then every hash. CheckpointError naming the file that has changed."""
+    """`check_sizes`, then `verify_files` of all."""
     check_sizes(info)
-    with disk_errors("read", info.folder):
-        found = facts_of(info.folder, info.files, is_synced=False)
-    for name, expected in info.files.items():
+    verify_files(info.folder, info.files)
+
+
+def verify_share(folder: Path, *, place: int, count: int) -> None:
+    """On rank `place` of `count`: verify its share of the files in folder, a role's of a sealed
+    checkpoint, that nobody verifies while reading them."""
+    info = read_manifest(folder.parent)
+    whole = [name for name, facts in info.files.items() if facts.head_bytes is None]
+    mine = [name for name in whole if name.startswith(f"{folder.name}/")][place::count]
+    verify_files(info.folder, {name: info.files[name] for name in mine})
+
+
+def verify_files(folder: Path, files: Mapping[str, FileFacts]) -> None:
+    """Read and hash files below folder. CheckpointError naming one that has changed.
+
+    Of files that were hashed while they were written only the header: who reads a tensor of them
+    verifies it.
+    """
+    with disk_errors("read", folder):
+        found = facts_of(folder, files, is_synced=False)
+    for name, expected in files.items():
         if found[name] != expected:
-            raise _damaged(info.folder / name, f"has sha256 {found[name].sha256}", expected)
+            raise damaged(folder / name, f"has sha256 {found[name].sha256}", expected)
 
 
 def check_layout(info: CheckpointInfo, layout: Mapping[str, Any]) -> None:
@@ -202,7 +235,8 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _damaged(path: Path, problem: str, facts: FileFacts | None = None) -> CheckpointError:
+def damaged(path: Path, problem: str, facts: FileFacts | None = None) -> CheckpointError:
+    """The error for a file of a checkpoint that is not as it was sealed."""
     expected = f"{facts.num_bytes} bytes, sha256 {facts.sha256}" if facts else "the file as sealed"
     return CheckpointError(
         f"checkpoint: {path} {problem}, expected {expected}; restore it, or name an older "

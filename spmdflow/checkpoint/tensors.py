@@ -1,4 +1,9 @@
-"""One rank's file (named tensors, bit for bit, and plain data), and the hash of a frozen model.
+"""A rank's tensors on disk, bit for bit; a role's state as boxes; the hash of a frozen model.
+
+Files are safetensors files whose header holds the sha256 of every tensor (`weights.file`). What a
+role saves are boxes of whole tensors, under keys such as "model.norm.weight[0:64]" and
+"model.norm.weight.exp_avg[0:64]": any layout can read the part that it needs (`StateFiles`), and
+verifies what it reads. The `plain` data of each file has the shapes of the whole tensors.
 
 A frozen model's weights are not saved, but read again on resume. Its hash is over the name and the
 content of config.json and of every weight file. Of a file above 64 MiB it takes the size and 64
@@ -10,78 +15,163 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
+from spmdflow.blocks.box import Box, subtract_all
 from spmdflow.checkpoint.disk import disk_errors, sync
-from spmdflow.checkpoint.manifest import check_plain, path_of_latest
+from spmdflow.checkpoint.manifest import check_plain, damaged, read_manifest
 from spmdflow.errors import CheckpointError
+from spmdflow.weights.file import Facts, Head, Stored, read_bytes, read_head, write_file
+from spmdflow.weights.move import Block
 
-FORMAT = "spmdflow-1"
+_KEY = re.compile(r"(.+)\[([\d:,]*)\]")
+_MAX_BOX_BYTES = 64 << 20
+"""A larger box is written in parts: so much is in host memory, and read to be verified, at once."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
     """Write tensors (any shape, also () and empty; local, not DTensor) and JSON data, synced.
 
-    Tensors that share memory are stored apart; plain needs str keys, its tuples come back as
-    lists. CheckpointError if the disk refuses: then no part of the file is left.
+    plain needs str keys, its tuples come back as lists. CheckpointError if the disk refuses: then
+    no part of the file is left.
     """
     check_plain(plain, "plain")
-    metadata = {"format": FORMAT, "plain": json.dumps(plain)}
-    with disk_errors("write", path, caught=(OSError, SafetensorError)):
+    metadata = {"plain": json.dumps(plain)}
+    found = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    with disk_errors("write", path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(_apart(tensors), path, metadata)
-            path.chmod(0o644)  # the library's temporary file is private
+            facts = [Facts(name, each.dtype, each.shape) for name, each in found]
+            write_file(path, facts, (each for _, each in found), metadata)
             sync(path)
-        except (OSError, SafetensorError):
+        except OSError:
             with suppress(OSError):
                 path.unlink()
             raise
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors (on the CPU) and the plain data that `write_tensors` stored.
+    """The tensors (on the CPU), verified, and the plain data that `write_tensors` stored.
 
     CheckpointError if the file is missing, damaged or from another program.
     """
+    head, plain = _open(path)
+    return {name: _read(path, each) for name, each in head.tensors.items()}, plain
+
+
+def _open(path: Path) -> tuple[Head, dict[str, Any]]:
+    """Header and plain data of a file of `write_tensors`."""
+    with disk_errors("read", path):
+        head = read_head(path)
+        end = max((each.stop for each in head.tensors.values()), default=0) if head else 0
+        if head is None or end > path.stat().st_size:
+            raise damaged(path, "is damaged, or of another program")
     try:
-        with disk_errors("read", path), safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-        if metadata.get("format") != FORMAT or "plain" not in metadata:
-            raise CheckpointError(
-                f"checkpoint: {path} has format {metadata.get('format')!r}, expected {FORMAT!r}; "
-                f"resume from a checkpoint that this version of spmdflow wrote"
-            )
-        return tensors, json.loads(metadata["plain"])
-    except (SafetensorError, ValueError) as err:
-        raise CheckpointError(
-            f"checkpoint: {path} is damaged ({err}), expected a file of write_tensors; "
-            f"restore it, or name an older checkpoint in {path_of_latest(path)}"
-        ) from err
+        plain: dict[str, Any] = json.loads(head.metadata["plain"])
+    except (LookupError, ValueError) as err:
+        raise damaged(path, f"is damaged, or of another program: {err!r}") from err
+    return head, plain
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors in host memory, no two on one storage: what safetensors accepts.
+def _read(path: Path, stored: Stored) -> Tensor:
+    with disk_errors("read", path):
+        values, digest = read_bytes(path, stored)
+    if digest != stored.sha256:
+        raise damaged(path, f"has sha256 {digest} in bytes {stored.start}:{stored.stop}")
+    return values
 
-    Cloned there, as a device may have no room.
+
+def write_state(path: Path, blocks: Iterable[Block], plain: Mapping[str, Any]) -> None:
+    """Write boxes, large ones in parts: see `write_tensors`."""
+    tensors = {
+        f"{name}[{','.join(f'{start}:{stop}' for start, stop in part.bounds)}]": view[
+            part.slices(box)
+        ]
+        for name, view, box in blocks
+        for part in _parts(box, view.dtype.itemsize)
+    }
+    write_tensors(path, tensors, plain)
+
+
+def _parts(box: Box, itemsize: int) -> Iterator[Box]:
+    """Slabs along the first dimension of at most `_MAX_BOX_BYTES`, if a row is not larger."""
+    rows = max(1, _MAX_BOX_BYTES * box.shape[0] // (box.size * itemsize)) if box.bounds else 1
+    while box.bounds and box.shape[0] > rows:
+        part, box = box.cut(0, box.bounds[0][0] + rows)
+        yield part
+    yield box
+
+
+class StateFiles:
+    """Boxes in the files that a role's ranks wrote into a sealed checkpoint.
+
+    A file is opened when those before it lack a box: on the layout that saved, only the first.
     """
-    seen: set[int] = set()
-    apart = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        storage = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if storage in seen else tensor
-        seen.add(storage)
-    return apart
+
+    def __init__(self, folder: Path, *, first: str) -> None:
+        """folder: of the role; first: file that is looked into first. CheckpointError without files
+        or with a damaged one."""
+        self._info = read_manifest(folder.parent)
+        prefix = f"{folder.name}/rank-"
+        names = sorted(n for n in self._info.files if n.startswith(prefix))
+        if not names:
+            raise CheckpointError(
+                f"checkpoint: {folder} has no state, expected files of ranks; resume with the "
+                f"roles and settings that wrote it"
+            )
+        names.sort(key=lambda name: name != f"{folder.name}/{first}")
+        self._unopened = names
+        self._held: dict[str, list[tuple[Box, Path, Stored]]] = {}
+        self._last: tuple[Stored | None, Tensor] = (None, torch.empty(0))
+        self.plain = self._open_next()
+        """JSON data of the first file."""
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The values of a box on the host. CheckpointError if no file has all of it."""
+        while missing := subtract_all([box], [held for held, *_ in self._held.get(name, ())]):
+            if not self._unopened:
+                raise CheckpointError(
+                    f"checkpoint: {self._info.folder} lacks {name}{list(missing[0].bounds)}, "
+                    f"expected all of {list(box.bounds)}; resume with the model and the optimizer "
+                    f"that wrote it"
+                )
+            self._open_next()
+        result: Tensor | None = None
+        for held, path, stored in self._held[name]:
+            common = held.intersect(box)
+            if common is None:
+                continue
+            if self._last[0] is not stored:
+                self._last = (stored, _read(path, stored))
+            values = self._last[1][common.slices(held)]
+            if common == box:
+                return values
+            result = values.new_empty(box.shape) if result is None else result
+            result[common.slices(box)] = values
+        assert result is not None, (name, box)
+        return result
+
+    def _open_next(self) -> dict[str, Any]:
+        name = self._unopened.pop(0)
+        path, facts = self._info.folder / name, self._info.files[name]
+        head, plain = _open(path)
+        if head.sha256 != facts.sha256:
+            raise damaged(path, f"has sha256 {head.sha256}", facts)
+        for key, stored in head.tensors.items():
+            match = _KEY.fullmatch(key)
+            assert match is not None, (path, key)
+            pairs = (pair.split(":") for pair in match[2].split(",") if pair)
+            box = Box(tuple((int(start), int(stop)) for start, stop in pairs))
+            self._held.setdefault(match[1], []).append((box, path, stored))
+        return plain
 
 
 _BLOCK_BYTES, _NUM_BLOCKS = 1 << 20, 64

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdflow.checkpoint.disk import shared_token
-from spmdflow.checkpoint.manifest import CheckpointInfo, FileFacts, Written, check_layout, verify
+from spmdflow.checkpoint.manifest import CheckpointInfo, FileFacts, Written, check_layout
 from spmdflow.checkpoint.run_dir import Checkpoints
 from spmdflow.checkpoint.tensors import check_frozen
 from spmdflow.config.schema import RunConfig
@@ -38,12 +38,14 @@ class Saving:
         """Whether the running step ends with a checkpoint."""
 
     def resume(self, caller: Caller, groups: Groups) -> dict[str, Any] | None:
-        """Load the checkpoint that the run continues from; the flow's own part, or None."""
+        """Load the checkpoint that the run continues from; the flow's own part, or None.
+
+        Each rank verifies what it reads.
+        """
         info = self._resumed_from
         if info is None:
             return None
         check_layout(info, _layout(groups))
-        verify(info)
         for reply in self._on_every_rank("load", info.folder, caller, groups).items():
             self._check_frozen(info, *reply)
         logger.info("continuing after step %s from %s", info.step, info.folder)

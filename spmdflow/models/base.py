@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.checkpoint import read_tensors, write_tensors
+from spmdflow.checkpoint import StateFiles, write_state
 from spmdflow.config.parallel import generation_sizes, training_sizes
 from spmdflow.config.schema import EngineConfig
 from spmdflow.data.ragged import select_rows
-from spmdflow.errors import ConfigError
+from spmdflow.errors import CheckpointError, ConfigError
 from spmdflow.kind.engine import engine_kind, engines_of
 from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.layout import Layout
@@ -164,25 +164,42 @@ class EngineWorker(Worker):
         return None if hasattr(self.cfg, "optimizer") else Path(self.cfg.model.path)
 
     def save_state(self, folder: Path) -> None:
-        """This rank's parameters, moments and schedule, bit for bit; nothing of a frozen model.
+        """This rank's part of parameters, moments and schedule, bit for bit: over all ranks each
+        element once; nothing of a frozen model.
 
-        Beside them, if the class exports its model, a Hugging Face folder. A class that changes a
+        Beside it, if the class exports its model, a Hugging Face folder. A class that changes a
         model without an optimizer saves and loads it by itself.
         """
         if self.frozen_folder is None:
             with self.resident("parameters", "optimizer"):
-                write_tensors(folder / self._file, self.engine.state_blocks(), {})
+                blocks, path = self.engine.own_state_blocks(), folder / self._file
+                write_state(path, blocks, {"steps_done": self._steps_done, "shapes": self._shapes})
         if self.exports:
             with self.resident("parameters"):
                 self.engine.export_hugging_face(folder / "hugging_face")
 
     def load_state(self, folder: Path) -> None:
-        """Restore what `save_state` wrote on the same layout."""
+        """Restore what `save_state` wrote, on any layout; CheckpointError for another model."""
         if self.frozen_folder is not None:
             return
+        files = StateFiles(folder, first=self._file)
+        saved, mine = files.plain["shapes"], self._shapes
+        for name in sorted(saved.keys() | mine.keys()):
+            if saved.get(name) != mine.get(name):
+                raise CheckpointError(
+                    f"checkpoint: {folder} has {name} of shape {saved.get(name)}, expected "
+                    f"{mine.get(name)}; resume with the model that wrote it"
+                )
         with self.resident("parameters", "optimizer"):
-            tensors, _ = read_tensors(folder / self._file)
-            self.engine.load_blocks(tensors)
+            self.engine.load_blocks(files.read, files.plain["steps_done"])
+
+    @property
+    def _shapes(self) -> dict[str, list[int]]:
+        return {name: list(shape) for name, shape in self.engine.shapes.items()}
+
+    @property
+    def _steps_done(self) -> int:
+        return 0 if self.engine.optimizer is None else self.engine.optimizer.steps_done
 
     @property
     def _file(self) -> str:

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.checkpoint.disk import sees_token
-from spmdflow.checkpoint.manifest import write_part
+from spmdflow.checkpoint.manifest import verify_share, write_part
 from spmdflow.checkpoint.tensors import model_hash
 from spmdflow.data.column import Column, column_of, join, to_message
 from spmdflow.data.ragged import is_ragged, with_offsets
@@ -279,12 +279,15 @@ class RankState:
         """The reply is what this rank wrote: the checkpoint is sealed from it."""
         worker = self._workers[plain["group"]]
         files = write_part(Path(plain["folder"]), self._settings.rank, worker.save_state)
-        plain_files = {name: [facts.num_bytes, facts.sha256] for name, facts in files.items()}
+        plain_files = {name: list(astuple(facts)) for name, facts in files.items()}
         frozen = self._frozen.get(plain["group"])
         return {"node": socket.gethostname(), "files": plain_files, "frozen": frozen}
 
     def _load(self, plain: Plain, number: int) -> dict[str, Any]:
-        self._workers[plain["group"]].load_state(Path(plain["folder"]))
+        worker, folder = self._workers[plain["group"]], Path(plain["folder"])
+        layout = worker.context.layout
+        verify_share(folder, place=layout.group_rank(worker.context.rank), count=layout.size)
+        worker.load_state(folder)
         return {"frozen": self._frozen.get(plain["group"])}
 
     def _close(self, plain: Plain, number: int) -> dict[str, Any]:

@@ -9,7 +9,8 @@
 | forward, train_step | what transformers loads | the same | architectures of `weights`; 1F1B |
 | full_tensors, export | over the pool | no message | over a replica |
 | shard_hashes | summed over the pool | own copy | summed over a replica |
-| state_blocks, load_blocks | this rank's rows | tensors it steps | boxes it steps |
+| state_blocks, load_blocks | this rank's rows | all, moments of what it steps | boxes it steps |
+| own_state_blocks | the same | its part, and these moments | its part |
 | residency | parameters and moments | the same | gradient buffers too |
 
 Without tp and pp every rank is on the last stage; elsewhere `forward` gives None.

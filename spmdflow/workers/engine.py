@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,16 +20,17 @@ from torch import Tensor
 
 from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import MODULUS, box_sum
+from spmdflow.blocks.own import describe, own_boxes
 from spmdflow.config.schema import EngineConfig
 from spmdflow.errors import ProtocolError, SpmdflowError, WeightSyncError
 from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.registry import resolve
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import Metric, WorkerContext
-from spmdflow.weights.move import Block, Storages
+from spmdflow.weights.move import Block, Read, Storages
 from spmdflow.workers.micro_batch import MicroBatch, join_answers, micro_batches
 from spmdflow.workers.model import LoadedModel, ModelSource, load_model, open_model
-from spmdflow.workers.optimizer import STEPS, Scheduled, copy_blocks
+from spmdflow.workers.optimizer import Scheduled
 
 ForwardFn = Callable[[Any, MicroBatch], Mapping[str, Tensor]]
 """(output, micro) -> columns: response-shaped (b, R) or dense (b,), one row per micro row."""
@@ -60,6 +61,7 @@ class TrainEngine(ABC):
         """Goes up whenever the weights change: at each optimizer step and at load_blocks."""
         self.dp_group = self.groups.get(self.layout.axis_group(self.rank, "dp"))
         self._storages: dict[Part, Storages] = {}
+        self._own_boxes: list[list[Box]] | None = None
 
     # -- running ------------------------------------------------------------------------------
 
@@ -207,20 +209,38 @@ class TrainEngine(ABC):
     # -- state --------------------------------------------------------------------------------
 
     @abstractmethod
-    def state_blocks(self) -> dict[str, Tensor]:
-        """This rank's exact state, live: shards, optimizer moments, and STEPS, the steps done."""
+    def state_blocks(self) -> Iterable[Block]:
+        """This rank's exact state, live, always in one order: what the optimizer steps (float32)
+        by Hugging Face name, its moments as "<name>.exp_avg" and the like; see `blocks`."""
 
-    def load_blocks(self, blocks: Mapping[str, Tensor]) -> None:
-        """Restore what state_blocks gave on the same layout, bit for bit.
+    def own_state_blocks(self) -> Iterator[Block]:
+        """The parts of `state_blocks` that this rank saves: over the pool every element once, what
+        several ranks hold in equal parts. The first call is collective."""
+        held = list(self.state_blocks())
+        if self._own_boxes is None:
+            mine = describe((name, box) for name, _, box in held)
+            everyone = [mine] * self.layout.size
+            if self.layout.size > 1:
+                group = self.groups.get(self.layout.ranks)
+                dist.all_gather_object(everyone, mine, group=group)
+            self._own_boxes = own_boxes(everyone, self.layout.group_rank(self.rank))
+        for (name, view, box), parts in zip(held, self._own_boxes, strict=True):
+            for part in parts:
+                yield name, view[part.slices(box)], part
 
-        CheckpointError for a block that is missing or of another shape.
+    def load_blocks(self, read: Read, steps_done: int) -> None:
+        """Restore a state, bit for bit: boxes of what `own_state_blocks` gave on any layout.
+
+        steps_done: of the optimizer. CheckpointError for a box that is missing.
         """
         self.weights_version += 1
         self._storages.pop("parameters", None)  # a frozen copy on the host has other values
         with torch.no_grad():
-            copy_blocks(self.state_blocks(), blocks)
+            for name, view, box in self.state_blocks():
+                if box.size:
+                    view.copy_(read(name, box))
             if self.optimizer is not None:
-                self.optimizer.restored(int(blocks[STEPS]))
+                self.optimizer.restored(steps_done)
 
     @abstractmethod
     def residency(self, where: Place, part: Part) -> None:

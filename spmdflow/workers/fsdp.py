@@ -40,7 +40,7 @@ from spmdflow.weights.move import Block
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import LoadedModel
-from spmdflow.workers.optimizer import STEPS, ShardedAdamW, clip_, squared_norm
+from spmdflow.workers.optimizer import ShardedAdamW, clip_, squared_norm
 from spmdflow.workers.sharding import (
     Shard,
     mesh_of,
@@ -146,17 +146,12 @@ class FSDPEngine(TrainEngine):
 
     # -- state --------------------------------------------------------------------------------
 
-    def state_blocks(self) -> dict[str, Tensor]:
-        """Rows of parameters and moments under their names, "optimizer.steps"; live tensors."""
-        held, owners, place = self._held(), self._owners(), dist.get_rank(self.replica_group)
-        return {name: tensor for name, tensor in held.items() if owners.get(name, place) == place}
-
-    def load_blocks(self, blocks: Mapping[str, Tensor]) -> None:
-        """See `TrainEngine.load_blocks`; what other ranks have too goes from its owner to them."""
-        super().load_blocks(blocks)
-        held = self._held()
-        for name, place in self._owners().items():
-            dist.broadcast(held[name], group=self.replica_group, group_src=place)
+    def state_blocks(self) -> Iterator[Block]:
+        """See `TrainEngine.state_blocks`: rows; whole tensors in stage 1."""
+        for name, local, box in self.blocks():
+            yield name, local, box
+            moments = {} if self.optimizer is None else self.optimizer.moments_of(name)
+            yield from ((f"{name}.{moment}", values, box) for moment, values in moments.items())
 
     def residency(self, where: Place, part: Part) -> None:
         """Move parameters or optimizer moments between device and host memory.
@@ -180,17 +175,6 @@ class FSDPEngine(TrainEngine):
         """Live local rows by name."""
         return {name: shard.local for name, shard in self._shards().items()}
 
-    def _held(self) -> dict[str, Tensor]:
-        """The state on this rank, whether or not others have the same."""
-        return self._local() | ({} if self.optimizer is None else self.optimizer.state_blocks())
-
-    def _owners(self) -> dict[str, int]:
-        """Place in the replica group of the rank that saves each tensor that all of it hold."""
-        if self.replica_group is None:
-            return {}
-        size = self.replica_group.size()
-        return {name: n % size for n, name in enumerate(self._held()) if name != STEPS}
-
     def _output(self, micro: MicroBatch) -> Tensor:
         return self.model.output(self._module, micro.input_ids)
 
@@ -208,18 +192,10 @@ class FSDPEngine(TrainEngine):
 
 
 class ZeROEngine(FSDPEngine):
-    """Whole weights on every rank, moments divided. State and outputs as `FSDPEngine`'s.
-
-    A rank saves the tensors that it steps.
-    """
+    """Whole weights on every rank, moments divided: a rank has those of the tensors it steps."""
 
     def _optimizer_of(self, cfg: OptimizerConfig, total_steps: int) -> ShardedAdamW:
         return PartitionedAdamW(self._local(), cfg, total_steps, self.dp_group)
-
-    def _owners(self) -> dict[str, int]:
-        if isinstance(self.optimizer, PartitionedAdamW):
-            return self.optimizer.owners
-        return super()._owners()
 
 
 class PartitionedAdamW(ShardedAdamW):
@@ -234,13 +210,6 @@ class PartitionedAdamW(ShardedAdamW):
     ) -> None:
         self._group = group
         super().__init__(tensors, cfg, total_steps)
-        place = dist.get_rank(group)
-        device = next(iter(self._parameters.values())).device
-        mine = [place if self.owns(name) else 0 for name in self._parameters]
-        places = torch.tensor(mine, device=device)
-        dist.all_reduce(places, group=group)  # one owner each: the sum is its place
-        self.owners = dict(zip(self._parameters, places.tolist(), strict=True))
-        """Position in the pool of the rank that steps each tensor."""
 
     def owns(self, name: str) -> bool:
         """Whether this rank steps the tensor."""

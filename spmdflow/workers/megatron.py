@@ -18,7 +18,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor, nn
 
-from spmdflow.blocks.box import Box
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind
@@ -34,7 +33,6 @@ from spmdflow.workers.megatron_optimizer import Adopt, StageOptimizer, flat_bloc
 from spmdflow.workers.megatron_runtime import megatron_runtime, process_groups
 from spmdflow.workers.micro_batch import MicroBatch, lengthened
 from spmdflow.workers.model import ModelSource
-from spmdflow.workers.optimizer import STEPS
 
 
 class MegatronEngine(TrainEngine):
@@ -145,19 +143,16 @@ class MegatronEngine(TrainEngine):
 
     # -- state --------------------------------------------------------------------------------
 
-    def state_blocks(self) -> dict[str, Tensor]:
-        """Float32 weights and moments that this rank steps, by name and box; live tensors.
+    def state_blocks(self) -> Iterator[Block]:
+        """See `TrainEngine.state_blocks`; without an optimizer the weights held here.
 
-        With the distributed optimizer each element is in the blocks of one dp rank. Without an
-        optimizer: the weights held here.
+        With the distributed optimizer each element is in the blocks of one dp rank.
         """
         if self.optimizer is None:
-            return {_block_name(name, box): view for name, view, box in self.blocks()}
-        found = {
-            _block_name(name, box) + (moment and f".{moment}"): view
-            for moment, (name, view, box) in self._stepped_blocks()
-        }
-        return found | {STEPS: torch.tensor(self.optimizer.steps_done)}
+            yield from self.blocks()
+            return
+        for moment, (name, view, box) in self._stepped_blocks():
+            yield name + (moment and f".{moment}"), view, box
 
     def residency(self, where: Place, part: Part) -> None:
         """Move a part to the host or back. Gradients are not kept: they live within a step.
@@ -274,8 +269,3 @@ def _check_options(name: str, cfg: EngineConfig) -> None:
             f"{name}.engine.options: got {unknown} for engine {cfg.kind}, expected some of "
             f"{list(known)}; leave them out or choose another engine.kind"
         )
-
-
-def _block_name(name: str, box: Box) -> str:
-    """Key of a box in a checkpoint: model.norm.weight[0:64]."""
-    return f"{name}[{','.join(f'{start}:{stop}' for start, stop in box.bounds)}]"

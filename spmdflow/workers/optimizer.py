@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from spmdflow.config.schema import OptimizerConfig
-from spmdflow.errors import CheckpointError, ConfigError
+from spmdflow.errors import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-STEPS = "optimizer.steps"
-"""Key of the number of steps in a checkpoint."""
 
 
 def learning_rate(cfg: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -120,14 +118,9 @@ class ShardedAdamW(Scheduled):
         """The live moments of all tensors."""
         return [state[moment] for state in self._state.values() for moment in MOMENTS]
 
-    def state_blocks(self) -> dict[str, Tensor]:
-        """Moments under "<name>.exp_avg" and "<name>.exp_avg_sq", and the number of steps done."""
-        blocks = {
-            f"{name}.{moment}": state[moment]
-            for name, state in self._state.items()
-            for moment in MOMENTS
-        }
-        return blocks | {STEPS: torch.tensor(self.steps_done)}
+    def moments_of(self, name: str) -> dict[str, Tensor]:
+        """The live moments of one tensor by their names; none if another rank steps it."""
+        return {moment: self._state[name][moment] for moment in MOMENTS if name in self._state}
 
     def restored(self, steps_done: int) -> None:
         """See `Scheduled.restored`."""
@@ -144,16 +137,3 @@ class ShardedAdamW(Scheduled):
     def _adamw(self) -> torch.optim.Optimizer:
         """The one that has this rank's moments."""
         return self._stepper
-
-
-def copy_blocks(targets: Mapping[str, Tensor], blocks: Mapping[str, Tensor]) -> None:
-    """Copy blocks into targets of their names; CheckpointError if one is missing or misshapen."""
-    for name, target in targets.items():
-        block = blocks.get(name)
-        if block is None or block.shape != target.shape or block.dtype != target.dtype:
-            got = "nothing" if block is None else f"{block.dtype} {tuple(block.shape)}"
-            raise CheckpointError(
-                f"state of {name}: got {got}; expected {target.dtype} {tuple(target.shape)}; "
-                f"resume on the layout and with the model that wrote the checkpoint"
-            )
-        target.copy_(block)

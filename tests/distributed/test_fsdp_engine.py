@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,11 +117,6 @@ def test_state_loaded_into_a_new_engine_continues_bitwise(results: dict) -> None
     assert results["state"]["copies"] == []
 
 
-def test_state_of_another_shape_is_refused_with_both_shapes(results: dict) -> None:
-    text = results["misshapen_state"]
-    assert re.search(r"got torch.float32 \(3,\); expected torch.float32 \(\d+, 32\)", text), text
-
-
 def test_hashes_of_shards_equal_hashes_of_whole_tensors_and_find_one_changed_weight(
     results: dict,
 ) -> None:
@@ -151,9 +145,9 @@ def test_bfloat16_compute_is_near_float32_and_keeps_float32_state(results: dict,
 
 def test_each_rank_holds_the_parts_of_its_stage(results: dict) -> None:
     whole, held = results["division"]["whole"], results["division"]["held"]
-    parameters, moments = zip(*held, strict=True)
-    shares, saved = {"zero1": (1, 4), "fsdp-s2": (2, 2)}.get(results["kind"], (4, 4))
-    assert sum(moments) == whole and max(moments) < 1.1 * whole / saved
+    parameters, saved_moments = zip(*held, strict=True)
+    shares = {"zero1": 1, "fsdp-s2": 2}.get(results["kind"], 4)
+    assert sum(saved_moments) == whole and max(saved_moments) < 1.1 * whole / 4
     assert list(parameters) == [whole / shares] * 4  # all rows divide
 
 

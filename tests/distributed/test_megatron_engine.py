@@ -88,11 +88,6 @@ def test_state_loaded_into_a_new_engine_continues_bitwise(results: dict, rank: i
         assert x["dtypes"] == ["torch.float32"]  # masters and moments, also of bfloat16 weights
 
 
-def test_state_of_another_kind_is_refused_with_both_shapes(results: dict) -> None:
-    text = results["misshapen_state"]
-    assert "got torch.float32 (); expected torch.int64 ()" in text and "resume on" in text
-
-
 @pytest.mark.parametrize("model", ["llama", "reward"])
 def test_bfloat16_weights_are_the_rounded_masters_and_compute_is_near_float32(
     results: dict, model: str

@@ -116,8 +116,8 @@ def phases(device: str, path: str, settings: dict[str, str]) -> dict[str, int]:
         ):
             phase()
             if name.startswith("trained") and settings.get("engine.residency") == "offload":
-                held = actor.engine.state_blocks().items()
-                left = [n for n, t in held if t.is_cuda and t.untyped_storage().nbytes()]
+                held = actor.engine.state_blocks()
+                left = [n for n, t, _ in held if t.is_cuda and t.untyped_storage().nbytes()]
                 assert not left, left  # weights and moments have left the device
             found[name] = used_bytes() if device == "cuda" else 0
     return found

@@ -17,7 +17,7 @@ from spmdflow.objectives.loss import Loss
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import LoadedModel
-from spmdflow.workers.optimizer import MOMENTS, STEPS, Scheduled
+from spmdflow.workers.optimizer import MOMENTS, Scheduled
 
 
 @register_engine(
@@ -100,15 +100,12 @@ class DDPEngine(TrainEngine):
         for name, weight in self.module.named_parameters():
             yield name, weight.detach(), Box.of_shape(weight.shape)
 
-    def state_blocks(self) -> dict[str, Tensor]:
-        """Weights, moments and the number of steps."""
-        found = {name: tensor for name, tensor, _ in self.blocks()}
-        if self.optimizer is not None:
-            found[STEPS] = torch.tensor(self.optimizer.steps_done)
-            for name, weight in self.module.named_parameters():
-                state = self.adamw.state[weight]
-                found |= {f"{name}.{moment}": state[moment] for moment in (*MOMENTS, "step")}
-        return found
+    def state_blocks(self) -> Iterator[tuple[str, Tensor, Box]]:
+        """Weights, moments and AdamW's own count of steps."""
+        yield from self.blocks()
+        for name, weight in self.module.named_parameters() if self.optimizer else ():
+            for moment, values in self.adamw.state[weight].items():
+                yield f"{name}.{moment}", values, Box.of_shape(values.shape)
 
     def residency(self, where: Place, part: Part) -> None:
         """Everything stays on the device: engine.residency=offload has no effect."""

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
+from engine_state import whole_state
 from fsdp_reference import (
     CLIP,
     ENTROPY,
@@ -158,17 +159,6 @@ def loss_of(kind: str) -> PolicyLoss | ValueLoss:
         return ValueLoss(ValueLossConfig(clip_range=VALUE_CLIP))
     cfg = PolicyLossConfig(clip_ratio=CLIP, entropy_coef=ENTROPY, kl_coef=KL, kl_estimator="k3")
     return PolicyLoss(cfg, TEMPERATURE)
-
-
-def whole_state(engine: TrainEngine) -> dict[str, Tensor]:
-    """What the ranks save put together on rank 0, by pickling: independent of FSDP's gathers."""
-    group = engine.groups.get(engine.layout.ranks)
-    pieces: list[Any] | None = [None] * engine.layout.size if engine.rank == 0 else None
-    dist.gather_object(engine.state_blocks(), pieces, dst=0, group=group)
-    if pieces is None:
-        return {}
-    names = {name for piece in pieces for name in piece} - {"optimizer.steps"}
-    return {name: torch.cat([p[name] for p in pieces if name in p]) for name in sorted(names)}
 
 
 def copies_differ(engine: TrainEngine) -> list[str]:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
+from engine_state import load_state, state_of
 from fsdp_reference import make_batch
 from hybrid_engine_case import CASES, Case
 from rollout_world import CPU, GREEDY, SAMPLED, SEEDS, message
@@ -181,9 +182,9 @@ def planted(
 
 def restored(actor: ActorWorker) -> None:
     """Right weights again: shared shards may be the trainer's own, whose masters are unharmed."""
-    state = {name: value.clone() for name, value in actor.engine.state_blocks().items()}
+    state = state_of(actor.engine)
     with actor.resident("parameters", "optimizer"):
-        actor.engine.load_blocks(state)
+        load_state(actor.engine, state, steps_done=actor.engine.optimizer.steps_done)
     sync(actor)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,13 +17,11 @@ from fsdp_reference import make_batch
 from megatron_reference import Reference, reference_step
 from torch import Tensor
 
-from spmdflow.blocks.box import Box
 from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig
 from spmdflow.objectives.log_prob import LogitShard
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.worker import WorkerContext
-from spmdflow.weights.table import parameters
 from spmdflow.workers.megatron import MegatronEngine
 from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import open_model
@@ -158,30 +155,6 @@ def whole_outputs(engine: MegatronEngine, case: Case, world: World) -> dict[int,
     answer = engine.forward(share, keep, num_micro_batches=parts)
     assert (answer is None) == (case.layout.coordinate(world.rank).pp < case.p - 1)
     assert answer is None or answer.batch_size[0] == share.batch_size[0]
-    return found
-
-
-def whole_state(engine: MegatronEngine) -> dict[str, Tensor]:
-    """Tensors and moments put together from all ranks' state blocks; on the pool's first rank."""
-    group, first = engine.groups.get(engine.layout.ranks), engine.layout.ranks[0]
-    pieces: list[Any] | None = [None] * engine.layout.size if engine.rank == first else None
-    dist.gather_object(engine.state_blocks(), pieces, dst=first, group=group)
-    if pieces is None:
-        return {}
-    shapes = {part.name: part.shape for part in parameters(engine.model.architecture)}
-    found: dict[str, Tensor] = {}
-    for key, block in ((key, block) for piece in pieces for key, block in piece.items()):
-        match = re.fullmatch(r"(.*)\[(.*)\](.*)", key)
-        if match is None:
-            continue
-        name, bounds, kind = match.groups()
-        box = Box(tuple(tuple(map(int, pair.split(":"))) for pair in bounds.split(",")))  # type: ignore[misc]
-        whole = found.setdefault(name + kind, torch.full(shapes[name], torch.nan))
-        held = whole[box.slices()]
-        assert bool((held.isnan() | (held == block)).all()), f"ranks differ in {key}"
-        held.copy_(block)
-    assert len(found) == 3 * len(shapes)
-    assert not any(bool(x.isnan().any()) for x in found.values()), "elements that nobody saved"
     return found
 
 

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
+from engine_state import load_state, state_of
 from fsdp_reference import make_batch
 from torch import Tensor
 
@@ -122,7 +123,7 @@ def check_versions(world: World, generator: Generator) -> dict[str, Any]:
     found["updated"] = (hybrid.needs_sync, message(generate))
     metrics = hybrid.sync()
     found["synced again"] = (hybrid.needs_sync, message(generate))
-    engine.load_blocks(engine.state_blocks())
+    load_state(engine, state_of(engine), steps_done=1)
     found["restored"] = (hybrid.needs_sync, message(generate))
     whole = sum(tensor.numel() * 4 for _, tensor in engine.full_tensors())
     num_bytes = whole - sum(tensor.nbytes for _, tensor, _ in engine.blocks())

@@ -1,0 +1,147 @@
+"""safetensors files written tensor by tensor, hashed while they are written, read in parts.
+
+safetensors' own writer wants every tensor at once, and its bytes can be hashed only by reading the
+file again. Here the header, whose size is known beforehand, is written last and holds the sha256 of
+every tensor's bytes. So the hash of the header stands for the whole file (`Head.sha256`), and who
+reads one tensor can verify just that one. Any reader of safetensors reads these files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_NAME_OF = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPE_OF = {name: dtype for dtype, name in _NAME_OF.items()}
+_START = b'{"__metadata__":{"sha256":'
+
+
+class Facts(NamedTuple):
+    """What a tensor is, before there are values."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Sequence[int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its values."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Stored(NamedTuple):
+    """A tensor in a file: its bytes are start .. stop - 1 of the file."""
+
+    dtype: torch.dtype
+    shape: Sequence[int]
+    start: int
+    stop: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Head:
+    """What stands before the tensors' bytes."""
+
+    num_bytes: int
+    sha256: str
+    """Over these bytes, which hold the hash of every tensor."""
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, Stored]
+
+
+def write_file(
+    path: Path, facts: Sequence[Facts], tensors: Iterable[Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Write tensors (any device) in the order of facts, one at a time in host memory.
+
+    Wider dtypes come first, so that each tensor's bytes are aligned; not synced.
+    """
+    widths = [each.dtype.itemsize for each in facts]
+    assert widths == sorted(widths, reverse=True), "wider dtypes come first"
+    digests = ["0" * 64] * len(facts)
+    num_bytes = len(_head(facts, digests, metadata))
+    with path.open("wb") as file, ThreadPoolExecutor(1) as thread:
+        file.seek(num_bytes)
+        for place, (fact, tensor) in enumerate(zip(facts, tensors, strict=True)):
+            assert (tensor.dtype, tuple(tensor.shape)) == (fact.dtype, tuple(fact.shape)), fact
+            values = _bytes_of(tensor)
+            digest = thread.submit(hashlib.sha256, values)
+            file.write(values)
+            digests[place] = digest.result().hexdigest()
+        file.seek(0)
+        file.write(_head(facts, digests, metadata))
+
+
+def read_head(path: Path) -> Head | None:
+    """None if the file is not one of `write_file`."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if file.read(len(_START)) != _START or length > path.stat().st_size - 8:
+            return None
+        file.seek(0)
+        data = file.read(8 + length)
+    try:
+        entries: dict[str, Any] = json.loads(data[8:])
+        metadata = entries.pop("__metadata__")
+        digests = metadata.pop("sha256").split()
+        tensors = {}
+        for (name, entry), digest in zip(entries.items(), digests, strict=True):
+            facts = Facts(name, _DTYPE_OF[entry["dtype"]], tuple(entry["shape"]))
+            start, stop = (len(data) + offset for offset in entry["data_offsets"])
+            if stop - start != facts.num_bytes:
+                return None
+            tensors[name] = Stored(facts.dtype, facts.shape, start, stop, digest)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return Head(len(data), hashlib.sha256(data).hexdigest(), metadata, tensors)
+
+
+def read_bytes(path: Path, stored: Stored) -> tuple[Tensor, str]:
+    """The values of one tensor on the host, and the sha256 of their bytes as they are now."""
+    data = torch.empty(stored.stop - stored.start, dtype=torch.uint8)
+    with path.open("rb", buffering=0) as file:
+        file.seek(stored.start)
+        view, done = _bytes_of(data), 0
+        while done < len(view) and (more := file.readinto(view[done:])):
+            done += more
+    return data.view(stored.dtype).reshape(stored.shape), hashlib.sha256(view).hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    values: Any = flat.view(torch.uint8).numpy()
+    return memoryview(values)
+
+
+def _head(facts: Sequence[Facts], digests: Sequence[str], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"sha256": " ".join(digests), **metadata}}
+    start = 0
+    for name, dtype, shape in facts:
+        stop = start + Facts(name, dtype, shape).num_bytes
+        entry = {"dtype": _NAME_OF[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        assert name not in entries, name
+        entries[name], start = entry, stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,46 @@
+"""States of engines: copied, loaded again, and put together from what the ranks save."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmdflow.blocks.box import Box
+from spmdflow.weights.move import Blocks
+from spmdflow.workers.engine import TrainEngine
+
+State = dict[tuple[str, Box], Tensor]
+
+
+def state_of(engine: TrainEngine) -> State:
+    """A copy of what this rank holds."""
+    return {(name, box): view.clone() for name, view, box in engine.state_blocks()}
+
+
+def load_state(engine: TrainEngine, state: State, *, steps_done: int) -> None:
+    """Load a copy that `state_of` an engine of this layout gave after so many steps."""
+    blocks = Blocks((name, values, box) for (name, box), values in state.items())
+    engine.load_blocks(blocks.read, steps_done)
+
+
+def whole_state(engine: TrainEngine) -> dict[str, Tensor]:
+    """What the ranks save put together on the pool's first rank, by pickling; each element once."""
+    group, first = engine.groups.get(engine.layout.ranks), engine.layout.ranks[0]
+    pieces: list[Any] | None = [None] * engine.layout.size if engine.rank == first else None
+    mine = [(name, view.clone(), box) for name, view, box in engine.own_state_blocks()]
+    dist.gather_object(mine, pieces, dst=first, group=group)
+    if pieces is None:
+        return {}
+    found: dict[str, Tensor] = {}
+    shapes = dict(engine.shapes)
+    for name, values, box in (block for piece in pieces for block in piece):
+        shape = shapes[name if name in shapes else name.rsplit(".", 1)[0]]
+        whole = found.setdefault(name, torch.full(shape, torch.nan))
+        assert bool(whole[box.slices()].isnan().all()), f"{name}{box.bounds} is saved twice"
+        whole[box.slices()] = values
+    assert len(found) == 3 * len(shapes), "a tensor, or a moment of it, that nobody saved"
+    assert not any(bool(x.isnan().any()) for x in found.values()), "elements that nobody saved"
+    return dict(sorted(found.items()))
