@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 from spmdflow.blocks.box import Box
 from spmdflow.errors import ConfigError
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.table import parameters
+from spmdflow.weights.table import shapes_by_name
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_FILE_BYTES = 4 << 30
@@ -29,45 +29,64 @@ _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"
 class HuggingFaceFolder:
     """The tensors of a folder, read box by box. Every rank may read at the same time."""
 
-    def __init__(self, path: str | Path, arch: Architecture, *, new_head: bool = False) -> None:
-        """ConfigError unless the folder has each of the architecture's tensors in its shape.
+    bytes_read = 0
+    """Of the boxes that were read, in the precision of the files."""
 
-        new_head: a scalar head that the folder lacks reads as zeros (a fresh critic).
+    def __init__(
+        self,
+        path: str | Path,
+        wanted: Architecture | Mapping[str, Sequence[int]],
+        *,
+        new_head: bool = False,
+        stored: Mapping[str, str] | None = None,
+        kind: str = "model",
+    ) -> None:
+        """ConfigError unless the folder has each tensor in its shape.
+
+        wanted: the architecture, or a shape by name. new_head: a scalar head that the folder lacks
+        reads as zeros (a fresh critic). stored: the name in the files of what has another there.
+        kind: of the model, for errors.
         """
-        self._path, self._files = Path(path), dict[Path, Any]()
-        self._zeros = set[str]()
-        if new_head and arch.head == "scalar" and "score.weight" not in self._file_of:
-            self._zeros.add("score.weight")
-        self._check(arch)
+        self._path, self._files, self._stored = Path(path), dict[Path, Any](), stored or {}
+        self._zeros = {"score.weight"} - self.names if new_head else set[str]()
+        if isinstance(wanted, Architecture):
+            kind = f"{wanted.family} model with a {wanted.head} head"
+            wanted = shapes_by_name(wanted)
+        self._check(wanted, kind)
 
     def read(self, name: str, box: Box) -> Tensor:
         """The values of a box on the host, in the precision of the file."""
         if name in self._zeros:
-            from_file = self._slice("model.embed_tokens.weight")[:1, :1]
-            return from_file.new_zeros(box.shape)
+            return self._slice(min(self.names))[:1].new_zeros(box.shape)
         values: Tensor = self._slice(name)[box.slices()]
+        self.bytes_read += values.nbytes
         return values
 
+    @property
+    def names(self) -> Set[str]:
+        """Of all tensors in the files."""
+        return self._file_of.keys()
+
     def _slice(self, name: str) -> Any:
+        name = self._stored.get(name, name)
         path = self._file_of[name]
         if path not in self._files:
             self._files[path] = _open(path)
         return self._files[path].get_slice(name)
 
-    def _check(self, arch: Architecture) -> None:
-        wanted = [part for part in parameters(arch) if part.name not in self._zeros]
-        missing = [part.name for part in wanted if part.name not in self._file_of]
+    def _check(self, wanted: Mapping[str, Sequence[int]], kind: str) -> None:
+        wanted = {name: shape for name, shape in wanted.items() if name not in self._zeros}
+        missing = [name for name in wanted if self._stored.get(name, name) not in self.names]
         if missing:
             got = f"{self._path} without {', '.join(missing[:3])} ({len(missing)} tensors missing)"
-            expected = f"every tensor of a {arch.family} model with a {arch.head} head"
             do = "choose the folder of a complete model of this kind"
-            raise ConfigError.of("model", got, expected, do)
-        for part in wanted:
-            shape = tuple(self._slice(part.name).get_shape())
-            if shape != part.shape:
-                got = f"{part.name} of shape {shape} in {self._file_of[part.name]}"
+            raise ConfigError.of("model", got, f"every tensor of a {kind}", do)
+        for name, expected in wanted.items():
+            shape = tuple(self._slice(name).get_shape())
+            if shape != tuple(expected):
+                got = f"{name} of shape {shape} in {self._path}"
                 do = "the two belong to different models: download the folder again"
-                raise ConfigError.of("model", got, f"{part.shape} by config.json", do)
+                raise ConfigError.of("model", got, f"{tuple(expected)} by config.json", do)
 
     @cached_property
     def _file_of(self) -> Mapping[str, Path]:

@@ -18,6 +18,8 @@ from spmdflow.blocks.box import Box, subtract_all
 from spmdflow.errors import PlanError
 from spmdflow.weights.table import ShardTable
 
+_READ_ELEMENTS = 1 << 24
+
 Read = Callable[[str, Box], Tensor]
 """(Hugging Face name, box) -> a tensor of the box's shape, of any dtype and device."""
 
@@ -36,7 +38,22 @@ def fill(local_tensors: Mapping[str, Tensor], table: ShardTable, read: Read) -> 
             if described.padding:
                 tensor.zero_()
             for piece in described.pieces:
-                tensor[piece.local.slices()].copy_(read(piece.name, piece.box))
+                copy_box(tensor[piece.local.slices()], piece.name, piece.box, read)
+
+
+def copy_box(target: Tensor, name: str, box: Box, read: Read) -> None:
+    """Write a box in place, rounded to target's dtype.
+
+    Some rows at a time: what is read for another device is converted in host memory first.
+    """
+    rows = max(1, _READ_ELEMENTS * len(target) // max(1, target.numel())) if target.ndim else 1
+    if len(box.bounds) == 0 or rows >= len(target):
+        target.copy_(read(name, box))
+        return
+    (first, last), *others = box.bounds
+    for start in range(first, last, rows):
+        part = Box(((start, min(start + rows, last)), *others))
+        target[part.slices(box)].copy_(read(name, part))
 
 
 def blocks(local_tensors: Mapping[str, Tensor], table: ShardTable) -> Iterator[Block]:

@@ -44,6 +44,7 @@ from spmdflow.workers.optimizer import ShardedAdamW, clip_, squared_norm
 from spmdflow.workers.sharding import (
     Shard,
     mesh_of,
+    read_weights,
     set_last_micro_batch,
     shard_model,
     shards,
@@ -84,6 +85,7 @@ class FSDPEngine(TrainEngine):
         self.weight_group = mesh.get_group(mesh.ndim - 1)
         self.replica_group = mesh.get_group(0) if mesh.ndim == 2 else None
         shard_model(model, self.sharding, mesh, recompute=cfg.recompute)
+        read_weights(model, self.device)
         assert isinstance(model.module, FSDPModule)
         self._root: FSDPModule = model.module
         if optimizer is not None:

@@ -1,7 +1,7 @@
-"""What an engine is built from: a module that transformers loads, or a folder read box by box.
+"""What an engine is built from: a module of transformers, or an architecture; both read by boxes.
 
-`LoadedModel` is a whole module on the host. `ModelSource` is for engines that build modules of
-their own: no transformers, and no rank reads more than its share. Both can be written as a folder
+`LoadedModel` is a transformers module whose weights follow, `ModelSource` is for engines that build
+modules of their own; no rank reads more than its share of either. Both can be written as a folder
 again. Knows no ranks. Only this file of the package imports transformers, when a model is loaded.
 
 A causal LM gives logits (b, T, V); a scalar model (reward, cost, critic) gives values (b, T) from a
@@ -23,6 +23,7 @@ from spmdflow.config.schema import ModelConfig
 from spmdflow.errors import ConfigError
 from spmdflow.weights.architecture import Architecture, Head, read_config
 from spmdflow.weights.folder import HuggingFaceFolder, write_folder
+from spmdflow.weights.module import empty_module, folder_of
 from spmdflow.weights.move import Read
 
 
@@ -52,9 +53,14 @@ class ModelSource(_Exported):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel(_Exported):
-    """A module in float32 on the host, and what an engine must know to shard and run it."""
+    """A module in float32, and what an engine must know to shard and run it.
+
+    `sharding.read_weights` brings in the weights, after the engine has said what it keeps of them.
+    """
 
     module: nn.Module
+    read: Read | None = None
+    """Reads the parameters, which are on the meta device; None: they are here, on the host."""
     layers: tuple[nn.Module, ...]
     """Decoder layers, the units that are sharded and recomputed."""
     output: Callable[[nn.Module, Tensor], Tensor]
@@ -96,26 +102,11 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
                 f"model.path {cfg.path}: got a head with {labels} labels; expected one, whose "
                 f"output is the score or value; choose a model trained with num_labels=1"
             )
-    # its report of missing tensors repeats on every rank; they are judged here instead
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    model, info = auto.from_pretrained(
-        cfg.path, dtype=torch.float32, output_loading_info=True, **settings
-    )
-    missing = set(info["missing_keys"])
-    # eval for good: no dropout, and old and new log-probs come from the same function
-    module, score = model.eval(), None
+    model, read = _open_or_load(auto, cfg.path, settings, new_head=head == "critic")
+    module, score = model, None
     if head != "causal_lm":
         module = _scalar_model(cfg, model)
         score = module.get_submodule("score")
-        if head == "critic" and "score.weight" in missing:
-            nn.init.zeros_(model.score.weight)
-            missing.remove("score.weight")
-    if missing:
-        raise ConfigError(
-            f"model.path {cfg.path}: the folder lacks {sorted(missing)[:5]}; expected every "
-            f"tensor of the model; choose the folder of a complete model of this kind"
-        )
     units = set(model._no_split_modules or ())
     return LoadedModel(
         dtype=getattr(torch, cfg.precision),
@@ -123,10 +114,40 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
         | {"architectures": [type(model).__name__], "dtype": "float32"},
         source=Path(cfg.path),
         module=module,
+        read=read,
         layers=tuple(part for part in module.modules() if type(part).__name__ in units),
         output=_logits if score is None else _values,
         float32_modules=() if score is None else (score,),
     )
+
+
+def _open_or_load(
+    auto: Any, path: str, settings: Mapping[str, Any], *, new_head: bool
+) -> tuple[Any, Read | None]:
+    """(a module without weights, their reader), or (the module that transformers loads, None)."""
+    import transformers
+
+    module = empty_module(auto, path, torch.float32, **settings)
+    folder = folder_of(module, path, new_head=new_head)
+    if folder is not None:
+        return module, folder.read
+    # its report of missing tensors repeats on every rank; they are judged here instead
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    module, info = auto.from_pretrained(
+        path, dtype=torch.float32, output_loading_info=True, **settings
+    )
+    missing = set(info["missing_keys"])
+    if new_head and "score.weight" in missing:
+        nn.init.zeros_(module.score.weight)
+        missing.remove("score.weight")
+    if missing:
+        raise ConfigError(
+            f"model.path {path}: the folder lacks {sorted(missing)[:5]}; expected every "
+            f"tensor of the model; choose the folder of a complete model of this kind"
+        )
+    # eval for good: no dropout, and old and new log-probs come from the same function
+    return module.eval(), None
 
 
 def _scalar_model(cfg: ModelConfig, model: Any) -> ScalarModel:

@@ -1,4 +1,4 @@
-"""Cuts a loaded module into FSDP2 shards, and says which rows of a tensor a shard has."""
+"""Cuts a module into FSDP2 shards, reads them, and says which rows of a tensor a shard has."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from spmdflow.blocks.box import Box
 from spmdflow.kind.engine import Sharding
 from spmdflow.transfer.worker import WorkerContext
+from spmdflow.weights.move import copy_box
 from spmdflow.weights.table import row_box
 from spmdflow.workers.model import LoadedModel
 
@@ -65,6 +66,31 @@ def shard_model(
         # a plain sum; without the second line gloo is asked for PREMUL_SUM, which it lacks
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def read_weights(model: LoadedModel, device: torch.device) -> nn.Module:
+    """The module with its weights on a device; of a sharded one this rank's rows are read.
+
+    A module that came with its weights is only moved.
+    """
+    if model.read is None:
+        return model.module if isinstance(model.module, FSDPModule) else model.module.to(device)
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # tied parameters stay one
+    try:
+        model.module._apply(
+            lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device)
+        )
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+    with torch.no_grad():
+        for name, parameter in model.module.named_parameters():
+            if isinstance(parameter, DTensor):
+                shard = Shard(parameter)
+                copy_box(shard.local, name, shard.box, model.read)
+            else:
+                copy_box(parameter, name, Box.of_shape(parameter.shape), model.read)
+    return model.module
 
 
 def set_last_micro_batch(root: FSDPModule, sharding: Sharding, *, last: bool) -> None:

@@ -18,6 +18,7 @@ from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import LoadedModel
 from spmdflow.workers.optimizer import MOMENTS, Scheduled
+from spmdflow.workers.sharding import read_weights
 
 
 @register_engine(
@@ -43,7 +44,7 @@ class DDPEngine(TrainEngine):
         total_optimizer_steps: int = 0,
     ) -> None:
         super().__init__(model, cfg, context)
-        self.module = model.module.to(self.device)
+        self.module = read_weights(model, self.device)
         if optimizer is None:
             self.module.requires_grad_(False)
             return

@@ -53,6 +53,7 @@ from spmdflow.config.schema import (
 from spmdflow.data.ragged import lengths_of, rows_of
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.workers.model import load_model
+from spmdflow.workers.sharding import read_weights
 
 
 def main(folder: Path, kinds: list[str]) -> None:
@@ -288,7 +289,7 @@ def check_refusals(world: World) -> None:
     world.note("not_finite", text)
     world.note("unchanged", all(torch.equal(before[name], after[name]) for name in before))
     critic = load_model(ModelConfig(path=str(world.folder / "tied")), head="critic")
-    head = critic.module.get_parameter("score.weight")
+    head = read_weights(critic, torch.device("cpu")).get_parameter("score.weight")
     world.note("zero_head", bool((head == 0).all()) and tuple(head.shape) == (1, 32))
     causal = ModelConfig(path=str(world.folder / "tied"))
     world.note("no_head", message(lambda: load_model(causal, head="scalar")))
