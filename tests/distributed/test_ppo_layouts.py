@@ -16,6 +16,7 @@ from tests.distributed.replayed import planned_as_counted, settings_of_run
 
 CASES = (
     "colocate-2", "colocate-4", "split-2", "split-4", "standalone-4", "standalone-8",
+    "colocate-4-s2",
 )  # fmt: skip
 COMPARED = (
     "actor/pg_loss", "actor/grad_norm", "actor/approx_kl", "actor/reference_kl", "actor/entropy",
@@ -41,11 +42,14 @@ def test_losses_and_gradient_norms_agree_with_a_single_rank(runs, case):
             assert other[name] == pytest.approx(one[name], rel=2e-5, abs=1e-6), name
 
 
-def test_the_same_layout_twice_agrees_in_every_bit(runs):
-    for one, other in zip(
-        steps_of(runs, "colocate-4"), steps_of(runs, "colocate-4-again"), strict=True
-    ):
-        timed = {name for name in one if name.startswith(("time/", "perf/"))}
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("colocate-4", "colocate-4-again"), ("colocate-4-s2", "colocate-4-s2-resumed")],
+)
+def test_the_same_layout_twice_agrees_in_every_bit_also_if_resumed(runs, first, second):
+    for one, other in zip(steps_of(runs, first), steps_of(runs, second), strict=True):
+        timed = {n for n in one.keys() | other.keys() if n.startswith(("time/", "perf/"))}
+        timed |= {"rollout/weights_version"}  # counts the optimizer steps of one process
         assert {k: one[k] for k in one.keys() - timed} == {
             k: other[k] for k in other.keys() - timed
         }

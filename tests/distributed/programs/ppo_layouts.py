@@ -31,7 +31,10 @@ CASES: dict[str, tuple[str, int]] = {
     "split-4": ("split", 4),
     "standalone-4": ("standalone", 4),
     "standalone-8": ("standalone", 8),
+    "colocate-4-s2": ("colocate", 4),
+    "colocate-4-s2-resumed": ("colocate", 4),
 }
+S2 = tuple(f"{role}.engine.layout=s2" for role in ("actor", "critic", "reference"))
 _COLUMNS = ("responses", "response_mask", "rollout_log_probs")
 
 
@@ -72,7 +75,7 @@ def main(flow: Any, cfg: Any) -> None:
     spmdflow_script.main(flow, cfg)
 
 
-def run_case(name: str, placement: str, num_ranks: int, out: Path) -> None:
+def run_case(name: str, placement: str, num_ranks: int, out: Path, *more: str) -> None:
     settings = [
         f"run.dir={out / name}",
         f"placement={placement}",
@@ -84,6 +87,8 @@ def run_case(name: str, placement: str, num_ranks: int, out: Path) -> None:
         "critic.update.mini_batch_size=37",
         "actor.engine.micro_batch=5 rows",
         "run.call_seconds=120",
+        *(S2 if "s2" in name else ()),
+        *more,
     ]
     loaded = load(ROOT / "algos" / "ppo.py", None, settings)
     loaded.cfg.actor.update.mini_batch_size = 13
@@ -95,5 +100,8 @@ def run_case(name: str, placement: str, num_ranks: int, out: Path) -> None:
 def run_all(out: str) -> None:
     """What every rank does."""
     for case, (placed, on_ranks) in CASES.items():
+        if case.endswith("resumed"):
+            run_case(case, placed, on_ranks, Path(out), "total_steps=2", "save_every=2")
+            dist.barrier()
         run_case(case, placed, on_ranks, Path(out))
         dist.barrier()
