@@ -152,7 +152,10 @@ def _check_options(role: str, engine: Any, sizes: Sizes) -> None:
             f"of {', '.join(allowed) or 'none'}; leave it out or choose another engine"
         )
     for option in engine.options:
-        axis = allowed[option].needs
+        axis, other = allowed[option].needs, allowed[option].excludes
+        if other in engine.options:
+            got, expected = f"{option} with {other}", "one of them"
+            raise ConfigError.of(f"{role}.engine.options", got, expected, "leave one out")
         if axis and getattr(sizes, axis) == 1:
             raise ConfigError(
                 f"{role}.engine.options: got {option} with {_AXES[axis]} size 1, expected "

@@ -91,6 +91,7 @@ class WeightSync:
         start, version = time.perf_counter(), self._engine.weights_version
         verify = self._verify_every > 0 and self._num_syncs % self._verify_every == 0
         self._generator.weights_version = NEVER
+        self._engine.settle()
         num_bytes = self._move(version)
         if verify:
             expected = self._engine.shard_hashes(self._generator.dtype)

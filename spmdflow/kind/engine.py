@@ -67,6 +67,8 @@ class EngineOption:
     doc: str
     needs: str = ""
     """Axis that must be larger than 1."""
+    excludes: str = ""
+    """Option that cannot be asked for besides."""
     sharding: Sharding | None = None
     """In place of the kind's own."""
 

@@ -69,6 +69,10 @@ register_engine(
         axes=("tp", "pp"),
         options=_RECOMPUTE
         | {
+            "selective_recompute": EngineOption(
+                "compute attention's core again in backward", excludes="recompute"
+            ),
+            "overlap": EngineOption("reduce gradients and gather weights beside the passes"),
             "sequence_parallel": EngineOption("divide norms over the sequence too", needs="tp"),
             "plain_optimizer": EngineOption(
                 "step every weight on every dp rank",

@@ -78,7 +78,7 @@ class Engine(Precision):
     layouts: tuple[tuple[int, int], ...] | None = None
     """Those among which it chooses; None: all."""
     options: tuple[str, ...] = ()
-    """recompute, keep_gathered, sequence_parallel, plain_optimizer."""
+    """As engine.options."""
     micro_batch_rows: int = 1
     micro_batch_tokens: int | None = None
     dtype: str = "bfloat16"

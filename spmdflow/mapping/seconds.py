@@ -72,12 +72,15 @@ def pass_parts(
     if trains:
         parts["gradient_sync"] = sharding.micro_batch_reductions * reduce
     one_micro_batch = total(parts)
+    # a backward takes twice a forward; what does not fit beside them is waited for
+    beside = one_micro_batch / 3 if "overlap" in model.engine.options else 0.0
     parts = {name: seconds * num_micro for name, seconds in parts.items()}
-    parts["weight_gather"] = parts["weight_gather"] + once * gather
+    parts["weight_gather"] = parts["weight_gather"] + np.maximum(once * gather - beside, 0.0)
     parts["bubble"] = (cut.pp - 1) * one_micro_batch  # while the pipeline fills and drains
     if not trains:
         return parts | {"host": hw.call_seconds}
-    parts["gradient_sync"] = parts["gradient_sync"] + sharding.reductions * reduce + between
+    reductions = np.maximum(sharding.reductions * reduce - 2 * beside, 0.0)
+    parts["gradient_sync"] = parts["gradient_sync"] + reductions + between
     local = local_parameters(model, cut)
     parts["optimizer"] = (
         local / share_of(sharding.optimizer, model, cut) * ADAM_BYTES / hw.memory_rate
@@ -117,6 +120,9 @@ def _micro_batch_parts(
     one = layer_pass(shape, tokens, workload.tokens / 2, cut.tp, hw, engine)
     passes = 3 + cut.recompute if trains else 1
     parts = {name: layers * seconds * passes for name, seconds in one.items()}
+    if trains and "selective_recompute" in engine.options:
+        core = attention_flops(shape, tokens, workload.tokens / 2, cut.tp) / hw.flops(engine.dtype)
+        parts["compute"] = parts["compute"] + layers * core
     head = head_seconds(shape, tokens, cut.tp, hw, engine)
     parts["compute"] = parts["compute"] + (3 if trains else 1) * head
     reductions = 2 + cut.recompute if trains else 1
@@ -263,6 +269,11 @@ def kv_width(shape: Architecture, tp: Array) -> Array:
     return np.maximum(shape.kv_size / tp, shape.head_dim)
 
 
+def attention_flops(shape: Architecture, tokens: Array, context: float, tp: Array) -> Array:
+    """Of the scores and their products with the values, in one layer."""
+    return 4 * tokens * context * shape.q_size / tp
+
+
 def layer_pass(
     shape: Architecture, tokens: Array, context: float, tp: Array, hw: Hardware, how: Precision
 ) -> Parts:
@@ -278,7 +289,7 @@ def layer_pass(
         (hidden, (1 + shape.gated) * ffn),
         (ffn, hidden),
     ]
-    flops = 4 * tokens * context * queries
+    flops = attention_flops(shape, tokens, context, tp)
     moved = 0.0 * tokens
     for inner, outer in matrices:
         flops = flops + 2 * tokens * inner * outer

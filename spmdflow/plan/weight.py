@@ -148,7 +148,8 @@ def _local(traced: TracedModel, nodes: Nodes) -> WeightPlan:
         return _boxes(traced, traced, nodes)
     element_bytes = getattr(torch, cfg.rollout.precision).itemsize
     architecture, distributed = Architecture.from_folder(cfg.model.path), _sharding(cfg).optimizer
-    numel = storage_numel(architecture, layout, distributed_optimizer=distributed)
+    overlap = "overlap" in cfg.engine.options
+    numel = storage_numel(architecture, layout, distributed_optimizer=distributed, overlap=overlap)
     groups = (group for group in layout.axis_groups("micro_dp") if len(group) > 1)
     sent = [
         (peer, [rank for rank in group if rank != peer], numel[peer] * element_bytes)

@@ -54,6 +54,8 @@ BUCKET_BYTES = 64 << 20
 """Bytes of weights that one rank packs, and that reach it, at a time between two layouts."""
 SHARED_EMBEDDING = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Of a tied Megatron model over several stages: the first stage's, and the last stage's copy."""
+OVERLAP_BUCKET = 40_000_000
+"""Elements that close a bucket of Megatron's first stage where it overlaps reductions."""
 VLLM_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this, whatever the tensor-parallel size."""
 
@@ -199,17 +201,21 @@ def default_vocab_multiple(tp_size: int) -> int:
 
 
 def buffer_places(
-    table: ShardTable, *, aligned_over: int | None, shared_embedding: bool
+    table: ShardTable,
+    *,
+    aligned_over: int | None,
+    shared_embedding: bool,
+    bucket_size: int | None = None,
 ) -> tuple[dict[str, int], int]:
-    """Where the flat buffer in which Megatron's DDP lays a rank's parameters (one bucket) has each,
-    and its elements.
+    """Where the flat buffer in which Megatron's DDP lays a rank's parameters has each, and its
+    elements. A bucket ends when it has bucket_size of them; None: there is one.
 
     aligned_over: dp_size under the distributed optimizer, which begins each parameter at a
     multiple of 64 and ends each bucket at one of lcm(dp_size, 128); None without it: no padding.
     shared_embedding: tied over several stages, the embedding (or its copy) has a bucket of its own.
     """
     places: dict[str, int] = {}
-    end, is_open = 0, False
+    first, end, is_open = 0, 0, False
     if aligned_over is None:
         for name, tensor in table.items():
             places[name], end = end, end + tensor.size
@@ -219,24 +225,28 @@ def buffer_places(
         start = _rounded_up(end, 64)
         alone = shared_embedding and name in SHARED_EMBEDDING
         if alone and is_open:
-            start = _rounded_up(start, alignment)
+            start = first = _rounded_up(start, alignment)
         places[name] = start
-        end, is_open = start + table[name].size, not alone
-        if alone:
-            end = _rounded_up(end, alignment)
+        end = start + table[name].size
+        is_open = not alone and (bucket_size is None or end - first < bucket_size)
+        if not is_open:
+            end = first = _rounded_up(end, alignment)
     return places, _rounded_up(end, alignment)
 
 
 def storage_numel(
-    arch: Architecture, layout: Layout, *, distributed_optimizer: bool
+    arch: Architecture, layout: Layout, *, distributed_optimizer: bool, overlap: bool = False
 ) -> dict[int, int]:
     """Elements of each rank's Megatron parameter buffer, padded for that optimizer if it is on."""
     aligned_over = layout.dp_size if distributed_optimizer else None
     shared = arch.tied and layout.pp_size > 1
-    return {
-        rank: buffer_places(table, aligned_over=aligned_over, shared_embedding=shared)[1]
-        for rank, table in megatron_tables(arch, layout).items()
-    }
+    found = {}
+    for rank, table in megatron_tables(arch, layout).items():
+        bucket = OVERLAP_BUCKET if overlap and layout.coordinate(rank).pp == 0 else None
+        found[rank] = buffer_places(
+            table, aligned_over=aligned_over, shared_embedding=shared, bucket_size=bucket
+        )[1]
+    return found
 
 
 def _rounded_up(size: int, multiple: int) -> int:

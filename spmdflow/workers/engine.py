@@ -143,6 +143,10 @@ class TrainEngine(ABC):
     """The ranks that hold the same weights as this one, where the engine keeps several copies and
     wants their hashes compared."""
 
+    def settle(self) -> None:  # noqa: B027 most engines leave nothing running
+        """Finish what the last optimizer step left running: whoever reads weights in place calls it
+        on every rank."""
+
     @abstractmethod
     def blocks(self) -> Iterable[Block]:
         """(Hugging Face name, live tensor, its box of the whole), tied ones once, fixed order."""

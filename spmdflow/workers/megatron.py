@@ -83,6 +83,7 @@ class MegatronEngine(TrainEngine):
                     groups,
                     total_steps=total_optimizer_steps,
                     distributed=engine_kind(cfg.kind).sharding_with(cfg.options).optimizer,
+                    overlap="overlap" in cfg.options,
                     adopt=adopt,
                 )
         if self.optimizer is not None and self.dtype != torch.float32:
@@ -95,6 +96,7 @@ class MegatronEngine(TrainEngine):
 
     def outputs(self, micros: list[MicroBatch], fn: ForwardFn) -> list[Mapping[str, Tensor]]:
         """See `TrainEngine.outputs`."""
+        self.settle()
         with megatron_runtime():
             return self._pass(self._module, micros, fn, train=False)
 
@@ -128,12 +130,20 @@ class MegatronEngine(TrainEngine):
 
     # -- weights ------------------------------------------------------------------------------
 
+    def settle(self) -> None:
+        """See `TrainEngine.settle`."""
+        if self.optimizer is not None:
+            with megatron_runtime():
+                self.optimizer.gather()
+
     def blocks(self) -> Iterator[Block]:
         """(Hugging Face name, live view, its box of the whole) of all that this rank holds."""
+        self.settle()
         return blocks(self._parameters, self._table)
 
     def own_blocks(self) -> Iterator[Block]:
         """See `TrainEngine.own_blocks`."""
+        self.settle()
         return blocks(self._parameters, self._own_table)
 
     @property

@@ -89,7 +89,7 @@ def _transformer_config(
     pp_size: int,
 ) -> TransformerConfig:
     """Settings of one stage with num_layers decoder layers."""
-    recompute = "recompute" in options
+    recompute, selective = "recompute" in options, "selective_recompute" in options
     window = architecture.sliding_window
     return TransformerConfig(
         # only layer numbers derive from this, and nothing reads them: stages may be uneven
@@ -120,7 +120,7 @@ def _transformer_config(
         deallocate_pipeline_outputs=pp_size > 1,
         batch_p2p_sync=False,
         calculate_per_token_loss=True,
-        recompute_granularity="full" if recompute else None,
+        recompute_granularity="full" if recompute else "selective" if selective else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
         # without initialisation Megatron leaves out the attributes that its norms of gradients

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from spmdflow.blocks.box import flat_range
 from spmdflow.config.schema import OptimizerConfig
+from spmdflow.weights import ranks
 from spmdflow.weights.move import Block
 from spmdflow.weights.table import LocalTensor
 from spmdflow.workers.megatron_model import local_name
@@ -50,13 +51,21 @@ class StageOptimizer(Scheduled):
         *,
         total_steps: int,
         distributed: bool,
+        overlap: bool,
         adopt: Adopt | None,
     ) -> None:
+        """overlap: reduce gradients bucket by bucket during the last backward, and gather weights
+        during the next forward, or in `gather`."""
         super().__init__(cfg, total_steps)
         self.distributed = distributed
         settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=distributed,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=overlap and distributed,
+            bucket_size=ranks.OVERLAP_BUCKET if overlap else None,
         )
+        self._is_behind = settings.overlap_param_gather
         self.ddp = DistributedDataParallel(module.config, settings, module, pg_collection=groups)
         # sums over dp, tp and tied embeddings, not divided by a number of tokens
         module.config.finalize_model_grads_func = lambda model, tokens, **groups: (
@@ -87,6 +96,12 @@ class StageOptimizer(Scheduled):
             if isinstance(self._adam, torch.optim.AdamW):
                 state["step"] = torch.zeros(())  # TransformerEngine's Adam counts in its groups
 
+    def gather(self) -> None:
+        """Have all weights on every rank, where `step` left it to the next forward."""
+        if self._is_behind:
+            self.ddp.start_param_sync(force_sync=True)
+            self._is_behind = False
+
     def zero_gradients(self) -> None:
         """Before the first micro-batch of a step."""
         self.ddp.zero_grad_buffer()
@@ -108,6 +123,7 @@ class StageOptimizer(Scheduled):
         for group in self._adam.param_groups:
             group["lr"] = self.next_lr
         self._inner.step_with_ready_grads()
+        self._is_behind = self.ddp.ddp_config.overlap_param_gather
         self._inner.zero_grad()
         self.steps_done += 1
 
@@ -136,7 +152,8 @@ class StageOptimizer(Scheduled):
             if hasattr(self._inner, "_copy_main_params_to_model_params"):
                 self._inner._copy_main_params_to_model_params()
             if self.distributed:
-                self.ddp.start_param_sync()
+                self.ddp.start_param_sync(force_sync=True)
+                self._is_behind = False
 
     def move(self, device: torch.device) -> None:
         """Bring moments and masters (those that are no part of the weights) to a device."""

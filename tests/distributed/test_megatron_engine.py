@@ -56,7 +56,7 @@ def test_logits_gradients_and_a_step_of_every_family_and_layout_equal_hugging_fa
     results: dict,
 ) -> None:
     found = equalities(results)
-    assert len(found) == 13 and all(any(f" {one}" in name for name in found) for one in FAMILIES)
+    assert len(found) == 16 and all(any(f" {one}" in name for name in found) for one in FAMILIES)
     require_equal(found)
 
 
@@ -72,6 +72,15 @@ def test_metrics_are_the_same_on_every_rank_also_across_stages(results: dict) ->
 
 def test_saved_blocks_are_the_weights_and_hold_every_element(results: dict) -> None:
     assert all(x["saved"] == 0 for x in equalities(results).values())
+
+
+def test_overlap_and_recompute_change_no_bit(results: dict) -> None:
+    same = {name: x for name, x in results.items() if name.startswith("same ")}
+    assert len(same) == 3 * (4 + 2) and all(same.values()), same
+    for rank in range(4):  # of stage 0 alone, in the cases that overlap
+        plain, overlap, selective, both = results[f"buckets (2, 1, 2) {rank}"]
+        assert (plain, selective) == (1, 1)
+        assert (overlap > 1, both > 1) == (rank % 2 == 0,) * 2
 
 
 def test_four_clipped_scheduled_steps_in_two_layouts_agree(results: dict) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from spmdflow.blocks.hash import positional_hash
 from spmdflow.parallel.group import GroupTable
+from spmdflow.weights import ranks
 
 SOME = (
     Case("llama", 1, 1, 1, first=3),
@@ -43,6 +44,9 @@ SOME = (
     Case("qwen3-tied", 2, 1, 2, ("plain_optimizer",)),
     Case("reward", 1, 2, 2),
     Case("reward", 2, 2, 1, ("sequence_parallel",)),
+    Case("qwen2", 1, 1, 4, ("overlap", "selective_recompute")),
+    Case("llama-tied", 2, 1, 2, ("overlap", "recompute")),
+    Case("mistral", 1, 2, 2, ("overlap", "plain_optimizer")),
 )
 """Every family, layout and option at least once."""
 LAYOUTS = ((1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 1, 2), (2, 2, 1), (2, 2, 2))
@@ -61,6 +65,7 @@ def main(folder: Path, part: str) -> None:
     torch.set_num_threads(1)
     rank = dist.get_rank()
     world = World(rank, dist.get_world_size(), GroupTable(rank, timeout_seconds=60), folder)
+    ranks.OVERLAP_BUCKET = 4000  # elements: several buckets in a tiny model
     cases = ALL if part == "all" else SOME
     world.make_groups([case.layout for case in cases])
     if rank == 0:
@@ -130,6 +135,28 @@ def check_trajectory(world: World) -> None:
         world.note("rates", rates)
     if world.rank == 0:
         world.note("trajectory", largest(weights[1], weights[2]))
+
+
+def check_options(world: World) -> None:
+    """Two steps with and without options that change no number, read at once: the same bits."""
+    for sizes in ((2, 1, 2), (1, 1, 2)):
+        weights = []
+        for options in ((), ("overlap",), ("selective_recompute",), ("overlap", "recompute")):
+            case = Case("qwen3", *sizes, options)
+            engine = world.engine(case)
+            if engine is None:
+                continue
+            metrics = [world.train(engine, case, seed=seed) for seed in (0, 1)]
+            weights.append((metrics, dict(engine.full_tensors()), engine))
+        if not weights:
+            continue
+        buckets = [len(e.optimizer.ddp.bucket_groups) for *_, e in weights if e.optimizer]
+        world.note(f"buckets {sizes} {world.rank}", buckets)
+        (first, plain, _), *others = weights
+        for metrics, found, engine in others:
+            same = [torch.equal(x, plain[name]) for name, x in found.items()]
+            name = f"same {sizes} {engine.cfg.options} {world.rank}"
+            world.note(name, all(same) and metrics == first)
 
 
 def check_state(world: World) -> None:
@@ -330,6 +357,7 @@ def check_refusals(world: World) -> None:
 
 CHECKS = (
     check_trajectory,
+    check_options,
     check_state,
     check_bfloat16,
     check_weights_out,

@@ -229,6 +229,14 @@ def test_setting_that_cannot_work_is_refused_with_got_expected_and_do(overrides:
         accept(*words)
 
 
+def test_two_ways_of_recomputing_are_refused() -> None:
+    expected = "got selective_recompute with recompute, expected one of them; leave one out"
+
+    with pytest.raises(ConfigError, match=expected):
+        options = "actor.engine.options=[recompute,selective_recompute]"
+        accept("actor.engine.kind=megatron", options)
+
+
 @pytest.mark.parametrize(("placement", "world_size"), PLACEMENTS)
 def test_placement_that_cannot_work_is_refused(placement: str, world_size: int) -> None:
     expected = re.escape(PLACEMENTS[placement, world_size])

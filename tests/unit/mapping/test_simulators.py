@@ -87,6 +87,51 @@ def test_recomputation_adds_one_forward_of_the_layers() -> None:
     assert again.parts["gradient_sync"] == plain.parts["gradient_sync"]
 
 
+def test_selective_recomputation_adds_attentions_core_alone() -> None:
+    strategy, model = Strategy(8, 1, 2, 8, 1), _model(options=("selective_recompute",))
+
+    plain, again = (train_seconds(m, WORK, strategy, A100) for m in (_model(), model))
+
+    core = 4 * WORK.tokens / 2 * SHAPE.q_size * SHAPE.num_layers
+    more = core * WORK.num_sequences * WORK.tokens / 16 / A100.flops("bfloat16")
+    assert again.parts["compute"] - plain.parts["compute"] == pytest.approx(more)
+
+
+def test_overlap_leaves_what_does_not_fit_beside_the_passes_of_a_micro_batch() -> None:
+    strategy = Strategy(8, 1, 4, 8, 1)
+    for rows, hides in ((32, True), (1, False)):
+        plain, over = (
+            train_seconds(replace(model, engine=engine), WORK, strategy, A100)
+            for model in (_model(), _model(options=("overlap",)))
+            for engine in [replace(model.engine, micro_batch_rows=rows)]
+        )
+
+        saved = plain.parts["gradient_sync"] - over.parts["gradient_sync"]
+        assert 0 < saved <= plain.parts["gradient_sync"]
+        assert (over.parts["gradient_sync"] == 0) == hides
+        assert over.parts["compute"] == plain.parts["compute"]
+
+
+def test_groups_of_shards_gather_inside_and_reduce_between_once_an_update() -> None:
+    """Groups of 8 in nodes of 8: weights stay on NVLink, 4 bytes of 1/8 of the weights leave."""
+    strategy, work = Strategy(1, 1, 32, 1, 1), replace(WORK, num_updates=1)
+    whole = _model("fsdp")
+    groups = replace(whole, engine=replace(whole.engine, shard_size=8))
+
+    everywhere, grouped = (train_seconds(m, work, strategy, A100) for m in (whole, groups))
+
+    for name in ("weight_gather", "gradient_sync"):
+        assert grouped.parts[name] < everywhere.parts[name] / 4, name
+    held = [total_bytes(resident_bytes(m, strategy)) for m in (groups, whole)]
+    assert held[0] == pytest.approx(4 * held[1])
+    assert transition_bytes(groups, strategy) == pytest.approx(SHAPE.num_parameters * 2 * 7 / 8)
+
+
+def total_bytes(parts: dict) -> float:
+    """All parts together."""
+    return sum(float(size) for size in parts.values())
+
+
 def test_bubble_is_p_minus_one_of_m_micro_batches() -> None:
     found = train_seconds(ACTOR, WORK, Strategy(8, 4, 2, 8, 4), A100)
 
