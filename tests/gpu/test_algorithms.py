@@ -22,7 +22,7 @@ BFLOAT16 = ("actor.model.dtype=bfloat16", "actor.rollout.dtype=bfloat16")
 VLLM = ("actor.rollout.engine=vllm",)
 MEGATRON = ("actor.engine.kind=megatron", *VLLM)
 ENGINES = {
-    "fsdp, builtin": (),
+    "fsdp, builtin": ("actor.rollout.engine=builtin",),
     "fsdp, vllm": VLLM,
     "megatron, blocks": MEGATRON,
     "megatron, flat": (*MEGATRON, "actor.rollout.weights=flat"),

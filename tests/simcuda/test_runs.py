@@ -3,32 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.simcuda.conftest import Simulated
 from tests.simcuda.orders import Operation, problems, read
-from tests.simcuda.programs.runs import RUNS
+from tests.simcuda.programs.runs import RUNS, WITH_VLLM
 
 PROGRAM = Path(__file__).parent / "programs" / "runs.py"
-WHOLE = [name for name in RUNS if not name.endswith("steps")]
+PLAIN = [name for name in RUNS if not name.endswith("steps") and name not in WITH_VLLM]
+FIRST, *OTHERS = WITH_VLLM
+"""The first runs with every push, after the plain runs and in their processes."""
 Started = Mapping[str, Mapping[int, Sequence[Operation]]]
 
 
-@pytest.fixture(scope="module")
-def started(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> Started:
-    """Run -> rank -> what it started on its groups."""
-    folder = tmp_path_factory.mktemp("runs")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
-    simulated(*torchrun, PROGRAM, folder, *WHOLE, log=folder / "log", seconds=280)
+def start(simulated: Simulated, folder: Path, *wanted: str, **more: bool) -> Started:
+    """Run -> rank -> what it started on its groups, of those whose engines are installed."""
+    missing = [name for name in ("vllm", "megatron") if find_spec(name) is None]
+    names = [name for name in wanted if not any(package in name for package in missing)]
+    if not names:
+        return {}
+    num_ranks = max(RUNS[name][1] for name in names)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}")
+    simulated(*torchrun, PROGRAM, folder, *names, log=folder / "log", seconds=290, **more)
     return read(folder / "log")
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_run_starts_what_nccl_can_end(started: Started, name: str) -> None:
+def check(started: Started, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No problem in the order; prints how much there was to compare."""
+    if name not in started:
+        pytest.skip("its engines are not installed")
     ranks = started[name]
 
     assert set(ranks) == set(range(RUNS[name][1]))
     assert all(any(each.backend == "nccl" for each in operations) for operations in ranks.values())
     assert problems(ranks) == []
+    messages = [each.is_message for operations in ranks.values() for each in operations]
+    with capsys.disabled():
+        print(f"\n{name}: {messages.count(False):,} collectives, {sum(messages):,} messages")
+
+
+@pytest.fixture(scope="module")
+def started(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> Started:
+    """Of all that runs with every push."""
+    return start(simulated, tmp_path_factory.mktemp("runs"), *PLAIN, FIRST)
+
+
+@pytest.mark.parametrize("name", [*PLAIN, FIRST])
+def test_run_starts_what_nccl_can_end(
+    started: Started, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(started, name, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_run_with_vllm_starts_what_nccl_can_end(
+    simulated: Simulated, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(start(simulated, tmp_path, name), name, capsys)
+
+
+@pytest.mark.slow
+def test_run_with_vllm_and_transformer_engine_starts_what_nccl_can_end(
+    simulated: Simulated, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(start(simulated, tmp_path, FIRST, transformer_engine=True), FIRST, capsys)

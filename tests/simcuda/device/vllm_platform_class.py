@@ -18,6 +18,8 @@ class TritonConfig:
 class SimulatedCudaPlatform(NonNvmlCudaPlatform):
     """CUDA without NVML, compiled code, graphs and communicators of vLLM's own."""
 
+    simple_compile_backend = "eager"
+
     @classmethod
     def import_kernels(cls) -> None:
         from vllm.triton_utils import triton

@@ -21,6 +21,7 @@ import spmdflow
 
 ROOT = Path(__file__).parents[3]
 SMALL = (
+    "actor.rollout.engine=builtin",
     "data.prompts_per_step=16",
     "data.eval_prompts=16",
     "actor.optimizer.schedule=constant",
@@ -39,6 +40,8 @@ PPO = (
 )
 BFLOAT16 = ("actor.model.dtype=bfloat16", "actor.rollout.dtype=bfloat16")
 PIPELINE = ("actor.engine.kind=megatron", "actor.engine.layout=t2p2")
+VLLM = ("actor.rollout.engine=vllm", "actor.rollout.kv_cache=67108864", "eval_every=0")
+T2 = ("actor.engine.kind=megatron", "actor.engine.layout=t2", "critic.engine.kind=megatron")
 OFFLOAD = ("actor.engine.residency=offload", "critic.engine.residency=offload")
 RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "ppo, fsdp, bfloat16": ("ppo", 2, (*PPO, *BFLOAT16, "critic.model.dtype=bfloat16")),
@@ -63,6 +66,35 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "grpo, one step off policy": ("grpo_async", 4, (*SMALL, "actor.update.mini_batch_size=32")),
 }
 """Name -> script, number of ranks, settings."""
+WITH_VLLM: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "grpo, megatron p2, vllm t2, copy": (
+        "grpo",
+        4,
+        (
+            *(*SMALL, *VLLM, "actor.engine.kind=megatron", "actor.engine.layout=p2"),
+            *("actor.rollout.layout=t2", "actor.update.mini_batch_size=64", "save_every=0"),
+        ),
+    ),
+    "ppo, megatron t2, vllm t2, blocks": ("ppo", 2, (*PPO, *VLLM, *T2)),
+    "ppo, megatron t2, vllm t2, flat": (
+        "ppo",
+        4,
+        (*PPO, *VLLM, *T2, "actor.rollout.weights=flat"),
+    ),
+    "ppo, fsdp, vllm t2, copy": ("ppo", 4, (*PPO, *VLLM, "actor.rollout.layout=t2")),
+    "ppo, zero 3, vllm, copy, offload": (
+        "ppo",
+        2,
+        (*PPO, *VLLM, *OFFLOAD, "actor.engine.kind=zero3", "critic.engine.kind=zero2"),
+    ),
+    "grpo, one step off policy, vllm": (
+        "grpo_async",
+        4,
+        (*SMALL, *VLLM, "actor.update.mini_batch_size=32"),
+    ),
+}
+"""The same; one of them in a process: vLLM's sleeping allocator takes no second engine."""
+RUNS |= WITH_VLLM
 _PLAIN = (*PPO, *BFLOAT16, "critic.model.dtype=bfloat16", "eval_every=0", "save_every=0")
 _STEPS: dict[str, tuple[int, tuple[str, ...]]] = {
     "fsdp": (2, ()),

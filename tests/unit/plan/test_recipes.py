@@ -1,0 +1,101 @@
+"""The recipes for real models: each can be planned from a config.json, and fits its GPUs.
+
+The table of launch/README.md says what a rank needs; here it is compared with the plan.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmdflow.plan.__main__ import FINE, main
+from tests.unit.planned import ALGORITHMS, ROOT
+
+_SHARED: dict[str, Any] = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
+_QWEN = {**_SHARED, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+_LLAMA = {**_SHARED, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+
+
+def shape(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocabulary: int) -> Any:
+    """The sizes of a config.json."""
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": hidden < 1000,
+    }
+
+
+MODELS = {
+    "0.5B": _QWEN | shape(896, 24, 14, 2, 4864, 151936),  # Qwen2.5
+    "7B": _QWEN | shape(3584, 28, 28, 4, 18944, 152064),
+    "32B": _QWEN | shape(5120, 64, 40, 8, 27648, 152064),
+    "70B": _LLAMA | shape(8192, 80, 64, 8, 28672, 128256),  # Llama 3.1
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A script with its settings, for a model on a number of GPUs."""
+
+    script: str
+    model: str
+    world: int
+
+
+RECIPES = {
+    "grpo_gsm8k": Recipe("grpo", "0.5B", 1),
+    "grpo_7b": Recipe("grpo", "7B", 8),
+    "grpo_32b": Recipe("grpo", "32B", 64),
+    "ppo_70b": Recipe("ppo", "70B", 128),
+}
+
+
+def words_of(name: str, folder: Path, hardware: str) -> list[str]:
+    """The command line that plans a recipe; folder gets its models, as config.json alone."""
+    recipe, config = RECIPES[name], MODELS[RECIPES[name].model]
+    kinds = {"actor": config}
+    if recipe.script == "ppo":
+        kinds["reward"] = config | {"architectures": ["LlamaForSequenceClassification"]}
+        kinds["reward"]["num_labels"] = 1
+    for role, values in kinds.items():
+        (folder / role).mkdir()
+        (folder / role / "config.json").write_text(json.dumps(values))
+    return [
+        *(str(ALGORITHMS / f"{recipe.script}.py"), str(ALGORITHMS / f"{name}.yaml")),
+        *(f"{role}.model.path={folder / role}" for role in kinds),
+        *(f"--world={recipe.world}", f"--hardware={hardware}", "--no-data", "--json"),
+    ]
+
+
+def peak_in_the_table(name: str) -> tuple[float, str]:
+    """(GB, phase) of a recipe, as launch/README.md says."""
+    rows = [line.split("|") for line in (ROOT / "launch" / "README.md").read_text().splitlines()]
+    (row,) = (row for row in rows if len(row) == 8 and row[1].strip() == f"`algos/{name}.yaml`")
+    return float(row[5]), row[6].strip()
+
+
+@pytest.mark.parametrize("hardware", ["h100", "a100_80gb"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_is_planned_from_a_config_alone_and_fits(
+    name: str, hardware: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(words_of(name, tmp_path, hardware))
+    report = json.loads(capsys.readouterr().out)
+
+    assert status == FINE and report["ok"] and report["checks"]["memory"], report["findings"]
+    peak = max(report["memory"], key=lambda phase: phase["total"])
+    bytes_said, phase_said = peak_in_the_table(name)
+    phase = peak["phase"].partition(".")[2]
+    with capsys.disabled():
+        share = peak["total"] / peak["budget"]
+        print(f"\n{name}, {hardware}: {peak['total'] / 1e9:.1f} GB a rank ({share:.0%}) in {phase}")
+    assert peak["total"] / 1e9 == pytest.approx(bytes_said, rel=0.05)
+    assert phase == phase_said
