@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.checkpoint import StateFiles, write_state
+from spmdflow.checkpoint.disk import disk_errors
 from spmdflow.config.parallel import generation_sizes, training_sizes
 from spmdflow.config.schema import EngineConfig
 from spmdflow.data.ragged import select_rows
@@ -175,7 +176,7 @@ class EngineWorker(Worker):
                 blocks, path = self.engine.own_state_blocks(), folder / self._file
                 write_state(path, blocks, {"steps_done": self._steps_done, "shapes": self._shapes})
         if self.exports:
-            with self.resident("parameters"):
+            with self.resident("parameters"), disk_errors("write", folder):
                 self.engine.export_hugging_face(folder / "hugging_face")
 
     def load_state(self, folder: Path) -> None:

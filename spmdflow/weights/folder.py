@@ -1,4 +1,4 @@
-"""Hugging Face folders: boxes read straight from safetensors files, and whole folders written.
+"""Hugging Face folders: boxes read straight from safetensors files; what lies beside weights.
 
 Reading maps the files: a rank touches only the bytes of its own boxes. Knows no engine.
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from spmdflow.blocks.box import Box
@@ -22,7 +21,6 @@ from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.table import shapes_by_name
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_MAX_FILE_BYTES = 4 << 30
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
@@ -112,32 +110,31 @@ def folder_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
             yield name, opened.get_tensor(name)
 
 
-def write_folder(
+def file_names(num_files: int) -> list[str]:
+    """Names that from_pretrained looks for."""
+    if num_files == 1:
+        return [_SINGLE]
+    return [f"model-{number + 1:05}-of-{num_files:05}.safetensors" for number in range(num_files)]
+
+
+def write_beside(
     folder: Path,
-    tensors: Iterable[tuple[str, Tensor]],
+    weights: Mapping[str, Mapping[str, int]],
     *,
     config: Mapping[str, Any],
     source: Path,
-    max_file_bytes: int = _MAX_FILE_BYTES,
 ) -> None:
-    """Write config.json, weights (one tensor at a time on the host, files of at most
-    max_file_bytes) and source's other files (tokenizer, generation settings) to folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write what belongs to the files of weights (file -> tensor -> bytes): config.json, an index
+    if there are several, and source's other files (tokenizer, generation settings)."""
     for path in source.iterdir():
         if path.is_file() and path.name != "config.json" and not path.name.endswith(_NOT_COPIED):
             shutil.copyfile(path, folder / path.name)
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
-    part: dict[str, Tensor] = {}
-    files: list[list[str]] = []
-    size = total = 0
-    for name, tensor in tensors:
-        if part and size + tensor.nbytes > max_file_bytes:
-            files.append(_write_part(folder, len(files), part))
-            part, size = {}, 0
-        part[name] = tensor.detach().cpu().contiguous()
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    files.append(_write_part(folder, len(files), part))
-    _name_parts(folder, files, total)
+    if len(weights) > 1:
+        total = sum(num_bytes for tensors in weights.values() for num_bytes in tensors.values())
+        places = {name: file for file, tensors in weights.items() for name in tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2))
 
 
 def _open(path: Path) -> Any:
@@ -146,22 +143,3 @@ def _open(path: Path) -> Any:
     except (OSError, SafetensorError) as err:
         got = f"{path}, which does not read as safetensors ({err})"
         raise ConfigError.of("model", got, "weights", "download the file again") from err
-
-
-def _write_part(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:
-    save_file(tensors, folder / f"part-{number}.safetensors", metadata={"format": "pt"})
-    return list(tensors)
-
-
-def _name_parts(folder: Path, files: list[list[str]], total_bytes: int) -> None:
-    """Give the parts the names from_pretrained looks for; the count is known only now."""
-    if len(files) == 1:
-        (folder / "part-0.safetensors").rename(folder / _SINGLE)
-        return
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(files):
-        name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
-        (folder / f"part-{number}.safetensors").rename(folder / name)
-        weight_map |= dict.fromkeys(names, name)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / _INDEX).write_text(json.dumps(index, indent=2))

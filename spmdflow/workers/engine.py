@@ -27,7 +27,9 @@ from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.registry import resolve
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import Metric, WorkerContext
+from spmdflow.weights.file import Facts
 from spmdflow.weights.move import Block, Read, Storages
+from spmdflow.workers.export import FolderExport
 from spmdflow.workers.micro_batch import MicroBatch, join_answers, micro_batches
 from spmdflow.workers.model import LoadedModel, ModelSource, load_model, open_model
 from spmdflow.workers.optimizer import Scheduled
@@ -62,6 +64,7 @@ class TrainEngine(ABC):
         self.dp_group = self.groups.get(self.layout.axis_group(self.rank, "dp"))
         self._storages: dict[Part, Storages] = {}
         self._own_boxes: list[list[Box]] | None = None
+        self._export: FolderExport | None = None
 
     # -- running ------------------------------------------------------------------------------
 
@@ -203,12 +206,25 @@ class TrainEngine(ABC):
         return {name: most % MODULUS for name, (most, _) in found.items()}
 
     def export_hugging_face(self, folder: Path) -> None:
-        """Write a folder that from_pretrained can load: every rank gathers, the first writes."""
-        tensors = self.full_tensors()
-        if self.rank == self.layout.ranks[0]:
-            self.model.export(folder, tensors)
-        for _ in tensors:  # the other ranks take part in the gathers
-            pass
+        """Write a folder that from_pretrained can load, each rank some tensors, in the precision
+        that forward computes with. Collective; the folder is whole when every rank has returned."""
+        blocks = list(self.blocks())
+        if self._export is None:
+            held: dict[str, list[tuple[int, Box]]] = {}
+            mine = [(name, box) for name, _, box in blocks]
+            for place, some in enumerate(self._from_all(mine)):
+                for name, box in some:
+                    held.setdefault(name, []).append((place, box))
+            facts = [
+                Facts(name, self._file_dtype(name), each) for name, each in self.shapes.items()
+            ]
+            self._export = FolderExport(facts, held, self.layout.ranks, self.rank, self._pool)
+        config = {**self.model.config, "dtype": str(self.dtype).removeprefix("torch.")}
+        self._export.write(folder, blocks, self.device, config=config, source=self.model.source)
+
+    def _file_dtype(self, name: str) -> torch.dtype:
+        # what forward computes with; a scalar head is float32 whatever the others are
+        return torch.float32 if name == "score.weight" else self.dtype
 
     # -- state --------------------------------------------------------------------------------
 
@@ -222,11 +238,7 @@ class TrainEngine(ABC):
         several ranks hold in equal parts. The first call is collective."""
         held = list(self.state_blocks())
         if self._own_boxes is None:
-            mine = describe((name, box) for name, _, box in held)
-            everyone = [mine] * self.layout.size
-            if self.layout.size > 1:
-                group = self.groups.get(self.layout.ranks)
-                dist.all_gather_object(everyone, mine, group=group)
+            everyone = self._from_all(describe((name, box) for name, _, box in held))
             self._own_boxes = own_boxes(everyone, self.layout.group_rank(self.rank))
         for (name, view, box), parts in zip(held, self._own_boxes, strict=True):
             for part in parts:
@@ -249,6 +261,18 @@ class TrainEngine(ABC):
     @abstractmethod
     def residency(self, where: Place, part: Part) -> None:
         """Move a part to the host or back to the device."""
+
+    @property
+    def _pool(self) -> dist.ProcessGroup | None:
+        """Group of all ranks of the engine; None for one."""
+        return self.groups.get(self.layout.ranks) if self.layout.size > 1 else None
+
+    def _from_all(self, mine: Any) -> list[Any]:
+        """What each rank of the pool gives."""
+        everyone = [mine] * self.layout.size
+        if self._pool is not None:
+            dist.all_gather_object(everyone, mine, group=self._pool)
+        return everyone
 
     # -- for engines --------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """What an engine is built from: a module of transformers, or an architecture; both read by boxes.
 
 `LoadedModel` is a transformers module whose weights follow, `ModelSource` is for engines that build
-modules of their own; no rank reads more than its share of either. Both can be written as a folder
-again. Knows no ranks. Only this file of the package imports transformers, when a model is loaded.
+modules of their own; no rank reads more than its share of either. Knows no ranks. Only this file of
+the package imports transformers, when a model is loaded.
 
 A causal LM gives logits (b, T, V); a scalar model (reward, cost, critic) gives values (b, T) from a
 bias-free linear head `score` on the last hidden state, with the tensor names of
@@ -11,7 +11,7 @@ bias-free linear head `score` on the last hidden state, with the tensor names of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from spmdflow.config.schema import ModelConfig
 from spmdflow.errors import ConfigError
 from spmdflow.weights.architecture import Architecture, Head, read_config
-from spmdflow.weights.folder import HuggingFaceFolder, write_folder
+from spmdflow.weights.folder import HuggingFaceFolder
 from spmdflow.weights.module import empty_module, folder_of
 from spmdflow.weights.move import Read
 
@@ -37,10 +37,6 @@ class _Exported:
     """config.json of an export."""
     source: Path
     """The folder it came from; its tokenizer files go along with an export."""
-
-    def export(self, folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write a folder that from_pretrained can load, its files of at most 4 GiB."""
-        write_folder(folder, tensors, config=self.config, source=self.source)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,7 +132,9 @@ def test_exported_folder_loads_in_hugging_face_with_the_trained_weights_and_outp
     assert results[f"export_{kind}"]["same"]
     assert results[f"export_{kind}"]["gap"] < 2e-6
     assert results[f"export_{kind}"]["moved"] > 1e-3
-    assert results["export_files"] == ["config.json", "model.safetensors", "tokenizer.json"]
+    files = [f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)]
+    files.append("model.safetensors.index.json")
+    assert results["export_files"] == ["config.json", *files, "tokenizer.json"]
 
 
 @pytest.mark.parametrize("kind", ["tied", "reward"])
@@ -141,6 +143,7 @@ def test_bfloat16_compute_is_near_float32_and_keeps_float32_state(results: dict,
     assert found["cosine"] > 0.999  # 8 bits of mantissa
     assert 0 < found["loss_error"] < 2e-3
     assert found["dtypes"] == ["torch.float32"]
+    assert found["exported"] and found["names"] == []  # what forward computes with
 
 
 def test_each_rank_holds_the_parts_of_its_stage(results: dict) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,9 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdflow.blocks.box import Box
+from spmdflow.weights.folder import folder_tensors
 from spmdflow.weights.move import Blocks
 from spmdflow.workers.engine import TrainEngine
+from spmdflow.workers.export import plan_files
 
+plan_files.__kwdefaults__["least_bytes"] = 1  # tiny models, too, are written by all ranks
 State = dict[tuple[str, Box], Tensor]
 
 
@@ -24,6 +29,20 @@ def load_state(engine: TrainEngine, state: State, *, steps_done: int) -> None:
     """Load a copy that `state_of` an engine of this layout gave after so many steps."""
     blocks = Blocks((name, values, box) for (name, box), values in state.items())
     engine.load_blocks(blocks.read, steps_done)
+
+
+def exported(engine: TrainEngine, folder: Path) -> dict[str, Tensor]:
+    """The tensors of an export as they lie in its files, on every rank."""
+    engine.export_hugging_face(folder)
+    dist.barrier(engine.groups.get(engine.layout.ranks))
+    config = json.loads((folder / "config.json").read_text())
+    assert config["dtype"] == str(engine.dtype).removeprefix("torch."), config["dtype"]
+    return dict(folder_tensors(folder))
+
+
+def rounded(name: str, values: Tensor) -> Tensor:
+    """As a bfloat16 engine computes with it: a scalar head is float32."""
+    return values if name == "score.weight" else values.bfloat16()
 
 
 def whole_state(engine: TrainEngine) -> dict[str, Tensor]:

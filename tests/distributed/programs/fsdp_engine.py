@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
-from engine_state import load_state, state_of, whole_state
+from engine_state import exported, load_state, rounded, state_of, whole_state
 from engine_world import (
     MAX_DP,
     VARIANTS,
@@ -223,6 +223,7 @@ def check_export(world: World) -> None:
         engine.train_step(share, loss_of(kind), num_micro_batches=parts)
         target = world.folder / f"export-{world.kind}-{world.shard}"
         engine.export_hugging_face(target / kind)
+        dist.barrier()
         full = dict(engine.full_tensors())
         columns = score_columns if kind == "reward" else log_prob_columns
         answer = engine.forward(share, columns, num_micro_batches=parts)
@@ -247,6 +248,7 @@ def check_bfloat16(world: World) -> None:
         share, parts = split(make_batch(8), 2, world.rank, 2, None)
         metrics = engine.train_step(share, loss_of(kind), num_micro_batches=parts)
         state = whole_state(engine)
+        files = exported(engine, world.folder / f"export-{world.kind}-bfloat16" / kind)
         if world.rank == 0:
             expected = world.reference(kind, 8)
             a = torch.cat([state[f"{n}.exp_avg"].flatten() for n in expected.gradients])
@@ -256,6 +258,8 @@ def check_bfloat16(world: World) -> None:
                 "cosine": float(torch.nn.functional.cosine_similarity(a, b, dim=0)),
                 "loss_error": errors(metrics, state, expected)["loss"],
                 "dtypes": sorted(dtypes),
+                "exported": all(torch.equal(rounded(n, state[n]), x) for n, x in files.items()),
+                "names": sorted(set(engine.shapes) ^ set(files)),
             }
     world.note("bfloat16", found)
 

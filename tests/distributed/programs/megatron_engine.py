@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
-from engine_state import load_state, state_of, whole_state
+from engine_state import exported, load_state, rounded, state_of, whole_state
 from engine_world import loss_of, message
 from fsdp_reference import make_batch
 from megatron_reference import FAMILIES, load, outputs_of, write_models
@@ -195,18 +195,21 @@ def check_bfloat16(world: World) -> None:
         masters = whole_state(engine)
         metrics = world.train(engine, case)
         state, full = whole_state(engine), dict(engine.full_tensors())
+        files = exported(engine, world.folder / "export-bfloat16" / case.model)
         if world.rank == 0:
             expected = world.reference(case)
             a = torch.cat([state[f"{n}.exp_avg"].flatten() for n in expected.gradients])
             b = torch.cat([g.flatten() for g in expected.gradients.values()])
-            exact, plain = "score.weight", load(world.folder, case.model)
-            rounded = {n: x if n == exact else x.bfloat16().float() for n, x in state.items()}
+            plain = load(world.folder, case.model)
+            same = {n: torch.equal(rounded(n, state[n]), x) for n, x in files.items()}
+            again = {n: rounded(n, x).float() for n, x in state.items()}
             world.note(
                 f"bfloat16 {case.model}",
                 {
                     "cosine": float(torch.nn.functional.cosine_similarity(a, b, dim=0)),
                     "loss": abs(metrics["loss"] - expected.loss),
-                    "rounded": largest(rounded, full),
+                    "exported": all(same.values()) and same.keys() == full.keys(),
+                    "rounded": largest(again, full),
                     "masters": largest(masters, dict(plain.named_parameters())),
                 },
             )
@@ -226,6 +229,7 @@ def check_weights_out(world: World) -> None:
         )
         held = all(torch.equal(x, full[n][box.slices()]) for n, x, box in engine.blocks())
         engine.export_hugging_face(world.folder / "export" / case.model)
+        dist.barrier()
         if world.rank == 3:  # last stage or last tensor-parallel rank
             block = next(x for n, x, _ in engine.blocks() if n.endswith("up_proj.weight"))
             block[-1, -1] += 1e-6
@@ -251,6 +255,7 @@ def check_critic(world: World) -> None:
     engine.train_step(share, loss_of("reward"), num_micro_batches=parts)
     full = dict(engine.full_tensors())
     engine.export_hugging_face(world.folder / "export" / "critic")
+    dist.barrier(engine.groups.get(engine.layout.ranks))
     if world.rank == 0:
         model = load(world.folder / "export", "critic")
         equal = all(torch.equal(p, full[n]) for n, p in model.named_parameters())

@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from spmdflow.blocks.box import Box
 from spmdflow.errors import ConfigError
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.folder import HuggingFaceFolder, folder_tensors, write_folder
+from spmdflow.weights.file import Facts
+from spmdflow.weights.folder import HuggingFaceFolder, folder_tensors
 from spmdflow.weights.move import blocks, fill
 from spmdflow.weights.ranks import megatron_shards
 from spmdflow.weights.table import parameters
+from spmdflow.workers.export import FolderExport
 from tests.unit.weight_shapes import TINY, VARIANTS, architecture, empty_of, gathered, values_of
 
 BUNDLED = Path(__file__).parents[3] / "algos/arithmetic/model"
@@ -30,9 +32,11 @@ def _write(folder, variant="llama", max_file_bytes=1 << 30):
     values = values_of(architecture(variant))
     written = folder / "written"
     config = {**TINY, **VARIANTS[variant], "architectures": ["LlamaForCausalLM"]}
-    write_folder(
-        written, values.items(), config=config, source=source, max_file_bytes=max_file_bytes
-    )
+    facts = [Facts(name, each.dtype, each.shape) for name, each in values.items()]
+    blocks = [(name, each, Box.of_shape(each.shape)) for name, each in values.items()]
+    held = {name: [(0, box)] for name, _, box in blocks}
+    export = FolderExport(facts, held, (0,), 0, None, most_bytes=max_file_bytes)
+    export.write(written, blocks, torch.device("cpu"), config=config, source=source)
     return written, values
 
 
