@@ -71,7 +71,6 @@ def hybrid_of(
         rank=context.rank,
         seconds=context.call_seconds,
         verify_every=every,
-        frees_generator=cfg.engine.residency == "offload",
     )
 
 

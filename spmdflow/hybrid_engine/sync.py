@@ -52,21 +52,10 @@ logger = logging.getLogger(__name__)
 class WeightSync:
     """A train engine and the generator that must have its weights."""
 
-    def __init__(
-        self,
-        engine: TrainEngine,
-        generator: Generator,
-        *,
-        verify_every: int,
-        frees_generator: bool = False,
-    ) -> None:
-        """verify_every: the first sync and every n-th after it compare hashes; 0: none does.
-
-        frees_generator: `release` gives back the memory of the generator's own weights.
-        """
+    def __init__(self, engine: TrainEngine, generator: Generator, *, verify_every: int) -> None:
+        """verify_every: the first sync and every n-th after it compare hashes; 0: none does."""
         self._engine, self._generator = engine, generator
         self._verify_every, self._num_syncs = verify_every, 0
-        self._frees_generator = frees_generator
 
     def _move(self, version: int) -> int:
         """Bring the trainer's weights to the generator; bytes that this rank received."""
@@ -74,8 +63,7 @@ class WeightSync:
 
     def release(self) -> None:
         """Free what only generation needs, as far as this way can; training comes next."""
-        if self._frees_generator:
-            self._generator.sleep(weights=True)
+        self._generator.sleep(weights=True)
 
     @property
     def needs_sync(self) -> bool:
@@ -130,15 +118,12 @@ class BoxSync(WeightSync):
         rank: int,
         seconds: float,
         verify_every: int,
-        frees_generator: bool = False,
     ) -> None:
         """rank: this one; seconds: limit of one message. All ranks of the engine together.
 
         WeightSyncError if trainer and generator are of different models.
         """
-        super().__init__(
-            engine, generator, verify_every=verify_every, frees_generator=frees_generator
-        )
+        super().__init__(engine, generator, verify_every=verify_every)
         plan = self._plan()
         self._stream = WeightStream(
             plan,

@@ -116,10 +116,9 @@ class EngineWorker(Worker):
         super().__init__(cfg, context)
         adopt = self.adopter()
         self.engine = engine_of(cfg, context, head=head or self.head, adopt=adopt)
-        self._offload = cfg.engine.residency == "offload"
-        self._fixed: tuple[Part, ...] = () if adopt is None else ("parameters",)
-        if self._offload:
-            self._move("host", ("parameters", "gradients", "optimizer"))
+        stay = () if adopt is None else ("parameters",)
+        self._moved = tuple(part for part in cfg.engine.moved if part not in stay)
+        self._move("host", self._moved)
 
     def adopter(self) -> Callable[..., None] | None:
         """What gives the weights a storage of its own, where they stay; None: the engine does."""
@@ -149,10 +148,7 @@ class EngineWorker(Worker):
 
     @contextmanager
     def resident(self, *parts: Part) -> Iterator[None]:
-        """Have parts of the engine on the device; back to the host afterwards if offloaded."""
-        if not self._offload:
-            yield
-            return
+        """Have parts of the engine on the device; what lives on the host goes back afterwards."""
         self._move("device", parts)
         try:
             yield
@@ -208,7 +204,7 @@ class EngineWorker(Worker):
 
     def _move(self, where: Place, parts: tuple[Part, ...]) -> None:
         for part in parts:
-            if part not in self._fixed:
+            if part in self._moved:
                 self.engine.residency(where, part)
 
 

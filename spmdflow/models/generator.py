@@ -130,6 +130,10 @@ class SamplingWorker(Worker):
         """Columns of `Generator.generate`, with the weights that the role generates with."""
         raise NotImplementedError
 
+    def make_room(self, *, trains: bool) -> None:
+        """Free the KV cache."""
+        self.generator.sleep()
+
     def close(self) -> None:
         """Free the generator."""
         self.generator.close()

@@ -8,7 +8,8 @@ cross-entropy on examples (supervised fine-tuning).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from spmdflow.data.ragged import VALID, chosen_mask, pad, without_failed
 from spmdflow.errors import SpmdflowError
 from spmdflow.hybrid_engine.factory import hybrid_of, storage_of, sync_mode
 from spmdflow.hybrid_engine.sync import WeightSender
-from spmdflow.models.base import EngineWorker, Step
+from spmdflow.models.base import EngineWorker
 from spmdflow.models.generator import SamplingWorker
 from spmdflow.models.rows import example_rows, text_rows, with_text_rows
 from spmdflow.objectives.log_prob import entropy_from_logits, log_probs_from_logits
@@ -38,6 +39,7 @@ from spmdflow.rollout.sampling import Sampling
 from spmdflow.serving.publisher import Publisher, publisher_of
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import Max, Mean, WorkerContext
+from spmdflow.workers.engine import Part
 from spmdflow.workers.micro_batch import MicroBatch
 
 UPDATE_READS = ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
@@ -192,16 +194,20 @@ class ActorWorker(SamplingWorker, PolicyWorker):
         if self.hybrid.needs_sync:
             with self.resident("parameters"):
                 self.report(self.hybrid.sync())
-        self.generator.wake()
-        made = self.hybrid.generate(prompts, sampling, seeds)
-        if self.cfg.engine.residency == "offload":
-            self.generator.sleep()
-        return made
+        return self.hybrid.generate(prompts, sampling, seeds)
 
-    def take_steps(self, batch: TensorDict, step: Step, *, prefix: str) -> dict[str, float]:
-        """As `EngineWorker.take_steps`, after what only generation needs is freed."""
-        self.hybrid.release()
-        return super().take_steps(batch, step, prefix=prefix)
+    @contextmanager
+    def resident(self, *parts: Part) -> Iterator[None]:
+        """As `EngineWorker.resident`, after the KV cache is freed: generation needs no part."""
+        self.make_room(trains="gradients" in parts)
+        with super().resident(*parts):
+            yield
+
+    def make_room(self, *, trains: bool) -> None:
+        """Free the KV cache; if a model is trained next, generation's own weights too."""
+        super().make_room(trains=trains)
+        if trains:
+            self.hybrid.release()
 
 
 class SupervisedWorker(EngineWorker):

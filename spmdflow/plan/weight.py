@@ -114,13 +114,23 @@ def syncs_by_step(trace: Trace, phases: Sequence[str] = ("train",)) -> dict[int,
         traced = trace.models[name]
         kind, comes = traced.kind_of(order.method), order.method == "receive_weights"
         if kind == "train":
-            fresh.discard(name)
+            fresh -= {name, *_freed_by(traced, trace)}
         elif kind == "generate" and name not in fresh and not traced.only_generates:
             fresh.add(name)
             comes = True
         if comes and order.phase in phases:
             found.setdefault(order.step, Counter())[name] += 1
     return found
+
+
+def _freed_by(trained: TracedModel, trace: Trace) -> Iterator[str]:
+    """Models that lose generation's weights while another one is trained on their ranks."""
+    for name, model in trace.models.items():
+        if model.generates and not model.only_generates and model.pool == trained.pool:
+            mode, layout = sync_mode(model.settings, model.layout), model.layout
+            peers = len(layout.axis_group(layout.ranks[0], "micro_dp")) - 1
+            if mode == "copy" or (mode == "blocks" and peers):
+                yield name
 
 
 def _answering(traced: TracedModel) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ its logits, and while one stage computes the others wait.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from itertools import chain
@@ -34,6 +34,7 @@ from spmdflow.rollout.vllm_contract import check_contract, walk
 from spmdflow.rollout.vllm_engine import RowSampler, explain_errors, start_llm
 from spmdflow.rollout.vllm_process import (
     Groups,
+    SleepingMemory,
     process_state_kept,
     release,
     replaced,
@@ -64,7 +65,7 @@ class VllmGenerator:
         self.dtype = getattr(torch, cfg.precision)
         self._device, self._replica, self._model_path = device, replica, model_path
         self._on_cpu, self._shared = device.type == "cpu", False
-        self._asleep: dict[str, Storages | None] = {}
+        self._asleep: dict[str, Storages | SleepingMemory] = {}
         self._end_tokens = end_tokens(model_path)
         with process_state_kept(own_variables="VLLM_"), ExitStack() as undo:
             check_contract()
@@ -194,44 +195,31 @@ class VllmGenerator:
             raise
 
     def sleep(self, *, weights: bool = False) -> None:
-        """Free the KV cache, and the weights if asked (never those that are shared).
-
-        On CUDA the weights sleep in any case: they move to the host if they are to be kept.
-        """
-        weights = weights and not self._shared
-        tensors = {"kv_cache": self._runner.kv_caches}
-        if weights:
-            tensors["weights"] = list(self.model.parameters())
-        if tensors.keys() <= self._asleep.keys():
-            return
-        self.wake()  # vLLM puts to sleep what is awake
-        if self._on_cpu:
-            for part, parts in tensors.items():
-                storages = self._asleep[part] = Storages(parts)
-                storages.free()
-        else:
-            self._llm.sleep(level=2 if weights else 1)
-            self._asleep = {"kv_cache": None, "weights": None}
-        if weights:
+        """Free the KV cache, and the weights if asked (never those that are shared)."""
+        if "kv_cache" not in self._asleep:
+            self._free("kv_cache", self._runner.kv_caches, [])
+        if weights and not self._shared:
             self.weights_version = NEVER
+            if "weights" not in self._asleep:
+                self._free("weights", self.model.parameters(), self.model.buffers())
+
+    def _free(self, part: WakePart, tensors: Iterable[Tensor], kept: Iterable[Tensor]) -> None:
+        memory = Storages(tensors) if self._on_cpu else SleepingMemory(part, tensors, kept)
+        memory.free()
+        self._asleep[part] = memory
 
     def wake(self, part: WakePart | None = None) -> None:
         """Undo sleep: weights that were freed are zeros, the cache is empty."""
         for each in ("weights", "kv_cache"):
-            if each not in self._asleep or part not in (None, each):
-                continue
-            storages = self._asleep.pop(each)
-            if storages is None:
-                self._llm.wake_up(tags=[each])
-            else:
-                storages.restore()
-            if each == "kv_cache":
-                self._forget()
+            if each in self._asleep and part in (None, each):
+                self._asleep.pop(each).restore()
+                if each == "kv_cache":
+                    self._forget()
 
     def close(self) -> None:
         """Free the engine and its private group, never the trainer's; another can be built."""
-        if not self._on_cpu and self._llm.llm_engine.is_sleeping():
-            self._llm.wake_up()  # vLLM would unmap a second time what sleeps when it is freed
+        if not self._on_cpu:
+            self.wake()  # vLLM would unmap a second time what sleeps when it is freed
         module = import_module("vllm.v1.engine.core")
         with replaced(module, "cleanup_dist_env_and_memory", release):
             self._core.shutdown()

@@ -52,10 +52,11 @@ _NAMES = {
     "vllm.model_executor.layers.logits_processor": ("LogitsProcessor._gather_logits",),
     "vllm.model_executor.layers.vocab_parallel_embedding": ("get_masked_input_and_mask",),
     # used on CUDA only, and there on every build
-    "vllm.entrypoints.llm": ("LLM.sleep", "LLM.wake_up"),
-    "vllm.v1.engine.llm_engine": ("LLMEngine.is_sleeping",),
     "vllm.device_allocator": ("get_mem_allocator_instance",),
-    "vllm.device_allocator.cumem": ("CuMemAllocator._python_free_callback", "unmap_and_release"),
+    "vllm.device_allocator.cumem": (
+        *("CuMemAllocator._python_free_callback", "CuMemAllocator.wake_up"),
+        *("AllocationData", "unmap_and_release"),
+    ),
     "vllm.envs": ("VLLM_CACHE_ROOT",),
 }
 _COORDINATOR_ARGUMENTS = (

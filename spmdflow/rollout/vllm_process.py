@@ -15,7 +15,7 @@ import gc
 import os
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_names
@@ -199,6 +200,39 @@ def keep_caches_apart(device: torch.device) -> None:
         os.environ["VLLM_CACHE_ROOT"] = os.path.join(root, leaf)
 
 
+class SleepingMemory:
+    """What vLLM's sleeping allocator holds under a tag; freed and taken again as `Storages` are.
+
+    vLLM's own sleep frees all tags at once, and keeps the scheduler from running.
+    """
+
+    def __init__(self, tag: str, tensors: Iterable[Tensor], kept: Iterable[Tensor] = ()) -> None:
+        """tensors: of that memory; kept: others, whose values are in host memory meanwhile."""
+        self._tag, self._tensors = tag, list(tensors)
+        self._kept = [(tensor, tensor.cpu()) for tensor in kept]
+
+    def free(self) -> None:
+        """Give the memory back; the addresses stay."""
+        unmap = import_module("vllm.device_allocator.cumem").unmap_and_release
+        torch.accelerator.synchronize()
+        for held in _allocator().pointer_to_data.values():
+            if held.tag == self._tag and not held.is_asleep:
+                unmap(held.handle)
+                held.is_asleep = True
+
+    def restore(self) -> None:
+        """Take the memory again, filled with zeros."""
+        _allocator().wake_up([self._tag])
+        for tensor in self._tensors:
+            tensor.data.zero_()
+        for tensor, values in self._kept:
+            tensor.data.copy_(values)
+
+
+def _allocator() -> Any:
+    return import_module("vllm.device_allocator").get_mem_allocator_instance()
+
+
 def trim_weights() -> None:
     """Make vLLM's sleep allocator give back the memory of weights that were freed.
 
@@ -206,7 +240,7 @@ def trim_weights() -> None:
     allocator has one pool of weights in vLLM 0.30 and before, a list of them since.
     """
     unmap = import_module("vllm.device_allocator.cumem").unmap_and_release
-    allocator = import_module("vllm.device_allocator").get_mem_allocator_instance()
+    allocator = _allocator()
     pools = allocator.allocator_and_pools.get("weights", [])
     for pool, _ in pools if isinstance(pools, list) else [pools]:
         for segment in pool.snapshot():

@@ -162,6 +162,9 @@ class RankState:
         label, given = f"{plain['group']}.{plain['method']}", Unchanged()
         batch = self._batch(plain, given)
         worker.call = _call_info(plain, number)
+        for other in self._workers.values():
+            if other is not worker:
+                other.make_room(trains=spec.minibatches)
         returned = method(batch, **plain["arguments"])
         given.check(label)
         reply: dict[str, Any] = {"metrics": worker.take_metrics()}

@@ -127,6 +127,12 @@ class Worker:
         """
         return None
 
+    def make_room(self, *, trains: bool) -> None:
+        """Another worker of this rank is called next: free device memory that can be had again.
+
+        trains: that call trains its model.
+        """
+
     def save_state(self, folder: Path) -> None:
         """Write this rank's state into folder; stateless workers write nothing."""
 

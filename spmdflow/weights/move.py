@@ -141,27 +141,31 @@ class Storages:
     stay valid, and reading them is an error until the storage has its size back.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], *, frozen: bool = False) -> None:
-        """frozen: nobody writes them, so they are copied to the host once."""
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
         self._storages = [(storage, storage.nbytes()) for storage in found.values()]
         self._host: Sequence[Tensor] = ()
-        self._is_on_host, self._frozen = False, frozen
+        self._is_on_host = False
+        self._version: int | None = None
+        """Of the values in host memory."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes held now."""
         return sum(storage.nbytes() for storage, _ in self._storages)
 
-    def to_host(self) -> None:
+    def to_host(self, version: int | None = None) -> None:
         """Free the memory and keep the values in host memory: one buffer, pinned where there is a
-        GPU and used again, so that the host waits for no copy."""
+        GPU and used again, so that the host waits for no copy.
+
+        version: of the values; what the host has of that version is not copied again.
+        """
         if self._is_on_host:
             return
-        if not self._host or not self._frozen:
+        if version is None or version != self._version:
             self._copy_to_host()
         self.free()
-        self._is_on_host = True
+        self._is_on_host, self._version = True, version
 
     def _copy_to_host(self) -> None:
         if not self._host:

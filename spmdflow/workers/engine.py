@@ -250,7 +250,6 @@ class TrainEngine(ABC):
         steps_done: of the optimizer. CheckpointError for a box that is missing.
         """
         self.weights_version += 1
-        self._storages.pop("parameters", None)  # a frozen copy on the host has other values
         with torch.no_grad():
             for name, view, box in self.state_blocks():
                 if box.size:
@@ -276,14 +275,20 @@ class TrainEngine(ABC):
 
     # -- for engines --------------------------------------------------------------------------
 
-    def storages_of(self, part: Part, tensors: Iterable[Tensor]) -> Storages:
-        """The storages of a part, as they were found first: for `residency`.
+    def move(self, where: Place, part: Part, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        """Move the storages of a part, as they were found first: for `residency`.
 
-        What no optimizer steps is copied to the host once.
+        What has not changed since it came from the host is not copied back; gradients are never.
         """
         if part not in self._storages:
-            self._storages[part] = Storages(tensors, frozen=self.optimizer is None)
-        return self._storages[part]
+            self._storages[part] = Storages(tensors())
+        storages = self._storages[part]
+        if where == "device":
+            storages.restore()
+        elif part == "gradients":
+            storages.free()
+        else:
+            storages.to_host(self.weights_version)
 
     def micro_batches(self, batch: TensorDict, num_micro_batches: int) -> list[MicroBatch]:
         """The rows of batch as the settings cut them, on the device."""

@@ -163,10 +163,10 @@ class FSDPEngine(TrainEngine):
         """
         if self.device.type == "cpu" or part == "gradients":
             return
-        moments = [] if self.optimizer is None else self.optimizer.moments()
-        held = self._local().values() if part == "parameters" else moments
-        storages = self.storages_of(part, held)
-        storages.to_host() if where == "host" else storages.restore()
+        if part == "parameters":
+            self.move(where, part, lambda: self._local().values())
+        elif self.optimizer is not None:
+            self.move(where, part, self.optimizer.moments)
 
     # -- helpers, in the order of use ---------------------------------------------------------
 

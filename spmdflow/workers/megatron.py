@@ -169,15 +169,13 @@ class MegatronEngine(TrainEngine):
 
         On a CPU device only gradients matter: their buffer is freed.
         """
-        if part == "optimizer" and self.optimizer is not None:
-            self.optimizer.move(self.device if where == "device" else torch.device("cpu"))
-        elif part == "parameters" and self.device.type != "cpu":
-            storages = self.storages_of(part, self._module.parameters())
-            storages.to_host() if where == "host" else storages.restore()
-        elif part == "gradients" and self.optimizer is not None:
-            buffers = [buffer.grad_data for buffer in self.optimizer.ddp.buffers]
-            storages = self.storages_of(part, buffers)
-            storages.free() if where == "host" else storages.restore()
+        if part != "gradients" and self.device.type == "cpu":
+            return
+        if part == "parameters":
+            self.move(where, part, self._module.parameters)
+        elif self.optimizer is not None:
+            held = self.optimizer.gradients if part == "gradients" else self.optimizer.states
+            self.move(where, part, held)
 
     # -- helpers, in the order of use ---------------------------------------------------------
 

@@ -155,14 +155,17 @@ class StageOptimizer(Scheduled):
                 self.ddp.start_param_sync(force_sync=True)
                 self._is_behind = False
 
-    def move(self, device: torch.device) -> None:
-        """Bring moments and masters (those that are no part of the weights) to a device."""
-        weights = {p.untyped_storage().data_ptr() for p in self._names}
+    def states(self) -> Iterator[Tensor]:
+        """Moments, and masters that are no part of the weights."""
+        weights = {p.untyped_storage()._cdata for p in self._names}
         for parameter in self._stepped():
-            if parameter.untyped_storage().data_ptr() not in weights:
-                parameter.data = parameter.data.to(device)
-            state = self._adam.state[parameter]
-            state.update({name: state[name].to(device) for name in MOMENTS})
+            if parameter.untyped_storage()._cdata not in weights:
+                yield parameter
+            yield from (self._adam.state[parameter][name] for name in MOMENTS)
+
+    def gradients(self) -> list[Tensor]:
+        """The buffers, which stay between steps."""
+        return [buffer.grad_data for buffer in self.ddp.buffers]
 
     def _stepped(self) -> list[nn.Parameter]:
         return [p for group in self._adam.param_groups for p in group["params"]]

@@ -38,13 +38,12 @@ PPO = (
     "critic.optimizer.schedule=constant",
     "critic.optimizer.warmup_steps=0",
 )
-BFLOAT16 = ("actor.model.dtype=bfloat16", "actor.rollout.dtype=bfloat16")
 PIPELINE = ("actor.engine.kind=megatron", "actor.engine.layout=t2p2")
 VLLM = ("actor.rollout.engine=vllm", "actor.rollout.kv_cache=67108864", "eval_every=0")
 T2 = ("actor.engine.kind=megatron", "actor.engine.layout=t2", "critic.engine.kind=megatron")
 OFFLOAD = ("actor.engine.residency=offload", "critic.engine.residency=offload")
 RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "ppo, fsdp, bfloat16": ("ppo", 2, (*PPO, *BFLOAT16, "critic.model.dtype=bfloat16")),
+    "ppo, fsdp, bfloat16": ("ppo", 2, PPO),
     "ppo, zero 1 and 2, offload": (
         "ppo",
         2,
@@ -95,7 +94,7 @@ WITH_VLLM: dict[str, tuple[str, int, tuple[str, ...]]] = {
 }
 """The same; one of them in a process: vLLM's sleeping allocator takes no second engine."""
 RUNS |= WITH_VLLM
-_PLAIN = (*PPO, *BFLOAT16, "critic.model.dtype=bfloat16", "eval_every=0", "save_every=0")
+_PLAIN = (*PPO, "eval_every=0", "save_every=0")
 _STEPS: dict[str, tuple[int, tuple[str, ...]]] = {
     "fsdp": (2, ()),
     "fsdp, offload": (2, OFFLOAD),

@@ -23,18 +23,18 @@ def test_views_have_their_values_again_after_a_stay_on_the_host() -> None:
     assert torch.equal(rows, torch.arange(12.0).view(3, 4)) and bool((apart == 1).all())
 
 
-def test_values_that_change_are_copied_at_each_stay_and_frozen_ones_once() -> None:
-    for frozen, expected in ((False, 7.0), (True, 1.0)):
+def test_values_of_a_version_that_the_host_has_are_not_copied_again() -> None:
+    for versions, expected in (((0, 1), 7.0), ((0, 0), 1.0), ((None, None), 7.0)):
         tensor = torch.ones(4)
-        storages = Storages([tensor], frozen=frozen)
+        storages = Storages([tensor])
 
-        storages.to_host()
+        storages.to_host(versions[0])
         storages.restore()
         tensor.fill_(7.0)
-        storages.to_host()
+        storages.to_host(versions[1])
         storages.restore()
 
-        assert bool((tensor == expected).all())
+        assert bool((tensor == expected).all()), versions
 
 
 def test_a_part_without_tensors_moves_too() -> None:
