@@ -37,7 +37,8 @@ WAITS = {
     (DOWN, "workers/engine.py:dp_sums"): (8, "and back: loss scales and metrics"),
     (READ, "workers/fsdp.py:gradient_norm"): (4, "the norm decides about clipping"),
     (READ, "workers/megatron_optimizer.py:gradient_norm"): (4, "the norm decides about clipping"),
-    (DOWN, "blocks/hash.py:read_sums"): (2, "checksums of all weights, trainer and generator"),
+    (DOWN, "workers/engine.py:shard_hashes"): (1, "checksums of all weights of the trainer"),
+    (DOWN, "blocks/hash.py:read_sums"): (1, "and of the generator"),
 }
 """(what, function of spmdflow) -> most in a step, and why it is needed."""
 

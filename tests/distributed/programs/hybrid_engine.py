@@ -215,8 +215,8 @@ def missed_reset(actor: ActorWorker) -> tuple[float | None, float | None]:
     forget, generator._forget = generator._forget, lambda: None
     update(actor, 8)
     sync(actor)
-    generator._forget = forget
     kept = drift(actor, prompts)
+    generator._forget = forget
     forget()
     return kept, drift(actor, prompts)
 
