@@ -98,10 +98,10 @@ def test_selective_recomputation_adds_attentions_core_alone() -> None:
 
 
 def test_overlap_leaves_what_does_not_fit_beside_the_passes_of_a_micro_batch() -> None:
-    strategy = Strategy(8, 1, 4, 8, 1)
-    for rows, hides in ((32, True), (1, False)):
+    strategy, work = Strategy(8, 1, 4, 8, 1), replace(WORK, num_updates=4)
+    for rows, hides in ((64, True), (1, False)):
         plain, over = (
-            train_seconds(replace(model, engine=engine), WORK, strategy, A100)
+            train_seconds(replace(model, engine=engine), work, strategy, A100)
             for model in (_model(), _model(options=("overlap",)))
             for engine in [replace(model.engine, micro_batch_rows=rows)]
         )
