@@ -80,10 +80,9 @@ def prepare(
 
 def _device_type() -> str:
     """Of the devices of this node: cuda, ..., or cpu."""
-    import torch
+    from spmdflow.parallel.device import own_device
 
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if found is None else found.type
+    return own_device().type
 
 
 def _as_before(run: RunConfig) -> dict[str, Any]:
@@ -132,10 +131,11 @@ def launch(
 ) -> int | Outcome:
     """Run a script's main(flow, cfg) on `ranks` (default: all). 0: finished, 3: stopped by SIGTERM.
 
-    Collective over the default process group, which must exist unless inproc. On GPUs every rank
-    has called torch.cuda.set_device before. cfg is of the script's settings class, made by
-    `load_settings` or in Python; or settings are "dotted.key=value" over the script's own YAML.
-    They are completed and checked first: ConfigError on every rank, and nothing was started.
+    Collective over the default process group, which must exist unless inproc. With devices
+    every rank has called torch.accelerator.set_device_index before. cfg is of the script's settings
+    class, made by `load_settings` or in Python; or settings are "dotted.key=value" over the
+    script's own YAML. They are completed and checked
+    first: ConfigError on every rank, and nothing was started.
 
     Every rank returns when the run has ended, ranks outside of it too. wait=False gives them an
     `Outcome` as soon as its groups are made, to be asked later. If the run fails, every rank gets

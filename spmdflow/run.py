@@ -201,10 +201,10 @@ def _tell_torchrun(message: str) -> None:
 
 def _launch(loaded: Loaded, place: Place, launcher: int | None, *, inproc: bool) -> int:
     """Join the other ranks and run; imports late, as a refusal needs no torch."""
-    import torch
     import torch.distributed as dist
 
     from spmdflow.log import quiet_libraries, set_up_logging
+    from spmdflow.parallel.device import CPU, own_device
     from spmdflow.program import run_prepared
     from spmdflow.runtime.failure import own_traceback
     from spmdflow.runtime.launch import Surroundings
@@ -214,7 +214,7 @@ def _launch(loaded: Loaded, place: Place, launcher: int | None, *, inproc: bool)
     try:
         if inproc:
             return run_prepared(loaded.script, loaded.cfg, ranks=(0,), inproc=True).wait()
-        if torch.cuda.is_available():
+        if own_device() != CPU:
             _take_device(place)
         _join_group(loaded.cfg.run)
         secret = os.environ.get("SPMDFLOW_SECRET")
@@ -232,9 +232,9 @@ def _launch(loaded: Loaded, place: Place, launcher: int | None, *, inproc: bool)
 
 def _join_group(run: RunConfig) -> None:
     """Make the default process group in a part of torchrun's store that is this start's alone."""
-    import torch
     import torch.distributed as dist
 
+    from spmdflow.parallel.device import CPU, own_device
     from spmdflow.runtime.rendezvous import StartingRank, own_store
 
     start = timedelta(seconds=run.start_seconds)
@@ -245,7 +245,7 @@ def _join_group(run: RunConfig) -> None:
     store = own_store(shared, me, world_size, seconds=run.start_seconds)
     store.set_timeout(start)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=start)
-    if torch.cuda.is_available():  # NCCL's communicators are made in the first calls
+    if own_device() != CPU:  # NCCL's communicators are made in the first calls
         store.set_timeout(timedelta(seconds=max(run.start_seconds, run.call_seconds)))
 
 
@@ -257,13 +257,13 @@ def _take_device(place: Place) -> None:
     """
     import torch
 
-    devices, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    devices, ranks = torch.accelerator.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if 1 < devices < ranks:
         raise ConfigError(
-            f"devices: got {ranks} ranks on a node with {devices} GPUs, expected a GPU for each "
+            f"devices: got {ranks} ranks on a node with {devices} devices, expected one for each "
             f"rank; lower --nproc-per-node"
         )
-    torch.cuda.set_device(place.local_rank % devices)
+    torch.accelerator.set_device_index(place.local_rank % devices)
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
 

@@ -11,8 +11,6 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from spmdflow.checkpoint.run_dir import open_run_dir
 from spmdflow.config.location import to_yaml
 from spmdflow.config.placement import pools_of
@@ -22,6 +20,7 @@ from spmdflow.controller.saving import Saving, check_shared
 from spmdflow.controller.step import Show
 from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
 from spmdflow.errors import ConfigError
+from spmdflow.parallel.device import backend_of, own_device
 from spmdflow.runtime import launch as runtime
 from spmdflow.runtime.launch import Outcome
 from spmdflow.runtime.order import Transport
@@ -91,7 +90,7 @@ def run_script(
         run_dir.path,
         Saving(run_dir.path, run_dir.checkpoint, cfg.run),
         show,
-        backend="nccl" if torch.cuda.is_available() else "gloo",
+        backend=backend_of(own_device()),
         has_outside=has_outside,
         transcript=Transcript(run_dir.path / TRANSCRIPT_FILE, ranks, nodes),
     )

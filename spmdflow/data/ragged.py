@@ -17,7 +17,7 @@ def ragged(values: Tensor, lengths: Tensor) -> Tensor:
     """Jagged tensor of B rows from values (sum of lengths, ...) and lengths (B,) int64."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=values.device)
     torch.cumsum(lengths.to(values.device), 0, out=offsets[1:])
-    if not values.is_cuda:  # there the host would wait for the device
+    if values.is_cpu:  # there the host would wait for the device
         assert int(offsets[-1]) == len(values), (int(offsets[-1]), len(values))
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 

@@ -209,15 +209,15 @@ def check_devices() -> list[Check]:
         Check("devices", "torch", GOOD, f"{torch.__version__}, {build}"),
         Check("devices", "cores", GOOD, f"{cores} for this process"),
         _check_gpus(torch, cuda),
-        *_check_backends(dist, has_gpus=torch.cuda.is_available()),
+        *_check_backends(dist, own=torch.accelerator.current_accelerator()),
         _check_store(dist),
     ]
 
 
 def _check_gpus(torch: Any, cuda: str | None) -> Check:
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        facts = torch.cuda.get_device_properties(0)
+    if torch.accelerator.is_available():
+        count, kind = torch.accelerator.device_count(), torch.accelerator.current_accelerator()
+        facts = torch.get_device_module(kind).get_device_properties(0)
         text = f"{count} x {facts.name}, {facts.total_memory / _GIB:.0f} GiB each"
         return Check("devices", "GPUs", GOOD, text)
     if cuda is None:
@@ -226,12 +226,14 @@ def _check_gpus(torch: Any, cuda: str | None) -> Check:
     return Check("devices", "GPUs", WARNING, f"none found by a torch for {cuda}", advice)
 
 
-def _check_backends(dist: Any, *, has_gpus: bool) -> list[Check]:
+def _check_backends(dist: Any, *, own: Any) -> list[Check]:
     if not dist.is_available():
         advice = "install a torch that was built with it"
         return [Check("devices", "distributed", BAD, "torch has no torch.distributed", advice)]
     backends = [("gloo", dist.is_gloo_available(), "install one that has it")]
-    backends += [("nccl", dist.is_nccl_available(), "install one for CUDA")] if has_gpus else []
+    if own is not None:
+        name = dist.get_default_backend_for_device(own)
+        backends.append((name, dist.is_backend_available(name), f"install one for {own.type}"))
     return [
         Check.of("devices", name, "available" if there else "not in this torch", there, advice, BAD)
         for name, there, advice in backends

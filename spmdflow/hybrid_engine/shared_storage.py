@@ -113,13 +113,13 @@ class SharedStorage:
     def fill(self, *, gathers: bool | None = None) -> int:
         """Bring the peers' rows here; returns the bytes received. Collective over the group.
 
-        gathers: flat rows, with their padding, by one all-gather in place; None: on NCCL. Else
+        gathers: flat rows, with their padding, by one all-gather in place; None: on devices. Else
         every member broadcasts its row, in place: on gloo faster than a gather, and no temporary.
         """
         if self._group is None:
             return 0
         if gathers is None:
-            gathers = dist.get_backend(self._group) == "nccl"
+            gathers = dist.get_backend(self._group) != "gloo"
         if gathers and self._is_flat:
             dist.all_gather_into_tensor(self._all.view(-1), self._all[self.own], group=self._group)
             return (len(self.rows) - 1) * self._all[0].nbytes

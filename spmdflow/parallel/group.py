@@ -21,7 +21,6 @@ from torch.distributed.tensor import debug
 from spmdflow.errors import ProtocolError
 
 LANES = ("compute", "transfer")
-BACKENDS = ("gloo", "nccl")
 
 
 @dataclass(frozen=True, order=True)
@@ -33,7 +32,7 @@ class GroupSpec:
     lane: str
     """compute or transfer: the thread that uses the group."""
     backend: str
-    """gloo or nccl."""
+    """gloo, nccl, or what else torch has."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(self.ranks))
@@ -41,9 +40,10 @@ class GroupSpec:
             expected = "at least one rank, ascending, each once"
             do = f"list them as {tuple(sorted(set(self.ranks)))}"
             raise ProtocolError.of("group", f"ranks {self.ranks}", expected, do)
-        if self.lane not in LANES or self.backend not in BACKENDS:
+        backends = tuple(dist.Backend.backend_list)
+        if self.lane not in LANES or self.backend not in backends:
             got = f"lane {self.lane!r} and backend {self.backend!r}"
-            expected = f"one of {LANES} and one of {BACKENDS}"
+            expected = f"one of {LANES} and one of {backends}"
             raise ProtocolError.of(f"group {self.ranks}", got, expected, "choose one of each")
 
 
@@ -79,7 +79,7 @@ class GroupTable:
     ) -> dist.ProcessGroup:
         """The group over ranks; ProtocolError if it was not made or this rank is outside it.
 
-        Without backend it is the one made first: nccl on a GPU, beside which a gloo one may exist.
+        Without backend it is the one made first: the device's own; a gloo one may exist besides.
         """
         ranks = tuple(ranks)
         if self._rank not in ranks:

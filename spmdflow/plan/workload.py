@@ -30,6 +30,7 @@ from spmdflow.mapping.dataflow import (
 from spmdflow.mapping.hardware import Hardware, load_hardware
 from spmdflow.models.generator import GeneratorWorker
 from spmdflow.models.policy import PolicyWorker, ReferenceWorker, SupervisedWorker
+from spmdflow.parallel.device import CPU, own_device
 from spmdflow.plan.record import Trace, TracedModel, TracedOrder
 from spmdflow.weights.architecture import Architecture, Head
 
@@ -72,16 +73,18 @@ def nodes_of(world: tuple[int, ...], hardware: Hardware) -> tuple[int, ...]:
 
 def _own() -> str:
     """The packaged file of the device at hand; ConfigError if there is none."""
-    if not torch.cuda.is_available():
+    own = own_device()
+    if own == CPU:
         return "cpu"
-    device = torch.cuda.get_device_name()
+    device = torch.get_device_module(own).get_device_name()
     for pattern, name in _BY_DEVICE.items():
         if re.search(pattern, device):
             return name
     raise ConfigError(
         f"hardware: got {device}, expected a device that a packaged file describes "
-        f"({', '.join(_BY_DEVICE.values())}); measure it with scripts/calibrate.py --device cuda "
-        f"and set run.hardware (of a plan: --hardware) to that file, or to the nearest of these"
+        f"({', '.join(_BY_DEVICE.values())}); measure it with scripts/calibrate.py --device "
+        f"{own.type} and set run.hardware (of a plan: --hardware) to that file, or to the nearest "
+        f"of these"
     )
 
 

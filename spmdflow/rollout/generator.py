@@ -26,6 +26,7 @@ from spmdflow.datasets.tokenizer import StopStrings, load_tokenizer
 from spmdflow.errors import ColumnError, ConfigError, ProtocolError, WeightSyncError
 from spmdflow.kind.generator import generator_kind, generator_names, generators_that_cut
 from spmdflow.kind.registry import resolve
+from spmdflow.parallel.device import backend_of
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.sampling import Sampling
@@ -107,8 +108,7 @@ class Replica:
         if len(ranks) == 1:
             return [values]
         found = [torch.empty_like(values) for _ in ranks]
-        backend = "nccl" if values.is_cuda else "gloo"
-        dist.all_gather(found, values, group=self.group(ranks, backend))
+        dist.all_gather(found, values, group=self.group(ranks, backend_of(values.device)))
         return found
 
     def check_equal(self, what: str, facts: object, device: torch.device) -> None:

@@ -23,13 +23,13 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
 from spmdflow.checkpoint.run_dir import path_of
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import ConfigError, RunFailed, SpmdflowError
+from spmdflow.parallel.device import own_device
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.runtime.executor import Operation
 from spmdflow.runtime.operation import RankSettings, RankState
@@ -192,10 +192,8 @@ def _state(
     announce: Callable[[Any], None] | None = None,
     arrival: RowCondition | None = None,
 ) -> RankState:
-    run, device = cfg.run, torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-    settings = RankSettings(rank, device, run.seed, run.call_seconds, path_of(run), announce)
+    run = cfg.run
+    settings = RankSettings(rank, own_device(), run.seed, run.call_seconds, path_of(run), announce)
     transport = CountedTransport(lane, seconds=run.transfer_seconds)
     return RankState(settings, groups, transport, arrival)
 

@@ -16,6 +16,7 @@ from torch import Tensor, UntypedStorage
 
 from spmdflow.blocks.box import Box, subtract_all
 from spmdflow.errors import PlanError
+from spmdflow.parallel.device import CPU, own_device
 from spmdflow.weights.table import ShardTable
 
 _READ_ELEMENTS = 1 << 24
@@ -170,7 +171,7 @@ class Storages:
     def _copy_to_host(self) -> None:
         if not self._host:
             sizes = [num_bytes for _, num_bytes in self._storages]
-            pinned = torch.cuda.is_available()
+            pinned = own_device() != CPU
             self._host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned).split(sizes)
         for (storage, _), kept in zip(self._storages, self._host, strict=True):
             kept.copy_(_bytes_of(storage), non_blocking=True)

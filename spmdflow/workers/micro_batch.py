@@ -25,6 +25,7 @@ from spmdflow.data.ragged import (
     take_rows,
 )
 from spmdflow.errors import ColumnError, ProtocolError
+from spmdflow.parallel.device import CPU
 
 
 @dataclass(frozen=True)
@@ -208,4 +209,4 @@ def _build(rows: TensorDict, index: Tensor, device: torch.device) -> MicroBatch:
 
 def _moved(column: Tensor, device: torch.device) -> Tensor:
     """On the device; from pinned memory, so that the host does not wait for the copy."""
-    return column.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else column
+    return column if device == CPU else column.pin_memory().to(device, non_blocking=True)

@@ -33,6 +33,15 @@ LATE_IMPORTERS = {
 }
 """Files that may import other things late, and why."""
 
+CUDA_ALONE = {
+    "spmdflow/doctor/node.py": (1, "says what torch was built for"),
+    "spmdflow/plan/__main__.py": (2, "hardware files describe CUDA devices"),
+    "spmdflow/serving/publisher.py": (1, "names vLLM's own backend"),
+}
+"""File -> how often it names CUDA or NCCL, and why. Others ask `spmdflow.parallel.device`."""
+CUDA_LIBRARIES = ("spmdflow/workers/megatron", "spmdflow/rollout/vllm", "spmdflow/serving/nccl.py")
+"""Files that speak with a library which knows CUDA or the CPU."""
+
 SEAMS = {
     "omegaconf": {"spmdflow/config/load.py", "spmdflow/config/source.py"},
     "huggingface_hub": {"spmdflow/config/location.py"},
@@ -60,6 +69,20 @@ def test_nothing_prints_outside_scripts() -> None:
     ]
 
     assert prints == []
+
+
+def test_cuda_is_named_only_where_the_table_says() -> None:
+    found = {}
+    for file in (each for each in CODE if not each.startswith(CUDA_LIBRARIES)):
+        nodes = list(ast.walk(tree_of(file)))
+        words = [str(node.value) for node in nodes if isinstance(node, ast.Constant)]
+        words += [
+            node.attr.removeprefix("is_") for node in nodes if isinstance(node, ast.Attribute)
+        ]
+        if named := sum(word.partition(":")[0] in ("cuda", "nccl") for word in words):
+            found[file] = named
+
+    assert found == {file: number for file, (number, _) in CUDA_ALONE.items()}
 
 
 def test_environment_is_touched_only_where_the_table_says() -> None:

@@ -58,6 +58,7 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
             "actor.engine.options=[sequence_parallel,recompute]",
             "critic.engine.kind=megatron",
             "critic.engine.layout=p2",
+            "critic.engine.options=[overlap,selective_recompute]",
         ),
     ),
     "ppo, split, zero 3": ("ppo", 4, (*PPO, "placement=split", "actor.engine.kind=zero3")),

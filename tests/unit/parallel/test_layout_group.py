@@ -16,7 +16,7 @@ from spmdflow.parallel.group import GroupSpec, GroupTable
         ((0, 0), "compute", "gloo", "each once"),
         ((), "compute", "gloo", "at least one rank"),
         ((0, 1), "main", "gloo", "got lane 'main'"),
-        ((0, 1), "compute", "mpi", "got lane 'compute' and backend 'mpi'"),
+        ((0, 1), "compute", "tcp", "got lane 'compute' and backend 'tcp'"),
     ],
 )
 def test_group_key_that_cannot_work_is_refused(ranks, lane, backend, message):

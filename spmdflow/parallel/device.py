@@ -1,0 +1,27 @@
+"""Which device this process computes on, and the backend that joins such devices.
+
+Any kind of accelerator that torch knows; where there is none, the CPU. The only place that asks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+CPU = torch.device("cpu")
+
+
+def own_device() -> torch.device:
+    """The current accelerator of this process, with its index; the CPU if it has none.
+
+    MPS does not count: it has no float64, in which metrics are summed.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type == "mps":
+        return CPU
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def backend_of(device: torch.device) -> str:
+    """Backend of process groups that exchange tensors of such devices: gloo, nccl, xccl, ..."""
+    return dist.get_default_backend_for_device(device)
