@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from spmdflow.hybrid_engine.reshard import Bucket, ReshardPlan
+from spmdflow.hybrid_engine.bucket import Bucket
+from spmdflow.hybrid_engine.reshard import ReshardPlan
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.ranks import RankTables
 from spmdflow.weights.table import EMBEDDING, ShardTable
@@ -77,7 +78,7 @@ def received(arch: Architecture, plan: ReshardPlan, have: RankTables, need: Rank
         copies = _copies(have.get(rank, {}))
         kept = summed(
             _amount(arch, part.name, part.box.size * size, is_copy=part.name in copies)
-            for part in plan.kept[rank]
+            for part in plan.kept_by(rank)
         )
         found[rank] = needed - Amount(padding=needed.padding) - kept
         assert found[rank].total == plan.received_bytes(rank), (rank, found[rank])

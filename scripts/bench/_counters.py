@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_WRAPPED = ("broadcast", "isend", "irecv", "all_gather_into_tensor")
+_WRAPPED = ("broadcast", "batch_isend_irecv", "all_gather_into_tensor")
 
 
 class WireCounter:
@@ -43,11 +43,9 @@ class WireCounter:
         else:
             self.received += tensor.nbytes
 
-    def _isend(self, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-        self.sent += tensor.nbytes
-
-    def _irecv(self, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-        self.received += tensor.nbytes
+    def _batch_isend_irecv(self, messages: list[dist.P2POp]) -> None:
+        self.sent += sum(each.tensor.nbytes for each in messages if each.op is dist.isend)
+        self.received += sum(each.tensor.nbytes for each in messages if each.op is dist.irecv)
 
     def _all_gather_into_tensor(
         self, output: torch.Tensor, values: torch.Tensor, group: Any, **_: Any

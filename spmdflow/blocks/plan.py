@@ -1,20 +1,22 @@
 """`redistribute`: which box goes from which rank to which, for boxes of any dimension.
 
-What a rank lacks is split into pieces that the same ranks hold whole. Pieces with the same
-possible senders form a class; in the order (destination, box) a class is cut into one stretch
-for each sender, as long as levels the senders' loads (to a slab along the first dimension that
-can be cut). Integers only; a second function moves the bytes.
+Ranks are looked at by what they hold and need: the index space falls into cells that the same ranks
+hold and the same ranks lack, and a cell is planned once for all of them. Cells with the same
+possible senders form a class; in the order (destination, box) a class is cut into one stretch for
+each sender, as long as levels the senders' loads (to a slab along the first dimension that can be
+cut). `through_nodes` sends what several ranks of a node lack to one of them, who passes it on.
+Integers only; a second function moves the bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
-from spmdflow.blocks.box import Box, disjoint, merged, subtract_all
+from spmdflow.blocks.box import Bounds, Box, disjoint, merged, subtract_all
 from spmdflow.errors import PlanError
 
 
@@ -27,14 +29,29 @@ class Edge:
     box: Box
 
 
+@dataclass(frozen=True, order=True)
+class Move:
+    """`source` sends the elements of `box` to every destination."""
+
+    source: int
+    box: Box
+    destinations: tuple[int, ...]
+    """Ascending; the source is not among them."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is sent, and what stays where it is."""
 
-    edges: tuple[Edge, ...]
-    """Sorted by source, destination, box."""
+    moves: tuple[Move, ...]
+    """Sorted."""
     kept: Mapping[int, tuple[Box, ...]]
     """By rank: disjoint boxes that the rank needs and has. Every rank of `need` is there."""
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """One for each destination, sorted by source, destination, box."""
+        return tuple(sorted(Edge(m.source, to, m.box) for m in self.moves for to in m.destinations))
 
 
 Some = TypeVar("Some")
@@ -42,51 +59,83 @@ Some = TypeVar("Some")
 Senders = tuple[int, ...]
 Classes = Mapping[Senders, Sequence[tuple[int, Some]]]
 """By possible senders: each destination and what it lacks, in order."""
+Ranks = tuple[int, ...]
+BoxesOf = Mapping[int, Sequence[Box]]
+"""Boxes of one index space by rank; boxes of one rank may overlap."""
 
 
-def redistribute(
-    have: Mapping[int, Sequence[Box]],
-    need: Mapping[int, Sequence[Box]],
-    *,
-    node_of: NodeOf | None = None,
-) -> Plan:
+def redistribute(have: BoxesOf, need: BoxesOf, *, node_of: NodeOf | None = None) -> Plan:
     """Plan that brings every rank the elements it needs and lacks, each exactly once.
 
-    have, need: boxes of one index space by rank; boxes of one rank may overlap. Holders on the
-    destination's node are preferred; among equals the load is levelled. PlanError if a needed
-    element is with no rank.
+    Holders on the destination's node are preferred; among equals the load is levelled. PlanError
+    if a needed element is with no rank.
     """
-    pieces = _Pieces(have)
-    classes: dict[Senders, list[tuple[int, Box]]] = {}
-    kept: dict[int, tuple[Box, ...]] = {}
-    for destination in sorted(need):
-        wanted, held = disjoint(need[destination]), have.get(destination, ())
-        lacking = subtract_all(wanted, held)
-        kept[destination] = tuple(merged(subtract_all(wanted, lacking)))
-        for senders, boxes in pieces.by_senders(destination, lacking, node_of).items():
-            stretches = [(destination, box) for box in merged(boxes)]
-            classes.setdefault(senders, []).extend(stretches)
-    edges = [
-        Edge(*pair, box)
-        for sent in share_classes(classes, have, _take, lambda box: box.size)
-        for pair, boxes in sent.items()
-        for box in merged(boxes)
-    ]
-    return Plan(tuple(sorted(edges)), kept)
+    classes: dict[Senders, dict[Ranks, list[Box]]] = {}
+    for boxes, holders, lackers in _cells(have, need):
+        for senders, ranks in _by_senders(holders, lackers, node_of).items():
+            classes.setdefault(senders, {}).setdefault(ranks, []).extend(boxes)
+    loads = dict.fromkeys(have, 0)
+    moves: list[Move] = []
+    shared: dict[Senders, list[tuple[int, Box]]] = {}
+    for senders, lacking in classes.items():
+        if len(senders) > 1:
+            shared[senders] = _stretches(lacking)
+            continue
+        for ranks, boxes in lacking.items():
+            moves += [Move(senders[0], box, ranks) for box in merged(boxes)]
+            loads[senders[0]] += len(ranks) * sum(box.size for box in boxes)
+    for sent in share_classes(shared, loads, _take, lambda box: box.size):
+        to: dict[tuple[int, Box], list[int]] = {}
+        for (source, rank), parts in sent.items():
+            for box in merged(parts):
+                to.setdefault((source, box), []).append(rank)
+        moves += [Move(source, box, tuple(sorted(ranks))) for (source, box), ranks in to.items()]
+    kept = {rank: _kept(tuple(need[rank]), tuple(have.get(rank, ()))) for rank in sorted(need)}
+    return Plan(tuple(sorted(moves)), kept)
+
+
+def through_nodes(have: BoxesOf, need: BoxesOf, *, node_of: NodeOf) -> tuple[Plan, Plan]:
+    """As `redistribute`, in two rounds: what is sent from elsewhere enters a node once.
+
+    Ranks of a node that lack elements which no rank there holds are a team. Each of a team is sent
+    a part of them in the first round; in the second they send their parts to one another.
+    """
+    teams: dict[Ranks, list[Box]] = {}
+    for boxes, holders, lackers in _cells(have, need):
+        near = {node_of(rank) for rank in holders}
+        by_node: dict[int, list[int]] = {}
+        for rank in lackers:
+            by_node.setdefault(node_of(rank), []).append(rank)
+        for node, ranks in by_node.items():
+            if len(ranks) > 1 and node not in near:
+                teams.setdefault(tuple(ranks), []).extend(boxes)
+    passed: list[Move] = []
+    first: dict[int, list[Box]] = {rank: list(boxes) for rank, boxes in need.items()}
+    for team, boxes in sorted(teams.items()):
+        whole = merged(boxes)
+        for rank in team:
+            first[rank] = subtract_all(disjoint(first[rank]), whole)
+        everyone = {team: [(team[0], box) for box in whole]}
+        for sent in share_classes(everyone, dict.fromkeys(team, 0), _take, lambda box: box.size):
+            for (rank, _), parts in sent.items():
+                first[rank] += parts
+                others = tuple(other for other in team if other != rank)
+                passed += [Move(rank, box, others) for box in merged(parts)]
+    return redistribute(have, first, node_of=node_of), Plan(tuple(sorted(passed)), {})
 
 
 def share_classes(
     classes: Classes[Some],
-    ranks: Iterable[int],
+    loads: dict[int, int],
     take: Callable[[Some, int], tuple[Some | None, Some | None]],
     size_of: Callable[[Some], int],
 ) -> Iterator[dict[tuple[int, int], list[Some]]]:
     """Of each class, those with fewest senders first: (source, destination) -> what is sent.
 
     The stretches of a class, in order, are cut into about as much for each sender as levels the
-    loads. take: (about so many elements, the rest); None for nothing.
+    loads, which are those of all ranks so far, and are updated. take: (about so many elements, the
+    rest); None for nothing.
     """
-    loads = dict.fromkeys(ranks, 0)
     for senders in sorted(classes, key=lambda senders: (len(senders), senders)):
         sizes = [size_of(some) for _, some in classes[senders]]
         ends = list(accumulate(share_out([loads[rank] for rank in senders], sum(sizes))))
@@ -122,47 +171,86 @@ def _take(box: Box, room: int) -> tuple[Box | None, Box | None]:
     return box.cut(dim, box.bounds[dim][0] + num_slabs)
 
 
-class _Pieces:
-    """Splits a box by who holds it. Equal boxes of several ranks are looked at once."""
+def _stretches(lacking: Mapping[Ranks, Sequence[Box]]) -> list[tuple[int, Box]]:
+    """What each rank lacks of a class, in the order (destination, box)."""
+    found: dict[int, list[Box]] = {}
+    for ranks, boxes in lacking.items():
+        for rank in ranks:
+            found.setdefault(rank, []).extend(boxes)
+    return [(rank, box) for rank in sorted(found) for box in merged(found[rank])]
 
-    def __init__(self, have: Mapping[int, Sequence[Box]]) -> None:
-        self._holders: dict[Box, list[int]] = {}
-        self._known: dict[Box, list[tuple[Box, list[int]]]] = {}
-        for rank in sorted(have):
-            for box in disjoint(have[rank]):
-                self._holders.setdefault(box, []).append(rank)
 
-    def by_senders(
-        self, destination: int, lacking: Sequence[Box], node_of: NodeOf | None
-    ) -> dict[tuple[int, ...], list[Box]]:
-        """Disjoint boxes by possible senders. PlanError if nobody has some element."""
-        found: dict[tuple[int, ...], list[Box]] = {}
-        for box in lacking:
-            if box not in self._known:
-                self._known[box] = self._split(box)
-            for piece, holders in self._known[box]:
-                if not holders:
-                    raise PlanError(
-                        f"rank {destination}: got box {piece.bounds} ({piece.size} elements) "
-                        f"that no rank holds, expected a holder; add it to what ranks have"
-                    )
-                senders = candidates(holders, destination, node_of)
-                found.setdefault(senders, []).append(piece)
-        return found
+@lru_cache(maxsize=4096)
+def _kept(needed: Boxes, held: Boxes) -> Boxes:
+    wanted = disjoint(needed)
+    return tuple(merged(subtract_all(wanted, subtract_all(wanted, held))))
 
-    def _split(self, box: Box) -> list[tuple[Box, list[int]]]:
-        pieces: list[tuple[Box, list[int]]] = [(box, [])]
-        for held, ranks in self._holders.items():
-            if box.intersect(held) is None:
-                continue
-            split: list[tuple[Box, list[int]]] = []
-            for piece, holders in pieces:
-                common = piece.intersect(held)
-                if common is not None:
-                    split.append((common, holders + ranks))
-                split += [(rest, holders) for rest in piece.subtract(held)]
-            pieces = split
-        return pieces
+
+def _cells(have: BoxesOf, need: BoxesOf) -> Iterator[tuple[list[Box], Ranks, Ranks]]:
+    """(disjoint boxes, who holds them, who needs and lacks them), ranks ascending.
+
+    PlanError if nobody holds some that are lacked.
+    """
+    ranks_of: dict[tuple[bool, Box], list[int]] = {}
+    for is_held, side in ((True, have), (False, need)):
+        for rank in sorted(side):
+            for box in dict.fromkeys(side[rank]):
+                if box.size:
+                    ranks_of.setdefault((is_held, box), []).append(rank)
+    keys = list(ranks_of)
+    cells: dict[Ranks, list[Box]] = {}
+    for bounds, places in _sweep([(key[1].bounds, place) for place, key in enumerate(keys)]):
+        cells.setdefault(places, []).append(Box(bounds))
+    for places, boxes in cells.items():
+        sides: tuple[set[int], set[int]] = (set(), set())
+        for place in places:
+            sides[keys[place][0]].update(ranks_of[keys[place]])
+        needing, holding = sides
+        lackers = needing - holding
+        if not lackers:
+            continue
+        if not holding:
+            box = merged(boxes)[0]
+            raise PlanError(
+                f"rank {min(lackers)}: got box {box.bounds} ({box.size} elements) "
+                f"that no rank holds, expected a holder; add it to what ranks have"
+            )
+        yield boxes, tuple(sorted(holding)), tuple(sorted(lackers))
+
+
+def _sweep(
+    boxes: Sequence[tuple[Bounds, int]], before: Bounds = ()
+) -> Iterator[tuple[Bounds, Ranks]]:
+    """Bounds of disjoint cells that make up all boxes, and which boxes each lies in."""
+    if not boxes[:1] or not boxes[0][0]:
+        if boxes:
+            yield before, tuple(place for _, place in boxes)
+        return
+    starting: dict[int, list[tuple[Bounds, int]]] = {}
+    ending: dict[int, list[int]] = {}
+    for ((start, stop), *rest), place in boxes:
+        starting.setdefault(start, []).append((tuple(rest), place))
+        ending.setdefault(stop, []).append(place)
+    inside: dict[int, Bounds] = {}
+    for low, high in pairwise(sorted({*starting, *ending})):
+        for place in ending.get(low, ()):
+            del inside[place]
+        inside |= {place: rest for rest, place in starting.get(low, ())}
+        here = [(inside[place], place) for place in sorted(inside)]
+        yield from _sweep(here, (*before, (low, high)))
+
+
+def _by_senders(holders: Ranks, lackers: Ranks, node_of: NodeOf | None) -> Mapping[Senders, Ranks]:
+    """Who may send to which of those that lack a cell."""
+    if node_of is None:
+        return {holders: lackers}
+    near: dict[int, list[int]] = {}
+    for rank in holders:
+        near.setdefault(node_of(rank), []).append(rank)
+    found: dict[Senders, list[int]] = {}
+    for rank in lackers:
+        found.setdefault(tuple(near.get(node_of(rank), holders)), []).append(rank)
+    return {senders: tuple(ranks) for senders, ranks in found.items()}
 
 
 NodeOf = Callable[[int], int]

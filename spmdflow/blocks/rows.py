@@ -106,8 +106,9 @@ def _redistribute_again(have: _Key, need: _Key, node_of: NodeOf | None) -> list[
 def _redistribute(
     have: Mapping[int, Ids], need: Mapping[int, Ids], node_of: NodeOf | None
 ) -> list[RowEdge]:
+    classes = _classes(_Holders(have), need, node_of)
     pieces: dict[tuple[int, int], list[Ids]] = {}
-    for sent in share_classes(_classes(_Holders(have), need, node_of), have, _take, len):
+    for sent in share_classes(classes, dict.fromkeys(have, 0), _take, len):
         for pair, parts in sent.items():
             pieces.setdefault(pair, []).extend(parts)
     return [RowEdge(*pair, _joined(parts)) for pair, parts in sorted(pieces.items())]

@@ -59,6 +59,11 @@ class Caller:
         self._freed: deque[int] = deque()
         self._unsent: dict[int, list[int]] = {}
 
+    def nodes(self) -> list[int]:
+        """Node of every rank, by global rank; -1: not a rank of the run."""
+        found = {rank: self.transport.node_of(rank) for rank in self.ranks}
+        return [found.get(rank, -1) for rank in range(max(self.ranks) + 1)]
+
     # Calls
 
     def invoke(

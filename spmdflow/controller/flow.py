@@ -118,6 +118,7 @@ class Flow:
             "config": cfg,
             "layout": asdict(layout),
             "total_steps": self._config.total_steps,
+            "nodes": self.caller.nodes(),
         }
         commands = {rank: dict(command) for rank in pool.ranks}
         self.caller.submit(f"{name}.spawn", commands, seconds=seconds)

@@ -26,5 +26,6 @@ weights.
 | `sync` | versions, checksums, release; copies on the same ranks or to others; shards in place |
 | `shared_storage` | the trainer's shards as generation reads them: blocks and flat |
 | `stream` | a plan's messages over the job's groups |
-| `reshard` | which boxes settings give to each rank, and plans of them in bounded buckets |
+| `reshard` | which boxes settings give to each rank, and plans of them |
+| `bucket` | what a plan has under way at the same time, in bounded buckets |
 """

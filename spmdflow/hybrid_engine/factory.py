@@ -71,6 +71,7 @@ def hybrid_of(
         rank=context.rank,
         seconds=context.call_seconds,
         verify_every=every,
+        node=context.node_of(context.rank),
     )
 
 

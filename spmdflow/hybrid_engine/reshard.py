@@ -1,15 +1,20 @@
 """Plans that bring training weights to where generation needs them. Integers only.
 
-`plan_reshard` looks, tensor by tensor, at the boxes that each rank has and needs and lets
+`plan_reshard` looks at the boxes of each tensor that each rank has and needs and lets
 `blocks.redistribute` say what is sent: each missing element once to each rank that lacks it,
-nothing that is there. It stays inside the smallest scope that holds all that is needed:
+nothing that is there. Tensors that ranks have and need alike, such as those of a model's layers,
+are planned once. A plan stays inside the smallest scope that holds all that is needed:
 
     micro_dp   the ranks that share a generation shard: where generation nests in training
     replica    one copy of the model: where heads are cut through (kv heads < t)
     shard      the ranks of FSDP or ZeRO that hold one copy together
     pool       every rank: t_g > t, a separate rollout pool
 
-Messages are gathered in buckets, in the order of the model, so that no rank packs or receives more
+Where the nodes of ranks are known, what several ranks of a node lack enters it once: one of them
+receives it, in a later bucket passes it on, and reads it from its generator's weights. Not where
+all ranks of a group need the same: a group's broadcast enters each node once by itself.
+
+Moves are gathered in buckets, in the order of the model, so that no rank packs or receives more
 than `bucket_bytes` at a time (a single row of a tensor that is larger goes alone).
 
 Every rank of `plan.ranks` executes a `ReshardPlan` bucket by bucket: for each message that the rank
@@ -17,8 +22,8 @@ sends or receives, in order, its source packs the parts (the values of each box,
 behind the other, in the generator's precision) and sends them: a broadcast where a process group
 over `message.ranks` exists, else point to point to each destination. When all messages of the
 bucket have arrived, a destination writes each box to every place where its generation table has it
-(`weights.move.Blocks`). `plan.kept` is written the same way, from the rank's own shards. All ranks
-derive the same plan from what all have and need.
+(`weights.move.Blocks`). What a rank keeps is written first, from its own shards. All ranks derive
+the same plan from what all have and need; a rank expands only its own messages.
 """
 
 from __future__ import annotations
@@ -26,13 +31,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from math import prod
+from functools import cached_property, lru_cache
 from typing import Any
 
-from spmdflow.blocks.box import Box, disjoint, merged, subtract_all
-from spmdflow.blocks.plan import NodeOf, redistribute
+from spmdflow.blocks.box import Box, subtract_all
+from spmdflow.blocks.plan import Boxes, Move, NodeOf, redistribute, through_nodes
 from spmdflow.errors import PlanError
+from spmdflow.hybrid_engine.bucket import (
+    Bucket,
+    Message,
+    Moves,
+    Part,
+    TensorPlan,
+    chunks_of,
+    pack_buckets,
+)
 from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.generator import generator_kind
 from spmdflow.kind.registry import resolve
@@ -47,42 +60,6 @@ Groups = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Part:
-    """A box of a Hugging Face tensor."""
-
-    name: str
-    box: Box
-
-
-@dataclass(frozen=True)
-class Message:
-    """`source` sends the same parts to every destination."""
-
-    source: int
-    destinations: tuple[int, ...]
-    """Ascending; the source is not among them."""
-    parts: tuple[Part, ...]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Source and destinations, ascending: the group of a broadcast."""
-        return tuple(sorted((self.source, *self.destinations)))
-
-    @property
-    def num_elements(self) -> int:
-        """Elements that each destination receives."""
-        return sum(part.box.size for part in self.parts)
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Messages that may be under way at the same time."""
-
-    messages: tuple[Message, ...]
-    """In the order in which every rank starts them."""
-
-
-@dataclass(frozen=True)
 class ReshardPlan:
     """What every rank sends, receives and keeps, tensor by tensor."""
 
@@ -91,8 +68,8 @@ class ReshardPlan:
     groups: tuple[tuple[int, ...], ...]
     """The groups of the scope: no message leaves its group."""
     buckets: tuple[Bucket, ...]
-    kept: Mapping[int, tuple[Part, ...]]
-    """By rank: what it needs and has; moved inside the rank, if at all."""
+    kept: tuple[tuple[str, Mapping[int, Boxes]], ...]
+    """Tensor and rank: what it needs and has; moved inside the rank, if at all."""
     element_bytes: int
 
     @property
@@ -100,17 +77,40 @@ class ReshardPlan:
         """Every rank that takes part, ascending."""
         return tuple(sorted(rank for group in self.groups for rank in group))
 
-    def messages_of(self, rank: int) -> list[list[Message]]:
+    def kept_by(self, rank: int) -> Iterator[Part]:
+        """What a rank keeps."""
+        return (Part(name, box) for name, by_rank in self.kept for box in by_rank.get(rank, ()))
+
+    def messages_of(self, rank: int) -> list[tuple[Message, ...]]:
         """Of each bucket, those that a rank sends or receives, in order."""
+        own: dict[int, list[Move]] = {}
+        for _, moves in (pair for bucket in self.buckets for pair in bucket.moves):
+            if id(moves) not in own:
+                own[id(moves)] = [m for m in moves if rank == m.source or rank in m.destinations]
         return [
-            [m for m in bucket.messages if rank == m.source or rank in m.destinations]
+            bucket.messages_of((name, own[id(moves)]) for name, moves in bucket.moves)
             for bucket in self.buckets
         ]
 
+    def moves(self) -> Iterator[tuple[Move, int]]:
+        """Every move, and of how many tensors it is."""
+        found = [moves for bucket in self.buckets for _, moves in bucket.moves]
+        times = Counter(map(id, found))
+        for key, moves in {id(moves): moves for moves in found}.items():
+            yield from ((move, times[key]) for move in moves)
+
     def received_bytes(self, rank: int) -> int:
         """Bytes that reach a rank over the wire, in all buckets."""
-        arriving = (m for some in self.messages_of(rank) for m in some if m.source != rank)
-        return self.element_bytes * sum(message.num_elements for message in arriving)
+        return self.element_bytes * self._received[rank]
+
+    @cached_property
+    def _received(self) -> Counter[int]:
+        found: Counter[int] = Counter()
+        for move, times in self.moves():
+            size = times * move.box.size
+            for rank in move.destinations:
+                found[rank] += size
+        return found
 
 
 def plan_reshard(
@@ -121,22 +121,29 @@ def plan_reshard(
     element_bytes: int,
     bucket_bytes: int,
     node_of: NodeOf | None = None,
+    rank: int | None = None,
 ) -> ReshardPlan:
     """The plan from what training ranks have to what generation ranks need.
 
     Tensors go in the order of their first appearance in need (ranks ascending). scopes: candidates
     from the smallest to the largest (`scopes_of`); the first one in whose groups everything needed
-    is held is taken. PlanError if none is.
+    is held is taken. node_of: None if all ranks share a node. rank: whose group alone is planned;
+    None: all groups are. PlanError if no scope holds everything.
     """
     assert bucket_bytes > 0 and element_bytes > 0, (bucket_bytes, element_bytes)
     limit = max(1, bucket_bytes // element_bytes)
+    questions = _questions(have, need)
     for scope, groups in scopes.items():
-        moves = _moves(have, need, groups, node_of)
-        if moves is not None:
-            sent, kept = moves
-            buckets = tuple(_packed(sent, limit))
-            parts = {rank: tuple(parts) for rank, parts in kept.items()}
-            return ReshardPlan(scope, tuple(groups), buckets, parts, element_bytes)
+        if not all(_is_held(question, group) for question in questions for group in groups):
+            continue
+        own = tuple(group for group in groups if rank is None or rank in group)
+        nodes = [_nodes(need, group, node_of) for group in own]
+        tensors: dict[str, TensorPlan] = {}
+        for question in questions:
+            tensors |= dict.fromkeys(question.names, _planned(question, own, nodes, limit))
+        ordered = {name: tensors[name] for name in _names(need)}
+        kept = tuple((name, tensor.kept) for name, tensor in ordered.items())
+        return ReshardPlan(scope, own, tuple(pack_buckets(ordered, limit)), kept, element_bytes)
     got = f"training ranks {sorted(have)} that do not hold all that generation ranks "
     got += f"{sorted(need)} need within {list(scopes)}"
     raise PlanError.of("reshard", got, "a whole copy", "give the ranks of a replica")
@@ -173,18 +180,40 @@ class Copies:
     need: BoxesByRank
 
 
+@dataclass(frozen=True)
+class Shards:
+    """Groups whose ranks send one another all that they train (`hybrid_engine.shared_storage`)."""
+
+    groups: Groups
+    have: BoxesByRank
+    need: BoxesByRank
+
+
 def plan_copies(
-    architecture: Architecture, cfg: Any, *, training: Layout, generation: Layout, itemsize: int
+    architecture: Architecture,
+    cfg: Any,
+    *,
+    training: Layout,
+    generation: Layout,
+    itemsize: int,
+    node_of: NodeOf | None = None,
+    rank: int | None = None,
 ) -> Copies:
     """From a policy's layout to its generator's, which may be the same.
 
-    cfg: the actor's settings (Any: a role's dataclass). itemsize: of rollout.dtype.
+    cfg: the actor's settings (Any: a role's dataclass). itemsize: of rollout.dtype. node_of, rank:
+    as `plan_reshard`.
     """
     have = boxes_of(training_tables(architecture, training, kind=cfg.engine.kind))
     need = boxes_of(generation_tables(architecture, generation, engine=cfg.rollout.generator))
-    scopes = scopes_of(training, generation)
     plan = plan_reshard(
-        have, need, scopes=scopes, element_bytes=itemsize, bucket_bytes=BUCKET_BYTES
+        have,
+        need,
+        scopes=scopes_of(training, generation),
+        element_bytes=itemsize,
+        bucket_bytes=BUCKET_BYTES,
+        node_of=node_of,
+        rank=rank,
     )
     return Copies(plan, have, need)
 
@@ -199,125 +228,117 @@ def boxes_of(tables: RankTables) -> BoxesByRank:
     return {rank: known[id(table)] for rank, table in tables.items()}
 
 
-def boxes_by_name(blocks: Iterable[tuple[str, object, Box]]) -> dict[str, tuple[Box, ...]]:
-    """What a rank holds, from its live blocks."""
+def boxes_by_name(blocks: Iterable[tuple[str, object, Box]]) -> dict[str, Boxes]:
+    """What a rank holds, from its live blocks; equal boxes are one object (and one when sent)."""
     found: dict[str, list[Box]] = {}
     for name, _, box in blocks:
         if box.size:
             found.setdefault(name, []).append(box)
-    return {name: tuple(boxes) for name, boxes in found.items()}
+    known: dict[Boxes, Boxes] = {}
+    return {n: known.setdefault(b, b) for n, b in ((n, tuple(b)) for n, b in found.items())}
 
 
-_Sent = tuple[int, Box, tuple[int, ...]]
-"""(source, box, destinations)."""
-_Places = tuple[tuple[Box, ...], ...]
+def with_shared_tables(boxes: BoxesByRank) -> BoxesByRank:
+    """The same, where ranks that hold the same share one object."""
+    known: dict[tuple[object, ...], Mapping[str, Sequence[Box]]] = {}
+    return {
+        rank: known.setdefault(tuple((name, *some) for name, some in table.items()), table)
+        for rank, table in boxes.items()
+    }
 
 
-def _moves(
-    have: BoxesByRank, need: BoxesByRank, groups: Groups, node_of: NodeOf | None
-) -> tuple[dict[str, list[_Sent]], dict[int, list[Part]]] | None:
-    """What is sent of each tensor, and what each rank keeps; None if a group lacks an element."""
-    sent: dict[str, list[_Sent]] = {name: [] for rank in sorted(need) for name in need[rank]}
-    kept: dict[int, list[Part]] = {rank: [] for rank in sorted(need)}
-    for name in sent:
-        for group in groups:
-            nodes = None if node_of is None else tuple(node_of(rank) for rank in group)
-            moves = _moves_of_places(
-                tuple(tuple(have.get(rank, {}).get(name, ())) for rank in group),
-                tuple(tuple(need.get(rank, {}).get(name, ())) for rank in group),
-                nodes,
-            )
-            if moves is None:
-                return None
-            for source, box, places in moves[0]:
-                sent[name].append((group[source], box, tuple(group[place] for place in places)))
-            for place, boxes in moves[1].items():
-                if boxes:
-                    kept[group[place]] += [Part(name, box) for box in boxes]
-    return sent, kept
+@dataclass(frozen=True)
+class _Question:
+    """What ranks have and need of some tensors, which are planned alike."""
+
+    have: Mapping[int, Boxes]
+    need: Mapping[int, Boxes]
+    """Only ranks that have, or need, some."""
+    names: list[str]
+
+
+def _names(need: BoxesByRank) -> Iterable[str]:
+    """In the order of their first appearance, ranks ascending."""
+    tables = {id(need[rank]): need[rank] for rank in sorted(need)}
+    return dict.fromkeys(name for table in tables.values() for name in table)
+
+
+def _questions(have: BoxesByRank, need: BoxesByRank) -> list[_Question]:
+    sides: list[list[tuple[Mapping[str, Sequence[Box]], list[int]]]] = []
+    for side in (have, need):
+        tables: dict[int, tuple[Mapping[str, Sequence[Box]], list[int]]] = {}
+        for rank in sorted(side):
+            tables.setdefault(id(side[rank]), (side[rank], []))[1].append(rank)
+        sides.append(list(tables.values()))
+    alike: dict[tuple[tuple[Boxes, ...], ...], list[str]] = {}
+    for name in _names(need):
+        key = tuple(tuple(tuple(table.get(name, ())) for table, _ in side) for side in sides)
+        alike.setdefault(key, []).append(name)
+    found = []
+    for rows, names in alike.items():
+        held, needed = (
+            {rank: boxes for (_, ranks), boxes in zip(*both) for rank in ranks if boxes}
+            for both in zip(sides, rows, strict=True)
+        )
+        found.append(_Question(held, needed, names))
+    return found
+
+
+def _is_held(question: _Question, group: tuple[int, ...]) -> bool:
+    """Whether what ranks of a group need is there."""
+    held = frozenset(question.have[rank] for rank in group if rank in question.have)
+    wanted = {question.need[rank] for rank in group if rank in question.need}
+    return all(_covers(held, boxes) for boxes in wanted)
 
 
 @lru_cache(maxsize=4096)
-def _moves_of_places(
-    have: _Places, need: _Places, nodes: tuple[int, ...] | None
-) -> tuple[list[_Sent], Mapping[int, tuple[Box, ...]]] | None:
-    """(sent, kept) of one tensor in one group, ranks as places in it; None if it lacks an element.
+def _covers(held: frozenset[Boxes], wanted: Boxes) -> bool:
+    return not subtract_all(wanted, sorted({box for boxes in held for box in boxes}))
 
-    Layers of a stage, and groups of different replicas, ask the same: the answer is kept.
-    """
-    everything = [box for boxes in have for box in boxes]
-    wanted = set(need)
-    if any(subtract_all(boxes, everything) for boxes in wanted):
+
+def _nodes(
+    need: BoxesByRank, group: tuple[int, ...], node_of: NodeOf | None
+) -> tuple[int, ...] | None:
+    """The node of each rank, numbered within the group; None where all need the same."""
+    first = need.get(group[0])
+    if node_of is None or all(need.get(r) is first or need.get(r) == first for r in group):
         return None
-    num_held, num_needed = (sum(b.size for b in some) for some in (everything, disjoint(need[0])))
-    if len(wanted) == 1 and num_held == num_needed:
-        return _from_each_to_all(have)
-    node_of = None if nodes is None else nodes.__getitem__
-    plan = redistribute(dict(enumerate(have)), dict(enumerate(need)), node_of=node_of)
-    sent: dict[tuple[int, Box], list[int]] = {}
-    for edge in plan.edges:
-        sent.setdefault((edge.source, edge.box), []).append(edge.destination)
-    return [(*key, tuple(to)) for key, to in sent.items()], plan.kept
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(node_of(rank), len(numbers)) for rank in group)
 
 
-def _from_each_to_all(have: _Places) -> tuple[list[_Sent], Mapping[int, tuple[Box, ...]]]:
-    """What `redistribute` gives where all need the same and each element has one holder (FSDP)."""
-    kept = {place: tuple(merged(boxes)) for place, boxes in enumerate(have)}
-    others = {source: tuple(place for place in kept if place != source) for source in kept}
-    sent = [(s, box, others[s]) for s, boxes in kept.items() for box in sorted(boxes) if others[s]]
-    return sent, kept
+def _planned(
+    question: _Question,
+    groups: Groups,
+    nodes: Sequence[tuple[int, ...] | None],
+    limit: int,
+) -> TensorPlan:
+    rounds: tuple[list[Move], list[Move]] = ([], [])
+    kept: dict[int, Boxes] = {}
+    for group, its_nodes in zip(groups, nodes, strict=True):
+        sides = (tuple(side.get(r, ()) for r in group) for side in (question.have, question.need))
+        *both, stays = _plan_of_places(*sides, its_nodes)
+        for moves, some in zip(rounds, both, strict=True):
+            for move in some:
+                ranks = tuple(group[place] for place in move.destinations)
+                moves.append(Move(group[move.source], move.box, ranks))
+        kept |= {group[place]: boxes for place, boxes in stays.items() if boxes}
+    places = {rank: place for place, rank in enumerate(r for group in groups for r in group)}
+    first, relayed = (chunks_of(moves, places, limit) for moves in rounds)
+    return TensorPlan(first, relayed, kept)
 
 
-def _packed(sent: Mapping[str, Sequence[_Sent]], limit: int) -> Iterator[Bucket]:
-    """Buckets in the order of the model; no rank sends or receives more than limit elements."""
-    parts: dict[tuple[int, tuple[int, ...]], list[Part]] = {}
-    packed, reaching = Counter[int](), Counter[int]()
-    for name, pieces in _slab_by_slab(sent, limit):
-        more_packed, more_reaching = Counter[int](), Counter[int]()
-        for (source, box), destinations in pieces.items():
-            more_packed[source] += box.size
-            more_reaching.update(dict.fromkeys(destinations, box.size))
-        both = ((packed, more_packed), (reaching, more_reaching))
-        if any(total[rank] + size > limit for total, more in both for rank, size in more.items()):
-            if parts:
-                yield _bucket(parts)
-            parts, packed, reaching = {}, Counter(), Counter()
-        packed.update(more_packed)
-        reaching.update(more_reaching)
-        for (source, box), destinations in pieces.items():
-            parts.setdefault((source, tuple(sorted(destinations))), []).append(Part(name, box))
-    if parts:
-        yield _bucket(parts)
+@lru_cache(maxsize=4096)
+def _plan_of_places(
+    have: tuple[Boxes, ...], need: tuple[Boxes, ...], nodes: tuple[int, ...] | None
+) -> tuple[Moves, Moves, Mapping[int, Boxes]]:
+    """(moves, moves after them, kept) in one group, ranks as places in it.
 
-
-def _bucket(parts: Mapping[tuple[int, tuple[int, ...]], Sequence[Part]]) -> Bucket:
-    return Bucket(tuple(Message(*key, tuple(some)) for key, some in sorted(parts.items())))
-
-
-def _slab_by_slab(
-    sent: Mapping[str, Sequence[_Sent]], limit: int
-) -> Iterator[tuple[str, dict[tuple[int, Box], list[int]]]]:
-    """What is sent of each tensor, (source, box) -> destinations, in slabs that fit a bucket."""
-    for name, some in sent.items():
-        for slab in _slabs([box for _, box, _ in some], limit):
-            pieces: dict[tuple[int, Box], list[int]] = {}
-            for source, box, destinations in some:
-                common = box.intersect(slab)
-                if common is not None:
-                    pieces.setdefault((source, common), []).extend(destinations)
-            yield name, pieces
-
-
-def _slabs(boxes: Sequence[Box], limit: int) -> list[Box]:
-    """Boxes of whole rows, of at most limit elements (or one row), that hold all of boxes."""
-    if not boxes:
-        return []
-    bounds = [box.bounds for box in boxes]
-    if not bounds[0]:
-        return [boxes[0]]
-    outer = [(min(low for low, _ in dim), max(high for _, high in dim)) for dim in zip(*bounds)]
-    (first, last), *inner = outer
-    height = max(1, limit // prod(high - low for low, high in inner))
-    return [
-        Box(((start, min(start + height, last)), *inner)) for start in range(first, last, height)
-    ]
+    Groups of different replicas ask the same: the answer is kept.
+    """
+    held, needed = (dict(enumerate(side)) for side in (have, need))
+    if nodes is None:
+        plan = redistribute(held, needed)
+        return plan.moves, (), plan.kept
+    plan, after = through_nodes(held, needed, node_of=nodes.__getitem__)
+    return plan.moves, after.moves, plan.kept

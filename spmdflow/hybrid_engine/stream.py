@@ -8,7 +8,7 @@ generator.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Protocol
@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdflow.errors import WeightSyncError
-from spmdflow.hybrid_engine.reshard import Message, Part, ReshardPlan
+from spmdflow.hybrid_engine.bucket import Message, Part
+from spmdflow.hybrid_engine.reshard import ReshardPlan
 from spmdflow.parallel.group import GroupTable
 from spmdflow.weights.move import Block, Blocks
 
@@ -31,8 +32,8 @@ _Transfer = tuple[Message, Tensor | None]
 class Wire(Protocol):
     """One rank's end."""
 
-    def start(self, message: Message, values: Tensor) -> list[dist.Work]:
-        """Send values (1-D, contiguous) if this rank is the message's source, else fill them."""
+    def start(self, transfers: Sequence[tuple[Message, Tensor]]) -> list[dist.Work]:
+        """Send values (1-D, contiguous) if this rank is a message's source, else fill them."""
 
 
 class GroupWire:
@@ -43,19 +44,22 @@ class GroupWire:
         self._groups, self._rank = groups, rank
         self._scope = next((group for group in plan.groups if rank in group), (rank,))
 
-    def start(self, message: Message, values: Tensor) -> list[dist.Work]:
-        """A broadcast where a group of just these ranks exists, else point to point."""
-        group = self._groups.get_or_none(message.ranks)
-        if group is not None:
-            work = dist.broadcast(values, src=message.source, group=group, async_op=True)
-            return [_started(work)]
-        group = self._groups.get(self._scope)
-        if message.source != self._rank:
-            return [_started(dist.irecv(values, message.source, group=group))]
-        return [
-            _started(dist.isend(values, destination, group=group))
-            for destination in message.destinations
-        ]
+    def start(self, transfers: Sequence[tuple[Message, Tensor]]) -> list[dist.Work]:
+        """Broadcasts where groups of just a message's ranks exist; the others point to point, as
+        one batch over the group of the scope."""
+        works: list[dist.Work | None] = []
+        batch: list[dist.P2POp] = []
+        scope = self._groups.get_or_none(self._scope)
+        for message, values in transfers:
+            group = self._groups.get_or_none(message.ranks)
+            if group is not None:
+                works.append(dist.broadcast(values, message.source, group=group, async_op=True))
+            elif message.source != self._rank:
+                batch.append(dist.P2POp(dist.irecv, values, message.source, scope))
+            else:
+                batch += [dist.P2POp(dist.isend, values, to, scope) for to in message.destinations]
+        works += dist.batch_isend_irecv(batch) if batch else []
+        return [_started(work) for work in works]
 
 
 class WeightStream:
@@ -88,7 +92,7 @@ class WeightStream:
         WeightSyncError if a message does not get through in time.
         """
         reader, writer = Blocks(source), Blocks(target)
-        for part in self.plan.kept.get(self._rank, ()):
+        for part in self.plan.kept_by(self._rank):
             for values, box in reader.pieces(part.name, part.box):
                 writer.write(part.name, box, values)
         planned = self.plan.messages_of(self._rank)
@@ -101,8 +105,8 @@ class WeightStream:
         self, bucket: list[_Transfer], staging: Tensor, reader: Blocks, writer: Blocks
     ) -> int:
         """Send and receive what is in a bucket; bytes received."""
+        transfers: list[tuple[Message, Tensor]] = []
         arrived: list[tuple[Message, Tensor]] = []
-        works: list[tuple[dist.Work, Message]] = []
         used = received = 0
         for message, live in bucket:
             sends, values = message.source == self._rank, live
@@ -110,13 +114,13 @@ class WeightStream:
                 values = staging[used : used + message.num_elements]
                 used += message.num_elements
                 if sends:
-                    _pack(message.parts, reader, values)
+                    _pack(message.parts, writer if message.relayed else reader, values)
                 else:
                     arrived.append((message, values))
             received += 0 if sends else values.nbytes
-            works += [(work, message) for work in self._wire.start(message, values)]
-        for work, message in works:
-            self._wait(work, message)
+            transfers.append((message, values))
+        for work in self._wire.start(transfers):
+            self._wait(work, transfers)
         for message, values in arrived:
             for part, place in _places(message.parts, values):
                 writer.write(part.name, part.box, place)
@@ -127,7 +131,8 @@ class WeightStream:
     ) -> Iterator[_Transfer]:
         """This rank's messages, divided alike at both ends: large boxes first, each alone."""
         for message in messages:
-            view = reader.view if message.source == self._rank else writer.sole_view
+            view = writer.view if message.relayed else reader.view
+            view = view if message.source == self._rank else writer.sole_view
             small = tuple(part for part in message.parts if part.box.size < self._alone)
             for part in message.parts:
                 if part.box.size >= self._alone:
@@ -143,15 +148,16 @@ class WeightStream:
         fits = values.dtype == self._dtype and values.device == self._device
         return values.view(-1) if fits else None
 
-    def _wait(self, work: dist.Work, message: Message) -> None:
+    def _wait(self, work: dist.Work, transfers: Sequence[tuple[Message, Tensor]]) -> None:
         try:
             work.wait(self._limit)
         except RuntimeError as err:
-            names = [part.name for part in message.parts]
+            names = [part.name for message, _ in transfers for part in message.parts]
+            ranks = sorted({rank for message, _ in transfers for rank in message.ranks})
             raise WeightSyncError(
-                f"weights {names[0]} to {names[-1]}, rank {message.source} to ranks "
-                f"{message.destinations}: got nothing through on rank {self._rank}, expected it "
-                f"within {self._limit.total_seconds():g} s; look at the logs of those ranks"
+                f"weights {names[0]} to {names[-1]} among ranks {ranks}: got nothing through on "
+                f"rank {self._rank}, expected it within {self._limit.total_seconds():g} s; look at "
+                f"the logs of those ranks"
             ) from err
 
 

@@ -31,6 +31,7 @@ from spmdflow.hybrid_engine.reshard import (
     plan_copies,
     plan_reshard,
     scopes_of,
+    with_shared_tables,
 )
 from spmdflow.hybrid_engine.shared_storage import SharedStorage
 from spmdflow.hybrid_engine.stream import GroupWire, WeightStream
@@ -118,13 +119,15 @@ class BoxSync(WeightSync):
         rank: int,
         seconds: float,
         verify_every: int,
+        node: int = 0,
     ) -> None:
-        """rank: this one; seconds: limit of one message. All ranks of the engine together.
+        """rank: this one; node: its; seconds: limit of one message. All ranks of the engine
+        together.
 
         WeightSyncError if trainer and generator are of different models.
         """
         super().__init__(engine, generator, verify_every=verify_every)
-        plan = self._plan()
+        plan = self._plan(node, rank)
         self._stream = WeightStream(
             plan,
             rank=rank,
@@ -134,15 +137,16 @@ class BoxSync(WeightSync):
             seconds=seconds,
         )
 
-    def _plan(self) -> ReshardPlan:
+    def _plan(self, node: int, rank: int) -> ReshardPlan:
         """From what every rank has to what it needs; the ranks tell one another, collective."""
         layout = self._engine.layout
-        mine = boxes_by_name(self._engine.blocks()), boxes_by_name(self._generator.blocks())
+        mine = boxes_by_name(self._engine.blocks()), boxes_by_name(self._generator.blocks()), node
         found = [mine] * layout.size
         if layout.size > 1:
             group = self._engine.groups.get(layout.ranks, backend="gloo")
             dist.all_gather_object(found, mine, group=group)
-        have, need = (dict(zip(layout.ranks, side)) for side in zip(*found, strict=True))
+        *sides, nodes = (dict(zip(layout.ranks, side)) for side in zip(*found, strict=True))
+        have, need = map(with_shared_tables, sides)
         _check_same_model(have, need)
         return plan_reshard(
             have,
@@ -150,6 +154,8 @@ class BoxSync(WeightSync):
             scopes=scopes_of(layout, layout),
             element_bytes=self._generator.dtype.itemsize,
             bucket_bytes=BUCKET_BYTES,
+            node_of=nodes.__getitem__,
+            rank=rank,
         )
 
     def _move(self, version: int) -> int:
@@ -203,7 +209,13 @@ class _Way:
         self._dtype, self._device = getattr(torch, cfg.rollout.precision), context.device
         itemsize = self._dtype.itemsize
         plan = plan_copies(
-            architecture, cfg, training=training, generation=generation, itemsize=itemsize
+            architecture,
+            cfg,
+            training=training,
+            generation=generation,
+            itemsize=itemsize,
+            node_of=context.node_of,
+            rank=context.rank,
         ).plan
         self._stream = WeightStream(
             plan,

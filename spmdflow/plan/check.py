@@ -7,20 +7,24 @@ returns what is wrong, at most a few problems of a kind; nothing: proved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
+from math import prod
 
 import numpy as np
 
 from spmdflow.blocks.box import Box, subtract_all
 from spmdflow.blocks.plan import FALSE, MISSING, STRANGE, THERE, TWICE, Boxes, find_cover_error
 from spmdflow.data.row_id import Ids
-from spmdflow.hybrid_engine.reshard import BoxesByRank, Copies
+from spmdflow.hybrid_engine.bucket import Moves
+from spmdflow.hybrid_engine.reshard import BoxesByRank, Copies, Shards
 from spmdflow.plan.record import Problem, Trace, TracedOrder
 from spmdflow.plan.rows import shown
 
 _SHOWN = 5
+_MOST_CELLS = 1 << 28
+"""Cells times ranks that are counted at once, in two bytes each."""
 _NONE = np.zeros(0, dtype=np.int64)
 
 
@@ -178,32 +182,107 @@ def check_weights(copies: Copies, *, way: str) -> list[Problem]:
 
 
 def _wrong_boxes(copies: Copies) -> Iterator[str]:
-    have, need = copies.have, copies.need
-    arriving: dict[tuple[int, str], list[tuple[int, Box]]] = {}
-    for message in (m for bucket in copies.plan.buckets for m in bucket.messages):
-        for part in message.parts:
-            if _lacks(_boxes_of(have, message.source, part.name), part.box):
+    """Tensors that ranks have and need alike, and that are sent alike, are proved once."""
+    rounds: dict[str, list[tuple[bool, Moves]]] = {}
+    for bucket in copies.plan.buckets:
+        for name, moves in bucket.moves:
+            rounds.setdefault(name, []).append((bucket.relayed, moves))
+    kept = dict(copies.plan.kept)
+    sides = [_tables(copies.have), _tables(copies.need)]
+    proved: set[tuple[object, ...]] = set()
+    for name in dict.fromkeys([*(n for table, _ in sides[1] for n in table), *rounds, *kept]):
+        sent, stays = rounds.get(name, []), kept.get(name, {})
+        rows = [tuple(tuple(table.get(name, ())) for table, _ in side) for side in sides]
+        key = (*rows, *((relayed, id(moves)) for relayed, moves in sent), id(stays))
+        if key not in proved:
+            proved.add(key)
+            yield from _wrong_tensor(
+                name, _by_rank(sides[0], name), _by_rank(sides[1], name), sent, stays
+            )
+
+
+Tables = list[tuple[Mapping[str, Sequence[Box]], list[int]]]
+"""Boxes by tensor, and the ranks whose they are."""
+
+
+def _tables(side: BoxesByRank) -> Tables:
+    found: dict[int, tuple[Mapping[str, Sequence[Box]], list[int]]] = {}
+    for rank in sorted(side):
+        found.setdefault(id(side[rank]), (side[rank], []))[1].append(rank)
+    return list(found.values())
+
+
+def _by_rank(side: Tables, name: str) -> dict[int, Boxes]:
+    return {rank: tuple(table.get(name, ())) for table, ranks in side for rank in ranks}
+
+
+class _Grid:
+    """Counts by cell and rank; all boxes are made of whole cells."""
+
+    def __init__(self, boxes: Iterable[Box], ranks: Iterable[int]) -> None:
+        self.ranks = sorted(set(ranks))
+        self._place = {rank: place for place, rank in enumerate(self.ranks)}
+        bounds = zip(*(box.bounds for box in set(boxes)), strict=True)
+        cuts = [sorted({end for pair in dim for end in pair}) for dim in bounds]
+        self._at = [{cut: place for place, cut in enumerate(dim)} for dim in cuts]
+        self.shape = (*(len(dim) - 1 for dim in cuts), len(self.ranks))
+
+    def zeros(self) -> np.ndarray:
+        """(cells of each dimension, ranks)."""
+        return np.zeros(self.shape, dtype=np.int16)
+
+    def at(self, box: Box, ranks: Iterable[int]) -> tuple[slice | list[int], ...]:
+        """Index of a box on some ranks."""
+        cells = (slice(at[start], at[stop]) for at, (start, stop) in zip(self._at, box.bounds))
+        return (*cells, [self._place[rank] for rank in ranks])
+
+    def of(self, boxes: Mapping[int, Sequence[Box]]) -> np.ndarray:
+        """How often each rank's boxes have each cell."""
+        found, ranks_of = self.zeros(), dict[Box, list[int]]()
+        for rank, box in ((rank, box) for rank, some in boxes.items() for box in some):
+            if rank in ranks_of.setdefault(box, []):
+                found[self.at(box, [rank])] += 1
+            else:
+                ranks_of[box].append(rank)
+        for box, ranks in ranks_of.items():
+            found[self.at(box, ranks)] += 1
+        return found
+
+
+def _wrong_tensor(
+    name: str,
+    have: Mapping[int, Boxes],
+    need: Mapping[int, Boxes],
+    rounds: Sequence[tuple[bool, Moves]],
+    kept: Mapping[int, Boxes],
+) -> Iterator[str]:
+    sent = [move for _, moves in rounds for move in moves]
+    boxes = [box for side in (have, need, kept) for some in side.values() for box in some]
+    ranks = {rank for move in sent for rank in (move.source, *move.destinations)}
+    grid = _Grid([*boxes, *(move.box for move in sent)], {*have, *need, *kept, *ranks})
+    if prod(grid.shape) > _MOST_CELLS:
+        yield f"{name}: got {grid.shape} cells and ranks, expected fewer to prove; not proved"
+        return
+    held, needed = grid.of(have) > 0, grid.of(need) > 0
+    arrived, passed = grid.zeros(), grid.zeros()
+    for relayed, moves in rounds:
+        there, comes = (arrived > 0, passed) if relayed else (held, arrived)
+        for move in moves:
+            if not there[grid.at(move.box, [move.source])].all():
                 yield (
-                    f"edge {message.source} -> {message.destinations[0]}: got {part.box.bounds} of "
-                    f"{part.name}, which the source does not have, expected a source that has it"
+                    f"edge {move.source} -> {move.destinations[0]}: got {move.box.bounds} of "
+                    f"{name}, which the source does not have, expected a source that has it"
                 )
-            for rank in message.destinations:
-                arriving.setdefault((rank, part.name), []).append((message.source, part.box))
-    kept: dict[tuple[int, str], list[Box]] = {}
-    for rank, parts in copies.plan.kept.items():
-        for part in parts:
-            kept.setdefault((rank, part.name), []).append(part.box)
-    named = [(rank, name) for rank in sorted(need) for name in need[rank]]
-    for rank, name in [*named, *sorted({*arriving, *kept} - set(named))]:
-        comes = arriving.get((rank, name), [])
-        error = find_cover_error(
-            _boxes_of(need, rank, name),
-            _boxes_of(have, rank, name),
-            tuple(kept.get((rank, name), ())),
-            tuple(box for _, box in comes),
-        )
+            comes[grid.at(move.box, move.destinations)] += 1
+    wrong = (arrived + passed != (needed & ~held)) | (grid.of(kept) != (needed & held))
+    for place in np.flatnonzero(wrong.any(axis=tuple(range(wrong.ndim - 1)))).tolist():
+        rank = grid.ranks[place]
+        comes_here = [(move.source, move.box) for move in sent if rank in move.destinations]
+        arriving = tuple(box for _, box in comes_here)
+        mine = (side.get(rank, ()) for side in (need, have, kept))
+        error = find_cover_error(*mine, arriving)
         if error is not None:
-            yield _cover_text(*error, rank, name, comes, have)
+            yield _cover_text(*error, rank, name, comes_here, have)
 
 
 def _cover_text(
@@ -212,13 +291,13 @@ def _cover_text(
     rank: int,
     name: str,
     comes: Sequence[tuple[int, Box]],
-    have: BoxesByRank,
+    have: Mapping[int, Boxes],
 ) -> str:
     """What is wrong with one tensor on one rank; names the edge, or all that could be meant."""
     where = f"{box.bounds} of {name}"
     if what == MISSING:
-        others = {r: _boxes_of(have, r, name) for r in sorted(have) if r != rank}
-        whole = [other for other, held in others.items() if not _lacks(held, box)]
+        others = {r: have[r] for r in sorted(have) if r != rank}
+        whole = [other for other, held in others.items() if not subtract_all([box], held)]
         some = [other for other, held in others.items() if any(map(box.intersect, held))]
         either = " or ".join(map(str, whole or some)) or "?"
         return f"edge {either} -> {rank}: got no {where}, expected it before the generation"
@@ -233,10 +312,39 @@ def _cover_text(
     return f"edge {senders[-1]} -> {rank}: got {where} {said}"
 
 
-def _boxes_of(boxes: BoxesByRank, rank: int, name: str) -> Boxes:
-    return tuple(boxes.get(rank, {}).get(name, ()))
+def check_shards(shards: Shards, *, way: str) -> list[Problem]:
+    """Rows of training weights that the members of a group send one another (blocks, flat).
+
+    Every rank is in one group; the rows of a group hold what each of its ranks needs, and nothing
+    else.
+    """
+    found = islice(_wrong_rows(shards), _SHOWN)
+    return [Problem("weights", f"{way}: {text}; report this plan") for text in found]
+
+
+def _wrong_rows(shards: Shards) -> Iterator[str]:
+    members = sorted(rank for group in shards.groups for rank in group)
+    if members != sorted(shards.need):
+        yield f"got groups of ranks {members}, expected {sorted(shards.need)}, each once"
+        return
+    proved: set[tuple[int, ...]] = set()
+    for group in shards.groups:
+        sides = [[side[rank] for rank in group] for side in (shards.have, shards.need)]
+        key = tuple(id(table) for side in sides for table in side)
+        if key in proved:
+            continue
+        proved.add(key)
+        rows, needs = sides
+        for name in dict.fromkeys(name for table in [*rows, *needs] for name in table):
+            everything = tuple(box for table in rows for box in table.get(name, ()))
+            for rank, table in zip(group, needs, strict=True):
+                wanted = tuple(table.get(name, ()))
+                for what, box in _differences(wanted, everything):
+                    yield f"rank {rank}: got {what} {box.bounds} of {name} from ranks {group}"
 
 
 @lru_cache(maxsize=4096)
-def _lacks(held: Boxes, box: Box) -> bool:
-    return bool(subtract_all([box], held))
+def _differences(wanted: Boxes, everything: Boxes) -> list[tuple[str, Box]]:
+    missing, strange = subtract_all(wanted, everything), subtract_all(everything, wanted)
+    found = [("no", box) for box in missing[:1]]
+    return found + [("what it does not need,", box) for box in strange[:1]]

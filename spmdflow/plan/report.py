@@ -12,10 +12,11 @@ from typing import Any
 
 from spmdflow.config.auto import Choice
 from spmdflow.config.check import problems as problems_of
+from spmdflow.hybrid_engine.reshard import Copies
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.parallel.group import GroupSpec
 from spmdflow.parallel.layout import Layout
-from spmdflow.plan.check import check_batches, check_members, check_weights
+from spmdflow.plan.check import check_batches, check_members, check_shards, check_weights
 from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.record import (
     COMPUTE,
@@ -159,7 +160,7 @@ class PlanReport:
             "edges": self._plain_edges(self.edge_bytes),
             "routes": [asdict(route) for route in self.routes],
             "weights": [
-                {name: value for name, value in vars(way).items() if name != "copies"}
+                {name: value for name, value in vars(way).items() if name != "parts"}
                 | {"received": dict(way.received), "edges": self._plain_edges(way.edges)}
                 for way in self.weights
             ],
@@ -264,13 +265,19 @@ def _proofs(
     what = f"all members enter {calls} calls and their groups"
     yield Proof("members", what, check_members(traced))
     yield Proof("batches", "updates use each row once an epoch", check_batches(traced))
-    copies = [(way, way.copies) for way in weights if way.copies is not None]
-    if copies:  # planned box by box; of other ways whole shards go to fixed groups
+    if weights:
         found: list[Problem] = []
-        for way, boxes in copies:
-            found += check_weights(boxes, way=f"weights of {way.source} to {way.target}")
-        ranks = sum(len(boxes.need) for _, boxes in copies)
-        yield Proof("weights", f"{ranks} ranks get each element that they lack once", found)
+        for way in weights:
+            name = f"weights of {way.source} to {way.target}"
+            if isinstance(way.parts, Copies):
+                found += check_weights(way.parts, way=name)
+            elif way.parts is not None:
+                found += check_shards(way.parts, way=name)
+            else:
+                found.append(Problem("weights", f"{name}: {way.note}; nothing is proved"))
+        ranks, ways = (sum(len(getattr(w, of)) for w in weights) for of in ("received", "edges"))
+        what = f"{ranks} ranks get each element that they lack once, over {ways} edges"
+        yield Proof("weights", what, found)
     phases = len(prediction.memory)
     if phases:
         yield Proof("memory", f"{phases} phases fit ({prediction.hardware})", prediction.problems)

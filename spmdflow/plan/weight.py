@@ -9,16 +9,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any
 
 import torch
 
 from spmdflow.errors import ConfigError, PlanError
 from spmdflow.hybrid_engine.factory import sync_mode
-from spmdflow.hybrid_engine.reshard import Copies, ReshardPlan, generation_tables, plan_copies
+from spmdflow.hybrid_engine.reshard import (
+    Copies,
+    Shards,
+    boxes_of,
+    generation_tables,
+    plan_copies,
+    training_tables,
+)
 from spmdflow.kind.engine import Sharding, engine_kind
-from spmdflow.parallel.layout import Layout
 from spmdflow.plan.record import BytesByEdge, Trace, TracedModel
 from spmdflow.transfer.protocol import protocol
 from spmdflow.transfer.register import method_spec
@@ -29,10 +34,6 @@ Nodes = Mapping[int, int]
 """The node of each rank."""
 _Sent = tuple[int, Iterable[int], int]
 """Source, destinations and bytes of a message."""
-
-MOST_RANKS, MOST_SHARDED_RANKS = 128, 16
-"""Ranks up to which copies are planned box by box, and where every rank holds a shard of each
-tensor: what takes a second or two. Beyond, ranks count as alike."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class WeightPlan:
     received: Mapping[int, int] = field(default_factory=dict)
     """Bytes that reach each rank over the wire."""
     edges: BytesByEdge = field(default_factory=dict)
-    """The same by (source, destination); empty where `inter_bytes` is -1."""
+    """The same by (source, destination)."""
     inter_bytes: int = -1
-    """Of all ranks' bytes, those from another node; -1: not told apart."""
+    """Of all ranks' bytes, those from another node; -1: nothing is planned."""
     syncs: int = 0
     """How often it happens in the last traced step."""
     note: str = ""
@@ -59,8 +60,8 @@ class WeightPlan:
     """Bytes that come to each node from others; what several of its ranks receive comes once."""
     reported: int = 0
     """What rollout/synced_bytes of one sync is to say: bytes received by the ranks that answer."""
-    copies: Copies | None = field(default=None, repr=False, compare=False)
-    """What was planned box by box, for its proof; None: nothing was."""
+    parts: Copies | Shards | None = field(default=None, repr=False, compare=False)
+    """What was planned, box by box or shard by shard, for its proof; None: nothing was."""
 
     def of_messages(self, sent: Iterable[_Sent], ranks: Sequence[int], nodes: Nodes) -> WeightPlan:
         """With the bytes of messages to some of the ranks; each enters a node once."""
@@ -88,7 +89,7 @@ def weight_plans(trace: Trace) -> list[WeightPlan]:
             continue  # its weights come from files
         try:
             plan = (
-                _local(traced, trace.node_of)
+                _local(traced, trace.node_of, gathers=_has_devices(trace))
                 if policy is None
                 else _boxes(policy, traced, trace.node_of)
             )
@@ -143,15 +144,14 @@ def _sharding(cfg: Any) -> Sharding:
     return engine_kind(cfg.engine.kind).sharding_with(cfg.engine.options)
 
 
-def _holders(traced: TracedModel) -> int:
-    """Ranks that hold one copy together: neighbours."""
-    layout = traced.layout
-    sharded = layout.shard_size if _sharding(traced.settings).parameters else 1
-    return layout.tp_size * layout.pp_size * sharded
+def _has_devices(trace: Trace) -> bool:
+    """Whether the ranks have devices of their own."""
+    made = (order.command["specs"] for order in trace.orders if order.operation == "groups")
+    return any(backend != "gloo" for specs in made for *_, backend in specs)
 
 
-def _local(traced: TracedModel, nodes: Nodes) -> WeightPlan:
-    """To the generator on the trainer's own ranks."""
+def _local(traced: TracedModel, nodes: Nodes, *, gathers: bool) -> WeightPlan:
+    """To the generator on the trainer's own ranks. gathers: flat rows, by one all-gather."""
     cfg, layout = traced.settings, traced.layout
     mode = sync_mode(cfg, layout)
     if mode == "copy":
@@ -160,68 +160,36 @@ def _local(traced: TracedModel, nodes: Nodes) -> WeightPlan:
     architecture, distributed = Architecture.from_folder(cfg.model.path), _sharding(cfg).optimizer
     overlap = "overlap" in cfg.engine.options
     numel = storage_numel(architecture, layout, distributed_optimizer=distributed, overlap=overlap)
-    groups = (group for group in layout.axis_groups("micro_dp") if len(group) > 1)
+    groups = layout.axis_groups("micro_dp")
+    longest = {rank: max(numel[peer] for peer in group) for group in groups for rank in group}
+    sizes = longest if mode == "flat" and gathers else numel
     sent = [
-        (peer, [rank for rank in group if rank != peer], numel[peer] * element_bytes)
+        (peer, [rank for rank in group if rank != peer], sizes[peer] * element_bytes)
         for group in groups
         for peer in group
+        if len(group) > 1
     ]
-    plan = WeightPlan(traced.name, traced.name, mode, "micro_dp")
+    have = boxes_of(training_tables(architecture, layout, kind=cfg.engine.kind))
+    need = boxes_of(generation_tables(architecture, layout, engine=cfg.rollout.generator))
+    plan = WeightPlan(traced.name, traced.name, mode, "micro_dp", parts=Shards(groups, have, need))
     return plan.of_messages(sent, layout.ranks, nodes)
 
 
 def _boxes(policy: TracedModel, target: TracedModel, nodes: Nodes) -> WeightPlan:
-    """From the boxes that ranks have and need; replicas that train and generate are alike."""
-    cfg, training, generation = policy.settings, policy.layout, target.layout
-    sharded = _sharding(cfg).parameters
-    if policy is target and training.nests:
-        # replicas generate inside of those that train
-        ranks = training.ranks[: _holders(policy)]
-        dp_size = len(ranks) // (training.tp_size * training.pp_size)
-        training = generation = replace(training, ranks=ranks, dp_size=dp_size, shard_size=dp_size)
-    most = MOST_SHARDED_RANKS if sharded else MOST_RANKS
-    if len({*training.ranks, *generation.ranks}) > most:
-        return _alike(policy, target, nodes, most=most)
-    architecture = Architecture.from_folder(cfg.model.path)
-    itemsize = getattr(torch, cfg.rollout.precision).itemsize
+    """From the boxes that ranks have and need."""
+    cfg = policy.settings
     copies = plan_copies(
-        architecture, cfg, training=training, generation=generation, itemsize=itemsize
+        Architecture.from_folder(cfg.model.path),
+        cfg,
+        training=policy.layout,
+        generation=target.layout,
+        itemsize=getattr(torch, cfg.rollout.precision).itemsize,
+        node_of=nodes.__getitem__,
     )
-    found = WeightPlan(policy.name, target.name, "copy", copies.plan.scope)
-    sent = _messages(copies.plan, training, policy.layout)
-    found = found.of_messages(sent, target.layout.ranks, nodes)
-    return replace(found, copies=copies)
-
-
-def _messages(plan: ReshardPlan, first: Layout, layout: Layout) -> Iterator[_Sent]:
-    """Those of every replica, from the plan of the first one; first: layout, if all are in it."""
-    for start in range(0, layout.size, first.size):
-        shift = dict(zip(first.ranks, layout.ranks[start:], strict=False))
-        for message in (message for bucket in plan.buckets for message in bucket.messages):
-            source = shift.get(message.source, message.source)
-            ranks = [shift.get(rank, rank) for rank in message.destinations]
-            yield source, ranks, message.num_elements * plan.element_bytes
-
-
-def _alike(policy: TracedModel, target: TracedModel, nodes: Nodes, *, most: int) -> WeightPlan:
-    """Each rank receives what it needs, less the trainer's share of it that it holds."""
-    cfg, training, generation = policy.settings, policy.layout, target.layout
-    architecture = Architecture.from_folder(cfg.model.path)
-    element_bytes = getattr(torch, cfg.rollout.precision).itemsize
-    tables = generation_tables(architecture, generation, engine=cfg.rollout.generator)
-    lacking = 1 - Fraction(1, _holders(policy)) if policy is target else Fraction(1)
-    sizes: dict[int, int] = {}
-    for table in tables.values():  # ranks that hold the same share a table
-        if id(table) not in sizes:
-            pieces = (piece for tensor in table.values() for piece in tensor.pieces)
-            sizes[id(table)] = sum(piece.box.size for piece in pieces) * element_bytes
-    received = {rank: int(sizes[id(table)] * lacking) for rank, table in tables.items()}
-    note = f"ranks are taken as alike: more than {most} are not planned one by one"
-    found = WeightPlan(policy.name, target.name, "copy", "pool", received, note=note)
-    size = training.size
-    if policy is not target or not size == generation.generation_dp_size <= MOST_RANKS:
-        return found
-    # each rank needs the whole model, and lacks what the others hold
-    everyone = training.ranks
-    sent = [(a, [b for b in everyone if b != a], received[a] // (size - 1)) for a in everyone]
-    return found.of_messages(sent, everyone, nodes)
+    plan = copies.plan
+    found = WeightPlan(policy.name, target.name, "copy", plan.scope, parts=copies)
+    sent = (
+        (move.source, move.destinations, move.box.size * plan.element_bytes * times)
+        for move, times in plan.moves()
+    )
+    return found.of_messages(sent, target.layout.ranks, nodes)

@@ -128,6 +128,7 @@ class RankState:
             total_steps=plain["total_steps"],
             run_dir=settings.run_dir,
             call_seconds=settings.call_seconds,
+            nodes=plain["nodes"],
         )
         worker_class = find(plain["class"])
         if not (isinstance(worker_class, type) and issubclass(worker_class, Worker)):

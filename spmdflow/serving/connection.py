@@ -20,7 +20,8 @@ from torch import Tensor
 
 from spmdflow.blocks.hash import MODULUS, to_signed
 from spmdflow.errors import ConfigError, WeightSyncError
-from spmdflow.hybrid_engine.reshard import Message, boxes_of, training_tables
+from spmdflow.hybrid_engine.bucket import Message
+from spmdflow.hybrid_engine.reshard import boxes_of, training_tables
 from spmdflow.parallel.layout import Layout
 from spmdflow.serving.whole import WholeTensors
 from spmdflow.weights.architecture import Architecture, RopeScaling
@@ -185,12 +186,15 @@ class SocketWire:
         except RuntimeError as err:
             raise self._apart(f"no connection within {seconds:g} s at {address}") from err
 
-    def start(self, message: Message, values: Tensor) -> list[dist.Work]:
+    def start(self, transfers: Sequence[tuple[Message, Tensor]]) -> list[dist.Work]:
         """Point to point."""
-        place = self._ranks.index
-        if message.source != self._rank:
-            return [self._group.recv([values], place(message.source), 0)]
-        return [self._group.send([values], place(each), 0) for each in message.destinations]
+        place, works = self._ranks.index, []
+        for message, values in transfers:
+            if message.source != self._rank:
+                works.append(self._group.recv([values], place(message.source), 0))
+                continue
+            works += [self._group.send([values], place(to), 0) for to in message.destinations]
+        return works
 
     def share(
         self, values: Tensor, source: int, *, meanwhile: Callable[[], None] | None = None

@@ -6,7 +6,7 @@ methods in call order. Knows nothing of sockets or other models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -82,6 +82,12 @@ class WorkerContext:
     call_seconds: float = 3600.0
     """Limit for one worker method."""
     run_dir: Path | None = None
+    nodes: Sequence[int] = ()
+    """Node of every rank of the run, by global rank; empty: all share one."""
+
+    def node_of(self, rank: int) -> int:
+        """The node of a global rank, as a number."""
+        return self.nodes[rank] if self.nodes else 0
 
 
 class Worker:

@@ -40,6 +40,7 @@ from spmdflow.weights.table import (
     Cut,
     LayerRow,
     LocalTensor,
+    Piece,
     ShardTable,
     check_cut,
     parameters,
@@ -149,11 +150,16 @@ def row_shards(arch: Architecture, *, shard_size: int, shard_rank: int) -> Shard
     Chunks are rounded up, so the last ranks may have fewer rows, or none.
     """
     assert 0 <= shard_rank < shard_size, (shard_rank, shard_size)
-    table = {}
+    table: dict[str, LocalTensor] = {}
+    alike: dict[tuple[int, ...], LocalTensor] = {}
     for name, shape in parameters(arch):
-        rows = -(-shape[0] // shard_size)
-        box = row_box(shape, shard_rank * rows, (shard_rank + 1) * rows)
-        table[name] = stack([(name, box)])
+        if shape not in alike:
+            rows = -(-shape[0] // shard_size)
+            box = row_box(shape, shard_rank * rows, (shard_rank + 1) * rows)
+            alike[shape] = stack([(name, box)])
+        like = alike[shape]
+        pieces = tuple(Piece(name, piece.box, piece.local) for piece in like.pieces)
+        table[name] = LocalTensor(like.shape, pieces)
     return table
 
 

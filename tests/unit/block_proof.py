@@ -10,6 +10,7 @@ no step is shared with the planners but the algebra of boxes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from spmdflow.blocks.plan import (
     STRANGE,
     THERE,
     TWICE,
+    Edge,
     NodeOf,
     Plan,
     find_cover_error,
@@ -37,8 +39,15 @@ _SAID = {
 }
 
 
+class Edges(NamedTuple):
+    """A plan of boxes with single edges, which a test may spoil."""
+
+    edges: tuple[Edge, ...]
+    kept: Mapping[int, tuple[Box, ...]]
+
+
 def verify(
-    plan: Plan,
+    plan: Plan | Edges,
     have: Mapping[int, Sequence[Box]],
     need: Mapping[int, Sequence[Box]],
     *,

@@ -81,7 +81,7 @@ def execute(arch: Architecture, plan: ReshardPlan, have: RankTables, need: RankT
     for rank, table in need.items():
         local[rank] = _empty(table, 0.0)
         writers[rank] = Blocks(blocks(local[rank], table))
-        for part in plan.kept[rank]:
+        for part in plan.kept_by(rank):
             writers[rank].write(part.name, part.box, readers[rank].read(part.name, part.box))
     arrived = dict.fromkeys(plan.ranks, 0)
     for bucket in plan.buckets:
@@ -89,7 +89,8 @@ def execute(arch: Architecture, plan: ReshardPlan, have: RankTables, need: RankT
         for message in bucket.messages:
             assert any(set(message.ranks) <= set(group) for group in plan.groups)
             for part in message.parts:
-                packed = readers[message.source].read(part.name, part.box).clone()
+                sources = writers if message.relayed else readers
+                packed = sources[message.source].read(part.name, part.box).clone()
                 for rank in message.destinations:
                     writers[rank].write(part.name, part.box, packed)
                     arrived[rank] += packed.numel() * plan.element_bytes

@@ -15,7 +15,7 @@ from spmdflow.blocks.box import Box
 from spmdflow.blocks.plan import Edge, Plan, redistribute
 from spmdflow.blocks.rows import RowEdge, redistribute_rows
 from spmdflow.errors import PlanError
-from tests.unit.block_proof import verify, verify_rows
+from tests.unit.block_proof import Edges, verify, verify_rows
 from tests.unit.block_reference import arrays, distinct_rows
 from tests.unit.blocks.test_plan import problems as box_problems
 from tests.unit.blocks.test_rows import plain
@@ -74,7 +74,7 @@ def swaps(edges: RowEdges, one: int, two: int) -> Iterator[tuple[str, RowEdges]]
             yield f"swap {fact} and sort", again
 
 
-def box_mutations(plan: Plan) -> Iterator[tuple[str, Plan]]:
+def box_mutations(plan: Plan) -> Iterator[tuple[str, Edges]]:
     """The same for plans of boxes."""
     edges = plan.edges
     for place, edge in enumerate(edges):
@@ -103,15 +103,15 @@ def box_mutations(plan: Plan) -> Iterator[tuple[str, Plan]]:
                 if sorted(swapped) != list(edges):
                     yield f"swap {fact} and sort", _plan(plan, sorted(swapped))
     for rank, boxes in plan.kept.items():
-        yield "forget a rank", Plan(edges, {r: b for r, b in plan.kept.items() if r != rank})
+        yield "forget a rank", Edges(edges, {r: b for r, b in plan.kept.items() if r != rank})
         for place, box in enumerate(boxes):
             for new in ((), (box, box)):
                 kept = tuple(with_edge(boxes, place, *new))
-                yield "drop or repeat what is kept", Plan(edges, {**plan.kept, rank: kept})
+                yield "drop or repeat what is kept", Edges(edges, {**plan.kept, rank: kept})
 
 
-def _plan(plan: Plan, edges: Sequence[Edge]) -> Plan:
-    return Plan(tuple(edges), plan.kept)
+def _plan(plan: Plan, edges: Sequence[Edge]) -> Edges:
+    return Edges(tuple(edges), plan.kept)
 
 
 def assert_refused(verifier: Callable[[], None], name: str) -> None:
@@ -226,14 +226,14 @@ def test_refusal_of_boxes_names_the_exact_fault(edges, kept, message):
     have = {0: [TOP], 1: [WHOLE], 2: []}
 
     with pytest.raises(PlanError, match=message):
-        verify(Plan(tuple(edges), {2: tuple(kept)}), have, {2: [WHOLE]})
+        verify(Edges(tuple(edges), {2: tuple(kept)}), have, {2: [WHOLE]})
 
 
 def test_box_that_is_sent_though_it_is_there_is_refused():
     have, need = {0: [WHOLE], 2: [TOP]}, {2: [WHOLE]}
 
     with pytest.raises(PlanError, match="rank 2: box sent that is already there: got "):
-        verify(Plan((Edge(0, 2, WHOLE),), {2: ()}), have, need)
+        verify(Edges((Edge(0, 2, WHOLE),), {2: ()}), have, need)
 
 
 @pytest.mark.parametrize(
@@ -248,4 +248,4 @@ def test_kept_boxes_that_are_not_what_stays_are_refused(kept, message):
     have, need = {0: [WHOLE], 2: [TOP]}, {2: [WHOLE]}
 
     with pytest.raises(PlanError, match=message):
-        verify(Plan((Edge(0, 2, BOTTOM),), kept), have, need)
+        verify(Edges((Edge(0, 2, BOTTOM),), kept), have, need)

@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdflow.blocks.box import Box
+from spmdflow.blocks.plan import Move
+from spmdflow.hybrid_engine.bucket import Bucket
 from spmdflow.hybrid_engine.reshard import (
     BoxesByRank,
-    Bucket,
     Copies,
-    Message,
-    Part,
     ReshardPlan,
     boxes_of,
     generation_tables,
@@ -58,24 +57,29 @@ def planned(way: str) -> Case:
     return plan, have, need
 
 
-def messages(plan: ReshardPlan) -> list[tuple[int, int]]:
+def moves(plan: ReshardPlan) -> list[tuple[int, int, int]]:
+    """Bucket, tensor in it, and move of every move."""
     return [
-        (number, place)
+        (number, place, at)
         for number, bucket in enumerate(plan.buckets)
-        for place in range(len(bucket.messages))
+        for place, (_, some) in enumerate(bucket.moves)
+        for at in range(len(some))
     ]
 
 
-def with_message(
-    plan: ReshardPlan, at: tuple[int, int], change: Callable[[Message], list[Message]]
+def with_move(
+    plan: ReshardPlan, at: tuple[int, int, int], change: Callable[[Move], list[Move]]
 ) -> ReshardPlan:
-    """The plan with one message replaced by others."""
-    number, place = at
-    found = list(plan.buckets)
-    here = list(found[number].messages)
-    here[place : place + 1] = change(here[place])
-    found[number] = Bucket(tuple(here))
-    return replace(plan, buckets=tuple(found))
+    """The plan with one move of one tensor replaced by others."""
+    number, place, which = at
+    buckets = list(plan.buckets)
+    tensors = list(buckets[number].moves)
+    name, some = tensors[place]
+    here = list(some)
+    here[which : which + 1] = change(here[which])
+    tensors[place] = (name, tuple(here))
+    buckets[number] = replace(buckets[number], moves=tuple(tensors))
+    return replace(plan, buckets=tuple(buckets))
 
 
 def texts(case: Case, plan: ReshardPlan) -> str:
@@ -87,15 +91,15 @@ def texts(case: Case, plan: ReshardPlan) -> str:
 def test_plan_of_weights_is_proved(way: str) -> None:
     plan, have, need = planned(way)
 
-    assert len(messages(plan)) > 2
+    assert len(moves(plan)) > 2
     assert check_weights(Copies(plan, have, need), way=way) == []
 
 
-def drawn_edge(plan: ReshardPlan, data: st.DataObject) -> tuple[tuple[int, int], Message, int]:
-    """Where a message stands, the message, and one of its destinations."""
-    at = data.draw(st.sampled_from(messages(plan)))
-    message = plan.buckets[at[0]].messages[at[1]]
-    return at, message, data.draw(st.sampled_from(message.destinations))
+def drawn_edge(plan: ReshardPlan, data: st.DataObject) -> tuple[tuple[int, int, int], Move, int]:
+    """Where a move stands, the move, and one of its destinations."""
+    at = data.draw(st.sampled_from(moves(plan)))
+    move = plan.buckets[at[0]].moves[at[1]][1][at[2]]
+    return at, move, data.draw(st.sampled_from(move.destinations))
 
 
 @given(data=st.data())
@@ -103,16 +107,16 @@ def drawn_edge(plan: ReshardPlan, data: st.DataObject) -> tuple[tuple[int, int],
 @pytest.mark.parametrize("way", WAYS)
 def test_dropped_weight_edge_is_found(way: str, data: st.DataObject) -> None:
     plan = planned(way)[0]
-    at, message, rank = drawn_edge(plan, data)
-    others = tuple(other for other in message.destinations if other != rank)
+    at, move, rank = drawn_edge(plan, data)
+    others = tuple(other for other in move.destinations if other != rank)
 
     found = texts(
         planned(way),
-        with_message(plan, at, lambda m: [replace(m, destinations=others)] if others else []),
+        with_move(plan, at, lambda m: [replace(m, destinations=others)] if others else []),
     )
 
     named = re.findall(rf"actor to generator: edge ([\d or]+) -> {rank}: got no ", found)
-    assert any(str(message.source) in sources.split(" or ") for sources in named)
+    assert any(str(move.source) in sources.split(" or ") for sources in named)
 
 
 @given(data=st.data())
@@ -120,25 +124,24 @@ def test_dropped_weight_edge_is_found(way: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_doubled_weight_edge_is_found(way: str, data: st.DataObject) -> None:
     plan = planned(way)[0]
-    at, message, rank = drawn_edge(plan, data)
+    at, move, rank = drawn_edge(plan, data)
 
     found = texts(
         planned(way),
-        with_message(plan, at, lambda m: [m, replace(m, destinations=(rank,))]),
+        with_move(plan, at, lambda m: [m, replace(m, destinations=(rank,))]),
     )
 
-    assert f"actor to generator: edge {message.source} -> {rank}: got " in found
+    assert f"actor to generator: edge {move.source} -> {rank}: got " in found
     assert "twice, expected each element once" in found
 
 
 def test_weights_from_a_rank_that_lacks_them_or_to_one_that_has_them_are_found() -> None:
     plan = planned("shards")[0]
-    message = plan.buckets[0].messages[0]
-    source, rank = message.source, message.destinations[0]
-    part = Part(message.parts[0].name, message.parts[0].box)
+    move = plan.buckets[0].moves[0][1][0]
+    source, rank = move.source, move.destinations[0]
 
-    lacking = with_message(plan, (0, 0), lambda m: [replace(m, source=rank)])
-    there = with_message(plan, (0, 0), lambda m: [m, Message(rank, (source,), (part,))])
+    lacking = with_move(plan, (0, 0, 0), lambda m: [replace(m, source=rank)])
+    there = with_move(plan, (0, 0, 0), lambda m: [m, Move(rank, m.box, (source,))])
 
     assert f"edge {rank} -> {rank}: got " in texts(planned("shards"), lacking)
     assert "which the source does not have" in texts(planned("shards"), lacking)
@@ -151,10 +154,9 @@ def test_box_that_is_kept_but_not_there_or_not_needed_is_found() -> None:
     name = next(iter(need[4]))
     box = need[4][name][0]
 
-    kept = replace(plan, kept={4: (Part(name, box),)})
-    strange = with_message(
-        plan, (0, 0), lambda m: [m, Message(m.source, (4,), (Part("no.such", Box(((0, 1),))),))]
-    )
+    kept = replace(plan, kept=((name, {4: (box,)}),))
+    nothing = ("no.such", (Move(0, Box(((0, 1),)), (4,)),))
+    strange = replace(plan, buckets=(*plan.buckets, Bucket((nothing,))))
 
     assert f"rank 4: keeps {box.bounds} of {name}" in texts(planned("apart"), kept)
     assert "which is not needed there" in texts(planned("apart"), strange)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spmdflow.errors import ConfigError, WeightSyncError
-from spmdflow.hybrid_engine.reshard import Message, ReshardPlan, boxes_of, training_tables
+from spmdflow.hybrid_engine.bucket import Message
+from spmdflow.hybrid_engine.reshard import ReshardPlan, boxes_of, training_tables
 from spmdflow.parallel.layout import Layout
 from spmdflow.serving.connection import (
     Connection,
@@ -127,7 +129,7 @@ def test_every_worker_gets_every_tensor_whole_and_trainers_get_nothing(
 class NoWire:
     """For plans that are looked at and not run."""
 
-    def start(self, message: Message, values: Tensor) -> list[dist.Work]:
+    def start(self, transfers: Sequence[tuple[Message, Tensor]]) -> list[dist.Work]:
         raise AssertionError
 
 
