@@ -8,6 +8,8 @@ file of prompts. A message must also have our three parts: got, expected, do.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import re
 import shlex
 import socket
@@ -200,6 +202,16 @@ def changed_manifest() -> None:
     find_latest(Path.cwd() / "run")
 
 
+def earlier_version() -> None:
+    _checkpoint()
+    manifest = Path("run/checkpoints/step-3/manifest.json")
+    body = json.loads(manifest.read_text()) | {"format": "spmdflow-checkpoint-1"}
+    del body["sha256"]
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    manifest.write_text(json.dumps({**body, "sha256": digest}))
+    find_latest(Path.cwd() / "run")
+
+
 def other_layout() -> None:
     check_layout(_checkpoint(), {"actor": {"ranks": [0, 1, 2, 3]}})
 
@@ -219,6 +231,7 @@ SITUATIONS: dict[str, Callable[[], None]] = {
     "resume with a file cut off": cut_off_file,
     "resume with a changed byte": changed_byte,
     "resume with a changed manifest": changed_manifest,
+    "resume with a checkpoint of another version": earlier_version,
     "resume on other ranks": other_layout,
 }
 WAYS: dict[str, Callable[[str], str]] = {
