@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import yaml
 
-from spmdflow.config.auto import choices_text, choose_by_device
+from spmdflow.config.auto import choices_text, choose_by_device, needs_plan
 from spmdflow.config.check import check
 from spmdflow.config.load import SCRIPT_MODULE, Loaded, complete, load, load_script
 from spmdflow.config.location import run_dir_of, to_yaml
@@ -61,8 +61,8 @@ def prepare(
     same. ConfigError if something does not fit.
     """
     cfg = copy.deepcopy(loaded.cfg)
-    lines = [choices_text(choose_by_device(cfg, _device_type(), kept=_as_before(cfg.run)))]
-    loaded = replace(loaded, cfg=cfg, yaml_text=to_yaml(cfg))
+    choices = choose_by_device(cfg, _device_type(), kept=_as_before(cfg.run))
+    loaded, placed = replace(loaded, cfg=cfg), ""
     hardware_name = cfg.run.hardware
     if hardware_name is not None:
         load_hardware(hardware_name)
@@ -72,10 +72,19 @@ def prepare(
 
         hardware = hardware_of(hardware_name, node_size or world_size, world_size=world_size)
         found = resolve(loaded.script, loaded.cfg, world_size, hardware, examples=loaded.assume)
-        loaded = replace(loaded, cfg=found.cfg, yaml_text=to_yaml(found.cfg))
-        lines.append(placed_text(found))
-    check(loaded.cfg, world_size)
-    return loaded, "\n".join(filter(None, lines)) or None
+        loaded, placed = replace(loaded, cfg=found.cfg), placed_text(found)
+    cfg = loaded.cfg
+    check(cfg, world_size)
+    if needs_plan(cfg):
+        from spmdflow.plan.residency import choose_by_plan, hardware_here
+
+        hardware = hardware_here(hardware_name, node_size or world_size, world_size)
+        found_parts = choose_by_plan(
+            loaded.script, cfg, world_size, hardware, examples=loaded.assume
+        )
+        choices = [*choices, *found_parts]
+    text = "\n".join(filter(None, (choices_text(choices), placed)))
+    return replace(loaded, yaml_text=to_yaml(cfg)), text or None
 
 
 def _device_type() -> str:

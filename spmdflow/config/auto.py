@@ -4,7 +4,7 @@
 |---|---|---|
 | dtype | float32 | bfloat16 |
 | rollout.engine | built-in | the first whose package is installed, else built-in |
-| rollout.kv_cache, engine.residency | 64 MiB, keep | the plan decides (plan.parts) |
+| rollout.kv_cache, engine.residency | 64 MiB, keep | the plan decides (plan.residency) |
 
 A run that goes on from a checkpoint keeps the dtypes and the engine that it began with.
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmdflow.config.leaf import parts_of
+from spmdflow.config.leaf import cache_of, parts_of
 from spmdflow.config.schema import AUTO, DTYPES, EngineConfig, Precise, RolloutConfig
 from spmdflow.kind.generator import generator_kind, generator_names
 
@@ -73,6 +73,19 @@ def _packaged(here: bool) -> str:
         if package and (not here or importlib.util.find_spec(package) is not None)
     )
     return next(found, generator_names()[0])
+
+
+def needs_plan(cfg: Any) -> bool:
+    """Whether a plan must say what moves to the host, or how large a KV cache is."""
+    return any(part.residency == AUTO for _, part in parts_of(cfg, EngineConfig)) or any(
+        has_open_cache(part) for _, part in parts_of(cfg, RolloutConfig)
+    )
+
+
+def has_open_cache(rollout: RolloutConfig) -> bool:
+    """Whether its generator's KV cache has a size, and none is set."""
+    is_open = cache_of(rollout.kv_cache)[1] != "bytes"
+    return is_open and generator_kind(rollout.generator).fixed_cache
 
 
 def choices_text(choices: Sequence[Choice]) -> str:

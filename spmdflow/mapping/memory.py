@@ -86,6 +86,17 @@ def sync_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
     return added(coming, visiting_bytes(model, "generate", cut))
 
 
+def held_weights(model: Model, cut: Strategy, kind: Kind) -> Array:
+    """Generation's own weights during a call of any model on its ranks; its own generation apart.
+
+    They are freed when a model is trained, but for flat, whose addresses stay.
+    """
+    rollout = model.rollout
+    if rollout is None or (kind == "train" and rollout.weights != "flat"):
+        return 0.0 * cut.dp
+    return _own_weights(model, cut)
+
+
 def pool_memory(
     members: Sequence[tuple[Model, Strategy]], dataflow: Dataflow, hardware: Hardware
 ) -> dict[str, dict[str, float]]:
@@ -105,6 +116,9 @@ def pool_memory(
             continue
         model, strategy = pool[call.model]
         parts = added(resident, call_bytes(model, call.kind, call.workload, strategy))
+        for one, cut in members:
+            if call.kind != "generate" or one is not model:
+                parts = added(parts, {"generation_weights": held_weights(one, cut, call.kind)})
         used = total(parts)
         if used < most.get(call.title, 0.0):
             continue
@@ -179,15 +193,11 @@ def _pass_bytes(model: Model, workload: Workload, cut: Strategy, *, trains: bool
 
 
 def _generation_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
-    """Weights beyond training's (Table 2: M/(t_g p_g) at the peak, nothing twice) and buffers."""
+    """Weights (Table 2: M/(t_g p_g) at the peak, nothing twice) and buffers."""
     rollout, shape = model.rollout, model.shape
     assert rollout is not None, model.name
     size, rows = rollout.element_bytes, rows_per_replica(workload, cut)
-    needed = shape.num_parameters * size / (cut.gen_tp * cut.gen_pp)
-    held = shape.num_parameters * size / (cut.tp * cut.pp)
-    shares = rollout.weights != "copy" and model.engine.facts.shares_storage
-    extra = np.maximum(needed - held, 0.0) if shares else needed
-    extra = 0.0 * extra if model.weights_from is not None else extra
+    extra = _own_weights(model, cut)
     tokens = np.minimum(rows * workload.prompt_tokens, PREFILL_TOKENS)
     width = 2 * shape.hidden_size + (shape.q_size + 2 * shape.ffn_size) / cut.gen_tp
     return {
@@ -196,6 +206,18 @@ def _generation_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
         "activations": tokens * (width + kv_width(shape, cut.gen_tp)) * size,
         "logits": rows * shape.vocab_size * LOGIT_BYTES,
     }
+
+
+def _own_weights(model: Model, cut: Strategy) -> Array:
+    """Generation's weights beyond training's."""
+    rollout, shape = model.rollout, model.shape
+    assert rollout is not None, model.name
+    if model.weights_from is not None:
+        return 0.0 * cut.dp
+    needed = shape.num_parameters * rollout.element_bytes / (cut.gen_tp * cut.gen_pp)
+    held = shape.num_parameters * rollout.element_bytes / (cut.tp * cut.pp)
+    shares = rollout.weights != "copy" and model.engine.facts.shares_storage
+    return np.maximum(needed - held, 0.0) if shares else needed + 0.0 * cut.dp
 
 
 def _layer_elements(model: Model, cut: Strategy) -> Array:

@@ -21,6 +21,7 @@ from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import (
     call_bytes,
     full_cache_bytes,
+    held_weights,
     least_cache_bytes,
     offload_seconds,
     resident_bytes,
@@ -146,6 +147,8 @@ class CostTable:
                 continue
             costs[:, stage] += offload_seconds(model, call.kind, cut, self.hardware)
             beside = total(call_bytes(model, call.kind, call.workload, cut))
+            if call.kind != "generate":
+                beside = beside + held_weights(model, cut, call.kind)
             if call.kind == "generate":
                 needed = np.maximum(needed, total(sync_bytes(model, call.workload, cut)))
                 generation = np.maximum(generation, beside)

@@ -36,6 +36,7 @@ from spmdflow.plan.auto import auto_plain, auto_text, is_auto, resolve
 from spmdflow.plan.picture import write_picture
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.report import plan
+from spmdflow.plan.residency import choose_by_plan
 from spmdflow.plan.text import plan_text
 from spmdflow.plan.trace import TraceSettings, settings_of_run
 from spmdflow.plan.transport import MOST_CALLS
@@ -107,6 +108,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.auto or is_auto(cfg):
         found = resolve(loaded.script, cfg, len(world), hardware, examples=examples)
         cfg = found.cfg
+    choices += choose_by_plan(loaded.script, cfg, len(world), hardware, examples=examples)
     report = plan(loaded.script, cfg, settings, hardware, replay=replay, choices=choices)
     if options.picture is not None:
         try:

@@ -14,12 +14,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.hardware import Hardware
-from spmdflow.mapping.memory import pool_memory
+from spmdflow.mapping.memory import pool_memory, state_bytes
 from spmdflow.mapping.placed import CallSeconds, call_seconds
-from spmdflow.mapping.seconds import transition_seconds
+from spmdflow.mapping.seconds import added, transition_seconds
 from spmdflow.plan.record import COMPUTE, Problem, Trace, TracedOrder, row_edges
 from spmdflow.plan.weight import WeightPlan
 from spmdflow.plan.workload import Simulated, simulated
@@ -53,6 +54,8 @@ class PhaseMemory:
     parts: Mapping[str, float]
     budget: float
     """Bytes that a plan may fill."""
+    on_host: Mapping[str, float] = field(default_factory=dict)
+    """Bytes of parts that are in host memory meanwhile."""
 
     @property
     def total(self) -> float:
@@ -134,10 +137,15 @@ def _memory(trace: Trace, step: Simulated, hardware: Hardware) -> dict[str, Phas
         if step.dataflow is None or not names:
             continue
         members = [(step.dataflow.model(name), step.strategies[name]) for name in names]
+        state = reduce(added, (state_bytes(model, cut) for model, cut in members))
         for title, parts in pool_memory(members, step.dataflow, hardware).items():
             if "kv_cache" in parts:
                 parts = {**parts, "kv_cache": max(parts["kv_cache"], 0.0)}
-            found[title] = PhaseMemory(pool, title, dict(parts), hardware.usable_bytes)
+            away = {
+                part: state[part] - parts.get(part, 0.0) for part in ("parameters", "optimizer")
+            }
+            away = {part: float(size) for part, size in away.items() if size > 0}
+            found[title] = PhaseMemory(pool, title, dict(parts), hardware.usable_bytes, away)
     return found
 
 

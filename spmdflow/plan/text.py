@@ -217,7 +217,8 @@ def _memory(report: PlanReport) -> Iterator[str]:
     phases = report.prediction.memory
     if not phases:
         return
-    yield f"memory of a rank in GB, of {phases[0].budget / 1e9:.2f} that a plan may fill"
+    host = "; h: on the host meanwhile" * any(phase.on_host for phase in phases)
+    yield f"memory of a rank in GB, of {phases[0].budget / 1e9:.2f} that a plan may fill{host}"
     names = list(dict.fromkeys(part for phase in phases for part in phase.parts))
     names = [name for name in names if any(phase.parts.get(name) for phase in phases)]
     digits = 1 if max(phase.total for phase in phases) > 1e10 else 3
@@ -227,6 +228,9 @@ def _memory(report: PlanReport) -> Iterator[str]:
     for phase, method in zip(phases, methods, strict=True):
         sizes = phase.total, *(phase.parts.get(name, 0.0) for name in names)
         total, *parts = (f"{size / 1e9:.{digits}f}" for size in sizes)
+        for place, name in enumerate(names):
+            if size := phase.on_host.get(name):
+                parts[place] += f"+{size / 1e9:.{digits}f}h"
         share = f"{100 * phase.total / phase.budget:.0f} %"
         rows.append((method if methods_differ else phase.phase, total, share, *parts))
     yield from table(rows, right=range(1, len(rows[0])))

@@ -13,6 +13,7 @@ from math import ceil
 
 import torch
 
+from spmdflow.config.leaf import cache_of
 from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.factory import sync_mode
 from spmdflow.kind.engine import engine_kind, engines_that_cut
@@ -169,13 +170,14 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
 
 def _rollout(traced: TracedModel) -> Rollout:
     rollout, layout = traced.settings.rollout, traced.layout
-    has_fixed_cache = generator_kind(rollout.generator).fixed_cache
+    size, unit = cache_of(rollout.kv_cache)
+    is_set = unit == "bytes" and generator_kind(rollout.generator).fixed_cache
     return Rollout(
         kind=rollout.generator,
         layout=(layout.gen_tp_size, layout.gen_pp_size),
         weights="flat" if traced.only_generates else sync_mode(traced.settings, layout),
         dtype=rollout.precision,
-        kv_cache_bytes=float(rollout.cache_bytes) if has_fixed_cache else None,
+        kv_cache_bytes=size if is_set else None,
         max_batch_size=rollout.max_batch_size,
     )
 

@@ -33,6 +33,9 @@ from tests.unit.planned import ALGORITHMS, SMALL, SMALL_GROUPS, settings_of, wri
 MEGATRON = tuple(f"{role}.engine.kind=megatron" for role in ("actor", "critic", "reference"))
 
 
+PRECISE = ("actor.model", "actor.rollout", "critic.model", "reference.model")
+
+
 def found(script: str, world: int, *words: str) -> tuple[Loaded, Automatic]:
     loaded = load(ALGORITHMS / f"{script}.py", None, ["placement=auto", *words])
     return loaded, resolve(loaded.script, loaded.cfg, world, load_hardware("h100"))
@@ -237,6 +240,8 @@ def test_printed_settings_give_the_same_without_a_search(
     world: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*SMALL, *MEGATRON, "data.prompts_per_step=120", "actor.engine.options=[recompute]"]
+    words += [f"{role}.dtype=bfloat16" for role in PRECISE]
+    words.append("actor.rollout.engine=builtin")
     path = str(ALGORITHMS / "ppo.py")
     _, auto = found("ppo", world, *words)
 

@@ -1,0 +1,195 @@
+"""`choose_residency`: what of a pool's models lives on the host between calls.
+
+Parameters and optimizer of each model that leaves it open stay on the device or move; gradients,
+which are freed and not copied, move with any of them or alone. Combinations are tried in the order
+of their copies' seconds until no later one can be better: the best one fits into every phase, and
+its copies over the host's link and generation, with the KV cache that it leaves room for, take the
+fewest seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
+
+from spmdflow.mapping.dataflow import Call, Dataflow, Model, Strategy
+from spmdflow.mapping.hardware import Hardware
+from spmdflow.mapping.memory import (
+    least_cache_bytes,
+    offload_seconds,
+    pool_memory,
+    state_bytes,
+)
+from spmdflow.mapping.seconds import generation_parts, sequence_bytes, total
+
+Members = Sequence[tuple[Model, Strategy]]
+Moved = tuple[tuple[str, str], ...]
+"""(model, part) of all that moves."""
+MOST_PARTS = 10
+"""Of a pool, the largest first; smaller ones stay on the device."""
+BLOCK_TOKENS = 16
+"""A sequence's cache is taken in blocks."""
+
+
+LEAST_BYTES = float(64 << 20)
+"""Of a cache that is limited by its rows."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """The size of a KV cache that is not set in bytes."""
+
+    of_free: float
+    most_rows: int | None = None
+    """It has room for no more sequences than these."""
+
+
+@dataclass(frozen=True)
+class Residency:
+    """What moves, and what a rank holds then."""
+
+    moved: Moved
+    caches: Mapping[str, tuple[float, float]]
+    """(bytes, bytes that are free for it) by generating model without a cache of a set size."""
+    fits: bool
+    peak_bytes: float
+    """Most in any phase."""
+    copy_seconds: float
+    """Of a step, between device and host."""
+    seconds: float
+    """The same and generation."""
+
+    def parts_of(self, model: str) -> tuple[str, ...]:
+        """What moves of a model."""
+        return tuple(part for name, part in self.moved if name == model)
+
+
+def choose_residency(
+    members: Members,
+    dataflow: Dataflow,
+    hardware: Hardware,
+    *,
+    open_models: Collection[str],
+    shares: Mapping[str, Share],
+) -> Residency:
+    """The best combination of one pool; if none fits, the one that needs least.
+
+    open_models: whose parts may move; those of the others do as their engine says. shares: of
+    generating models without a cache of a set size.
+    """
+    pool = _Pool(members, dataflow, hardware, open_models, shares)
+    floor = pool.generation_seconds(dict.fromkeys(shares, 1e18))
+    best: Residency | None = None
+    for copy_seconds, moved in sorted(pool.combinations()):
+        if best is not None and best.fits and copy_seconds + floor >= best.seconds:
+            break
+        found = pool.tried(moved, copy_seconds)
+        if best is None or _rank(found) < _rank(best):
+            best = found
+    assert best is not None
+    return best
+
+
+def _rank(found: Residency) -> tuple[float, float]:
+    return (0.0 if found.fits else found.peak_bytes), found.seconds
+
+
+class _Pool:
+    """One pool with its open parts."""
+
+    def __init__(
+        self,
+        members: Members,
+        dataflow: Dataflow,
+        hardware: Hardware,
+        open_models: Collection[str],
+        shares: Mapping[str, Share],
+    ) -> None:
+        self._members = {model.name: (model, cut) for model, cut in members}
+        self._dataflow, self._hardware = dataflow, hardware
+        self._open, self._shares = open_models, shares
+        self._calls = [call for call in dataflow.calls if call.model in self._members]
+
+    def combinations(self) -> Iterator[tuple[float, Moved]]:
+        """(seconds of copies in a step, what moves)."""
+        parts, gradients = [], []
+        for name in self._open:
+            model, cut = self._members[name]
+            stays = model.rollout is not None and model.rollout.weights != "copy"
+            for part, size in state_bytes(model, cut).items():
+                if part == "gradients" and size > 0:
+                    gradients.append((name, part))
+                elif size > 0 and not (stays and part == "parameters"):  # generation reads them
+                    parts.append((float(size), name, part))
+        largest = [(name, part) for _, name, part in sorted(parts, reverse=True)[:MOST_PARTS]]
+        chosen = chain.from_iterable(combinations(largest, n) for n in range(len(largest) + 1))
+        for moved in chosen:
+            if not moved:
+                yield 0.0, ()
+            if moved or gradients:
+                yield self._copy_seconds(moved), (*moved, *gradients)
+
+    def tried(self, moved: Moved, copy_seconds: float) -> Residency:
+        """What comes of one combination."""
+        members = [self._with(name, moved) for name in self._members]
+        phases = pool_memory(members, self._dataflow, self._hardware)
+        limit = self._hardware.usable_bytes
+        caches: dict[str, tuple[float, float]] = {}
+        fits = True
+        for call in self._generations():
+            held = phases[call.title]
+            share = self._shares[call.model]
+            free = limit - (sum(held.values()) - held["kv_cache"])
+            size = min(share.of_free * free, self._most(call, share))
+            model, cut = self._members[call.model]
+            fits &= size >= min(
+                least_cache_bytes(model, call.workload, cut), self._most(call, share)
+            )
+            held["kv_cache"] = max(size, 0.0)
+            caches[call.model] = held["kv_cache"], max(free, 0.0)
+        peak = max((sum(held.values()) for held in phases.values()), default=0.0)
+        sizes = {name: size for name, (size, _) in caches.items()}
+        fits = fits and peak <= limit
+        seconds = copy_seconds + (self.generation_seconds(sizes) if fits else 0.0)
+        return Residency(moved, caches, fits, peak, copy_seconds, seconds)
+
+    def generation_seconds(self, caches: Mapping[str, float]) -> float:
+        """Of the generations whose cache is open, in a step."""
+        seconds = 0.0
+        for call in self._generations():
+            model, cut = self._members[call.model]
+            size = caches[call.model]
+            parts = generation_parts(model, call.workload, cut, self._hardware, kv_bytes=size)
+            seconds += float(total(parts))
+        return seconds
+
+    def _generations(self) -> Iterator[Call]:
+        for call in self._calls:
+            if call.kind == "generate" and call.model in self._shares:
+                yield call
+
+    def _most(self, call: Call, share: Share) -> float:
+        """Bytes of a cache with room for the most rows."""
+        if share.most_rows is None:
+            return float("inf")
+        model, cut = self._members[call.model]
+        blocks = 1 + BLOCK_TOKENS / call.workload.tokens
+        rows = share.most_rows * blocks * sequence_bytes(model, call.workload, cut)
+        return max(float(rows), LEAST_BYTES)
+
+    def _copy_seconds(self, moved: Moved) -> float:
+        seconds = 0.0
+        for call in self._calls:
+            if call.model in {name for name, _ in moved}:
+                model, cut = self._with(call.model, moved)
+                seconds += float(offload_seconds(model, call.kind, cut, self._hardware))
+        return seconds
+
+    def _with(self, name: str, moved: Moved) -> tuple[Model, Strategy]:
+        """A member with the parts that move."""
+        model, cut = self._members[name]
+        if name not in self._open:
+            return model, cut
+        parts = tuple(part for n, part in moved if n == name)
+        return replace(model, engine=replace(model.engine, moved=parts)), cut

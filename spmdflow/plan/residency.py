@@ -1,0 +1,138 @@
+"""What `auto` means in engine.residency, and rollout.kv_cache without a size: the plan's choice.
+
+The script is traced on the ranks of the run with rows of the greatest length, and
+`mapping.choose_residency` tries what may move, pool by pool. Deterministic: every rank finds the
+same from the same files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from spmdflow.config.auto import Choice, has_open_cache
+from spmdflow.config.leaf import cache_of, parts_of
+from spmdflow.config.schema import AUTO, EngineConfig, RolloutConfig
+from spmdflow.errors import ConfigError, PlanError
+from spmdflow.mapping.hardware import Hardware, load_hardware
+from spmdflow.mapping.residency import Residency, Share, choose_residency
+from spmdflow.plan.record import Trace, TracedModel
+from spmdflow.plan.trace import TraceSettings, trace
+from spmdflow.plan.workload import Simulated, hardware_of, nodes_of, simulated
+
+_SAFE = 0.3
+"""Of a device's memory, for a cache where a script cannot be planned."""
+
+
+def hardware_here(name: str | None, node_size: int, world_size: int) -> Hardware:
+    """As `hardware_of`; a device that no file describes: an A100 with that device's memory."""
+    try:
+        return hardware_of(name, node_size, world_size=world_size)
+    except ConfigError:
+        if name is not None:
+            raise
+        size = torch.get_device_module().get_device_properties().total_memory
+        like = load_hardware("a100_80gb").with_node(node_size)
+        return replace(like, name="an unknown device", memory_bytes=float(size >> 30 << 30))
+
+
+def choose_by_plan(
+    script: ModuleType,
+    cfg: Any,
+    world_size: int,
+    hardware: Hardware,
+    *,
+    examples: Mapping[str, Any] | None = None,
+) -> list[Choice]:
+    """Write into cfg what moves, and how large KV caches are; returns what was written.
+
+    cfg: with a placement and dtypes. A script that cannot be planned keeps all on the device.
+    """
+    engines = {key: part for key, part in parts_of(cfg, EngineConfig) if part.residency == AUTO}
+    caches = {key: part for key, part in parts_of(cfg, RolloutConfig) if has_open_cache(part)}
+    if not engines and not caches:
+        return []
+    world = tuple(range(world_size))
+    settings = TraceSettings(
+        world, nodes_of(world, hardware), num_steps=2, examples=examples or {}, read_data=False
+    )
+    try:
+        traced = trace(script, cfg, settings)
+        step = simulated(traced, traced.in_step())
+    except (PlanError, ConfigError) as err:
+        made = list(_unplanned(caches, hardware, str(err).partition(";")[0]))
+    else:
+        made = list(_planned(traced, step, engines, caches, hardware))
+    told = {choice.key for choice in made}
+    kept = [key for key in engines if f"{key}.residency" not in told]
+    made += [Choice(f"{key}.residency", "keep", "no model that the plan knows") for key in kept]
+    sections = dict(parts_of(cfg, object))
+    for choice in made:
+        section, _, name = choice.key.rpartition(".")
+        setattr(sections[section], name, choice.value)
+    return made
+
+
+def _share_of(rollout: RolloutConfig) -> Share:
+    """What a kv_cache says that is no size."""
+    size, unit = cache_of(rollout.kv_cache)
+    return Share(size, rollout.max_batch_size if unit == AUTO else None)
+
+
+def _planned(
+    traced: Trace,
+    step: Simulated,
+    engines: Mapping[str, EngineConfig],
+    caches: Mapping[str, RolloutConfig],
+    hardware: Hardware,
+) -> Iterator[Choice]:
+    for pool in dict.fromkeys(model.pool for model in traced.models.values()):
+        models = {n: traced.models[n] for n in step.strategies if traced.models[n].pool == pool}
+        if step.dataflow is None or not models:
+            continue
+        trainers = {n: _section(engines, m, "engine") for n, m in models.items()}
+        rollouts = {n: _section(caches, m, "rollout") for n, m in models.items() if m.generates}
+        found = choose_residency(
+            [(step.dataflow.model(name), step.strategies[name]) for name in models],
+            step.dataflow,
+            hardware,
+            open_models=[n for n, key in trainers.items() if key and not models[n].only_generates],
+            shares={name: _share_of(caches[key]) for name, key in rollouts.items() if key},
+        )
+        why = _why(pool, found, hardware)
+        for name in (name for name, key in trainers.items() if key):
+            moved = ", ".join(found.parts_of(name)) or "keep"
+            yield Choice(f"{trainers[name]}.residency", moved, why)
+        for name, (size, free) in found.caches.items():
+            rollout, key = caches[rollouts[name]], f"{rollouts[name]}.kv_cache"
+            limit = f", for {rollout.max_batch_size} rows at most" * (rollout.kv_cache == AUTO)
+            why = f"{_share_of(rollout).of_free:g} of {free / 2**30:.1f} GiB"
+            why += f" that are free while {name} generates{limit}"
+            yield Choice(key, f"{max(int(size) >> 20, 1)} MiB", why)
+
+
+def _why(pool: str, found: Residency, hardware: Hardware) -> str:
+    peak = f"{found.peak_bytes / 1e9:.1f} of {hardware.usable_bytes / 1e9:.1f} GB at the peak"
+    copies = f", {found.copy_seconds:.2g} s of copies a step" if found.copy_seconds else ""
+    return f"pool {pool}, {peak}{copies}{'' if found.fits else ', which does not fit'}"
+
+
+def _unplanned(
+    caches: Mapping[str, RolloutConfig], hardware: Hardware, why: str
+) -> Iterator[Choice]:
+    for key, rollout in caches.items():
+        if rollout.kv_cache != AUTO:
+            got, do = f"{rollout.kv_cache} for a script without a plan ({why})", "set '20 GiB'"
+            raise ConfigError.of(f"{key}.kv_cache", got, "a size, or a script that plans", do)
+        size = int(_SAFE * hardware.usable_bytes) >> 20
+        yield Choice(f"{key}.kv_cache", f"{size} MiB", f"{_SAFE:g} of a device, no plan: {why}")
+
+
+def _section(sections: Mapping[str, Any], model: TracedModel, name: str) -> str:
+    """The key of a model's part of the settings; empty: it is none of these."""
+    part = getattr(model.cfg, name, None)
+    return next((key for key, each in sections.items() if each is part), "")

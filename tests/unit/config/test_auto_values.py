@@ -1,0 +1,113 @@
+"""Settings that are texts: residency, kv_cache; what `auto` becomes on a device, or stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmdflow.config.auto import choices_text, choose_by_device, needs_plan
+from spmdflow.config.leaf import PARTS, cache_of, moved_parts
+from spmdflow.config.load import load
+from spmdflow.config.schema import RolloutConfig
+from spmdflow.errors import ConfigError
+from spmdflow.program import load_settings, prepare
+from tests.unit.planned import ALGORITHMS
+
+PPO = ALGORITHMS / "ppo.py"
+
+
+@given(st.lists(st.sampled_from(PARTS), unique=True, min_size=1), st.sampled_from([",", ", "]))
+def test_parts_are_read_in_any_order(parts: list[str], comma: str) -> None:
+    assert moved_parts(comma.join(parts)) == tuple(part for part in PARTS if part in parts)
+
+
+@pytest.mark.parametrize("text", ["", "moments", "optimizer, optimizer", "keep, optimizer"])
+def test_parts_that_there_are_not_are_refused_with_the_choices(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected auto, keep, offload or some of parameters"):
+        moved_parts(text, "actor.engine.residency")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("20 GiB", (20 << 30, "bytes")),
+        ("1.5GB", (1.5e9, "bytes")),
+        ("67108864", (1 << 26, "bytes")),
+        ("0.6 of free", (0.6, "free")),
+        ("auto", (0.9, "auto")),
+    ],
+)
+def test_cache_sizes_are_read(text: str, expected: tuple[float, str]) -> None:
+    assert cache_of(text) == expected
+
+
+@pytest.mark.parametrize("text", ["0", "1.2 of free", "0 of free", "20 Gib", "-1", "half", ""])
+def test_cache_sizes_that_are_none_are_refused_with_examples(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache: got .*0\.6 of free.*20 GiB"):
+        cache_of(text, "actor.rollout.kv_cache")
+
+
+def test_old_name_of_the_cache_is_refused_with_the_new_one() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_bytes, nearest is actor\.rollout\.kv_cache;"):
+        load(PPO, None, ["actor.rollout.kv_cache_bytes=67108864"])
+
+
+def test_wrong_parts_and_sizes_are_refused_before_a_run() -> None:
+    words = ["actor.engine.residency=moments", "actor.rollout.kv_cache=much"]
+
+    with pytest.raises(ConfigError) as caught:
+        load_settings(PPO, None, words, num_ranks=1)
+
+    assert "actor.engine.residency: got 'moments'" in str(caught.value)
+    assert "actor.rollout.kv_cache: got 'much'" in str(caught.value)
+
+
+def test_rows_of_vllm_are_as_long_as_prompt_and_response_unless_a_class_says_otherwise() -> None:
+    class Longer(RolloutConfig):
+        max_model_len = 4096
+
+    rollout = load(PPO, None, ["data.max_prompt_tokens=100", "actor.rollout.max_new_tokens=28"])
+
+    assert rollout.cfg.actor.rollout.longest_row == 128
+    assert RolloutConfig().longest_row is None and Longer().longest_row == 4096
+
+
+def test_auto_on_cpu_is_what_it_was_and_needs_no_plan() -> None:
+    cfg = load(PPO, None, []).cfg
+
+    choices = {choice.key: choice.value for choice in choose_by_device(cfg, "cpu")}
+
+    assert {choices[f"{role}.model.dtype"] for role in ("actor", "critic")} == {"float32"}
+    assert cfg.actor.rollout.engine == "builtin" and cfg.actor.rollout.dtype == "float32"
+    assert cfg.actor.engine.residency == cfg.reference.engine.residency == "keep"
+    assert not needs_plan(cfg)
+
+
+def test_auto_on_cuda_is_bfloat16_and_leaves_memory_to_the_plan() -> None:
+    cfg = load(PPO, None, ["critic.model.dtype=float32", "actor.engine.residency=keep"]).cfg
+
+    text = choices_text(choose_by_device(cfg, "cuda", here=False))
+
+    assert "auto   on cuda: dtype=bfloat16 (actor.model, actor.rollout, reference.model)" in text
+    assert cfg.critic.model.dtype == "float32" and cfg.actor.rollout.engine == "vllm"
+    assert cfg.critic.engine.residency == "auto" and needs_plan(cfg)
+
+
+def test_resumed_run_keeps_the_precision_of_its_checkpoint(tmp_path: Path) -> None:
+    words = [f"run.dir={tmp_path}"]
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("step-1\n")
+    (tmp_path / "config.yaml").write_text(
+        "actor:\n  model: {dtype: bfloat16}\n  rollout: {dtype: bfloat16, engine: vllm}\n"
+    )
+
+    loaded, text = prepare(load(PPO, None, [*words, "actor.rollout.engine=builtin"]), 1)
+
+    assert loaded.cfg.actor.model.dtype == loaded.cfg.actor.rollout.dtype == "bfloat16"
+    assert loaded.cfg.actor.rollout.engine == "builtin"  # what is set is not kept
+    assert loaded.cfg.critic.model.dtype == "float32"
+    said = "auto   as the checkpoint's run had it: dtype=bfloat16 (actor.model, actor.rollout)"
+    assert said in str(text)

@@ -1,0 +1,143 @@
+"""What moves to the host: the choice against every combination, tried out one by one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from bench._dataflows import llama, ppo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmdflow.mapping.dataflow import Dataflow, Model, Strategy, Workload
+from spmdflow.mapping.hardware import Hardware, load_hardware
+from spmdflow.mapping.memory import pool_memory
+from spmdflow.mapping.placed import call_seconds
+from spmdflow.mapping.residency import Share, choose_residency
+
+A100 = load_hardware("a100_80gb")
+SMALL = llama("small", 6, 1024, 2816, 8, 8)
+FLOW = ppo(
+    SMALL, SMALL, reference=SMALL, reward=SMALL, workload=Workload(256, 512, 512, num_updates=4)
+)
+PARTS = ("parameters", "gradients", "optimizer")
+CUT = Strategy(2, 1, 2, 1, 1)
+Moved = Mapping[str, tuple[str, ...]]
+
+
+def cramped(gigabytes: float) -> Hardware:
+    memory = (gigabytes * 1e9 + A100.reserved_bytes) / A100.usable_memory_fraction
+    return replace(A100, gpus_per_node=4.0, memory_bytes=memory)
+
+
+def flow(cache: float | None) -> Dataflow:
+    models = (
+        replace(m, rollout=replace(m.rollout, kv_cache_bytes=cache, weights="copy"))
+        if m.rollout
+        else m
+        for m in FLOW.models
+    )
+    return Dataflow(tuple(models), FLOW.calls)
+
+
+def members(dataflow: Dataflow, moved: Moved) -> list[tuple[Model, Strategy]]:
+    return [
+        (
+            replace(m, engine=replace(m.engine, moved=moved.get(m.name, ()))),
+            CUT if m.rollout else replace(CUT, gen_tp=0, gen_pp=0),
+        )
+        for m in dataflow.models
+    ]
+
+
+def every(dataflow: Dataflow) -> Iterator[Moved]:
+    """All subsets of all parts, gradients apart."""
+    some = [(m.name, PARTS if m.trained else PARTS[:1]) for m in dataflow.models]
+    subsets = [
+        [one for n in range(len(parts) + 1) for one in itertools.combinations(parts, n)]
+        for _, parts in some
+    ]
+    for chosen in itertools.product(*subsets):
+        yield dict(zip([name for name, _ in some], chosen))
+
+
+def fits_and_seconds(
+    dataflow: Dataflow, moved: Moved, hardware: Hardware, share: float | None
+) -> tuple[bool, float]:
+    """Whether every phase fits, and the seconds of all calls: by the plan's own simulators."""
+    held = members(dataflow, moved)
+    phases = pool_memory(held, dataflow, hardware)
+    pool = {model.name: (model, cut) for model, cut in held}
+    fits, seconds = True, 0.0
+    for call in dataflow.calls:
+        cache = phases[call.title].get("kv_cache", 0.0)
+        if call.kind == "generate" and share is not None:
+            cache = phases[call.title]["kv_cache"] = share * cache
+        model, cut = pool[call.model]
+        least = 8 * 2 * 6 * 1024 * 1024 * 2  # sequences, k and v, layers, width, tokens, bytes
+        if call.kind == "generate" and share is not None and cache < least:
+            return False, 0.0
+        seconds += call_seconds(call, model, cut, hardware, kv_bytes=cache).seconds
+    peak = max(sum(parts.values()) for parts in phases.values())
+    return fits and peak <= hardware.usable_bytes, seconds
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    gigabytes=st.floats(0.4, 8.0),
+    rule=st.sampled_from([(None, 0.9), (None, 0.5), (0.5e9, None), (2e9, None)]),
+)
+def test_what_moves_fits_if_anything_does_and_nothing_that_fits_is_faster(
+    gigabytes: float, rule: tuple[float | None, float | None]
+) -> None:
+    (cache, share), hardware = rule, cramped(gigabytes)
+    dataflow = flow(cache)
+    names = [model.name for model in dataflow.models]
+
+    found = choose_residency(
+        members(dataflow, {}),
+        dataflow,
+        hardware,
+        open_models=names,
+        shares={} if share is None else {"actor": Share(share)},
+    )
+
+    tried = [fits_and_seconds(dataflow, moved, hardware, share) for moved in every(dataflow)]
+    fitting = [seconds for fits, seconds in tried if fits]
+    moved = {name: found.parts_of(name) for name in names}
+    fits, seconds = fits_and_seconds(dataflow, moved, hardware, share)
+    assert found.fits == fits == bool(fitting)
+    if fitting:
+        assert seconds <= min(fitting) * (1 + 1e-9)
+
+
+def test_nothing_moves_where_all_fits_and_a_cache_is_no_larger_than_its_rows() -> None:
+    dataflow = flow(None)
+
+    found = choose_residency(
+        members(dataflow, {}),
+        dataflow,
+        A100,
+        open_models=[model.name for model in dataflow.models],
+        shares={"actor": Share(0.9, most_rows=64)},
+    )
+
+    size, free = found.caches["actor"]
+    per_row = 2 * 6 * 1024 * 1024 * 2  # k and v, layers, width, tokens, bytes
+    assert found.fits and found.moved == () and found.copy_seconds == 0
+    assert 64 * per_row <= size <= 64 * per_row * 1.02 < 0.9 * free
+
+
+def test_weights_that_generation_shares_stay_on_the_device() -> None:
+    own, shared = flow(0.1e9), FLOW
+    names = [model.name for model in FLOW.models]
+    moved = {}
+    for title, dataflow in (("own", own), ("shared", shared)):
+        found = choose_residency(
+            members(dataflow, {}), dataflow, cramped(1.3), open_models=names, shares={}
+        )
+        moved[title] = found.parts_of("actor")
+
+    assert "parameters" in moved["own"]
+    assert "parameters" not in moved["shared"] and "optimizer" in moved["shared"]
