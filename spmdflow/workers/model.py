@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -123,6 +124,7 @@ def _open_or_load(
     """(a module without weights, their reader), or (the module that transformers loads, None)."""
     import transformers
 
+    transformers.AttentionInterface.register("sdpa", grouped_attention)
     module = empty_module(auto, path, torch.float32, **settings)
     folder = folder_of(module, path, new_head=new_head)
     if folder is not None:
@@ -154,6 +156,29 @@ def _scalar_model(cfg: ModelConfig, model: Any) -> ScalarModel:
         )
     name = model.base_model_prefix
     return ScalarModel(name, getattr(model, name), model.score)
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """transformers' "sdpa" with key and value heads repeated where the kernels need it.
+
+    query (b, heads, T, d), key and value (b, kv heads, T, d) -> (b, T, heads, d). Of CUDA's kernels
+    only those for half precision take grouped heads; in float32 the T x T scores would be stored.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    owner: Any = module
+    if query.dtype == torch.float32 and query.device.type != "cpu":
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        owner = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
+    found: tuple[Tensor, None] = sdpa_attention_forward(owner, query, key, value, mask, **settings)
+    return found
 
 
 def _logits(module: nn.Module, input_ids: Tensor) -> Tensor:
