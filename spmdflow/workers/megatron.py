@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor, nn
 
+from spmdflow.blocks.box import Box
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind
@@ -25,7 +26,7 @@ from spmdflow.objectives.log_prob import LogitShard
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.move import Block, blocks, fill
-from spmdflow.weights.ranks import megatron_tables
+from spmdflow.weights.ranks import SHARED_EMBEDDING, megatron_tables
 from spmdflow.weights.table import owned, parameters
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.megatron_model import build_model, local_name
@@ -75,7 +76,7 @@ class MegatronEngine(TrainEngine):
             self._parameters = {local_name(n): p for n, p in self._module.named_parameters()}
             differ = self._parameters.keys() ^ self._table.keys()
             assert not differ, f"table and model differ: {differ}"
-            fill(self._parameters, self._table, model.read)
+            self._read(model)
             if optimizer is not None:
                 self.optimizer = StageOptimizer(
                     self._module,
@@ -87,9 +88,10 @@ class MegatronEngine(TrainEngine):
                     adopt=adopt,
                 )
         if self.optimizer is not None and self.dtype != torch.float32:
-            # the float32 masters come from the folder: bfloat16 weights have lost their values
+            # the float32 masters come from a folder of higher precision, whose values are lost
             for moment, (name, view, box) in self._stepped_blocks():
-                if not moment:
+                nothing = Box.of_shape([0] * len(box.bounds))
+                if not moment and model.read(name, nothing).dtype != self.dtype:
                     view.copy_(model.read(name, box))
 
     # -- running ------------------------------------------------------------------------------
@@ -178,6 +180,20 @@ class MegatronEngine(TrainEngine):
             self.move(where, part, held)
 
     # -- helpers, in the order of use ---------------------------------------------------------
+
+    def _read(self, model: ModelSource) -> None:
+        """This rank's boxes from the folder; a tied embedding goes on to the last stage."""
+        group, (first, last) = self._megatron_groups.embd, SHARED_EMBEDDING
+        copied = model.architecture.tied and group is not None
+        fill(
+            self._parameters,
+            {name: x for name, x in self._table.items() if not (copied and name == last)},
+            model.read,
+        )
+        if copied:
+            held = self._parameters.get(first, self._parameters.get(last))
+            source = dist.get_process_group_ranks(group)[0]
+            dist.broadcast(held.detach(), source, group=group)
 
     def _pass(
         self, module: nn.Module, micros: list[MicroBatch], fn: Callable[..., Any], *, train: bool

@@ -9,6 +9,7 @@ OUTPUT: JSON, {case: a row for each rank}. Bytes over those before the case, aft
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig
 from spmdflow.models.base import axis_groups
@@ -27,14 +29,13 @@ from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.folder import write_folder
 from spmdflow.weights.table import parameters
 from spmdflow.workers.engine import TrainEngine, engine_of
 
 SIZES = {
     # layers, hidden, ffn, heads, key-value heads, vocabulary
     "1.5B": (28, 1536, 8960, 12, 2, 151936),
-    "0.15B": (12, 768, 2048, 12, 4, 131072),
+    "0.1B": (12, 768, 2048, 12, 4, 32768),
 }
 
 
@@ -54,13 +55,16 @@ def write(folder: Path, size: str) -> None:
         "dtype": "bfloat16",
     }
     torch.manual_seed(0)
-    tensors = (
-        (part.name, torch.rand(part.shape, dtype=torch.bfloat16))
-        for part in parameters(Architecture.from_config(config))
-    )
-    source = folder.with_name(folder.name + "-empty")
-    source.mkdir(parents=True)
-    write_folder(folder, tensors, config=config, source=source, max_file_bytes=1 << 30)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    weight_map = {}
+    for part in parameters(Architecture.from_config(config)):
+        file = f"{part.name}.safetensors"
+        tensor = torch.rand(part.shape, dtype=torch.bfloat16)
+        save_file({part.name: tensor}, folder / file, metadata={"format": "pt"})
+        weight_map[part.name] = file
+    index = json.dumps({"weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(index)
 
 
 class PeakMemory:
@@ -68,6 +72,7 @@ class PeakMemory:
 
     def __enter__(self) -> PeakMemory:
         gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # else freed memory is used again, and not seen
         self._before = self._highest = self._now()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -94,7 +99,7 @@ class PeakMemory:
 def share_of(engine: TrainEngine) -> int:
     """Bytes of the parameters, gradient buffers and optimizer states that the engine keeps."""
     optimizer: Any = engine.optimizer
-    tensors = [*engine._module.parameters(), *engine.state_blocks().values()]
+    tensors = [*engine._module.parameters(), *(x for _, x, _ in engine.state_blocks())]
     if hasattr(optimizer, "ddp"):
         tensors += [buffer.grad_data for buffer in optimizer.ddp.buffers]
     tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
@@ -126,7 +131,7 @@ def measure(folder: Path, output: Path, cases: list[str]) -> None:
                 cfg.optimizer = OptimizerConfig()
             with PeakMemory() as peak:
                 engine = engine_of(cfg, context, head="causal_lm")
-            assert all(not x.is_meta for x in engine.state_blocks().values())
+            assert all(not x.is_meta for _, x, _ in engine.state_blocks())
             read = engine.model.read.__self__.bytes_read
             row = {"peak": peak.num_bytes, "share": share_of(engine), "read": read}
             del engine
