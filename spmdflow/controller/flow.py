@@ -139,11 +139,12 @@ class Flow:
     ) -> None:
         """Have every rank of the world make process groups of the compute lane.
 
-        Beside each NCCL group of several ranks a gloo one, for what lies in host memory.
+        Beside each NCCL group a gloo one, for what lies in host memory. A rank alone needs none.
         """
+        groups = [ranks for ranks in groups if len(ranks) > 1]
         specs = [[list(ranks), "compute", self._backend] for ranks in groups]
         if self._backend != "gloo":
-            specs += [[list(ranks), "compute", "gloo"] for ranks in groups if len(ranks) > 1]
+            specs += [[list(ranks), "compute", "gloo"] for ranks in groups]
         command = {"operation": "groups", "specs": specs}
         commands = {rank: dict(command) for rank in self.caller.ranks}
         self.caller.submit(f"{label}.groups", commands, seconds=seconds)

@@ -10,7 +10,7 @@ one name it has the first base's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +30,12 @@ from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.layout import Layout
 from spmdflow.tracking.metric import merge
 from spmdflow.transfer.worker import Metric, Worker, WorkerContext
+from spmdflow.weights.architecture import Architecture
 from spmdflow.workers.engine import Part, Place, engine_of
 from spmdflow.workers.micro_batch import MicroBatch
 
 _AXES = (
-    *("tp", "pp", "dp", "shard", "replicate", "replica", "embedding"),
+    *("tp", "pp", "dp", "shard", "replicate", "replica"),
     *("gen_tp", "gen_pp", "gen_replica", "micro_dp"),
 )
 
@@ -72,19 +73,19 @@ class EngineWorker(Worker):
 
     @classmethod
     def needed_groups(cls, cfg: Any, layout: Layout) -> list[tuple[int, ...]]:
-        """The pool; also every axis' groups and single ranks where the engine or layout has them.
+        """The pool; also every axis' groups where the engine or layout has axes.
 
-        Without axes but dp, engines whose parameters are whole on every rank need the single
-        ranks too, and those that shard them over fewer ranks the groups of both axes.
+        Engines that shard parameters over fewer ranks than all need the groups of both axes; those
+        of first and last stages have a tied embedding.
         """
-        alone = [(rank,) for rank in layout.ranks]
         if layout.dp_size == layout.generation_dp_size == layout.size:
-            needed: list[tuple[int, ...]] = [*alone]
-            if engine_kind(cls.bind_engine(cfg).engine.kind).sharding.parameters:
-                axes = ("shard", "replicate") if layout.shard_size < layout.size else ()
-                needed = [group for axis in axes for group in layout.axis_groups(axis)]
-            return list(dict.fromkeys([layout.ranks, *needed]))
-        return axis_groups(layout)
+            sharding = engine_kind(cls.bind_engine(cfg).engine.kind).sharding
+            axes = ("shard", "replicate") if sharding.parameters else ()
+            return axis_groups(layout, axes if layout.shard_size < layout.size else ())
+        tied = False
+        if layout.pp_size > 1 and cls.head == "causal_lm":
+            tied = Architecture.sizes_from_folder(cfg.model.path).tied
+        return axis_groups(layout, (*_AXES, "embedding") if tied else _AXES)
 
     @classmethod
     def bind_engine(cls, cfg: Any) -> Any:
@@ -208,11 +209,10 @@ class EngineWorker(Worker):
                 self.engine.residency(where, part)
 
 
-def axis_groups(layout: Layout) -> list[tuple[int, ...]]:
-    """The pool, the groups of every axis and every rank alone; each once."""
-    groups = [group for axis in _AXES for group in layout.axis_groups(axis)]
-    alone = [(rank,) for rank in layout.ranks]
-    return list(dict.fromkeys([layout.ranks, *groups, *alone]))
+def axis_groups(layout: Layout, axes: Sequence[str]) -> list[tuple[int, ...]]:
+    """The pool and the groups of some axes, each once; none of a single rank, which needs none."""
+    groups = [group for axis in axes for group in layout.axis_groups(axis)]
+    return [ranks for ranks in dict.fromkeys([layout.ranks, *groups]) if len(ranks) > 1]
 
 
 class FSDPWorker(EngineWorker):

@@ -156,7 +156,7 @@ class GeneratorWorker(SamplingWorker):
         cls, cfg: ActorConfig | EvaluatedConfig, layout: Layout
     ) -> list[tuple[int, ...]]:
         """The pool and the groups of its replicas."""
-        return axis_groups(layout)
+        return axis_groups(layout, ("replica", "tp", "pp"))
 
     def __init__(self, cfg: ActorConfig | EvaluatedConfig, context: WorkerContext) -> None:
         super().__init__(cfg, context)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import debug
 
 from spmdflow.errors import ProtocolError
+from spmdflow.parallel.device import backend_of, own_device
 
 LANES = ("compute", "transfer")
 
@@ -55,9 +56,12 @@ class GroupTable:
         self._known: dict[GroupSpec, dist.ProcessGroup | None] = {}
 
     def make(self, specs: Iterable[GroupSpec]) -> None:
-        """Make the groups that are not there yet (collective over the default world)."""
+        """Make the groups that are not there yet (collective over the default world).
+
+        Not those of one rank: `get` makes them where they are asked for.
+        """
         for spec in specs:
-            if spec in self._known:
+            if spec in self._known or len(spec.ranks) == 1:
                 continue
             group = dist.new_group(list(spec.ranks), timeout=self._timeout, backend=spec.backend)
             self._known[spec] = group if self._rank in spec.ranks else None
@@ -80,8 +84,11 @@ class GroupTable:
         """The group over ranks; ProtocolError if it was not made or this rank is outside it.
 
         Without backend it is the one made first: the device's own; a gloo one may exist besides.
+        A group of this rank alone is made here, if it is not there: no other rank takes part.
         """
         ranks = tuple(ranks)
+        if ranks == (self._rank,):
+            return self._alone(lane, backend or backend_of(own_device()))
         if self._rank not in ranks:
             expected = f"a group that rank {self._rank} is in"
             do = "ask for its own group, e.g. layout.axis_group(rank, 'dp')"
@@ -104,6 +111,18 @@ class GroupTable:
             if (spec.ranks, spec.lane) == key and backend in (None, spec.backend):
                 return group
         return None
+
+    def _alone(self, lane: str, backend: str) -> dist.ProcessGroup:
+        spec = GroupSpec((self._rank,), lane, backend)
+        group = self._known.get(spec)
+        if group is None:
+            group = self._known[spec] = dist.new_group(
+                [self._rank],
+                timeout=self._timeout,
+                backend=backend,
+                use_local_synchronization=True,
+            )
+        return group
 
     def reducer(self, ranks: Iterable[int]) -> Callable[[Tensor], Tensor]:
         """Function that sums a tensor over the compute-lane group of ranks, in float64.

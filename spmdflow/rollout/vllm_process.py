@@ -2,7 +2,7 @@
 
 vLLM makes a world and its groups for itself. Here its coordinators are real ones, but the two
 groups that each would create (device, host) are handed to it: the trainer's tp and pp groups of
-the generation replica, a private one-rank group for every axis of size 1. vLLM's world is the
+the generation replica, this rank's own for every axis of size 1. vLLM's world is the
 replica, whatever the default process group is; replicas know nothing of each other.
 
 It also reseeds the random states, sets environment variables and, on CPU, replaces functions of
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_names
+from spmdflow.parallel.group import GroupTable
 from spmdflow.rollout.generator import Replica
 
 _SINGLE = ("_DCP", "_PCP", "_DP")
@@ -61,10 +62,8 @@ class Groups:
         self.replica, self.device = replica, device
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        # made by this rank alone: it needs no other, and pools differ
-        self._private = dist.new_group(
-            [dist.get_rank()], backend="gloo", use_local_synchronization=True
-        )
+        own = replica.groups or GroupTable(dist.get_rank(), timeout_seconds=60)
+        self._alone = own.get((dist.get_rank(),), backend="gloo")
 
     def install(self) -> None:
         """Fill vLLM's parallel state."""
@@ -80,13 +79,14 @@ class Groups:
         state._NODE_COUNT = 1
 
     def close(self) -> None:
-        """Forget the coordinators, destroy the private group; the trainer's groups stay."""
+        """Forget the coordinators; the trainer's groups stay."""
         release()
-        dist.destroy_process_group(self._private)
+        if self.replica.groups is None:
+            dist.destroy_process_group(self._alone)
 
     def _coordinator(self, name: str, ranks: tuple[int, ...]) -> Any:
         """vLLM's coordinator of some ranks on our groups of them, device's and host's."""
-        given = [self._private, self._private]
+        given = [self._alone, self._alone]
         if len(ranks) > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             given = [self.replica.group(ranks, each) for each in (backend, "gloo")]

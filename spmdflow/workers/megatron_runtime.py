@@ -40,8 +40,8 @@ def process_groups(layout: Layout, rank: int, groups: GroupTable) -> ProcessGrou
     return ProcessGroupCollection(
         **axis,
         mp=replica,
-        # first and last stage, where tied embeddings are; None on the stages between
-        embd=groups.get(ends[0]) if ends and layout.pp_size > 1 else None,
+        # first and last stage of a tied embedding; None on the stages between
+        embd=groups.get_or_none(ends[0]) if ends and layout.pp_size > 1 else None,
         pos_embd=None,
         # axes that our layouts do not have: context and expert parallelism of size 1
         cp=alone,

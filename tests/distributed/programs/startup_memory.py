@@ -32,6 +32,7 @@ from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.table import parameters
 from spmdflow.workers.engine import TrainEngine, engine_of
 
+AXES = ("tp", "pp", "dp", "replica", "embedding")
 SIZES = {
     # layers, hidden, ffn, heads, key-value heads, vocabulary
     "1.5B": (28, 1536, 8960, 12, 2, 151936),
@@ -118,7 +119,7 @@ def measure(folder: Path, output: Path, cases: list[str]) -> None:
         pp_size, tp_size, dp_size = size.get("p", 1), size.get("t", 1), size.get("d", 1)
         ranks = tuple(range(pp_size * tp_size * dp_size))
         layout = Layout(ranks, pp_size=pp_size, dp_size=dp_size, tp_size=tp_size)
-        groups.make([GroupSpec(each, "compute", "gloo") for each in axis_groups(layout)])
+        groups.make([GroupSpec(each, "compute", "gloo") for each in axis_groups(layout, AXES)])
         # the first two cases import and start everything that is needed, on a tiny model
         path = folder if case in cases else TINY
         row = {}

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import pytest
+
 from spmdflow.config.leaf import defaults
 from spmdflow.config.schema import ActorConfig, RewardConfig
 from spmdflow.models.generator import GeneratorWorker
 from spmdflow.models.policy import ActorWorker, PolicyWorker
 from spmdflow.models.reward import RewardWorker
 from spmdflow.parallel.layout import Layout
+from tests.unit.weight_shapes import TINY
 
 
 def actor_config(layout: str, *, rollout: str = "auto", engine: str = "vllm") -> ActorConfig:
@@ -50,15 +56,22 @@ def test_policy_whose_samples_others_make_is_not_cut_by_their_layout() -> None:
     assert GeneratorWorker.layout_of(cfg, (1, 2)) == Layout((1, 2), tp_size=2)
 
 
-def test_every_group_of_a_3d_layout_is_asked_for_once_and_ascends() -> None:
-    cfg = actor_config("t2p2", rollout="t1")
-    layout = ActorWorker.layout_of(cfg, tuple(range(8)))
+@pytest.mark.parametrize("tied", [False, True])
+def test_groups_of_a_3d_layout_have_several_ranks_and_are_used(tmp_path: Path, tied: bool) -> None:
+    cfg = actor_config("t2p4", rollout="t1")
+    cfg.model.path = str(tmp_path)
+    config = {**TINY, "model_type": "llama", "tie_word_embeddings": tied}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layout = ActorWorker.layout_of(cfg, tuple(range(16)))
     groups = ActorWorker.needed_groups(cfg, layout)
 
     assert len(groups) == len(set(groups))
-    assert all(list(ranks) == sorted(ranks) for ranks in groups)
-    for axis in ("tp", "pp", "dp", "replica", "embedding", "gen_replica", "micro_dp"):
-        assert set(layout.axis_groups(axis)) <= set(groups)
+    assert all(list(ranks) == sorted(ranks) and len(ranks) > 1 for ranks in groups)
+    ends = {*layout.axis_groups("embedding")}
+    wanted = {layout.ranks, *(ends if tied else ())}
+    for axis in ("tp", "pp", "dp", "replica", "gen_replica", "micro_dp"):
+        wanted |= {ranks for ranks in layout.axis_groups(axis) if len(ranks) > 1}
+    assert set(groups) == wanted and (not ends & wanted or tied)
 
 
 def test_reward_function_is_data_parallel_whatever_its_engine_says() -> None:
