@@ -191,7 +191,7 @@ class MegatronEngine(TrainEngine):
             model.read,
         )
         if copied:
-            held = self._parameters.get(first, self._parameters.get(last))
+            held = self._parameters[first if first in self._parameters else last]
             source = dist.get_process_group_ranks(group)[0]
             dist.broadcast(held.detach(), source, group=group)
 
