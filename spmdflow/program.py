@@ -60,8 +60,10 @@ def prepare(
     Also the text that says what `auto` means here, and why. Every rank finds it by itself, and the
     same. ConfigError if something does not fit.
     """
+    from spmdflow.parallel.device import own_device
+
     cfg = copy.deepcopy(loaded.cfg)
-    choices = choose_by_device(cfg, _device_type(), kept=_as_before(cfg.run))
+    choices = choose_by_device(cfg, own_device().type, kept=_as_before(cfg.run))
     loaded, placed = replace(loaded, cfg=cfg), ""
     hardware_name = cfg.run.hardware
     if hardware_name is not None:
@@ -85,13 +87,6 @@ def prepare(
         choices = [*choices, *found_parts]
     text = "\n".join(filter(None, (choices_text(choices), placed)))
     return replace(loaded, yaml_text=to_yaml(cfg)), text or None
-
-
-def _device_type() -> str:
-    """Of the devices of this node: cuda, ..., or cpu."""
-    from spmdflow.parallel.device import own_device
-
-    return own_device().type
 
 
 def _as_before(run: RunConfig) -> dict[str, Any]:

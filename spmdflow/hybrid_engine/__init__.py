@@ -10,15 +10,15 @@ weights; what each way adds to the trainer's own M / (t p), its moments and grad
 |---|---|---|---|
 | blocks | Megatron + vLLM, nested | (d_g - 1)/(t p) M | peers' shards while generating |
 | flat | the same | the same | peers' shards, at fixed addresses |
-| copy | every engine, generator and layout | what is missing | M / (t_g p_g), unless offloaded |
+| copy | every engine, generator and layout | what is missing | M / (t_g p_g), freed for training |
 | copy, other ranks | a generator's own pool | M / (t_g p_g) | the same |
 
 copy goes box by box: each rank receives the boxes of Hugging Face tensors that its generator
 lacks, in the generator's precision. blocks and flat need one precision and keep one copy: vLLM's
 layers work on lists of Megatron's shards (rollout.vllm_blocks), so training and generation read
-the same storage and nothing is redundant but norms and alignment. With engine.residency=offload
-generation frees the trainer's moments and gradients, and training frees the KV cache and a copy's
-weights.
+the same storage and nothing is redundant but norms and alignment. The KV cache is there while its
+model generates; a copy's weights and peers' shards also while others only run forward. Parts of a
+trainer that engine.residency names come for the calls that need them.
 
 | file | what |
 |---|---|

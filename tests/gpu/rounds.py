@@ -115,12 +115,21 @@ def phases(device: str, path: str, settings: dict[str, str]) -> dict[str, int]:
             ("trained again", lambda: update(actor, 1)),
         ):
             phase()
-            if name.startswith("trained") and settings.get("engine.residency") == "offload":
-                held = actor.engine.state_blocks()
-                left = [n for n, t, _ in held if t.is_cuda and t.untyped_storage().nbytes()]
-                assert not left, left  # weights and moments have left the device
+            if name.startswith("trained") and device == "cuda":
+                here = {part_of(n) for n, t, _ in actor.engine.state_blocks() if on_device(t)}
+                assert here == {"parameters", "optimizer"} - set(actor.cfg.engine.moved), here
             found[name] = used_bytes() if device == "cuda" else 0
     return found
+
+
+def part_of(name: str) -> str:
+    """Of an FSDP engine's block."""
+    return "optimizer" if name.endswith((".exp_avg", ".exp_avg_sq")) else "parameters"
+
+
+def on_device(tensor: Tensor) -> bool:
+    """Whether its memory is there."""
+    return tensor.is_cuda and tensor.untyped_storage().nbytes() > 0
 
 
 def used_bytes() -> int:

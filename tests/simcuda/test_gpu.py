@@ -16,7 +16,7 @@ WITH_VLLM = "kv_cache or (bfloat16 and (p2 or (one_device and blocks)))"
 
 @pytest.mark.parametrize(
     ("chosen", "number"),
-    [("not vllm and not megatron and not kv_cache", 8), (WITH_VLLM, 3)],
+    [("not vllm and not megatron and not kv_cache", 8), (WITH_VLLM, 4)],
     ids=["torch alone", "vllm and megatron"],
 )
 def test_hybrid_engine_follows_the_trainer_on_simulated_devices(
