@@ -30,8 +30,9 @@ from spmdflow.parallel.device import backend_of
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.sampling import Sampling
-from spmdflow.weights.folder import folder_tensors
-from spmdflow.weights.move import Block
+from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.folder import HuggingFaceFolder, folder_tensors
+from spmdflow.weights.move import Block, copy_box
 
 NEVER = -1
 WakePart = Literal["weights", "kv_cache"]
@@ -248,6 +249,11 @@ def take_folder_weights(generator: Generator, path: str, *, verify: bool) -> int
     verify: compare the hash of each tensor that both know by name. Returns how many were
     compared. All ranks of a generation replica call it. WeightSyncError for one that differs.
     """
+    if not getattr(generator, "has_folder_weights", True):
+        read = HuggingFaceFolder(path, Architecture.from_folder(path)).read
+        with torch.no_grad():
+            for name, view, box in generator.blocks():
+                copy_box(view, name, box, read)
     compared = 0
     found = generator.hashes() if verify else {}
     for name, tensor in folder_tensors(path) if verify else ():

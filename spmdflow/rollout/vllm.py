@@ -31,7 +31,7 @@ from spmdflow.rollout.generator import NEVER, Replica, WakePart, check_prompts, 
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm_blocks import Shards, install
 from spmdflow.rollout.vllm_contract import check_contract, walk
-from spmdflow.rollout.vllm_engine import RowSampler, explain_errors, start_llm
+from spmdflow.rollout.vllm_engine import RowSampler, explain_errors, loads_folder, start_llm
 from spmdflow.rollout.vllm_process import (
     Groups,
     SleepingMemory,
@@ -77,6 +77,12 @@ class VllmGenerator:
                 self.answer([[0]], Sampling(max_new_tokens=1), [0], ())
             undo.pop_all()
         self._reading = stock_reading(self.model, model_path, replica)
+        self.has_folder_weights = loads_folder(model_path)
+        """Else all are zeros until they are synced, or read by `take_folder_weights`."""
+        if not self.has_folder_weights:
+            with torch.no_grad():  # not random numbers: padding is never synced
+                for parameter in self.model.parameters():
+                    parameter.zero_()
 
     def _open(self) -> None:
         """Find vLLM's parts, and put our sampler in the place of its own."""

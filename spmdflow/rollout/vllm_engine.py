@@ -33,6 +33,7 @@ from spmdflow.kind.generator import generator_names
 from spmdflow.rollout.generator import Replica, stop_strings_of
 from spmdflow.rollout.sampling import Sampling, draw
 from spmdflow.rollout.vllm_process import Groups, executor_class, keep_caches_apart, replaced
+from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.table import stage_layers
 
 _CUDA: dict[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.01}
@@ -68,10 +69,16 @@ def start_llm(cfg: RolloutConfig, model_path: str, groups: Groups) -> Any:
             generation_config="vllm",
             async_scheduling=False,  # a row's position is the number of tokens it has
             use_tqdm_on_load=False,
+            load_format="auto" if loads_folder(model_path) else "dummy",
             **({"enforce_eager": True} if eager else {}),
             **({} if on_cpu else _CUDA),
         )
     return llm
+
+
+def loads_folder(model_path: str) -> bool:
+    """Whether vLLM reads the weights itself: without a table nobody knows that all are synced."""
+    return bool(Architecture.sizes_from_folder(model_path).obstacle)
 
 
 class RowSampler(nn.Module):

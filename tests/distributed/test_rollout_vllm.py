@@ -88,6 +88,12 @@ def test_sleeping_vllm_frees_its_cache_and_wakes_to_the_same_responses(ranks: li
         assert found["sleep"]["same"]
 
 
+def test_first_sync_reaches_every_weight_of_vllm_but_padding(ranks: list[dict]) -> None:
+    for rank in ranks:
+        assert rank["first sync"]["zeros"]
+        assert set(rank["first sync"]["left"]) <= {"model.embed_tokens.weight"}
+
+
 def test_rows_that_pad_the_vocabulary_are_not_compared(ranks: list[dict]) -> None:
     assert [found["padding"] for found in ranks] == [{"rows": 128, "same": True}] * 2
 

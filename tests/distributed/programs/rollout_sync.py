@@ -35,7 +35,13 @@ from spmdflow.hybrid_engine.sync import BoxSync
 from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.rollout.generator import Generator, generator_of
+from spmdflow.rollout.generator import (
+    NEVER,
+    Generator,
+    Replica,
+    generator_of,
+    take_folder_weights,
+)
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.workers.fsdp import FSDPEngine
@@ -57,6 +63,14 @@ GREEDY, SAMPLED = Sampling(16, greedy=True), Sampling(16, temperature=0.8)
 Blocks = list[tuple[str, Tensor, Box]]
 
 
+def from_folder(cfg: RolloutConfig, path: str, replica: Replica | None = None) -> Generator:
+    """A generator that has the folder's weights, and counts as never synced."""
+    generator = generator_of(cfg, path, CPU, replica)
+    take_folder_weights(generator, path, verify=False)
+    generator.weights_version = NEVER
+    return generator
+
+
 @dataclass
 class World:
     """What the checks share on one rank."""
@@ -76,7 +90,7 @@ class World:
 
     def generator(self, model: str, **settings: Any) -> Generator:
         """A generator of this rank."""
-        return generator_of(RolloutConfig(**settings), str(self.folder / model), CPU)
+        return from_folder(RolloutConfig(**settings), str(self.folder / model))
 
     @property
     def seeds(self) -> list[int]:

@@ -6,6 +6,7 @@ The checks of rollout_sync.py, then what is vLLM's own. SPMDFLOW_DATA adds a rea
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sys
@@ -26,6 +27,7 @@ from rollout_sync import (
     check_faults,
     check_updates,
     check_versions,
+    from_folder,
     main,
     message,
     sync_of,
@@ -205,13 +207,25 @@ def check_refusals(world: World) -> dict[str, Any]:
     }
 
 
+def check_first_sync(world: World) -> dict[str, Any]:
+    """Before it all weights are zeros; it reaches every element but padding."""
+    generator: Any = generator_of(RolloutConfig(engine="vllm"), str(world.folder / "tied"), CPU)
+    parameters = dict(generator.model.named_parameters())
+    zeros = all(not parameter.any() for parameter in parameters.values())
+    for _, view, _ in generator.blocks():
+        view.fill_(math.nan)
+    left = {name: int((~parameter.isnan()).sum()) for name, parameter in parameters.items()}
+    generator.close()
+    return {"first sync": {"zeros": zeros, "left": {n: size for n, size in left.items() if size}}}
+
+
 def check_real_model(world: World) -> dict[str, Any]:
     """stories260K-hd64, 64 sampled tokens, against transformers."""
     if "SPMDFLOW_DATA" not in os.environ:
         return {}
     path = str(Path(os.environ["SPMDFLOW_DATA"]) / "models" / "stories260K-hd64")
     prompts, sampling = make_prompts(4, vocab_size=512, seed=world.rank), Sampling(64)
-    generator = generator_of(RolloutConfig(engine="vllm"), path, CPU)
+    generator = from_folder(RolloutConfig(engine="vllm"), path)
     found = generator.generate(prompts, sampling, world.seeds[:4])
     generator.close()
     expected = reference(load(path), prompts, sampling, world.seeds[:4], end_tokens(path))
@@ -233,6 +247,7 @@ def vllm_checks(world: World) -> dict[str, Any]:
     tied: Any = world.generator("tied", engine="vllm")
     found |= check_updates(world, tied, model="tied")
     tied.close()
+    found |= check_first_sync(world)
     return found | check_small_cache(world) | check_refusals(world) | check_real_model(world)
 
 

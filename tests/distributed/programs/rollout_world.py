@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rollout_sync import from_folder
 from torch import Tensor
 
 from spmdflow.config.schema import RolloutConfig
@@ -15,7 +16,7 @@ from spmdflow.data.ragged import rows_of
 from spmdflow.errors import SpmdflowError
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.rollout.generator import Replica, generator_of
+from spmdflow.rollout.generator import Replica
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm_blocks import Shards, shard_tensors, vllm_names
 from spmdflow.weights.architecture import Architecture
@@ -68,7 +69,7 @@ class World:
     def generator(self, family: str, layout: Layout, **settings: Any) -> Any:
         """This rank's part of a vLLM generator."""
         cfg = RolloutConfig(engine="vllm", max_batch_size=8, kv_cache="16 MiB", **settings)
-        return generator_of(cfg, str(self.path(family)), CPU, self.replica(layout))
+        return from_folder(cfg, str(self.path(family)), self.replica(layout))
 
     def prompts(self, layout: Layout) -> Tensor:
         """Prompts that differ between replicas."""
