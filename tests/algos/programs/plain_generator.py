@@ -24,7 +24,7 @@ class PlainGenerator:
     """Whole weights on every rank; rows are padded on the right."""
 
     def __init__(self, cfg: RolloutConfig, model_path: str, device: torch.device) -> None:
-        self.weights_version, self.dtype = NEVER, getattr(torch, cfg.dtype)
+        self.weights_version, self.dtype = NEVER, getattr(torch, cfg.precision)
         self.module = causal_lm(model_path, dtype=self.dtype, device=device)
         self.ends = torch.tensor(end_tokens(model_path), device=device)
 
