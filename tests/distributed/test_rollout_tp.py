@@ -11,12 +11,18 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.rollout_reference import FAMILIES
+from spmdflow.blocks.box import Box, disjoint, subtract_all
+from spmdflow.hybrid_engine.reshard import BoxesByRank, boxes_of, plan_reshard
+from spmdflow.parallel.layout import Layout
+from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.ranks import BUCKET_BYTES, row_tables, vllm_tables
+from tests.rollout_reference import FAMILIES, write_family
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "rollout_tp.py"
@@ -128,6 +134,52 @@ def test_sync_from_fsdp_over_four_ranks_into_replicas_of_two_is_verified(
     for said, needs_sync in (place["damaged"] for place in found):
         assert said.startswith("WeightSyncError: weight sync of version 2: got rollout tensor")
         assert "lm_head.weight" in said and needs_sync
+
+
+def test_trainers_shards_reach_every_edge_as_planned_and_enter_a_node_once(
+    ranks: list[dict], tmp_path: Path
+) -> None:
+    """Two nodes, whose two ranks generate with the same shard of the weights."""
+    write_family(tmp_path / "llama", "llama")
+    arch = Architecture.from_folder(str(tmp_path / "llama"))
+    layout = Layout((0, 1, 2, 3), tp_size=4, gen_tp_size=2)
+    training = Layout.data_parallel((0, 1, 2, 3), shard_size=4)
+    have, need = boxes_of(row_tables(arch, training)), boxes_of(vllm_tables(arch, layout))
+
+    plan = plan_reshard(
+        have,
+        need,
+        scopes={"pool": [(0, 1, 2, 3)]},
+        element_bytes=4,
+        bucket_bytes=BUCKET_BYTES,
+        node_of=lambda rank: rank // 2,
+    )
+    edges: Counter[tuple[int, int]] = Counter()
+    for move, times in plan.moves():
+        for rank in move.destinations:
+            edges[move.source, rank] += 4 * times * move.box.size
+
+    found = [rank["trainer"] for rank in ranks]
+    sent = {
+        (rank, int(to)): n for rank, place in enumerate(found) for to, n in place["sent"].items()
+    }
+    assert sent == dict(edges)
+    assert any(bucket.relayed for bucket in plan.buckets)
+    for rank, place in enumerate(found):
+        assert place["synced"] == plan.received_bytes(rank) > 0
+    for node in ((0, 1), (2, 3)):
+        lacking = sum(box.size for box in lacking_of(have, need, node))
+        entering = (n for (a, b), n in sent.items() if b in node and a not in node)
+        assert sum(entering) == 4 * lacking
+
+
+def lacking_of(have: BoxesByRank, need: BoxesByRank, node: tuple[int, ...]) -> list[Box]:
+    """What the ranks of a node need, and none of them trains."""
+    found: list[Box] = []
+    for name in need[node[0]]:
+        wanted = disjoint(box for rank in node for box in need[rank].get(name, ()))
+        found += subtract_all(wanted, [box for rank in node for box in have[rank].get(name, ())])
+    return found
 
 
 @pytest.mark.parametrize("victim", VICTIMS)

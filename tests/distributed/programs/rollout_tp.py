@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import sys
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -161,6 +162,31 @@ def check_blocks(
     return found
 
 
+@contextmanager
+def sent_bytes() -> Iterator[Counter[int]]:
+    """What this rank sends to each other one."""
+    found: Counter[int] = Counter()
+    batch, broadcast = dist.batch_isend_irecv, dist.broadcast
+
+    def counting_batch(messages: list[dist.P2POp]) -> Any:
+        for each in messages:
+            if each.op is dist.isend:
+                found[each.peer] += each.tensor.nbytes
+        return batch(messages)
+
+    def counting_broadcast(tensor: Tensor, source: int, *, group: Any, async_op: bool) -> Any:
+        others = set(dist.get_process_group_ranks(group)) - {source}
+        if source == dist.get_rank():
+            found.update(dict.fromkeys(others, tensor.nbytes))
+        return broadcast(tensor, source, group=group, async_op=async_op)
+
+    dist.batch_isend_irecv, dist.broadcast = counting_batch, counting_broadcast
+    try:
+        yield found
+    finally:
+        dist.batch_isend_irecv, dist.broadcast = batch, broadcast
+
+
 def check_trainer(world: World, generator: Any, layout: Layout) -> dict[str, Any]:
     """An FSDP trainer on all ranks: updates, verified syncs, responses."""
     path = world.path("llama")
@@ -172,11 +198,14 @@ def check_trainer(world: World, generator: Any, layout: Layout) -> dict[str, Any
         optimizer=OptimizerConfig(lr=0.02),
         total_optimizer_steps=10,
     )
-    hybrid = BoxSync(engine, generator, rank=world.rank, seconds=60, verify_every=1)
+    node = world.rank // 2  # so that both ranks of a node have the same shard of the generator
+    hybrid = BoxSync(engine, generator, rank=world.rank, seconds=60, verify_every=1, node=node)
     found: dict[str, Any] = {"new": message(hybrid.sync)}
     update(engine, 1)
     generator.sleep(weights=True)
-    metrics = hybrid.sync()
+    with sent_bytes() as sent:
+        metrics = hybrid.sync()
+    found["sent"], found["synced"] = sent, metrics["rollout/synced_bytes"].total  # type: ignore[union-attr]
     found["verified"] = metrics["rollout/weights_verified"].value  # type: ignore[union-attr]
     model = with_weights(world, "llama", dict(engine.full_tensors()))
     found["responses"] = compare(world, generator, layout, model)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdflow.blocks.box import Box, flat_range
-from spmdflow.blocks.plan import Edge, redistribute
+from spmdflow.blocks.plan import Edge, redistribute, through_nodes
 from spmdflow.errors import PlanError
 from spmdflow.parallel.layout import Layout
 from tests.unit.block_proof import verify
@@ -56,6 +56,41 @@ def test_random_plan_is_right_element_by_element(problem, nodes):
         len(elements(parts) - held.get(rank, frozenset())) for rank, parts in need.items()
     )
     assert num_elements(plan) == lacking, "something is sent twice"
+
+
+@settings(max_examples=300, deadline=None)
+@given(problem=problems(max_rank=11))
+def test_what_comes_through_a_node_is_right_element_by_element_and_enters_it_once(problem):
+    have, need = problem
+    held = {rank: elements(parts) for rank, parts in have.items()}
+
+    first, second = through_nodes(have, need, node_of=node_of_4)
+
+    arrived = {}
+    for number, plan in enumerate((first, second)):
+        for edge in plan.edges:
+            for item in elements([edge.box]):
+                key = (edge.destination, item)
+                assert key not in arrived, "an element is sent twice"
+                arrived[key] = edge.source
+                if number == 0:
+                    assert item in held[edge.source]
+                else:
+                    assert node_of_4(edge.source) == node_of_4(edge.destination)
+                    assert (edge.source, item) in arrived, "only what came before is passed on"
+    lacking = {
+        (rank, item)
+        for rank, parts in need.items()
+        for item in elements(parts) - held.get(rank, frozenset())
+    }
+    assert arrived.keys() == lacking
+    far = [
+        (node_of_4(rank), item)
+        for (rank, item), source in arrived.items()
+        if node_of_4(source) != node_of_4(rank)
+    ]
+    near = {(node_of_4(rank), item) for rank, items in held.items() for item in items}
+    assert len(set(far)) == len(far) and not near & set(far)
 
 
 @settings(max_examples=200, deadline=None)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 from bench._amount import received_by, sent_by, staging_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdflow.errors import PlanError
-from spmdflow.hybrid_engine.reshard import boxes_of, plan_reshard, scopes_of
+from spmdflow.hybrid_engine.reshard import Copies, boxes_of, plan_reshard, scopes_of
 from spmdflow.parallel.layout import Layout
+from spmdflow.plan.check import check_weights
 from spmdflow.weights.ranks import megatron_tables, row_tables, vllm_tables, whole_tables
+from tests.unit.block_reference import elements
 from tests.unit.resharding import arch_for, crossing_layouts, execute, nested_layouts
 
 SMALL = {"num_hidden_layers": 8, "vocab_size": 60}
 
 
-def _plan(have, need, scopes, bucket_bytes=1 << 30, node_of=None):
+def _plan(have, need, scopes, bucket_bytes=1 << 30, node_of=None, rank=None):
     return plan_reshard(
         boxes_of(have),
         boxes_of(need),
@@ -24,6 +29,7 @@ def _plan(have, need, scopes, bucket_bytes=1 << 30, node_of=None):
         element_bytes=4,
         bucket_bytes=bucket_bytes,
         node_of=node_of,
+        rank=rank,
     )
 
 
@@ -172,6 +178,49 @@ def test_same_node_sends_first_where_nodes_are_given():
 
     edges = {(m.source, m.destinations) for bucket in plan.buckets for m in bucket.messages}
     assert edges == {(0, (1,)), (4, (5,))}
+
+
+ANY_WAY = [
+    *(Layout((0, 1, 2, 3), dp_size=4, shard_size=s, gen_tp_size=g) for s in (2, 4) for g in (1, 2)),
+    *(each for each in (*nested_layouts(4), *crossing_layouts(4)) if each.size == 4),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layout=st.sampled_from(ANY_WAY),
+    apart=st.booleans(),
+    node_size=st.integers(1, 4),
+    bucket_bytes=st.integers(16, 12_000),
+)
+def test_ranks_planned_together_get_what_each_of_them_lacks_element_by_element(
+    layout, apart, node_size, bucket_bytes
+):
+    arch = arch_for(4, **SMALL)
+    generation = replace(layout, ranks=(4, 5, 6, 7)) if apart else layout
+    sharded = layout.shard_size > 1
+    tables = row_tables if sharded else partial(megatron_tables, vocab_multiple=64)
+    have, need = tables(arch, layout), vllm_tables(arch, generation)
+    scopes, node_of = scopes_of(layout, generation), lambda rank: rank // node_size
+
+    plan = _plan(have, need, scopes, bucket_bytes, node_of)
+
+    boxes = boxes_of(have), boxes_of(need)
+    lacking = {
+        rank: sum(
+            len(elements(parts) - elements(boxes[0].get(rank, {}).get(name, ())))
+            for name, parts in table.items()
+        )
+        for rank, table in boxes[1].items()
+    }
+    arrived = execute(arch, plan, have, need)
+    assert {rank: arrived[rank] for rank in lacking} == {r: 4 * n for r, n in lacking.items()}
+    assert check_weights(Copies(plan, *boxes), way="any") == []
+    for rank in plan.ranks:
+        own = _plan(have, need, scopes, bucket_bytes, node_of, rank=rank)
+        mine = [some for some in own.messages_of(rank) if some]
+        assert plan.scope != "pool" or mine == [some for some in plan.messages_of(rank) if some]
+        assert own.received_bytes(rank) == plan.received_bytes(rank)
 
 
 def test_ranks_that_lack_an_element_of_the_model_are_refused():

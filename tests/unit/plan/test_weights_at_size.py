@@ -1,0 +1,86 @@
+"""Weights of large models in `python -m spmdflow.plan`: every edge is proved, in seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spmdflow.plan.__main__ import WRONG, main
+from tests.unit.plan.test_command import PPO, large
+from tests.unit.planned import SMALL
+
+
+def weights_of_70b(folder: Path, kind: str, layout: str) -> list[str]:
+    """The words of `large` with an actor of another engine and layout; copies to t_g 8."""
+    words = [PPO, *large(folder), f"actor.engine.kind={kind}", f"actor.engine.layout={layout}"]
+    words += ["actor.rollout.weights=copy", "actor.engine.options=[recompute]"]
+    return [*words, "--hardware=h100", "--no-data"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "num_edges"),
+    [
+        # a rank lacks three of its shard's four stages
+        ("megatron", "t8p4", 128 * 3),
+        # each receives from the others that train in its group of 64
+        ("fsdp", "s64", 128 * 63),
+    ],
+)
+def test_weights_of_70b_on_128_ranks_are_proved_on_every_edge_in_seconds(
+    tmp_path: Path, kind: str, layout: str, num_edges: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = time.process_time()
+
+    main([*weights_of_70b(tmp_path, kind, layout), "--world=128", "--json"])
+
+    assert time.process_time() - started < 20, "about 1 s on an idle core"
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["checks"]["weights"] is True
+    (way,) = plain["weights"]
+    assert len(way["edges"]) == num_edges
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "layout"), [("megatron", "t8p4"), ("fsdp", "s64")])
+def test_weights_of_70b_on_1024_ranks_are_proved_in_a_minute_and_2_gb(
+    tmp_path: Path, kind: str, layout: str
+) -> None:
+    words = [*weights_of_70b(tmp_path, kind, layout), "--world=1024"]
+    program = (
+        "import json, resource, sys\n"
+        "from spmdflow.plan.__main__ import main\n"
+        "main(sys.argv[1:])\n"
+        "usage = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print(json.dumps([usage.ru_utime + usage.ru_stime, usage.ru_maxrss]))\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=300
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    seconds, kilobytes = json.loads(done.stdout.splitlines()[-1])
+    assert "ok       weights   1024 ranks get each element" in done.stdout
+    assert seconds < 60 and kilobytes < 2e6
+
+
+def test_weights_that_no_table_describes_are_unproved_and_the_exit_code_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"architectures": ["GPT2LMHeadModel"]})
+    )
+    words = [PPO, *SMALL, f"actor.model.path={tmp_path}", "--world=2", "--hardware=h100"]
+
+    status = main([*words, "--no-data"])
+
+    text = " ".join(capsys.readouterr().out.split())
+    assert status == WRONG
+    assert "weights of actor to actor: not planned: " in text
+    assert "nothing is proved" in text
