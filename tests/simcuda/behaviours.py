@@ -59,6 +59,12 @@ def values_are_those_of_the_host() -> None:
     assert torch.equal(torch.sort(on_device, dim=1)[1].cpu(), torch.sort(values, dim=1)[1])
 
 
+def products_may_be_wider_than_their_factors() -> None:
+    a, b = torch.randn(4, 5).bfloat16(), torch.randn(5, 6).bfloat16()
+    wide = torch.mm(a.cuda(), b.cuda(), out_dtype=torch.float32)
+    assert torch.equal(wide.cpu(), a.float() @ b.float())
+
+
 def host_and_device_are_not_mixed() -> None:
     on_device = torch.ones(3, 3, device="cuda")
     for operator in (torch.add, torch.mm, torch.maximum):

@@ -35,6 +35,7 @@ def install(library: str) -> None:
     native = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(native)
     _install_devices()
+    _kernels.impl("mm.dtype", _product, "CUDA")
     _install_memory()
     _install_streams()
     _install_generators()
@@ -136,6 +137,15 @@ def _properties() -> types.SimpleNamespace:
 
 def _ignore(*arguments: Any) -> None:
     pass
+
+
+_kernels = torch.library.Library("aten", "IMPL")
+"""Of CUDA alone: the CPU has no kernel that could run on views."""
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """torch.mm(a, b, out_dtype=): products and sums in out_dtype."""
+    return a.to(out_dtype) @ b.to(out_dtype)
 
 
 def _install_memory() -> None:
