@@ -85,6 +85,12 @@ class EngineKind(Backend):
     stored in compute precision, and the optimizer has float32 copies."""
     keeps_gradients: bool = False
     """Its gradient buffer stays between steps."""
+    attention_copies: int = 2
+    """Copies of queries, keys and values of a token that a layer keeps for its backward."""
+    ffn_copies: int = 4
+    """The same of the feed-forward network's width, with a gate."""
+    ffn_forward_copies: int = 3
+    """Those that are there at once in a forward pass without a backward."""
     reads_folder: bool = False
     """It is built from a `ModelSource`, which it reads box by box; else from a `LoadedModel`."""
     worker_class: str = ""

@@ -81,6 +81,9 @@ register_engine(
         },
         float32_weights=False,
         keeps_gradients=True,
+        attention_copies=3,  # fused, rotated, and as attention's kernel takes and gives them
+        ffn_copies=5,  # the gate's product with up + 0 (Megatron's offset)
+        ffn_forward_copies=5,
         reads_folder=True,
         shares_storage=True,
         weight_table="spmdflow.weights.ranks:megatron_tables",

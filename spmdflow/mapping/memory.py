@@ -5,13 +5,8 @@ rank and divides the rest: 6 + 12/d bytes a parameter in bfloat16 (2 + 4, and 4 
 8 + 8/d in float32, which needs no second copy of the weights. FSDP and ZeRO 2, 3 divide all of it,
 and like ZeRO 1 they have gradients only while they train.
 
-Activations of a layer and token without recomputation (Korthikanti et al. 2022, without sequence
-parallelism and without the score matrix, which fused attention does not store):
-
-    5 hidden + (2 q + 2 kv + 3 ffn) / t        elements
-
-and with it the layer's input (hidden) plus one whole layer. The first stage of a pipeline holds
-min(m, p) micro-batches (1F1B). Models of a pool take turns: of what calls need, the most counts.
+What passes need is in `pass_memory`. Models of a pool take turns: of what calls need, the most
+counts.
 One strategy, or many at once as in `seconds`.
 """
 
@@ -24,13 +19,13 @@ import numpy as np
 
 from spmdflow.mapping.dataflow import Array, Dataflow, Kind, Model, Strategy, Workload
 from spmdflow.mapping.hardware import Hardware
+from spmdflow.mapping.pass_memory import pass_bytes
 from spmdflow.mapping.seconds import (
     PREFILL_TOKENS,
     Parts,
     added,
     kv_width,
     local_parameters,
-    micro_batches,
     rows_per_replica,
     sequence_bytes,
     share_of,
@@ -75,7 +70,7 @@ def call_bytes(model: Model, kind: Kind, workload: Workload, cut: Strategy) -> P
     """What one call needs beside all residents; generation without its cache and its sync."""
     if kind == "generate":
         return _generation_bytes(model, workload, cut)
-    parts = _pass_bytes(model, workload, cut, trains=kind == "train")
+    parts = pass_bytes(model, workload, cut, trains=kind == "train")
     return added(parts, visiting_bytes(model, kind, cut))
 
 
@@ -156,42 +151,6 @@ def offload_seconds(model: Model, kind: Kind, cut: Strategy, hardware: Hardware)
     return (2 if kind == "train" else 1) * copied / hardware.host_bandwidth
 
 
-def _gathered_bytes(model: Model, cut: Strategy, *, training: bool) -> Array:
-    """What a sharded model gathers for its passes: two layers, or all; all gradients too where they
-    stay whole until the step ends."""
-    sharding, size = model.engine.sharding, model.engine.element_bytes
-    if not sharding.parameters:
-        return 0.0 * cut.dp
-    if sharding.frees_gathered or not training:
-        two_layers = 2 * model.shape.layer_parameters
-        return size * (two_layers + model.shape.vocab_size * model.shape.hidden_size + 0 * cut.dp)
-    copies = 1 if sharding.micro_batch_reductions else 2
-    return copies * size * model.shape.num_parameters + 0.0 * cut.dp
-
-
-def _pass_bytes(model: Model, workload: Workload, cut: Strategy, *, trains: bool) -> Parts:
-    """Of an update or of a forward call."""
-    engine, shape = model.engine, model.shape
-    rows, num_micro = micro_batches(model, workload, cut, trains=trains)
-    tokens, one_layer = rows * workload.tokens, _layer_elements(model, cut)
-    logits = _logit_bytes(model, tokens, cut)
-    gather = _gathered_bytes(model, cut, training=trains)
-    if not trains:
-        activations = tokens * one_layer * engine.element_bytes
-        return {"activations": activations, "logits": logits, "gather": gather}
-    layers, held = np.ceil(shape.num_layers / cut.pp), np.minimum(num_micro, cut.pp)
-    kept = np.where(cut.recompute > 0, shape.hidden_size, one_layer) * layers * held
-    working = np.where(cut.recompute > 0, one_layer, 0.0)
-    share = share_of(engine.sharding.parameters, model, cut)
-    passing = not engine.facts.keeps_gradients  # freed after the step
-    return {
-        "gradients": passing * 4 * local_parameters(model, cut) / share,
-        "activations": tokens * (kept + working) * engine.element_bytes,
-        "logits": 2 * logits,
-        "gather": gather,
-    }
-
-
 def _generation_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
     """Weights (Table 2: M/(t_g p_g) at the peak, nothing twice) and buffers."""
     rollout, shape = model.rollout, model.shape
@@ -218,18 +177,3 @@ def _own_weights(model: Model, cut: Strategy) -> Array:
     held = shape.num_parameters * rollout.element_bytes / (cut.tp * cut.pp)
     shares = rollout.weights != "copy" and model.engine.facts.shares_storage
     return np.maximum(needed - held, 0.0) if shares else needed + 0.0 * cut.dp
-
-
-def _layer_elements(model: Model, cut: Strategy) -> Array:
-    shape = model.shape
-    divided = 2 * shape.q_size + 2 * shape.kv_size + (2 + shape.gated) * shape.ffn_size
-    whole = 5 * shape.hidden_size
-    if "sequence_parallel" in model.engine.options:
-        return (whole + divided) / cut.tp
-    return whole + divided / cut.tp
-
-
-def _logit_bytes(model: Model, tokens: Array, cut: Strategy) -> Array:
-    if model.shape.head == "scalar":
-        return 0.0 * tokens
-    return tokens * model.shape.vocab_size / cut.tp * LOGIT_BYTES

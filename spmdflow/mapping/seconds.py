@@ -101,9 +101,12 @@ def micro_batches(
 
 
 def local_parameters(model: Model, cut: Strategy) -> Array:
-    """Weights of a rank of the busiest stage."""
-    layers = model.shape.num_layers
-    return model.shape.num_parameters / cut.tp * (np.ceil(layers / cut.pp) / layers)
+    """Weights of a rank of the busiest stage; the embedding is on the first, a head on the last."""
+    shape = model.shape
+    words = shape.vocab_size * shape.hidden_size
+    ends = words * (1 + (shape.head == "causal_lm" and not shape.tied))
+    layers = (shape.num_parameters - ends) * (np.ceil(shape.num_layers / cut.pp) / shape.num_layers)
+    return (layers + np.where(cut.pp > 1, words, ends)) / cut.tp
 
 
 def share_of(divided: bool, model: Model, cut: Strategy) -> Array:

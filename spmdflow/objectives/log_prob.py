@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_CHUNK_ELEMENTS = 1 << 24
+CHUNK_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -180,5 +180,5 @@ def _joint_log_sum(local: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
     """Slices of rows with about 64 MB of float32 each."""
-    size = max(1, _CHUNK_ELEMENTS // max(1, logits.shape[-1]))
+    size = max(1, CHUNK_ELEMENTS // max(1, logits.shape[-1]))
     return (slice(start, start + size) for start in range(0, len(logits), size))

@@ -39,7 +39,7 @@ class Rows:
 def test_log_probs_and_their_gradient_equal_log_softmax(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_prob, "_CHUNK_ELEMENTS", 40)  # several chunks, the last one short
+    monkeypatch.setattr(log_prob, "CHUNK_ELEMENTS", 40)  # several chunks, the last one short
     logits = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True)
     ids, weight = torch.randint(0, 11, (3, 5)), torch.randn(3, 5).double()
 
@@ -51,7 +51,7 @@ def test_log_probs_and_their_gradient_equal_log_softmax(
 
 
 def test_entropy_and_its_gradient_equal_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_prob, "_CHUNK_ELEMENTS", 40)
+    monkeypatch.setattr(log_prob, "CHUNK_ELEMENTS", 40)
     logits = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 5).double()
 

@@ -1,0 +1,224 @@
+"""Bytes that the passes of one call need beside a model's residents, by cause.
+
+What a layer keeps of each token for its backward, with element size e and t tensor-parallel ranks:
+
+    2 norms: the input in float32, its normalised copy and the product    2 hidden (4 + 2 e)
+    queries, keys, values and the mixed values                            copies (q + kv) e / t
+    feed-forward network: gate, up, their activation and product          copies ffn e / t
+
+`EngineKind` says how many copies its layers keep. Attention's scores are not kept (flash kernels).
+The norms' part is divided by t too under sequence parallelism. With recomputation a layer keeps its
+input, and all of the above while its own backward runs. The first stage of a pipeline holds
+min(m, p) micro-batches (1F1B). Log-probs are computed in chunks; the logits themselves and their
+gradient are there in the compute precision (`objectives.log_prob`).
+
+An engine that stores float32 and gathers units (FSDP2) has, while the backward of a layer runs: the
+unit of embedding and head, the layer's gathered weights and their gradients, the buffer into which
+the next layer is gathered, and the float32 buffer from which the last one's gradients are reduced.
+What waits for the step's last micro-batch is summed in float32 (keep_gathered, stage 1).
+
+A pass is a few moments; the one that needs most counts. `tests/simcuda/test_traced_memory.py` holds
+all of it against traces of the engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from spmdflow.mapping.dataflow import Array, Model, Strategy, Workload
+from spmdflow.mapping.seconds import (
+    GRADIENT_BYTES,
+    Parts,
+    kv_width,
+    local_parameters,
+    micro_batches,
+    share_of,
+    total,
+)
+from spmdflow.objectives.log_prob import CHUNK_ELEMENTS
+
+CHUNKS = {False: 3, True: 4}
+"""Float32 copies of a chunk of logits that are there at once: forward only, backward too."""
+
+
+def pass_bytes(model: Model, workload: Workload, cut: Strategy, *, trains: bool) -> Parts:
+    """Of an update or of a forward call: the moment of it that needs most."""
+    rows, num_micro = micro_batches(model, workload, cut, trains=trains)
+    tokens = rows * workload.tokens
+    logits, chunks = _logit_bytes(model, rows, tokens, cut, trains=trains)
+    layer = _layer_memory(model, tokens, cut)
+    units = model.engine.facts.float32_weights
+    if not trains:
+        at_end: Parts = {"logits": logits, "activations": layer.inputs, "gather": 0.0}
+        moments: list[Parts] = [{"activations": layer.forward, "gather": layer.buffers}]
+        if units:
+            moments, at_end["gather"] = _forward_of_units(model, layer)
+            moments.append(dict(at_end))  # the head is freed after its pass
+            at_end["gather"] = _stays(model)
+        return largest([*moments, at_end | {"logits": logits + chunks}], cut)
+    if units:
+        return largest(_update_of_units(model, layer, logits, chunks, num_micro, cut), cut)
+    return largest(_update_of_stages(model, layer, 2 * logits + chunks, num_micro, cut), cut)
+
+
+def largest(moments: Sequence[Parts], cut: Strategy) -> Parts:
+    """Of several moments the one that needs most, for each strategy."""
+    zero = 0.0 * cut.dp
+    which = np.argmax([total(moment) + zero for moment in moments], axis=0)
+    names = dict.fromkeys(name for moment in moments for name in moment)
+    return {
+        name: np.choose(which, [moment.get(name, 0.0) + zero for moment in moments])
+        for name in names
+    }
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Bytes of one layer and micro-batch."""
+
+    inputs: Array
+    """Its input."""
+    kept: Array
+    """What its backward needs."""
+    working: Array
+    """What its backward makes besides."""
+    forward: Array
+    """The most that is there in its forward, without a backward to come."""
+    buffers: Array
+    """Of the messages between ranks that share its matrices, and between stages."""
+
+    def stack(self, number: Array, cut: Strategy) -> Array:
+        """So many layers after their forward."""
+        return number * np.where(cut.recompute > 0, self.inputs, self.kept)
+
+    def backward(self, cut: Strategy) -> Array:
+        """A layer in its backward, beside what `stack` counts of it."""
+        return self.working + np.where(cut.recompute > 0, self.kept, 0.0)
+
+
+def _layer_memory(model: Model, tokens: Array, cut: Strategy) -> _Layer:
+    shape, facts, size = model.shape, model.engine.facts, model.engine.element_bytes
+    gathers_sequence = "sequence_parallel" in model.engine.options
+    hidden = shape.hidden_size / (cut.tp if gathers_sequence else 1)
+    heads = shape.q_size / cut.tp + kv_width(shape, cut.tp)
+    ffn = shape.ffn_size / cut.tp
+    norms = (2 * hidden + shape.qk_norm * heads) * (4 + 2 * size)
+    ungated = 2 * (not shape.gated)
+    kept_ffn = (facts.ffn_copies - ungated) * ffn  # a norm's backward comes when it is gone
+    widest = (facts.ffn_forward_copies - ungated) * ffn * size
+    messages = gathers_sequence + (2.0 * (cut.pp > 1))
+    return _Layer(
+        inputs=tokens * hidden * size,
+        kept=tokens * (norms + (facts.attention_copies * heads + kept_ffn) * size),
+        working=tokens
+        * (np.maximum(2 * ffn * size, 20 * hidden - kept_ffn * size) + hidden * size),
+        forward=tokens * (np.maximum(widest, (8 + size) * hidden) + 4 * hidden * size),
+        buffers=tokens * shape.hidden_size * size * messages,
+    )
+
+
+def _forward_of_units(model: Model, layer: _Layer) -> tuple[list[Parts], float]:
+    """The first layer is gathered, a later one is, and runs; what is gathered for the head."""
+    unit, root, whole = _units(model)
+    size, divided = model.engine.element_bytes, model.engine.sharding.parameters
+    first, later = size * (root + unit), size * (whole or root + unit)
+    buffer = divided * size * unit
+    return [
+        {"gather": first * (1 + divided), "activations": layer.inputs},
+        {"gather": later + 2 * buffer, "activations": 2 * layer.inputs},
+        {"gather": later + buffer, "activations": layer.forward},
+    ], size * (whole or root)
+
+
+def _stays(model: Model) -> float:
+    """Gathered weights that are not freed after a pass."""
+    return model.engine.element_bytes * _units(model)[2]
+
+
+def _units(model: Model) -> tuple[float, float, float]:
+    """Weights of a layer, of what is in none, and of all if they stay gathered for a step or 0."""
+    shape, sharding = model.shape, model.engine.sharding
+    root = shape.num_parameters - shape.num_layers * shape.layer_parameters
+    stays = sharding.parameters and not sharding.frees_gathered
+    return shape.layer_parameters, root, shape.num_parameters * stays
+
+
+def _update_of_units(
+    model: Model, layer: _Layer, logits: Array, chunks: Array, num_micro: Array, cut: Strategy
+) -> list[Parts]:
+    """The loss; the backward of the head, the last two layers and the first; the last reduction."""
+    shape, sharding, size = model.shape, model.engine.sharding, model.engine.element_bytes
+    unit, root, whole = _units(model)
+    layers, many = shape.num_layers, num_micro > 1
+    waits = many * (not sharding.micro_batch_reductions)
+    shard = GRADIENT_BYTES * shape.num_parameters / share_of(sharding.parameters, model, cut)
+    before = np.where(waits, GRADIENT_BYTES * shape.num_parameters, many * shard)
+    head = size * shape.vocab_size * shape.hidden_size * (shape.head != "scalar")
+    fresh = size * unit + head
+    next_unit = size * unit * sharding.frees_gathered
+    reduced = GRADIENT_BYTES * unit * (1 + (not sharding.parameters))
+    at_layer = size * (root + unit)
+    return [
+        {
+            "gradients": before,
+            "gather": _stays(model),
+            "activations": layer.stack(layers, cut),
+            "logits": 2 * logits + chunks,
+        },
+        {
+            "gradients": before + head,
+            "gather": size * (whole or root) + next_unit,
+            "activations": layer.stack(layers, cut),
+            "logits": logits,
+        },
+        {
+            "gradients": before + fresh,
+            "gather": (size * whole or at_layer) + next_unit,
+            "activations": layer.stack(layers, cut) + layer.backward(cut),
+        },
+        {
+            "gradients": before + fresh - waits * GRADIENT_BYTES * unit,
+            "gather": (size * whole or at_layer) + next_unit + reduced,
+            "activations": layer.stack(layers - 1, cut) + layer.backward(cut),
+        },
+        {
+            "gradients": shard + fresh,
+            "gather": at_layer + GRADIENT_BYTES * unit,
+            "activations": layer.stack(1, cut) + layer.backward(cut),
+        },
+        {
+            "gradients": shard + size * root,
+            "gather": size * root + GRADIENT_BYTES * (root + unit),
+        },
+    ]
+
+
+def _update_of_stages(
+    model: Model, layer: _Layer, logits: Array, num_micro: Array, cut: Strategy
+) -> list[Parts]:
+    """The first stage's backward, the last one's loss, the optimizer's step."""
+    layers, held = np.ceil(model.shape.num_layers / cut.pp), np.minimum(num_micro, cut.pp)
+    stepped = local_parameters(model, cut) / share_of(model.engine.sharding.optimizer, model, cut)
+    return [
+        {
+            "activations": layer.stack(layers * held, cut) + layer.backward(cut),
+            "gather": layer.buffers,
+        },
+        {"activations": layer.stack(layers, cut), "gather": layer.buffers, "logits": logits},
+        {"optimizer": GRADIENT_BYTES * stepped},  # torch's AdamW: the root of a moment
+    ]
+
+
+def _logit_bytes(
+    model: Model, rows: Array, tokens: Array, cut: Strategy, *, trains: bool
+) -> tuple[Array, Array]:
+    """Logits, with a forward call's copy that puts rows first; chunks of them in float32."""
+    if model.shape.head == "scalar":
+        return 0.0 * tokens, 0.0 * tokens
+    elements = tokens * model.shape.vocab_size / cut.tp
+    copies = 1.0 + (not trains and model.engine.facts.cuts_model) * (rows > 1)
+    chunk = np.minimum(elements, CHUNK_ELEMENTS)
+    return copies * elements * model.engine.element_bytes, CHUNKS[trains] * 4 * chunk

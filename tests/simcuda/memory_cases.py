@@ -1,0 +1,173 @@
+"""Models and engines whose memory is traced, and what the planner says of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from spmdflow.mapping.dataflow import Engine, Model, Strategy, Workload
+from spmdflow.mapping.memory import call_bytes, resident_bytes
+from spmdflow.mapping.seconds import added
+from spmdflow.parallel.layout import Layout
+from spmdflow.weights.architecture import Architecture
+
+
+def _llama(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int) -> Architecture:
+    return Architecture(
+        family="llama",
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_size=ffn,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        vocab_size=32000,
+        tied=False,
+        max_positions=4096,
+        norm_eps=1e-5,
+        rope_theta=1e4,
+    )
+
+
+SHAPES = {
+    "tiny": _llama(2, 256, 512, 8, 8),
+    "1B": _llama(16, 2048, 5632, 16, 4),
+    "0.5B": replace(
+        _llama(24, 896, 4864, 14, 2),
+        vocab_size=151936,
+        tied=True,
+        qkv_bias=True,
+        max_positions=32768,
+    ),
+    "3B": replace(_llama(28, 3072, 8192, 24, 8), vocab_size=128256, tied=True),
+    "34B": _llama(48, 8192, 22016, 64, 8),
+    "7B": _llama(32, 4096, 11008, 32, 32),
+    "13B": _llama(40, 5120, 13824, 40, 40),
+    "70B": _llama(80, 8192, 28672, 64, 8),
+}
+"""Llama 2's, Code Llama's (34B), Llama 3.2's (3B) and Qwen 2.5's (0.5B)."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model under one engine; the memory of one of its ranks."""
+
+    size: str
+    num_ranks: int
+    kind: str = "fsdp"
+    options: tuple[str, ...] = ()
+    tp: int = 1
+    pp: int = 1
+    stage: int = 0
+    """The rank that is traced is the first of this pipeline stage."""
+    trained: bool = True
+    head: str = "causal_lm"
+    rows: int = 1
+    """Of a micro-batch."""
+    prompt: int = 1024
+    response: int = 1024
+    num_micro_batches: int = 2
+
+    @property
+    def shape(self) -> Architecture:
+        """Of the model, with the case's head."""
+        return replace(SHAPES[self.size], head=self.head)
+
+    @property
+    def layout(self) -> Layout:
+        """Of all ranks."""
+        if self.tp * self.pp == 1 and self.kind != "megatron":
+            ranks = tuple(range(self.num_ranks))
+            sharded = self.engine.sharding.parameters
+            return Layout.data_parallel(ranks, shard_size=self.num_ranks if sharded else 1)
+        dp = self.num_ranks // (self.tp * self.pp)
+        return Layout(tuple(range(self.num_ranks)), pp_size=self.pp, dp_size=dp, tp_size=self.tp)
+
+    @property
+    def rank(self) -> int:
+        """Which is traced."""
+        return self.layout.axis_group(0, "replica")[self.stage * self.tp]
+
+    @property
+    def engine(self) -> Engine:
+        """As the planner knows it."""
+        return Engine(kind=self.kind, options=self.options, micro_batch_rows=self.rows)
+
+    @property
+    def name(self) -> str:
+        """Such as 7B@8 fsdp recompute."""
+        cut = f" t{self.tp}p{self.pp}" * (self.kind == "megatron")
+        stage = f" stage {self.stage}" * (self.pp > 1)
+        words = [*self.options, *["frozen"] * (not self.trained)]
+        words += ["scalar"] * (self.head == "scalar")
+        words += [f"{self.rows}x{self.prompt + self.response}"] * (
+            (self.rows, self.prompt + self.response) != (1, 2048)
+        )
+        words += [f"m{self.num_micro_batches}"] * (self.num_micro_batches != 2)
+        return " ".join([f"{self.size}@{self.num_ranks}", f"{self.kind}{cut}{stage}", *words])
+
+    def planned(self) -> dict[str, dict[str, float]]:
+        """Bytes by part in each phase, as `pool_memory` adds them."""
+        model = Model("actor", self.shape, trained=self.trained, engine=self.engine)
+        dp = self.num_ranks // (self.tp * self.pp)
+        rows = self.rows * self.num_micro_batches * dp
+        work = Workload(rows, self.prompt, self.response)
+        cut = Strategy(self.tp, self.pp, dp, recompute="recompute" in self.options)
+        found = {"resident": resident_bytes(model, cut)}
+        for kind in ("infer", "train")[: 1 + self.trained]:
+            found[kind] = added(found["resident"], call_bytes(model, kind, work, cut))
+        return {
+            phase: {name: float(np.ravel(size)[0]) for name, size in parts.items()}
+            for phase, parts in found.items()
+        }
+
+
+def _cases() -> list[Case]:
+    recompute = ("recompute",)
+    found = [
+        Case("tiny", 8),
+        Case("0.5B", 1),
+        Case("0.5B", 1, options=recompute, rows=8, prompt=512, response=512),
+        Case("0.5B", 1, trained=False),
+        Case("7B", 8),
+        Case("7B", 8, options=recompute),
+        Case("7B", 8, options=("recompute", "keep_gathered")),
+        Case("7B", 8, options=recompute, rows=4),
+        Case("7B", 8, options=recompute, num_micro_batches=1),
+        Case("7B", 8, trained=False),
+        Case("7B", 8, trained=False, head="scalar"),
+        Case("7B", 8, head="scalar", options=recompute),
+        Case("7B", 8, "zero1", options=recompute),
+        Case("7B", 8, "zero1"),
+        Case("7B", 8, "zero2", options=recompute),
+        Case("7B", 8, "zero2"),
+        Case("7B", 8, "zero3", options=recompute),
+        Case("13B", 16),
+        Case("13B", 16, options=recompute, rows=4),
+        Case("13B", 16, trained=False),
+        Case("13B", 16, "zero1", options=recompute),
+        Case("13B", 16, "zero2", options=recompute),
+        Case("70B", 64),
+        Case("70B", 64, options=recompute),
+        Case("70B", 64, trained=False),
+        Case("70B", 64, "zero1", options=recompute),
+        Case("70B", 64, "zero2", options=recompute),
+        Case("7B", 8, "megatron", tp=2, pp=2),
+        Case("7B", 8, "megatron", tp=2, pp=2, stage=1),
+        Case("7B", 8, "megatron", tp=2, rows=2),
+        Case("7B", 8, "megatron", recompute, tp=2, pp=2, rows=2, num_micro_batches=4),
+        Case("7B", 8, "megatron", recompute, tp=2),
+        Case("7B", 8, "megatron", recompute, tp=2, head="scalar"),
+        Case("7B", 8, "megatron", tp=2, trained=False),
+        Case("7B", 8, "megatron", tp=2, trained=False, head="scalar"),
+    ]
+    for stage in (0, 1, 3):
+        for options in ((), recompute, ("sequence_parallel",), ("recompute", "sequence_parallel")):
+            more = {"tp": 8, "pp": 4, "stage": stage, "num_micro_batches": 8}
+            found.append(Case("70B", 128, "megatron", options, **more))
+        found.append(Case("70B", 128, "megatron", tp=8, pp=4, stage=stage, trained=False))
+    return found
+
+
+CASES = {case.name: case for case in _cases()}

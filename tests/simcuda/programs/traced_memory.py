@@ -1,0 +1,388 @@
+"""Peak device memory of one rank of the train engines at any size, without weights or other ranks.
+
+    python tests/simcuda/programs/traced_memory.py NAME ...      prints one line of JSON a case
+    python tests/simcuda/programs/traced_memory.py --why NAME    and what is held at each peak
+
+Runs on the simulated device. Tensors are fake (torch's FakeTensorMode): they have shapes, devices
+and storages and no values, so that an engine of 70 B parameters is built and stepped in a minute.
+Collectives go to torch's fake process group. `Ledger` counts the storages that are alive, rounded
+up to 512 bytes as torch's allocator does. What fragments the memory, and what kernels and NCCL
+take for themselves, is not seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed._tools import fake_collectives  # noqa: F401  shapes of collectives
+from torch.optim import optimizer as foreach
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import masking_utils
+
+from spmdflow.blocks.box import Box
+from spmdflow.config.leaf import defaults
+from spmdflow.config.schema import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig
+from spmdflow.data.ragged import ragged
+from spmdflow.objectives.log_prob import log_probs_from_logits
+from spmdflow.objectives.policy import PolicyLoss, ValueLoss
+from spmdflow.parallel.group import GroupTable
+from spmdflow.transfer.worker import WorkerContext
+from spmdflow.weights.architecture import Architecture
+from spmdflow.workers import fsdp, micro_batch, model
+from spmdflow.workers.engine import TrainEngine, engine_of
+from tests.simcuda.memory_cases import CASES, Case
+
+DEVICE = torch.device("cuda", 0)
+ALLOCATED = 512
+"""Torch's allocator gives multiples of it."""
+TOTALS = {"tokens": 1.0, "sequences": 1.0}
+
+
+class Ledger(TorchDispatchMode):
+    """Bytes of all storages on the device that are alive, their peak, and the lines that made
+    those of the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._held: dict[int, tuple[int, str, Any]] = {}
+        self._by_line: Counter[str] = Counter()
+        self.at_peak: Counter[str] = Counter()
+
+    def begin(self) -> None:
+        """From here on it is the peak of another phase."""
+        self.peak, self.at_peak = self.now, self._by_line.copy()
+
+    def add(self, tensor: torch.Tensor, line: str) -> None:
+        """Count a tensor's storage, if it lies on the device and is not yet counted."""
+        if tensor.device.type != "cuda":
+            return
+        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        storage = tensor.untyped_storage()
+        if id(storage) not in self._held:
+            gone = partial(self._free, id(storage))
+            self._held[id(storage)] = (0, line, weakref.ref(storage, gone))
+        self._resize(id(storage), storage.nbytes())
+
+    def _free(self, key: int, _: Any) -> None:
+        self._resize(key, 0)
+
+    def _resize(self, key: int, num_bytes: int) -> None:
+        before, line, gone = self._held.pop(key)
+        size = -(-num_bytes // ALLOCATED) * ALLOCATED
+        if gone() is not None:
+            self._held[key] = (size, line, gone)
+        self.now += size - before
+        self._by_line[line] += size - before
+        if self.now > self.peak:
+            self.peak, self.at_peak = self.now, self._by_line.copy()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        line = f"{func.__name__} {_place(sys._getframe(1))}"
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.add(leaf, line)
+        return out
+
+    @contextmanager
+    def counting_resizes(self) -> Iterator[None]:
+        """FSDP frees and takes back memory by resizing storages, which is no operator."""
+        stock = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            out = stock(storage, size)
+            if id(storage) in self._held:
+                self._resize(id(storage), storage.nbytes())
+            return out
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = stock  # type: ignore[method-assign]
+
+
+_FOLDERS = ("/spmdflow/", "/_fully_shard/", "/models/llama/", "/megatron/core/")
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost line of an engine or a model; empty in a backward pass."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        for folder in _FOLDERS:
+            if folder in name:
+                return f"{name[name.rfind(folder) + 1 :]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class FakeGroups(GroupTable):
+    """Groups of the fake process group, made when they are asked for."""
+
+    def get(self, ranks: Any, lane: str = "compute", backend: str | None = None) -> Any:
+        """See `GroupTable.get`."""
+        ranks = tuple(ranks)
+        if ranks not in self._known:
+            with unset_fake_temporarily():
+                self._known[ranks] = dist.new_group(list(ranks), backend="fake")
+        return self._known[ranks]
+
+    get_or_none = get
+
+
+def context_of(case: Case) -> WorkerContext:
+    """Of the case's rank."""
+    return WorkerContext("actor", case.layout, case.rank, FakeGroups(case.rank, 60.0), DEVICE, 0)
+
+
+def write_config(shape: Architecture, folder: Path) -> None:
+    """config.json of a model whose weights nobody has."""
+    import transformers
+
+    transformers.LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        num_hidden_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.ffn_size,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        vocab_size=shape.vocab_size,
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=shape.tied,
+        attention_bias=shape.qkv_bias,
+    ).save_pretrained(folder)
+
+
+class FakeFolder:
+    """Weights of any name and shape, in bfloat16 on the host."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """See `HuggingFaceFolder.read`."""
+        return torch.empty(box.shape, dtype=torch.bfloat16)
+
+
+def micro_batches_of(case: Case) -> list[micro_batch.MicroBatch]:
+    """Those of one update, cut by the package's own function, then made fake."""
+    rows = case.rows * case.num_micro_batches
+    with unset_fake_temporarily():
+        prompts, responses = torch.full((rows,), case.prompt), torch.full((rows,), case.response)
+        names = ("old_log_probs", "advantages", "ref_log_probs", "values", "returns")
+        columns = {name: ragged(torch.zeros(rows * case.response), responses) for name in names} | {
+            "prompts": ragged(torch.zeros(rows * case.prompt, dtype=torch.int64), prompts),
+            "responses": ragged(torch.zeros(rows * case.response, dtype=torch.int64), responses),
+        }
+        batch = TensorDict(columns, batch_size=[rows])
+        found = micro_batch.micro_batches(
+            batch,
+            num_micro_batches=case.num_micro_batches,
+            by_tokens=False,
+            device=torch.device("cpu"),
+        )
+    return [_fake(micro) for micro in found]
+
+
+def _fake(micro: micro_batch.MicroBatch) -> micro_batch.MicroBatch:
+    """The same shapes on the device."""
+
+    def like(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.empty(value.shape, dtype=value.dtype, device=DEVICE)
+        return {name: like(column) for name, column in value.items()}
+
+    kept = {f.name: like(getattr(micro, f.name)) for f in fields(micro) if f.name != "index"}
+    return replace(micro, **kept)
+
+
+def flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The kernel that a GPU takes; fake tensors take the one that keeps all scores."""
+    assert attn_mask is None and q.dtype == torch.bfloat16, (attn_mask, q.dtype)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention
+    return kernel(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+
+
+def _broadcast_objects(objects: list[Any], *_: Any, **__: Any) -> None:
+    """A metric from another stage: any number."""
+    if objects == [None]:
+        objects[0] = {}
+
+
+def _gather_objects(found: list[Any], value: Any, group: Any = None) -> None:
+    """All other ranks say the same."""
+    found[:] = [value] * len(found)
+
+
+@contextmanager
+def answered() -> Iterator[None]:
+    """What fake tensors cannot do: give numbers to the host, and take a GPU's attention."""
+    aten, c10d = torch.ops.aten, torch.ops.c10d
+    operators = {
+        aten._local_scalar_dense.default: lambda *x: 1.0 if x[-1].is_floating_point() else 1,
+        c10d.reduce_scatter_tensor_coalesced_.default: lambda *_: FakeWork().boxed(),
+        c10d.allgather_into_tensor_coalesced_.default: lambda *_: FakeWork().boxed(),
+    }
+    places: list[tuple[Any, str, Any]] = [
+        (torch.Tensor, "tolist", lambda x: [1.0] * x.numel()),
+        (torch.Tensor, "__float__", lambda x: 1.0),
+        (torch.nn.functional, "scaled_dot_product_attention", flash),
+        (dist, "broadcast_object_list", _broadcast_objects),
+        (dist, "all_gather_object", _gather_objects),
+        (fsdp, "mesh_of", _real(fsdp.mesh_of)),
+        (model, "folder_of", FakeFolder),
+        (model, "HuggingFaceFolder", FakeFolder),
+        (foreach, "_foreach_supported_types", [torch.nn.Parameter, FakeTensor, torch.Tensor]),
+        (masking_utils, "is_tracing", lambda *_: False),
+    ]
+    stock = [getattr(owner, name) for owner, name, _ in places]
+    known = fake_impls.op_implementations_dict
+    before = {key: known[key] for key in operators if key in known}
+    known.update(operators)
+    for owner, name, value in places:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for key in operators:
+            del known[key]
+        known.update(before)
+        for (owner, name, _), value in zip(places, stock):
+            setattr(owner, name, value)
+
+
+@contextmanager
+def one_kernel() -> Iterator[None]:
+    """SiLU's backward stays one operator, as where CUDA has a kernel of it, instead of seven."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("silu_backward", lambda gradient, x: torch.empty_like(x), "CUDA")
+        yield
+
+
+def _real(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*arguments)
+
+    return call
+
+
+def engine_for(case: Case, folder: Path) -> TrainEngine:
+    """The engine as a role builds it."""
+    head = case.head if not (case.trained and case.head == "scalar") else "critic"
+    cfg = defaults(_ROLES[head, case.trained])
+    cfg.model.path, cfg.model.dtype = str(folder), "bfloat16"
+    cfg.engine.kind, cfg.engine.options = case.kind, list(case.options)
+    return engine_of(cfg, context_of(case), head=head)
+
+
+_ROLES = {
+    ("causal_lm", True): ActorConfig,
+    ("causal_lm", False): ReferenceConfig,
+    ("critic", True): CriticConfig,
+    ("scalar", False): RewardConfig,
+}
+
+
+def steps(engine: TrainEngine, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """(phase, what runs in it): those of a step that this model has."""
+    micros = micro_batches_of(case)
+    scalar = case.shape.head == "scalar"
+
+    def answer(output: Any, micro: micro_batch.MicroBatch) -> Mapping[str, torch.Tensor]:
+        if scalar:
+            return {"values": micro.gather(output).cpu()}
+        return {"log_probs": micro.gather(log_probs_from_logits(output, micro.next_ids)).cpu()}
+
+    def forward() -> None:
+        with torch.no_grad():
+            engine.outputs(micros, answer)
+
+    yield "infer", forward
+    if case.trained:
+        cfg = defaults(CriticConfig if scalar else ActorConfig)
+        loss = ValueLoss(cfg.loss) if scalar else PolicyLoss(cfg.loss, 1.0, budget=case.response)
+
+        def update() -> None:
+            engine.accumulate(micros, loss, TOTALS)
+            engine.update(engine.gradient_norm())
+
+        yield "train", update
+
+
+def trace(case: Case, *, why: bool = False) -> dict[str, Any]:
+    """Bytes of the rank: start (most while it is built), resident (afterwards), infer, train (most
+    in a pass, of a trained model), and the seconds that this took."""
+    began = time.perf_counter()
+    dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.num_ranks)
+    found: dict[str, Any] = {"case": case.name}
+    ledger = Ledger()
+    try:
+        with tempfile.TemporaryDirectory() as folder, answered(), one_kernel():
+            write_config(case.shape, Path(folder))
+            with FakeTensorMode(allow_non_fake_inputs=True), ledger, ledger.counting_resizes():
+                engine = engine_for(case, Path(folder))
+                gc.collect()
+                found |= {"start": ledger.peak, "resident": ledger.now}
+                for phase, run in steps(engine, case):
+                    ledger.begin()
+                    run()
+                    found[phase] = ledger.peak
+                    if why:
+                        _print_lines(f"{case.name}, {phase}", ledger)
+    finally:
+        dist.destroy_process_group()
+    return found | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def _print_lines(title: str, ledger: Ledger) -> None:
+    print(f"{title}: {ledger.peak / 2**30:.3f} GiB, afterwards {ledger.now / 2**30:.3f}")
+    for line, size in ledger.at_peak.most_common(22):
+        print(f"  {size / 2**30:9.3f}  {line}")
+
+
+def main() -> int:
+    """Trace the cases that are named."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="+")
+    parser.add_argument("--why", action="store_true")
+    words = parser.parse_args()
+    for name in words.names:
+        print(json.dumps(trace(CASES[name], why=words.why)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
