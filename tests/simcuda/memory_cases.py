@@ -171,3 +171,17 @@ def _cases() -> list[Case]:
 
 
 CASES = {case.name: case for case in _cases()}
+HELD_OUT = {
+    case.name: case
+    for case in (
+        Case("3B", 4, options=("recompute",), rows=2),
+        Case("34B", 32),
+        Case("34B", 32, trained=False),
+        Case("34B", 32, "zero2", options=("recompute",)),
+        Case("34B", 32, "megatron", tp=8, pp=2, num_micro_batches=4),
+    )
+}
+"""Two sizes that no formula was mended with."""
+CASES |= HELD_OUT
+SMALL = ("7B@8 fsdp", "7B@8 fsdp frozen scalar", "7B@8 megatron t2p1 frozen scalar")
+"""Those that are traced with every push."""
