@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import yaml
 
 from spmdflow.config.auto import choices_text, choose_by_device, needs_plan
-from spmdflow.config.check import check
+from spmdflow.config.check import check, problems
+from spmdflow.config.leaf import SettingErrors
 from spmdflow.config.load import SCRIPT_MODULE, Loaded, complete, load, load_script
 from spmdflow.config.location import run_dir_of, to_yaml
 from spmdflow.config.schema import RunConfig
@@ -60,6 +61,7 @@ def prepare(
     Also the text that says what `auto` means here, and why. Every rank finds it by itself, and the
     same. ConfigError if something does not fit.
     """
+    _refuse_anywhere(loaded.cfg, world_size)
     from spmdflow.parallel.device import own_device
 
     cfg = copy.deepcopy(loaded.cfg)
@@ -87,6 +89,20 @@ def prepare(
         choices = [*choices, *found_parts]
     text = "\n".join(filter(None, (choices_text(choices), placed)))
     return replace(loaded, yaml_text=to_yaml(cfg)), text or None
+
+
+def _refuse_anywhere(cfg: Any, world_size: int) -> None:
+    """ConfigError for what no device could run: torch, which knows the device, is slow to load."""
+    if getattr(cfg, "placement", None) == "auto":
+        return
+    found = []
+    for device in ("cpu", "an accelerator"):
+        choose_by_device(settled := copy.deepcopy(cfg), device)
+        found.append({str(problem): problem for problem in problems(settled, world_size)})
+        if not found[-1]:
+            return
+    if common := [problem for text, problem in found[0].items() if text in found[1]]:
+        raise SettingErrors(common)
 
 
 def _as_before(run: RunConfig) -> dict[str, Any]:
