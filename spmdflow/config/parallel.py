@@ -1,8 +1,9 @@
 """Which ranks share a model and a batch: layouts, batch sizes, and both as a run's first lines.
 
 "t2p2" is tensor-parallel size 2 and pipeline-parallel size 2; what is left of a pool's ranks is
-data-parallel. "s8" shards what they hold over groups of 8 neighbours and replicates it over the
-groups. Pure: text and integers, no process groups.
+data-parallel. "p4v2" gives each of 4 stages two parts of the model, which lie 4 stages apart; "s8"
+shards what ranks hold over groups of 8 neighbours and replicates it over the groups. Pure: text and
+integers, no process groups.
 
 samples         = prompts_per_step * samples_per_prompt        (one step)
 mini-batches    = samples / mini_batch_size                    (must divide)
@@ -27,7 +28,7 @@ from spmdflow.kind.engine import engine_kind, engines_that_cut, engines_that_sha
 from spmdflow.kind.generator import generator_kind, generators_that_cut
 
 _AXES = {"tp": "tensor-parallel", "pp": "pipeline-parallel"}
-_LAYOUT = re.compile(r"(?=.)(?:t([1-9]\d*))?(?:p([1-9]\d*))?(?:s([1-9]\d*))?")
+_LAYOUT = re.compile(r"(?=.)(?:t([1-9]\d*))?(?:p([1-9]\d*))?(?:v([1-9]\d*))?(?:s([1-9]\d*))?")
 
 
 class Sizes(NamedTuple):
@@ -35,6 +36,8 @@ class Sizes(NamedTuple):
 
     tp: int = 1
     pp: int = 1
+    virtual: int = 1
+    """Parts of the model on each pipeline stage."""
     shard: int = 0
     """Ranks that share one copy of what is sharded; 0: all data-parallel ranks."""
 
@@ -95,6 +98,10 @@ def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
         got, expected = f"s{sizes.shard} on a pool of {num_ranks}", "a divisor of the pool's size"
         do = f"choose one of {_divisors(num_ranks)}"
         raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
+    if sizes.virtual > 1 and sizes.pp < 3:
+        got, expected = engine.layout, "p3 or more with v, so that a stage has two neighbours"
+        do = "leave out v or raise p"
+        raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
     _check_options(role, engine, sizes)
     return sizes
 
@@ -127,10 +134,13 @@ def check_model_sizes(key: str, facts: ModelFacts, sizes: Sizes) -> None:
             f"{key}: got tensor-parallel size {sizes.tp} for {kv_heads} key-value heads "
             f"({facts.path}), expected a divisor or a multiple; choose another size"
         )
-    if 0 < arch.num_layers < sizes.pp:
+    if 0 < arch.num_layers < sizes.pp * sizes.virtual:
+        several = f" of {sizes.virtual} parts" if sizes.virtual > 1 else ""
+        most = arch.num_layers // sizes.virtual
         raise ConfigError(
-            f"{key}: got {sizes.pp} pipeline stages for {arch.num_layers} layers ({facts.path}), "
-            f"expected at most one stage a layer; choose p{arch.num_layers} or less"
+            f"{key}: got {sizes.pp} pipeline stages{several} for {arch.num_layers} layers "
+            f"({facts.path}), expected at most one {'part' if several else 'stage'} a layer; "
+            f"choose p{most} or less"
         )
 
 

@@ -83,6 +83,8 @@ def _obstacle(cfg: Any, layout: Layout) -> str | None:
         return f"rollout.engine={cfg.rollout.generator} has weights of its own"
     if (rollout := cfg.rollout.precision) != (training := cfg.model.precision):
         return f"rollout.dtype {rollout} is not model.dtype {training}"
+    if layout.virtual_size > 1:
+        return "stages have several parts of the model (v)"
     if not layout.nests:
         return "generation replicas lie across training replicas"
     return None

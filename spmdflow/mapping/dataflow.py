@@ -75,6 +75,8 @@ class Engine(Precision):
     """(tp_size, pp_size), or None: Algorithm 2 chooses; data-parallel engines have (1, 1)."""
     shard_size: int = 0
     """Ranks that share one copy of what is sharded; 0: all data-parallel ranks."""
+    virtual_size: int = 1
+    """Parts of the model on each pipeline stage."""
     layouts: tuple[tuple[int, int], ...] | None = None
     """Those among which it chooses; None: all."""
     options: tuple[str, ...] = ()
@@ -255,7 +257,8 @@ def strategies_on(
     wanted = np.asarray(sorted(pool_sizes), dtype=np.int64)
     engine = model.engine
     recomputes: tuple[int, ...] = (int(model.trained and "recompute" in engine.options),)
-    if recomputes == (0,) and model.trained and engine.layout is None and engine.facts.cuts_model:
+    free = engine.layout is None and "selective_recompute" not in engine.options
+    if recomputes == (0,) and model.trained and free and engine.facts.cuts_model:
         recomputes = (0, 1)
     sizes, replicas = [wanted[:0]], [(1, 1, 0, 0, 0)]
     for tp, pp in _training_sizes(model, hardware):

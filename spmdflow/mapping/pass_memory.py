@@ -200,7 +200,10 @@ def _update_of_stages(
     model: Model, layer: _Layer, logits: Array, num_micro: Array, cut: Strategy
 ) -> list[Parts]:
     """The first stage's backward, the last one's loss, the optimizer's step."""
-    layers, held = np.ceil(model.shape.num_layers / cut.pp), np.minimum(num_micro, cut.pp)
+    parts, first = model.engine.virtual_size, cut.pp
+    if parts > 1:  # passes of the first stage's parts before its first backward
+        first = (2 * (cut.pp - 1) + (parts - 1) * cut.pp + 1) / parts
+    layers, held = np.ceil(model.shape.num_layers / cut.pp), np.minimum(num_micro, first)
     stepped = local_parameters(model, cut) / share_of(model.engine.sharding.optimizer, model, cut)
     return [
         {

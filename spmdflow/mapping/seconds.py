@@ -76,7 +76,8 @@ def pass_parts(
     beside = one_micro_batch / 3 if "overlap" in model.engine.options else 0.0
     parts = {name: seconds * num_micro for name, seconds in parts.items()}
     parts["weight_gather"] = parts["weight_gather"] + np.maximum(once * gather - beside, 0.0)
-    parts["bubble"] = (cut.pp - 1) * one_micro_batch  # while the pipeline fills and drains
+    # while the pipeline fills and drains: with one part of the model on each stage
+    parts["bubble"] = (cut.pp - 1) * one_micro_batch / model.engine.virtual_size
     if not trains:
         return parts | {"host": hw.call_seconds}
     reductions = np.maximum(sharding.reductions * reduce - 2 * beside, 0.0)
@@ -135,7 +136,8 @@ def _micro_batch_parts(
         cut.tp * cut.pp > hw.gpus_per_node,
     )
     hand_over = point_to_point(np.where(crosses, size, size / cut.tp), crosses, hw)
-    parts["pipeline"] = (2 if trains else 1) * np.where(cut.pp > 1, hand_over, 0.0)
+    hand_overs = (2 if trains else 1) * engine.virtual_size
+    parts["pipeline"] = hand_overs * np.where(cut.pp > 1, hand_over, 0.0)
     return parts
 
 

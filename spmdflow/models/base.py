@@ -67,6 +67,7 @@ class EngineWorker(Worker):
             dp_size=len(ranks) // sizes.replica,
             tp_size=sizes.tp,
             shard_size=sizes.shard,
+            virtual_size=sizes.virtual,
             gen_tp_size=generation.tp,
             gen_pp_size=generation.pp,
         )

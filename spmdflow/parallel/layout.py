@@ -65,6 +65,8 @@ class Layout:
     tp_size: int = 1
     shard_size: int = 0
     """Neighbouring dp ranks that share one copy of what an engine shards; 0 becomes dp_size."""
+    virtual_size: int = 1
+    """Parts of the model that each pipeline stage has, p stages apart (Megatron's interleaving)."""
     gen_tp_size: int = 0
     """Tensor-parallel size while generating; 0 becomes tp_size."""
     gen_pp_size: int = 0
@@ -185,9 +187,10 @@ class Layout:
         return {rank: place for place, rank in enumerate(self.ranks)}
 
     def __str__(self) -> str:
-        """Short name, such as t2p1d4; with s where copies are sharded over fewer ranks than d,
-        with t_g or p_g where generation differs."""
-        name = f"t{self.tp_size}p{self.pp_size}d{self.dp_size}"
+        """Short name, such as t2p1d4; with v of several parts a stage, with s where copies are
+        sharded over fewer ranks than d, with t_g or p_g where generation differs."""
+        virtual = f"v{self.virtual_size}" if self.virtual_size > 1 else ""
+        name = f"t{self.tp_size}p{self.pp_size}{virtual}d{self.dp_size}"
         name += f"s{self.shard_size}" if self.shard_size < self.dp_size else ""
         if (self.gen_tp_size, self.gen_pp_size) != (self.tp_size, self.pp_size):
             name += f"-g(t{self.gen_tp_size}p{self.gen_pp_size}x{self.generation_dp_size})"

@@ -131,9 +131,9 @@ def _open(model: Model, cfg: Any) -> Model:
     if engine.facts.cuts_model and hasattr(cfg, model.name):
         key = f"{model.name}.engine.layout"
         engine = replace(engine, layout=_sizes(key, part.engine.layout, EngineConfig.layout))
-    if engine.facts.sharding.parameters:
+    if hasattr(cfg, model.name):
         sizes = sizes_of(f"{model.name}.engine.layout", part.engine.layout)
-        engine = replace(engine, shard_size=sizes.shard)
+        engine = replace(engine, shard_size=sizes.shard, virtual_size=sizes.virtual)
     if rollout is not None and not rollout.facts.fixed_cache:
         rollout = replace(rollout, kv_cache_bytes=None)  # it depends on the ranks that are found
     if rollout is not None and rollout.facts.cuts_model:
@@ -173,8 +173,10 @@ def _override(cfg: Any, key: str, text: str) -> dict[str, Any]:
     if rest == "engine.options":
         options = [*part.engine.options, *yaml.safe_load(text)]
         return {f"{role}.{rest}": list(dict.fromkeys(options))}
-    if rest == "engine.layout" and not engine_kind(part.engine.kind).cuts_model:
-        return {}
+    if rest == "engine.layout":
+        several = sizes_of(key, part.engine.layout).virtual > 1  # fixed, and more than it says
+        if several or not engine_kind(part.engine.kind).cuts_model:
+            return {}
     if rest == "rollout.layout" and not generator_kind(part.rollout.generator).cuts_model:
         return {}
     return {f"{role}.{rest}": text}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -38,7 +38,7 @@ from spmdflow.plan.weight import WeightPlan, weight_plans
 
 _AXES = ("replica", "tp", "pp", "dp", "embedding", "gen_replica", "gen_tp", "gen_pp", "micro_dp")
 _ORDER_FACTS = ("number", "label", "line", "phase", "ranks")
-_SIZES = ("pp_size", "dp_size", "tp_size", "shard_size", "gen_tp_size", "gen_pp_size")
+_SIZES = tuple(each.name for each in fields(Layout) if each.name != "ranks")
 
 GroupKind = tuple[str, str, str, str]
 """Who made groups that are alike (a model, or run: the transfer lane's), their axis (such as tp, or

@@ -114,19 +114,32 @@ def whole_tables(arch: Architecture, layout: Layout) -> RankTables:
 def megatron_tables(
     arch: Architecture, layout: Layout, *, vocab_multiple: int | None = None
 ) -> RankTables:
-    """What each rank trains with under Megatron, its vocabulary padded to a multiple."""
-    places = {rank: layout.coordinate(rank) for rank in layout.ranks}
-    return _shared(
-        {rank: (place.tp, place.pp) for rank, place in places.items()},
-        lambda tp_rank, pp_rank: megatron_shards(
-            arch,
-            tp_size=layout.tp_size,
-            tp_rank=tp_rank,
-            pp_size=layout.pp_size,
-            pp_rank=pp_rank,
-            vocab_multiple=vocab_multiple or default_vocab_multiple(layout.tp_size),
-        ),
-    )
+    """What each rank trains with under Megatron, its vocabulary padded to a multiple.
+
+    Of a layout with virtual_size v, part c of stage s is stage c p + s of a pipeline of p v stages.
+    """
+    parts, places = layout.virtual_size, {r: layout.coordinate(r) for r in layout.ranks}
+
+    def table(tp_rank: int, pp_rank: int) -> ShardTable:
+        return {
+            part_name(part, name, parts): tensor
+            for part in range(parts)
+            for name, tensor in megatron_shards(
+                arch,
+                tp_size=layout.tp_size,
+                tp_rank=tp_rank,
+                pp_size=layout.pp_size * parts,
+                pp_rank=part * layout.pp_size + pp_rank,
+                vocab_multiple=vocab_multiple or default_vocab_multiple(layout.tp_size),
+            ).items()
+        }
+
+    return _shared({rank: (place.tp, place.pp) for rank, place in places.items()}, table)
+
+
+def part_name(part: int, name: str, num_parts: int) -> str:
+    """A parameter of one of several parts of the model on a rank."""
+    return name if num_parts == 1 else f"{part}.{name}"
 
 
 def vllm_tables(arch: Architecture, layout: Layout) -> RankTables:

@@ -9,13 +9,16 @@ stops its gradient). Knows no roles: what an output means is up to `fn` and `los
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from spmdflow.blocks.box import Box
@@ -26,7 +29,7 @@ from spmdflow.objectives.log_prob import LogitShard
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.move import Block, blocks, fill
-from spmdflow.weights.ranks import SHARED_EMBEDDING, megatron_tables
+from spmdflow.weights.ranks import SHARED_EMBEDDING, megatron_tables, part_name
 from spmdflow.weights.table import owned, parameters
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.megatron_model import build_model, local_name
@@ -66,20 +69,28 @@ class MegatronEngine(TrainEngine):
         self._own_table = owned([every[rank] for rank in replica])[replica.index(self.rank)]
         with megatron_runtime():
             groups = self._megatron_groups = process_groups(self.layout, self.rank, self.groups)
-            self._module = build_model(model.architecture, groups, self.dtype, cfg.options)
-            self._run = get_forward_backward_func(groups.pp.size(), None)
+            many = self.layout.virtual_size
+            architecture, options = model.architecture, cfg.options
+            self._modules = [
+                build_model(architecture, groups, self.dtype, options, part=n, num_parts=many)
+                for n in range(many)
+            ]
+            self._config: TransformerConfig = self._modules[0].config
+            self._run = get_forward_backward_func(groups.pp.size(), many if many > 1 else None)
             self._stages: _StageMessages | None = None
             if groups.pp.size() > 1:
-                self._stages = _StageMessages(groups.pp, self._module.config)
+                self._stages = _StageMessages(groups.pp, self._config)
+            named = [(n, *x) for n, m in enumerate(self._modules) for x in m.named_parameters()]
+            self._parameters = {part_name(n, local_name(name), many): p for n, name, p in named}
             if optimizer is None:
-                self._module.requires_grad_(False)
-            self._parameters = {local_name(n): p for n, p in self._module.named_parameters()}
+                for parameter in self._parameters.values():
+                    parameter.requires_grad_(False)
             differ = self._parameters.keys() ^ self._table.keys()
             assert not differ, f"table and model differ: {differ}"
             self._read(model)
             if optimizer is not None:
                 self.optimizer = StageOptimizer(
-                    self._module,
+                    self._modules,
                     optimizer,
                     groups,
                     total_steps=total_optimizer_steps,
@@ -100,7 +111,7 @@ class MegatronEngine(TrainEngine):
         """See `TrainEngine.outputs`."""
         self.settle()
         with megatron_runtime():
-            return self._pass(self._module, micros, fn, train=False)
+            return self._pass(self._modules, micros, fn, train=False)
 
     def accumulate(
         self, micros: list[MicroBatch], loss: Loss, totals: Mapping[str, float]
@@ -115,7 +126,7 @@ class MegatronEngine(TrainEngine):
 
         with megatron_runtime():
             self.optimizer.zero_gradients()
-            found = self._pass(self.optimizer.ddp, micros, terms, train=True)
+            found = self._pass(self.optimizer.ddps, micros, terms, train=True)
             return self._everywhere(found)
 
     def gradient_norm(self) -> float:
@@ -174,7 +185,7 @@ class MegatronEngine(TrainEngine):
         if part != "gradients" and self.device.type == "cpu":
             return
         if part == "parameters":
-            self.move(where, part, self._module.parameters)
+            self.move(where, part, self._parameters.values)
         elif self.optimizer is not None:
             held = self.optimizer.gradients if part == "gradients" else self.optimizer.states
             self.move(where, part, held)
@@ -183,7 +194,9 @@ class MegatronEngine(TrainEngine):
 
     def _read(self, model: ModelSource) -> None:
         """This rank's boxes from the folder; a tied embedding goes on to the last stage."""
-        group, (first, last) = self._megatron_groups.embd, SHARED_EMBEDDING
+        group, many = self._megatron_groups.embd, self.layout.virtual_size
+        first = part_name(0, SHARED_EMBEDDING[0], many)
+        last = part_name(many - 1, SHARED_EMBEDDING[1], many)
         copied = model.architecture.tied and group is not None
         fill(
             self._parameters,
@@ -196,14 +209,19 @@ class MegatronEngine(TrainEngine):
             dist.broadcast(held.detach(), source, group=group)
 
     def _pass(
-        self, module: nn.Module, micros: list[MicroBatch], fn: Callable[..., Any], *, train: bool
+        self,
+        modules: Sequence[nn.Module],
+        micros: list[MicroBatch],
+        fn: Callable[..., Any],
+        *,
+        train: bool,
     ) -> list[Any]:
         """What fn gives for the output of each micro-batch, on the last stage; [] elsewhere.
 
-        One stage runs them one by one; several run Megatron's 1F1B order (Narayanan et al. 2021).
-        Micro-batches may differ in rows and length. train: add up their gradients in module, the
-        stage's DDP wrapper; fn then gives (scalar to differentiate, number of tokens, what is
-        collected).
+        One stage runs them one by one; several run Megatron's 1F1B order (Narayanan et al. 2021),
+        interleaved where they have several parts. Micro-batches may differ in rows and length.
+        train: add up their gradients in modules, the parts' DDP wrappers; fn then gives (scalar to
+        differentiate, number of tokens, what is collected).
         """
 
         def step(rest: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -211,15 +229,16 @@ class MegatronEngine(TrainEngine):
             output = model(micro.input_ids, micro.position_ids, None)
             return output, lambda output, non_loss_data=False: fn(self._named(output), micro)
 
-        module.train(train)  # recompute is for training only; there is no dropout
-        if self._module.config.sequence_parallel:
+        for module in modules:
+            module.train(train)  # recompute is for training only; there is no dropout
+        if self._config.sequence_parallel:
             micros = [lengthened(micro, self.layout.tp_size) for micro in micros]
         if self._stages is not None:
             self._stages.expect(micros)
         found: list[Any] = self._run(
             forward_step_func=step,
-            data_iterator=iter(micros),
-            model=module,
+            data_iterator=[iter(micros) for _ in modules] if len(modules) > 1 else iter(micros),
+            model=list(modules) if len(modules) > 1 else modules[0],
             num_microbatches=len(micros),
             seq_length=micros[0].input_ids.shape[1],  # of no effect, as the next line
             micro_batch_size=len(micros[0].input_ids),
@@ -229,6 +248,11 @@ class MegatronEngine(TrainEngine):
             **({} if self._stages is None else {"p2p_communicator": self._stages}),
         )
         return found
+
+    def micro_batches(self, batch: TensorDict, num_micro_batches: int) -> list[MicroBatch]:
+        """See `TrainEngine.micro_batches`; stages of several parts take p of them at a time."""
+        size = self.layout.pp_size if self.layout.virtual_size > 1 else 1
+        return super().micro_batches(batch, -(-num_micro_batches // size) * size)
 
     def _named(self, output: Tensor) -> Any:
         """The last stage's output as roles know it: values, logits or a shard of them."""
@@ -271,12 +295,25 @@ class _StageMessages(P2PCommunicator):
     """
 
     def expect(self, micros: list[MicroBatch]) -> None:
-        """The micro-batches of the next pass."""
+        """The micro-batches of the next pass.
+
+        Of several parts of a stage: the first stage has the activations of all but the last part of
+        the last stage, and the last stage the gradients of all but the first part of the first.
+        """
         config = self.config
         parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
         sizes = [micro.input_ids.shape for micro in micros]
         shapes = [[length // parts, rows, config.hidden_size] for rows, length in sizes]
-        self._activations, self._gradients = iter(shapes), iter(shapes)
+        num_parts = config.virtual_pipeline_model_parallel_size
+        inner = outer = shapes
+        if num_parts is not None:
+            size = config.microbatch_group_size_per_vp_stage
+            order = get_schedule_table(len(micros), num_parts, size)
+            inner = [shapes[micro] for micro, _ in order]
+            outer = [shapes[micro] for micro, part in order if part < num_parts - 1]
+        place, last = self.pp_group.rank(), self.pp_group.size() - 1
+        self._activations = iter(outer if place == 0 else inner)
+        self._gradients = iter(outer if place == last else inner)
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool

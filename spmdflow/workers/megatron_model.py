@@ -47,30 +47,41 @@ def build_model(
     groups: ProcessGroupCollection,
     dtype: torch.dtype,
     options: Collection[str],
+    *,
+    part: int,
+    num_parts: int,
 ) -> GPTModel:
-    """This rank's part of the model, weights undefined; collective over pipelines if tied.
+    """One of this rank's parts of the model, weights undefined; collective over pipelines if tied.
 
-    options: engine.options.
+    options: engine.options. part: it is stage part p + s of p num_parts (weights.ranks).
     """
     tp_size, pp_size, pp_rank = groups.tp.size(), groups.pp.size(), groups.pp.rank()
-    num_layers = len(stage_layers(architecture.num_layers, pp_size=pp_size, pp_rank=pp_rank))
+    stage, num_stages = part * pp_size + pp_rank, pp_size * num_parts
+    num_layers = len(stage_layers(architecture.num_layers, pp_size=num_stages, pp_rank=stage))
     config = _transformer_config(
-        architecture, num_layers, dtype, options, tp_size=tp_size, pp_size=pp_size
+        architecture,
+        num_layers * num_parts,
+        dtype,
+        options,
+        tp_size=tp_size,
+        pp_size=pp_size,
+        num_parts=num_parts,
     )
-    last, scalar = pp_rank == pp_size - 1, architecture.head != "causal_lm"
+    last, scalar = stage == num_stages - 1, architecture.head != "causal_lm"
     multiple = default_vocab_multiple(tp_size)
     model = GPTModel(
         config,
         _stage_spec(config, num_layers),
         vocab_size=-(-architecture.vocab_size // multiple) * multiple,
         max_sequence_length=architecture.max_positions,
-        pre_process=pp_rank == 0,
+        pre_process=stage == 0,
         post_process=last,
         parallel_output=True,
         share_embeddings_and_output_weights=architecture.tied and not scalar,
         position_embedding_type="rope",
         rotary_base=architecture.rope_theta,
         pg_collection=groups,
+        vp_stage=part if num_parts > 1 else None,
     )
     inv_freq = model.rotary_pos_emb.inv_freq
     model.rotary_pos_emb.inv_freq = rotary_frequencies(architecture).to(inv_freq.device)
@@ -87,8 +98,9 @@ def _transformer_config(
     *,
     tp_size: int,
     pp_size: int,
+    num_parts: int,
 ) -> TransformerConfig:
-    """Settings of one stage with num_layers decoder layers."""
+    """Settings of one stage with num_layers decoder layers in num_parts equal parts."""
     recompute, selective = "recompute" in options, "selective_recompute" in options
     window = architecture.sliding_window
     return TransformerConfig(
@@ -114,6 +126,7 @@ def _transformer_config(
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=tp_size,
         pipeline_model_parallel_size=pp_size,
+        virtual_pipeline_model_parallel_size=num_parts if num_parts > 1 else None,
         sequence_parallel="sequence_parallel" in options and tp_size > 1,
         variable_seq_lengths=pp_size > 1,
         moe_token_dispatcher_type="alltoall",  # checked with the line above, also without experts

@@ -9,7 +9,8 @@ schedules are not used: they are the same functions as in the other engines.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from spmdflow.blocks.box import flat_range
 from spmdflow.config.schema import OptimizerConfig
 from spmdflow.weights import ranks
 from spmdflow.weights.move import Block
+from spmdflow.weights.ranks import part_name
 from spmdflow.weights.table import LocalTensor
 from spmdflow.workers.megatron_model import local_name
 from spmdflow.workers.megatron_runtime import megatron_runtime, only_among
@@ -41,11 +43,11 @@ Gets the local name of every parameter too."""
 
 
 class StageOptimizer(Scheduled):
-    """DDP and optimizer around a stage's module. Collective over the model's ranks."""
+    """DDP and optimizer around a stage's modules. Collective over the model's ranks."""
 
     def __init__(
         self,
-        module: MegatronModule,
+        modules: Sequence[MegatronModule],
         cfg: OptimizerConfig,
         groups: ProcessGroupCollection,
         *,
@@ -66,19 +68,32 @@ class StageOptimizer(Scheduled):
             bucket_size=ranks.OVERLAP_BUCKET if overlap else None,
         )
         self._is_behind = settings.overlap_param_gather
-        self.ddp = DistributedDataParallel(module.config, settings, module, pg_collection=groups)
+        self.ddps = [
+            DistributedDataParallel(
+                module.config, replace(settings), module, bool(part), pg_collection=groups
+            )
+            for part, module in enumerate(modules)
+        ]
+        """One for each part of the model."""
+        config, many = modules[0].config, len(modules)
         # sums over dp, tp and tied embeddings, not divided by a number of tokens
-        module.config.finalize_model_grads_func = lambda model, tokens, **groups: (
-            finalize_model_grads(model, None, **groups)
+        config.finalize_model_grads_func = lambda model, tokens, **groups: finalize_model_grads(
+            model, None, **groups
         )
-        module.config.no_sync_func = self.ddp.no_sync
-        self._names = {p: local_name(name) for name, p in self.ddp.named_parameters()}
+        no_sync = [ddp.no_sync for ddp in self.ddps]
+        config.no_sync_func = no_sync if many > 1 else no_sync[0]
+        self._names = {
+            p: part_name(part, local_name(name), many)
+            for part, ddp in enumerate(self.ddps)
+            for name, p in ddp.named_parameters()
+        }
         if adopt is not None:
-            adopt(self.ddp, self._names)
+            (ddp,) = self.ddps
+            adopt(ddp, self._names)
         with only_among(groups.intra_dist_opt):
             chained = get_megatron_optimizer(
-                _megatron_config(cfg, module.config, distributed=distributed),
-                [self.ddp],
+                _megatron_config(cfg, config, distributed=distributed),
+                self.ddps,
                 config_overrides={},  # weight decay on every tensor, as the other engines
                 use_gloo_process_groups=False,
                 pg_collection=groups,
@@ -89,22 +104,17 @@ class StageOptimizer(Scheduled):
             getattr(self._inner, name) for name in names if hasattr(self._inner, name)
         )
         self._adam: torch.optim.Optimizer = self._inner.optimizer
-        for parameter in self._stepped():
-            # made now, not at the first step: memory is known and checkpoints look alike
-            state = self._adam.state[parameter]
-            state.update({name: torch.zeros_like(parameter.detach()) for name in MOMENTS})
-            if isinstance(self._adam, torch.optim.AdamW):
-                state["step"] = torch.zeros(())  # TransformerEngine's Adam counts in its groups
+        self._make_moments()
 
     def gather(self) -> None:
         """Have all weights on every rank, where `step` left it to the next forward."""
         if self._is_behind:
-            self.ddp.start_param_sync(force_sync=True)
-            self._is_behind = False
+            self._start_gather()
 
     def zero_gradients(self) -> None:
         """Before the first micro-batch of a step."""
-        self.ddp.zero_grad_buffer()
+        for ddp in self.ddps:
+            ddp.zero_grad_buffer()
         self._inner.zero_grad()
 
     def gradient_norm(self) -> float:
@@ -123,7 +133,7 @@ class StageOptimizer(Scheduled):
         for group in self._adam.param_groups:
             group["lr"] = self.next_lr
         self._inner.step_with_ready_grads()
-        self._is_behind = self.ddp.ddp_config.overlap_param_gather
+        self._is_behind = self.ddps[0].ddp_config.overlap_param_gather
         self._inner.zero_grad()
         self.steps_done += 1
 
@@ -152,8 +162,7 @@ class StageOptimizer(Scheduled):
             if hasattr(self._inner, "_copy_main_params_to_model_params"):
                 self._inner._copy_main_params_to_model_params()
             if self.distributed:
-                self.ddp.start_param_sync(force_sync=True)
-                self._is_behind = False
+                self._start_gather()
 
     def states(self) -> Iterator[Tensor]:
         """Moments, and masters that are no part of the weights."""
@@ -165,7 +174,20 @@ class StageOptimizer(Scheduled):
 
     def gradients(self) -> list[Tensor]:
         """The buffers, which stay between steps."""
-        return [buffer.grad_data for buffer in self.ddp.buffers]
+        return [buffer.grad_data for ddp in self.ddps for buffer in ddp.buffers]
+
+    def _make_moments(self) -> None:
+        for parameter in self._stepped():
+            # made now, not at the first step: memory is known and checkpoints look alike
+            state = self._adam.state[parameter]
+            state.update({name: torch.zeros_like(parameter.detach()) for name in MOMENTS})
+            if isinstance(self._adam, torch.optim.AdamW):
+                state["step"] = torch.zeros(())  # TransformerEngine's Adam counts in its groups
+
+    def _start_gather(self) -> None:
+        for ddp in self.ddps:
+            ddp.start_param_sync(force_sync=True)
+        self._is_behind = False
 
     def _stepped(self) -> list[nn.Parameter]:
         return [p for group in self._adam.param_groups for p in group["params"]]

@@ -48,7 +48,8 @@ def equalities(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def require_equal(found: dict[str, dict[str, Any]]) -> None:
     for name, x in found.items():
-        assert x["logits"] <= 1e-5 and x["gradient"] <= 1e-6 and x["step"] <= 5e-5, (name, x)
+        gradient = 3e-6 if "deep" in name else 1e-6  # 1.9e-6 in nine layers, also without parts
+        assert x["logits"] <= 1e-5 and x["gradient"] <= gradient and x["step"] <= 5e-5, (name, x)
         assert x["loss"] <= 1e-6 and x["norm"] <= 1e-6, (name, x)
 
 
@@ -56,7 +57,7 @@ def test_logits_gradients_and_a_step_of_every_family_and_layout_equal_hugging_fa
     results: dict,
 ) -> None:
     found = equalities(results)
-    assert len(found) == 16 and all(any(f" {one}" in name for name in found) for one in FAMILIES)
+    assert len(found) == 20 and all(any(f" {one}" in name for name in found) for one in FAMILIES)
     require_equal(found)
 
 
@@ -83,6 +84,10 @@ def test_overlap_and_recompute_change_no_bit(results: dict) -> None:
         assert (overlap > 1, both > 1) == (rank % 2 == 0,) * 2
 
 
+def test_parts_of_a_stage_change_no_bit(results: dict) -> None:
+    assert [results[f"parts {rank}"] for rank in range(3)] == [True] * 3
+
+
 def test_four_clipped_scheduled_steps_in_two_layouts_agree(results: dict) -> None:
     assert results["rates"] == pytest.approx([0.0005, 0.001, 0.001, 0.0005])
     assert results["trajectory"] < 1e-5
@@ -91,7 +96,7 @@ def test_four_clipped_scheduled_steps_in_two_layouts_agree(results: dict) -> Non
 @pytest.mark.parametrize("rank", range(4))
 def test_state_loaded_into_a_new_engine_continues_bitwise(results: dict, rank: int) -> None:
     found = results[f"state of rank {rank}"]
-    assert len(found) == 3
+    assert len(found) == 4
     for case, x in found.items():
         assert x["different"] == [] and x["moved"], case
         assert x["dtypes"] == ["torch.float32"]  # masters and moments, also of bfloat16 weights

@@ -47,6 +47,10 @@ SOME = (
     Case("qwen2", 1, 1, 4, ("overlap", "selective_recompute")),
     Case("llama-tied", 2, 1, 2, ("overlap", "recompute")),
     Case("mistral", 1, 2, 2, ("overlap", "plain_optimizer")),
+    Case("llama-deep", 3, 1, 1),
+    Case("llama-deep", 3, 1, 1, virtual=2),
+    Case("llama-deep", 4, 1, 1, ("overlap", "recompute"), virtual=2),
+    Case("llama-deep", 3, 1, 1, ("plain_optimizer",), rows=1, first=1, virtual=3),
 )
 """Every family, layout and option at least once."""
 LAYOUTS = ((1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 1, 2), (2, 2, 1), (2, 2, 2))
@@ -150,7 +154,7 @@ def check_options(world: World) -> None:
             weights.append((metrics, dict(engine.full_tensors()), engine))
         if not weights:
             continue
-        buckets = [len(e.optimizer.ddp.bucket_groups) for *_, e in weights if e.optimizer]
+        buckets = [len(e.optimizer.ddps[0].bucket_groups) for *_, e in weights if e.optimizer]
         world.note(f"buckets {sizes} {world.rank}", buckets)
         (first, plain, _), *others = weights
         for metrics, found, engine in others:
@@ -159,11 +163,27 @@ def check_options(world: World) -> None:
             world.note(name, all(same) and metrics == first)
 
 
+def check_parts(world: World) -> None:
+    """Two steps with one part of the model on each of three stages, and with two: the same bits."""
+    found = []
+    for virtual in (1, 2):
+        case = Case("llama-deep", 3, 1, 1, virtual=virtual)
+        engine = world.engine(case)
+        if engine is None:
+            return
+        losses = [world.train(engine, case, seed=seed)["loss"] for seed in (0, 1)]
+        found.append((losses, dict(engine.full_tensors())))
+    (losses, plain), (others, weights) = found
+    same = all(torch.equal(x, plain[name]) for name, x in weights.items())
+    world.note(f"parts {world.rank}", same and losses == others)
+
+
 def check_state(world: World) -> None:
     """Saved after a step and loaded into a new engine, the next step is the same, bitwise."""
     found = {}
     for case, dtype in (
         (Case("qwen3", 2, 1, 2), "float32"),
+        (Case("llama-deep", 4, 1, 1, ("overlap",), virtual=2), "bfloat16"),
         (Case("qwen2", 1, 2, 2), "bfloat16"),
         (Case("reward", 2, 2, 1, ("plain_optimizer",)), "bfloat16"),
     ):
@@ -363,6 +383,7 @@ def check_refusals(world: World) -> None:
 CHECKS = (
     check_trajectory,
     check_options,
+    check_parts,
     check_state,
     check_bfloat16,
     check_weights_out,

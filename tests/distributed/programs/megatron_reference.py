@@ -49,6 +49,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         {"num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True},
     ),
+    "llama-deep": (
+        "Llama",
+        {"num_key_value_heads": 2, "num_hidden_layers": 9, "tie_word_embeddings": True},
+    ),
     "reward": ("Llama", {"num_key_value_heads": 2, "num_labels": 1}),
 }
 

@@ -44,14 +44,17 @@ class Case:
     step: int = 1
     """Distance of neighbouring ranks of the pool."""
     rows: int = 5
+    virtual: int = 1
 
     @property
     def layout(self) -> Layout:
         ranks = tuple(self.first + self.step * i for i in range(self.p * self.t * self.d))
-        return Layout(ranks, pp_size=self.p, tp_size=self.t, dp_size=self.d)
+        sizes = {"pp_size": self.p, "tp_size": self.t, "dp_size": self.d}
+        return Layout(ranks, **sizes, virtual_size=self.virtual)
 
     def __str__(self) -> str:
-        sizes = f"p{self.p}t{self.t}d{self.d}r{self.rows}"
+        virtual = f"v{self.virtual}" if self.virtual > 1 else ""
+        sizes = f"p{self.p}{virtual}t{self.t}d{self.d}r{self.rows}"
         return "-".join([self.model, sizes, *self.options])
 
 

@@ -95,6 +95,8 @@ SIZES = {
     "or s8; correct it (data parallelism takes the other ranks)",
     "actor.engine.layout=s3": "actor.engine.layout: got s3 on a pool of 4, expected a divisor of "
     "the pool's size; choose one of [1, 2, 4]",
+    "actor.engine.kind=megatron actor.engine.layout=p2v2": "actor.engine.layout: got p2v2, "
+    "expected p3 or more with v, so that a stage has two neighbours; leave out v or raise p",
     "actor.engine.kind=zero1 actor.engine.layout=s2": "actor.engine.layout: got s2 with "
     "engine.kind=zero1, expected no s, as that engine does not shard parameters over "
     "data-parallel ranks; leave it out or set actor.engine.kind=fsdp or zero2 or zero3",

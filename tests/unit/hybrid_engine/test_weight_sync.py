@@ -33,6 +33,9 @@ class Trainer(SimpleNamespace):
     def blocks(self) -> list[tuple[str, Tensor, Box]]:
         return [(name, t, Box.of_shape(t.shape)) for name, t in self.tensors.items()]
 
+    def settle(self) -> None:
+        """Nothing is running."""
+
     def shard_hashes(self, dtype: torch.dtype) -> dict[str, int]:
         return {name: positional_hash(t.to(dtype), 0) for name, t in self.tensors.items()}
 

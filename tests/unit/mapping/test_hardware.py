@@ -14,6 +14,7 @@ from bench._cells import scaled
 
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.hardware import COEFFICIENTS, FOLDER, HARDWARE, load_hardware
+from spmdflow.plan import workload
 from spmdflow.plan.workload import hardware_of, is_cpu
 from tests.policy.house import REPOSITORY
 
@@ -105,7 +106,7 @@ def test_a_node_has_at_least_one_device() -> None:
 def test_device_that_a_packaged_file_describes_is_found_by_what_cuda_calls_it(
     device: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(workload, "own_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
 
     assert hardware_of(None).name == name
@@ -127,7 +128,7 @@ def test_device_that_a_packaged_file_describes_is_found_by_what_cuda_calls_it(
 def test_other_device_is_refused_with_how_to_measure_and_name_it(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(workload, "own_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
 
     with pytest.raises(

@@ -316,7 +316,7 @@ def test_command_plans_for_the_hardware_of_the_settings_unless_another_is_named(
 def test_run_on_a_device_that_no_file_describes_says_why_nothing_is_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(workload, "own_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
     loaded = load(ALGORITHMS / "ppo.py", None, [*SMALL, f"run.dir={tmp_path}"])
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step_seconds": 2.0}\n')
