@@ -88,7 +88,7 @@ class RunDirLock:
         os.pwrite(self._file, str(os.getpid()).encode(), 0)
 
     def release(self) -> None:
-        """Let the next run in."""
+        """Release the lock: the next run may start."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -63,7 +63,7 @@ class GroupWire:
 
 
 class WeightStream:
-    """The planned way of a model's weights, as one rank runs it."""
+    """One rank's part in a plan that moves a model's weights."""
 
     def __init__(
         self,

@@ -67,7 +67,7 @@ class GroupTable:
             self._known[spec] = group if self._rank in spec.ranks else None
 
     def destroy(self) -> None:
-        """Give all groups back; nothing may run in them any more."""
+        """Destroy all groups; nothing may run in them any more."""
         for group in self._known.values():
             if group is not None:
                 dist.destroy_process_group(group)

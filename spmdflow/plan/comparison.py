@@ -96,7 +96,7 @@ class Comparison:
 def compare_run(cfg: Any) -> None:
     """Write the comparison of a run that has just ended, and log where it is.
 
-    It never fails a run: what stands in its way is logged. Any: the script's settings.
+    It never fails a run: its own errors are logged. Any: the script's settings.
     """
     try:
         run_dir = path_of(cfg.run)

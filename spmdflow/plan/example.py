@@ -108,12 +108,12 @@ class Examples:
         self._is_replayed, self.longest = is_replayed, longest
         self._overruling, self._declared = dict(declared), dict(declared)
         self.used: dict[str, Any] = {}
-        """Examples that the script came to see, or that decided a length."""
+        """Examples that the script read, or that decided a length."""
         self.guessed: set[str] = set()
         """Columns that nobody has declared."""
 
     def add(self, declared: Mapping[str, Any]) -> None:
-        """What the script says; the word of configuration and command line counts more."""
+        """Take the script's examples; those of configuration and command line win."""
         self._declared |= {**declared, **self._overruling}
 
     def form(self, name: str) -> ColumnForm:
@@ -160,7 +160,7 @@ class Examples:
         }
 
     def use(self, names: Iterable[str]) -> None:
-        """The script came to see these metrics."""
+        """Note that the script read these metrics."""
         declared = {} if self._is_replayed else self.metrics()
         self.used.update({name: self._declared[name] for name in names if name in declared})
 

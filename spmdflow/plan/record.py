@@ -22,7 +22,7 @@ from spmdflow.transfer.worker import Worker
 
 @dataclass(frozen=True)
 class Problem:
-    """What a check finds wrong, and which knob to turn."""
+    """What a check finds wrong, and what to change."""
 
     check: str
     """rows, members, batches, weights, memory, settings or bytes."""
@@ -136,14 +136,14 @@ class TracedModel:
 
 @dataclass(frozen=True)
 class Read:
-    """A place of the script that looked at a value, or ran more than once in a step."""
+    """A line of the script that read a value, or ran more than once in a step."""
 
     line: int | None
     what: str
     in_loop: bool
     """Whether a loop inside of the step encloses the line: a run may go round more often."""
     waits: bool = True
-    """Whether data is looked at there; else it is a loop that only repeats its calls."""
+    """Whether it reads a value; else it is a loop that repeats its calls."""
 
 
 @dataclass(frozen=True)

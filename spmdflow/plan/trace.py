@@ -1,4 +1,4 @@
-"""Runs a script on no device and hands back what it asked of every rank."""
+"""Runs a script on no device and returns what it asked of every rank."""
 
 from __future__ import annotations
 
