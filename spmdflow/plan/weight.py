@@ -147,7 +147,7 @@ def _sharding(cfg: Any) -> Sharding:
 def _has_devices(trace: Trace) -> bool:
     """Whether the ranks have devices of their own."""
     made = (order.command["specs"] for order in trace.orders if order.operation == "groups")
-    return any(backend != "gloo" for specs in made for *_, backend in specs)
+    return any(backend != "gloo" for specs in made for *_, backend in specs or ())
 
 
 def _local(traced: TracedModel, nodes: Nodes, *, gathers: bool) -> WeightPlan:

@@ -59,5 +59,9 @@ def test_predicted_memory_is_near_the_traced_peak_of_engines(simulated: Simulate
 
 
 @pytest.mark.slow
-def test_predicted_memory_is_near_the_traced_peak_at_every_size(simulated: Simulated) -> None:
-    check(peaks_of(simulated, [name for name in CASES if not name.startswith("tiny")]))
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("size", sorted({case.size for case in CASES.values()} - {"tiny"}))
+def test_predicted_memory_is_near_the_traced_peak_at_every_size(
+    size: str, simulated: Simulated
+) -> None:
+    check(peaks_of(simulated, [name for name, case in CASES.items() if case.size == size]))

@@ -19,7 +19,6 @@ from spmdflow.blocks.box import Box
 from spmdflow.checkpoint import StateFiles
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
-from spmdflow.models.base import axis_groups
 from spmdflow.models.policy import ActorWorker
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.transfer.worker import WorkerContext
@@ -66,7 +65,8 @@ def engine_for(name: str, out: Path) -> TrainEngine:
     rank, cfg = dist.get_rank(), settings_of(name, out).cfg.actor
     layout = ActorWorker.layout_of(cfg, tuple(range(NUM_RANKS)))
     groups = GroupTable(rank, timeout_seconds=60)
-    groups.make([GroupSpec(ranks, "compute", "gloo") for ranks in axis_groups(layout)])
+    needed = ActorWorker.needed_groups(cfg, layout)
+    groups.make([GroupSpec(ranks, "compute", "gloo") for ranks in needed])
     context = WorkerContext(name, layout, rank, groups, torch.device("cpu"), seed=0, total_steps=4)
     return engine_of(cfg, context, head="causal_lm")
 

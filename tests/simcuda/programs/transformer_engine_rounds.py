@@ -189,7 +189,7 @@ def engine_gaps(world: World, case: Case, dtype: str) -> dict[str, Any]:
         theirs = world.engine(case, dtype=dtype, betas=[0.9, 0.95])
     if ours is None or theirs is None:
         return {}
-    layers = {type(module).__name__ for module in ours._module.modules()}
+    layers = {type(module).__name__ for part in ours._modules for module in part.modules()}
     outputs, others = (whole_outputs(engine, case, world) for engine in (ours, theirs))
     found: dict[str, Any] = {
         "layers": sorted(name for name in layers if name.startswith("TE") or name == "RMSNorm"),

@@ -78,7 +78,9 @@ def run(tmp_path: Path) -> Any:
 def spawn(run: Any, name: str) -> dict[str, Any]:
     layout = Layout.data_parallel((0,))
     plain = {"ranks": layout.ranks, "dp_size": 1}
-    return run("spawn", name="toy", layout=plain, config=None, total_steps=1, **{"class": name})
+    return run(
+        "spawn", name="toy", layout=plain, config=None, total_steps=1, nodes=[0], **{"class": name}
+    )
 
 
 def test_command_runs_a_registered_method_and_no_other(run: Any) -> None:
