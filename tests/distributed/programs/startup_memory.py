@@ -100,7 +100,9 @@ class PeakMemory:
 def share_of(engine: TrainEngine) -> int:
     """Bytes of the parameters, gradient buffers and optimizer states that the engine keeps."""
     optimizer: Any = engine.optimizer
-    tensors = [*engine._module.parameters(), *(x for _, x, _ in engine.state_blocks())]
+    parts = getattr(engine, "_modules", None) or [engine._module]
+    held = [x for part in parts for x in part.parameters()]
+    tensors = [*held, *(x for _, x, _ in engine.state_blocks())]
     if hasattr(optimizer, "ddp"):
         tensors += [buffer.grad_data for buffer in optimizer.ddp.buffers]
     tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "distributed" / "programs"))
 import torch
 import torch.distributed as dist
 import transformer_engine.pytorch as te
+from engine_state import load_state, state_of
 from megatron.core import optimizer as megatron_optimizer
 from megatron_reference import write_models
 from megatron_world import Case, World, largest, whole_outputs
@@ -202,9 +203,9 @@ def engine_gaps(world: World, case: Case, dtype: str) -> dict[str, Any]:
         gaps = [abs(one[name] - other[name]) for name in ("loss", "grad_norm")]
         found["metrics"] = max(found["metrics"], *gaps)
     found["weights"] = largest(dict(ours.full_tensors()), dict(theirs.full_tensors()))
-    states = [{n: x.clone() for n, x in e.state_blocks().items()} for e in (ours, theirs)]
-    ours.load_blocks(states[1])
-    theirs.load_blocks(states[0])
+    states = [state_of(engine) for engine in (ours, theirs)]
+    load_state(ours, states[1], steps_done=2)
+    load_state(theirs, states[0], steps_done=2)
     for engine in (ours, theirs):
         world.train(engine, case, seed=2)
     found["exchanged"] = largest(dict(ours.full_tensors()), dict(theirs.full_tensors()))
