@@ -103,8 +103,8 @@ def share_of(engine: TrainEngine) -> int:
     parts = getattr(engine, "_modules", None) or [engine._module]
     held = [x for part in parts for x in part.parameters()]
     tensors = [*held, *(x for _, x, _ in engine.state_blocks())]
-    if hasattr(optimizer, "ddp"):
-        tensors += [buffer.grad_data for buffer in optimizer.ddp.buffers]
+    for ddp in getattr(optimizer, "ddps", ()):
+        tensors += [buffer.grad_data for buffer in ddp.buffers]
     tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())
