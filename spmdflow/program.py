@@ -154,8 +154,8 @@ def launch(
     Collective over the default process group, which must exist unless inproc. With devices
     every rank has called torch.accelerator.set_device_index before. cfg is of the script's settings
     class, made by `load_settings` or in Python; or settings are "dotted.key=value" over the
-    script's own YAML. They are completed and checked
-    first: ConfigError on every rank, and nothing was started.
+    script's own YAML. They are completed and checked first: ConfigError on every rank, and nothing
+    was started.
 
     Every rank returns when the run has ended, ranks outside of it too. wait=False gives them an
     `Outcome` as soon as its groups are made, to be asked later. If the run fails, every rank gets

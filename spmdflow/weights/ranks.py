@@ -121,6 +121,7 @@ def megatron_tables(
     parts, places = layout.virtual_size, {r: layout.coordinate(r) for r in layout.ranks}
 
     def table(tp_rank: int, pp_rank: int) -> ShardTable:
+        """Local tensors of a rank's parts, one after the other."""
         return {
             part_name(part, name, parts): tensor
             for part in range(parts)

@@ -84,4 +84,5 @@ def test_figure_15_generation_is_fastest_where_the_paper_measured_it(
 def test_strong_scaling_is_within_seven_points(figures: ModuleType, log_prob: bool) -> None:
     efficiency = figures.scaling(A100, log_prob=log_prob)
 
+    # the paper's mean; 5 points were the aim, and memory that follows traces takes it to 6.6
     assert sum(efficiency.values()) / len(efficiency) == pytest.approx(0.668, abs=0.07)
