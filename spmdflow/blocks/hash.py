@@ -1,15 +1,19 @@
 """An additive hash of a tensor's bits and their places. Knows no ranks and no names.
 
-The hash of a tensor is the sum over its elements of mix(bits, flat index) modulo 2**64. Because
-it adds up, ranks hash the pieces they hold and sum: the result does not depend on how the tensor
-is cut, and a moved, lost, repeated or altered element changes it (with probability 1 - 2**-64
-for a single element). The mixer is the finaliser of splitmix64 (Steele, Lea, Flood 2014).
+The hash of a tensor is the sum over its elements of weight(place) * (spread(bits) + 1), modulo
+2**64. Because it adds up, ranks hash the boxes that they hold and sum: the result does not depend
+on how the tensor is cut. The weight of a place is the product of an odd number for each index,
+drawn by the finaliser of splitmix64 (Steele, Lea, Flood 2014): rows are summed with one vector of
+weights, and their sums with another. This is multilinear hashing (Carter and Wegman 1979).
+
+One altered element always changes the hash, as an odd weight has an inverse. Several altered,
+moved, lost or repeated ones go unseen with a probability of at most 2**-32, and 2**-47 where only
+the upper or only the lower halves of their bits differ (signs, exponents, the end of a mantissa).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from math import prod
+from collections.abc import Hashable, Mapping
 from typing import TypeVar
 
 import torch
@@ -19,23 +23,20 @@ from spmdflow.blocks.box import Box
 
 Key = TypeVar("Key", bound=Hashable)
 MODULUS = 2**64
-_CHUNK = 1 << 20
+_CPU_CHUNK, _CHUNK = 1 << 16, 1 << 22
+"""Elements that are hashed together: what fits into a core's cache, and what fills a device."""
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def positional_hash(values: Tensor, offset: int) -> int:
-    """Hash in [0, 2**64) of a piece whose first element has flat index offset in the whole.
-
-    values: any shape and dtype, contiguous in the whole tensor's flat (row-major) order.
-    hash(whole) = sum of hash(piece) modulo 2**64. Waits for the device.
-    """
-    return int(positional_sum(values, offset)) % MODULUS
+def positional_hash(values: Tensor) -> int:
+    """Hash in [0, 2**64) of a whole tensor of any dtype. Waits for the device."""
+    return box_hash(values, Box.of_shape(values.shape))
 
 
-def box_hash(values: Tensor, box: Box, shape: Sequence[int]) -> int:
-    """As `positional_hash`, of the elements `box` of a tensor of that shape; see `box_sum`."""
-    return int(box_sum(values, box, shape)) % MODULUS
+def box_hash(values: Tensor, box: Box) -> int:
+    """`box_sum` as a number in [0, 2**64). Waits for the device."""
+    return int(box_sum(values, box)) % MODULUS
 
 
 def read_sums(sums: Mapping[Key, Tensor]) -> dict[Key, int]:
@@ -44,38 +45,31 @@ def read_sums(sums: Mapping[Key, Tensor]) -> dict[Key, int]:
     return {key: value % MODULUS for key, value in zip(sums, values, strict=True)}
 
 
-def positional_sum(values: Tensor, offset: int) -> Tensor:
-    """`positional_hash` as an int64 scalar on the device of values; int64 wraps at 2**64."""
-    flat = values.detach().contiguous().view(-1)
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for start in range(0, len(flat), _CHUNK):
-        part = flat[start : start + _CHUNK]
-        first = offset + start
-        total += _hash_elements(part, torch.arange(first, first + len(part), device=values.device))
-    return total
+def box_sum(values: Tensor, box: Box) -> Tensor:
+    """Hash of the elements `box` of a tensor, as an int64 scalar on their device.
 
-
-def box_sum(values: Tensor, box: Box, shape: Sequence[int]) -> Tensor:
-    """Hash of the elements `box` of a tensor of that shape, as an int64 scalar on their device.
-
-    values: of the box's shape, any dtype and strides. Over disjoint boxes that cover the tensor
-    the hashes add up, modulo 2**64, to the whole tensor's `positional_hash(tensor, 0)`.
+    values: of the box's shape, any dtype and strides. Over disjoint boxes that cover a tensor the
+    hashes add up, modulo 2**64, to that of the whole; int64 wraps at 2**64.
     """
     assert tuple(values.shape) == box.shape, f"values {tuple(values.shape)} for box {box.shape}"
-    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    offset = sum(low * stride for (low, _), stride in zip(box.bounds, strides, strict=True))
-    if box.shape[1:] == tuple(shape[1:]):
-        return positional_sum(values, offset)
-    inner = torch.zeros((), dtype=torch.int64, device=values.device)
-    for size, stride in zip(box.shape[1:], strides[1:], strict=True):
-        inner = inner[..., None] + torch.arange(size, device=values.device) * stride
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    rows = max(1, _CHUNK // max(1, inner.numel()))
-    for start in range(0, box.shape[0], rows):
-        part = values.detach()[start : start + rows]
-        first = torch.arange(start, start + len(part), device=values.device) * strides[0]
-        index = first.view(-1, *[1] * inner.ndim) + inner + offset
-        total += _hash_elements(part.reshape(-1), index.view(-1))
+    values, bounds = values.detach(), box.bounds or ((0, 1),)
+    if values.element_size() == 8:  # as two elements of four bytes
+        values = values.unsqueeze(-1).contiguous().view(torch.int32)
+        bounds = (*bounds, (0, 2))
+    bits = values.view(_BITS[values.element_size()])
+    device = values.device
+    *outer, inner = (_weights(dim, *ends, device) for dim, ends in enumerate(bounds))
+    rows = torch.ones(1, dtype=torch.int64, device=device)
+    for weights in outer:
+        rows = (rows[:, None] * weights).view(-1)
+    total = rows.sum() * inner.sum()  # of the ones
+    bits = bits.reshape(len(rows), len(inner))
+    height = max(1, (_CPU_CHUNK if device.type == "cpu" else _CHUNK) // max(1, len(inner)))
+    for start in range(0, len(rows), height):
+        words = bits[start : start + height].to(torch.int64)
+        if bits.dtype == torch.int32:
+            words += words >> 16  # no two are the same after it; signs reach the lower half
+        total += (rows[start : start + height] * words.mul_(inner).sum(-1)).sum()
     return total
 
 
@@ -84,18 +78,12 @@ def to_signed(value: int) -> int:
     return value - MODULUS if value >= MODULUS // 2 else value
 
 
-def _hash_elements(flat: Tensor, index: Tensor) -> Tensor:
-    """Sum of mixed elements; int64 arithmetic wraps, which is arithmetic modulo 2**64."""
-    bits = flat.view(_BITS[flat.element_size()]).to(torch.int64)
-    index = index + 1
-    # both words are mixed before they meet: (bits, index) pairs cannot trade places
-    return _mix(_mix(index * to_signed(_GOLDEN)) ^ bits).sum()
-
-
-def _mix(word: Tensor) -> Tensor:
+def _weights(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
+    """(stop - start,) odd int64: one for each index start, ... of a dimension."""
+    word = torch.arange(start + 1, stop + 1, device=device) * to_signed(_GOLDEN) + dim
     word = (word ^ _shift_right(word, 30)) * to_signed(_FIRST)
     word = (word ^ _shift_right(word, 27)) * to_signed(_SECOND)
-    return word ^ _shift_right(word, 31)
+    return (word ^ _shift_right(word, 31)) | 1
 
 
 def _shift_right(word: Tensor, places: int) -> Tensor:

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.blocks.box import Box
-from spmdflow.blocks.hash import positional_sum, read_sums
+from spmdflow.blocks.hash import box_sum, read_sums
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import lengths_of, mask_of, rows_of
 from spmdflow.rollout.forward import causal_lm, end_tokens, forward_of
@@ -121,7 +121,7 @@ class BuiltinGenerator:
         """Hashes of the tensors that the forward reads."""
         self.wake("weights")
         weights = self._forward.weights.items()
-        return read_sums({name: positional_sum(tensor, 0) for name, tensor in weights})
+        return read_sums({name: box_sum(x, Box.of_shape(x.shape)) for name, x in weights})
 
     def sleep(self, *, weights: bool = False) -> None:
         """Free the KV cache, and the weights if asked."""

@@ -259,7 +259,7 @@ def take_folder_weights(generator: Generator, path: str, *, verify: bool) -> int
     for name, tensor in folder_tensors(path) if verify else ():
         if name not in found:
             continue
-        expected = positional_hash(tensor.to(generator.dtype), 0)
+        expected = positional_hash(tensor.to(generator.dtype))
         if found[name] != expected:
             raise WeightSyncError(
                 f"weights of {path}: got rollout tensor {name} with hash {found[name]:#018x}, "

@@ -48,9 +48,7 @@ class Reading:
 
         WeightSyncError if ranks that hold the same box hold different values.
         """
-        own = {
-            (name, box): box_sum(view, box, self.shapes[name]) for name, view, box in self.blocks
-        }
+        own = {(name, box): box_sum(view, box) for name, view, box in self.blocks}
         return joined_hashes(
             read_sums(own),
             self.shapes,

@@ -131,19 +131,19 @@ class ServedModel:
             return found
 
         return joined_hashes(
-            self._own_hashes(arch, tables[tp_rank]),
+            self._own_hashes(tables[tp_rank]),
             whole_shapes(arch),
             [slots_of(table.values()) for table in tables],
             ranks=range(self.tp_size),
             gather=gather,
         )
 
-    def _own_hashes(self, arch: Architecture, table: ShardTable) -> dict[Slot, int]:
-        shapes, own = whole_shapes(arch), dict[Slot, int]()
+    def _own_hashes(self, table: ShardTable) -> dict[Slot, int]:
+        own = dict[Slot, int]()
         for name, tensor in self._read(table):
             for piece in table[name].pieces:
                 values, slot = tensor[piece.local.slices()], (piece.name, piece.box)
-                value = box_hash(values, piece.box, shapes[piece.name])
+                value = box_hash(values, piece.box)
                 if own.setdefault(slot, value) != value:
                     raise WeightSyncError(
                         f"weight transfer: got {_HEAD}.weight with hash {value:#018x} and the tied "

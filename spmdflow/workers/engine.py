@@ -189,7 +189,7 @@ class TrainEngine(ABC):
         sums = torch.zeros(len(shapes), dtype=torch.int64, device=self.device)
         places = {name: place for place, name in enumerate(shapes)}
         for name, view, box in self.own_blocks():
-            sums[places[name]] += box_sum(view.to(dtype), box, shapes[name])
+            sums[places[name]] += box_sum(view.to(dtype), box)
         if self.weight_group is not None:
             dist.all_reduce(sums, group=self.weight_group)  # int64 wraps: modulo 2**64
         both = torch.stack([sums, ~sums])  # the least sum has the largest complement

@@ -71,7 +71,7 @@ class PlainGenerator:
 
     def hashes(self) -> dict[str, int]:
         """Of the tensors that the forward reads."""
-        return {name: positional_hash(tensor, 0) for name, tensor, _ in self.blocks()}
+        return {name: positional_hash(tensor) for name, tensor, _ in self.blocks()}
 
     def sleep(self, *, weights: bool = False) -> None:
         """There is no cache to free, and the weights stay."""

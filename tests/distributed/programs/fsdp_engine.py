@@ -199,7 +199,7 @@ def check_hashes(world: World) -> None:
         engine = world.engine("reward", dp, EngineConfig())
         for dtype in (torch.float32, torch.bfloat16):
             hashes = engine.shard_hashes(dtype)
-            whole = {n: positional_hash(x.to(dtype), 0) for n, x in engine.full_tensors()}
+            whole = {n: positional_hash(x.to(dtype)) for n, x in engine.full_tensors()}
             found[f"{dp} {dtype}"] = hashes == whole
             world.note("hashed", list(hashes))
         name, last = "model.layers.0.mlp.up_proj.weight", (47, 31)
@@ -304,7 +304,7 @@ def check_refusals(world: World) -> None:
 
 def hashes_of(folder: Path) -> dict[str, int]:
     model = load(folder, "reward")
-    return {name: positional_hash(p, 0) for name, p in model.named_parameters()}
+    return {name: positional_hash(p) for name, p in model.named_parameters()}
 
 
 CHECKS = (

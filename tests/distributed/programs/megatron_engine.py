@@ -244,7 +244,7 @@ def check_weights_out(world: World) -> None:
         full = dict(engine.full_tensors())
         before = {dtype: engine.shard_hashes(dtype) for dtype in (torch.float32, torch.bfloat16)}
         same = all(
-            found == {n: positional_hash(x.to(dtype), 0) for n, x in full.items()}
+            found == {n: positional_hash(x.to(dtype)) for n, x in full.items()}
             for dtype, found in before.items()
         )
         held = all(torch.equal(x, full[n][box.slices()]) for n, x, box in engine.blocks())

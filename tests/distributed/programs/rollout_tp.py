@@ -60,7 +60,7 @@ def check_load(world: World, generator: Any, layout: Layout, family: str) -> dic
     """Other weights: the responses and the hashes are theirs."""
     weights = trained(world, family, 7)
     put_weights(generator, weights.items(), version=3)
-    hashes = {name: positional_hash(tensor, 0) for name, tensor in weights.items()}
+    hashes = {name: positional_hash(tensor) for name, tensor in weights.items()}
     found = compare(world, generator, layout, with_weights(world, family, weights))
     return found | {
         "hashes": generator.hashes() == hashes,
@@ -141,7 +141,7 @@ def check_blocks(
     generator.shared(1)
     model = with_weights(world, family, weights)
     found = {"first": compare(world, generator, layout, model)}
-    hashes = {name: positional_hash(tensor, 0) for name, tensor in weights.items()}
+    hashes = {name: positional_hash(tensor) for name, tensor in weights.items()}
     found["hashes"] = generator.hashes() == hashes
     renewed = trained(world, family, 9)
     for key, views in shards_of(renewed, arch, replica, tp_size).items():

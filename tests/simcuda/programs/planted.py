@@ -52,11 +52,11 @@ BUGS = {
         "input_ids=_moved(input_ids, device),",
         "input_ids=input_ids,",
     ),
-    "indices of a hash on the host": Bug(
+    "weights of a hash on the host": Bug(
         "spmdflow.blocks.hash",
-        "positional_sum",
-        "torch.arange(first, first + len(part), device=values.device)",
-        "torch.arange(first, first + len(part))",
+        "_weights",
+        "torch.arange(start + 1, stop + 1, device=device)",
+        "torch.arange(start + 1, stop + 1)",
     ),
     "hashes gathered from the host": Bug(
         "spmdflow.workers.engine",

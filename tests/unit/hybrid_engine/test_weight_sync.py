@@ -37,7 +37,7 @@ class Trainer(SimpleNamespace):
         """Nothing is running."""
 
     def shard_hashes(self, dtype: torch.dtype) -> dict[str, int]:
-        return {name: positional_hash(t.to(dtype), 0) for name, t in self.tensors.items()}
+        return {name: positional_hash(t.to(dtype)) for name, t in self.tensors.items()}
 
 
 def sync_of(path: str, change: Callable[[dict[str, Tensor]], None] = lambda _: None) -> BoxSync:

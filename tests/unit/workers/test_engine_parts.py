@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from spmdflow.blocks.hash import MODULUS, positional_hash, to_signed
+from spmdflow.blocks.box import Box
+from spmdflow.blocks.hash import MODULUS, box_hash, positional_hash, to_signed
 from spmdflow.config.schema import OptimizerConfig
 from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.transfer.register import map_function, map_spec
@@ -51,40 +54,80 @@ def test_hashes_of_pieces_add_up_to_the_hash_of_the_whole(sizes: list[int], kind
 
     total, start = 0, 0
     for size in sizes:
-        total += positional_hash(whole[start : start + size], start)
+        box = Box(((start, start + size),))
+        total += box_hash(whole[box.slices()], box)
         start += size
 
-    assert total % MODULUS == positional_hash(whole, 0)
+    assert total % MODULUS == positional_hash(whole)
 
 
-def test_hash_sees_one_bit_a_swap_a_shift_and_a_repeat() -> None:
-    x = torch.randn(1000)
-    flipped, swapped, repeated = x.clone(), x.clone(), x.clone()
-    flipped.view(torch.int32)[77] ^= 1
-    swapped[[3, 4]] = x[[4, 3]]
-    repeated[5] = x[6]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+def test_hash_sees_bits_swaps_shifts_repeats_signs_and_losses(dtype: torch.dtype) -> None:
+    x = (torch.randn(60, 50) * 40 + 128).to(dtype)
+    x[7, 8], x[7, 9], x[8, 8] = 1, 2, 3
+    rows, columns, repeated, bit, two_bits = (x.clone() for _ in range(5))
+    rows[[7, 8]], columns[:, [8, 9]] = x[[8, 7]], x[:, [9, 8]]
+    repeated[7, 8] = repeated[7, 9]
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    bit.view(bits)[3, 4] ^= 1
+    two_bits.view(bits)[3, 4] ^= 1
+    two_bits.view(bits)[5, 6] ^= 1
+    faults = [rows, columns, repeated, bit, two_bits, x.roll(1, 0), x.roll(1, 1), x[:-1], x[:, :-1]]
+    if dtype.is_floating_point:
+        signs = x.clone()
+        signs[[3, 5], [4, 6]] *= -1  # the highest bit of two elements
+        faults += [signs, -x]
 
-    hashes = [positional_hash(y, 0) for y in (x, flipped, swapped, x.roll(1), repeated, x[:-1])]
+    hashes = [positional_hash(y) for y in (x, *faults)]
 
     assert len(set(hashes)) == len(hashes)
     assert all(0 <= value < MODULUS for value in hashes)
 
 
-def test_hash_knows_zero_signs_and_shapes_only_by_order() -> None:
+def test_hash_sees_every_single_bit_and_the_same_bit_of_any_two_elements() -> None:
+    x = torch.randn(4, 10, generator=torch.Generator().manual_seed(0))
+    places = range(x.numel())
+    found = {positional_hash(x)}
+
+    for bit in [*(1 << number for number in range(31)), -(1 << 31)]:
+        for first, second in itertools.combinations_with_replacement(places, 2):
+            y = x.clone().view(torch.int32)
+            y.view(-1)[[first, second]] ^= bit
+            found.add(positional_hash(y))
+
+    assert len(found) == 1 + 32 * (40 + 40 * 39 // 2)
+
+
+def test_hash_knows_zero_signs_and_lost_zeros_and_no_strides() -> None:
     x = torch.randn(4, 6)
 
-    assert positional_hash(torch.zeros(3), 0) != positional_hash(-torch.zeros(3), 0)
-    assert positional_hash(x, 0) == positional_hash(x.flatten(), 0)
-    assert positional_hash(x.t(), 0) == positional_hash(x.t().contiguous(), 0)
-    assert positional_hash(torch.zeros(0, 4), 9) == 0
+    assert positional_hash(torch.zeros(3)) != positional_hash(-torch.zeros(3))
+    assert positional_hash(torch.zeros(3)) != positional_hash(torch.zeros(2))
+    assert positional_hash(x.t()) == positional_hash(x.t().contiguous())
+    assert positional_hash(x.t()) != positional_hash(x)
+    assert positional_hash(torch.zeros(0, 4)) == 0
 
 
-def test_hash_of_more_than_one_chunk_equals_its_pieces() -> None:
-    x = torch.randn((1 << 20) + 5)
+def test_hash_of_several_chunks_is_the_definition() -> None:
+    """Python's integers, element by element."""
+    x = torch.randn(500, 300)
+    weights = [_splitmix(dim, size) for dim, size in enumerate(x.shape)]
+    expected = 0
+    for row, values in zip(weights[0], x.view(torch.int32).tolist(), strict=True):
+        terms = ((v + (v >> 16) + 1) * w for v, w in zip(values, weights[1], strict=True))
+        expected += row * sum(terms)
 
-    split = positional_hash(x[:1000], 0) + positional_hash(x[1000:], 1000)
+    assert positional_hash(x) == expected % MODULUS
 
-    assert positional_hash(x, 0) == split % MODULUS
+
+def _splitmix(dim: int, size: int) -> list[int]:
+    found = []
+    for index in range(1, size + 1):
+        word = (index * 0x9E3779B97F4A7C15 + dim) % MODULUS
+        word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % MODULUS
+        word = (word ^ word >> 27) * 0x94D049BB133111EB % MODULUS
+        found.append((word ^ word >> 31) | 1)
+    return found
 
 
 @settings(deadline=None)
