@@ -25,6 +25,7 @@ from spmdflow.config.leaf import (
     micro_batch_of,
     moved_parts,
     parts_of,
+    profiled_of,
 )
 from spmdflow.config.model_folder import CAUSAL_LM, SCORER, ModelFacts
 from spmdflow.config.objective import AdvantageConfig, PolicyLossConfig
@@ -176,6 +177,11 @@ def _check_installed(key: str, package: str, *, extra: str) -> None:
 def _check_placed(cfg: Any, world_size: int) -> None:
     """Layouts, batch algebra and token budgets on the ranks of every role."""
     pools = pools_of(cfg, range(world_size)).values()
+    for key, run in parts_of(cfg, RunConfig):
+        profiled = profiled_of(run.profile_steps)[1] if run.profile_steps else ()
+        if max(profiled, default=0) >= world_size:
+            got, expected = f"rank {max(profiled)}", f"ranks 0 to {world_size - 1}"
+            raise ConfigError.of(f"{key}.profile_steps", got, expected, "name ranks of the run")
     num_ranks = {role: len(pool.ranks) for pool in pools for role in pool.roles}
     generating = num_ranks.get("generator", num_ranks.get("actor", world_size))
     num_ranks = {r: n for r, n in num_ranks.items() if has_engine(getattr(cfg, r, None))}

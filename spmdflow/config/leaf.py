@@ -99,6 +99,16 @@ def micro_batch_of(text: str, key: str = "micro_batch") -> tuple[int, str]:
     return int(count), unit
 
 
+def profiled_of(text: str, key: str = "run.profile_steps") -> tuple[range, tuple[int, ...]]:
+    """ "3-5 on 0, 2" -> (steps 3 to 5, ranks 0 and 2); no ranks: the first one. Or ConfigError."""
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?(?: on (\d+(?:, ?\d+)*))?", text.strip())
+    if found is None or not 0 < int(found[1]) <= int(found[2] or found[1]):
+        expected = "steps and, after `on`, ranks"
+        raise ConfigError.of(key, repr(text), expected, "write '3', '3-5' or '3-5 on 0, 2'")
+    steps = range(int(found[1]), int(found[2] or found[1]) + 1)
+    return steps, tuple(map(int, (found[3] or "0").split(",")))
+
+
 PARTS = ("parameters", "gradients", "optimizer")
 """What a trained model has on its device."""
 

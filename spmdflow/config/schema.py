@@ -48,6 +48,7 @@ class RunConfig:
         "Besides metrics.jsonl: tensorboard, wandb or your own.", [], one_of=tracker_names
     )
     sample_every: int = setting("Steps between sample tables (0: none).", 10, at_least=0)
+    profile_steps: str | None = setting("Steps and ranks for torch.profiler: 3-5 on 0, 2.", None)
     hardware: str | None = setting(
         "Hardware that placement=auto and predictions count with: a100_80gb, h100, h200, cpu, or a "
         "file of scripts/calibrate.py; none: this node's kind.",

@@ -106,6 +106,8 @@ def plan_method(
             f"answer carries the batch's columns along; drop it first"
         )
     assignment = _assign_rows(target, spec, given, inputs, seed=seed, step=step)
+    if spec.early:
+        head["early"] = spec.early
     numbers = {}
     if spec.draws:
         numbers["generation"] = draw(given.ids, greedy=bool(arguments.get("greedy")))

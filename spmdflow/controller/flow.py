@@ -277,7 +277,7 @@ class Flow:
         if self._transcript is not None:
             moved = caller.transfers.moved_bytes
             self._transcript.end_step(step.number, caller.records, transfers, metrics, moved)
-        self._show.spans([*caller.records, *transfers])
+        self._show.spans(step.number, [*caller.records, *transfers])
         self._show.samples(step.number, caller.scored)
         caller.scored, caller.records = None, []
         if self._saving.due:

@@ -180,10 +180,12 @@ class Show:
         self._tracker.write_metrics(step, metrics)
         logger.info("%s", progress_line(step, self._total_steps, metrics))
 
-    def spans(self, records: Iterable[CallRecord]) -> None:
+    def spans(self, step: int, records: Iterable[CallRecord]) -> None:
         """What every rank did when, for trace.json."""
         spans = [
-            Span(rank, record.lane, record.label, *reply["span"])
+            Span(rank, record.lane, record.label, *reply["span"])._replace(
+                step=step, received_bytes=sum(reply.get("received", {}).values())
+            )
             for record in records
             for rank, reply in record.replies.items()
         ]

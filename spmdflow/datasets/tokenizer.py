@@ -104,9 +104,14 @@ _CUT = "\ufffd"
 def response_texts(
     tokenizer: Any, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
 ) -> list[str]:
-    """The text of each response behind its prompt (token ids)."""
-    pairs = zip(prompts, responses, strict=True)
-    return [_text_after(tokenizer, prompt, response) for prompt, response in pairs]
+    """The text of each response behind its prompt (token ids); all are decoded together."""
+    texts = _texts_after(tokenizer, [prompt[-_CONTEXT:] for prompt in prompts], responses)
+    left = [place for place, text in enumerate(texts) if text is None]
+    behind, after = [prompts[place] for place in left], [responses[place] for place in left]
+    alone = _decode(tokenizer, after)
+    for place, text, own in zip(left, _texts_after(tokenizer, behind, after), alone, strict=True):
+        texts[place] = own if text is None else text
+    return [text or "" for text in texts]
 
 
 class StopStrings:
@@ -130,22 +135,37 @@ class StopStrings:
             start -= 1
             shown += response[start] not in self._special
         context = [*prompt[-_CONTEXT:], *response[max(0, start - _CONTEXT) : start]]
-        text = _text_after(self._tokenizer, context, response[start:])
+        (text,) = response_texts(self._tokenizer, [context], [response[start:]])
         return any(string in text for string in self._strings)
 
 
-def _text_after(tokenizer: Any, before: Sequence[int], after: Sequence[int]) -> str:
-    """The text that the tokens `after` add to that of the tokens `before`."""
-    for context in (list(before[-_CONTEXT:]), list(before)):
-        head, whole = (_text(tokenizer, ids) for ids in (context, [*context, *after]))
-        for shown in (head, head.rstrip(_CUT)):
-            if shown and whole.startswith(shown):
-                return whole[len(shown) :]
-    return _text(tokenizer, after)
+def _texts_after(
+    tokenizer: Any, before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]
+) -> list[str | None]:
+    """The text that the tokens `after` add to those `before`, row by row; None: it cannot be told.
+
+    Samples of a prompt share what is before: it is decoded once.
+    """
+    heads = list(dict.fromkeys(map(tuple, before)))
+    both = [[*head, *ids] for head, ids in zip(before, after, strict=True)]
+    shown = dict(zip(heads, _decode(tokenizer, heads), strict=True))
+    pairs = zip(map(shown.__getitem__, map(tuple, before)), _decode(tokenizer, both), strict=True)
+    return [_without_head(head, whole) for head, whole in pairs]
 
 
-def _text(tokenizer: Any, ids: Sequence[int]) -> str:
-    text: str = tokenizer.decode(
-        list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+def _without_head(head: str, whole: str) -> str | None:
+    for shown in (head, head.rstrip(_CUT)):
+        if shown and whole.startswith(shown):
+            return whole[len(shown) :]
+    return None
+
+
+def _decode(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
+    """Texts without special tokens; a tokenizer of the library `tokenizers` takes all at once."""
+    rows = list(map(list, ids))
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        texts: list[str] = backend.decode_batch(rows, skip_special_tokens=True)
+        return texts
+    return list(
+        tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     )
-    return text

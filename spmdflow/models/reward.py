@@ -7,7 +7,7 @@ It comes from a model, from functions, or from both weighted. Safe RLHF's second
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from spmdflow.models.base import EngineWorker
 from spmdflow.parallel.layout import Layout
 from spmdflow.rewards.pool import Result, RewardPool, weighted
 from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import Mean, Metric, Sum, Worker, WorkerContext
+from spmdflow.transfer.worker import CallInfo, Mean, Metric, Sum, Worker, WorkerContext
 
 READS = ("prompts", "responses", "prompt_text", "row")
 _WRITES = ("scores", "token_level_rewards", "valid", "response_text", "score_terms")
@@ -62,12 +62,14 @@ class RewardWorker(Worker):
         # one rank of a tp group asks: a function that takes too long on one must not score twice
         asks = place.tp == 0 and place.pp == context.layout.pp_size - 1
         self._pool = RewardPool.from_config(cfg) if self._has_functions and asks else None
+        self._asking = threading.Lock()
         self._on_error = on_error_of(cfg.on_error, f"{self.role}.on_error")
 
     @register(
         transfer_mode="3D_PROTO",
         reads=READS,
         writes=_WRITES,
+        early="judge",
     )
     def compute_reward(self, batch: TensorDict, *, prefix: str = "reward") -> TensorDict | None:
         """scores (B,) float32; token_level_rewards: the score at the last response token.
@@ -76,11 +78,12 @@ class RewardWorker(Worker):
         RewardError if too many did. score_terms: what the score is made of, as JSON. prefix: of the
         metrics, which are means over valid rows, for rows that are not those of the training batch.
         """
-        tokens = ([row.tolist() for row in rows_of(batch[name])] for name in READS[:2])
-        texts = response_texts(self._tokenizer, *tokens)
-        results = self._results(batch, texts)
-        if results is None:
-            return None
+        scores_by_model = None if self._model is None else self._model_scores(batch)
+        if scores_by_model is None and self._model is not None:
+            return None  # before the last stage
+        begun, self.begun = self.begun, None
+        texts, found = self.judge(batch, self.call) if begun is None else begun.result()
+        results = self._sum_up(found, scores_by_model or [])
         drops = self._on_error.kind == "drop"
         valid = torch.tensor([not (drops and result.get("errors")) for result in results]).bool()
         scores = torch.tensor([result["score"] for result in results], dtype=torch.float32)
@@ -103,6 +106,24 @@ class RewardWorker(Worker):
         terms = [{name: x for name, x in row.items() if name != "score"} for row in results]
         made.set_non_tensor("score_terms", list(map(json.dumps, terms)))
         return made
+
+    def judge(self, batch: TensorDict, call: CallInfo) -> tuple[list[str], list[Result] | None]:
+        """Texts of the responses and, on the rank that asks, {"score": weighted sum, ...} of each.
+
+        Runs beside other calls, while models generate or score: see `register`.
+        """
+        tokens = ([row.tolist() for row in rows_of(batch[name])] for name in READS[:2])
+        texts = response_texts(self._tokenizer, *tokens)
+        if self._pool is None:
+            return texts, None
+        lengths = lengths_of(batch["responses"]).tolist()
+        rows = [
+            json.loads(row) | {"response_tokens": length}
+            for row, length in zip(batch["row"], lengths, strict=True)
+        ]
+        with self._asking:  # a training call and an evaluation's may both have begun
+            prompts, row_ids = list(batch["prompt_text"]), call.row_ids.tolist()
+            return texts, self._pool.score(prompts, texts, rows, row_ids=row_ids)
 
     @property
     def frozen_folder(self) -> Path | None:
@@ -137,40 +158,29 @@ class RewardWorker(Worker):
         count = float((~valid).sum())
         return {"dropped": Sum(count), "dropped_share": Mean(count, len(valid))}
 
-    def _results(self, batch: TensorDict, texts: list[str]) -> list[Result] | None:
-        """For each row {"score": the sum of all terms, ...}; None before the last stage."""
-        scores: Sequence[float] = ()
-        if self._model is not None:
-            self._model.call = self.call
-            found = self._model.scores(batch)
-            if found is None:
-                return None
-            scores = found.tolist()
-        by_model = [weighted(self._model_terms, [{"score": score}]) for score in scores]
+    def _model_scores(self, batch: TensorDict) -> list[Result] | None:
+        """For each row {"score": weighted, ...} by the model; None before the last stage."""
+        assert self._model is not None
+        self._model.call = self.call
+        found = self._model.scores(batch)
+        if found is None:
+            return None
+        return [weighted(self._model_terms, [{"score": score}]) for score in found.tolist()]
+
+    def _sum_up(self, results: list[Result] | None, by_model: list[Result]) -> list[Result]:
+        """Each row's score of functions and model; the same floats on every rank of the group."""
         if not self._has_functions:
             return by_model
-        results = self._function_results(batch, texts)
+        peers = self.context.layout.axis_group(self.context.rank, "tp")
+        if len(peers) > 1:
+            told: list[Any] = [results]
+            group = self.context.groups.get(peers, backend="gloo")
+            dist.broadcast_object_list(told, peers[0], group=group)
+            (results,) = told
+        assert results is not None, "no rank of the group has asked the functions"
         for result, judged in zip(results, by_model):
             score = result["score"] + judged["score"]
             result |= judged | {"score": score}
-        return results
-
-    def _function_results(self, batch: TensorDict, texts: list[str]) -> list[Result]:
-        """For each row {"score": weighted sum, ...}; the same floats on every rank of the group."""
-        found: list[Any] = [None]
-        if self._pool is not None:
-            lengths = lengths_of(batch["responses"]).tolist()
-            rows = [
-                json.loads(row) | {"response_tokens": length}
-                for row, length in zip(batch["row"], lengths, strict=True)
-            ]
-            row_ids = self.call.row_ids.tolist()
-            found = [self._pool.score(list(batch["prompt_text"]), texts, rows, row_ids=row_ids)]
-        peers = self.context.layout.axis_group(self.context.rank, "tp")
-        if len(peers) > 1:
-            group = self.context.groups.get(peers, backend="gloo")
-            dist.broadcast_object_list(found, peers[0], group=group)
-        results: list[Result] = found[0]
         return results
 
 
@@ -222,7 +232,7 @@ class CostWorker(RewardWorker):
 
     role = "cost"
 
-    @register(transfer_mode="3D_PROTO", reads=READS, writes=_COST_WRITES)
+    @register(transfer_mode="3D_PROTO", reads=READS, writes=_COST_WRITES, early="judge")
     def compute_cost(self, batch: TensorDict, *, prefix: str = "cost") -> TensorDict | None:
         """costs (B,); token_level_costs: the cost at the last response token.
 

@@ -80,6 +80,8 @@ class Lane:
     def put(self, command: Command | None) -> None:
         """Append a command; None is the end (comm thread)."""
         if not self._is_over:
+            if command is not None and "early" in command.payload and "begin" in self.operations:
+                self.operations["begin"](command.payload, command.number)
             self._commands.put(command)
 
     def unwind(self) -> None:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from spmdflow.checkpoint.run_dir import path_of
+from spmdflow.config.leaf import profiled_of
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import ConfigError, RunFailed, SpmdflowError
 from spmdflow.parallel.device import own_device
@@ -193,7 +194,11 @@ def _state(
     arrival: RowCondition | None = None,
 ) -> RankState:
     run = cfg.run
-    settings = RankSettings(rank, own_device(), run.seed, run.call_seconds, path_of(run), announce)
+    steps, ranks = profiled_of(run.profile_steps) if run.profile_steps else (range(0), ())
+    settings = RankSettings(
+        *(rank, own_device(), run.seed, run.call_seconds, path_of(run), announce),
+        profiled=steps if rank in ranks else range(0),
+    )
     transport = CountedTransport(lane, seconds=run.transfer_seconds)
     return RankState(settings, groups, transport, arrival)
 

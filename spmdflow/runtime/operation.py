@@ -7,10 +7,13 @@ send back what they return. A method sees a TensorDict; its result stays here, i
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.runtime.message import find
 from spmdflow.runtime.order import names_in
+from spmdflow.tracking.profile import StepProfiler
 from spmdflow.transfer.lane import CountedTransport, run_release
 from spmdflow.transfer.register import map_spec, method_spec
 from spmdflow.transfer.worker import CallInfo, Metric, MiniBatch, Worker, WorkerContext
@@ -52,6 +56,8 @@ class RankSettings:
     run_dir: Path
     announce: Callable[[Any], None] | None = None
     """Tells ranks outside the run which groups are made next; None: no more."""
+    profiled: range = range(0)
+    """Steps that torch.profiler records here."""
 
 
 class RankState:
@@ -67,10 +73,15 @@ class RankState:
         """arrival: how the compute lane waits for rows."""
         self._settings, self._groups, self._transport = settings, groups, transport
         self.store = RowStore(arrival)
+        folder = settings.run_dir / "profile"
+        self._profiler = StepProfiler(settings.profiled, folder, settings.rank)
         self._workers: dict[str, Worker] = {}
         self._frozen: dict[str, tuple[str, str]] = {}
         """Folder and hash of frozen models, by worker, on the first rank of each."""
         self._sources: dict[str, PromptSource] = {}
+        self._reading = threading.Lock()
+        self._begun: dict[int, Future[Any]] = {}
+        """What early methods return, by the number of the call."""
 
     def operations(self) -> dict[str, Operation]:
         """Operations by the name that commands use."""
@@ -89,7 +100,8 @@ class RankState:
             "load": self._load,
             "close": self._close,
         }
-        return {name: self._timed(operation) for name, operation in named.items()}
+        timed = {name: self._timed(operation) for name, operation in named.items()}
+        return timed | {"begin": self._begin}
 
     def _timed(self, operation: Operation) -> Operation:
         """Free what the command says, run it, and say when it began and ended."""
@@ -162,11 +174,12 @@ class RankState:
             return {"value": value, "metrics": worker.take_metrics()}
         label, given = f"{plain['group']}.{plain['method']}", Unchanged()
         batch = self._batch(plain, given)
-        worker.call = _call_info(plain, number)
+        worker.call, worker.begun = _call_info(plain, number), self._begun.pop(number, None)
         for other in self._workers.values():
             if other is not worker:
                 other.make_room(trains=spec.minibatches)
-        returned = method(batch, **plain["arguments"])
+        with self._profiler.call(plain["step"], label):
+            returned = method(batch, **plain["arguments"])
         given.check(label)
         reply: dict[str, Any] = {"metrics": worker.take_metrics()}
         if not spec.writes:
@@ -174,6 +187,29 @@ class RankState:
         if plain["holds"] is None:
             return reply | {"columns": {}}
         return reply | self._keep(label, number, plain["holds"], returned, spec.writes)
+
+    def _begin(self, plain: Plain, number: int) -> dict[str, Any]:
+        """Start the early method of a call that waits its turn, in a thread (comm thread)."""
+        made = [part for part in plain["inputs"] if "source" not in part]
+        if made:  # else there is nothing to be earlier than
+            future = self._begun[number] = Future()
+            target = partial(self._run_early, plain, number, made, future)
+            threading.Thread(target=target, name=f"early-{number}", daemon=True).start()
+        return {}
+
+    def _run_early(
+        self, plain: Plain, number: int, made: Sequence[Plain], future: Future[Any]
+    ) -> None:
+        """Wait for the rows of a call and run its early method; the call's turn hears of errors."""
+        try:
+            for part in made:  # without a limit: calls before it may take long, each has its own
+                rows = part["result"], part["columns"], part["ids"]
+                self.store.wait(*rows, seconds=threading.TIMEOUT_MAX)
+            batch = self._batch(plain, Unchanged())
+            worker = self._workers[plain["group"]]
+            future.set_result(getattr(worker, plain["early"])(batch, _call_info(plain, number)))
+        except BaseException as err:
+            future.set_exception(err)
 
     def _map(self, plain: Plain, number: int) -> dict[str, Any]:
         function = find(plain["function"])
@@ -188,7 +224,7 @@ class RankState:
             )
         label, given = f"map.{function.__name__}", Unchanged()
         batch = self._batch(plain, given)
-        with _explaining_lengths(label):
+        with self._profiler.call(plain["step"], label), _explaining_lengths(label):
             made = function(batch, reduce=reduce, report=metrics.update, **arguments)
         given.check(label)
         kept = self._keep(label, number, plain["ids"], made, spec.writes)
@@ -228,6 +264,10 @@ class RankState:
         return {seen: taken[stored] for seen, stored in names_in(part)}
 
     def _read_source(self, part: Plain) -> None:
+        with self._reading:  # early methods read too
+            self._read_missing(part)
+
+    def _read_missing(self, part: Plain) -> None:
         result, ids = part["result"], part["ids"]
         lacking = np.isin(ids, self.store.missing(result, "prompts", ids))
         if not lacking.any() and self.store.has(result):
@@ -300,6 +340,7 @@ class RankState:
 
     def close(self) -> None:
         """Close every worker; the first error is raised after all were tried."""
+        self._profiler.close()
         errors = []
         while self._workers:
             _, worker = self._workers.popitem()

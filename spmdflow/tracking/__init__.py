@@ -5,6 +5,7 @@ Files in RUN_DIR, each readable at any moment, also after a kill:
     metrics.jsonl   one object per step: `step` first, then names in order; null: not finite
     samples.jsonl   one object per shown sample: step, prompt, response, score
     trace.json      Chrome trace format (open in ui.perfetto.dev): process = rank, thread = lane
+    profile/        of run.profile_steps: torch.profiler's record of a step of a rank
     evaluation.jsonl   of algos/evaluate.py: one object per held-out prompt, its responses judged
 
 Metric prefixes: reward/ eval/ actor/ critic/ rollout/ time/ (seconds) perf/ transfer/ (bytes)

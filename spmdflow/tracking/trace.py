@@ -28,6 +28,9 @@ class Span(NamedTuple):
     label: str
     start: float
     end: float
+    step: int = 0
+    received_bytes: int = 0
+    """Of rows, by a transfer."""
 
 
 class TraceWriter:
@@ -69,7 +72,10 @@ class TraceWriter:
             for name, text in (("process", f"rank {span.rank}"), ("thread", span.lane)):
                 events.append({"name": f"{name}_name", "ph": "M", "args": {"name": text}})
         start, seconds = round(span.start * 1e6), round((span.end - span.start) * 1e6)
-        events.append({"name": span.label, "ph": "X", "ts": start, "dur": max(0, seconds)})
+        told = {"step": span.step, "bytes": span.received_bytes}
+        args = {name: number for name, number in told.items() if number}
+        event = {"name": span.label, "ph": "X", "ts": start, "dur": max(0, seconds)}
+        events.append(event | ({"args": args} if args else {}))
         return [event | {"pid": span.rank, "tid": self._threads[key]} for event in events]
 
     def _append(self, data: bytes) -> None:

@@ -43,6 +43,8 @@ class MethodSpec:
     """Whether the method draws random numbers for its rows."""
     check: Check | None = None
     """Refuses arguments of a call before anything is sent."""
+    early: str | None = None
+    """Method that runs before the call's turn, in a thread, as soon as its rows are here."""
 
 
 def register(
@@ -55,6 +57,7 @@ def register(
     extends: bool = False,
     draws: bool = False,
     check: Check | None = None,
+    early: str | None = None,
 ) -> Callable[[F], F]:
     """Mark a worker method for the controller (paper section 4.1, Table 3 for the modes).
 
@@ -66,10 +69,12 @@ def register(
     draws: `self.call.generation` then says how often rows were drawn for before in the step, so
     that a second call on the same rows takes other random numbers. A call with greedy=True draws
     none and is not counted. check: raises in the script, before anything is sent, for arguments
-    that cannot be.
+    that cannot be. early: the name of a method `early(batch, call)` that needs neither the device
+    nor other ranks; it runs beside other calls as soon as the rows are here, and the method finds
+    what it returned in `self.begun`.
     """
     columns = (tuple(reads), tuple(optional), tuple(writes))
-    spec = MethodSpec(transfer_mode, *columns, minibatches, extends, draws, check)
+    spec = MethodSpec(transfer_mode, *columns, minibatches, extends, draws, check, early)
 
     def mark(method: F) -> F:
         setattr(method, _ATTRIBUTE, spec)

@@ -7,6 +7,7 @@ methods in call order. Knows nothing of sockets or other models.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -103,6 +104,8 @@ class Worker:
     def __init__(self, cfg: Any, context: WorkerContext) -> None:
         self.cfg, self.context = cfg, context
         self.call = CallInfo(0, 0, torch.zeros(0, dtype=torch.int64))
+        self.begun: Future[Any] | None = None
+        """During a call: what its early method returns, if one was begun."""
         self._metrics: dict[str, Metric] = {}
 
     @classmethod

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import gzip
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,8 @@ def test_groups_over_two_ranks_give_the_numbers_of_one_process(
     in_one_process: list[dict[str, Any]], tmp_path: Path, placement: str
 ) -> None:
     run_dir = tmp_path / "run"
-    process = torchrun(run_dir, f"placement={placement}", num_ranks=2, script=GRPO, small=SMALL)
+    settings = (f"placement={placement}", "run.profile_steps=2 on 0")
+    process = torchrun(run_dir, *settings, num_ranks=2, script=GRPO, small=SMALL)
 
     assert finish(process, seconds=200) == 0, log_of(run_dir).read_text()[-3000:]
     check_prediction(run_dir)
@@ -62,6 +65,12 @@ def test_groups_over_two_ranks_give_the_numbers_of_one_process(
                 assert two[name] == pytest.approx(one[name], rel=2e-5, abs=1e-6), name
     assert all(step["controller/tensor_bytes"] == 0 for step in steps[1:])
     assert steps[1]["actor/grad_norm"] > 0
+    (profile,) = (run_dir / "profile").iterdir()
+    assert profile.name == "step_2_rank_0.json.gz"
+    names = {
+        event["name"] for event in json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]
+    }
+    assert {"actor.generate_sequences", "actor.update_actor", "aten::mm"} <= names
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,10 @@ KEYS_AND_TYPES = {
 VALUES = {
     "actor.rollout.weights=vllm_transfer": "actor.rollout.weights: got 'vllm_transfer', expected "
     "auto or copy or blocks or flat; set actor.rollout.weights=auto",
+    "run.profile_steps=5-3": "run.profile_steps: got '5-3', expected steps and, after `on`, ranks; "
+    "write '3', '3-5' or '3-5 on 0, 2'",
+    "'run.profile_steps=3 on 0, 9'": "run.profile_steps: got rank 9, expected ranks 0 to 3; name "
+    "ranks of the run",
     "run.resume=maybe": "run.resume: got 'maybe', expected auto or never or reload_frozen; set "
     "run.resume=auto",
     "run.trackers=[comet]": "run.trackers: got 'comet', expected tensorboard or wandb; set "

@@ -1,0 +1,117 @@
+"""Seconds that the matrix products of one GRPO step alone take: `products(work)`.
+
+Those that no trainer can do without, on this machine's torch, each into memory that is there
+already: a prefill of every prompt once, decoding all samples together, one forward of the
+reference, forward and backward of the update, the head at response positions only, and attention
+by rows, with half of its keys, as it is causal. No norms, no softmax, no sampling, no optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from bench._trl_work import Work
+
+BODY_TOKENS, HEAD_TOKENS = 4096, 1024
+"""Of one product."""
+
+
+class Products:
+    """Runs products of given sizes and adds up their seconds."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._memory = torch.ones(1 << 20)
+
+    def linear(self, tokens: int, inner: int, outer: int, *, backward: bool = False) -> None:
+        """(tokens, inner) @ (inner, outer); backward: also both of its gradients."""
+        self._run((tokens, inner), (inner, outer))
+        if backward:
+            self._run((tokens, outer), (outer, inner))
+            self._run((inner, tokens), (tokens, outer))
+
+    def attend(self, heads: int, queries: int, keys: int, size: int, *, backward: bool) -> None:
+        """Scores and values of `heads` heads; backward: twice as many more."""
+        for _ in range(3 if backward else 1):
+            self._run((heads, queries, size), (heads, size, keys))
+            self._run((heads, queries, keys), (heads, keys, size))
+
+    def _run(self, left: tuple[int, ...], right: tuple[int, ...]) -> None:
+        out = (*left[:-1], right[-1])
+        sizes = [torch.Size(shape).numel() for shape in (left, right, out)]
+        if sum(sizes) > len(self._memory):
+            self._memory = torch.ones(sum(sizes))
+        x, y, z = self._memory[: sum(sizes)].split(sizes)
+        product = torch.mm if len(left) == 2 else torch.bmm
+        started = time.perf_counter()
+        product(x.view(left), y.view(right), out=z.view(out))
+        self.seconds += time.perf_counter() - started
+
+
+def products(work: Work) -> float:
+    """Seconds of one step with the lengths of the work's first one."""
+    torch.set_num_threads(work.threads)
+    config = json.loads((Path(work.model) / "config.json").read_text())
+    model = Model(config)
+    prompts = work.prompt_tokens()[0]
+    rows = [length + work.new_tokens for length in prompts for _ in range(work.num_samples)]
+    run = Products()
+    # generation
+    model.body(run, sum(prompts), prompts)
+    model.head(run, len(prompts))
+    mean = sum(prompts) // len(prompts)
+    for place in range(1, work.new_tokens):
+        model.linears(run, work.rows)
+        model.attention(run, work.rows * model.heads, 1, mean + place)
+        model.head(run, work.rows)
+    # the reference, then the update
+    for backward in (False, True):
+        model.body(run, sum(rows), rows, backward=backward)
+        model.head(run, work.rows * work.new_tokens, backward=backward)
+    return run.seconds
+
+
+class Model:
+    """A Llama's products, by its config.json."""
+
+    def __init__(self, config: dict[str, int]) -> None:
+        self.hidden, self.vocabulary = config["hidden_size"], config["vocab_size"]
+        self.layers, self.heads = config["num_hidden_layers"], config["num_attention_heads"]
+        self.size = config.get("head_dim") or self.hidden // self.heads
+        kv, inner = config["num_key_value_heads"] * self.size, config["intermediate_size"]
+        own = self.heads * self.size
+        self._linears = [(self.hidden, width) for width in (own, kv, kv, inner, inner)]
+        self._linears += [(own, self.hidden), (inner, self.hidden)]
+
+    def body(self, run: Products, tokens: int, rows: list[int], *, backward: bool = False) -> None:
+        """All layers on packed rows."""
+        self.linears(run, tokens, backward=backward)
+        for length in rows:
+            self.attention(run, self.heads, length, -(-length // 2), backward=backward)
+
+    def linears(self, run: Products, tokens: int, *, backward: bool = False) -> None:
+        """The weights of all layers, for so many tokens."""
+        for count in _cut(tokens, BODY_TOKENS):
+            for _ in range(self.layers):
+                for inner, outer in self._linears:
+                    run.linear(count, inner, outer, backward=backward)
+
+    def attention(
+        self, run: Products, heads: int, queries: int, keys: int, *, backward: bool = False
+    ) -> None:
+        """Of all layers."""
+        for _ in range(self.layers):
+            run.attend(heads, queries, keys, self.size, backward=backward)
+
+    def head(self, run: Products, tokens: int, *, backward: bool = False) -> None:
+        """Logits of so many positions."""
+        for count in _cut(tokens, HEAD_TOKENS):
+            run.linear(count, self.hidden, self.vocabulary, backward=backward)
+
+
+def _cut(total: int, most: int) -> list[int]:
+    return [most] * (total // most) + [total % most] * (total % most > 0)

@@ -1,0 +1,107 @@
+"""TRL's side of `bench.py trl`; runs in TRL's own environment: WORK.json SETTING OUT.json.
+
+SETTING: whole (the batch in one forward), micro (rows cut, gradients accumulated), ranks (two
+processes of DistributedDataParallel, started by torchrun). OUT: seconds of each step, from end to
+end, and what TRL says of tokens and rewards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from reward import different_letters
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class Clock(TrainerCallback):
+    """When each step ended."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """One more."""
+        self.times.append(time.perf_counter())
+
+
+def rewards(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """As TRL calls it."""
+    return [different_letters(prompt, text, {}) for prompt, text in zip(prompts, completions)]
+
+
+def settings(work: dict[str, Any], setting: str) -> dict[str, Any]:
+    """How the batch is cut."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    own = work["rows"] // processes
+    rows = work["micro_rows"] if setting == "micro" else own
+    return {
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": own // rows,
+        "steps_per_generation": own // rows,
+    }
+
+
+def main(work_file: str, setting: str, out: str) -> None:
+    """Train; the first process writes the answer."""
+    work = json.loads(Path(work_file).read_text())
+    torch.set_num_threads(work["threads"] // int(os.environ.get("WORLD_SIZE", 1)))
+    config = GRPOConfig(
+        output_dir=f"{out}.runs",
+        max_steps=work["steps"],
+        learning_rate=work["lr"],
+        lr_scheduler_type="constant",
+        num_generations=work["num_samples"],
+        max_completion_length=work["new_tokens"],
+        beta=work["kl_coef"],
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        loss_type="grpo",
+        num_iterations=1,
+        shuffle_dataset=False,
+        bf16=False,
+        fp16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to=[],
+        logging_steps=1,
+        disable_tqdm=True,
+        **settings(work, setting),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(work["model"], padding_side="left")
+    clock = Clock()
+    lines = Path(work["prompts"]).read_text().splitlines()
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32),
+        reward_funcs=rewards,
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": json.loads(x)["prompt"]} for x in lines]),
+        processing_class=tokenizer,
+        callbacks=[clock],
+    )
+    trainer.train()
+    if int(os.environ.get("RANK", 0)) == 0:
+        logs = [x for x in trainer.state.log_history if "reward" in x]
+        seconds = [later - sooner for sooner, later in zip(clock.times, clock.times[1:])]
+        found = {"seconds": seconds, "logs": logs, "versions": _versions()}
+        Path(out).write_text(json.dumps(found))
+
+
+def _versions() -> dict[str, str]:
+    import transformers
+    import trl
+
+    return {"trl": trl.__version__, "transformers": transformers.__version__}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

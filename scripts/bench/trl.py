@@ -1,0 +1,244 @@
+"""GRPO side by side with TRL: the same model, prompts, updates, tokens and threads, runs by turns.
+
+TRL lives in an environment of its own:
+
+    python3.11 -m venv ~/trl
+    ~/trl/bin/pip install 'torch==2.13.0' 'trl==1.16.*' \\
+        --extra-index-url https://download.pytorch.org/whl/cpu
+    scripts/bench.py trl --trl ~/trl/bin/python --data FOLDER
+
+Two settings: `stories`, the 0.7-million-parameter model in FOLDER/models/stories260K-hd64 with the
+openings in FOLDER/tinystories, and `vocabulary`, a random Llama with 32,000 words and prompts of 16
+to 192 tokens. Both take 16 prompts x 8 samples x 64 new tokens, beta 0.04, one update of 128
+samples a step, float32, AdamW. No response ends early (bench/_trl_work.py). The first round tries
+TRL in three settings of its own (the batch whole, cut into micro-batches, over two processes) and
+spmdflow on one rank and on as many as threads; the following rounds run the fastest of each again.
+A run's seconds are the median of its steps without the first two, from end to end; the table's are
+the medians over rounds. `products` is the time that the step's matrix products alone take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench._products import products
+from bench._trl_work import Work, stories, vocabulary
+from spmdflow.config.schema import EngineConfig
+
+ROOT, SIDE = Path(__file__).parents[2], Path(__file__).parent / "_trl"
+SETTINGS = ("stories", "vocabulary")
+ENGINES = ("actor", "reference")
+SKIPPED = 2
+"""First steps of a run that are not counted."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where TRL is, and how much."""
+    given = os.environ.get("SPMDFLOW_DATA")
+    parser.add_argument("--trl", type=Path, default=Path("/tmp/trl/venv/bin/python"), metavar="PY")
+    parser.add_argument("--data", type=Path, default=given and Path(given), metavar="FOLDER")
+    parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=SETTINGS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6, help="of a run, at least 3")
+    parser.add_argument("--threads", type=int, default=2, help="of all processes of a trainer")
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="NAME:KEY=VALUE[;KEY=VALUE]",
+        help="another spmdflow with these settings, in every round",
+    )
+    parser.add_argument(
+        "--checkout",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="another version of spmdflow, in every round",
+    )
+    parser.add_argument("--only", choices=("trl", "spmdflow"), help="leave the other one out")
+
+
+@dataclass
+class Contestant:
+    """One trainer in one setting, and the seconds of a step in each round."""
+
+    trainer: str
+    way: str
+    run: Callable[[Path], list[float]]
+    stays: bool = False
+    """Runs in every round, fastest or not."""
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Over rounds."""
+        return statistics.median(self.seconds)
+
+
+def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each setting and contestant."""
+    if arguments.steps <= SKIPPED or arguments.data is None:
+        sys.exit(
+            f"trl: got --steps {arguments.steps} and --data {arguments.data}, expected at least "
+            f"{SKIPPED + 1} steps and a folder with models and prompts; see --help"
+        )
+    rows = []
+    for name in arguments.settings:
+        with tempfile.TemporaryDirectory() as folder:
+            rows += _compare(name, Path(folder), arguments)
+    return rows
+
+
+def _compare(name: str, folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    sizes = {"threads": arguments.threads, "steps": arguments.steps}
+    make = {
+        "stories": lambda: stories(folder, arguments.data, **sizes),
+        "vocabulary": lambda: vocabulary(folder, **sizes),
+    }
+    work = make[name]()
+    found = [x for x in _contestants(work, arguments) if arguments.only in (None, x.trainer)]
+    product_seconds = []
+    for number in range(arguments.rounds):
+        for each in found if number == 0 else _finalists(found):
+            with tempfile.TemporaryDirectory(dir=folder) as place:
+                seconds = each.run(Path(place))
+            each.seconds.append(statistics.median(seconds))
+            print(f"{name} round {number + 1} {each.trainer} {each.way}: {each.seconds[-1]:.3f} s")
+            sys.stdout.flush()
+        product_seconds.append(products(work))
+    return _rows(work, found, statistics.median(product_seconds))
+
+
+def _finalists(found: list[Contestant]) -> list[Contestant]:
+    best = {
+        trainer: min((x for x in found if x.trainer == trainer and not x.stays), key=_median)
+        for trainer in dict.fromkeys(x.trainer for x in found)
+    }
+    return [x for x in found if x.stays or x is best[x.trainer]]
+
+
+def _median(contestant: Contestant) -> float:
+    return contestant.median
+
+
+def _rows(work: Work, found: list[Contestant], product_seconds: float) -> list[dict[str, Any]]:
+    others = [x.median for x in found if x.trainer == "trl"]
+    own = [x.median for x in found if x.trainer == "spmdflow" and not x.stays]
+    best = min(others or own)
+    tokens = work.tokens()
+    return [
+        {
+            "setting": work.name,
+            "trainer": each.trainer,
+            "way": each.way,
+            "rounds": len(each.seconds),
+            "step_s": each.median,
+            "tokens_per_s": round(tokens / each.median),
+            "ratio": best / each.median,
+            "products_s": product_seconds,
+            "of_products": each.median / product_seconds,
+        }
+        for each in found
+    ]
+
+
+def _contestants(work: Work, arguments: argparse.Namespace) -> list[Contestant]:
+    ranks = work.threads
+    found = [
+        Contestant("trl", way, lambda folder, way=way: _trl(work, way, folder, arguments.trl))
+        for way in ("whole", "micro", "ranks")
+    ]
+    for count in dict.fromkeys((1, ranks)):
+        found.append(Contestant("spmdflow", f"{count} ranks", _own(work, count, [])))
+    for text in arguments.also:
+        name, _, settings = text.partition(":")
+        run = _own(work, ranks, settings.split(";"))
+        found.append(Contestant("spmdflow", f"{ranks} ranks, {name}", run, stays=True))
+    for text in arguments.checkout:
+        name, _, root = text.partition("=")
+        run = _own(work, ranks, [], root=Path(root))
+        found.append(Contestant("spmdflow", f"{ranks} ranks, {name}", run, stays=True))
+    return found
+
+
+def _trl(work: Work, way: str, folder: Path, python: Path) -> list[float]:
+    """Seconds of TRL's steps."""
+    out = folder / "trl.json"
+    count = work.threads if way == "ranks" else 1
+    command = [str(python)]
+    if count > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    command += [str(SIDE / "side.py"), str(work.write(folder / "work.json")), way, str(out)]
+    _call(command, folder, threads=work.threads // count, paths=[SIDE])
+    found = json.loads(out.read_text())
+    lengths = {log["completions/mean_length"] for log in found["logs"]}
+    assert lengths == {float(work.new_tokens)}, lengths
+    return found["seconds"][SKIPPED - 1 :]  # the first step's seconds are not among them
+
+
+def _own(
+    work: Work, count: int, more: list[str], *, root: Path = ROOT
+) -> Callable[[Path], list[float]]:
+    """What runs spmdflow on so many ranks and returns the seconds of its steps."""
+
+    def run(folder: Path) -> list[float]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={count}", "-m", "spmdflow.run", "algos/grpo.py"]
+        words = [*command, "algos/grpo.yaml", *own_settings(work, folder), *more]
+        _call(words, folder, threads=work.threads // count, paths=[root])
+        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+        made = {json.loads(line)["rollout/response_tokens"] for line in lines}
+        assert made == {work.rows * work.new_tokens}, made
+        return step_seconds(folder / "run" / "trace.json")[SKIPPED:]
+
+    return run
+
+
+def own_settings(work: Work, folder: Path) -> list[str]:
+    """The work in spmdflow's words; what is not here has its default."""
+    return [
+        f"run.dir={folder / 'run'}",
+        f"total_steps={work.steps + 1}",  # the last one has no next one to end at
+        *("eval_every=0", "save_every=0", "run.sample_every=0", "data.eval_path=null"),
+        f"data.train_path={work.prompts}",
+        *(f"data.prompts_per_step={work.num_prompts}", "data.shuffle=false"),
+        *(f"data.samples_per_prompt={work.num_samples}", "data.max_prompt_tokens=256"),
+        f"actor.model.path={work.model}",
+        *(f"actor.update.mini_batch_size={work.rows}", f"actor.optimizer.lr={work.lr}"),
+        *("actor.optimizer.schedule=constant", "actor.optimizer.warmup_steps=0"),
+        f"actor.rollout.max_new_tokens={work.new_tokens}",
+        f"actor.loss.kl_coef={work.kl_coef}",
+        *(f"{role}.engine.micro_batch={EngineConfig().micro_batch}" for role in ENGINES),
+        f"reward.function={SIDE / 'reward.py'}:different_letters",
+    ]
+
+
+def step_seconds(trace: Path) -> list[float]:
+    """From the beginning of a step's generation to the next one's, by RUN_DIR/trace.json."""
+    events = json.loads(trace.read_text())
+    starts = sorted(x["ts"] for x in events if _begins(x))
+    return [(later - sooner) / 1e6 for sooner, later in zip(starts, starts[1:])]
+
+
+def _begins(event: dict[str, Any]) -> bool:
+    return event["name"] == "actor.generate_sequences" and event["pid"] == 0
+
+
+def _call(command: list[str], folder: Path, *, threads: int, paths: list[Path]) -> None:
+    more = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": ":".join(map(str, paths))}
+    more |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with (folder / "log").open("w") as log:
+        done = subprocess.run(command, env=os.environ | more, cwd=paths[0], stdout=log, stderr=log)
+    if done.returncode:
+        text = (folder / "log").read_text()[-4000:]
+        sys.exit(f"trl: {' '.join(command)} ended with status {done.returncode}\n{text}")
