@@ -39,7 +39,7 @@ _AXES = (
     *("gen_tp", "gen_pp", "gen_replica", "micro_dp"),
 )
 
-Score = Callable[[Tensor, MicroBatch], dict[str, Tensor]]
+Score = Callable[[Any, MicroBatch], dict[str, Tensor]]
 Step = Callable[[TensorDict, int], Mapping[str, Metric]]
 """(rows of a mini-batch, number of micro-batches) -> metrics of one optimizer step."""
 

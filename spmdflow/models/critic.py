@@ -8,11 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from tensordict import TensorDict
+from torch import Tensor
 
 from spmdflow.data.ragged import VALID, without_failed
 from spmdflow.models.base import EngineWorker
+from spmdflow.objectives.log_prob import ScalarOutput
 from spmdflow.objectives.policy import ValueLoss
 from spmdflow.transfer.register import register
+from spmdflow.workers.micro_batch import MicroBatch
 
 
 class CriticWorker(EngineWorker):
@@ -28,7 +31,11 @@ class CriticWorker(EngineWorker):
     )
     def compute_values(self, batch: TensorDict) -> TensorDict | None:
         """values: the critic's output at the position before each response token."""
-        return self.score(batch, lambda output, micro: {"values": micro.gather(output)})
+
+        def values(output: ScalarOutput, micro: MicroBatch) -> dict[str, Tensor]:
+            return {"values": micro.spread(output.at(micro.predicting))}
+
+        return self.score(batch, values)
 
     @register(
         transfer_mode="3D_PROTO",

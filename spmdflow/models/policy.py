@@ -24,15 +24,9 @@ from spmdflow.hybrid_engine.sync import WeightSender
 from spmdflow.models.base import EngineWorker
 from spmdflow.models.generator import SamplingWorker
 from spmdflow.models.rows import example_rows, text_rows, with_text_rows
-from spmdflow.objectives.log_prob import entropy_from_logits, log_probs_from_logits
-from spmdflow.objectives.loss import inside
+from spmdflow.objectives.log_prob import CausalOutput
 from spmdflow.objectives.policy import PolicyLoss
-from spmdflow.objectives.supervised import (
-    PretrainedPolicyLoss,
-    SupervisedLoss,
-    row_losses,
-    text_mask,
-)
+from spmdflow.objectives.supervised import PretrainedPolicyLoss, SupervisedLoss, row_losses
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import Replica, generator_of
 from spmdflow.rollout.sampling import Sampling
@@ -101,10 +95,9 @@ class PolicyWorker(EngineWorker):
         """old_log_probs: the trainer's log-probability of each response token."""
         temperature = self.cfg.rollout.temperature
 
-        def score(logits: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
-            log_probs = log_probs_from_logits(logits, micro.next_ids, temperature)
-            entropy = entropy_from_logits(logits, temperature)
-            return {"old_log_probs": micro.gather(log_probs), "entropy": micro.gather(entropy)}
+        def score(output: CausalOutput, micro: MicroBatch) -> dict[str, Tensor]:
+            log_probs, entropy = map(micro.spread, output.log_probs_and_entropy(temperature))
+            return {"old_log_probs": log_probs, "entropy": entropy}
 
         made = self.score(batch, score)
         if made is None:
@@ -128,10 +121,12 @@ class PolicyWorker(EngineWorker):
         into its loss where they come along with samples (PPO-ptx).
         """
         texts = batch["prompts"]
-        made = self.score(text_rows(texts), _text_losses)
+        made = self.score(
+            text_rows(texts), lambda output, micro: {"losses": row_losses(output, micro)}
+        )
         if made is None:
             return None
-        losses = made["pretrain_losses"]
+        losses = made["losses"]
         tokens = float(len(texts.values()) - len(losses))
         self.report({"actor/pretrain_loss_before": Mean(float(losses.sum()), tokens)})
         columns = {"pretrain_ids": texts, "pretrain_losses": losses}
@@ -251,14 +246,7 @@ class ReferenceWorker(EngineWorker):
         """ref_log_probs: log-probability of each response token, at the settings' temperature."""
         temperature = self.cfg.temperature
 
-        def score(logits: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
-            log_probs = log_probs_from_logits(logits, micro.next_ids, temperature)
-            return {"ref_log_probs": micro.gather(log_probs)}
+        def score(output: CausalOutput, micro: MicroBatch) -> dict[str, Tensor]:
+            return {"ref_log_probs": micro.spread(output.log_probs(temperature))}
 
         return self.score(batch, score)
-
-
-def _text_losses(logits: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
-    mask = text_mask(micro.attention_mask, micro.columns["is_text"].bool())
-    log_probs = log_probs_from_logits(logits, micro.next_ids)
-    return {"pretrain_losses": -inside(log_probs, mask).sum(-1)}

@@ -30,6 +30,7 @@ from spmdflow.objectives.preference import (
     PREFERENCE_LOSSES,
     LabelLoss,
     PairLoss,
+    SequenceScore,
     answer_log_probs,
     bradley_terry,
     implicit_rewards,
@@ -53,7 +54,7 @@ Slopes = tuple[Tensor, Tensor]
 class PairWorker(EngineWorker):
     """What models of preferences share: scoring both sequences of each row, stepping on pairs."""
 
-    score_sequence = staticmethod(answer_log_probs)
+    score_sequence: SequenceScore = staticmethod(answer_log_probs)
     """What is compared of a sequence: its answer's log-probability, or a reward model's score."""
 
     def _score_pairs(self, rows: TensorDict) -> Tensor | None:
@@ -65,7 +66,7 @@ class PairWorker(EngineWorker):
     def _scores(self, rows: TensorDict, num_micro_batches: int) -> Tensor | None:
         """(n,) float32: scores of n sequences; None before the last pipeline stage."""
 
-        def scores(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
+        def scores(output: Any, micro: MicroBatch) -> dict[str, Tensor]:
             return {"scores": self.score_sequence(output, micro)}
 
         made = self.engine.forward(rows, scores, num_micro_batches=num_micro_batches)

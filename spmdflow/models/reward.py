@@ -194,7 +194,7 @@ class _ModelScorer(EngineWorker):
         """(B,) scores; None before the last pipeline stage."""
         made = self.score(
             batch.select("prompts", "responses"),
-            lambda output, micro: {"scores": micro.last(output)},
+            lambda output, micro: {"scores": output.at(micro.ends)},
         )
         if made is None:
             return None

@@ -3,7 +3,7 @@
 A row of data is a sequence (`prompts`) with marks (`loss_mask`) of its learnt tokens. It is cut
 before the first of them: what comes before is the prompt, the rest the response, with holes where
 others speak. A row of preferences brings two sequences, which become rows of their own, each in
-any micro-batch of any rank. A pre-training text is a prompt with an empty response.
+any micro-batch of any rank. Of a pre-training text all but the first token is the response.
 """
 
 from __future__ import annotations
@@ -78,34 +78,36 @@ def other_answer_rows(batch: TensorDict) -> TensorDict:
 def pair_rows(batch: TensorDict) -> TensorDict:
     """n pairs -> 2n sequences: row i is the chosen one of pair i, row n + i the rejected one."""
     sequences = ragged_from_rows(_split_pairs(batch, "prompts"), dtype=torch.int64)
-    rows: TensorDict = text_rows(sequences).exclude("is_text")
-    return rows
+    count = sequences.shape[0]
+    empty = ragged(sequences.values()[:0], torch.zeros(count, dtype=torch.int64))
+    return TensorDict({"prompts": sequences, "responses": empty}, batch_size=[count])
 
 
 def text_rows(texts: Tensor) -> TensorDict:
-    """Rows with the texts (ragged ids) as prompts, empty responses, and is_text True."""
-    count, device = texts.shape[0], texts.device
-    empty = ragged(texts.values()[:0], torch.zeros(count, dtype=torch.int64))
-    marks = torch.ones(count, dtype=torch.bool, device=device)
-    columns = {"prompts": texts, "responses": empty, "is_text": marks}
-    return TensorDict(columns, batch_size=[count])
+    """Rows with the first token of each text (ragged ids) as prompt, the others as response."""
+    rows = rows_of(texts)
+    parts = {"prompts": [row[:1] for row in rows], "responses": [row[1:] for row in rows]}
+    columns = {name: ragged_from_rows(part, dtype=torch.int64) for name, part in parts.items()}
+    return TensorDict(columns, batch_size=[len(rows)])
 
 
 def with_text_rows(batch: TensorDict, call: CallInfo) -> tuple[TensorDict, CallInfo]:
     """Samples that bring a text along (pretrain_ids) -> samples and texts as rows of their own.
 
-    Sample i's text is row n + i, in the same mini-batches as the sample. Each mini-batch has twice
-    the rows in twice the forwards: under a limit of tokens, texts should be as short as samples.
+    Sample i's text is row n + i, in the same mini-batches as the sample; is_text marks it, and no
+    token of it counts as chosen. Each mini-batch has twice the rows in twice the forwards: under a
+    limit of tokens, texts should be as short as samples.
     """
     count = batch.batch_size[0]
     texts = text_rows(batch["pretrain_ids"])
     samples = batch.exclude("pretrain_ids")
-    samples["is_text"] = torch.zeros_like(texts["is_text"])
+    lengths = lengths_of(texts["responses"])
     columns = {
-        str(name): _stack(column, texts[name] if name in texts.keys() else None)
+        str(name): _stack(column, texts.get(name, None), lengths)
         for name, column in samples.items()
         if isinstance(column, Tensor)
     }
+    columns["is_text"] = torch.arange(2 * count) >= count
     minis = tuple(
         MiniBatch(torch.cat([mini.index, mini.index + count]), 2 * mini.num_micro_batches)
         for mini in call.mini_batches
@@ -113,15 +115,15 @@ def with_text_rows(batch: TensorDict, call: CallInfo) -> tuple[TensorDict, CallI
     return TensorDict(columns, batch_size=[2 * count]), replace(call, mini_batches=minis)
 
 
-def _stack(column: Tensor, below: Tensor | None) -> Tensor:
-    """A column of the samples with one of the texts below it, or with as many empty rows."""
+def _stack(column: Tensor, below: Tensor | None, lengths: Tensor) -> Tensor:
+    """A column of the samples with one of the texts below it, or with zeros of their lengths."""
     if not is_ragged(column):
-        return torch.cat([column, torch.zeros_like(column) if below is None else below])
-    lengths = lengths_of(column)
+        return torch.cat([column, torch.zeros_like(column)])
     if below is None:
-        return ragged(column.values(), torch.cat([lengths, torch.zeros_like(lengths)]))
+        values = column.values()
+        below = ragged(values.new_zeros(int(lengths.sum()), *values.shape[1:]), lengths)
     values = torch.cat([column.values(), below.values()])
-    return ragged(values, torch.cat([lengths, lengths_of(below)]))
+    return ragged(values, torch.cat([lengths_of(column), lengths_of(below)]))
 
 
 def _split_pairs(batch: TensorDict, name: str) -> list[Tensor]:

@@ -1,17 +1,21 @@
-"""Log-probabilities and entropy of logits without a second (B, T, V) tensor in the forward.
+"""What a model's head says at the tokens that are asked for, without a (tokens, V) tensor.
 
-log p(y) = z_y / tau - logsumexp(z / tau), in float32 whatever the logits' dtype (bfloat16
-log-probs would bias the ratio). Work runs in chunks of positions; backward recomputes the
-softmax of a chunk instead of keeping it, so autograd stores the logits themselves and (B, T).
+`CausalOutput` is what losses and `fn` get of a causal LM: hidden states where a response token is
+predicted, and the head's weight. Log-probabilities log p(y) = z_y / tau - logsumexp(z / tau), with
+z = W h, and the entropy come from blocks of columns of the vocabulary, in float32 whatever the
+weights' dtype (bfloat16 log-probs would bias the ratio). Backward computes a block's logits again
+and makes that block's part of the weight's gradient; only the last block is kept from forward.
 
-Under tensor parallelism each rank has some columns of the vocabulary (`LogitShard`). Forward
-all-reduces two or three numbers a position over the given group; backward needs nothing from
-the other ranks, because they all derive the same loss from the same results.
+Under tensor parallelism each rank has some columns (`first`, `group`). Forward all-reduces a few
+numbers a token, backward the gradient of the hidden states, which all of them have alike.
+
+liger-kernel's fused heads do not fit: they take their gradient in the forward of a loss that they
+know, with neither a token's log-probability for any loss nor its entropy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,165 +24,173 @@ import torch.distributed as dist
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 24
+"""Logits of one block, of all tokens together: 64 MB of float32."""
 
 
 @dataclass(frozen=True)
-class LogitShard:
-    """This rank's columns of the logits; all ranks of group hold those of the same positions."""
+class CausalOutput:
+    """A causal LM at the n positions that predict a response token (`MicroBatch.predicting`)."""
 
-    logits: Tensor
-    """(..., V/t): columns first, first + 1, ... of the vocabulary."""
-    first: int
-    vocab_size: int
-    """Columns from here on are padding: they take no part in the softmax."""
+    hidden: Tensor
+    """(n, H): last hidden states; logits (n, V) if there is no weight."""
+    weight: Tensor | None
+    """(V/t, H): rows first, first + 1, ... of the head; None: `hidden` has been through it."""
+    targets: Tensor
+    """(n,) int64: the tokens that came."""
+    first: int = 0
+    vocab_size: int | None = None
+    """Words from here on are padding: they take no part in the softmax. None: all are words."""
     group: dist.ProcessGroup | None = None
-    """Ranks that hold the other columns; None: there are no others."""
+    """Ranks that hold the other rows of the head; None: there are no others."""
 
-    @property
-    def width(self) -> int:
-        """Columns held here that are no padding."""
-        return min(max(self.vocab_size - self.first, 0), self.logits.shape[-1])
+    def log_probs(self, temperature: float = 1.0) -> Tensor:
+        """log softmax(z / temperature) at the targets: (n,) float32."""
+        return self._terms(temperature, entropy=False)[0]
 
+    def log_probs_and_entropy(self, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """The same, and H = -sum_v p_v log p_v of softmax(z / temperature): (n,), (n,) float32."""
+        return self._terms(temperature, entropy=True)
 
-def log_probs_from_logits(
-    logits: Tensor | LogitShard, ids: Tensor, temperature: float = 1.0
-) -> Tensor:
-    """log softmax(logits / temperature) at ids: (..., V), (...) int64 -> (...) float32."""
-    assert temperature > 0, temperature
-    flat, shard = _flatten(logits)
-    result: Tensor = _LogProb.apply(flat, ids.reshape(-1), temperature, shard)  # type: ignore[no-untyped-call]
-    return result.view(ids.shape)
-
-
-def entropy_from_logits(logits: Tensor | LogitShard, temperature: float = 1.0) -> Tensor:
-    """H = -sum_v p_v log p_v of softmax(logits / temperature): (..., V) -> (...) float32."""
-    assert temperature > 0, temperature
-    flat, shard = _flatten(logits)
-    result: Tensor = _Entropy.apply(flat, temperature, shard)  # type: ignore[no-untyped-call]
-    whole = logits if isinstance(logits, Tensor) else logits.logits
-    return result.view(whole.shape[:-1])
+    def _terms(self, temperature: float, *, entropy: bool) -> tuple[Tensor, Tensor]:
+        assert temperature > 0, temperature
+        rows = self.hidden.shape[-1] if self.weight is None else len(self.weight)
+        words = rows if self.vocab_size is None else self.vocab_size - self.first
+        task = _Task(temperature, self.first, min(max(words, 0), rows), self.group, entropy)
+        hidden = self.hidden if self.weight is None else self.hidden.to(self.weight.dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            found: tuple[Tensor, Tensor] = _Head.apply(hidden, self.weight, self.targets, task)  # type: ignore[no-untyped-call]
+        return found
 
 
-class _LogProb(torch.autograd.Function):
-    """d log p(y) / dz_v = (1[v = y] - p_v) / tau."""
+@dataclass(frozen=True)
+class ScalarOutput:
+    """A model with a scalar head (critic, reward), which runs where it is asked."""
+
+    hidden: Tensor
+    """(positions of all rows, H): last hidden states."""
+    head: Callable[[Tensor], Tensor]
+    """(m, H) float32 -> (m, 1)."""
+
+    def at(self, places: Tensor) -> Tensor:
+        """(m,) float32: values at `MicroBatch.predicting`, scores at `MicroBatch.ends`."""
+        hidden = self.hidden.index_select(0, places)
+        return self.head(_widened(hidden)).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What the maths needs to know besides tensors."""
+
+    temperature: float
+    first: int
+    width: int
+    """Columns held here that are no padding."""
+    group: dist.ProcessGroup | None
+    entropy: bool
+
+    def blocks(self, num_tokens: int) -> Iterator[slice]:
+        """Columns, CHUNK_ELEMENTS logits at a time."""
+        size = max(1, CHUNK_ELEMENTS // max(1, num_tokens))
+        return (slice(start, min(start + size, self.width)) for start in range(0, self.width, size))
+
+    def scaled(self, hidden: Tensor, weight: Tensor | None, columns: slice) -> Tensor:
+        """(n, c): logits / temperature of a block, float32 at least; float64 stays float64."""
+        logits = hidden[:, columns] if weight is None else hidden @ weight[columns].T
+        wide = _widened(logits)
+        return wide if self.temperature == 1 else wide / self.temperature
+
+    def column(self, targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+        """(n, 1): the target's place in a block, and whether it is there; 0 where it is not."""
+        place = targets[:, None] - (self.first + columns.start)
+        here = (place >= 0) & (place < columns.stop - columns.start)
+        return torch.where(here, place, 0), here
+
+
+class _Head(torch.autograd.Function):
+    """d log p(y) / dz_v = (1[v = y] - p_v) / tau;  dH / dz_v = -p_v (log p_v + H) / tau."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, ids: Tensor, temperature: float, shard: _Columns
-    ) -> Tensor:
-        """(N,) log-probabilities of ids (N,), from logits (N, width) of this shard."""
-        column = ids - shard.first
-        here = (column >= 0) & (column < shard.width)
-        column = torch.where(here, column, 0)
-        picked = logits.gather(1, column[:, None])[:, 0].to(_widen(logits)) / temperature
-        picked = torch.where(here, picked, 0.0)
-        normaliser = torch.empty_like(picked)
-        for part in _chunks(logits):
-            normaliser[part] = _log_sum(_scale(logits[part], temperature, shard))
-        if shard.group is not None:
-            normaliser = _joint_log_sum(normaliser, shard.group)
-            dist.all_reduce(picked, group=shard.group)
-        ctx.save_for_backward(logits, column, here, normaliser)
-        ctx.temperature, ctx.shard = temperature, shard
-        return picked - normaliser
+        ctx: Any, hidden: Tensor, weight: Tensor | None, targets: Tensor, task: _Task
+    ) -> tuple[Tensor, Tensor]:
+        """(n,) log-probabilities of the targets, and entropies (zeros if the task wants none).
+
+        Sums over the blocks are kept relative to the largest logit m so far: s = sum e^(z - m) and
+        d = sum e^(z - m) (z - m), so that log sum e^z = m + log s and H = log s - d / s.
+        """
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        sums = hidden.new_zeros(3, len(hidden), dtype=wide)  # s, d and the target's logit
+        most = hidden.new_full((len(hidden),), torch.finfo(wide).min / 2, dtype=wide)
+        scaled = None
+        for columns in task.blocks(len(hidden)):
+            scaled = task.scaled(hidden, weight, columns)
+            place, here = task.column(targets, columns)
+            sums[2] += torch.where(here, scaled.gather(1, place), 0.0)[:, 0]
+            most = _rebase(sums, most, torch.maximum(most, scaled.amax(-1)))
+            powers = (scaled - most[:, None]).exp_()
+            sums[0] += powers.sum(-1)
+            if task.entropy:
+                sums[1] -= torch.special.entr(powers).sum(-1)
+        if task.group is not None:
+            largest = most.clone()
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=task.group)
+            _rebase(sums, most, largest)
+            most = largest
+            dist.all_reduce(sums, group=task.group)
+        log_sum = sums[0].log()
+        entropy = log_sum - sums[1] / sums[0] if task.entropy else sums[1]
+        ctx.save_for_backward(hidden, weight, targets, most + log_sum, entropy, scaled)
+        ctx.set_materialize_grads(False)
+        if not task.entropy:
+            ctx.mark_non_differentiable(entropy)
+        ctx.task = task
+        return sums[2] - most - log_sum, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        """Gradient of the logits, chunk by chunk; ids, temperature and shard have none."""
-        logits, column, here, normaliser = ctx.saved_tensors
-        shard, grad = ctx.shard, grads[0] / ctx.temperature
-        out = torch.zeros_like(logits)
-        for part in _chunks(logits):
-            probs = (_scale(logits[part], ctx.temperature, shard) - normaliser[part, None]).exp()
-            dense = probs * -grad[part, None]  # (n, width)
-            if shard.width:
-                dense.scatter_add_(1, column[part, None], (grad * here)[part, None])
-            out[part, : shard.width] = dense.to(logits.dtype)
-        return out, None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
+        """Gradients of the hidden states and of the weight; targets and task have none."""
+        hidden, weight, targets, normaliser, entropy, kept = ctx.saved_tensors
+        task: _Task = ctx.task
+        zero = torch.zeros_like(normaliser)
+        of_log_prob, of_entropy = (
+            zero if grad is None else grad / task.temperature for grad in grads
+        )
+        to_hidden = hidden.new_zeros(hidden.shape, dtype=normaliser.dtype)
+        to_weight = None
+        if weight is not None and ctx.needs_input_grad[1]:
+            to_weight = torch.empty_like(weight)
+            to_weight[task.width :] = 0
+        for columns in reversed([*task.blocks(len(hidden))]):
+            scaled = task.scaled(hidden, weight, columns) if kept is None else kept
+            kept = None
+            log_probs = scaled - normaliser[:, None]
+            slope = log_probs.exp() * -of_log_prob[:, None]
+            if grads[1] is not None:
+                # a word of probability 0 has log-prob -inf and no weight
+                log_probs.clamp_(min=torch.finfo(log_probs.dtype).min / 4)
+                slope -= (of_entropy[:, None] * log_probs.exp()) * (log_probs + entropy[:, None])
+            place, here = task.column(targets, columns)
+            slope.scatter_add_(1, place, of_log_prob[:, None] * here)
+            if weight is None:
+                to_hidden[:, columns] = slope
+                continue
+            slope = slope.to(weight.dtype)
+            to_hidden += slope @ weight[columns]
+            if to_weight is not None:
+                torch.mm(slope.T, hidden, out=to_weight[columns])
+        if task.group is not None:
+            dist.all_reduce(to_hidden, group=task.group)
+        return to_hidden.to(hidden.dtype), to_weight, None, None
 
 
-class _Entropy(torch.autograd.Function):
-    """dH / dz_v = -p_v (log p_v + H) / tau."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, temperature: float, shard: _Columns) -> Tensor:
-        """(N,) entropies in nats, over all shards of the vocabulary."""
-        entropy = torch.empty(len(logits), dtype=_widen(logits), device=logits.device)
-        normaliser = torch.empty_like(entropy)
-        for part in _chunks(logits):
-            scaled = _scale(logits[part], temperature, shard)
-            normaliser[part] = _log_sum(scaled)
-            probs = (scaled - normaliser[part, None]).exp()
-            entropy[part] = torch.special.entr(probs).sum(-1)
-        if shard.group is not None:
-            local, normaliser = normaliser, _joint_log_sum(normaliser, shard.group)
-            # H of a mixture of disjoint parts: sum_r P_r H_r - P_r log P_r
-            share = (local - normaliser).exp()
-            entropy = share * entropy + torch.special.entr(share)
-            dist.all_reduce(entropy, group=shard.group)
-        ctx.save_for_backward(logits, entropy, normaliser)
-        ctx.temperature, ctx.shard = temperature, shard
-        return entropy
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Gradient of the logits, chunk by chunk."""
-        logits, entropy, normaliser = ctx.saved_tensors
-        shard, grad = ctx.shard, grads[0] / ctx.temperature
-        out = torch.zeros_like(logits)
-        for part in _chunks(logits):
-            log_probs = _scale(logits[part], ctx.temperature, shard) - normaliser[part, None]
-            # a word of probability 0 has log-prob -inf and no weight
-            slope = torch.where(
-                log_probs.isneginf(), 0.0, log_probs.exp() * (log_probs + entropy[part, None])
-            )
-            out[part, : shard.width] = (-slope * grad[part, None]).to(logits.dtype)
-        return out, None, None
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """What the maths needs to know of a shard: everything but the logits."""
-
-    first: int
-    width: int
-    group: dist.ProcessGroup | None
-
-
-def _flatten(logits: Tensor | LogitShard) -> tuple[Tensor, _Columns]:
-    """Logits as (N, V/t), and which columns they are."""
-    if isinstance(logits, Tensor):
-        return logits.reshape(-1, logits.shape[-1]), _Columns(0, logits.shape[-1], None)
-    columns = _Columns(logits.first, logits.width, logits.group)
-    return logits.logits.reshape(-1, logits.logits.shape[-1]), columns
-
-
-def _widen(logits: Tensor) -> torch.dtype:
+def _widened(x: Tensor) -> Tensor:
     """float32 at least; float64 stays float64."""
-    return torch.promote_types(logits.dtype, torch.float32)
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _scale(logits: Tensor, temperature: float, shard: _Columns) -> Tensor:
-    return logits[:, : shard.width].to(_widen(logits)) / temperature
-
-
-def _log_sum(scaled: Tensor) -> Tensor:
-    """logsumexp of each row; -inf if this rank has no column at all."""
-    if scaled.shape[-1] == 0:
-        return scaled.new_full(scaled.shape[:-1], -torch.inf)
-    return scaled.logsumexp(-1)
-
-
-def _joint_log_sum(local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """log sum exp of the ranks' values, the same bits on all of them."""
-    largest = local.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    total = (local - largest).exp()
-    dist.all_reduce(total, group=group)
-    return largest + total.log()
-
-
-def _chunks(logits: Tensor) -> Iterator[slice]:
-    """Slices of rows with about 64 MB of float32 each."""
-    size = max(1, CHUNK_ELEMENTS // max(1, logits.shape[-1]))
-    return (slice(start, start + size) for start in range(0, len(logits), size))
+def _rebase(sums: Tensor, most: Tensor, larger: Tensor) -> Tensor:
+    """Make s and d of sums (3, n), in place, relative to larger instead of most; gives larger."""
+    gap = most - larger
+    sums[1] += gap * sums[0]
+    sums[:2] *= gap.exp()
+    return larger

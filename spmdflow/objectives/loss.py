@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict
@@ -23,15 +23,19 @@ from spmdflow.transfer.worker import Metric
 
 
 class Micro(Protocol):
-    """The rows of one forward, padded."""
+    """The rows of one forward."""
 
     @property
-    def next_ids(self) -> Tensor:
-        """(b, T) int64: the token that position t predicts."""
+    def predicting(self) -> Tensor:
+        """(n,) int64: positions that predict a response token, for `ScalarOutput.at`."""
 
     @property
-    def attention_mask(self) -> Tensor:
-        """(b, T) bool: True at real tokens."""
+    def ends(self) -> Tensor:
+        """(b,) int64: positions of the rows' last tokens, for `ScalarOutput.at`."""
+
+    @property
+    def response_tokens(self) -> Tensor:
+        """(b, R) bool: True where the response has a token, chosen by the policy or not."""
 
     @property
     def response_mask(self) -> Tensor:
@@ -45,11 +49,8 @@ class Micro(Protocol):
     def columns(self) -> Mapping[str, Tensor]:
         """The batch's columns: response-shaped (b, R) or dense (b, ...)."""
 
-    def gather(self, x: Tensor) -> Tensor:
-        """(b, T) -> (b, R): x at the position that predicts each response token."""
-
-    def last(self, x: Tensor) -> Tensor:
-        """(b, T) -> (b,): x at the last real token of each row."""
+    def spread(self, x: Tensor) -> Tensor:
+        """(n,) -> (b, R): one number for each response token; 0 beyond a response."""
 
 
 class Loss(Protocol):
@@ -63,10 +64,11 @@ class Loss(Protocol):
         return mask_totals(pad(batch["response_mask"]).sum(-1))
 
     def __call__(
-        self, output: Tensor, micro: Micro, totals: Mapping[str, float]
+        self, output: Any, micro: Micro, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(scalar to differentiate, metrics): sums over the rows divided by global totals.
 
+        output: a `CausalOutput`, or a `ScalarOutput` (objectives.log_prob), by the model's head.
         The scalar must depend on output even if every mask is False (padding runs backward too).
         """
 

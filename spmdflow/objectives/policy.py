@@ -20,7 +20,7 @@ from spmdflow.config.objective import PolicyLossConfig, ValueLossConfig
 from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.kind.registry import Registry
 from spmdflow.objectives.kl import KL_ESTIMATORS, bounded, kl_estimate
-from spmdflow.objectives.log_prob import entropy_from_logits, log_probs_from_logits
+from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.objectives.loss import AGGREGATIONS, Loss, Micro, aggregate, inside
 
 
@@ -137,7 +137,7 @@ class PolicyLoss(Loss):
     are there, each token's policy loss is multiplied by its weight. budget: the L of aggregation
     by budget, the longest response that may be generated. Metrics:
     actor/pg_loss, clip_fraction, approx_kl (k3 against old_log_probs), ratio_mean, ratio_std;
-    actor/entropy if it is in the loss or report_entropy (costs a pass over the logits);
+    actor/entropy if it is in the loss or report_entropy (costs time in the head);
     actor/kl_loss if kl_coef is not 0. All but the losses are token means.
     """
 
@@ -161,14 +161,12 @@ class PolicyLoss(Loss):
         self.report_entropy = report_entropy
 
     def __call__(
-        self, output: Tensor, micro: Micro, totals: Mapping[str, float]
+        self, output: CausalOutput, micro: Micro, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metrics of one micro-batch; output: logits (b, T, V)."""
+        """Loss and metrics of one micro-batch."""
         mask, columns = micro.response_mask, micro.columns
         totals = {**totals, "budget": totals["sequences"] * self._budget}
-        log_probs = micro.gather(
-            log_probs_from_logits(output, micro.next_ids, self.temperature)
-        )  # (b, T) -> (b, R)
+        log_probs, entropies = self._read(output, micro)
         old_log_probs, advantages = (
             inside(columns[name], mask) for name in ("old_log_probs", "advantages")
         )
@@ -187,7 +185,7 @@ class PolicyLoss(Loss):
             "actor/ratio_square": ratio.square(),
         }
         metrics |= {name: aggregate(x, mask, totals, "token-mean") for name, x in means.items()}
-        entropy = self._entropy(output, micro, totals, metrics)
+        entropy = self._entropy(entropies, micro, totals, metrics)
         kl_loss = self._kl_loss(log_probs, micro, totals, metrics)
         return loss - self.cfg.entropy_coef * entropy + self.cfg.kl_coef * kl_loss, metrics
 
@@ -203,15 +201,24 @@ class PolicyLoss(Loss):
         metrics["actor/ratio_std"] = math.sqrt(max(square - metrics["actor/ratio_mean"] ** 2, 0.0))
         return metrics
 
-    def _entropy(
-        self, logits: Tensor, micro: Micro, totals: Mapping[str, float], metrics: dict[str, Tensor]
-    ) -> Tensor:
-        """Aggregated entropy, 0 if it is not in the loss; adds the token mean to metrics."""
+    def _read(self, output: CausalOutput, micro: Micro) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and, if it is asked for, entropy of each response token, (b, R)."""
         in_loss = self.cfg.entropy_coef != 0
         if not (in_loss or self.report_entropy):
+            return micro.spread(output.log_probs(self.temperature)), None
+        log_probs, entropy = output.log_probs_and_entropy(self.temperature)
+        return micro.spread(log_probs), micro.spread(entropy if in_loss else entropy.detach())
+
+    def _entropy(
+        self,
+        entropy: Tensor | None,
+        micro: Micro,
+        totals: Mapping[str, float],
+        metrics: dict[str, Tensor],
+    ) -> Tensor:
+        """Aggregated entropy, 0 if it is not asked for; adds the token mean to metrics."""
+        if entropy is None:
             return torch.zeros((), device=micro.response_mask.device)
-        with torch.set_grad_enabled(in_loss):
-            entropy = micro.gather(entropy_from_logits(logits, self.temperature))
         mask = micro.response_mask
         metrics["actor/entropy"] = aggregate(entropy.detach(), mask, totals, "token-mean")
         return aggregate(entropy, mask, totals, self.cfg.aggregation)
@@ -267,13 +274,13 @@ class ValueLoss(Loss):
         self.cfg = cfg
 
     def __call__(
-        self, output: Tensor, micro: Micro, totals: Mapping[str, float]
+        self, output: ScalarOutput, micro: Micro, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metrics of one micro-batch; output: values (b, T)."""
+        """Loss and metrics of one micro-batch."""
         old_values, returns = (
             inside(micro.columns[name], micro.response_mask) for name in ("values", "returns")
         )
-        values = micro.gather(output).float()  # (b, T) -> (b, R)
+        values = micro.spread(output.at(micro.predicting))
         losses, clipped = clipped_value_loss(values, old_values, returns, self.cfg.clip_range)
         loss = aggregate(losses, micro.response_mask, totals, "token-mean")
         error, target = (returns - old_values).double(), returns.double()

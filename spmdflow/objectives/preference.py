@@ -14,7 +14,7 @@ different micro-batches, and rows that stand alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -23,6 +23,7 @@ from torch.nn.functional import logsigmoid
 
 from spmdflow.config.offline import PreferenceLossConfig
 from spmdflow.kind.registry import Registry
+from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.objectives.loss import Loss, Micro
 from spmdflow.objectives.supervised import row_losses
 
@@ -116,17 +117,17 @@ def bradley_terry(chosen: Tensor, rejected: Tensor) -> Tensor:
     return -logsigmoid(chosen - rejected)
 
 
-def answer_log_probs(output: Tensor, micro: Micro) -> Tensor:
-    """(b,): log pi(answer | prompt) in nats, summed over response_mask; output: logits (b, T, V).
+def answer_log_probs(output: CausalOutput, micro: Micro) -> Tensor:
+    """(b,): log pi(answer | prompt) in nats, summed over response_mask.
 
     0 for a row without a learnt token. At temperature 1, as in all of the papers.
     """
     return -row_losses(output, micro)
 
 
-def last_score(output: Tensor, micro: Micro) -> Tensor:
-    """(b, T) -> (b,): a reward model's score of a sequence, the one of its last token."""
-    return micro.last(output)
+def last_score(output: ScalarOutput, micro: Micro) -> Tensor:
+    """(b,): a reward model's score of a sequence, the one of its last token."""
+    return output.at(micro.ends)
 
 
 def implicit_rewards(log_probs: Tensor, ref_log_probs: Tensor, cfg: PreferenceLossConfig) -> Tensor:
@@ -134,7 +135,7 @@ def implicit_rewards(log_probs: Tensor, ref_log_probs: Tensor, cfg: PreferenceLo
     return cfg.beta * (log_probs - ref_log_probs)
 
 
-SequenceScore = Callable[[Tensor, Micro], Tensor]
+SequenceScore = Callable[[Any, Micro], Tensor]
 """(a model's output, its micro-batch) -> (b,): what a loss of pairs compares."""
 
 
@@ -155,7 +156,7 @@ class PairLoss(Loss):
         return {"pairs": batch.batch_size[0] / 2}
 
     def __call__(
-        self, output: Tensor, micro: Micro, totals: Mapping[str, float]
+        self, output: Any, micro: Micro, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of one micro-batch and no metric besides; output: what `score` reads."""
         score = self._score(output, micro)
@@ -225,9 +226,9 @@ class LabelLoss(Loss):
         }
 
     def __call__(
-        self, output: Tensor, micro: Micro, totals: Mapping[str, float]
+        self, output: CausalOutput, micro: Micro, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of one micro-batch; output: logits (b, T, V).
+        """The loss of one micro-batch.
 
         Metrics: kl (nats, not below 0) and the mean implicit rewards of both kinds of answers.
         """

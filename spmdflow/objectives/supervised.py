@@ -8,48 +8,39 @@ Ouyang et al. 2022, section 3.5).
 
 PPO-ptx:  L = L_policy + coef * L_text,  L_text = - sum log pi(x_{t+1} | x_1..t) / number of such t
 
-(Ouyang et al. 2022, eq. 2; Dai et al. 2024, appendix B). A text is a row without a response: all of
-its tokens lie in the prompt, and `is_text` is True. Both losses have global denominators of their
-own, so a mini-batch may have any number of samples and texts.
+(Ouyang et al. 2022, eq. 2; Dai et al. 2024, appendix B). A text is a row with a prompt of one
+token, no token that the policy chose, and `is_text` True. Both losses have global denominators of
+their own, so a mini-batch may have any number of samples and texts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.data.ragged import lengths_of
-from spmdflow.objectives.log_prob import log_probs_from_logits
+from spmdflow.objectives.log_prob import CausalOutput
 from spmdflow.objectives.loss import Loss, Micro, aggregate, inside, masked_sum
 from spmdflow.objectives.policy import PolicyLoss
 
 
-def row_losses(output: Tensor, micro: Micro) -> Tensor:
-    """(b,): nats of the learnt tokens of each row; output: logits (b, T, V)."""
-    log_probs = micro.gather(log_probs_from_logits(output, micro.next_ids))
-    return -inside(log_probs, micro.response_mask).sum(-1)
+def row_losses(output: CausalOutput, micro: Micro) -> Tensor:
+    """(b,): nats of the learnt tokens of each row."""
+    return -inside(micro.spread(output.log_probs()), micro.response_mask).sum(-1)
 
 
 class SupervisedLoss(Loss):
     """Mean cross-entropy of the learnt tokens, at temperature 1."""
 
     def __call__(
-        self, output: Tensor, micro: Micro, totals: Mapping[str, float]
+        self, output: CausalOutput, micro: Micro, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of one micro-batch and no metric besides; output: logits (b, T, V)."""
-        log_probs = micro.gather(log_probs_from_logits(output, micro.next_ids))
+        """The loss of one micro-batch and no metric besides."""
+        log_probs = micro.spread(output.log_probs())
         loss = aggregate(-log_probs, micro.response_mask, totals, "token-mean")
         return loss, {}
-
-
-def text_mask(attention_mask: Tensor, is_text: Tensor) -> Tensor:
-    """(b, T) bool: positions of a text that another token of it follows. is_text: (b,) bool."""
-    followed = torch.zeros_like(attention_mask, dtype=torch.bool)
-    followed[:, :-1] = attention_mask[:, :-1] & attention_mask[:, 1:]
-    return followed & is_text[:, None]
 
 
 class PretrainedPolicyLoss(Loss):
@@ -64,16 +55,16 @@ class PretrainedPolicyLoss(Loss):
 
     def denominators(self, batch: TensorDict) -> dict[str, float]:
         """Those of the policy loss, and "text_tokens"."""
-        predicted = (lengths_of(batch["prompts"]) - 1) * batch["is_text"]
+        predicted = lengths_of(batch["responses"]) * batch["is_text"]
         return self._policy.denominators(batch) | {"text_tokens": float(predicted.sum())}
 
     def __call__(
-        self, output: Tensor, micro: Micro, totals: Mapping[str, float]
+        self, output: CausalOutput, micro: Micro, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metrics of one micro-batch; output: logits (b, T, V)."""
+        """Loss and metrics of one micro-batch."""
         loss, metrics = self._policy(output, micro, totals)
-        mask = text_mask(micro.attention_mask, micro.columns["is_text"].bool())
-        log_probs = log_probs_from_logits(output, micro.next_ids)  # at temperature 1
+        mask = micro.response_tokens & micro.columns["is_text"].bool()[:, None]
+        log_probs = micro.spread(output.log_probs())  # at temperature 1
         text = -masked_sum(log_probs, mask) / max(totals["text_tokens"], 1.0)
         return loss + self._coef * text, metrics | {"actor/pretrain_loss": text.detach()}
 

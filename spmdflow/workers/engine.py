@@ -45,7 +45,7 @@ class TrainEngine(ABC):
     """A distributed model. Every method is called by all ranks of the pool.
 
     Batches and results are in host memory (the store's); micro-batches go to the device. The
-    output of a causal LM is logits (b, T, V), that of a scalar head values (b, T).
+    output of a causal LM is a `CausalOutput`, that of a scalar head a `ScalarOutput`.
     """
 
     optimizer: Scheduled | None = None
@@ -318,7 +318,7 @@ def engine_of(
 ) -> TrainEngine:
     """The engine `cfg.engine.kind` with the weights of cfg.model.
 
-    head: causal_lm (logits), scalar (a trained one-label head) or critic (a zero head if the
+    head: causal_lm, scalar (a trained one-label head) or critic (a zero head if the
     folder has none). With `cfg.optimizer` it can train. adopt: gives the weights of an engine that
     shares its storage their memory (megatron_optimizer.Adopt). Collective over the pool.
     """

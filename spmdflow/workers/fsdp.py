@@ -95,7 +95,7 @@ class FSDPEngine(TrainEngine):
 
     def outputs(self, micros: list[MicroBatch], fn: ForwardFn) -> list[Mapping[str, Tensor]]:
         """See `TrainEngine.outputs`."""
-        answers = [fn(self._output(micro), micro) for micro in micros]
+        answers = [self._module(micro, fn) for micro in micros]
         self._reshard()
         return answers
 
@@ -106,7 +106,7 @@ class FSDPEngine(TrainEngine):
         sums: dict[str, float | Tensor] = {}
         for number, micro in enumerate(micros):
             set_last_micro_batch(self._root, self.sharding, last=number == len(micros) - 1)
-            value, metrics = loss(self._output(micro), micro, totals)
+            value, metrics = self._module(micro, lambda output, rows: loss(output, rows, totals))
             value.backward()
             for name, x in {**metrics, "loss": value}.items():
                 sums[name] = sums.get(name, 0.0) + x.detach().double()
@@ -176,9 +176,6 @@ class FSDPEngine(TrainEngine):
     def _local(self) -> dict[str, Tensor]:
         """Live local rows by name."""
         return {name: shard.local for name, shard in self._shards().items()}
-
-    def _output(self, micro: MicroBatch) -> Tensor:
-        return self.model.output(self._module, micro.input_ids)
 
     def _reshard(self) -> None:
         """Free gathered parameters: the next call may follow an update or an offload."""

@@ -25,7 +25,7 @@ from spmdflow.blocks.box import Box
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind
-from spmdflow.objectives.log_prob import LogitShard
+from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.move import Block, blocks, fill
@@ -227,7 +227,7 @@ class MegatronEngine(TrainEngine):
         def step(rest: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(rest)
             output = model(micro.input_ids, micro.position_ids, None)
-            return output, lambda output, non_loss_data=False: fn(self._named(output), micro)
+            return output, lambda output, non_loss_data=False: fn(self._named(output, micro), micro)
 
         for module in modules:
             module.train(train)  # recompute is for training only; there is no dropout
@@ -254,14 +254,29 @@ class MegatronEngine(TrainEngine):
         size = self.layout.pp_size if self.layout.virtual_size > 1 else 1
         return super().micro_batches(batch, -(-num_micro_batches // size) * size)
 
-    def _named(self, output: Tensor) -> Any:
-        """The last stage's output as roles know it: values, logits or a shard of them."""
-        if self.model.architecture.head == "scalar":
-            return output.squeeze(-1)  # (b, T, 1) -> (b, T)
-        size, group = self.model.architecture.vocab_size, self._megatron_groups.tp
-        if group.size() == 1:
-            return output[..., :size]
-        return LogitShard(output, group.rank() * output.shape[-1], size, group)
+    def _named(self, output: Tensor, micro: MicroBatch) -> CausalOutput | ScalarOutput:
+        """The last stage's hidden states (b, T, H) with its head, as roles know them."""
+        architecture, tp, model = (
+            self.model.architecture,
+            self._megatron_groups.tp,
+            self._modules[-1],
+        )
+        hidden = output.flatten(0, 1)
+        if architecture.head == "scalar":
+            return ScalarOutput(
+                hidden, lambda x: nn.functional.linear(x, model.output_layer.weight)
+            )
+        weight = model.output_layer.weight
+        if architecture.tied:
+            weight = model.shared_embedding_or_output_weight()
+        return CausalOutput(
+            hidden.index_select(0, micro.predicting),
+            weight,
+            micro.targets,
+            first=tp.rank() * len(weight),
+            vocab_size=architecture.vocab_size,
+            group=tp if tp.size() > 1 else None,
+        )
 
     def _everywhere(self, found: list[dict[str, Tensor]]) -> dict[str, float]:
         """Metrics summed over micro-batches and dp, from each replica's first rank of the last

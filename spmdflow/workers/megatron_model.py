@@ -11,6 +11,7 @@ norm into the linear layer that follows it: `local_name` undoes that.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection
 from typing import Any
@@ -85,9 +86,31 @@ def build_model(
     )
     inv_freq = model.rotary_pos_emb.inv_freq
     model.rotary_pos_emb.inv_freq = rotary_frequencies(architecture).to(inv_freq.device)
-    if scalar and last:
-        model.output_layer = ScalarHead(config, groups.tp)
+    if last:
+        if scalar:
+            model.output_layer = ScalarHead(config)
+        model.output_layer.forward = functools.partial(
+            _hidden_of_head, config=config, group=groups.tp
+        )
     return model
+
+
+def _hidden_of_head(
+    hidden: Tensor,
+    *,
+    config: TransformerConfig,
+    group: torch.distributed.ProcessGroup,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """(T or T/t, b, H) -> (T, b, H), in place of an output layer: heads run where they are asked.
+
+    All ranks of the group give these hidden states the same gradient.
+    """
+    if config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=False, group=group
+        )
+    return hidden, None
 
 
 def _transformer_config(
@@ -304,23 +327,12 @@ class GroupedSelfAttention(SelfAttention):
 
 
 class ScalarHead(nn.Module):
-    """Bias-free linear head with one output, whole on every rank and in float32.
+    """Weight of a linear head with one output, whole on every rank and in float32.
 
-    Called as the output layer it replaces. 8 bits of mantissa would ruin a value.
+    8 bits of mantissa would ruin a value.
     """
 
-    def __init__(self, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self._group, self._sequence_parallel = group, config.sequence_parallel
         device = torch.cuda.current_device()
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """(T or T/t, b, H) -> (T, b, 1) float32."""
-        values = functional.linear(hidden.float(), self.weight)
-        if self._sequence_parallel:
-            values = gather_from_sequence_parallel_region(
-                values, tensor_parallel_output_grad=False, group=self._group
-            )
-        return values, None

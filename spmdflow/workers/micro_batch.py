@@ -1,7 +1,7 @@
 """Rows of a batch as the padded tensors of one forward. Pure: knows no ranks and no model.
 
 A row is prompt + response, padded on the right, positions from 0. Token t of the response of a
-row with prompt length P is predicted at position P - 1 + t.
+row with prompt length P is predicted at position P - 1 + t: there, and nowhere else, heads run.
 """
 
 from __future__ import annotations
@@ -50,26 +50,24 @@ class MicroBatch:
     """Response-shaped (b, R), 0 beyond a response, or dense (b, ...)."""
     index: Tensor
     """(rows,) int64: positions in the batch; empty for a padding micro-batch."""
-
-    @property
-    def next_ids(self) -> Tensor:
-        """(b, T) int64: the token after each position; 0 after the last."""
-        return torch.nn.functional.pad(self.input_ids[:, 1:], (0, 1))
+    targets: Tensor
+    """(n,) int64: the tokens of all responses, row after row."""
+    predicting: Tensor
+    """(n,) int64: the place in input_ids.flatten() that predicts each of them."""
+    ends: Tensor
+    """(b,) int64: the place in input_ids.flatten() of the last real token of each row."""
+    response_places: Tensor
+    """(n,) int64: the place of each of them in (b, R), flattened."""
 
     @property
     def response_tokens(self) -> Tensor:
         """(b, R) bool: True where the response has a token, chosen by the policy or not."""
         return mask_of(self.response_lengths, self.response_mask.shape[1])
 
-    def gather(self, x: Tensor) -> Tensor:
-        """(b, T) -> (b, R): x at the position that predicts each response token; 0 elsewhere."""
-        places = torch.arange(self.response_mask.shape[1], device=x.device)
-        index = (self.prompt_lengths[:, None] - 1 + places).clamp(max=x.shape[1] - 1)
-        return torch.where(self.response_tokens, x.gather(1, index), torch.zeros_like(x[:, :1]))
-
-    def last(self, x: Tensor) -> Tensor:
-        """(b, T) -> (b,): x at the last real token of each row."""
-        return x.gather(1, (self.prompt_lengths + self.response_lengths - 1)[:, None])[:, 0]
+    def spread(self, x: Tensor) -> Tensor:
+        """(n,), one for each token of `targets`, -> (b, R); 0 beyond a response."""
+        shape = self.response_mask.shape
+        return x.new_zeros(shape.numel()).scatter(0, self.response_places, x).view(shape)
 
 
 def micro_batches(
@@ -114,6 +112,8 @@ def lengthened(micro: MicroBatch, multiple: int) -> MicroBatch:
         input_ids=torch.nn.functional.pad(micro.input_ids, (0, extra)),
         attention_mask=torch.nn.functional.pad(micro.attention_mask, (0, extra)),
         position_ids=places.expand(rows, -1),
+        predicting=micro.predicting + micro.predicting // length * extra,
+        ends=micro.ends + micro.ends // length * extra,
     )
 
 
@@ -126,8 +126,8 @@ def _join_column(
         if part.shape not in allowed:
             raise ProtocolError(
                 f"forward: column {name} of fn has shape {tuple(part.shape)}; expected one row "
-                f"per row, {tuple(allowed[0])} or {tuple(allowed[1])}; use micro.gather or "
-                f"micro.last on the output"
+                f"per row, {tuple(allowed[0])} or {tuple(allowed[1])}; use micro.spread on "
+                f"one number per response token"
             )
     real = [part[: len(micro.index)] for part, micro in zip(parts, micros, strict=True)]
     if parts[0].dim() == 1:
@@ -191,6 +191,9 @@ def _build(rows: TensorDict, index: Tensor, device: torch.device) -> MicroBatch:
     input_ids[in_prompt] = prompts.values()
     input_ids[real & ~in_prompt] = responses.values()
     width = max(1, int(response_lengths.max()))
+    starts = torch.arange(len(totals)) * real.shape[1]
+    answered = mask_of(response_lengths, width)
+    predicting = (starts + prompt_lengths - 1)[:, None] + torch.arange(width)
     columns: dict[str, Any] = dict(rows.exclude("prompts", "responses").items())
     for name, column in columns.items():
         columns[name] = _moved(pad(column, width=width) if is_ragged(column) else column, device)
@@ -204,6 +207,10 @@ def _build(rows: TensorDict, index: Tensor, device: torch.device) -> MicroBatch:
         row_weight=torch.full((len(totals),), float(len(index) > 0), device=device),
         columns=columns,
         index=index,
+        targets=_moved(responses.values(), device),
+        predicting=_moved(predicting[answered], device),
+        ends=_moved(starts + totals - 1, device),
+        response_places=_moved(answered.flatten().nonzero()[:, 0], device),
     )
 
 

@@ -4,9 +4,10 @@
 modules of their own; no rank reads more than its share of either. Knows no ranks. Only this file of
 the package imports transformers, when a model is loaded.
 
-A causal LM gives logits (b, T, V); a scalar model (reward, cost, critic) gives values (b, T) from a
+A causal LM gives a `CausalOutput`; a scalar model (reward, cost, critic) a `ScalarOutput`, of a
 bias-free linear head `score` on the last hidden state, with the tensor names of
-`...ForSequenceClassification`.
+`...ForSequenceClassification`. What is asked of them is computed inside the module's forward, where
+engines that gather weights have those of the head.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from torch import Tensor, nn
 
 from spmdflow.config.schema import ModelConfig
 from spmdflow.errors import ConfigError
+from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.weights.architecture import Architecture, Head, read_config
 from spmdflow.weights.folder import HuggingFaceFolder
 from spmdflow.weights.module import empty_module, folder_of
 from spmdflow.weights.move import Read
+from spmdflow.workers.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +59,11 @@ class LoadedModel(_Exported):
     """
 
     module: nn.Module
+    """Its forward: (micro, fn) -> fn(output, micro), output as the head has it."""
     read: Read | None = None
     """Reads the parameters, which are on the meta device; None: they are here, on the host."""
     layers: tuple[nn.Module, ...]
     """Decoder layers, the units that are sharded and recomputed."""
-    output: Callable[[nn.Module, Tensor], Tensor]
-    """(module, input_ids (b, T)) -> logits (b, T, V) or values (b, T)."""
     float32_modules: tuple[nn.Module, ...]
     """Parts that compute in float32 whatever dtype is: 8 bits of mantissa ruin a value."""
 
@@ -75,11 +77,69 @@ class ScalarModel(nn.Module):
         self.add_module(decoder_name, decoder)
         self.add_module("score", score)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """(b, T) int64 -> (b, T, 1) float32."""
+    def forward(self, micro: MicroBatch, fn: Callable[[Any, MicroBatch], Any]) -> Any:
+        """fn(output, micro)."""
         decoder, score = self.get_submodule(self._decoder_name), self.get_submodule("score")
-        hidden = decoder(input_ids=input_ids, use_cache=False).last_hidden_state  # (b, T, H)
-        return score(hidden.float())
+        hidden = decoder(input_ids=micro.input_ids, use_cache=False).last_hidden_state  # (b, T, H)
+        return fn(ScalarOutput(hidden.flatten(0, 1), score), micro)
+
+
+class _AskedHead:
+    """Stands in for the forward of a causal LM's head: it runs where it is asked, or not at all.
+
+    Bias-free linear heads without a family's own cap or scale of the logits are left to
+    `CausalOutput`; others run here, and their logits of the asked tokens are there at once.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._forward, self._head = model.forward, model.get_output_embeddings()
+        self._own, self._places = self._head.forward, torch.zeros(1, dtype=torch.int64)
+        self.is_plain = type(self._head) is nn.Linear and self._head.bias is None
+        self._head.forward = self._pick
+        model.forward = self
+        if self.is_plain:
+            self.is_plain = self._leaves_logits(model)
+
+    def __call__(self, micro: MicroBatch, fn: Callable[[Any, MicroBatch], Any]) -> Any:
+        """The model's forward: fn(output, micro)."""
+        self._places = micro.predicting
+        # right padding needs no mask under causal attention, and positions count from 0
+        hidden = self._forward(input_ids=micro.input_ids, use_cache=False).logits[0]
+        weight = self._head.weight if self.is_plain else None
+        return fn(CausalOutput(hidden, weight, micro.targets), micro)
+
+    def _pick(self, hidden: Tensor) -> Tensor:
+        """(b, T, H) -> (1, n, H), or (1, n, V) from the family's own head."""
+        picked = hidden.flatten(0, 1).index_select(0, self._places)[None]
+        return picked if self.is_plain else self._own(picked)
+
+    def _leaves_logits(self, model: Any) -> bool:
+        """Whether the family's forward gives what its head gave; asked without its decoder."""
+        decoder, whole = model.base_model, model.base_model.forward
+        given: list[Tensor] = []
+
+        def echo(hidden: Tensor) -> Tensor:
+            given.append(hidden)
+            return hidden
+
+        nothing = torch.zeros(1, 1, self._head.in_features)
+        decoder.forward, self._head.forward = lambda *_, **__: _Decoded(nothing), echo
+        found = self._forward(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
+        decoder.forward, self._head.forward = whole, self._pick
+        return len(given) == 1 and found.logits is given[0]
+
+
+class _Decoded:
+    """What a decoder gives, with nothing but hidden states."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, place: int) -> Tensor:
+        return self.last_hidden_state
 
 
 def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
@@ -101,7 +161,9 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
             )
     model, read = _open_or_load(auto, cfg.path, settings, new_head=head == "critic")
     module, score = model, None
-    if head != "causal_lm":
+    if head == "causal_lm":
+        _AskedHead(model)
+    else:
         module = _scalar_model(cfg, model)
         score = module.get_submodule("score")
     units = set(model._no_split_modules or ())
@@ -113,7 +175,6 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
         module=module,
         read=read,
         layers=tuple(part for part in module.modules() if type(part).__name__ in units),
-        output=_logits if score is None else _values,
         float32_modules=() if score is None else (score,),
     )
 
@@ -179,17 +240,6 @@ def grouped_attention(
         owner = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
     found: tuple[Tensor, None] = sdpa_attention_forward(owner, query, key, value, mask, **settings)
     return found
-
-
-def _logits(module: nn.Module, input_ids: Tensor) -> Tensor:
-    # right padding needs no mask under causal attention, and positions count from 0 by themselves
-    logits: Tensor = module(input_ids=input_ids, use_cache=False).logits
-    return logits
-
-
-def _values(module: nn.Module, input_ids: Tensor) -> Tensor:
-    values: Tensor = module(input_ids)
-    return values.squeeze(-1)  # (b, T, 1) -> (b, T); outside the module, which FSDP hooks
 
 
 def open_model(cfg: ModelConfig, *, head: str) -> ModelSource:

@@ -1,4 +1,4 @@
-"""Log-probs and entropy of vocabulary shards: padding, ranks, and columns that no rank needs."""
+"""Log-probs and entropy of a head in shards: padding, ranks, and words that no rank needs."""
 
 from __future__ import annotations
 
@@ -10,58 +10,59 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdflow.objectives.log_prob import LogitShard, entropy_from_logits, log_probs_from_logits
+from spmdflow.objectives import log_prob
+from spmdflow.objectives.log_prob import CausalOutput
 
 VOCABULARY, WIDTH, RANKS, TAU = 7, 4, 3, 0.7  # the last rank has padding alone
+TOKENS, HIDDEN = 12, 5
 
 
-def sample() -> tuple[Tensor, Tensor]:
+def sample() -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, the head padded with large rows, and the tokens that came."""
     generator = torch.Generator().manual_seed(0)
-    logits = 5 * torch.randn(2, 6, VOCABULARY, generator=generator)
-    logits[0, 0, 3] = -torch.inf
-    return logits, torch.randint(0, VOCABULARY, (2, 6), generator=generator)
+    hidden = 2 * torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.full((RANKS * WIDTH, HIDDEN), 50.0)
+    weight[:VOCABULARY] = torch.randn(VOCABULARY, HIDDEN, generator=generator)
+    return hidden, weight, torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
 
 
-def both(logits: Tensor | LogitShard, ids: Tensor) -> tuple[Tensor, Tensor]:
-    return log_probs_from_logits(logits, ids, TAU), entropy_from_logits(logits, TAU)
+def run(hidden: Tensor, weight: Tensor, targets: Tensor, **shard: Any) -> list[Tensor]:
+    """Log-probs, entropy, and the gradients of a mixture of them, in blocks of 2 words."""
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    log_prob.CHUNK_ELEMENTS = 2 * TOKENS
+    output = CausalOutput(*leaves, targets, vocab_size=VOCABULARY, **shard)
+    log_probs, entropy = output.log_probs_and_entropy(TAU)
+    (2 * log_probs.sum() + entropy.square().sum()).backward()  # type: ignore[no-untyped-call]
+    grads = [x.grad for x in leaves if x.grad is not None]
+    return [log_probs.detach(), entropy.detach(), *grads]
 
 
-def expected() -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, entropy and the gradient of a mixture of them, in float64."""
-    logits, ids = sample()
-    logits = logits.double().requires_grad_()
-    log_probs, entropy = both(logits, ids)
+def expected() -> list[Tensor]:
+    """The same by log_softmax in float64; the padding's gradient is 0."""
+    hidden, weight, targets = sample()
+    hidden, weight = (x.double().requires_grad_() for x in (hidden, weight))
+    full = ((hidden @ weight.T)[:, :VOCABULARY] / TAU).log_softmax(-1)
+    log_probs, entropy = full[torch.arange(TOKENS), targets], -(full.exp() * full).sum(-1)
     (2 * log_probs.sum() + entropy.square().sum()).backward()
-    assert logits.grad is not None
-    return log_probs.detach(), entropy.detach(), logits.grad
+    assert hidden.grad is not None and weight.grad is not None
+    return [x.detach().float() for x in (log_probs, entropy, hidden.grad, weight.grad)]
 
 
-def test_padded_columns_take_no_part_and_get_no_gradient() -> None:
-    logits, ids = sample()
-    padded = torch.nn.functional.pad(
-        logits, (0, RANKS * WIDTH - VOCABULARY), value=50.0
-    ).requires_grad_()
+def test_padded_words_take_no_part_and_get_no_gradient() -> None:
+    hidden, weight, targets = sample()
 
-    log_probs, entropy = both(LogitShard(padded, 0, VOCABULARY), ids)
-    (2 * log_probs.sum() + entropy.square().sum()).backward()
+    found = run(hidden, weight, targets)
 
-    wanted = expected()
-    torch.testing.assert_close(log_probs, wanted[0].float(), atol=2e-6, rtol=0)
-    torch.testing.assert_close(entropy, wanted[1].float(), atol=2e-6, rtol=0)
-    assert padded.grad is not None and bool((padded.grad[..., VOCABULARY:] == 0).all())
-    torch.testing.assert_close(padded.grad[..., :VOCABULARY], wanted[2].float(), atol=1e-5, rtol=0)
+    for mine, wanted in zip(found, expected(), strict=True):
+        torch.testing.assert_close(mine, wanted, atol=1e-5, rtol=1e-5)
+    assert bool((found[-1][VOCABULARY:] == 0).all())
 
 
-def on_each_rank() -> list[list[list[float]]]:
-    rank = dist.get_rank()
-    logits, ids = sample()
-    padded = torch.nn.functional.pad(logits, (0, RANKS * WIDTH - VOCABULARY), value=50.0)
-    mine = padded[..., rank * WIDTH : (rank + 1) * WIDTH].clone().requires_grad_()
-    shard = LogitShard(mine, rank * WIDTH, VOCABULARY, dist.group.WORLD)
-    log_probs, entropy = both(shard, ids)
-    (2 * log_probs.sum() + entropy.square().sum()).backward()
-    assert mine.grad is not None
-    return [log_probs.tolist(), entropy.tolist(), mine.grad.tolist()]
+def on_each_rank() -> list[Any]:
+    rank, (hidden, weight, targets) = dist.get_rank(), sample()
+    mine = weight[rank * WIDTH : (rank + 1) * WIDTH]
+    found = run(hidden, mine, targets, first=rank * WIDTH, group=dist.group.WORLD)
+    return [x.tolist() for x in found]
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +71,17 @@ def shards(spawn_ranks: Callable[..., Any]) -> list[list[Tensor]]:
     return [[torch.tensor(values) for values in rank] for rank in found]
 
 
-def test_shards_of_three_ranks_give_what_whole_logits_give(shards: list[list[Tensor]]) -> None:
-    wanted = expected()
+def test_shards_of_three_ranks_give_what_a_whole_head_gives(shards: list[list[Tensor]]) -> None:
+    log_probs, entropy, to_hidden, to_weight = expected()
 
-    for log_probs, entropy, _ in shards:
-        torch.testing.assert_close(log_probs, wanted[0].float(), atol=2e-6, rtol=0)
-        torch.testing.assert_close(entropy, wanted[1].float(), atol=2e-6, rtol=0)
-    gradient = torch.cat([x for *_, x in shards], -1)[..., :VOCABULARY]
-    torch.testing.assert_close(gradient, wanted[2].float(), atol=1e-5, rtol=0)
+    for found in shards:
+        torch.testing.assert_close(found[0], log_probs, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(found[1], entropy, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(found[2], to_hidden, atol=1e-5, rtol=1e-5)
+    whole = torch.cat([found[3] for found in shards])
+    torch.testing.assert_close(whole, to_weight, atol=1e-5, rtol=1e-5)
 
 
-def test_ranks_of_a_shard_get_the_same_bits(shards: list[list[Tensor]]) -> None:
-    for log_probs, entropy, _ in shards[1:]:
-        assert torch.equal(log_probs, shards[0][0]) and torch.equal(entropy, shards[0][1])
+def test_ranks_of_a_head_get_the_same_bits(shards: list[list[Tensor]]) -> None:
+    for found in shards[1:]:
+        assert all(torch.equal(found[part], shards[0][part]) for part in range(3))

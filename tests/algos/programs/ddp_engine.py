@@ -63,7 +63,7 @@ class DDPEngine(TrainEngine):
     def outputs(self, micros: list[MicroBatch], fn: ForwardFn) -> list[Mapping[str, Tensor]]:
         """What fn gives for each micro-batch."""
         with self.precision():
-            return [fn(self.model.output(self.module, micro.input_ids), micro) for micro in micros]
+            return [self.module(micro, fn) for micro in micros]
 
     def accumulate(
         self, micros: list[MicroBatch], loss: Loss, totals: Mapping[str, float]
@@ -74,8 +74,9 @@ class DDPEngine(TrainEngine):
             is_last = number == len(micros) - 1
             with contextlib.nullcontext() if is_last else self.ddp.no_sync():
                 with self.precision():
-                    output = self.model.output(self.ddp, micro.input_ids)
-                value, metrics = loss(output, micro, totals)
+                    value, metrics = self.ddp(
+                        micro, lambda output, rows: loss(output, rows, totals)
+                    )
                 (value * self.layout.dp_size).backward()
             for name, x in {**metrics, "loss": value}.items():
                 sums[name] = sums.get(name, 0.0) + x.detach().double()

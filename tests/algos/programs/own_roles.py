@@ -28,7 +28,9 @@ class MyCritic(FSDPWorker):
     @register(transfer_mode="3D_PROTO", reads=READS, writes=("values",))
     def compute_values(self, batch):
         """The value before each response token."""
-        return self.score(batch, lambda output, micro: {"values": micro.gather(output)})
+        return self.score(
+            batch, lambda output, micro: {"values": micro.spread(output.at(micro.predicting))}
+        )
 
     @register(transfer_mode="3D_PROTO", reads=(*READS, "returns"), minibatches=True)
     def update_critic(self, batch):
@@ -45,7 +47,7 @@ class SquaredError:
 
     def __call__(self, output, micro, totals: Mapping[str, float]):
         """(loss, metrics) of one micro-batch."""
-        errors = (micro.gather(output) - micro.columns["returns"]).square() / 2
+        errors = (micro.spread(output.at(micro.predicting)) - micro.columns["returns"]).square() / 2
         loss = errors.where(micro.response_mask, 0.0).sum() / totals["tokens"]
         return loss, {"critic/loss": loss.detach()}
 

@@ -12,17 +12,16 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.data.ragged import ragged_from_rows, rows_of
-from spmdflow.objectives.log_prob import log_probs_from_logits
+from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.workers.micro_batch import MicroBatch
 
 
-def log_prob_columns(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
-    log_probs = log_probs_from_logits(output, micro.next_ids, TEMPERATURE)
-    return {"log_probs": micro.gather(log_probs)}
+def log_prob_columns(output: CausalOutput, micro: MicroBatch) -> dict[str, Tensor]:
+    return {"log_probs": micro.spread(output.log_probs(TEMPERATURE))}
 
 
-def score_columns(output: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
-    return {"scores": micro.last(output)}
+def score_columns(output: ScalarOutput, micro: MicroBatch) -> dict[str, Tensor]:
+    return {"scores": output.at(micro.ends)}
 
 
 def errors(

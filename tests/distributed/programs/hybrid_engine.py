@@ -29,7 +29,6 @@ from spmdflow.config.leaf import defaults
 from spmdflow.config.schema import ActorConfig
 from spmdflow.data.ragged import lengths_of
 from spmdflow.models.policy import ActorWorker
-from spmdflow.objectives.log_prob import log_probs_from_logits
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.plan.record import Trace, TracedModel
 from spmdflow.plan.weight import weight_plans
@@ -135,8 +134,8 @@ def drift(actor: ActorWorker, prompts: Tensor) -> float | None:
     ids = torch.arange(len(SEEDS))
     actor.call = CallInfo(1, 1, ids, generation=torch.zeros_like(ids))
 
-    def score(logits: Any, micro: Any) -> dict[str, Tensor]:
-        return {"log_probs": micro.gather(log_probs_from_logits(logits, micro.next_ids))}
+    def score(output: Any, micro: Any) -> dict[str, Tensor]:
+        return {"log_probs": micro.spread(output.log_probs())}
 
     scored = actor.score(batch, score)
     if scored is None:

@@ -91,13 +91,18 @@ def load(folder: Path, name: str) -> Any:
 
 
 def outputs_of(model: Any, name: str, batch: TensorDict) -> list[Tensor]:
-    """(T, V) logits or (T,) values of each row."""
+    """(R, V) logits or (R,) values where each token of a row's response is predicted."""
     rows = zip(rows_of(batch["prompts"]), rows_of(batch["responses"]), strict=True)
-    joined = [torch.cat(row)[None] for row in rows]
+    found = []
     with torch.no_grad():
-        if name == "reward":
-            return [model.score(model.model(ids).last_hidden_state)[0, :, 0] for ids in joined]
-        return [model(ids).logits[0] for ids in joined]
+        for prompt, response in rows:
+            ids = torch.cat([prompt, response])[None]
+            if name == "reward":
+                whole = model.score(model.model(ids).last_hidden_state)[0, :, 0]
+            else:
+                whole = model(ids).logits[0]
+            found.append(whole[len(prompt) - 1 : -1])
+    return found
 
 
 def reference_step(folder: Path, name: str, batch: TensorDict, lr: float) -> Reference:

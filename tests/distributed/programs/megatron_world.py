@@ -18,7 +18,7 @@ from megatron_reference import Reference, reference_step
 from torch import Tensor
 
 from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig
-from spmdflow.objectives.log_prob import LogitShard
+from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.worker import WorkerContext
@@ -141,18 +141,17 @@ class World:
 
 
 def whole_outputs(engine: MegatronEngine, case: Case, world: World) -> dict[int, Tensor]:
-    """Row of the batch -> (T, V) logits or (T,) values, on ranks of the last stage."""
+    """Row of the batch -> (R, V) logits or (R,) values of its response, on the last stage."""
     found: dict[int, Tensor] = {}
     start = [0]
     for dp in range(case.layout.coordinate(world.rank).dp):
         start.append(split(make_batch(case.rows), case.d, dp, MAX_ROWS, None)[0].batch_size[0])
 
     def keep(output: Any, micro: MicroBatch) -> dict[str, Tensor]:
-        whole = _joined(output)
-        for place, row in enumerate(micro.index.tolist()):
-            length = int(micro.prompt_lengths[place] + micro.response_lengths[place])
-            found[sum(start) + row] = whole[place, :length].clone()
-        return {"last": micro.last(whole if whole.dim() == 2 else whole[..., 0])}
+        rows = _joined(output, micro).split(micro.response_lengths.tolist())
+        for row, whole in zip(micro.index.tolist(), rows):
+            found[sum(start) + row] = whole.clone()
+        return {"any": micro.spread(micro.targets.float())}
 
     share, parts = world.share(case)
     answer = engine.forward(share, keep, num_micro_batches=parts)
@@ -166,10 +165,14 @@ def largest(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     return max(float((a[name].float() - b[name].float()).abs().max()) for name in b)
 
 
-def _joined(output: Any) -> Tensor:
-    if not isinstance(output, LogitShard):
-        return output
-    assert output.group is not None
-    parts = [torch.empty_like(output.logits) for _ in range(output.group.size())]
-    dist.all_gather(parts, output.logits.contiguous(), group=output.group)
+def _joined(output: CausalOutput | ScalarOutput, micro: MicroBatch) -> Tensor:
+    """(n, V) logits or (n,) values where a response token is predicted."""
+    if isinstance(output, ScalarOutput):
+        return output.at(micro.predicting)
+    assert output.weight is not None
+    logits = output.hidden @ output.weight.T
+    parts = [logits]
+    if output.group is not None:
+        parts = [torch.empty_like(logits) for _ in range(output.group.size())]
+        dist.all_gather(parts, logits, group=output.group)
     return torch.cat(parts, -1)[..., : output.vocab_size]

@@ -11,8 +11,11 @@ from collections import Counter
 
 import torch
 import transformers
+from tensordict import TensorDict
 
 from spmdflow.config.schema import ModelConfig
+from spmdflow.data.ragged import ragged_from_rows
+from spmdflow.workers.micro_batch import micro_batches
 from spmdflow.workers.model import load_model
 from spmdflow.workers.sharding import read_weights
 
@@ -31,13 +34,21 @@ def main(folder: str) -> None:
         max_position_embeddings=64,
     )
     transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
-    ids = torch.arange(12)[None]
+    ids = {"prompts": ragged_from_rows([torch.arange(1)])}
+    ids["responses"] = ragged_from_rows([torch.arange(1, 12)])
     found = {}
     for device in ("cpu", "cuda:0"):
         model = load_model(ModelConfig(path=folder), head="causal_lm")
         module, waits = read_weights(model, torch.device(device)), Counter[str]()
         surface.native.on_sync(lambda what, size, waits=waits: waits.update([what]))
-        logits = model.output(module, ids.to(device))
+        (micro,) = micro_batches(
+            TensorDict(ids, batch_size=[1]),
+            num_micro_batches=1,
+            by_tokens=False,
+            device=torch.device(device),
+        )
+        output = module(micro, lambda output, _: output)
+        logits = output.hidden @ output.weight.T
         logits.logsumexp(-1).sum().backward()
         surface.native.on_sync(None)
         gradients = [parameter.grad.cpu() for parameter in module.parameters()]

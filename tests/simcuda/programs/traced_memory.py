@@ -45,7 +45,6 @@ from spmdflow.blocks.box import Box
 from spmdflow.config.leaf import defaults
 from spmdflow.config.schema import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig
 from spmdflow.data.ragged import ragged
-from spmdflow.objectives.log_prob import log_probs_from_logits
 from spmdflow.objectives.policy import PolicyLoss, ValueLoss
 from spmdflow.parallel.group import GroupTable
 from spmdflow.transfer.worker import WorkerContext
@@ -323,8 +322,8 @@ def steps(engine: TrainEngine, case: Case) -> Iterator[tuple[str, Callable[[], A
 
     def answer(output: Any, micro: micro_batch.MicroBatch) -> Mapping[str, torch.Tensor]:
         if scalar:
-            return {"values": micro.gather(output).cpu()}
-        return {"log_probs": micro.gather(log_probs_from_logits(output, micro.next_ids)).cpu()}
+            return {"values": micro.spread(output.at(micro.predicting)).cpu()}
+        return {"log_probs": micro.spread(output.log_probs()).cpu()}
 
     def forward() -> None:
         with torch.no_grad():

@@ -22,6 +22,7 @@ from spmdflow.objectives.preference import (
     preference_loss,
 )
 from spmdflow.workers.micro_batch import MicroBatch, micro_batches
+from tests.outputs import causal_output
 
 NAMES = ("dpo", "ipo", "slic", "hinge")
 KTO = PreferenceLossConfig(name="kto", beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
@@ -70,7 +71,7 @@ MICRO = rows(
 def test_kto_of_a_micro_batch_is_the_mean_of_its_formula() -> None:
     logits = logits_of(MICRO)
 
-    value, metrics = LabelLoss(KTO)(logits, MICRO, totals_of(MICRO))
+    value, metrics = LabelLoss(KTO)(causal_output(logits, MICRO), MICRO, totals_of(MICRO))
 
     full = logits.log_softmax(-1)
     expected, kl = 0.0, (0.5 + 1.5 - 0.2 + 0.6) / 4
@@ -90,7 +91,9 @@ def test_kto_of_a_micro_batch_is_the_mean_of_its_formula() -> None:
 def test_kto_gradient_equals_finite_differences_in_float64() -> None:
     logits, totals = logits_of(MICRO).requires_grad_(), totals_of(MICRO)
 
-    assert torch.autograd.gradcheck(lambda x: LabelLoss(KTO)(x, MICRO, totals)[0], (logits,))
+    assert torch.autograd.gradcheck(
+        lambda x: LabelLoss(KTO)(causal_output(x, MICRO), MICRO, totals)[0], (logits,)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -106,10 +109,12 @@ def test_gradient_of_pairs_equals_finite_differences_in_float64(name: str, per_t
     tokens = micro.response_mask.sum(-1).view(2, 2).T
 
     def mean(x: Tensor) -> Tensor:
-        return pair_losses(answer_log_probs(x, micro).view(2, 2).T, ref, tokens, cfg)[0].mean()
+        return pair_losses(
+            answer_log_probs(causal_output(x, micro), micro).view(2, 2).T, ref, tokens, cfg
+        )[0].mean()
 
     leaf = logits.clone().requires_grad_()
-    scores = answer_log_probs(leaf, micro).view(2, 2).T
+    scores = answer_log_probs(causal_output(leaf, micro), micro).view(2, 2).T
     _, slopes = pair_losses(scores, ref, tokens, cfg)
     (scores * slopes / 2).sum().backward()  # type: ignore[no-untyped-call]
     assert leaf.grad is not None
@@ -141,7 +146,7 @@ def test_kto_of_extreme_log_ratios_is_finite_and_bounded(gap: float, good: bool,
     micro.columns["ref_answer_log_probs"].fill_(gap)
     logits = logits_of(micro).requires_grad_()
 
-    value, _ = LabelLoss(KTO)(logits, micro, totals_of(micro))
+    value, _ = LabelLoss(KTO)(causal_output(logits, micro), micro, totals_of(micro))
     value.backward()  # type: ignore[no-untyped-call]
 
     assert 0 <= float(value.detach()) <= 1.5
@@ -169,7 +174,7 @@ def test_padding_rows_and_rows_without_a_learnt_token_pass_no_gradient() -> None
 
     for micro, expected in ((padding, 0.0), (masked, None)):
         logits = logits_of(micro).requires_grad_()
-        value, metrics = LabelLoss(KTO)(logits, micro, totals)
+        value, metrics = LabelLoss(KTO)(causal_output(logits, micro), micro, totals)
         value.backward()  # type: ignore[no-untyped-call]
         assert logits.grad is not None and bool((logits.grad == 0).all())
         if expected is not None:

@@ -134,7 +134,8 @@ def test_policy_loss_multiplies_each_token_by_its_weight() -> None:
     weights = torch.rand(2, 3).double() + 0.5
     loss, totals = PolicyLoss(PolicyLossConfig(), 1.0), {"tokens": 4.0, "sequences": 2.0}
 
-    weighted, _ = loss(logits, Rows(ids, mask, columns | {"rollout_weights": weights}), totals)
+    rows = Rows(ids, mask, columns | {"rollout_weights": weights})
+    weighted, _ = loss(rows.read(logits), rows, totals)
 
     log_probs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     terms = loss.terms(log_probs, old, columns["advantages"], mask).loss

@@ -32,6 +32,7 @@ from spmdflow.objectives.preference import (
 )
 from spmdflow.objectives.supervised import PretrainedPolicyLoss, SupervisedLoss
 from spmdflow.workers.micro_batch import MicroBatch, micro_batches
+from tests.outputs import causal_output, scalar_output
 
 VOCAB = 11
 CPU = torch.device("cpu")
@@ -147,9 +148,9 @@ def compare(first: Step, *others: Step) -> None:
             assert other[2][name] == pytest.approx(first[2][name], rel=1e-4, abs=1e-4), name
 
 
-def output_of(table: Tensor, micro: MicroBatch) -> Tensor:
+def output_of(table: Tensor, micro: MicroBatch) -> Any:
     output = table[micro.input_ids]
-    return output[..., 0] if table.shape[1] == 1 else output
+    return scalar_output(output) if table.shape[1] == 1 else causal_output(output, micro)
 
 
 def make(seed: int, count: int) -> TensorDict:

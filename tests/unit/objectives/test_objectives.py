@@ -16,88 +16,31 @@ from torch import Tensor
 from spmdflow.config.schema import PolicyLossConfig, ValueLossConfig
 from spmdflow.data.ragged import ragged
 from spmdflow.errors import ColumnError, ConfigError
-from spmdflow.objectives import log_prob
 from spmdflow.objectives.kl import kl_estimate
-from spmdflow.objectives.log_prob import entropy_from_logits, log_probs_from_logits
+from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.objectives.loss import AGGREGATIONS, Loss, aggregate, mask_totals, masked_mean
 from spmdflow.objectives.policy import PolicyLoss, ValueLoss, clipped_value_loss
+from tests.outputs import entropy_of, log_probs_of, of_logits, scalar_output
 
 
 @dataclass
 class Rows:
     """A micro-batch of responses only: position t predicts response token t."""
 
-    next_ids: Tensor
+    targets: Tensor
     response_mask: Tensor
     columns: dict[str, Tensor] = field(default_factory=dict)
 
-    def gather(self, x: Tensor) -> Tensor:
-        return x
+    @property
+    def predicting(self) -> Tensor:
+        return torch.arange(self.response_mask.numel())
 
+    def spread(self, x: Tensor) -> Tensor:
+        return x.view(self.response_mask.shape)
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
-def test_log_probs_and_their_gradient_equal_log_softmax(
-    temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log_prob, "CHUNK_ELEMENTS", 40)  # several chunks, the last one short
-    logits = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True)
-    ids, weight = torch.randint(0, 11, (3, 5)), torch.randn(3, 5).double()
-
-    ours = log_probs_from_logits(logits, ids, temperature)
-    plain = (logits / temperature).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-
-    torch.testing.assert_close(ours, plain)
-    torch.testing.assert_close(_gradient(ours, weight, logits), _gradient(plain, weight, logits))
-
-
-def test_entropy_and_its_gradient_equal_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_prob, "CHUNK_ELEMENTS", 40)
-    logits = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(3, 5).double()
-
-    ours = entropy_from_logits(logits, 0.7)
-    full = (logits / 0.7).log_softmax(-1)
-    plain = -(full.exp() * full).sum(-1)
-
-    torch.testing.assert_close(ours, plain)
-    torch.testing.assert_close(_gradient(ours, weight, logits), _gradient(plain, weight, logits))
-
-
-def test_log_probs_of_bfloat16_logits_are_float32_of_the_same_logits() -> None:
-    logits = (torch.randn(4, 300) * 5).bfloat16().requires_grad_()
-    ids = torch.randint(0, 300, (4,))
-
-    ours = log_probs_from_logits(logits, ids)
-    ours.sum().backward()
-
-    assert ours.dtype == torch.float32 and logits.grad is not None
-    torch.testing.assert_close(ours, logits.float().log_softmax(-1)[torch.arange(4), ids])
-    assert logits.grad.dtype == torch.bfloat16
-
-
-def test_log_probs_keep_the_logits_for_backward_and_nothing_else_of_their_size() -> None:
-    logits = torch.randn(64, 512, requires_grad=True)
-    saved: list[Tensor] = []
-
-    def pack(x: Tensor) -> Tensor:
-        saved.append(x)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        log_probs_from_logits(logits, torch.zeros(64, dtype=torch.int64))
-
-    large = [x for x in saved if x.numel() >= logits.numel()]
-    assert [x.data_ptr() for x in large] == [logits.data_ptr()]
-
-
-def test_words_of_probability_zero_have_no_entropy_and_no_gradient() -> None:
-    logits = torch.tensor([[0.0, 0.0, -math.inf]], requires_grad=True)
-
-    entropy = entropy_from_logits(logits)
-    entropy.sum().backward()
-
-    assert entropy.tolist() == pytest.approx([math.log(2)])
-    assert logits.grad is not None and logits.grad.tolist() == [[0.0, 0.0, 0.0]]
+    def read(self, x: Tensor) -> CausalOutput | ScalarOutput:
+        """Logits (b, R, V) or values (b, R) as a loss gets them."""
+        return of_logits(x, self.targets) if x.dim() == 3 else scalar_output(x)
 
 
 def test_mean_of_k1_and_k3_over_the_policys_samples_is_the_kl() -> None:
@@ -188,7 +131,9 @@ def test_nothing_masked_in_gives_zero_whatever_the_numbers(mode: str) -> None:
 def test_extreme_log_ratios_give_finite_losses_and_gradients(gap: float) -> None:
     micro, logits = _policy_rows()
     micro.columns["old_log_probs"] -= gap
-    loss, metrics = _policy(kl_coef=0.1, entropy_coef=0.1)(logits, micro, _totals(micro))
+    loss, metrics = _policy(kl_coef=0.1, entropy_coef=0.1)(
+        micro.read(logits), micro, _totals(micro)
+    )
 
     loss.backward()
 
@@ -201,7 +146,9 @@ def test_policy_loss_gradient_equals_finite_differences(aggregation: str) -> Non
     micro, logits = _policy_rows()
     loss = _policy(aggregation=aggregation, entropy_coef=0.3, kl_coef=0.2)
 
-    assert torch.autograd.gradcheck(lambda x: loss(x, micro, _totals(micro))[0], (logits,))
+    assert torch.autograd.gradcheck(
+        lambda x: loss(micro.read(x), micro, _totals(micro))[0], (logits,)
+    )
 
 
 def test_value_loss_gradient_equals_finite_differences() -> None:
@@ -238,9 +185,9 @@ def test_garbage_outside_the_mask_changes_neither_loss_nor_gradient(
     hole = ~micro.response_mask
     spoilt = {n: torch.where(hole, torch.nan, x) for n, x in micro.columns.items()}
 
-    clean_value, clean_metrics = loss(output, micro, _totals(micro))
+    clean_value, clean_metrics = loss(micro.read(output), micro, _totals(micro))
     (clean,) = torch.autograd.grad(clean_value, output)
-    value, metrics = loss(output, replace(micro, columns=spoilt), _totals(micro))
+    value, metrics = loss(micro.read(output), replace(micro, columns=spoilt), _totals(micro))
     (dirty,) = torch.autograd.grad(value, output)
 
     assert hole.any() and torch.equal(value, clean_value) and torch.equal(dirty, clean)
@@ -254,7 +201,7 @@ def test_rows_all_masked_run_backward_to_exact_zeros(
     loss, micro, output = make()
     nothing = replace(micro, response_mask=torch.zeros_like(micro.response_mask))
 
-    value, metrics = loss(output, nothing, {"tokens": 0.0, "sequences": 0.0})
+    value, metrics = loss(micro.read(output), nothing, {"tokens": 0.0, "sequences": 0.0})
     value.backward()
 
     assert value.item() == 0 and output.grad is not None and not output.grad.any()
@@ -263,10 +210,10 @@ def test_rows_all_masked_run_backward_to_exact_zeros(
 
 def test_policy_metrics_at_the_old_policy_are_those_of_ratio_one() -> None:
     micro, logits = _policy_rows()
-    micro.columns["old_log_probs"] = log_probs_from_logits(logits, micro.next_ids, 0.8).detach()
+    micro.columns["old_log_probs"] = log_probs_of(logits, micro.targets, 0.8).detach()
     loss = PolicyLoss(PolicyLossConfig(), 0.8, report_entropy=True)
 
-    _, sums = loss(logits, micro, _totals(micro))
+    _, sums = loss(micro.read(logits), micro, _totals(micro))
     metrics = loss.finalize({name: float(x) for name, x in sums.items()})
 
     advantages = micro.columns["advantages"][micro.response_mask]
@@ -274,14 +221,14 @@ def test_policy_metrics_at_the_old_policy_are_those_of_ratio_one() -> None:
     assert metrics["actor/ratio_mean"] == pytest.approx(1)
     assert metrics["actor/ratio_std"] == pytest.approx(0, abs=1e-6)
     assert metrics["actor/approx_kl"] == metrics["actor/clip_fraction"] == 0
-    entropy = entropy_from_logits(logits, 0.8)[micro.response_mask].mean()
+    entropy = entropy_of(logits, 0.8)[micro.response_mask].mean()
     assert metrics["actor/entropy"] == pytest.approx(entropy.item())
 
 
 def test_entropy_is_left_out_unless_asked_for() -> None:
     micro, logits = _policy_rows()
 
-    _, metrics = PolicyLoss(PolicyLossConfig(), 1.0)(logits, micro, _totals(micro))
+    _, metrics = PolicyLoss(PolicyLossConfig(), 1.0)(micro.read(logits), micro, _totals(micro))
 
     assert "actor/entropy" not in metrics and "actor/kl_loss" not in metrics
 
@@ -291,7 +238,7 @@ def test_kl_in_the_loss_without_reference_is_refused() -> None:
     del micro.columns["ref_log_probs"]
 
     with pytest.raises(ColumnError, match="expected ref_log_probs because loss.kl_coef is 0.1"):
-        _policy(kl_coef=0.1)(logits, micro, _totals(micro))
+        _policy(kl_coef=0.1)(micro.read(logits), micro, _totals(micro))
 
 
 def test_explained_variance_from_parts_equals_the_definition() -> None:
@@ -300,8 +247,8 @@ def test_explained_variance_from_parts_equals_the_definition() -> None:
     sums: dict[str, float] = {}
     for row in range(len(values)):
         columns = {name: x[row : row + 1] for name, x in micro.columns.items()}
-        part = Rows(micro.next_ids[row : row + 1], micro.response_mask[row : row + 1], columns)
-        for name, x in loss(values[row : row + 1], part, totals)[1].items():
+        part = Rows(micro.targets[row : row + 1], micro.response_mask[row : row + 1], columns)
+        for name, x in loss(part.read(values[row : row + 1]), part, totals)[1].items():
             sums[name] = sums.get(name, 0.0) + float(x)
 
     metrics = loss.finalize(sums)
@@ -317,7 +264,7 @@ def test_explained_variance_of_constant_returns_is_zero() -> None:
     micro.columns["returns"] = torch.ones_like(micro.columns["returns"])
     loss = ValueLoss(ValueLossConfig())
 
-    _, sums = loss(values, micro, _totals(micro))
+    _, sums = loss(micro.read(values), micro, _totals(micro))
 
     assert loss.finalize({n: float(x) for n, x in sums.items()})["critic/explained_variance"] == 0
 
@@ -339,10 +286,6 @@ def test_denominators_count_chosen_tokens_and_rows_that_have_some(loss: Loss) ->
     }
 
 
-def _gradient(x: Tensor, weight: Tensor, of: Tensor) -> Tensor:
-    return torch.autograd.grad((x * weight).sum(), of)[0]
-
-
 def _policy(**settings: float | str) -> PolicyLoss:
     return PolicyLoss(PolicyLossConfig(**settings), 0.8)  # type: ignore[arg-type]
 
@@ -352,7 +295,7 @@ def _policy_rows() -> tuple[Rows, Tensor]:
     torch.manual_seed(3)
     logits = torch.randn(3, 4, 7, dtype=torch.float64)
     ids = torch.randint(0, 7, (3, 4))
-    near = log_probs_from_logits(logits, ids, 0.8)
+    near = log_probs_of(logits, ids, 0.8)
     columns = {
         "old_log_probs": near + 0.3 * torch.randn(3, 4).double(),
         "ref_log_probs": near + 0.3 * torch.randn(3, 4).double(),

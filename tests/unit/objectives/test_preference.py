@@ -27,6 +27,7 @@ from spmdflow.objectives.preference import (
     slic,
 )
 from spmdflow.workers.micro_batch import micro_batches
+from tests.outputs import scalar_output
 
 BETA = 0.3
 CFG = PreferenceLossConfig(beta=BETA)
@@ -170,7 +171,7 @@ def test_pairs_split_over_ranks_and_micro_batches_give_the_loss_of_whole_pairs(
             rows, num_micro_batches=parts, by_tokens=False, device=torch.device("cpu")
         )
         for micro in micros:
-            share, _ = loss(weights[micro.input_ids], micro, {"pairs": count})
+            share, _ = loss(scalar_output(weights[micro.input_ids]), micro, {"pairs": count})
             share.backward()  # type: ignore[no-untyped-call]
             total += share.item()
 

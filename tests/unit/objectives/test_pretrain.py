@@ -15,9 +15,10 @@ from spmdflow.config.schema import PolicyLossConfig
 from spmdflow.data.ragged import lengths_of, pad, ragged, rows_of, select_rows
 from spmdflow.models.rows import text_rows, with_text_rows
 from spmdflow.objectives.policy import PolicyLoss
-from spmdflow.objectives.supervised import PretrainedPolicyLoss, text_mask
+from spmdflow.objectives.supervised import PretrainedPolicyLoss
 from spmdflow.transfer.worker import CallInfo, MiniBatch
 from spmdflow.workers.micro_batch import micro_batches
+from tests.outputs import causal_output
 
 VOCABULARY, COEF, TEMPERATURE = 7, 0.3, 1.7
 TABLE = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0)).double()
@@ -56,7 +57,9 @@ def mixed_loss(batch: TensorDict, table: Tensor, num_parts: int) -> Tensor:
     micros = micro_batches(
         batch, num_micro_batches=num_parts, by_tokens=False, device=torch.device("cpu")
     )
-    parts = [loss(table[micro.input_ids], micro, totals)[0] for micro in micros]
+    parts = [
+        loss(causal_output(table[micro.input_ids], micro), micro, totals)[0] for micro in micros
+    ]
     return torch.stack(parts).sum()
 
 
@@ -110,22 +113,10 @@ def test_text_is_in_the_mini_batches_of_its_sample() -> None:
     assert [mini.num_micro_batches for mini in changed.mini_batches] == [2, 6]
     assert first["is_text"].tolist() == [False, False, True, True]
     wanted = [rows_of(samples["pretrain_ids"])[i].tolist() for i in (2, 0)]
-    assert [row.tolist() for row in rows_of(first["prompts"])[2:]] == wanted
-    assert lengths_of(first["responses"]).tolist()[2:] == [0, 0]
-
-
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(0, 15))
-def test_text_mask_has_the_positions_that_a_token_of_the_text_follows(
-    lengths: list[int], marks: int
-) -> None:
-    is_text = torch.tensor([bool(marks >> i & 1) for i in range(len(lengths))])
-    real = torch.arange(6) < torch.tensor(lengths)[:, None]
-
-    found = text_mask(real, is_text)
-
-    for i, length in enumerate(lengths):
-        expected = [bool(is_text[i]) and t + 1 < length for t in range(6)]
-        assert found[i].tolist() == expected
+    parts = (rows_of(first[name])[2:] for name in ("prompts", "responses"))
+    assert [[*a.tolist(), *b.tolist()] for a, b in zip(*parts)] == wanted
+    assert lengths_of(first["prompts"]).tolist()[2:] == [1, 1]
+    assert not any(bool(row.any()) for row in rows_of(first["response_mask"])[2:])
 
 
 def test_batch_without_texts_has_the_policy_loss_alone() -> None:
@@ -145,6 +136,8 @@ def test_batch_without_texts_has_the_policy_loss_alone() -> None:
         by_tokens=False,
         device=torch.device("cpu"),
     )
-    expected, _ = policy(TABLE[micro.input_ids], micro, policy.denominators(samples))
+    expected, _ = policy(
+        causal_output(TABLE[micro.input_ids], micro), micro, policy.denominators(samples)
+    )
     assert float(found) == pytest.approx(float(expected), rel=1e-6)
-    assert pad(text_rows(samples["pretrain_ids"])["responses"]).shape == (3, 0)
+    assert pad(text_rows(one_token_each["pretrain_ids"])["responses"]).shape == (3, 0)

@@ -28,6 +28,7 @@ from spmdflow.data.ragged import ragged_from_padded
 from spmdflow.data.row_id import RowGroups, places_in_groups
 from spmdflow.models.rows import answer_rows, answer_tokens, example_rows, pair_rows
 from spmdflow.objectives.estimator import Samples, grpo
+from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.objectives.loss import Loss
 from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.objectives.preference import (
@@ -39,6 +40,7 @@ from spmdflow.objectives.preference import (
 )
 from spmdflow.objectives.supervised import SupervisedLoss
 from spmdflow.workers.micro_batch import MicroBatch, micro_batches
+from tests.outputs import causal_output, scalar_output
 from tests.unit.datasets.test_examples import source_of
 
 logger = logging.getLogger(__name__)
@@ -116,7 +118,7 @@ def theirs(trainer: Any, batch: Any = None) -> tuple[float, Tensor]:
     return float(loss.detach()), gradient_of(trainer.model)
 
 
-def ours(model: Any, loss: Loss, rows: TensorDict, output: Callable[..., Tensor]) -> Any:
+def ours(model: Any, loss: Loss, rows: TensorDict, output: Callable[..., Any]) -> Any:
     """Loss and gradient over two micro-batches."""
     totals, value = loss.denominators(rows), 0.0
     for micro in cut(rows, 2):
@@ -131,15 +133,14 @@ def cut(rows: TensorDict, parts: int) -> list[MicroBatch]:
     return micro_batches(rows, num_micro_batches=parts, by_tokens=False, device=cpu)
 
 
-def logits(model: Any, micro: MicroBatch) -> Tensor:
-    made: Tensor = model(input_ids=micro.input_ids, attention_mask=micro.attention_mask).logits
-    return made
+def logits(model: Any, micro: MicroBatch) -> CausalOutput:
+    made = model(input_ids=micro.input_ids, attention_mask=micro.attention_mask).logits
+    return causal_output(made, micro)
 
 
-def scores(model: Any, micro: MicroBatch) -> Tensor:
+def scores(model: Any, micro: MicroBatch) -> ScalarOutput:
     hidden = model.model(input_ids=micro.input_ids, attention_mask=micro.attention_mask)
-    made: Tensor = model.score(hidden.last_hidden_state)[..., 0]
-    return made
+    return scalar_output(model.score(hidden.last_hidden_state))
 
 
 def gradient_of(model: Any) -> Tensor:
@@ -368,7 +369,7 @@ def test_bradley_terry_loss_is_that_of_trl(trl: ModuleType, tmp_path: Path) -> N
     batch = pair_rows(read(PreferenceDataConfig(**written(tmp_path / "p.jsonl", rows))))
     with torch.no_grad():
         (micro,) = cut(batch, 1)
-        ends = micro.last(scores(model, micro))
+        ends = scores(model, micro).at(micro.ends)
     losses, batch["score_slopes"] = score_slopes(ends[:NUM_ROWS], ends[NUM_ROWS:])
     batch["pair_losses"] = torch.cat([losses, losses])
 

@@ -107,7 +107,6 @@ def test_micro_batch_joins_prompt_and_response_and_pads_on_the_right() -> None:
     assert micro.input_ids.tolist() == [[1, 2, 11, 12, 13], [3, 14, 0, 0, 0], [4, 5, 6, 0, 0]]
     assert micro.attention_mask.sum(-1).tolist() == [5, 2, 3]
     assert micro.position_ids[1].tolist() == [0, 1, 2, 3, 4]
-    assert micro.next_ids[0].tolist() == [2, 11, 12, 13, 0]
     assert micro.response_mask.tolist() == [[True, False, True], [True, False, False], [False] * 3]
     assert micro.columns["values"].tolist() == [[0.5, 1.5, 2.5], [3.5, 0.0, 0.0], [0.0, 0.0, 0.0]]
     assert micro.columns["scores"].tolist() == [7.0, 8.0, 9.0]
@@ -115,14 +114,14 @@ def test_micro_batch_joins_prompt_and_response_and_pads_on_the_right() -> None:
     assert micro.row_weight.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_gather_takes_the_position_that_predicts_each_response_token() -> None:
+def test_each_response_token_is_predicted_at_the_position_before_it() -> None:
     (micro,) = micro_batches(_batch(), num_micro_batches=1, by_tokens=False, device=CPU)
-    positions = torch.arange(5.0).expand(3, 5)
 
-    assert micro.gather(positions).tolist() == [[1, 2, 3], [0, 0, 0], [0, 0, 0]]
-    assert micro.gather(positions + 1)[1].tolist() == [1, 0, 0]  # beyond the response: 0
-    assert micro.gather(micro.next_ids).tolist() == [[11, 12, 13], [14, 0, 0], [0, 0, 0]]
-    assert micro.last(positions).tolist() == [4, 1, 2]
+    assert micro.predicting.tolist() == [1, 2, 3, 5]  # of rows of 5 places
+    assert micro.targets.tolist() == [11, 12, 13, 14]
+    assert torch.equal(micro.input_ids.flatten()[micro.predicting + 1], micro.targets)
+    assert micro.spread(micro.targets).tolist() == [[11, 12, 13], [14, 0, 0], [0, 0, 0]]
+    assert micro.input_ids.flatten()[micro.ends].tolist() == [13, 14, 6]
 
 
 def test_batch_without_rows_gives_padding_of_weight_zero_with_every_column() -> None:
@@ -162,7 +161,7 @@ def test_rows_return_to_their_order_whatever_the_parts(
 
     micros = micro_batches(batch, num_micro_batches=parts, by_tokens=by_tokens, device=CPU)
     answers = [
-        {"first": micro.input_ids[:, 0], "tokens": micro.gather(micro.next_ids)} for micro in micros
+        {"first": micro.input_ids[:, 0], "tokens": micro.spread(micro.targets)} for micro in micros
     ]
     joined = join_answers(answers, micros)
 
