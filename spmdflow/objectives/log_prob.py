@@ -95,9 +95,9 @@ class _Task:
 
     def scaled(self, hidden: Tensor, weight: Tensor | None, columns: slice) -> Tensor:
         """(n, c): logits / temperature of a block, float32 at least; float64 stays float64."""
-        logits = hidden[:, columns] if weight is None else hidden @ weight[columns].T
-        wide = _widened(logits)
-        return wide if self.temperature == 1 else wide / self.temperature
+        if weight is None:
+            return _widened(hidden[:, columns]) / self.temperature
+        return _widened(hidden @ weight[columns].T).div_(self.temperature)
 
     def column(self, targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
         """(n, 1): the target's place in a block, and whether it is there; 0 where it is not."""
@@ -123,6 +123,7 @@ class _Head(torch.autograd.Function):
         most = hidden.new_full((len(hidden),), torch.finfo(wide).min / 2, dtype=wide)
         scaled = None
         for columns in task.blocks(len(hidden)):
+            scaled = None  # before there is another
             scaled = task.scaled(hidden, weight, columns)
             place, here = task.column(targets, columns)
             sums[2] += torch.where(here, scaled.gather(1, place), 0.0)[:, 0]
@@ -131,6 +132,7 @@ class _Head(torch.autograd.Function):
             sums[0] += powers.sum(-1)
             if task.entropy:
                 sums[1] -= torch.special.entr(powers).sum(-1)
+            del powers
         if task.group is not None:
             largest = most.clone()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=task.group)
@@ -151,10 +153,9 @@ class _Head(torch.autograd.Function):
         """Gradients of the hidden states and of the weight; targets and task have none."""
         hidden, weight, targets, normaliser, entropy, kept = ctx.saved_tensors
         task: _Task = ctx.task
-        zero = torch.zeros_like(normaliser)
-        of_log_prob, of_entropy = (
-            zero if grad is None else grad / task.temperature for grad in grads
-        )
+        of_log_prob, of_entropy = (x if x is None else x / task.temperature for x in grads)
+        if of_log_prob is None:
+            of_log_prob = torch.zeros_like(normaliser)
         to_hidden = hidden.new_zeros(hidden.shape, dtype=normaliser.dtype)
         to_weight = None
         if weight is not None and ctx.needs_input_grad[1]:
@@ -162,13 +163,17 @@ class _Head(torch.autograd.Function):
             to_weight[task.width :] = 0
         for columns in reversed([*task.blocks(len(hidden))]):
             scaled = task.scaled(hidden, weight, columns) if kept is None else kept
-            kept = None
             log_probs = scaled - normaliser[:, None]
-            slope = log_probs.exp() * -of_log_prob[:, None]
-            if grads[1] is not None:
+            kept = scaled = None
+            if of_entropy is None:
+                slope = log_probs.exp_().mul_(-of_log_prob[:, None])
+            else:
                 # a word of probability 0 has log-prob -inf and no weight
-                log_probs.clamp_(min=torch.finfo(log_probs.dtype).min / 4)
-                slope -= (of_entropy[:, None] * log_probs.exp()) * (log_probs + entropy[:, None])
+                log_probs.clamp_(min=-1e4)
+                slope = log_probs.exp().neg_()
+                log_probs.add_(entropy[:, None]).mul_(of_entropy[:, None])
+                slope.mul_(log_probs.add_(of_log_prob[:, None]))
+            del log_probs
             place, here = task.column(targets, columns)
             slope.scatter_add_(1, place, of_log_prob[:, None] * here)
             if weight is None:
