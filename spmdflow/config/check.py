@@ -195,7 +195,7 @@ def _check_placed(cfg: Any, world_size: int) -> None:
             parallel.check_generation_sizes(role, part, num_ranks=generating)
     if "actor" not in num_ranks and hasattr(getattr(cfg, "actor", None), "rollout"):
         parallel.check_generation_sizes("actor", cfg.actor, num_ranks=generating)  # only generates
-    data, rollout = _only(cfg, DataSettings), _only(cfg, RolloutConfig)
+    data = _only(cfg, DataSettings)
     if data is None:
         return
     for role, ranks in num_ranks.items():
@@ -204,12 +204,6 @@ def _check_placed(cfg: Any, world_size: int) -> None:
         if update:
             replicas = ranks // parallel.training_sizes(role, engine).replica
             parallel.batch_algebra_of(role, data, update, engine, num_ranks=replicas)
-        longest = data.max_prompt_tokens + rollout.max_new_tokens if rollout else 0
-        if (budget := engine.max_micro_batch_tokens) is not None and budget < longest:
-            raise ConfigError(
-                f"{role}.engine.micro_batch: got {budget} tokens, expected at least {longest}, the "
-                f"longest row (data.max_prompt_tokens + actor.rollout.max_new_tokens); raise it"
-            )
 
 
 def _check_optimizer(cfg: Any, role: str) -> None:

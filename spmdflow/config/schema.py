@@ -180,8 +180,8 @@ class EngineConfig:
         AUTO,
     )
     micro_batch: str = setting(
-        "What one forward of a rank takes: at most so many rows, or tokens (4096 tokens).",
-        "16 rows",
+        "One forward of a rank takes so many tokens (a longer row alone), or rows (16 rows).",
+        "8192 tokens",
     )
 
     @property
@@ -240,7 +240,7 @@ class UpdateConfig:
     shuffle: bool = setting(
         "Permute samples before cutting mini-batches, derived from run.seed.", True
     )
-    balance_tokens: bool = setting("Share each mini-batch out by tokens instead of rows.", False)
+    balance_tokens: bool = setting("Even out tokens of ranks that differ by over 5%.", True)
     # Rows of a step say when a schedule ends; 0: a step is one optimizer step.
     samples_per_step: int = follows("data.samples_per_step", 0)
 

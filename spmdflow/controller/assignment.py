@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -11,15 +10,18 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from spmdflow.config.schema import UpdateConfig
-from spmdflow.data.micro import num_micro_batches
+from spmdflow.data.micro import balance, num_micro_batches
 from spmdflow.data.row_id import seed_of
 from spmdflow.parallel.layout import Layout
-from spmdflow.transfer.protocol import Protocol
+from spmdflow.transfer.protocol import Protocol, even_chunks
+from spmdflow.weights.architecture import packs_rows
 
 T = TypeVar("T")
 R = TypeVar("R")
 _NONE = np.zeros(0, dtype=np.int64)
 _NO_LIMIT = 1 << 30
+_UNEVEN = 1.05
+"""Tokens of the heaviest share over the mean, from which rows are worth moving."""
 
 
 class MicroLimit(NamedTuple):
@@ -27,11 +29,14 @@ class MicroLimit(NamedTuple):
 
     max_rows: int
     max_tokens: int | None
+    packed: bool = True
 
     def count_of(self, shares: Sequence[np.ndarray], lengths: np.ndarray | None) -> int:
         """Forward passes that every share makes: the largest need among them."""
         tokens = [[0] * len(s) if lengths is None else lengths[s].tolist() for s in shares]
-        return num_micro_batches(tokens, max_rows=self.max_rows, max_tokens=self.max_tokens)
+        return num_micro_batches(
+            tokens, max_rows=self.max_rows, max_tokens=self.max_tokens, packed=self.packed
+        )
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,12 @@ class Target:
     @cached_property
     def limit(self) -> MicroLimit:
         """Of its forward passes; a model without an engine has none."""
-        engine = getattr(self.settings, "engine", None)
-        if engine is None:
+        engine, model = (getattr(self.settings, name, None) for name in ("engine", "model"))
+        if engine is None or model is None:
             return MicroLimit(_NO_LIMIT, None)
-        return MicroLimit(engine.micro_batch_size_per_rank, engine.max_micro_batch_tokens)
+        rows, tokens = engine.micro_batch_size_per_rank, engine.max_micro_batch_tokens
+        packed = packs_rows(engine.kind, engine.options, model.path)
+        return MicroLimit(rows, tokens, packed)
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,10 @@ def assign(
     lengths: np.ndarray | None = None,
     shares: Sequence[np.ndarray] | None = None,
 ) -> Assignment:
-    """Rows of a call without mini-batches; shares: other parts than even ones."""
+    """Rows of a call without mini-batches; shares: other parts than those of even tokens."""
+    if shares is None and lengths is not None:
+        parts = even_chunks(num_rows, rules.num_shares(layout))
+        shares = even_tokens([_positions(part) for part in parts], lengths)
     lists = None if shares is None else [share.tolist() for share in shares]
     given = by_share(rules.distribute(layout, num_rows, lists), _positions)
     return Assignment(
@@ -163,12 +173,9 @@ def plan_mini_batches(
         if cfg.shuffle:
             order = permutation(parents, seed=seed, step=step, epoch=epoch)
         for positions in cut_mini_batches(parents, order, cfg.mini_batch_size):
-            if cfg.balance_tokens:
-                assert lengths is not None
-                even = balanced_shares(lengths[positions].tolist(), num_shares)
-                shares = [np.sort(positions[_positions(share)]) for share in even]
-            else:
-                shares = share_near(positions, holder, num_shares)
+            shares = share_near(positions, holder, num_shares)
+            if cfg.balance_tokens and lengths is not None:
+                shares = even_tokens(shares, lengths)
             minis.append(MiniBatchPlan(shares, limit.count_of(shares, lengths)))
     return minis
 
@@ -217,16 +224,11 @@ def share_near(positions: np.ndarray, holder: np.ndarray, num_shares: int) -> li
     return shares
 
 
-def balanced_shares(weights: Sequence[int], num_shares: int) -> list[list[int]]:
-    """Rows in shares of nearly equal total weight (longest processing time first).
-
-    Heaviest row first to the lightest share so far; ties go to the share with fewer rows, then
-    to the earlier one. No share exceeds the mean by more than the heaviest row (Graham 1969).
-    """
-    shares: list[list[int]] = [[] for _ in range(num_shares)]
-    lightest = [(0, 0, share) for share in range(num_shares)]
-    for row in sorted(range(len(weights)), key=lambda row: (-weights[row], row)):
-        total, num_rows, share = lightest[0]
-        shares[share].append(row)
-        heapq.heapreplace(lightest, (total + weights[row], num_rows + 1, share))
-    return [sorted(share) for share in shares]
+def even_tokens(shares: list[np.ndarray], lengths: np.ndarray) -> list[np.ndarray]:
+    """These shares of rows; others of nearly equal tokens where the heaviest is too heavy."""
+    tokens = [int(lengths[share].sum()) for share in shares]
+    if max(tokens) * len(shares) <= _UNEVEN * sum(tokens):
+        return shares
+    positions = np.sort(np.concatenate(shares))
+    found = balance(lengths[positions].tolist(), len(shares))
+    return [positions[_positions(share)] for share in found]

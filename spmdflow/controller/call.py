@@ -31,6 +31,9 @@ from spmdflow.runtime.message import encode
 from spmdflow.transfer.protocol import protocol
 from spmdflow.transfer.register import MethodSpec, map_spec, method_spec
 
+TOKENS = ("prompts", "responses", "pretrain_ids", "answers")
+"""Columns of tokens: a row costs those of its columns that a call reads."""
+
 
 @dataclass(frozen=True)
 class Input:
@@ -242,18 +245,12 @@ def _assign_rows(
 
 
 def _token_lengths(batch: Batch, target: Target, spec: MethodSpec) -> np.ndarray | None:
-    """Prompt + response tokens, if this call is cut by tokens (waits for the lengths)."""
+    """Tokens that the call reads of each row, if it is cut by them (waits for the lengths)."""
     update = getattr(target.settings, "update", None)
     balanced = spec.minibatches and update is not None and update.balance_tokens
-    if target.limit.max_tokens is None and not balanced:
-        return None
-    known = [name for name in ("prompts", "responses") if name in batch.columns]
-    if "responses" not in known:
-        if balanced:
-            raise ColumnError(
-                f"{target.name}: the batch has {sorted(batch.columns)}, expected responses "
-                f"too, as update.balance_tokens is set; turn that off or generate first"
-            )
+    known = [name for name in TOKENS if name in (*spec.reads, *spec.optional)]
+    known = [name for name in known if name in batch.columns]
+    if spec.draws or not known or (target.limit.max_tokens is None and not balanced):
         return None
     return np.sum([batch.lengths(name) for name in known], axis=0)
 

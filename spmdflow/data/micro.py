@@ -2,24 +2,31 @@
 
 The controller decides the number (the largest need among the ranks, because every rank of a dp
 group must run equally many forwards); each engine then cuts its own rows into exactly that many
-parts. A part is padded to its longest row, so its cost in tokens is rows x longest row.
+parts. Packed rows of a part lie end to end, so it costs the sum of their tokens; padded ones are as
+long as the longest, so it costs rows x longest row.
 """
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from spmdflow.errors import ConfigError
 
 
 def num_micro_batches(
-    lengths_per_share: Sequence[Sequence[int]], *, max_rows: int, max_tokens: int | None
+    lengths_per_share: Sequence[Sequence[int]],
+    *,
+    max_rows: int,
+    max_tokens: int | None,
+    packed: bool,
 ) -> int:
     """Forward passes that every share must make: the largest need among shares, at least 1.
 
     lengths_per_share: for each rank the lengths (prompt + response tokens) of its rows.
-    max_tokens, if given, bounds rows x longest row of a part and replaces max_rows; where a row
-    alone exceeds it, parts may cost what that row costs. ConfigError if a limit is below 1.
+    max_tokens, if given, bounds the tokens of a part and replaces max_rows; where a row alone
+    exceeds it, parts may cost what that row costs. ConfigError if a limit is below 1.
     """
     if max_rows < 1 or (max_tokens is not None and max_tokens < 1):
         raise ConfigError(
@@ -28,22 +35,53 @@ def num_micro_batches(
         )
     if max_tokens is None:
         needs = [-(-len(lengths) // max_rows) for lengths in lengths_per_share]
+    elif packed:
+        needs = [_least_parts(lengths, max_tokens) for lengths in lengths_per_share]
     else:
         shares = [(_longest_first(lengths), lengths) for lengths in lengths_per_share]
         needs = [len(_fill(order, lengths, max_tokens)) for order, lengths in shares]
     return max([1, *needs])
 
 
-def cut(lengths: Sequence[int], parts: int, *, by_tokens: bool) -> list[list[int]]:
+def cut(lengths: Sequence[int], parts: int, *, by_tokens: bool, packed: bool) -> list[list[int]]:
     """Positions of the rows of each of exactly `parts` parts; trailing parts may be empty.
 
-    By rows: contiguous, sizes differ by at most one, larger parts first. By tokens: rows of
-    similar length together such that the costliest part (rows x longest row) is as cheap as can
-    be; never dearer than with fewer parts. Positions ascend inside a part.
+    By rows: contiguous, sizes differ by at most one, larger parts first. By tokens: the costliest
+    part is cheap, and never dearer than with fewer parts; of padded rows those of similar length
+    are together. Positions ascend inside a part.
     """
     assert parts >= 1, parts
+    if by_tokens and packed:
+        return balance(lengths, parts)
     chosen = _by_tokens(lengths, parts) if by_tokens else _by_rows(len(lengths), parts)
     return chosen + [[] for _ in range(parts - len(chosen))]
+
+
+def balance(weights: Sequence[int], parts: int) -> list[list[int]]:
+    """Positions in parts of nearly equal total weight (longest processing time first).
+
+    Heaviest row first to the lightest part so far; ties go to the part with fewer rows, then to the
+    earlier one. No part exceeds the mean by more than the heaviest row (Graham 1969), and none is
+    heavier than the heaviest of fewer parts.
+    """
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    lightest = [(0, 0, part) for part in range(parts)]
+    for row in _longest_first(weights):
+        total, num_rows, part = lightest[0]
+        shares[part].append(row)
+        heapq.heapreplace(lightest, (total + weights[row], num_rows + 1, part))
+    return [sorted(share) for share in shares]
+
+
+def _least_parts(lengths: Sequence[int], max_tokens: int) -> int:
+    """Parts that `balance` needs for none to exceed max_tokens, or the longest row."""
+    budget = max(max_tokens, *lengths, 0)
+
+    def fits(parts: int) -> bool:
+        return all(sum(lengths[row] for row in part) <= budget for part in balance(lengths, parts))
+
+    least = max(1, -(-sum(lengths) // budget))
+    return bisect_left(range(len(lengths)), True, lo=least, key=fits)
 
 
 def _by_rows(num_rows: int, parts: int) -> list[list[int]]:

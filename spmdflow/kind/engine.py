@@ -91,10 +91,17 @@ class EngineKind(Backend):
     """The same of the feed-forward network's width, with a gate."""
     ffn_forward_copies: int = 3
     """Those that are there at once in a forward pass without a backward."""
+    packs: bool = False
+    """It takes micro-batches whose rows lie end to end, without padding, of the families that have
+    such an attention (`Architecture.packs`)."""
     reads_folder: bool = False
     """It is built from a `ModelSource`, which it reads box by box; else from a `LoadedModel`."""
     worker_class: str = ""
     """Base class of roles that are bound to engines of this family."""
+
+    def packs_with(self, options: Iterable[str]) -> bool:
+        """Whether it packs rows under these options."""
+        return self.packs and "padded" not in options
 
     def sharding_with(self, options: Iterable[str]) -> Sharding:
         """What is divided under these options."""

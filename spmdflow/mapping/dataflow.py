@@ -100,12 +100,6 @@ class Engine(Precision):
         """What its data-parallel ranks divide and send, under its options."""
         return self.facts.sharding_with(self.options)
 
-    def rows_at(self, tokens: int) -> int:
-        """Rows of so many tokens in one forward pass, at most."""
-        if self.micro_batch_tokens is None:
-            return self.micro_batch_rows
-        return max(self.micro_batch_tokens // tokens, 1)
-
 
 @dataclass(frozen=True)
 class Rollout(Precision):
@@ -150,6 +144,15 @@ class Model:
     """None: it never generates."""
     weights_from: str | None = None
     """A rollout pool of its own: this model receives that model's weights once a step."""
+
+    def rows_at(self, tokens: int) -> float:
+        """Rows of so many tokens in one forward pass, at most. Packed rows fill it whole: tokens
+        are a mean, so that a part of a row counts."""
+        limit = self.engine.micro_batch_tokens
+        if limit is None:
+            return self.engine.micro_batch_rows
+        packed = self.engine.facts.packs_with(self.engine.options) and self.shape.packs
+        return max(limit / tokens if packed else limit // tokens, 1)
 
     def __post_init__(self) -> None:
         names = ("num_layers", "hidden_size", "num_heads", "vocab_size")

@@ -97,7 +97,7 @@ def micro_batches(
     """(rows of a micro-batch, their number) of a forward call or of one update."""
     epochs, updates = (workload.num_epochs, workload.num_updates) if trains else (1, 1)
     rows = np.ceil(workload.num_sequences * epochs / updates / cut.dp)
-    micro = np.minimum(model.engine.rows_at(workload.tokens), rows)
+    micro = np.minimum(model.rows_at(workload.tokens), rows)
     return micro, np.ceil(rows / micro)
 
 

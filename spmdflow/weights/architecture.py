@@ -8,13 +8,13 @@ the reason, `sizes_from_config` reads what it states. Knows no ranks and no engi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from spmdflow.errors import ConfigError
-from spmdflow.kind.engine import engine_names
+from spmdflow.kind.engine import engine_kind, engine_names
 
 Head = Literal["causal_lm", "scalar"]
 """Logits over the vocabulary, or one value a token from a bias-free row named score."""
@@ -125,6 +125,12 @@ class Architecture:
         return cls.sizes_from_config(read_config(path), head=head)
 
     @property
+    def packs(self) -> bool:
+        """Whether its tokens see others through causal attention alone, in all its layers: then
+        rows may lie end to end. Of other families that is not known."""
+        return self.family in FAMILIES
+
+    @property
     def q_size(self) -> int:
         """Width of the queries of one token."""
         return self.num_heads * self.head_dim
@@ -154,6 +160,11 @@ class Architecture:
     def kv_bytes_per_token(self, element_bytes: int = 2) -> int:
         """Bytes of the keys and values of one token, all layers."""
         return 2 * self.num_layers * self.kv_size * element_bytes
+
+
+def packs_rows(kind: str, options: Collection[str], path: str | Path) -> bool:
+    """Whether an engine with these options packs rows of the model in this folder."""
+    return engine_kind(kind).packs_with(options) and Architecture.sizes_from_folder(path).packs
 
 
 def read_config(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
@@ -36,6 +38,7 @@ from torch.nn import functional
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.ranks import default_vocab_multiple
 from spmdflow.weights.table import stage_layers
+from spmdflow.workers.attention import PackedRows, dense_attention, packed_attention
 
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -269,27 +272,40 @@ class CausalAttention(nn.Module):
         self.window = None if config.window_size is None else config.window_size[0] + 1
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: PackedParams | None = None,
+        **_: Any,
     ) -> Tensor:
-        """query (T, b, heads, d), key and value (T, b, kv heads, d) -> (T, b, heads * d)."""
+        """query (T, b, heads, d), key and value (T, b, kv heads, d) -> (T, b, heads * d).
+
+        Of packed rows without b: (N, heads, d) and (N, kv heads, d) -> (N, heads, d).
+        """
         assert attention_mask is None, "rows are padded on the right: causality is mask enough"
+        scale, window = self.scale, self.window
+        if packed_seq_params is not None:
+            rows = packed_seq_params.rows
+            return packed_attention(query, key, value, rows, scale=scale, window=window)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # (b, heads, T, d)
-        mask = self._band(len(query), query.device)
-        if q.is_cuda and (mask is not None or q.dtype == torch.float32):
-            # of CUDA's kernels only flash takes grouped heads: half precision and no mask
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        mixed = functional.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
-        )
+        mixed = dense_attention(q, k, v, scale=scale, window=window)
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
-    def _band(self, length: int, device: torch.device) -> Tensor | None:
-        """(T, T) bool: the last `window` positions up to each; None if that is all of them."""
-        if self.window is None or length <= self.window:
-            return None
-        places = torch.arange(length, device=device)
-        distance = places[:, None] - places
-        return (distance >= 0) & (distance < self.window)
+
+@dataclass
+class PackedParams(PackedSeqParams):
+    """What Megatron's layers are told of packed rows."""
+
+    rows: Any = None
+    """The `PackedRows`."""
+
+    @classmethod
+    def of(cls, rows: PackedRows) -> PackedParams:
+        """The same rows in Megatron's words."""
+        ends, most = rows.offsets, rows.longest
+        return cls("thd", ends, ends, max_seqlen_q=most, max_seqlen_kv=most, rows=rows)
 
 
 class GroupedSelfAttention(SelfAttention):

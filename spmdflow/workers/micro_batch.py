@@ -71,7 +71,12 @@ class MicroBatch:
 
 
 def micro_batches(
-    batch: TensorDict, *, num_micro_batches: int, by_tokens: bool, device: torch.device
+    batch: TensorDict,
+    *,
+    num_micro_batches: int,
+    by_tokens: bool,
+    device: torch.device,
+    packed: bool = False,
 ) -> list[MicroBatch]:
     """The rows of batch in exactly num_micro_batches parts; an empty part is one padding row.
 
@@ -82,7 +87,7 @@ def micro_batches(
     rows = _read_rows(batch)
     totals = (lengths_of(rows["prompts"]) + lengths_of(rows["responses"])).tolist()
     found = []
-    for part in cut(totals, num_micro_batches, by_tokens=by_tokens):
+    for part in cut(totals, num_micro_batches, by_tokens=by_tokens, packed=packed):
         index = torch.tensor(part, dtype=torch.int64)
         chosen = select_rows(rows, index) if part else _padding_of(rows)
         found.append(_build(chosen, index, device))

@@ -37,6 +37,7 @@ CUDA_ALONE = {
     "spmdflow/doctor/node.py": (1, "says what torch was built for"),
     "spmdflow/plan/__main__.py": (2, "hardware files describe CUDA devices"),
     "spmdflow/serving/publisher.py": (1, "names vLLM's own backend"),
+    "spmdflow/workers/attention.py": (4, "asks which of PyTorch's kernels takes packed rows"),
 }
 """File -> how often it names CUDA or NCCL, and why. Others ask `spmdflow.parallel.device`."""
 CUDA_LIBRARIES = ("spmdflow/workers/megatron", "spmdflow/rollout/vllm", "spmdflow/serving/nccl.py")

@@ -141,9 +141,12 @@ def split(
 ) -> tuple[TensorDict, int]:
     """This rank's contiguous share of the rows and the number of micro-batches of every rank."""
     lengths = (lengths_of(batch["prompts"]) + lengths_of(batch["responses"])).tolist()
-    shares = cut(lengths, dp, by_tokens=False)
+    shares = cut(lengths, dp, by_tokens=False, packed=True)
     count = num_micro_batches(
-        [[lengths[row] for row in share] for share in shares], max_rows=max_rows, max_tokens=budget
+        [[lengths[row] for row in share] for share in shares],
+        max_rows=max_rows,
+        max_tokens=budget,
+        packed=True,
     )
     columns = {}
     for name in map(str, batch.keys()):

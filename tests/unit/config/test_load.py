@@ -173,6 +173,7 @@ def test_batch_algebra_names_pools_and_every_stage_of_the_batch() -> None:
         "b: {roles: [critic, reward], ranks: [4]}}",
         "data.samples_per_prompt=2",
         "actor.update.num_epochs=3",
+        "actor.engine.micro_batch=16 rows",
         "critic.engine.micro_batch=100 tokens",
         "critic.update.mini_batch_size=128",
         world_size=5,

@@ -85,9 +85,6 @@ SIZES = {
     "data.samples_per_prompt=4 actor.update.mini_batch_size=2": "actor.update.mini_batch_size: got "
     "2, expected a divisor of the 256 samples of a step (64 prompts x 4) that is a multiple of 4; "
     "choose 4 or 8 or 16",
-    "'actor.engine.micro_batch=20 tokens'": "actor.engine.micro_batch: got 20 tokens, "
-    "expected at least 24, the longest row (data.max_prompt_tokens + "
-    "actor.rollout.max_new_tokens); raise it",
     "actor.engine.micro_batch=many": "actor.engine.micro_batch: got 'many', expected a number and "
     "rows or tokens; write '16 rows' or '4096 tokens'",
     "actor.engine.layout=t2": "actor.engine.layout: got t2 with engine.kind=fsdp, expected none, "

@@ -99,17 +99,6 @@ def test_method_with_mini_batches_needs_an_update_config(rank: Rank, batch: Batc
     )
 
 
-def test_balancing_by_tokens_without_responses_is_refused(rank: Rank, batch: Batch) -> None:
-    cfg = ToyConfig()
-    cfg.update.balance_tokens = True
-    balanced = rank.flow.spawn(Toy, cfg, name="balanced")
-
-    with pytest.raises(
-        ColumnError, match="^balanced: the batch has .*, expected responses too, as"
-    ):
-        balanced.update(batch)
-
-
 # Answers
 
 WRONG = {

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from spmdflow.config.schema import UpdateConfig
 from spmdflow.controller.assignment import (
     MicroLimit,
-    balanced_shares,
     cut_mini_batches,
+    even_tokens,
     permutation,
     plan_mini_batches,
     share_near,
 )
+from spmdflow.data.micro import balance
 
 LIMIT = MicroLimit(max_rows=4, max_tokens=None)
 
@@ -118,7 +119,7 @@ def test_all_shares_make_as_many_forwards_as_the_largest_needs(rows, expected):
 
 @given(weights=st.lists(st.integers(0, 50), max_size=60), parts=st.integers(1, 9))
 def test_balanced_shares_have_every_row_once_within_the_bound_of_graham(weights, parts):
-    shares = balanced_shares(weights, parts)
+    shares = balance(weights, parts)
 
     assert len(shares) == parts
     assert sorted(chain(*shares)) == list(range(len(weights)))
@@ -129,17 +130,45 @@ def test_balanced_shares_have_every_row_once_within_the_bound_of_graham(weights,
 
 @given(weight=st.integers(0, 5), num_rows=st.integers(0, 40), parts=st.integers(1, 9))
 def test_balanced_shares_of_equal_rows_are_even(weight, num_rows, parts):
-    sizes = {len(share) for share in balanced_shares([weight] * num_rows, parts)}
+    sizes = {len(share) for share in balance([weight] * num_rows, parts)}
 
     assert sizes <= {num_rows // parts, -(-num_rows // parts)}
 
 
 def test_balanced_shares_put_one_long_row_against_many_short_ones():
-    assert balanced_shares([5, 1, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4, 5]]
+    assert balance([5, 1, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4, 5]]
 
 
 def test_balanced_shares_depend_on_the_arguments_alone():
     weights = np.random.default_rng(0).integers(0, 9, 300).tolist()
 
-    assert balanced_shares(weights, 7) == balanced_shares(list(weights), 7)
-    assert balanced_shares([2, 2, 2, 2], 2) == [[0, 2], [1, 3]]
+    assert balance(weights, 7) == balance(list(weights), 7)
+    assert balance([2, 2, 2, 2], 2) == [[0, 2], [1, 3]]
+
+
+@given(st.lists(st.lists(st.integers(1, 50), max_size=12), min_size=1, max_size=6))
+def test_rows_stay_where_they_are_unless_a_share_has_over_five_percent_too_many_tokens(
+    given_lengths,
+):
+    lengths = np.array([n for part in given_lengths for n in part], dtype=np.int64)
+    ends = np.cumsum([len(part) for part in given_lengths])
+    shares = np.split(np.arange(len(lengths)), ends[:-1])
+
+    found = even_tokens(shares, lengths)
+
+    tokens = [int(lengths[share].sum()) for share in found]
+    before = [sum(part) for part in given_lengths]
+    if max(before) <= 1.05 * sum(before) / len(before):
+        assert found is shares
+    else:
+        assert max(tokens) <= sum(tokens) / len(tokens) + max(lengths)
+    assert sorted(np.concatenate(found).tolist()) == list(range(len(lengths)))
+
+
+def test_update_of_one_long_row_and_many_short_ones_shares_out_tokens_unless_told_otherwise():
+    lengths, holder = np.array([70, 10, 10, 10, 10, 10, 10, 10]), np.repeat([0, 1], 4)
+
+    for balanced, expected in ((True, [70, 70]), (False, [100, 40])):
+        cfg = UpdateConfig(mini_batch_size=8, shuffle=False, balance_tokens=balanced)
+        (only,) = plan_mini_batches(np.arange(8), holder, 2, cfg, LIMIT, lengths, seed=0, step=0)
+        assert [int(lengths[share].sum()) for share in only.shares] == expected

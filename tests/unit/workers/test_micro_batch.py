@@ -18,11 +18,11 @@ CPU = torch.device("cpu")
 
 
 @settings(deadline=None)  # a loaded machine is no failure
-@given(LENGTHS, st.integers(1, 30), st.booleans())
+@given(LENGTHS, st.integers(1, 30), st.booleans(), st.booleans())
 def test_cut_gives_exactly_the_parts_asked_for_and_each_row_once(
-    lengths: list[int], parts: int, by_tokens: bool
+    lengths: list[int], parts: int, by_tokens: bool, packed: bool
 ) -> None:
-    found = cut(lengths, parts, by_tokens=by_tokens)
+    found = cut(lengths, parts, by_tokens=by_tokens, packed=packed)
 
     assert len(found) == parts
     assert sorted(row for part in found for row in part) == list(range(len(lengths)))
@@ -32,7 +32,7 @@ def test_cut_gives_exactly_the_parts_asked_for_and_each_row_once(
 @settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 12))
 def test_cut_by_rows_is_contiguous_and_even_first(rows: int, parts: int) -> None:
-    found = cut([5] * rows, parts, by_tokens=False)
+    found = cut([5] * rows, parts, by_tokens=False, packed=True)
 
     sizes = [len(part) for part in found]
     assert [row for part in found for row in part] == list(range(rows))
@@ -44,53 +44,51 @@ def test_cut_by_rows_is_contiguous_and_even_first(rows: int, parts: int) -> None
 def test_number_by_rows_is_the_least_that_keeps_every_part_within_max_rows(
     shares: list[list[int]], max_rows: int
 ) -> None:
-    number = num_micro_batches(shares, max_rows=max_rows, max_tokens=None)
+    number = num_micro_batches(shares, max_rows=max_rows, max_tokens=None, packed=True)
 
     assert _largest_part(shares, number) <= max_rows
     assert number == 1 or _largest_part(shares, number - 1) > max_rows
 
 
 @settings(deadline=None)
-@given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(40, 160))
+@given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(40, 160), st.booleans())
 def test_number_by_tokens_is_the_least_that_keeps_every_part_within_the_budget(
-    shares: list[list[int]], max_tokens: int
+    shares: list[list[int]], max_tokens: int, packed: bool
 ) -> None:
-    number = num_micro_batches(shares, max_rows=1, max_tokens=max_tokens)
+    number = num_micro_batches(shares, max_rows=1, max_tokens=max_tokens, packed=packed)
 
-    assert _largest_cost(shares, number) <= max_tokens
-    assert number == 1 or _largest_cost(shares, number - 1) > max_tokens
+    assert _largest_cost(shares, number, packed) <= max_tokens
+    assert number == 1 or _largest_cost(shares, number - 1, packed) > max_tokens
 
 
 @settings(deadline=None)
-@given(LENGTHS.filter(bool), st.integers(1, 39))
+@given(LENGTHS.filter(bool), st.integers(1, 39), st.booleans())
 def test_budget_below_the_longest_row_costs_no_more_than_that_row(
-    lengths: list[int], max_tokens: int
+    lengths: list[int], max_tokens: int, packed: bool
 ) -> None:
-    number = num_micro_batches([lengths], max_rows=1, max_tokens=max_tokens)
+    number = num_micro_batches([lengths], max_rows=1, max_tokens=max_tokens, packed=packed)
 
-    assert _largest_cost([lengths], number) <= max(max_tokens, *lengths, 0)
+    assert _largest_cost([lengths], number, packed) <= max(max_tokens, *lengths, 0)
 
 
 @settings(deadline=None)
-@given(LENGTHS.filter(bool), st.integers(1, 12))
-def test_more_parts_never_cost_more_tokens(lengths: list[int], parts: int) -> None:
-    fewer, more = (
-        max(_cost(lengths, part) for part in cut(lengths, number, by_tokens=True))
-        for number in (parts, parts + 1)
-    )
+@given(LENGTHS.filter(bool), st.integers(1, 12), st.booleans())
+def test_more_parts_never_cost_more_tokens(lengths: list[int], parts: int, packed: bool) -> None:
+    fewer, more = (_largest_cost([lengths], number, packed) for number in (parts, parts + 1))
 
     assert more <= fewer
 
 
-def test_row_longer_than_the_budget_has_a_part_of_its_own() -> None:
-    assert num_micro_batches([[50, 3, 3]], max_rows=1, max_tokens=10) == 2
-    assert cut([50, 3, 3], 2, by_tokens=True) == [[0], [1, 2]]
+@pytest.mark.parametrize("packed", [False, True])
+def test_row_longer_than_the_budget_has_a_part_of_its_own(packed: bool) -> None:
+    assert num_micro_batches([[50, 3, 3]], max_rows=1, max_tokens=10, packed=packed) == 2
+    assert cut([50, 3, 3], 2, by_tokens=True, packed=packed) == [[0], [1, 2]]
 
 
 def test_number_for_no_rows_is_one_because_every_rank_runs_the_collectives() -> None:
-    assert num_micro_batches([[], []], max_rows=4, max_tokens=None) == 1
-    assert num_micro_batches([[], []], max_rows=4, max_tokens=9) == 1
-    assert num_micro_batches([], max_rows=4, max_tokens=None) == 1
+    assert num_micro_batches([[], []], max_rows=4, max_tokens=None, packed=True) == 1
+    assert num_micro_batches([[], []], max_rows=4, max_tokens=9, packed=True) == 1
+    assert num_micro_batches([], max_rows=4, max_tokens=None, packed=True) == 1
 
 
 @pytest.mark.parametrize(("max_rows", "max_tokens"), [(0, None), (4, 0)])
@@ -98,7 +96,7 @@ def test_limit_below_one_is_refused_with_the_number(max_rows: int, max_tokens: i
     with pytest.raises(
         ConfigError, match="got max_rows .* expected at least 1; set engine.micro_batch"
     ):
-        num_micro_batches([[3]], max_rows=max_rows, max_tokens=max_tokens)
+        num_micro_batches([[3]], max_rows=max_rows, max_tokens=max_tokens, packed=True)
 
 
 def test_micro_batch_joins_prompt_and_response_and_pads_on_the_right() -> None:
@@ -220,13 +218,16 @@ def _micros(batch: TensorDict) -> list[MicroBatch]:
     return micro_batches(batch, num_micro_batches=1, by_tokens=False, device=CPU)
 
 
-def _cost(lengths: list[int], part: list[int]) -> int:
-    return len(part) * max((lengths[row] for row in part), default=0)
-
-
 def _largest_part(shares: list[list[int]], number: int) -> int:
-    return max(len(part) for ls in shares for part in cut(ls, number, by_tokens=False))
+    parts = [cut(ls, number, by_tokens=False, packed=True) for ls in shares]
+    return max(len(part) for each in parts for part in each)
 
 
-def _largest_cost(shares: list[list[int]], number: int) -> int:
-    return max(_cost(ls, part) for ls in shares for part in cut(ls, number, by_tokens=True))
+def _largest_cost(shares: list[list[int]], number: int, packed: bool) -> int:
+    """Tokens that the model computes of the costliest part: with padding unless packed."""
+    found = [0]
+    for lengths in shares:
+        for part in cut(lengths, number, by_tokens=True, packed=packed):
+            tokens = [lengths[row] for row in part]
+            found.append(sum(tokens) if packed else len(part) * max(tokens, default=0))
+    return max(found)
