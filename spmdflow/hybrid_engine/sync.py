@@ -141,10 +141,7 @@ class BoxSync(WeightSync):
         """From what every rank has to what it needs; the ranks tell one another, collective."""
         layout = self._engine.layout
         mine = boxes_by_name(self._engine.blocks()), boxes_by_name(self._generator.blocks()), node
-        found = [mine] * layout.size
-        if layout.size > 1:
-            group = self._engine.groups.get(layout.ranks, backend="gloo")
-            dist.all_gather_object(found, mine, group=group)
+        found = self._engine.from_all(mine)
         *sides, nodes = (dict(zip(layout.ranks, side)) for side in zip(*found, strict=True))
         have, need = map(with_shared_tables, sides)
         _check_same_model(have, need)

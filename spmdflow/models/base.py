@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,6 +26,7 @@ from spmdflow.config.parallel import generation_sizes, training_sizes
 from spmdflow.config.schema import EngineConfig
 from spmdflow.data.ragged import select_rows
 from spmdflow.errors import CheckpointError, ConfigError
+from spmdflow.hybrid_engine.export import export_of
 from spmdflow.kind.engine import engine_kind, engines_of
 from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.layout import Layout
@@ -175,7 +177,7 @@ class EngineWorker(Worker):
                 write_state(path, blocks, {"steps_done": self._steps_done, "shapes": self._shapes})
         if self.exports:
             with self.resident("parameters"), disk_errors("write", folder):
-                self.engine.export_hugging_face(folder / "hugging_face")
+                self._export(folder / "hugging_face")
 
     def load_state(self, folder: Path) -> None:
         """Restore what `save_state` wrote, on any layout; CheckpointError for another model."""
@@ -191,6 +193,10 @@ class EngineWorker(Worker):
                 )
         with self.resident("parameters", "optimizer"):
             self.engine.load_blocks(files.read, files.plain["steps_done"])
+
+    @cached_property
+    def _export(self) -> Callable[[Path], None]:
+        return export_of(self.engine, seconds=self.context.call_seconds)
 
     @property
     def _shapes(self) -> dict[str, list[int]]:

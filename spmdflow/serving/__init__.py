@@ -11,7 +11,6 @@
 |---|---|
 | `publisher` | the interface: a trainer's end, by the name of the server's backend |
 | `connection` | what both programs agree on, and the sockets between them |
-| `whole` | whole Hugging Face tensors out of training shards, a chunk at a time |
 | `sender` | the trainer's end |
 | `receiver`, `backend` | the end in a vLLM worker, in vLLM's weight-transfer interface |
 | `server` | the HTTP routes of a vLLM server |

@@ -95,7 +95,7 @@ class ServedModel:
         """Whole tensors will be loaded."""
         _reload().initialize_layerwise_reload(self._engine.model)
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load_chunk(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take this worker's part of each tensor, by Hugging Face name."""
         self._engine.model.load_weights(tensors)
 

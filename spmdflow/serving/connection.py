@@ -22,8 +22,8 @@ from spmdflow.blocks.hash import MODULUS, to_signed
 from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.hybrid_engine.bucket import Message
 from spmdflow.hybrid_engine.reshard import boxes_of, training_tables
+from spmdflow.hybrid_engine.whole import WholeTensors
 from spmdflow.parallel.layout import Layout
-from spmdflow.serving.whole import WholeTensors
 from spmdflow.weights.architecture import Architecture, RopeScaling
 from spmdflow.weights.table import parameters
 
@@ -117,9 +117,8 @@ class Connection:
         """How weights reach every worker."""
         have = boxes_of(training_tables(self.model, self.training, kind=self.kind))
         return WholeTensors(
-            self.model,
             have,
-            self.workers,
+            dict.fromkeys(self.workers, parameters(self.model)),
             lambda plan: wire,
             rank=rank,
             dtype=dtype,

@@ -20,10 +20,10 @@ from torch import Tensor
 from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.reshard import boxes_of, training_tables
 from spmdflow.hybrid_engine.stream import GroupWire
+from spmdflow.hybrid_engine.whole import WholeTensors
 from spmdflow.rollout.vllm_contract import missing_names
 from spmdflow.serving.connection import address_towards, agreed_address
 from spmdflow.serving.server import VllmServer
-from spmdflow.serving.whole import WholeTensors
 from spmdflow.transfer.worker import Max, Metric, WorkerContext
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.table import parameters
@@ -96,7 +96,7 @@ class TrainerSource:
         self.dtype = way.dtype
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor); elsewhere than on the first rank they are empty."""
+        """(Hugging Face name, whole tensor); none elsewhere than on the first rank."""
         return self._way.run(self._engine.blocks())
 
 
@@ -104,9 +104,8 @@ def source_of(engine: TrainEngine, context: WorkerContext, cfg: Any) -> TrainerS
     """The source of a trainer, in rollout.dtype, on its device."""
     arch, layout = Architecture.from_folder(cfg.model.path), context.layout
     way = WholeTensors(
-        arch,
         boxes_of(training_tables(arch, layout, kind=cfg.engine.kind)),
-        layout.ranks[:1],
+        {layout.ranks[0]: parameters(arch)},
         lambda plan: GroupWire(context.groups, plan, rank=context.rank),
         rank=context.rank,
         dtype=getattr(torch, cfg.rollout.precision),

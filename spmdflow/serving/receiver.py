@@ -71,7 +71,7 @@ class OutsideReceiver:
         self._wire.share(self._header, self._connection.training.ranks[0])
         tensors = self._tensors.run(())
         try:
-            self._target.load(tensors)
+            self._target.load_chunk(tensors)
         finally:
             for _ in tensors:
                 pass

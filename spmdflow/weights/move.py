@@ -65,6 +65,13 @@ def blocks(local_tensors: Mapping[str, Tensor], table: ShardTable) -> Iterator[B
             yield piece.name, tensor[piece.local.slices()], piece.box
 
 
+def own_parts(held: Iterable[Block], own: Iterable[Iterable[Box]]) -> Iterator[Block]:
+    """The parts of each block that `blocks.own.own_boxes` gives to this rank."""
+    for (name, view, box), parts in zip(held, own, strict=True):
+        for part in parts:
+            yield name, view[part.slices(box)], part
+
+
 class Blocks:
     """Live views by the boxes that they hold, of one rank or of several: read, or written."""
 

@@ -13,12 +13,12 @@ names. Integers only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from spmdflow.blocks.box import Box, merged, subtract_all
+from spmdflow.blocks.box import Box
 from spmdflow.errors import ConfigError
 from spmdflow.parallel.layout import divisors
 from spmdflow.weights.architecture import Architecture
@@ -172,30 +172,6 @@ def row_box(shape: Sequence[int], start: int, stop: int) -> Box:
     """Rows start .. stop - 1 of a tensor of that shape, cut to the rows that there are."""
     start, stop = min(start, shape[0]), min(stop, shape[0])
     return Box(((start, stop), *((0, size) for size in shape[1:])))
-
-
-def owned(tables: Sequence[ShardTable]) -> list[ShardTable]:
-    """The tables with only the pieces that each rank owns: every element once over all of them.
-
-    The first holder in the order of tables owns what several hold (norms, replicated kv heads, a
-    tied copy). So hashes add up, and files hold each element once.
-    """
-    taken: dict[str, list[Box]] = {}
-
-    def untaken(piece: Piece) -> list[Piece]:
-        """The parts that nobody owns yet; they are taken now."""
-        boxes = taken.get(piece.name, [])
-        rest = subtract_all([piece.box], boxes)
-        taken[piece.name] = merged([*boxes, *rest])
-        return [piece.part(box) for box in rest]
-
-    return [
-        {
-            name: replace(tensor, pieces=tuple(part for p in tensor.pieces for part in untaken(p)))
-            for name, tensor in table.items()
-        }
-        for table in tables
-    ]
 
 
 Way = Callable[["Cut", Sequence[str]], LocalTensor]

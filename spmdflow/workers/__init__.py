@@ -1,13 +1,12 @@
 """Train engines: what roles are written against, and the engines behind it.
 
 `engine.TrainEngine` is the contract and what all engines share: forward (no gradient), train_step
-(one optimizer step), blocks and full_tensors (weights out), state_blocks and load_blocks
+(one optimizer step), blocks (weights out), state_blocks and load_blocks
 (checkpoints), residency. `spmdflow.kind` says which engines there are.
 
 | method | `fsdp.FSDPEngine` | `fsdp.ZeROEngine`, stage 1 | `megatron.MegatronEngine` |
 |---|---|---|---|
 | forward, train_step | what transformers loads | the same | architectures of `weights`; 1F1B |
-| full_tensors, export | over the pool | no message | over a replica |
 | shard_hashes | summed over the pool | own copy | summed over a replica |
 | state_blocks, load_blocks | this rank's rows | all, moments of what it steps | boxes it steps |
 | own_state_blocks | the same | its part, and these moments | its part |

@@ -10,7 +10,6 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -27,9 +26,7 @@ from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.registry import resolve
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import Metric, WorkerContext
-from spmdflow.weights.file import Facts
-from spmdflow.weights.move import Block, Read, Storages
-from spmdflow.workers.export import FolderExport
+from spmdflow.weights.move import Block, Read, Storages, own_parts
 from spmdflow.workers.micro_batch import MicroBatch, join_answers, micro_batches
 from spmdflow.workers.model import LoadedModel, ModelSource, load_model, open_model
 from spmdflow.workers.optimizer import Scheduled
@@ -64,7 +61,6 @@ class TrainEngine(ABC):
         self.dp_group = self.groups.get(self.layout.axis_group(self.rank, "dp"))
         self._storages: dict[Part, Storages] = {}
         self._own_boxes: list[list[Box]] | None = None
-        self._export: FolderExport | None = None
 
     # -- running ------------------------------------------------------------------------------
 
@@ -163,23 +159,6 @@ class TrainEngine(ABC):
         """Shape of every whole tensor by Hugging Face name, in the order of blocks."""
         return {name: view.shape for name, view, _ in self.blocks()}
 
-    def full_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """(Hugging Face name, full float32 tensor) on every rank, in the order of shapes.
-
-        Of bfloat16 weights these are the rounded values, as the forward pass uses them.
-        """
-        mine: dict[str, list[tuple[Tensor, Box]]] = {}
-        for name, view, box in self.own_blocks():
-            mine.setdefault(name, []).append((view, box))
-        for name, shape in self.shapes.items():
-            whole = torch.zeros(shape, device=self.device)
-            for view, box in mine.get(name, ()):
-                whole[box.slices()] = view.float()
-            if self.weight_group is not None:
-                # one rank has each element's bits, the others zeros: the sum of bits is exact
-                dist.all_reduce(whole.view(torch.int32), group=self.weight_group)
-            yield name, whole
-
     def shard_hashes(self, dtype: torch.dtype) -> dict[str, int]:
         """Positional hash of each whole tensor cast to dtype, from the shards themselves.
 
@@ -205,27 +184,6 @@ class TrainEngine(ABC):
             )
         return {name: most % MODULUS for name, (most, _) in found.items()}
 
-    def export_hugging_face(self, folder: Path) -> None:
-        """Write a folder that from_pretrained can load, each rank some tensors, in the precision
-        that forward computes with. Collective; the folder is whole when every rank has returned."""
-        blocks = list(self.blocks())
-        if self._export is None:
-            held: dict[str, list[tuple[int, Box]]] = {}
-            mine = [(name, box) for name, _, box in blocks]
-            for place, some in enumerate(self._from_all(mine)):
-                for name, box in some:
-                    held.setdefault(name, []).append((place, box))
-            facts = [
-                Facts(name, self._file_dtype(name), each) for name, each in self.shapes.items()
-            ]
-            self._export = FolderExport(facts, held, self.layout.ranks, self.rank, self._pool)
-        config = {**self.model.config, "dtype": str(self.dtype).removeprefix("torch.")}
-        self._export.write(folder, blocks, self.device, config=config, source=self.model.source)
-
-    def _file_dtype(self, name: str) -> torch.dtype:
-        # what forward computes with; a scalar head is float32 whatever the others are
-        return torch.float32 if name == "score.weight" else self.dtype
-
     # -- state --------------------------------------------------------------------------------
 
     @abstractmethod
@@ -238,11 +196,9 @@ class TrainEngine(ABC):
         several ranks hold in equal parts. The first call is collective."""
         held = list(self.state_blocks())
         if self._own_boxes is None:
-            everyone = self._from_all(describe((name, box) for name, _, box in held))
+            everyone = self.from_all(describe((name, box) for name, _, box in held))
             self._own_boxes = own_boxes(everyone, self.layout.group_rank(self.rank))
-        for (name, view, box), parts in zip(held, self._own_boxes, strict=True):
-            for part in parts:
-                yield name, view[part.slices(box)], part
+        return own_parts(held, self._own_boxes)
 
     def load_blocks(self, read: Read, steps_done: int) -> None:
         """Restore a state, bit for bit: boxes of what `own_state_blocks` gave on any layout.
@@ -261,19 +217,15 @@ class TrainEngine(ABC):
     def residency(self, where: Place, part: Part) -> None:
         """Move a part to the host or back to the device."""
 
-    @property
-    def _pool(self) -> dist.ProcessGroup | None:
-        """Group of all ranks of the engine; None for one."""
-        return self.groups.get(self.layout.ranks) if self.layout.size > 1 else None
-
-    def _from_all(self, mine: Any) -> list[Any]:
-        """What each rank of the pool gives."""
-        everyone = [mine] * self.layout.size
-        if self._pool is not None:
-            dist.all_gather_object(everyone, mine, group=self._pool)
-        return everyone
-
     # -- for engines --------------------------------------------------------------------------
+
+    def from_all(self, mine: Any) -> list[Any]:
+        """What each rank of the pool gives, in their order; from host to host."""
+        everyone = [mine] * self.layout.size
+        if self.layout.size > 1:
+            group = self.groups.get(self.layout.ranks, backend="gloo")
+            dist.all_gather_object(everyone, mine, group=group)
+        return everyone
 
     def move(self, where: Place, part: Part, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """Move the storages of a part, as they were found first: for `residency`.

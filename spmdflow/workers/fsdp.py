@@ -142,10 +142,6 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.shapes`."""
         return {name: shard.parameter.shape for name, shard in self._shards().items()}
 
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainEngine.full_tensors`; all-gathered one by one."""
-        return ((name, shard.full()) for name, shard in self._shards().items())
-
     # -- state --------------------------------------------------------------------------------
 
     def state_blocks(self) -> Iterator[Block]:

@@ -22,15 +22,16 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from spmdflow.blocks.box import Box
+from spmdflow.blocks.own import describe, own_boxes
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import WorkerContext
-from spmdflow.weights.move import Block, blocks, fill
+from spmdflow.weights.move import Block, blocks, fill, own_parts
 from spmdflow.weights.ranks import SHARED_EMBEDDING, megatron_tables, part_name
-from spmdflow.weights.table import owned, parameters
+from spmdflow.weights.table import parameters
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.megatron_model import build_model, local_name
 from spmdflow.workers.megatron_optimizer import Adopt, StageOptimizer, flat_blocks
@@ -65,8 +66,10 @@ class MegatronEngine(TrainEngine):
         self.weight_group = self.groups.get(replica)
         every = megatron_tables(model.architecture, self.layout)  # ConfigError if that cannot be
         self._table = every[self.rank]
-        # norms, small biases and a tied copy are on several ranks: their first holder's count
-        self._own_table = owned([every[rank] for rank in replica])[replica.index(self.rank)]
+        # norms, small biases and a tied copy are on several ranks, and count once
+        tables = ([p for x in every[rank].values() for p in x.pieces] for rank in replica)
+        held = [describe((piece.name, piece.box) for piece in table) for table in tables]
+        self._counted = own_boxes(held, replica.index(self.rank))
         with megatron_runtime():
             groups = self._megatron_groups = process_groups(self.layout, self.rank, self.groups)
             many = self.layout.virtual_size
@@ -156,8 +159,7 @@ class MegatronEngine(TrainEngine):
 
     def own_blocks(self) -> Iterator[Block]:
         """See `TrainEngine.own_blocks`."""
-        self.settle()
-        return blocks(self._parameters, self._own_table)
+        return own_parts(self.blocks(), self._counted)
 
     @property
     def shapes(self) -> dict[str, torch.Size]:

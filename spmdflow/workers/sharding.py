@@ -150,11 +150,6 @@ class Shard:
         place = mesh.get_local_rank(mesh.ndim - 1)
         return row_box(shape, place * rows, (place + 1) * rows)
 
-    def full(self) -> Tensor:
-        """The whole tensor in float32, on every rank (all-gather over the group)."""
-        with torch.no_grad():
-            return self.parameter.full_tensor().float()
-
 
 def shards(module: nn.Module) -> dict[str, Shard]:
     """Shards by Hugging Face name; a tied parameter appears once, under its first name."""

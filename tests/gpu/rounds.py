@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed" / "programs"))
 
 import torch
 import torch.distributed as dist
+from engine_state import full_tensors
 from fsdp_reference import make_batch
 from torch import Tensor
 
@@ -167,7 +168,7 @@ def trained_model(actor: ActorWorker) -> Any:
     model = load(actor.cfg.model.path)
     dtype = getattr(torch, actor.cfg.rollout.precision)
     with actor.resident("parameters"):
-        weights = {n: t.to(dtype).float().cpu() for n, t in actor.engine.full_tensors()}
+        weights = {n: t.to(dtype).float().cpu() for n, t in full_tensors(actor.engine)}
     model.load_state_dict(weights, strict=False)
     model.tie_weights()
     return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdflow.blocks.box import Box
+from spmdflow.hybrid_engine.export import export_of, plan_files
 from spmdflow.weights.folder import folder_tensors
 from spmdflow.weights.move import Blocks
 from spmdflow.workers.engine import TrainEngine
-from spmdflow.workers.export import plan_files
 
 plan_files.__kwdefaults__["least_bytes"] = 1  # tiny models, too, are written by all ranks
 State = dict[tuple[str, Box], Tensor]
@@ -31,9 +32,27 @@ def load_state(engine: TrainEngine, state: State, *, steps_done: int) -> None:
     engine.load_blocks(blocks.read, steps_done)
 
 
+def full_tensors(engine: TrainEngine) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full float32 tensor) on every rank, in the order of shapes.
+
+    Of bfloat16 weights these are the rounded values, as the forward pass uses them.
+    """
+    mine: dict[str, list[tuple[Tensor, Box]]] = {}
+    for name, view, box in engine.own_blocks():
+        mine.setdefault(name, []).append((view, box))
+    for name, shape in engine.shapes.items():
+        whole = torch.zeros(shape, device=engine.device)
+        for view, box in mine.get(name, ()):
+            whole[box.slices()] = view.float()
+        if engine.weight_group is not None:
+            # one rank has each element's bits, the others zeros: the sum of bits is exact
+            dist.all_reduce(whole.view(torch.int32), group=engine.weight_group)
+        yield name, whole
+
+
 def exported(engine: TrainEngine, folder: Path) -> dict[str, Tensor]:
     """The tensors of an export as they lie in its files, on every rank."""
-    engine.export_hugging_face(folder)
+    export_of(engine, seconds=60)(folder)
     dist.barrier(engine.groups.get(engine.layout.ranks))
     config = json.loads((folder / "config.json").read_text())
     assert config["dtype"] == str(engine.dtype).removeprefix("torch."), config["dtype"]

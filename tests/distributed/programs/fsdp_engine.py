@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
-from engine_state import exported, load_state, rounded, state_of, whole_state
+from engine_state import exported, full_tensors, load_state, rounded, state_of, whole_state
 from engine_world import (
     MAX_DP,
     VARIANTS,
@@ -51,6 +51,7 @@ from spmdflow.config.schema import (
     ModelConfig,
 )
 from spmdflow.data.ragged import lengths_of, rows_of
+from spmdflow.hybrid_engine.export import export_of
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.workers.model import load_model
 from spmdflow.workers.sharding import read_weights
@@ -122,7 +123,7 @@ def check_trajectory(world: World) -> None:
             share, parts = split(make_batch(6, seed=step), dp, world.rank, 2, None)
             metrics = engine.train_step(share, loss_of("tied"), num_micro_batches=parts)
             rates.append(metrics["lr"])
-        weights[dp, shard] = dict(engine.full_tensors())
+        weights[dp, shard] = dict(full_tensors(engine))
         world.note("rates", rates)
     if world.rank == 0:
         one, *others = weights.values()
@@ -199,7 +200,7 @@ def check_hashes(world: World) -> None:
         engine = world.engine("reward", dp, EngineConfig())
         for dtype in (torch.float32, torch.bfloat16):
             hashes = engine.shard_hashes(dtype)
-            whole = {n: positional_hash(x.to(dtype)) for n, x in engine.full_tensors()}
+            whole = {n: positional_hash(x.to(dtype)) for n, x in full_tensors(engine)}
             found[f"{dp} {dtype}"] = hashes == whole
             world.note("hashed", list(hashes))
         name, last = "model.layers.0.mlp.up_proj.weight", (47, 31)
@@ -207,7 +208,7 @@ def check_hashes(world: World) -> None:
             if block_name == name and box.bounds[0][1] == last[0] + 1:
                 block[-1, -1] += 1e-6
         changed = engine.shard_hashes(torch.float32)
-        names = [n for n, x in engine.full_tensors() if changed[n] != hashes_of(world.folder)[n]]
+        names = [n for n, x in full_tensors(engine) if changed[n] != hashes_of(world.folder)[n]]
         found[f"{dp} changed"] = names == ["model.layers.0.mlp.up_proj.weight"]
     world.note("hashes", found)
     engine = world.engine("reward", MAX_DP, EngineConfig())
@@ -222,9 +223,9 @@ def check_export(world: World) -> None:
         share, parts = split(make_batch(5), MAX_DP, world.rank, 2, None)
         engine.train_step(share, loss_of(kind), num_micro_batches=parts)
         target = world.folder / f"export-{world.kind}-{world.shard}"
-        engine.export_hugging_face(target / kind)
+        export_of(engine, seconds=60)(target / kind)
         dist.barrier()
-        full = dict(engine.full_tensors())
+        full = dict(full_tensors(engine))
         columns = score_columns if kind == "reward" else log_prob_columns
         answer = engine.forward(share, columns, num_micro_batches=parts)
         if world.rank == 0:
@@ -277,7 +278,7 @@ def check_division(world: World) -> None:
         with Collectives() as collectives:
             engine.train_step(share, loss_of("tied"), num_micro_batches=parts)
         counts[parts] = collectives.elements
-    whole = sum(x.numel() for _, x in engine.full_tensors())
+    whole = sum(x.numel() for _, x in full_tensors(engine))
     world.note("division", {"whole": whole, "held": held, "counts": counts})
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
-from engine_state import load_state, state_of
+from engine_state import full_tensors, load_state, state_of
 from fsdp_reference import make_batch
 from hybrid_engine_case import CASES, Case
 from rollout_world import CPU, GREEDY, SAMPLED, SEEDS, message
@@ -69,7 +69,7 @@ def trained_model(actor: ActorWorker) -> Any:
     """A transformers model with the trainer's weights."""
     model = load(actor.cfg.model.path)
     with actor.resident("parameters"):
-        model.load_state_dict(dict(actor.engine.full_tensors()), strict=False)
+        model.load_state_dict(dict(full_tensors(actor.engine)), strict=False)
     model.tie_weights()
     return model
 

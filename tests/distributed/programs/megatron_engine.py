@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
-from engine_state import exported, load_state, rounded, state_of, whole_state
+from engine_state import exported, full_tensors, load_state, rounded, state_of, whole_state
 from engine_world import loss_of, message
 from fsdp_reference import make_batch
 from megatron_reference import FAMILIES, load, outputs_of, write_models
@@ -27,6 +27,7 @@ from megatron_world import (
 from torch import Tensor
 
 from spmdflow.blocks.hash import positional_hash
+from spmdflow.hybrid_engine.export import export_of
 from spmdflow.parallel.group import GroupTable
 from spmdflow.weights import ranks
 
@@ -99,7 +100,7 @@ def check_equality(world: World, case: Case) -> None:
     metrics = world.train(engine, case)
     everywhere: list[Any] = [None] * case.layout.size
     dist.all_gather_object(everywhere, metrics, group=group)
-    state, full = whole_state(engine), dict(engine.full_tensors())
+    state, full = whole_state(engine), dict(full_tensors(engine))
     if world.rank != case.layout.ranks[0]:
         return
     expected = world.reference(case)
@@ -135,7 +136,7 @@ def check_trajectory(world: World) -> None:
         if engine is None:
             continue
         rates = [world.train(engine, case, seed=seed)["lr"] for seed in range(4)]
-        weights[case.d] = dict(engine.full_tensors())
+        weights[case.d] = dict(full_tensors(engine))
         world.note("rates", rates)
     if world.rank == 0:
         world.note("trajectory", largest(weights[1], weights[2]))
@@ -151,7 +152,7 @@ def check_options(world: World) -> None:
             if engine is None:
                 continue
             metrics = [world.train(engine, case, seed=seed) for seed in (0, 1)]
-            weights.append((metrics, dict(engine.full_tensors()), engine))
+            weights.append((metrics, dict(full_tensors(engine)), engine))
         if not weights:
             continue
         buckets = [len(e.optimizer.ddps[0].bucket_groups) for *_, e in weights if e.optimizer]
@@ -172,7 +173,7 @@ def check_parts(world: World) -> None:
         if engine is None:
             return
         losses = [world.train(engine, case, seed=seed)["loss"] for seed in (0, 1)]
-        found.append((losses, dict(engine.full_tensors())))
+        found.append((losses, dict(full_tensors(engine))))
     (losses, plain), (others, weights) = found
     same = all(torch.equal(x, plain[name]) for name, x in weights.items())
     world.note(f"parts {world.rank}", same and losses == others)
@@ -197,8 +198,8 @@ def check_state(world: World) -> None:
                 engine.residency("host", part)
                 engine.residency("device", part)
             world.train(engine, case, seed=1)
-        pairs: dict[Any, Tensor] = {**dict(first.full_tensors()), **state_of(first)}
-        others: dict[Any, Tensor] = {**dict(second.full_tensors()), **state_of(second)}
+        pairs: dict[Any, Tensor] = {**dict(full_tensors(first)), **state_of(first)}
+        others: dict[Any, Tensor] = {**dict(full_tensors(second)), **state_of(second)}
         found[f"{case} {dtype}"] = {
             "different": [str(n) for n, x in pairs.items() if not torch.equal(x, others[n])],
             "moved": any(not torch.equal(x, saved[n]) for n, x in state_of(first).items()),
@@ -214,7 +215,7 @@ def check_bfloat16(world: World) -> None:
         assert engine is not None
         masters = whole_state(engine)
         metrics = world.train(engine, case)
-        state, full = whole_state(engine), dict(engine.full_tensors())
+        state, full = whole_state(engine), dict(full_tensors(engine))
         files = exported(engine, world.folder / "export-bfloat16" / case.model)
         if world.rank == 0:
             expected = world.reference(case)
@@ -241,14 +242,14 @@ def check_weights_out(world: World) -> None:
         engine = world.engine(case)
         assert engine is not None
         world.train(engine, case)
-        full = dict(engine.full_tensors())
+        full = dict(full_tensors(engine))
         before = {dtype: engine.shard_hashes(dtype) for dtype in (torch.float32, torch.bfloat16)}
         same = all(
             found == {n: positional_hash(x.to(dtype)) for n, x in full.items()}
             for dtype, found in before.items()
         )
         held = all(torch.equal(x, full[n][box.slices()]) for n, x, box in engine.blocks())
-        engine.export_hugging_face(world.folder / "export" / case.model)
+        export_of(engine, seconds=60)(world.folder / "export" / case.model)
         dist.barrier()
         if world.rank == 3:  # last stage or last tensor-parallel rank
             block = next(x for n, x, _ in engine.blocks() if n.endswith("up_proj.weight"))
@@ -270,11 +271,11 @@ def check_critic(world: World) -> None:
     case = Case("qwen2", 2, 2, 1)
     engine = world.engine(case, head="critic")
     assert engine is not None
-    head = dict(engine.full_tensors())["score.weight"]
+    head = dict(full_tensors(engine))["score.weight"]
     share, parts = world.share(case)
     engine.train_step(share, loss_of("reward"), num_micro_batches=parts)
-    full = dict(engine.full_tensors())
-    engine.export_hugging_face(world.folder / "export" / "critic")
+    full = dict(full_tensors(engine))
+    export_of(engine, seconds=60)(world.folder / "export" / "critic")
     dist.barrier(engine.groups.get(engine.layout.ranks))
     if world.rank == 0:
         model = load(world.folder / "export", "critic")
@@ -303,8 +304,8 @@ def check_two_models(world: World) -> None:
         assert alone is not None
         for seed in (0, 1):
             world.train(alone, case, seed=seed)
-        other = dict(alone.full_tensors())
-        same = [torch.equal(x, other[n]) for n, x in engine.full_tensors()]
+        other = dict(full_tensors(alone))
+        same = [torch.equal(x, other[n]) for n, x in full_tensors(engine)]
         world.note(f"turns {case.model} {world.rank}", all(same))
     outputs = whole_outputs(frozen, Case("llama", 2, 2, 1), world)
     if world.rank == 3:
@@ -336,13 +337,13 @@ def check_adopted_storage(world: World) -> None:
     before = kept[0].clone()
     for engine in (ours, plain):
         world.train(engine, case)
-    other = dict(plain.full_tensors())
+    other = dict(full_tensors(plain))
     inside = {
         kept[0].data_ptr() <= x.data_ptr() < kept[0].data_ptr() + kept[0].nbytes
         for _, x, _ in ours.blocks()
     }
     found = [
-        all(torch.equal(x, other[n]) for n, x in ours.full_tensors()),
+        all(torch.equal(x, other[n]) for n, x in full_tensors(ours)),
         inside == {True},
         bool((kept[0][1] != before[1]).any()) and bool((kept[0][0] == 0).all()),
     ]

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
-from engine_state import load_state, state_of
+from engine_state import full_tensors, load_state, state_of
 from fsdp_reference import make_batch
 from torch import Tensor
 
@@ -118,7 +118,7 @@ def update(engine: FSDPEngine, seed: int) -> None:
 def trained_model(world: World, engine: FSDPEngine, model: str) -> Any:
     """A fresh transformers model with the engine's weights."""
     fresh = load(world.folder / model)
-    state = dict(engine.full_tensors())
+    state = dict(full_tensors(engine))
     missing, unexpected = fresh.load_state_dict(state, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     fresh.tie_weights()
@@ -139,7 +139,7 @@ def check_versions(world: World, generator: Generator) -> dict[str, Any]:
     found["synced again"] = (hybrid.needs_sync, message(generate))
     load_state(engine, state_of(engine), steps_done=1)
     found["restored"] = (hybrid.needs_sync, message(generate))
-    whole = sum(tensor.numel() * 4 for _, tensor in engine.full_tensors())
+    whole = sum(tensor.numel() * 4 for _, tensor in full_tensors(engine))
     num_bytes = whole - sum(tensor.nbytes for _, tensor, _ in engine.blocks())
     found["bytes"] = (metrics["rollout/synced_bytes"].total, num_bytes)  # type: ignore[union-attr]
     return {"versions": found}

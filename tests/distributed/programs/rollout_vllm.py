@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 import torch
+from engine_state import full_tensors
 from rollout_sync import (
     CPU,
     GREEDY,
@@ -151,7 +152,7 @@ def check_prefix_cache(world: World, generator: Any) -> dict[str, Any]:
     hybrid.sync()
     found = hybrid.generate(prompts, GREEDY, world.seeds[:4])
     fresh = load(world.folder / "untied")
-    fresh.load_state_dict(dict(engine.full_tensors()))
+    fresh.load_state_dict(dict(full_tensors(engine)))
     expected = reference(fresh, prompts, GREEDY, world.seeds[:4], (END,))
     return {"prefix cache": disagreements(found, expected, tolerance=1e-5)}
 

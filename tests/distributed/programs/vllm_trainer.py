@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
+from engine_state import full_tensors
 from fsdp_reference import make_batch
 
 from spmdflow.config.leaf import defaults
@@ -103,7 +104,7 @@ def check_source(path: str, kind: str, layout: str) -> dict[str, Any]:
     ours = source_of(worker.engine, worker.context, worker.cfg)
     shapes = {each.name: torch.Size(each.shape) for each in parameters(ours.arch)}
     source = weight_source(shapes, ours.tensors, dtype=ours.dtype)
-    whole = {n: tensor.to(torch.bfloat16) for n, tensor in worker.engine.full_tensors()}
+    whole = {n: tensor.to(torch.bfloat16) for n, tensor in full_tensors(worker.engine)}
     passes = []
     for _ in range(2):
         meta = source.metadata if isinstance(source.metadata, list) else source.metadata()  # 0.33
@@ -141,7 +142,7 @@ def trained_model(worker: PolicyWorker, dtype: str) -> Any:
     model = load(worker.cfg.model.path)
     weights = {
         name: tensor.to(getattr(torch, dtype)).float()
-        for name, tensor in worker.engine.full_tensors()
+        for name, tensor in full_tensors(worker.engine)
     }
     model.load_state_dict(weights, strict=False)
     model.tie_weights()

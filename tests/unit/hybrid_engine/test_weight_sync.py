@@ -48,6 +48,7 @@ def sync_of(path: str, change: Callable[[dict[str, Tensor]], None] = lambda _: N
         tensors=tensors,
         layout=Layout((0,)),
         groups=GroupTable(0, timeout_seconds=1),
+        from_all=lambda mine: [mine],
         device=CPU,
         weights_version=3,
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.hybrid_engine.bucket import Message
 from spmdflow.hybrid_engine.reshard import ReshardPlan, boxes_of, training_tables
+from spmdflow.hybrid_engine.whole import WholeTensors
 from spmdflow.parallel.layout import Layout
 from spmdflow.serving.connection import (
     Connection,
@@ -26,7 +27,6 @@ from spmdflow.serving.connection import (
     packed_hashes,
     unpacked_hashes,
 )
-from spmdflow.serving.whole import WholeTensors
 from spmdflow.weights.architecture import Architecture, RopeScaling
 from spmdflow.weights.move import Block, blocks, fill
 from spmdflow.weights.table import parameters
@@ -133,7 +133,7 @@ class NoWire:
         raise AssertionError
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(chunk=st.integers(1, 40_000), name=st.sampled_from(sorted(LAYOUTS)))
 def test_chunks_are_neighbours_within_the_limit_or_single_tensors(chunk: int, name: str) -> None:
     kind, layout = LAYOUTS[name]
@@ -144,9 +144,8 @@ def test_chunks_are_neighbours_within_the_limit_or_single_tensors(chunk: int, na
         return NoWire()
 
     WholeTensors(
-        ARCH,
         boxes_of(training_tables(ARCH, layout, kind=kind)),
-        (99,),
+        {99: parameters(ARCH)},
         wire_of,
         rank=99,
         dtype=torch.float32,

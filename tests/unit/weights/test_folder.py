@@ -12,13 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from spmdflow.blocks.box import Box
 from spmdflow.errors import ConfigError
+from spmdflow.hybrid_engine.export import FolderExport
+from spmdflow.parallel.group import GroupTable
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.file import Facts
 from spmdflow.weights.folder import HuggingFaceFolder, folder_tensors
 from spmdflow.weights.move import blocks, fill
 from spmdflow.weights.ranks import megatron_shards
 from spmdflow.weights.table import parameters
-from spmdflow.workers.export import FolderExport
 from tests.unit.weight_shapes import TINY, VARIANTS, architecture, empty_of, gathered, values_of
 
 BUNDLED = Path(__file__).parents[3] / "algos/arithmetic/model"
@@ -34,9 +35,10 @@ def _write(folder, variant="llama", max_file_bytes=1 << 30):
     config = {**TINY, **VARIANTS[variant], "architectures": ["LlamaForCausalLM"]}
     facts = [Facts(name, each.dtype, each.shape) for name, each in values.items()]
     blocks = [(name, each, Box.of_shape(each.shape)) for name, each in values.items()]
-    held = {name: [(0, box)] for name, _, box in blocks}
-    export = FolderExport(facts, held, (0,), 0, None, most_bytes=max_file_bytes)
-    export.write(written, blocks, torch.device("cpu"), config=config, source=source)
+    held, device = {name: [box] for name, _, box in blocks}, torch.device("cpu")
+    rank = {"rank": 0, "device": device, "seconds": 1.0}
+    export = FolderExport(facts, {0: held}, GroupTable(0, 1.0), **rank, most_bytes=max_file_bytes)
+    export.write(written, blocks, config=config, source=source)
     return written, values
 
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import MODULUS, box_hash, positional_hash
+from spmdflow.blocks.own import describe, own_boxes
 from spmdflow.errors import ConfigError, PlanError
-from spmdflow.weights.move import Blocks, blocks, fill
+from spmdflow.weights.move import Blocks, blocks, fill, own_parts
 from spmdflow.weights.ranks import megatron_shards, row_shards, vllm_shards
-from spmdflow.weights.table import owned, parameters
+from spmdflow.weights.table import parameters
 from tests.unit.weight_shapes import (
     SIZES,
     architecture,
@@ -68,19 +69,28 @@ def test_whole_tensors_survive_being_filled_into_shards_and_gathered(replica):
             assert int((local[name] == 0).sum()) == tensor.padding
 
 
+def owned(tables):
+    """What each rank owns of each of its pieces."""
+    pieces = [[piece for x in table.values() for piece in x.pieces] for table in tables]
+    held = [describe((piece.name, piece.box) for piece in each) for each in pieces]
+    return [own_boxes(held, place) for place in range(len(tables))]
+
+
 @settings(max_examples=80, deadline=None)
 @given(replica=replicas())
 def test_every_element_is_held_by_a_replica_and_owned_once(replica):
     arch, tables = replica
+    times = {each.name: torch.zeros(each.shape, dtype=torch.int64) for each in parameters(arch)}
 
     held = [count(table, arch) for table in tables]
-    mine = [count(table, arch) for table in owned(tables)]
+    for table, mine in zip(tables, owned(tables), strict=True):
+        for name, view, box in own_parts(blocks(empty_of(table), table), mine):
+            assert view.shape == box.shape
+            times[name][box.slices()] += 1
 
-    for parameter in parameters(arch):
-        name = parameter.name
+    for name, found in times.items():
         assert (sum(rank[name] for rank in held) >= 1).all()
-        assert (sum(rank[name] for rank in mine) == 1).all()
-        assert all((m[name] <= h[name]).all() for m, h in zip(mine, held, strict=True))
+        assert (found == 1).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -90,11 +100,11 @@ def test_hashes_of_owned_boxes_add_up_to_the_hash_of_the_whole_tensor(replica, d
     values = {name: tensor.to(dtype) for name, tensor in values_of(arch).items()}
     found = dict.fromkeys(values, 0)
 
-    for table in owned(tables):
-        for tensor in table.values():
-            for piece in tensor.pieces:
-                part = values[piece.name][piece.box.slices()]
-                found[piece.name] += box_hash(part, piece.box)
+    for table, mine in zip(tables, owned(tables), strict=True):
+        local = {name: tensor.to(dtype) for name, tensor in empty_of(table).items()}
+        fill(local, table, reader_of(values))
+        for name, part, box in own_parts(blocks(local, table), mine):
+            found[name] += box_hash(part, box)
 
     whole = {name: positional_hash(tensor) for name, tensor in values.items()}
     assert {name: total % MODULUS for name, total in found.items()} == whole
