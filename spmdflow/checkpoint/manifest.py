@@ -148,7 +148,7 @@ def _describes_file(name: str, facts: Any) -> bool:
     return is_plain and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
-def check_sizes(info: CheckpointInfo) -> None:
+def check_file_sizes(info: CheckpointInfo) -> None:
     """CheckpointError naming the first file that is missing, of another size, or foreign."""
     here = set(file_names(info.folder))
     for name, facts in info.files.items():
@@ -166,9 +166,9 @@ def check_sizes(info: CheckpointInfo) -> None:
         )
 
 
-def verify(info: CheckpointInfo) -> None:
-    """`check_sizes`, then `verify_files` of all."""
-    check_sizes(info)
+def verify_checkpoint(info: CheckpointInfo) -> None:
+    """`check_file_sizes`, then `verify_files` of all."""
+    check_file_sizes(info)
     verify_files(info.folder, info.files)
 
 

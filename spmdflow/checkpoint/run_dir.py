@@ -26,7 +26,7 @@ from spmdflow.checkpoint.disk import RunDirLock, disk_errors, sync, write_atomic
 from spmdflow.checkpoint.manifest import (
     CheckpointInfo,
     Written,
-    check_sizes,
+    check_file_sizes,
     order_of,
     read_manifest,
     seen_files,
@@ -138,7 +138,7 @@ _TMP, _TRASH = ".tmp", ".trash"
 def find_latest(run_dir: Path) -> CheckpointInfo | None:
     """The checkpoint that `latest` names, or the newest sealed one if there is no `latest`.
 
-    Sizes are checked, hashes are not (`manifest.verify`). None if nothing was ever sealed;
+    Sizes are checked, hashes are not (`verify_checkpoint`). None if nothing was ever sealed;
     CheckpointError if what `latest` names is missing or damaged.
     """
     folder = run_dir / "checkpoints"
@@ -152,7 +152,7 @@ def find_latest(run_dir: Path) -> CheckpointInfo | None:
             f"write one of these into it, or delete it for the newest"
         )
     info = read_manifest(folder / name)
-    check_sizes(info)
+    check_file_sizes(info)
     return info
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdflow.checkpoint.manifest import verify
+from spmdflow.checkpoint.manifest import verify_checkpoint
 from spmdflow.checkpoint.run_dir import find_latest
 from tests.algos.runs import SCRIPT, SMALL, log_of, start
 
@@ -121,5 +121,5 @@ def test_a_run_dir_that_another_node_loses_ends_the_run_and_keeps_the_last_whole
     assert "that rank 1 wrote there on node" in nodes.log()
     info = find_latest(nodes.run_dir)
     assert info is not None and "critic/rank-0.safetensors" in info.files
-    verify(info)
+    verify_checkpoint(info)
     assert [path.name for path in sorted(latest.parent.iterdir())] == ["latest", info.folder.name]

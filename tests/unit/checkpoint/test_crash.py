@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from spmdflow.checkpoint.manifest import read_manifest, verify
+from spmdflow.checkpoint.manifest import read_manifest, verify_checkpoint
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest
 from spmdflow.tracking.tracker import append_lines, cut_back, read_lines
 from tests.unit.checkpoint_files import write_as_rank
@@ -66,7 +66,7 @@ def loaded_step(run_dir: Path) -> int:
     info = find_latest(run_dir)
     if info is None:
         return 0
-    verify(info)
+    verify_checkpoint(info)
     texts = [(info.folder / f"rank-{rank}").read_text() for rank in range(2)]
     assert texts == [f"step {info.step} of rank {rank}" for rank in range(2)]
     assert info.meta == {"cursor": info.step}
@@ -81,7 +81,7 @@ def check_every_kill(start: Path, work: Path, *, old: int, new: int) -> None:
         done = finishes_before(point, lambda: save(work, new))
         seen.append(loaded_step(work))
         for folder in (work / "checkpoints").glob("step-*[0-9]"):
-            verify(read_manifest(folder))  # whole also if `latest` does not name it
+            verify_checkpoint(read_manifest(folder))  # whole also if `latest` does not name it
         save(work, new + 1)  # the restart
         assert loaded_step(work) == new + 1
         rest = sorted(path.name for path in (work / "checkpoints").iterdir())

@@ -14,10 +14,10 @@ import pytest
 
 from spmdflow.checkpoint.manifest import (
     CheckpointInfo,
+    check_file_sizes,
     check_layout,
-    check_sizes,
     read_manifest,
-    verify,
+    verify_checkpoint,
 )
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest
 from spmdflow.errors import CheckpointError
@@ -43,7 +43,7 @@ def names(run_dir: Path) -> list[str]:
 def latest_step(run_dir: Path) -> int:
     info = find_latest(run_dir)
     assert info is not None
-    verify(info)
+    verify_checkpoint(info)
     return info.step
 
 
@@ -58,7 +58,7 @@ def test_a_sealed_checkpoint_is_found_with_its_meta_and_files(tmp_path):
         name: len(data) for name, data in FILES.items()
     }
     assert names(tmp_path) == ["latest", "step-20"]
-    verify(found)
+    verify_checkpoint(found)
 
 
 def test_nothing_is_found_where_nothing_was_sealed(tmp_path):
@@ -192,9 +192,9 @@ def test_any_flipped_bit_of_a_file_is_caught_and_named(tmp_path, name):
     info = save(tmp_path, 1)
     path = info.folder / name
     for _ in flips(path):
-        check_sizes(info)
+        check_file_sizes(info)
         with pytest.raises(CheckpointError, match=rf"{path.name} has sha256 .*, expected"):
-            verify(info)
+            verify_checkpoint(info)
 
 
 def test_any_flipped_bit_of_the_manifest_is_caught_and_named(tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spmdflow.checkpoint.disk import TOKEN_FILE, sees_token, shared_token
-from spmdflow.checkpoint.manifest import FileFacts, verify
+from spmdflow.checkpoint.manifest import FileFacts, verify_checkpoint
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest
 from spmdflow.controller.saving import check_shared
 from spmdflow.errors import CheckpointError, ConfigError
@@ -49,7 +49,7 @@ def test_a_checkpoint_without_the_files_of_another_node_is_refused_and_the_old_o
     assert names == ["latest", "step-1"]
     info = find_latest(run_dir)
     assert info is not None and info.step == 1
-    verify(info)
+    verify_checkpoint(info)
 
 
 def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_the_manifest_has_size_and_hash_as_the_writer_says(tmp_path: Path) -> No
         "critic",
         "manifest.json",
     ]
-    verify(info)
+    verify_checkpoint(info)
 
 
 def test_a_file_of_two_ranks_and_one_of_nobody_are_refused(tmp_path: Path) -> None:

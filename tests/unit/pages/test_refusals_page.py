@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from spmdflow import run
-from spmdflow.checkpoint.manifest import CheckpointInfo, check_layout, verify
+from spmdflow.checkpoint.manifest import CheckpointInfo, check_layout, verify_checkpoint
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest, open_run_dir
 from spmdflow.config.check import check
 from spmdflow.config.load import load
@@ -192,7 +192,7 @@ def cut_off_file() -> None:
 def changed_byte() -> None:
     info = _checkpoint()
     Path("run/checkpoints/step-3/weights.safetensors").write_bytes(b"12346")
-    verify(info)
+    verify_checkpoint(info)
 
 
 def changed_manifest() -> None:
