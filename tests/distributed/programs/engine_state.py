@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,6 @@ from spmdflow.weights.folder import folder_tensors
 from spmdflow.weights.move import Blocks
 from spmdflow.workers.engine import TrainEngine
 
-plan_files.__kwdefaults__["least_bytes"] = 1  # tiny models, too, are written by all ranks
 State = dict[tuple[str, Box], Tensor]
 
 
@@ -50,9 +50,15 @@ def full_tensors(engine: TrainEngine) -> Iterator[tuple[str, Tensor]]:
         yield name, whole
 
 
+def write_folder(engine: TrainEngine, folder: Path) -> None:
+    """The engine's model as a folder; tiny models, too, are written by all ranks."""
+    with mock.patch.dict(plan_files.__kwdefaults__, least_bytes=1):
+        export_of(engine, seconds=60)(folder)
+
+
 def exported(engine: TrainEngine, folder: Path) -> dict[str, Tensor]:
     """The tensors of an export as they lie in its files, on every rank."""
-    export_of(engine, seconds=60)(folder)
+    write_folder(engine, folder)
     dist.barrier(engine.groups.get(engine.layout.ranks))
     config = json.loads((folder / "config.json").read_text())
     assert config["dtype"] == str(engine.dtype).removeprefix("torch."), config["dtype"]

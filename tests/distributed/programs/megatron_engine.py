@@ -14,7 +14,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
-from engine_state import exported, full_tensors, load_state, rounded, state_of, whole_state
+from engine_state import (
+    exported,
+    full_tensors,
+    load_state,
+    rounded,
+    state_of,
+    whole_state,
+    write_folder,
+)
 from engine_world import loss_of, message
 from fsdp_reference import make_batch
 from megatron_reference import FAMILIES, load, outputs_of, write_models
@@ -27,7 +35,6 @@ from megatron_world import (
 from torch import Tensor
 
 from spmdflow.blocks.hash import positional_hash
-from spmdflow.hybrid_engine.export import export_of
 from spmdflow.parallel.group import GroupTable
 from spmdflow.weights import ranks
 
@@ -249,7 +256,7 @@ def check_weights_out(world: World) -> None:
             for dtype, found in before.items()
         )
         held = all(torch.equal(x, full[n][box.slices()]) for n, x, box in engine.blocks())
-        export_of(engine, seconds=60)(world.folder / "export" / case.model)
+        write_folder(engine, world.folder / "export" / case.model)
         dist.barrier()
         if world.rank == 3:  # last stage or last tensor-parallel rank
             block = next(x for n, x, _ in engine.blocks() if n.endswith("up_proj.weight"))
@@ -275,7 +282,7 @@ def check_critic(world: World) -> None:
     share, parts = world.share(case)
     engine.train_step(share, loss_of("reward"), num_micro_batches=parts)
     full = dict(full_tensors(engine))
-    export_of(engine, seconds=60)(world.folder / "export" / "critic")
+    write_folder(engine, world.folder / "export" / "critic")
     dist.barrier(engine.groups.get(engine.layout.ranks))
     if world.rank == 0:
         model = load(world.folder / "export", "critic")
