@@ -26,12 +26,7 @@ from engine_state import (
 from engine_world import loss_of, message
 from fsdp_reference import make_batch
 from megatron_reference import FAMILIES, load, outputs_of, write_models
-from megatron_world import (
-    Case,
-    World,
-    largest,
-    whole_outputs,
-)
+from megatron_world import Case, World, largest, whole_outputs
 from torch import Tensor
 
 from spmdflow.blocks.hash import positional_hash
@@ -382,10 +377,8 @@ def check_refusals(world: World) -> None:
             "option": Case("llama", 1, 1, 1, ("keep_gathered",)),
         }.items():
             world.note(f"refused_{name}", message(lambda case=wrong: world.engine(case)))
-        world.note(
-            "refused_head",
-            message(lambda: world.engine(Case("llama", 1, 1, 1), head="scalar")),
-        )
+        alone = Case("llama", 1, 1, 1)
+        world.note("refused_head", message(lambda: world.engine(alone, head="scalar")))
 
 
 CHECKS = (
