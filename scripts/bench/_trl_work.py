@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 32_000
 END = VOCABULARY - 1
-LENGTHS = (16, 192)
+LENGTHS = (8, 96)
 """Shortest and longest prompt of the second setting; drawn evenly."""
 
 
@@ -84,13 +84,13 @@ def stories(folder: Path, data: Path, *, threads: int, steps: int) -> Work:
 
 
 def vocabulary(folder: Path, *, threads: int, steps: int) -> Work:
-    """A random Llama of 12.9 million parameters, 32,000 words and prompts of 16 to 192 tokens."""
+    """A random Llama of 11.3 million parameters, 32,000 words and prompts of 8 to 96 tokens."""
     model, prompts = folder / "vocabulary", folder / "vocabulary.jsonl"
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
         intermediate_size=688,
-        num_hidden_layers=6,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=64,
@@ -106,18 +106,19 @@ def vocabulary(folder: Path, *, threads: int, steps: int) -> Work:
         llama.model.embed_tokens.weight[:, 0] = 1.0
         llama.model.embed_tokens.weight[END, 0] = -10.0
     llama.save_pretrained(model)
-    words = {f"w{number}": number for number in range(VOCABULARY)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    special = {0: "<unk>", 1: "<begin>", 2: "<pad>", END: "<end>"}
+    words = {special.get(number, f"w{number}"): number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token="w1",
-        pad_token="w2",
-        eos_token=f"w{END}",
+        bos_token="<begin>",
+        pad_token="<pad>",
+        eos_token="<end>",
         padding_side="left",
     ).save_pretrained(model)
     _set_end(model, END)
-    work = Work("vocabulary", str(model), str(prompts), threads, steps)
+    work = Work("vocabulary", str(model), str(prompts), threads, steps, 8, 4)
     rng = random.Random(0)
     with prompts.open("w") as file:
         for _ in range(work.num_prompts * steps):

@@ -8,9 +8,10 @@ TRL lives in an environment of its own:
     scripts/bench.py trl --trl ~/trl/bin/python --data FOLDER
 
 Two settings: `stories`, the 0.7-million-parameter model in FOLDER/models/stories260K-hd64 with the
-openings in FOLDER/tinystories, and `vocabulary`, a random Llama with 32,000 words and prompts of 16
-to 192 tokens. Both take 16 prompts x 8 samples x 64 new tokens, beta 0.04, one update of 128
-samples a step, float32, AdamW. No response ends early (bench/_trl_work.py). The first round tries
+openings in FOLDER/tinystories, with 16 prompts x 8 samples x 64 new tokens a step; `vocabulary`, a
+random Llama of 11.3 million with 32,000 words and prompts of 8 to 96 tokens, with 8 x 4 x 64. Beta
+0.04, one update a step, float32, AdamW. No response ends early (bench/_trl_work.py). On a machine
+that others use, give it real-time priority (`chrt -r 5`). The first round tries
 TRL in three settings of its own (the batch whole, cut into micro-batches, over two processes) and
 spmdflow on one rank and on as many as threads; the following rounds run the fastest of each again.
 A run's seconds are the median of its steps without the first two, from end to end; the table's are
