@@ -1,4 +1,4 @@
-"""Seconds that the matrix products of one GRPO step alone take: `products(work)`.
+"""CPU seconds of the matrix products of one GRPO step, in one thread: `products(work)`.
 
 Those that no trainer can do without, on this machine's torch, each into memory that is there
 already: a prefill of every prompt once, decoding all samples together, one forward of the
@@ -21,7 +21,7 @@ BODY_TOKENS, HEAD_TOKENS = 4096, 1024
 
 
 class Products:
-    """Runs products of given sizes and adds up their seconds."""
+    """Runs products of given sizes and adds up their CPU seconds."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -47,14 +47,14 @@ class Products:
             self._memory = torch.ones(sum(sizes))
         x, y, z = self._memory[: sum(sizes)].split(sizes)
         product = torch.mm if len(left) == 2 else torch.bmm
-        started = time.perf_counter()
+        started = time.process_time()
         product(x.view(left), y.view(right), out=z.view(out))
-        self.seconds += time.perf_counter() - started
+        self.seconds += time.process_time() - started
 
 
 def products(work: Work) -> float:
-    """Seconds of one step with the lengths of the work's first one."""
-    torch.set_num_threads(work.threads)
+    """CPU seconds of one step with the lengths of the work's first one."""
+    torch.set_num_threads(1)
     config = json.loads((Path(work.model) / "config.json").read_text())
     model = Model(config)
     prompts = work.prompt_tokens()[0]

@@ -15,7 +15,8 @@ that others use, give it real-time priority (`chrt -r 5`). The first round tries
 TRL in three settings of its own (the batch whole, cut into micro-batches, over two processes) and
 spmdflow on one rank and on as many as threads; the following rounds run the fastest of each again.
 A run's seconds are the median of its steps without the first two, from end to end; the table's are
-the medians over rounds. `products` is the time that the step's matrix products alone take.
+the medians over rounds. CPU seconds are those of all processes: compare them where others use the
+machine. `products` is what the step's matrix products alone take.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from bench._products import products
+from bench._steps import Moment, run_watched
 from bench._trl_work import Work, stories, vocabulary
 from spmdflow.config.schema import EngineConfig
 
@@ -71,19 +72,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Contestant:
-    """One trainer in one setting, and the seconds of a step in each round."""
+    """One trainer in one setting, and what a step took in each round."""
 
     trainer: str
     way: str
-    run: Callable[[Path], list[float]]
+    run: Callable[[Path], list[Moment]]
     stays: bool = False
     """Runs in every round, fastest or not."""
-    seconds: list[float] = field(default_factory=list)
+    steps: list[Moment] = field(default_factory=list)
+    """Medians of each round."""
 
     @property
-    def median(self) -> float:
+    def median(self) -> Moment:
         """Over rounds."""
-        return statistics.median(self.seconds)
+        return _medians(self.steps)
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -112,9 +114,10 @@ def _compare(name: str, folder: Path, arguments: argparse.Namespace) -> list[dic
     for number in range(arguments.rounds):
         for each in found if number == 0 else _finalists(found):
             with tempfile.TemporaryDirectory(dir=folder) as place:
-                seconds = each.run(Path(place))
-            each.seconds.append(statistics.median(seconds))
-            print(f"{name} round {number + 1} {each.trainer} {each.way}: {each.seconds[-1]:.3f} s")
+                each.steps.append(_medians(each.run(Path(place))[SKIPPED - 1 :]))
+            wall, cpu = each.steps[-1]
+            told = f"{name} round {number + 1} {each.trainer} {each.way}"
+            print(f"{told}: {wall:.3f} s, CPU {cpu:.3f} s")
             sys.stdout.flush()
         product_seconds.append(products(work))
     return _rows(work, found, statistics.median(product_seconds))
@@ -122,32 +125,38 @@ def _compare(name: str, folder: Path, arguments: argparse.Namespace) -> list[dic
 
 def _finalists(found: list[Contestant]) -> list[Contestant]:
     best = {
-        trainer: min((x for x in found if x.trainer == trainer and not x.stays), key=_median)
+        trainer: min((x for x in found if x.trainer == trainer and not x.stays), key=_wall)
         for trainer in dict.fromkeys(x.trainer for x in found)
     }
     return [x for x in found if x.stays or x is best[x.trainer]]
 
 
-def _median(contestant: Contestant) -> float:
-    return contestant.median
+def _wall(contestant: Contestant) -> float:
+    return contestant.median.wall
+
+
+def _medians(moments: list[Moment]) -> Moment:
+    return Moment(*map(statistics.median, zip(*moments)))
 
 
 def _rows(work: Work, found: list[Contestant], product_seconds: float) -> list[dict[str, Any]]:
-    others = [x.median for x in found if x.trainer == "trl"]
-    own = [x.median for x in found if x.trainer == "spmdflow" and not x.stays]
-    best = min(others or own)
+    others = [x for x in found if x.trainer == "trl"] or found
+    best = min(x.median.wall for x in others)
+    least = min(x.median.cpu for x in others)
     tokens = work.tokens()
     return [
         {
             "setting": work.name,
             "trainer": each.trainer,
             "way": each.way,
-            "rounds": len(each.seconds),
-            "step_s": each.median,
-            "tokens_per_s": round(tokens / each.median),
-            "ratio": best / each.median,
-            "products_s": product_seconds,
-            "of_products": each.median / product_seconds,
+            "rounds": len(each.steps),
+            "step_s": each.median.wall,
+            "tokens_per_s": round(tokens / each.median.wall),
+            "ratio": best / each.median.wall,
+            "cpu_s": each.median.cpu,
+            "cpu_ratio": least / each.median.cpu,
+            "products_cpu_s": product_seconds,
+            "of_products": each.median.cpu / product_seconds,
         }
         for each in found
     ]
@@ -172,35 +181,36 @@ def _contestants(work: Work, arguments: argparse.Namespace) -> list[Contestant]:
     return found
 
 
-def _trl(work: Work, way: str, folder: Path, python: Path) -> list[float]:
-    """Seconds of TRL's steps."""
+def _trl(work: Work, way: str, folder: Path, python: Path) -> list[Moment]:
+    """TRL's steps."""
     out = folder / "trl.json"
     count = work.threads if way == "ranks" else 1
     command = [str(python)]
     if count > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     command += [str(SIDE / "side.py"), str(work.write(folder / "work.json")), way, str(out)]
-    _call(command, folder, threads=work.threads // count, paths=[SIDE])
+    steps = _watch(command, folder / "steps", folder, threads=work.threads // count, path=SIDE)
     found = json.loads(out.read_text())
     lengths = {log["completions/mean_length"] for log in found["logs"]}
     assert lengths == {float(work.new_tokens)}, lengths
-    return found["seconds"][SKIPPED - 1 :]  # the first step's seconds are not among them
+    return steps
 
 
 def _own(
     work: Work, count: int, more: list[str], *, root: Path = ROOT
-) -> Callable[[Path], list[float]]:
-    """What runs spmdflow on so many ranks and returns the seconds of its steps."""
+) -> Callable[[Path], list[Moment]]:
+    """What runs spmdflow on so many ranks and returns its steps."""
 
-    def run(folder: Path) -> list[float]:
+    def run(folder: Path) -> list[Moment]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={count}", "-m", "spmdflow.run", "algos/grpo.py"]
         words = [*command, "algos/grpo.yaml", *own_settings(work, folder), *more]
-        _call(words, folder, threads=work.threads // count, paths=[root])
-        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-        made = {json.loads(line)["rollout/response_tokens"] for line in lines}
+        lines = folder / "run" / "metrics.jsonl"
+        steps = _watch(words, lines, folder, threads=work.threads // count, path=root)
+        texts = lines.read_text().splitlines()
+        made = {json.loads(text)["rollout/response_tokens"] for text in texts}
         assert made == {work.rows * work.new_tokens}, made
-        return step_seconds(folder / "run" / "trace.json")[SKIPPED:]
+        return steps
 
     return run
 
@@ -209,7 +219,7 @@ def own_settings(work: Work, folder: Path) -> list[str]:
     """The work in spmdflow's words; what is not here has its default."""
     return [
         f"run.dir={folder / 'run'}",
-        f"total_steps={work.steps + 1}",  # the last one has no next one to end at
+        f"total_steps={work.steps}",
         *("eval_every=0", "save_every=0", "run.sample_every=0", "data.eval_path=null"),
         f"data.train_path={work.prompts}",
         *(f"data.prompts_per_step={work.num_prompts}", "data.shuffle=false"),
@@ -224,22 +234,9 @@ def own_settings(work: Work, folder: Path) -> list[str]:
     ]
 
 
-def step_seconds(trace: Path) -> list[float]:
-    """From the beginning of a step's generation to the next one's, by RUN_DIR/trace.json."""
-    events = json.loads(trace.read_text())
-    starts = sorted(x["ts"] for x in events if _begins(x))
-    return [(later - sooner) / 1e6 for sooner, later in zip(starts, starts[1:])]
-
-
-def _begins(event: dict[str, Any]) -> bool:
-    return event["name"] == "actor.generate_sequences" and event["pid"] == 0
-
-
-def _call(command: list[str], folder: Path, *, threads: int, paths: list[Path]) -> None:
-    more = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": ":".join(map(str, paths))}
-    more |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with (folder / "log").open("w") as log:
-        done = subprocess.run(command, env=os.environ | more, cwd=paths[0], stdout=log, stderr=log)
-    if done.returncode:
-        text = (folder / "log").read_text()[-4000:]
-        sys.exit(f"trl: {' '.join(command)} ended with status {done.returncode}\n{text}")
+def _watch(
+    command: list[str], lines: Path, folder: Path, *, threads: int, path: Path
+) -> list[Moment]:
+    more = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(path), "HF_HUB_OFFLINE": "1"}
+    more |= {"TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"}
+    return run_watched(command, lines, folder / "log", cwd=path, more=more)

@@ -1,8 +1,8 @@
 """TRL's side of `bench.py trl`; runs in TRL's own environment: WORK.json SETTING OUT.json.
 
 SETTING: whole (the batch in one forward), micro (rows cut, gradients accumulated), ranks (two
-processes of DistributedDataParallel, started by torchrun). OUT: seconds of each step, from end to
-end, and what TRL says of tokens and rewards.
+processes of DistributedDataParallel, started by torchrun). The file steps beside OUT gets a line at
+the end of each step; OUT: what TRL says of tokens and rewards.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,16 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock(TrainerCallback):
-    """When each step ended."""
+    """Says that a step has ended: one line for each, on the first process."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """One more."""
-        self.times.append(time.perf_counter())
+        if int(os.environ.get("RANK", 0)) == 0:
+            with self._path.open("a") as file:
+                file.write("step\n")
 
 
 def rewards(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
@@ -78,7 +79,7 @@ def main(work_file: str, setting: str, out: str) -> None:
         **settings(work, setting),
     )
     tokenizer = AutoTokenizer.from_pretrained(work["model"], padding_side="left")
-    clock = Clock()
+    clock = Clock(Path(out).with_name("steps"))
     lines = Path(work["prompts"]).read_text().splitlines()
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32),
@@ -91,8 +92,7 @@ def main(work_file: str, setting: str, out: str) -> None:
     trainer.train()
     if int(os.environ.get("RANK", 0)) == 0:
         logs = [x for x in trainer.state.log_history if "reward" in x]
-        seconds = [later - sooner for sooner, later in zip(clock.times, clock.times[1:])]
-        found = {"seconds": seconds, "logs": logs, "versions": _versions()}
+        found = {"logs": logs, "versions": _versions()}
         Path(out).write_text(json.dumps(found))
 
 
