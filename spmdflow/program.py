@@ -215,7 +215,6 @@ def run_prepared(
     import torch.distributed as dist
 
     from spmdflow.controller import script as controller
-    from spmdflow.plan.comparison import compare_run
     from spmdflow.runtime.launch import Outcome
 
     if inproc:
@@ -224,6 +223,8 @@ def run_prepared(
         outcome = controller.start_flow(script, cfg, ranks=ranks, surroundings=surroundings)
     if not inproc and dist.get_rank() != ranks[0]:
         return outcome
+    from spmdflow.plan.comparison import compare_run  # after the run: its start is shorter
+
     if outcome.wait() == controller.FINISHED:
         compare_run(cfg)
     elif len(ranks) <= _MOST_STOPPED_RANKS and (

@@ -25,6 +25,7 @@ because torchrun stops every rank as soon as one has failed, the speaking one to
 from __future__ import annotations
 
 import difflib
+import gc
 import json
 import os
 import sys
@@ -211,6 +212,9 @@ def _launch(loaded: Loaded, place: Place, launcher: int | None, *, inproc: bool)
 
     set_up_logging(place.rank)
     quiet_libraries()
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
     try:
         if inproc:
             return run_prepared(loaded.script, loaded.cfg, ranks=(0,), inproc=True).wait()
@@ -269,4 +273,5 @@ def _take_device(place: Place) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # while libraries are imported, where nothing is garbage: a fifth of that time
     sys.exit(main())
