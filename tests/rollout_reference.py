@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spmdflow.blocks.box import Box
 from spmdflow.data.ragged import ragged_from_rows, rows_of
-from spmdflow.rollout.sampling import Sampling, perturb, scale
+from spmdflow.rollout.sampling import Sampling, scale, truncate, uniform
 from spmdflow.weights.move import Blocks
 
 MARGIN = 1e-5
@@ -46,7 +46,8 @@ class Expected:
     tokens: list[int]
     log_probs: list[float]
     margins: list[float]
-    """Top score minus second, at each draw."""
+    """How far each draw was from another token: of its u, from the ends of the token's share of
+    (0, 1); if greedy, of the top logit from the second."""
 
 
 def write_llama(folder: Path, *, seed: int = 0, **changes: Any) -> str:
@@ -137,6 +138,19 @@ def make_prompts(
     )
 
 
+def choose(scaled: Tensor, sampling: Sampling, seed: int, position: int) -> tuple[int, float]:
+    """The token of logits / temperature (1, V) by the plain cumulative sum, and the margin."""
+    if sampling.greedy:
+        best = scaled[0].topk(2).values
+        return int(scaled.argmax()), float(best[0] - best[1])
+    kept = truncate(scaled, top_k=sampling.top_k, top_p=sampling.top_p)
+    ends = kept[0].double().softmax(0).cumsum(0)
+    u = uniform(torch.tensor([seed]), torch.tensor([position]))
+    token = int(torch.searchsorted(ends, u[0], right=True))
+    starts = ends[token - 1] if token else torch.tensor(0.0)
+    return token, float(min(ends[token] - u[0], u[0] - starts))
+
+
 @torch.no_grad()
 def reference(
     model: Any, prompts: Tensor, sampling: Sampling, seeds: list[int], end_tokens: tuple[int, ...]
@@ -146,14 +160,12 @@ def reference(
     for prompt, seed in zip(rows_of(prompts), seeds, strict=True):
         row, ids = Expected([], [], []), prompt.tolist()
         while len(row.tokens) < sampling.max_new_tokens and not set(row.tokens) & set(end_tokens):
-            scaled = scale(model(input_ids=torch.tensor([ids])).logits[:, -1], sampling)
-            place = torch.tensor([len(row.tokens)])
-            scores = perturb(scaled, sampling, torch.tensor([seed]), place)
-            best = scores.topk(2).values[0]
-            token = int(scores.argmax())
+            logits = model(input_ids=torch.tensor([ids])).logits[:, -1]
+            scaled = scale(logits, sampling.temperature)
+            token, margin = choose(scaled, sampling, seed, len(row.tokens))
             row.tokens.append(token)
             row.log_probs.append(float(scaled.log_softmax(-1)[0, token]))
-            row.margins.append(float(best[0] - best[1]))
+            row.margins.append(margin)
             ids.append(token)
         rows.append(row)
     return rows

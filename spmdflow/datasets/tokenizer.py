@@ -123,6 +123,21 @@ class StopStrings:
         self._window = max(len(text.encode()) for text in strings) + 1
         """Tokens that a string can be spread over: each has a byte of it at least."""
 
+    def first_ends(self, rows: Sequence[tuple[list[int], list[int], int]]) -> list[int | None]:
+        """For (prompt, response, tokens that were asked about before): the response's tokens up to
+        the one that completed a string, or None. Texts are decoded in one batch first."""
+        windows = []
+        for prompt, response, known in rows:
+            shown = [x for x in (*prompt[-_CONTEXT:], *response) if x not in self._special]
+            windows.append(shown[-(len(response) - known + self._window + 2 * _CONTEXT) :])
+        texts = self._tokenizer.batch_decode(windows, clean_up_tokenization_spaces=False)
+        return [
+            next((n for n in range(known + 1, len(said) + 1) if self.ends(prompt, said[:n])), None)
+            if any(string in text for string in self._strings)
+            else None
+            for (prompt, said, known), text in zip(rows, texts, strict=True)
+        ]
+
     def ends(self, prompt: Sequence[int], response: Sequence[int]) -> bool:
         """Whether the last token of response completed a string; the tokens before did not.
 

@@ -1,111 +1,253 @@
-"""The built-in generator: batched decoding with a KV cache, on a copy of the full weights.
+"""The built-in generator: rows decoded together over a KV cache, on a copy of the full weights.
 
-Rows are sorted by prompt length and decoded `max_batch_size` at a time; a batch is left-padded,
-finished rows leave it, and results return in the order of the prompts. Needs no engine beside
-torch; the model's arithmetic is rollout.forward's.
+At most `max_batch_size` rows are under way. Rows that have ended leave, and others take their place
+once enough have (continuous batching, Yu et al. 2022). Samples of one prompt are prefilled once.
+The host looks which rows have ended after every token on a CPU, else after every few; until then
+they stand still. Needs no engine beside torch; the model's arithmetic is rollout.forward's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
+from torch.nn import functional as F
 
 from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import box_sum, read_sums
 from spmdflow.config.schema import RolloutConfig
-from spmdflow.data.ragged import lengths_of, mask_of, rows_of
-from spmdflow.rollout.forward import causal_lm, end_tokens, forward_of
+from spmdflow.rollout.forward import end_tokens, forward_of
 from spmdflow.rollout.generator import (
     NEVER,
+    Finished,
+    Replica,
+    Request,
+    RequestGenerator,
     WakePart,
-    check_prompts,
-    response_columns,
-    stop_strings_of,
+    loads_folder,
 )
-from spmdflow.rollout.sampling import Sampling, draw
+from spmdflow.rollout.sampling import draw
 from spmdflow.weights.move import Block, Storages
 
-_LEAVE_BELOW = 0.75
-"""Share of unfinished rows below which the others leave: copying the cache costs steps too."""
+_REFILL = 8
+"""New rows are prefilled when 1/8 of the rows is free: a prefill costs about as much as a step."""
+_PREFILL_TOKENS = 8192
+_LOOK_EVERY = 8
+"""Tokens between two looks of the host where it would wait for the device, or for texts."""
 
 
-class BuiltinGenerator:
+@dataclass(frozen=True)
+class _Live:
+    """A request under way."""
+
+    id: int
+    request: Request
+    born: int
+    """Draws before its first one."""
+
+    @property
+    def limit(self) -> int:
+        """Most tokens."""
+        return self.request.sampling.max_new_tokens
+
+
+@dataclass
+class _Rows:
+    """What is known of the rows under way on the device; (n,) or (n, N + 1) each."""
+
+    starts: Tensor
+    """Prompt lengths."""
+    seeds: Tensor
+    limits: Tensor
+    counts: Tensor
+    """Tokens that were drawn; of a row that has ended it stays."""
+    running: Tensor
+    """False behind the last token."""
+    tokens: Tensor
+    """A row that has ended goes on drawing into the place behind its last token."""
+    log_probs: Tensor
+
+    def pick(self, rows: Tensor) -> _Rows:
+        """Some rows, in this order."""
+        return _Rows(*(value[rows] for value in vars(self).values()))
+
+    def join(self, other: _Rows) -> _Rows:
+        """These rows and others behind them; the wider N counts."""
+        width = max(self.tokens.shape[1], other.tokens.shape[1])
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return _Rows(
+            *(
+                torch.cat([F.pad(x, (0, width - x.shape[1])) if x.ndim > 1 else x for x in pair])
+                for pair in pairs
+            )
+        )
+
+
+class BuiltinGenerator(RequestGenerator):
     """Generator over a cached forward; see rollout.generator.Generator for the promises."""
 
     def __init__(self, cfg: RolloutConfig, model_path: str, device: torch.device) -> None:
         self.weights_version = NEVER
         self.dtype = getattr(torch, cfg.precision)
+        self.device, self.replica = device, Replica.alone()
+        self.has_folder_weights = loads_folder(model_path)
+        """Else all are zeros until they are synced, or read by `take_folder_weights`."""
+        self._forward = forward_of(
+            model_path, dtype=self.dtype, device=device, empty=not self.has_folder_weights
+        )
         self._max_batch_size = cfg.max_batch_size
-        module = causal_lm(model_path, dtype=self.dtype, device=device)
-        self._forward = forward_of(module)
-        self._device = device
         self._asleep: Storages | None = None
         self._end_tokens = torch.tensor(end_tokens(model_path), dtype=torch.int64, device=device)
+        self._ids, self._clock, self._lead = count(), 0, 0
+        self._waiting: list[tuple[int, Request]] = []
+        self._live: list[_Live] = []
+        self._rows: _Rows  # of self._live, as self._logits are
+        self._logits: Tensor
 
-    def generate(self, prompts: Tensor, sampling: Sampling, seeds: Sequence[int]) -> TensorDict:
-        """Responses to B prompts; see Generator.generate."""
+    @property
+    def max_positions(self) -> int:
+        """Of the model."""
+        return self._forward.max_positions
+
+    def add(self, request: Request) -> int:
+        """See RequestGenerator.add."""
+        others = [row.request for row in self._live[:1]] + [r for _, r in self._waiting[:1]]
+        self.admit(request, others)
+        self._waiting.append((next(self._ids), request))
+        return self._waiting[-1][0]
+
+    def abort(self, request_id: int) -> None:
+        """See RequestGenerator.abort."""
+        self._waiting = [pair for pair in self._waiting if pair[0] != request_id]
+        ended = [place for place, row in enumerate(self._live) if row.id == request_id]
+        if ended:
+            with torch.inference_mode():
+                self._leave(ended)
+
+    def step(self) -> list[Finished]:
+        """See RequestGenerator.step: tokens up to the next look of the host."""
         self.wake()
-        check_prompts(prompts, sampling, seeds=seeds, max_positions=self._forward.max_positions)
-        rows, lengths = rows_of(prompts), lengths_of(prompts)
-        tokens = torch.zeros(
-            len(rows), sampling.max_new_tokens, dtype=torch.int64, device=self._device
-        )
-        log_probs = torch.zeros(tokens.shape, device=self._device)
-        counts = torch.zeros(len(rows), dtype=torch.int64, device=self._device)
-        order = lengths.argsort(descending=True, stable=True).tolist()
-        for start in range(0, len(order), self._max_batch_size):
-            batch = order[start : start + self._max_batch_size]
-            streams = torch.tensor([seeds[row] for row in batch], device=self._device)
-            answer = self._decode([rows[row] for row in batch], sampling, streams)
-            tokens[batch], log_probs[batch], counts[batch] = answer
-        written = mask_of(counts, sampling.max_new_tokens)
-        return response_columns(tokens[written], log_probs[written], counts)
-
-    @torch.inference_mode()
-    def _decode(
-        self, prompts: list[Tensor], sampling: Sampling, seeds: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (b, N), log-probs (b, N) and response lengths (b,) of one batch."""
-        size, width = len(prompts), sampling.max_new_tokens
-        tokens = torch.zeros(width, size, dtype=torch.int64, device=self._device)
-        log_probs, counts = torch.zeros(width, size, device=self._device), torch.zeros_like(seeds)
-        live = torch.arange(size, device=self._device)  # rows of the batch still in the forward
-        unfinished = torch.ones_like(live, dtype=torch.bool)  # those of them without an end token
-        stop = stop_strings_of(sampling)
-        logits = self._start(prompts, width)
-        for position in range(width):
-            chosen, chosen_log_probs = draw(
-                logits, sampling, seeds, torch.full_like(seeds, position)
+        with torch.inference_mode():
+            free = self._max_batch_size - len(self._live)
+            enough = self._forward.refills and free * _REFILL >= self._max_batch_size
+            if self._waiting and (enough or not self._live):
+                self._refill(free)
+            if not self._live:
+                return []
+            waits = self.device.type != "cpu" or self.stop is not None
+            left = max(row.born + row.limit for row in self._live) - self._clock
+            draws = min(_LOOK_EVERY if waits else 1, left)
+            for number in range(draws):
+                chosen = self._draw()
+                if number + 1 < draws:
+                    self._advance(chosen)
+            counts = self._counts_of_ended(draws)
+            ended = [(self._live[place], place, size) for place, size in counts.items()]
+            rows = self._rows
+            if counts:
+                chosen = chosen[self._leave(list(counts))]
+            if self._live:
+                self._advance(chosen)
+        return [
+            Finished(
+                row.id, rows.tokens[place, :size].clone(), rows.log_probs[place, :size].clone()
             )
-            tokens[position].index_copy_(0, live, chosen)
-            log_probs[position].index_copy_(0, live, chosen_log_probs)
-            counts.index_add_(0, live, unfinished.long())
-            unfinished &= torch.isin(chosen, self._end_tokens, invert=True)
-            if stop is not None:
-                said = tokens[: position + 1, live].T.tolist()
-                for place, row in enumerate(live.tolist()):
-                    if unfinished[place] and stop.ends(prompts[row].tolist(), said[place]):
-                        unfinished[place] = False
-            num_unfinished = int(unfinished.sum())
-            if num_unfinished == 0 or position + 1 == width:
-                break
-            if num_unfinished < _LEAVE_BELOW * len(live):
-                self._forward.keep(unfinished.nonzero().squeeze(1))
-                live, seeds, chosen = live[unfinished], seeds[unfinished], chosen[unfinished]
-                unfinished = unfinished[unfinished]
-            logits = self._forward.step(chosen)
-        return tokens.T, log_probs.T, counts
+            for row, place, size in ended
+        ]
 
-    def _start(self, prompts: list[Tensor], max_new_tokens: int) -> Tensor:
-        """Logits (b, V) after the prompts, left-padded to the longest."""
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)
-        width = int(lengths.max())
-        ids = torch.zeros(len(prompts), width, dtype=torch.int64, device=self._device)
-        ids[mask_of(lengths, width).flip(1)] = torch.cat(prompts).to(self._device)
-        return self._forward.start(ids, lengths, num_slots=width + max_new_tokens)
+    def _refill(self, free: int) -> None:
+        """Prefill waiting requests, as many as there are free rows; samples of a prompt once."""
+        coming, self._waiting = self._waiting[:free], self._waiting[free:]
+        requests = [row.request for row in self._live] + [request for _, request in coming]
+        slots = max(len(r.prompt) + r.sampling.max_new_tokens for r in requests)
+        self._forward.reserve(len(requests), slots)
+        groups: dict[bytes, list[_Live]] = {}
+        for request_id, request in coming:
+            key = request.prompt.numpy().tobytes()
+            groups.setdefault(key, []).append(_Live(request_id, request, self._clock))
+        waiting = list(groups.values())
+        while waiting:
+            longest, most = 0, 0
+            while most < len(waiting) and (most + 1) * longest <= _PREFILL_TOKENS:
+                longest, most = max(longest, len(waiting[most][0].request.prompt)), most + 1
+            self._join(waiting[:most])
+            waiting = waiting[most:]
+
+    def _join(self, groups: list[list[_Live]]) -> None:
+        """Prefill the rows of some prompts behind those under way."""
+        new = [row for group in groups for row in group]
+        source = [place for place, group in enumerate(groups) for _ in group]
+        facts = [(len(r.request.prompt), r.request.seed, r.limit, 0) for r in new]
+        columns = torch.tensor(facts, device=self.device).T
+        width = max(row.limit for row in new) + 1
+        starts, seeds, limits, counts = columns
+        rows = _Rows(
+            starts,
+            seeds,
+            limits,
+            counts,
+            torch.ones(len(new), dtype=torch.bool, device=self.device),
+            torch.zeros(len(new), width, dtype=torch.int64, device=self.device),
+            torch.zeros(len(new), width, device=self.device),
+        )
+        logits = self._forward.prefill(
+            [group[0].request.prompt for group in groups],
+            torch.tensor(source, device=self.device),
+            len(self._live),
+        )
+        if self._live:
+            rows, logits = self._rows.join(rows), torch.cat([self._logits, logits])
+        self._rows, self._logits = rows, logits
+        self._live += new
+        self._lead = max(len(row.request.prompt) - row.born for row in self._live)
+
+    def _draw(self) -> Tensor:
+        """One token (n,) for every row, written down."""
+        rows, sampling = self._rows, self._live[0].request.sampling
+        chosen, log_probs = draw(self._logits, sampling, rows.seeds, rows.counts)
+        rows.tokens.scatter_(1, rows.counts[:, None], chosen[:, None])
+        rows.log_probs.scatter_(1, rows.counts[:, None], log_probs[:, None])
+        rows.counts += rows.running
+        rows.running &= torch.isin(chosen, self._end_tokens, invert=True)
+        rows.running &= rows.counts < rows.limits
+        self._clock += 1
+        return chosen
+
+    def _advance(self, chosen: Tensor) -> None:
+        """Logits behind these tokens (n,); a row that has ended overwrites its last slot."""
+        rows = self._rows
+        places = rows.starts + rows.counts - 1
+        self._logits = self._forward.step(chosen, places, self._lead + self._clock)
+
+    def _counts_of_ended(self, draws: int) -> dict[int, int]:
+        """Rows that have ended since the last look, and the tokens of each."""
+        rows = self._rows
+        if self.stop is None and bool(rows.running.all()):
+            return {}
+        counts, running = rows.counts.tolist(), rows.running.tolist()
+        ended = {place: counts[place] for place, runs in enumerate(running) if not runs}
+        if self.stop is not None:
+            said = [
+                (row.request.prompt.tolist(), tokens[:size], max(0, self._clock - draws - row.born))
+                for row, tokens, size in zip(self._live, rows.tokens.tolist(), counts, strict=True)
+            ]
+            ends = self.stop.first_ends(said)
+            ended |= {place: end for place, end in enumerate(ends) if end is not None}
+        return ended
+
+    def _leave(self, ended: list[int]) -> Tensor:
+        """Drop these rows; the last ones take their places. The rows that stay, in their order."""
+        size, gone = len(self._live) - len(ended), set(ended)
+        movers = (place for place in range(size, len(self._live)) if place not in gone)
+        order = [next(movers) if place in gone else place for place in range(size)]
+        self._forward.keep(order)
+        kept = torch.tensor(order, dtype=torch.int64, device=self.device)
+        self._rows, self._logits = self._rows.pick(kept), self._logits[kept]
+        self._live = [self._live[place] for place in order]
+        self._lead = max((len(r.request.prompt) - r.born for r in self._live), default=0)
+        return kept
 
     def blocks(self) -> list[Block]:
         """Every tensor whole; see Generator.blocks."""

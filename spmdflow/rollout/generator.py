@@ -10,8 +10,9 @@ hybrid_engine.sync compares it with the trainer's own before it generates.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from spmdflow.blocks.hash import positional_hash
 from spmdflow.config.schema import RolloutConfig
-from spmdflow.data.ragged import lengths_of, ragged
+from spmdflow.data.ragged import lengths_of, ragged, rows_of
 from spmdflow.datasets.tokenizer import StopStrings, load_tokenizer
 from spmdflow.errors import ColumnError, ConfigError, ProtocolError, WeightSyncError
 from spmdflow.kind.generator import generator_kind, generator_names, generators_that_cut
@@ -112,11 +113,11 @@ class Replica:
         dist.all_gather(found, values, group=self.group(ranks, backend_of(values.device)))
         return found
 
-    def check_equal(self, what: str, facts: object, device: torch.device) -> None:
+    def check_equal(self, what: str, facts: Callable[[], object], device: torch.device) -> None:
         """ProtocolError unless all ranks hold the same facts, whose texts are compared by hash."""
         if self.size == 1:
             return
-        digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(repr(facts()).encode(), digest_size=8).digest()
         number = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
         everyone = torch.cat(self.gather(number)).tolist()
         others = [rank for rank, x in zip(self.ranks, everyone) if x != everyone[0]]
@@ -127,6 +128,30 @@ class Replica:
                 f"rank of a replica the same rows (transfer_mode 3D_ALL_MICRO_DP does) and the "
                 f"same weights"
             )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to draw."""
+
+    prompt: Tensor
+    """(P,) int64, at least one token."""
+    seed: int
+    """Below 2**63; the response depends on it, the prompt and the weights only."""
+    sampling: Sampling
+    """Requests under way together differ in max_new_tokens at most."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A response that has ended."""
+
+    id: int
+    """As `add` gave it."""
+    tokens: Tensor
+    """(n,) int64; the end token is kept."""
+    log_probs: Tensor
+    """(n,) float32."""
 
 
 class Generator(Protocol):
@@ -175,6 +200,79 @@ class Generator(Protocol):
         """Free everything."""
 
 
+class RequestGenerator(ABC):
+    """A generator whose rows come and go one by one, and `generate` on top of that.
+
+    All ranks of a replica make the same calls in the same order.
+    """
+
+    replica: Replica
+    device: torch.device
+    stop: StopStrings | None = None
+    """Of the requests under way."""
+
+    @property
+    @abstractmethod
+    def max_positions(self) -> int:
+        """Longest prompt with its response."""
+
+    @abstractmethod
+    def add(self, request: Request) -> int:
+        """Take a request; its id. ConfigError if it draws otherwise than those under way, or is
+        longer than the model's context."""
+
+    @abstractmethod
+    def abort(self, request_id: int) -> None:
+        """Drop a request: `step` will not give it. Nothing happens if it has ended."""
+
+    @abstractmethod
+    def step(self) -> list[Finished]:
+        """Draw a few tokens for what is under way; the responses that have ended, maybe none."""
+
+    def admit(self, request: Request, others: Sequence[Request]) -> None:
+        """What `add` checks; others: some that are under way, none if none is."""
+        size = request.sampling.max_new_tokens
+        for other in others:
+            if replace(other.sampling, max_new_tokens=size) != request.sampling:
+                raise ConfigError(
+                    f"generate: got {request.sampling} beside requests of {other.sampling}, "
+                    f"expected the same but for max_new_tokens; wait until those have ended"
+                )
+        check_room(len(request.prompt), request.sampling, self.max_positions)
+        if not others:
+            self.stop = stop_strings_of(request.sampling)
+
+    @abstractmethod
+    def wake(self, part: WakePart | None = None) -> None:
+        """See Generator.wake."""
+
+    def generate(self, prompts: Tensor, sampling: Sampling, seeds: Sequence[int]) -> TensorDict:
+        """Responses to B prompts, the longest first; see Generator.generate."""
+        self.wake()
+        check_prompts(prompts, sampling, seeds=seeds, max_positions=self.max_positions)
+        rows = [row.cpu() for row in rows_of(prompts)]
+        self.replica.check_equal(
+            "prompts, seeds or settings",
+            lambda: ([row.tolist() for row in rows], list(seeds), sampling),
+            self.device,
+        )
+        order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
+        places = {self.add(Request(rows[row], seeds[row], sampling)): row for row in order}
+        done: list[Finished | None] = [None] * len(rows)
+        while None in done:
+            for finished in self.step():
+                done[places[finished.id]] = finished
+        tokens, log_probs = (
+            torch.cat([getattr(row, name) for row in done] or [torch.zeros(0, dtype=dtype)])
+            for name, dtype in (("tokens", torch.int64), ("log_probs", torch.float32))
+        )
+        self.replica.check_equal("tokens", tokens.tolist, self.device)
+        lengths = torch.tensor([len(row.tokens) for row in done if row], dtype=torch.int64)
+        return response_columns(
+            tokens.to(self.device), log_probs.to(self.device), lengths.to(self.device)
+        )
+
+
 def generator_of(
     cfg: RolloutConfig, model_path: str, device: torch.device, replica: Replica | None = None
 ) -> Generator:
@@ -214,7 +312,11 @@ def check_prompts(
             f"generate: prompt {row} got no tokens, expected at least 1; begin prompts with a "
             f"bos token"
         )
-    longest = int(lengths.max())
+    check_room(int(lengths.max()), sampling, max_positions)
+
+
+def check_room(longest: int, sampling: Sampling, max_positions: int) -> None:
+    """ConfigError if a prompt of so many tokens and its response exceed the model's context."""
     if longest + sampling.max_new_tokens > max_positions:
         raise ConfigError(
             f"generate: got a prompt of {longest} tokens and rollout.max_new_tokens="
@@ -241,6 +343,12 @@ def response_columns(tokens: Tensor, log_probs: Tensor, lengths: Tensor) -> Tens
         },
         batch_size=[len(lengths)],
     )
+
+
+def loads_folder(model_path: str) -> bool:
+    """Whether a generator must read the folder itself: without a table of its tensors nobody knows
+    that all are synced."""
+    return bool(Architecture.sizes_from_folder(model_path).obstacle)
 
 
 def take_folder_weights(generator: Generator, path: str, *, verify: bool) -> int:

@@ -1,9 +1,9 @@
-"""Drawing tokens: settings, noise and the draw, as pure functions of (seed, position, logits).
+"""Drawing tokens: settings, the number that decides a draw, and the draw, as pure functions.
 
-The token of a row is the argmax of  logits / temperature (truncated by top-k, top-p) + g  with
-Gumbel noise g, which draws from softmax(logits / temperature) exactly (Gumbel 1954; Maddison
-et al. 2014). The noise of (seed, position, token) is computed by a hash, not taken from a
-stream: it does not depend on the batch, its order, the device or the engine.
+The token of a row is the inverse of the cumulative distribution softmax(logits / temperature)
+(truncated by top-k, top-p) at u in (0, 1). u is a hash of (seed, position), not taken from a
+stream: it does not depend on the batch, its order, the device or the engine. One u decides a
+draw, so that no pass over the vocabulary is needed beside those of the softmax.
 
 Knows no models and no generators.
 """
@@ -25,8 +25,12 @@ from spmdflow.errors import ConfigError
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
-_UNIFORM_BITS = 40
-_UNIFORM_SCALE = (1 - 2.0**-23) / (1 << _UNIFORM_BITS)
+_UNIFORM_BITS = 48
+_UNIFORM_MASK = (1 << _UNIFORM_BITS) - 1
+"""u * total is below total in float64: a draw never falls behind the last token."""
+_BLOCK = 256
+"""Tokens whose probabilities are summed before the search; float32 sums of so few are exact to
+1e-7."""
 
 
 _SETTINGS = tuple(
@@ -130,25 +134,49 @@ def draw(
     token's place in its response. The log-probability is log softmax(logits / policy_temperature)
     over the whole vocabulary, whatever temperature, top-k, top-p or greedy chose among.
     """
-    scaled = scale(logits, sampling)
-    tokens = perturb(scaled, sampling, seeds, positions).argmax(-1)
-    if sampling.policy_temperature not in (None, sampling.temperature):
-        scaled = scale(logits, replace(sampling, temperature=sampling.policy_temperature))
+    scaled = scale(logits, sampling.temperature)
+    policy = sampling.policy_temperature or sampling.temperature
+    if sampling.greedy:
+        tokens = scaled.argmax(-1)
+    else:
+        kept = truncate(scaled, top_k=sampling.top_k, top_p=sampling.top_p)
+        probs = kept.softmax(-1)
+        tokens, total = invert(probs, uniform(seeds, positions))
+        if kept is scaled and policy == sampling.temperature:
+            chosen = probs.gather(-1, tokens[:, None]).squeeze(-1)
+            return tokens, (chosen.double() / total).log().float()
+    if policy != sampling.temperature:
+        scaled = scale(logits, policy)
     chosen = scaled.gather(-1, tokens[:, None]).squeeze(-1)
     return tokens, chosen - scaled.logsumexp(-1)
 
 
-def scale(logits: Tensor, sampling: Sampling) -> Tensor:
+def scale(logits: Tensor, temperature: float) -> Tensor:
     """(B, V) float32: logits / temperature."""
-    return logits.float() if sampling.temperature == 1 else logits.float() / sampling.temperature
+    return logits.float() if temperature == 1 else logits.float() / temperature
 
 
-def perturb(scaled: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor) -> Tensor:
-    """(B, V) float32 scores whose argmax is the draw; the margin is top score minus second."""
-    if sampling.greedy:
-        return scaled
-    kept = truncate(scaled, top_k=sampling.top_k, top_p=sampling.top_p)
-    return kept + gumbel(seeds, positions, scaled.shape[-1])
+def invert(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The first tokens (B,) whose cumulative probability exceeds u times the total; the totals.
+
+    probs (B, V) float32, u (B,) float64 in (0, 1). Searches blocks of tokens, then the block; sums
+    over blocks and inside of one are float64. A token of probability 0 is never given.
+    """
+    size = probs.shape[-1] - probs.shape[-1] % _BLOCK
+    sums = probs[:, :size].unflatten(-1, (-1, _BLOCK)).sum(-1)
+    if size < probs.shape[-1]:
+        sums = torch.cat([sums, probs[:, size:].sum(-1, keepdim=True)], -1)
+    ends = sums.double().cumsum(-1)  # (B, blocks)
+    target = u[:, None] * ends[:, -1:]
+    block = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[-1] - 1)
+    end, inside = ends.gather(-1, block), sums.gather(-1, block)
+    tokens = block * _BLOCK + torch.arange(_BLOCK, device=probs.device)
+    last = probs.shape[-1] - 1
+    found = probs.gather(-1, tokens.clamp(max=last)).double().masked_fill_(tokens > last, 0)
+    steps = found.cumsum(-1)  # (B, _BLOCK)
+    share = (1 - (end - target) / inside).clamp_(0, 1 - 2.0**-50)
+    place = torch.searchsorted(steps, share * steps[:, -1:], right=True)
+    return (block * _BLOCK + place).clamp_(max=last).squeeze(-1), ends[:, -1]
 
 
 def truncate(scaled: Tensor, *, top_k: int, top_p: float) -> Tensor:
@@ -175,19 +203,10 @@ def _is_number(value: object, *, whole: bool) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and isfinite(value)
 
 
-def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """(B, V) float32 standard Gumbel noise, a function of (seed, position, token) alone.
-
-    SplitMix64 run from a state hashed from seed and position gives token v's 64 bits; 40 of
-    them make u in (0, 1), and g = -log(-log(1 - u)). Few u near 0 decide a draw, and there
-    float32 keeps them apart down to 2**-41, so probabilities down to about 1e-12 are right.
-    """
-    keys = _mix(_mix(seeds.clone()).add_((positions + 1) * _GAMMA))
-    counters = torch.arange(1, vocab_size + 1, device=seeds.device) * _GAMMA
-    bits = _mix(keys[:, None] + counters)
-    bits = bits.bitwise_right_shift_(64 - _UNIFORM_BITS).bitwise_and_((1 << _UNIFORM_BITS) - 1)
-    uniform = bits.float().add_(0.5).mul_(_UNIFORM_SCALE)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """(B,) float64 in (0, 1), a function of (seed, position) alone: SplitMix64's hash of both."""
+    bits = _mix(_mix(seeds.clone()).add_((positions + 1) * _GAMMA)) & _UNIFORM_MASK
+    return (bits.double() + 0.5) * 2.0**-_UNIFORM_BITS
 
 
 def _mix(bits: Tensor) -> Tensor:

@@ -27,11 +27,18 @@ from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import rows_of
 from spmdflow.errors import WeightSyncError
 from spmdflow.rollout.forward import end_tokens
-from spmdflow.rollout.generator import NEVER, Replica, WakePart, check_prompts, response_columns
+from spmdflow.rollout.generator import (
+    NEVER,
+    Replica,
+    WakePart,
+    check_prompts,
+    loads_folder,
+    response_columns,
+)
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm_blocks import Shards, install
 from spmdflow.rollout.vllm_contract import check_contract, walk
-from spmdflow.rollout.vllm_engine import RowSampler, explain_errors, loads_folder, start_llm
+from spmdflow.rollout.vllm_engine import RowSampler, explain_errors, start_llm
 from spmdflow.rollout.vllm_process import (
     Groups,
     SleepingMemory,
@@ -110,10 +117,11 @@ class VllmGenerator:
         self.wake()
         check_prompts(prompts, sampling, seeds=seeds, max_positions=self._runner.max_model_len)
         rows = [row.tolist() for row in rows_of(prompts)]
-        facts = (rows, list(seeds), sampling)
-        self._replica.check_equal("prompts, seeds or settings", facts, self._device)
+        self._replica.check_equal(
+            "prompts, seeds or settings", lambda: (rows, list(seeds), sampling), self._device
+        )
         tokens, log_probs = self.answer(rows, sampling, seeds, self._end_tokens)
-        self._replica.check_equal("tokens", tokens, self._device)
+        self._replica.check_equal("tokens", lambda: tokens, self._device)
         lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int64)
         flat, values = list(chain.from_iterable(tokens)), list(chain.from_iterable(log_probs))
         return response_columns(

@@ -30,10 +30,9 @@ from torch.nn import functional as F
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_names
-from spmdflow.rollout.generator import Replica, stop_strings_of
+from spmdflow.rollout.generator import Replica, loads_folder, stop_strings_of
 from spmdflow.rollout.sampling import Sampling, draw
 from spmdflow.rollout.vllm_process import Groups, executor_class, keep_caches_apart, replaced
-from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.table import stage_layers
 
 _CUDA: dict[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.01}
@@ -74,11 +73,6 @@ def start_llm(cfg: RolloutConfig, model_path: str, groups: Groups) -> Any:
             **({} if on_cpu else _CUDA),
         )
     return llm
-
-
-def loads_folder(model_path: str) -> bool:
-    """Whether vLLM reads the weights itself: without a table nobody knows that all are synced."""
-    return bool(Architecture.sizes_from_folder(model_path).obstacle)
 
 
 class RowSampler(nn.Module):

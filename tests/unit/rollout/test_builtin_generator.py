@@ -9,29 +9,27 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 from spmdflow.blocks.hash import positional_hash
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
 from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.rollout.builtin import BuiltinGenerator
-from spmdflow.rollout.forward import (
-    HuggingFaceForward,
-    LlamaForward,
-    causal_lm,
-    covers,
-    end_tokens,
-)
-from spmdflow.rollout.generator import generator_of
+from spmdflow.rollout.forward import HuggingFaceForward, causal_lm, end_tokens
+from spmdflow.rollout.generator import generator_of, take_folder_weights
+from spmdflow.rollout.llama import LlamaForward, covers
 from spmdflow.rollout.sampling import Sampling
 from tests.rollout_reference import (
     END,
+    FAMILIES,
     LLAMA,
     disagreements,
     load,
     make_prompts,
     put_weights,
     reference,
+    write_family,
     write_llama,
 )
 
@@ -58,24 +56,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Model folders: the Llama variants and a Qwen2, which transformers itself must run."""
+    """Model folders: the Llama variants, every family, and one that transformers must run."""
     folder = tmp_path_factory.mktemp("models")
     for number, (name, changes) in enumerate(VARIANTS.items()):
         write_llama(folder / name, seed=number, **changes)
+    for number, name in enumerate(FAMILIES):
+        write_family(folder / name, name, seed=number, vocab_size=128)
     torch.manual_seed(9)
-    config = transformers.Qwen2Config(**{k: v for k, v in LLAMA.items() if k != "head_dim"})
-    transformers.Qwen2ForCausalLM(config).save_pretrained(folder / "qwen2")
+    config = transformers.StableLmConfig(**{k: v for k, v in LLAMA.items() if k != "head_dim"})
+    transformers.StableLmForCausalLM(config).save_pretrained(folder / "stablelm")
     return folder
 
 
 def _generator(path: Path, **settings: Any) -> BuiltinGenerator:
-    return BuiltinGenerator(RolloutConfig(**settings), str(path), CPU)
+    generator = BuiltinGenerator(RolloutConfig(**settings), str(path), CPU)
+    take_folder_weights(generator, str(path), verify=True)
+    return generator
 
 
 @pytest.mark.parametrize(
     "sampling", [SAMPLED, Sampling(12, greedy=True), Sampling(9, top_k=5, top_p=0.9)]
 )
-@pytest.mark.parametrize("name", [*VARIANTS, "qwen2"])
+@pytest.mark.parametrize("name", [*VARIANTS, *FAMILIES, "stablelm"])
 def test_responses_and_log_probs_equal_a_forward_over_each_whole_row(
     folder: Path, name: str, sampling: Sampling
 ) -> None:
@@ -94,38 +96,55 @@ def test_responses_and_log_probs_equal_a_forward_over_each_whole_row(
 def test_families_use_the_forward_that_covers_them(folder: Path) -> None:
     modules = {
         name: causal_lm(str(folder / name), dtype=torch.float32, device=CPU)
-        for name in [*VARIANTS, "qwen2"]
+        for name in [*VARIANTS, *FAMILIES, "stablelm"]
     }
 
     assert {name: covers(module) for name, module in modules.items()} == {
-        **dict.fromkeys(VARIANTS, True),
-        "qwen2": False,
+        **dict.fromkeys([*VARIANTS, *FAMILIES], True),
+        "stablelm": False,
     }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [*VARIANTS, *FAMILIES])
 def test_own_llama_forward_equals_transformers_within_1e_5_at_every_step(
     folder: Path, name: str
 ) -> None:
+    """Five rows of four prompts; after three tokens two of them go and a new one comes."""
     module = causal_lm(str(folder / name), dtype=torch.float32, device=CPU)
-    ours, theirs = LlamaForward(module), HuggingFaceForward(module)
-    lengths, ids = torch.tensor([7, 5, 2, 1]), torch.randint(3, 128, (4, 7))
-    steps = torch.randint(3, 128, (6, 4))
+    ours, size = LlamaForward(module, CPU), 100
+    rows = [torch.randint(3, size, (length,)) for length in (7, 5, 5, 2, 1)]
+    rows[2] = rows[1]
+    late = torch.randint(3, size, (9,))
+    ours.reserve(5, 12)
 
+    def check(found: Tensor) -> None:
+        for logits, row in zip(found, rows, strict=True):
+            expected = module(input_ids=row[None]).logits[0, -1]
+            gaps.append(float((logits - expected).abs().max()))
+
+    def step() -> None:
+        tokens = torch.randint(3, size, (len(rows),))
+        places = torch.tensor([len(row) for row in rows])
+        rows[:] = [torch.cat([row, token[None]]) for row, token in zip(rows, tokens)]
+        check(ours.step(tokens, places, int(places.max()) + 1))
+
+    gaps: list[float] = []
     with torch.no_grad():
-        logits = [[forward.start(ids, lengths, num_slots=13)] for forward in (ours, theirs)]
-        for number, tokens in enumerate(steps):
-            if number == 3:
-                for forward in (ours, theirs):
-                    forward.keep(torch.tensor([0, 2, 3]))
-            tokens = tokens[: len(ours._positions)]
-            for found, forward in zip(logits, (ours, theirs), strict=True):
-                found.append(forward.step(tokens))
+        check(ours.prefill([rows[0], rows[1], rows[3], rows[4]], torch.tensor([0, 1, 1, 2, 3]), 0))
+        for _ in range(3):
+            step()
+        ours.keep([0, 4, 2])
+        rows = [rows[0], rows[4], rows[2]]
+        ours.reserve(4, 16)
+        new = ours.prefill([late], torch.tensor([0]), 3)
+        gaps.append(float((new[0] - module(input_ids=late[None]).logits[0, -1]).abs().max()))
+        rows = [*rows, late]
+        for _ in range(4):
+            step()
 
-    gaps = [float((a - b).abs().max()) for a, b in zip(*logits, strict=True)]
-    assert len(gaps) == 7
+    assert len(gaps) == 5 * 4 + 1 + 4 * 4
     assert max(gaps) < 1e-5, gaps
-    assert float(logits[0][0].std()) > 0.1
+    assert float(new.std()) > 0.1
 
 
 def test_bfloat16_stays_as_near_to_float32_as_transformers_bfloat16(folder: Path) -> None:
@@ -151,7 +170,7 @@ def test_bfloat16_stays_as_near_to_float32_as_transformers_bfloat16(folder: Path
     assert 0 < gaps[0] < max(2 * gaps[1], 0.01)
 
 
-@pytest.mark.parametrize("name", ["grouped", "qwen2"])
+@pytest.mark.parametrize("name", ["grouped", "stablelm"])
 def test_row_depends_on_its_prompt_and_seed_only(folder: Path, name: str) -> None:
     prompts, seeds, order = make_prompts(20), SEEDS[:20], torch.randperm(20).tolist()
     generator = _generator(folder / name, max_batch_size=128)
@@ -200,7 +219,6 @@ def test_response_ends_with_its_first_end_token_and_the_others_go_on(folder: Pat
     free._end_tokens = torch.tensor([], dtype=torch.int64)
     whole = [row.tolist() for row in rows_of(free.generate(prompts, long, SEEDS)["responses"])]
     assert [row[: len(short)] for row, short in zip(whole, found)] == found
-    assert generator._forward._cache.shape[2] < 20  # finished rows have left the batch
 
 
 def test_end_tokens_come_from_generation_config_first(folder: Path, tmp_path: Path) -> None:
@@ -260,7 +278,7 @@ def test_context_can_be_used_to_its_last_position(folder: Path) -> None:
     assert disagreements(found, expected, tolerance=1e-5) == []
 
 
-@pytest.mark.parametrize("name", ["grouped", "tied", "qwen2"])
+@pytest.mark.parametrize("name", ["grouped", "qwen3", "stablelm"])
 def test_loaded_weights_are_the_ones_that_generate(folder: Path, tmp_path: Path, name: str) -> None:
     generator, prompts = _generator(folder / name), make_prompts(12)
     before = generator.generate(prompts, SAMPLED, SEEDS[:12])
@@ -278,7 +296,7 @@ def test_loaded_weights_are_the_ones_that_generate(folder: Path, tmp_path: Path,
     assert found["responses"].values().tolist() != before["responses"].values().tolist()
 
 
-@pytest.mark.parametrize("name", ["grouped", "tied", "qwen2"])
+@pytest.mark.parametrize("name", ["grouped", "qwen3", "stablelm"])
 def test_hash_shows_a_flipped_bit_under_the_tensor_it_is_in(folder: Path, name: str) -> None:
     generator, model = _generator(folder / name), load(folder / name)
     before = generator.hashes()
@@ -298,7 +316,7 @@ def test_generator_that_slept_gives_the_same_responses(folder: Path) -> None:
 
     generator.sleep()
 
-    assert generator._forward._buffer.numel() == 0
+    assert not any(cache.numel() for cache in generator._forward._cache)
     generator.wake()
     assert torch.equal(
         generator.generate(prompts, SAMPLED, SEEDS[:8])["responses"].values(), before

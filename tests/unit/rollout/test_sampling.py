@@ -13,7 +13,7 @@ from torch import Tensor
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.row_id import seed_of
 from spmdflow.errors import ConfigError
-from spmdflow.rollout.sampling import Sampling, draw, gumbel, truncate
+from spmdflow.rollout.sampling import Sampling, draw, invert, truncate, uniform
 
 NUM_DRAWS = 10_000
 
@@ -80,35 +80,59 @@ def _merge_rare(values: Tensor, probs: Tensor) -> Tensor:
     return torch.cat([values[~rare], values[rare].sum()[None]])
 
 
-def test_noise_is_standard_gumbel_and_finite() -> None:
-    noise = gumbel(_seeds(2000), _zeros(2000), 1000).double()
+@pytest.mark.parametrize("size", [9, 256, 700, 1024])
+def test_draw_is_the_inverse_of_the_plain_cumulative_sum(size: int) -> None:
+    logits = 3 * torch.randn(4000, size, generator=torch.Generator().manual_seed(size))
+    logits[:, size // 3 :: 5] = -math.inf
+    seeds, positions = _seeds(4000), torch.arange(4000) % 11
 
-    assert bool(noise.isfinite().all())
-    uniform = torch.exp(-torch.exp(-noise)).flatten()  # Gumbel's distribution function
-    counts = (uniform * 100).long().clamp(max=99).bincount(minlength=100).double()
-    _assert_drawn_from(counts, torch.full((100,), 0.01, dtype=torch.float64))
-    tail = (noise > 12).double().mean()  # the tail decides who wins: P(g > 12) = 6.1e-6
-    assert float(tail) == pytest.approx(1 - math.exp(-math.exp(-12)), rel=0.5)
+    tokens, log_probs = draw(logits, Sampling(1), seeds, positions)
+
+    ends = logits.double().softmax(-1).cumsum(-1)
+    u = uniform(seeds, positions)[:, None]
+    expected = torch.searchsorted(ends, u, right=True)[:, 0]
+    clear = (ends - u).abs().amin(-1) > 1e-6  # float32 probabilities
+    assert int(clear.sum()) > 3900
+    assert torch.equal(tokens[clear], expected[clear])
+    chosen = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(log_probs, chosen, atol=2e-6, rtol=0)
 
 
-def test_noise_of_a_token_is_the_same_in_a_longer_vocabulary() -> None:
-    seeds, positions = _seeds(5), torch.arange(5)
+def test_tokens_of_probability_zero_are_never_drawn_even_at_the_ends_of_the_range() -> None:
+    probs = torch.zeros(4, 1000)
+    probs[0, 300], probs[1, 999], probs[2, 0] = 1.0, 1e-30, 1.0
+    probs[3, 511:513] = 0.5
+    for u in (2.0**-49, 0.5, 1 - 2.0**-49):
+        tokens, total = invert(probs, torch.full((4,), u, dtype=torch.float64))
+        assert tokens[:3].tolist() == [300, 999, 0]
+        assert int(tokens[3]) in (511, 512)
+        assert float(total[1]) == pytest.approx(1e-30)
 
-    assert torch.equal(gumbel(seeds, positions, 32), gumbel(seeds, positions, 128)[:, :32])
+
+def test_rare_tokens_of_a_large_vocabulary_are_drawn_as_often_as_they_should() -> None:
+    """Nearly all probability on the first token: the rest share 1e-3 over 150,000 tokens."""
+    logits = torch.zeros(150_000)
+    logits[0] = math.log(999 * 149_999)
+    tokens = torch.cat(
+        [
+            draw(logits.expand(50, -1), Sampling(1), _seeds(50) + part, _zeros(50))[0]
+            for part in range(200)
+        ]
+    )
+
+    rare = tokens[tokens > 0]
+    assert 0 < len(rare) < 30  # 10 expected of 10,000
+    assert len(rare.unique()) == len(rare)
 
 
-def test_noise_equals_splitmix64_in_plain_integers() -> None:
+def test_number_of_a_draw_equals_splitmix64_in_plain_integers() -> None:
     seeds, positions = [2**62 + 1, 0, 12345], [0, 5, 10**6]
 
-    noise = gumbel(torch.tensor(seeds), torch.tensor(positions), 50)
+    found = uniform(torch.tensor(seeds), torch.tensor(positions)).tolist()
 
-    for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
-        key = _splitmix_mix(_splitmix_mix(seed) + (position + 1) * _GAMMA)
-        for token in range(50):
-            bits = _splitmix_mix(key + (token + 1) * _GAMMA) >> 24
-            uniform = (bits + 0.5) / 2**40
-            expected = -math.log(-math.log1p(-uniform))
-            assert float(noise[row, token]) == pytest.approx(expected, abs=1e-5)
+    for u, seed, position in zip(found, seeds, positions, strict=True):
+        bits = _splitmix_mix(_splitmix_mix(seed) + (position + 1) * _GAMMA) % 2**48
+        assert u == (bits + 0.5) / 2**48
 
 
 _GAMMA = 0x9E3779B97F4A7C15
