@@ -261,7 +261,7 @@ class RolloutConfig(Precise):
         "auto",
     )
     weights: str = setting(
-        "How weights get from trainer to generator; auto: the leanest that applies here.",
+        "How weights get from trainer to generator; auto: blocks where they apply, or as planned.",
         "auto",
         one_of=("auto", "copy", "blocks", "flat"),
     )

@@ -26,7 +26,8 @@ from spmdflow.workers.engine import TrainEngine
 def sync_mode(cfg: Any, layout: Layout) -> str:
     """blocks, flat or copy: what rollout.weights of an actor's settings means here.
 
-    auto is blocks where they apply, else copy. ConfigError if blocks or flat do not apply.
+    auto, which a plan on devices has chosen before, is blocks where they apply, else copy.
+    ConfigError if blocks or flat do not apply.
     """
     asked = cfg.rollout.weights
     if asked == "copy":

@@ -111,6 +111,8 @@ class Rollout(Precision):
     """(gen_tp_size, gen_pp_size), or None: searched among those that nest in training's."""
     weights: str = "flat"
     """flat, blocks (one copy of the weights) or copy (a second one)."""
+    eager: bool = False
+    """Whether it launches kernel by kernel, as layers of the trainer's weights need."""
     dtype: str = "bfloat16"
     kv_cache_bytes: float | None = None
     """Of one rank; None: what the pool leaves free."""

@@ -23,6 +23,11 @@ HARDWARE = ("a100_80gb", "h100", "h200", "cpu")
 """Packaged files."""
 
 
+EAGER_LAUNCH = 4.0
+"""Of a kernel that Python launches to one in a CUDA graph: 10 to 15 us for 3.4. An estimate, with
+nothing measured on a GPU behind it."""
+
+
 @dataclass(frozen=True)
 class Hardware:
     """Coefficients of one kind of node. Bytes, seconds, FLOP/s; bandwidths of one direction."""
@@ -68,6 +73,11 @@ class Hardware:
     """(coefficient, where its value is from)."""
     cores: float = math.inf
     """Ranks of a node that reach these rates at once; more share them. inf: devices."""
+
+    @property
+    def eager_layer_seconds(self) -> float:
+        """`layer_floor_seconds` of kernels that no CUDA graph holds; a CPU launches none."""
+        return self.layer_floor_seconds * (EAGER_LAUNCH if self.cores == math.inf else 1)
 
     @property
     def usable_bytes(self) -> float:

@@ -33,7 +33,8 @@ from spmdflow.mapping.seconds import (
 )
 from spmdflow.weights.ranks import BUCKET_BYTES
 
-LOGIT_BYTES = 4
+LOGIT_BYTES = 8
+"""Logits and their softmax, in float32."""
 
 
 def resident_bytes(model: Model, cut: Strategy) -> Parts:
@@ -163,7 +164,7 @@ def _generation_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
         "generation_weights": extra,
         "gather": np.minimum(extra, BUCKET_BYTES),
         "activations": tokens * (width + kv_width(shape, cut.gen_tp)) * size,
-        "logits": rows * shape.vocab_size * LOGIT_BYTES,
+        "logits": np.minimum(rows, rollout.max_batch_size or rows) * shape.vocab_size * LOGIT_BYTES,
     }
 
 

@@ -95,6 +95,11 @@ def _rank(found: Residency) -> tuple[float, float]:
     return (0.0 if found.fits else found.peak_bytes), found.seconds
 
 
+def choose_weights(ways: Mapping[str, Residency]) -> str:
+    """The way of weights whose step is the fastest; the first of equal ones."""
+    return min(ways, key=lambda way: _rank(ways[way]))
+
+
 class _Pool:
     """One pool with its open parts."""
 
@@ -155,11 +160,12 @@ class _Pool:
         return Residency(moved, caches, fits, peak, copy_seconds, seconds)
 
     def generation_seconds(self, caches: Mapping[str, float]) -> float:
-        """Of the generations whose cache is open, in a step."""
+        """Of all generations of a step; caches: the sizes of those that are open."""
         seconds = 0.0
-        for call in self._generations():
+        for call in (call for call in self._calls if call.kind == "generate"):
             model, cut = self._members[call.model]
-            size = caches[call.model]
+            assert model.rollout is not None, model.name
+            size = caches.get(call.model, model.rollout.kv_cache_bytes or 0.0)
             parts = generation_parts(model, call.workload, cut, self._hardware, kv_bytes=size)
             seconds += float(total(parts))
         return seconds

@@ -12,7 +12,8 @@ Generation: prefill, decode, waves, and the transition before it. A replica of t
 decodes its share of the sequences; where its KV cache holds fewer than all of them, they come in
 waves of equal size. A decode step reads the weights once (through the matrices' bytes), every
 sequence's keys and values (at the middle of its response), reduces twice a layer over t_g, and
-costs host time per step and per sequence. With p_g stages a step passes them one after another and
+costs host time per step and per sequence. A layer takes its launches at least, which are longer
+outside a CUDA graph. With p_g stages a step passes them one after another and
 the next step starts when the last one is done: an engine inside the trainer's processes (vLLM's
 external launcher) has one batch under way, so stages save memory and not time.
 
@@ -238,7 +239,8 @@ def _decode(model: Model, workload: Workload, cut: Strategy, hw: Hardware, batch
     one = layer_pass(shape, batch, context, cut.gen_tp, hw, how)
     width = kv_width(shape, cut.gen_tp)
     kv = 2 * batch * context * width * how.element_bytes / hw.kv_rate
-    launch = np.maximum(hw.layer_floor_seconds - one["compute"] - one["memory"] - kv, 0)
+    floor = hw.eager_layer_seconds if how.eager else hw.layer_floor_seconds
+    launch = np.maximum(floor - one["compute"] - one["memory"] - kv, 0)
     head = head_seconds(shape, batch, cut.gen_tp, hw, how)
     return {
         "compute": shape.num_layers * one["compute"],

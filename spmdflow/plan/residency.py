@@ -1,4 +1,4 @@
-"""What `auto` means in engine.residency, and rollout.kv_cache without a size: the plan's choice.
+"""What the plan chooses for `auto`: engine.residency, rollout.weights, rollout.kv_cache.
 
 The script is traced on the ranks of the run with rows of the greatest length, and
 `mapping.choose_residency` tries what may move, pool by pool. Deterministic: every rank finds the
@@ -7,7 +7,7 @@ same from the same files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -18,8 +18,9 @@ from spmdflow.config.auto import Choice, has_open_cache
 from spmdflow.config.leaf import cache_of, parts_of
 from spmdflow.config.schema import AUTO, EngineConfig, RolloutConfig
 from spmdflow.errors import ConfigError, PlanError
+from spmdflow.mapping.dataflow import Dataflow, Model
 from spmdflow.mapping.hardware import Hardware, load_hardware
-from spmdflow.mapping.residency import Residency, Share, choose_residency
+from spmdflow.mapping.residency import Residency, Share, choose_residency, choose_weights
 from spmdflow.plan.record import Trace, TracedModel
 from spmdflow.plan.trace import TraceSettings, trace
 from spmdflow.plan.workload import Simulated, hardware_of, nodes_of, simulated
@@ -66,7 +67,8 @@ def choose_by_plan(
     except (PlanError, ConfigError) as err:
         made = list(_unplanned(caches, hardware, str(err).partition(";")[0]))
     else:
-        made = list(_planned(traced, step, engines, caches, hardware))
+        rollouts = dict(parts_of(cfg, RolloutConfig))
+        made = list(_planned(traced, step, engines, caches, rollouts, hardware))
     told = {choice.key for choice in made}
     kept = [key for key in engines if f"{key}.residency" not in told]
     made += [Choice(f"{key}.residency", "keep", "no model that the plan knows") for key in kept]
@@ -88,6 +90,7 @@ def _planned(
     step: Simulated,
     engines: Mapping[str, EngineConfig],
     caches: Mapping[str, RolloutConfig],
+    every: Mapping[str, RolloutConfig],
     hardware: Hardware,
 ) -> Iterator[Choice]:
     for pool in dict.fromkeys(model.pool for model in traced.models.values()):
@@ -96,13 +99,25 @@ def _planned(
             continue
         trainers = {n: _section(engines, m, "engine") for n, m in models.items()}
         rollouts = {n: _section(caches, m, "rollout") for n, m in models.items() if m.generates}
-        found = choose_residency(
-            [(step.dataflow.model(name), step.strategies[name]) for name in models],
-            step.dataflow,
-            hardware,
-            open_models=[n for n, key in trainers.items() if key and not models[n].only_generates],
-            shares={name: _share_of(caches[key]) for name, key in rollouts.items() if key},
-        )
+        ways = {
+            way: choose_residency(
+                [(_with_way(step.dataflow.model(n), way), step.strategies[n]) for n in models],
+                step.dataflow,
+                hardware,
+                open_models=[n for n, k in trainers.items() if k and not models[n].only_generates],
+                shares={name: _share_of(caches[key]) for name, key in rollouts.items() if key},
+            )
+            for way in _ways(models.values(), step.dataflow)
+        }
+        found = ways[way := choose_weights(ways)]
+        if way:
+            other = next(name for name in ways if name != way)
+            why = f"generation and copies of a step take {ways[way].seconds:.3g} s, with {other} "
+            why += (
+                f"{ways[other].seconds:.3g} s" if ways[other].fits else "more memory than there is"
+            )
+            keys = (_section(every, model, "rollout") for model in models.values())
+            yield from (Choice(f"{key}.weights", way, why) for key in keys if key)
         why = _why(pool, found, hardware)
         for name in (name for name, key in trainers.items() if key):
             moved = ", ".join(found.parts_of(name)) or "keep"
@@ -113,6 +128,23 @@ def _planned(
             why = f"{_share_of(rollout).of_free:g} of {free / 2**30:.1f} GiB"
             why += f" that are free while {name} generates{limit}"
             yield Choice(key, f"{max(int(size) >> 20, 1)} MiB", why)
+
+
+def _ways(models: Iterable[TracedModel], dataflow: Dataflow) -> tuple[str, ...]:
+    """Ways of weights to compare: those of a generator that may read the trainer's in place."""
+    found = (dataflow.model(m.name).rollout for m in models if m.generates and _leaves_open(m))
+    return ("blocks", "copy") if any(r and r.weights == "blocks" for r in found) else ("",)
+
+
+def _leaves_open(model: TracedModel) -> bool:
+    return bool(model.cfg.rollout.weights == AUTO) and not model.only_generates
+
+
+def _with_way(model: Model, way: str) -> Model:
+    """Layers that read the trainer's weights run outside CUDA graphs; copies need memory."""
+    if not way or model.rollout is None or model.rollout.weights != "blocks":
+        return model
+    return replace(model, rollout=replace(model.rollout, weights=way, eager=way != "copy"))
 
 
 def _why(pool: str, found: Residency, hardware: Hardware) -> str:

@@ -173,10 +173,12 @@ def _rollout(traced: TracedModel) -> Rollout:
     rollout, layout = traced.settings.rollout, traced.layout
     size, unit = cache_of(rollout.kv_cache)
     is_set = unit == "bytes" and generator_kind(rollout.generator).fixed_cache
+    way = "copy" if traced.only_generates else sync_mode(traced.settings, layout)
     return Rollout(
         kind=rollout.generator,
         layout=(layout.gen_tp_size, layout.gen_pp_size),
-        weights="flat" if traced.only_generates else sync_mode(traced.settings, layout),
+        weights="flat" if traced.only_generates else way,
+        eager=way != "copy",
         dtype=rollout.precision,
         kv_cache_bytes=size if is_set else None,
         max_batch_size=rollout.max_batch_size,
