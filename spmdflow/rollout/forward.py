@@ -33,7 +33,7 @@ class CachedForward(Protocol):
     def prefill(self, prompts: list[Tensor], source: Tensor, first: int) -> Tensor:
         """Logits (n, V) after the prompts of the new rows first to first + n - 1.
 
-        prompts: different ones, on the device; source (n,) int64: which one a new row begins with.
+        prompts: different ones, on the host; source (n,) int64: which one a new row begins with.
         """
 
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
@@ -107,9 +107,10 @@ class HuggingFaceForward:
         from transformers import DynamicCache
 
         assert first == 0, "others are under way"
-        ids = pad_sequence(prompts, batch_first=True, padding_side="left")
-        self._mask = pad_sequence(
-            [torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left"
+        ones = [torch.ones_like(prompt) for prompt in prompts]
+        ids, self._mask = (
+            pad_sequence(rows, batch_first=True, padding_side="left").to(self._module.device)
+            for rows in (prompts, ones)
         )
         self._cache = DynamicCache(config=self._module.config)
         logits = self._forward(ids, (self._mask.cumsum(1) - 1).clamp_(min=0))

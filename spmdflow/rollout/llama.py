@@ -119,8 +119,8 @@ class LlamaForward:
 
     def prefill(self, prompts: list[Tensor], source: Tensor, first: int) -> Tensor:
         """See CachedForward; right-padded: a token never sees what stands behind it."""
-        ids = pad_sequence(prompts, batch_first=True)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
+        ids = pad_sequence(prompts, batch_first=True).to(self._device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)
         (batch, width), new = ids.shape, slice(first, first + len(source))
         self._make_slots(width)
         places = torch.arange(width, device=ids.device)

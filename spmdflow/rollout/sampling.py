@@ -134,21 +134,23 @@ def draw(
     token's place in its response. The log-probability is log softmax(logits / policy_temperature)
     over the whole vocabulary, whatever temperature, top-k, top-p or greedy chose among.
     """
-    scaled = scale(logits, sampling.temperature)
-    policy = sampling.policy_temperature or sampling.temperature
     if sampling.greedy:
-        tokens = scaled.argmax(-1)
-    else:
-        kept = truncate(scaled, top_k=sampling.top_k, top_p=sampling.top_p)
-        probs = kept.softmax(-1)
-        tokens, total = invert(probs, uniform(seeds, positions))
-        if kept is scaled and policy == sampling.temperature:
-            chosen = probs.gather(-1, tokens[:, None]).squeeze(-1)
-            return tokens, (chosen.double() / total).log().float()
-    if policy != sampling.temperature:
-        scaled = scale(logits, policy)
-    chosen = scaled.gather(-1, tokens[:, None]).squeeze(-1)
-    return tokens, chosen - scaled.logsumexp(-1)
+        tokens = logits.argmax(-1)
+        return tokens, log_probs_of(logits, tokens, sampling)
+    scaled = scale(logits, sampling.temperature)
+    kept = truncate(scaled, top_k=sampling.top_k, top_p=sampling.top_p)
+    probs = kept.softmax(-1)
+    tokens, total = invert(probs, uniform(seeds, positions))
+    if kept is not scaled or sampling.policy_temperature not in (None, sampling.temperature):
+        return tokens, log_probs_of(logits, tokens, sampling)
+    chosen = probs.gather(-1, tokens[:, None]).squeeze(-1)
+    return tokens, (chosen.double() / total).log().float()
+
+
+def log_probs_of(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
+    """Log-probabilities (B,) of tokens (B,) under the policy that the trainer learns."""
+    scaled = scale(logits, sampling.policy_temperature or sampling.temperature)
+    return scaled.gather(-1, tokens[:, None]).squeeze(-1) - scaled.logsumexp(-1)
 
 
 def scale(logits: Tensor, temperature: float) -> Tensor:

@@ -16,7 +16,7 @@ import gc
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from importlib import import_module
-from itertools import chain
+from itertools import count
 from typing import Any
 
 import torch
@@ -24,16 +24,16 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.schema import RolloutConfig
-from spmdflow.data.ragged import rows_of
 from spmdflow.errors import WeightSyncError
 from spmdflow.rollout.forward import end_tokens
 from spmdflow.rollout.generator import (
     NEVER,
+    Finished,
     Replica,
+    Request,
+    RequestGenerator,
     WakePart,
-    check_prompts,
     loads_folder,
-    response_columns,
 )
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm_blocks import Shards, install
@@ -51,14 +51,19 @@ from spmdflow.rollout.vllm_weights import stock_reading
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Block, Storages
 
+_LOOK_EVERY = 8
+"""Steps between two looks at the texts of responses, where stop strings are set."""
 _RUNNER = "engine_core.model_executor.driver_worker.worker.model_runner"
 
 
-class VllmGenerator:
+class VllmGenerator(RequestGenerator):
     """Generator over a vLLM engine; see rollout.generator.Generator for the promises.
 
     At most one lives in a process at a time.
     """
+
+    keeps_noise = False
+    """Whether vLLM's own sampler chooses the tokens."""
 
     def __init__(
         self, cfg: RolloutConfig, model_path: str, device: torch.device, replica: Replica
@@ -70,7 +75,8 @@ class VllmGenerator:
         """
         self.weights_version = NEVER
         self.dtype = getattr(torch, cfg.precision)
-        self._device, self._replica, self._model_path = device, replica, model_path
+        self.device, self.replica, self._model_path = device, replica, model_path
+        self._numbers = count()
         self._on_cpu, self._shared = device.type == "cpu", False
         self._asleep: dict[str, Storages | SleepingMemory] = {}
         self._end_tokens = end_tokens(model_path)
@@ -81,7 +87,9 @@ class VllmGenerator:
             with explain_errors(model_path, replica):
                 self._llm = start_llm(cfg, model_path, self._groups)
                 self._open()
-                self.answer([[0]], Sampling(max_new_tokens=1), [0], ())
+                self.add(Request(torch.tensor([0]), 0, Sampling(max_new_tokens=1)))
+                while self._sampler.requests:
+                    self.step()
             undo.pop_all()
         self._reading = stock_reading(self.model, model_path, replica)
         self.has_folder_weights = loads_folder(model_path)
@@ -98,13 +106,13 @@ class VllmGenerator:
             client._finalizer.detach()
         self._core = client.engine_core
         runner = self._runner = walk(client, _RUNNER)
-        self._sampler = runner.sampler = RowSampler(runner)
-        if self._replica.pp_rank > 0 and runner.intermediate_tensors is None:
+        self._sampler = runner.sampler = RowSampler(runner, keeps_noise=self.keeps_noise)
+        if self.replica.pp_rank > 0 and runner.intermediate_tensors is None:
             # made by the warm-up, which CPU skips
             runner.intermediate_tensors = self.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens,
                 dtype=runner.model_config.dtype,
-                device=self._device,
+                device=self.device,
             )
 
     @property
@@ -112,53 +120,68 @@ class VllmGenerator:
         """The module whose forward generates; under tensor parallelism this rank's part of it."""
         return self._runner.model
 
-    def generate(self, prompts: Tensor, sampling: Sampling, seeds: Sequence[int]) -> TensorDict:
-        """Responses to B prompts; see Generator.generate."""
-        self.wake()
-        check_prompts(prompts, sampling, seeds=seeds, max_positions=self._runner.max_model_len)
-        rows = [row.tolist() for row in rows_of(prompts)]
-        self._replica.check_equal(
-            "prompts, seeds or settings", lambda: (rows, list(seeds), sampling), self._device
-        )
-        tokens, log_probs = self.answer(rows, sampling, seeds, self._end_tokens)
-        self._replica.check_equal("tokens", lambda: tokens, self._device)
-        lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int64)
-        flat, values = list(chain.from_iterable(tokens)), list(chain.from_iterable(log_probs))
-        return response_columns(
-            torch.tensor(flat, dtype=torch.int64, device=self._device),
-            torch.tensor(values, dtype=torch.float32, device=self._device),
-            lengths.to(self._device),
-        )
+    @property
+    def max_positions(self) -> int:
+        """Of the engine."""
+        return int(self._runner.max_model_len)
 
-    def answer(
-        self,
-        prompts: list[list[int]],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        end_tokens: Sequence[int],
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """Token ids for each prompt, end tokens kept, and their log-probabilities."""
-        self._sampler.begin(sampling, end_tokens)
-        requests = [
-            import_module("vllm").SamplingParams(
-                temperature=0.0,  # vLLM then does nothing to the logits; RowSampler does it all
+    def add(self, request: Request) -> int:
+        """See RequestGenerator.add."""
+        requests, sampling = self._sampler.requests, request.sampling
+        self.admit(request, list(requests.values())[:1])
+        self._sampler.sampling, number = sampling, next(self._numbers)
+        draws = {"temperature": 0.0}  # vLLM then does nothing to the logits; RowSampler does it all
+        if self.keeps_noise and not sampling.greedy:
+            names = ("temperature", "top_p", "top_k")
+            draws = {name: getattr(sampling, name) for name in names}
+        parameters = import_module("vllm.sampling_params")
+        requests[number] = request
+        self._llm.llm_engine.add_request(
+            str(number),
+            {"prompt_token_ids": request.prompt.tolist()},
+            parameters.SamplingParams(
+                **draws,
                 max_tokens=sampling.max_new_tokens,
-                seed=seed,
-                logprobs=0,
                 detokenize=False,
                 ignore_eos=True,  # the model config's; those of stop_token_ids count
-                stop_token_ids=list(end_tokens),
-            )
-            for seed in seeds
-        ]
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        answers = [o.outputs[0] for o in self._llm.generate(inputs, requests, use_tqdm=False)]
-        tokens = [list(answer.token_ids) for answer in answers]
-        log_probs = [
-            [step[token].logprob for token, step in zip(row, answer.logprobs, strict=True)]
-            for row, answer in zip(tokens, answers, strict=True)
-        ]
-        return tokens, log_probs
+                stop_token_ids=list(self._end_tokens),
+                output_kind=parameters.RequestOutputKind.FINAL_ONLY,
+                extra_args={"number": number},
+            ),
+        )
+        return number
+
+    def abort(self, request_id: int) -> None:
+        """See RequestGenerator.abort."""
+        if request_id in self._sampler.requests:
+            self._llm.llm_engine.abort_request([str(request_id)])
+            self._sampler.drop(request_id)
+
+    def step(self) -> list[Finished]:
+        """See RequestGenerator.step: one step of the engine, a few where texts are looked at."""
+        self.wake()
+        engine, requests = self._llm.llm_engine, self._sampler.requests
+        numbers = list(requests) if self.stop else []
+        known = dict(zip(numbers, map(len, self._sampler.said(numbers)), strict=True))
+        sizes: dict[int, int] = {}
+        for _ in range(_LOOK_EVERY if self.stop else 1):
+            if len(sizes) < len(requests):
+                outputs = (output for output in engine.step() if output.finished)
+                sizes |= {int(o.request_id): len(o.outputs[0].token_ids) for o in outputs}
+        if self.stop:
+            tokens = self._sampler.said(list(known))
+            rows = [
+                (requests[number].prompt.tolist(), row[: sizes.get(number)], asked)
+                for (number, asked), row in zip(known.items(), tokens, strict=True)
+            ]
+            ends = dict(zip(known, self.stop.first_ends(rows), strict=True))
+            found = {number: end for number, end in ends.items() if end is not None}
+            engine.abort_request([str(number) for number in found if number not in sizes])
+            sizes |= found
+        finished = [self._sampler.take(number, size) for number, size in sizes.items()]
+        while not requests and getattr(self._core, "batch_queue", None):
+            engine.step()  # a step that async scheduling has begun
+        return finished
 
     def share(self, shards: Shards, *, tp_size: int, vocab_multiple: int) -> None:
         """Read the trainer's shards from now on; vLLM's own weights are freed for good.
@@ -166,7 +189,7 @@ class VllmGenerator:
         shards: see rollout.vllm_blocks. tp_size, vocab_multiple: the trainer's. The generator
         counts as never synced until `shared`. ConfigError if the shards do not fit.
         """
-        replica = self._replica
+        replica = self.replica
         self._reading = install(
             self.model,
             Architecture.from_folder(self._model_path),
@@ -203,7 +226,7 @@ class VllmGenerator:
         """
         self.wake("weights")
         try:
-            return self._reading.hashes(self._replica, self._device)
+            return self._reading.hashes(self.replica, self.device)
         except WeightSyncError:
             self.weights_version = NEVER
             raise
@@ -245,3 +268,15 @@ class VllmGenerator:
         """Drop cached prefixes: they were computed with weights that have changed."""
         done = self._llm.reset_prefix_cache()
         assert done, "prefix cache in use between calls"
+
+
+class BatchSampledVllm(VllmGenerator):
+    """vLLM with its own sampler. The log-probabilities are the policy's all the same."""
+
+    keeps_noise = True
+
+    def generate(self, prompts: Tensor, sampling: Sampling, seeds: Sequence[int]) -> TensorDict:
+        """See Generator.generate; the responses depend on all rows and seeds together."""
+        with torch.random.fork_rng():  # ranks of a replica must draw from equal states
+            torch.manual_seed(hash(tuple(seeds)))
+            return super().generate(prompts, sampling, seeds)

@@ -34,8 +34,12 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 _NAMES = {
-    "vllm": ("LLM.generate", "LLM.reset_prefix_cache", "SamplingParams"),
-    "vllm.v1.outputs": ("SamplerOutput", "LogprobsTensors"),
+    "vllm": ("LLM.reset_prefix_cache", "SamplingParams"),
+    "vllm.v1.outputs": ("SamplerOutput",),
+    "vllm.sampling_params": ("RequestOutputKind.FINAL_ONLY",),
+    "vllm.v1.engine.llm_engine": (
+        *("LLMEngine.abort_request", "LLMEngine.add_request", "LLMEngine.step"),
+    ),
     "vllm.v1.executor.uniproc_executor": (
         "UniProcExecutor._distributed_args",
         "UniProcExecutor._init_executor",

@@ -30,8 +30,8 @@ from torch.nn import functional as F
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_names
-from spmdflow.rollout.generator import Replica, loads_folder, stop_strings_of
-from spmdflow.rollout.sampling import Sampling, draw
+from spmdflow.rollout.generator import Finished, Replica, Request, loads_folder
+from spmdflow.rollout.sampling import Sampling, draw, log_probs_of
 from spmdflow.rollout.vllm_process import Groups, executor_class, keep_caches_apart, replaced
 from spmdflow.weights.table import stage_layers
 
@@ -66,7 +66,8 @@ def start_llm(cfg: RolloutConfig, model_path: str, groups: Groups) -> Any:
             max_model_len=cfg.longest_row,
             skip_tokenizer_init=True,
             generation_config="vllm",
-            async_scheduling=False,  # a row's position is the number of tokens it has
+            async_scheduling=not on_cpu and replica.pp_size == 1,  # of no use on CPU
+            enable_prefix_caching=True,  # dropped whenever the weights change
             use_tqdm_on_load=False,
             load_format="auto" if loads_folder(model_path) else "dummy",
             **({"enforce_eager": True} if eager else {}),
@@ -78,43 +79,100 @@ def start_llm(cfg: RolloutConfig, model_path: str, groups: Groups) -> Any:
 class RowSampler(nn.Module):
     """Stands where vLLM's sampler stood: each row's token comes from rollout.sampling.draw.
 
-    A row's seed is its request's; its position is the number of tokens the request has so far.
+    A row's position is its tokens so far, this step's included, less those of its prompt. Tokens
+    and log-probabilities stay in two tables on the device, a row of them for each request, so that
+    vLLM makes no object of them; no host waits for the device, and no loop goes over rows unless
+    vLLM's batch has changed.
     """
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, *, keeps_noise: bool) -> None:
+        """keeps_noise: vLLM's own sampler chooses the tokens, with its own random numbers."""
         super().__init__()
-        self.begin(Sampling(max_new_tokens=1), ())
-        self._requests = lambda: [runner.requests[name] for name in runner.input_batch.req_ids]
-        self._outputs = import_module("vllm.v1.outputs")
+        self.sampling = Sampling(max_new_tokens=1)
+        self.requests: dict[int, Request] = {}
+        """Those under way, by the number in their parameters."""
+        self._runner, self._names, self._rows = runner, list[str](), dict[int, int]()
+        self._stock = runner.sampler if keeps_noise else None
+        self._tokens, self._log_probs, self._counts = (
+            torch.zeros(shape, dtype=dtype, device=runner.device)
+            for shape, dtype in (
+                ((0, 0), torch.int64),
+                ((0, 0), torch.float32),
+                ((0,), torch.int64),
+            )
+        )
+        self._output = import_module("vllm.v1.outputs").SamplerOutput
         processor = import_module("vllm.model_executor.layers.logits_processor").LogitsProcessor
         for module in runner.model.modules():
             if isinstance(module, processor):
                 module.use_all_gather = True  # each rank draws, from the whole vocabulary's logits
 
-    def begin(self, sampling: Sampling, end_tokens: Sequence[int]) -> None:
-        """What the next requests ask for."""
-        self._sampling, self._end_tokens = sampling, list(end_tokens)
-        self._stop = stop_strings_of(sampling)
-
     def forward(self, logits: Tensor, sampling_metadata: Any) -> Any:
         """vLLM's SamplerOutput for logits (B, V), whose rows are those of the runner's batch."""
-        requests = self._requests()
-        facts = [(r.sampling_params.seed, len(r.output_token_ids)) for r in requests]
-        assert len(facts) == len(logits), (len(facts), tuple(logits.shape))
-        seeds, positions = torch.tensor(facts, device=logits.device).unbind(1)
-        tokens, log_probs = draw(logits, self._sampling, seeds, positions)
-        if self._stop is not None:
-            # A token that completes a stop string becomes an end token of its request: the
-            # scheduler, which reads the same parameters, keeps it and ends there. What an earlier
-            # draw left is undone: vLLM throws draws within a prompt away.
-            for request, token in zip(requests, tokens.tolist(), strict=True):
-                said = [*request.output_token_ids, token]
-                ends = [token] if self._stop.ends(request.prompt_token_ids, said) else []
-                request.sampling_params.stop_token_ids = [*self._end_tokens, *ends]
-        column = tokens.int()[:, None]
-        no_ranks = torch.zeros_like(tokens)
-        log_probs = self._outputs.LogprobsTensors(column, log_probs[:, None], no_ranks)
-        return self._outputs.SamplerOutput(sampled_token_ids=column, logprobs_tensors=log_probs)
+        names = self._runner.input_batch.req_ids
+        assert len(names) == len(logits), (len(names), tuple(logits.shape))
+        if names != self._names:
+            self._arrange(list(names))
+        rows, seeds, prompts = self._facts
+        lengths = self._runner.seq_lens
+        places = getattr(lengths, "gpu", lengths)[: len(names)].long() - prompts
+        if self._stock is None:
+            tokens, log_probs = draw(logits, self.sampling, seeds, places.clamp(min=0))
+        else:
+            tokens = self._stock(logits.clone(), sampling_metadata).sampled_token_ids[:, 0].long()
+            log_probs = log_probs_of(logits, tokens, self.sampling)
+        # vLLM throws draws within a prompt away, and those of a row that it computes once more
+        fresh, at = places == self._counts[rows], (rows, places.clamp(min=0))
+        self._tokens[at] = torch.where(fresh, tokens, self._tokens[at])
+        self._log_probs[at] = torch.where(fresh, log_probs, self._log_probs[at])
+        self._counts[rows] += fresh
+        return self._output(sampled_token_ids=tokens.int()[:, None], logprobs_tensors=None)
+
+    def _arrange(self, names: list[str]) -> None:
+        """Rows of the tables, seeds and prompt lengths (B,) of vLLM's new batch."""
+        params = (self._runner.requests[name].sampling_params for name in names)
+        numbers = [param.extra_args["number"] for param in params]
+        requests = [self.requests[number] for number in numbers]
+        for number, request in zip(numbers, requests, strict=True):
+            if number not in self._rows:
+                self._rows[number] = self._free_row(request.sampling.max_new_tokens + 1)
+        facts = [
+            (self._rows[number], request.seed, len(request.prompt))
+            for number, request in zip(numbers, requests, strict=True)
+        ]
+        self._names, self._facts = names, torch.tensor(facts, device=self._counts.device).T
+
+    def _free_row(self, width: int) -> int:
+        """A row that no request has, of at least that many places; the tables grow as needed."""
+        size, used = len(self._counts), set(self._rows.values())
+        free = next(row for row in range(size + 1) if row not in used)
+        if free == size or width > self._tokens.shape[1]:
+            longer, wider = max(1, size) * (free == size), max(0, width - self._tokens.shape[1])
+            self._tokens = F.pad(self._tokens, (0, wider, 0, longer))
+            self._log_probs = F.pad(self._log_probs, (0, wider, 0, longer))
+            self._counts = F.pad(self._counts, (0, longer))
+        self._counts[free] = 0
+        return free
+
+    def said(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The tokens of some requests so far."""
+        known = [self._rows.get(number, -1) for number in numbers]
+        rows = [row for row in known if row >= 0]
+        pairs = zip(self._tokens[rows].tolist(), self._counts[rows].tolist(), strict=True)
+        found = iter([tokens[:count] for tokens, count in pairs])
+        return [next(found) if row >= 0 else [] for row in known]
+
+    def take(self, number: int, size: int) -> Finished:
+        """The first `size` tokens of a request, which is forgotten."""
+        del self.requests[number]
+        row = self._rows.pop(number)
+        tokens, log_probs = self._tokens[row, :size].clone(), self._log_probs[row, :size].clone()
+        return Finished(number, tokens, log_probs)
+
+    def drop(self, number: int) -> None:
+        """Forget a request."""
+        self.requests.pop(number, None)
+        self._rows.pop(number, None)
 
 
 def _run_without_compiling() -> None:

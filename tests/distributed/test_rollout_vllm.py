@@ -94,6 +94,13 @@ def test_first_sync_reaches_every_weight_of_vllm_but_padding(ranks: list[dict]) 
         assert set(rank["first sync"]["left"]) <= {"model.embed_tokens.weight"}
 
 
+def test_sampler_of_vllm_records_the_log_probs_of_the_policy(ranks: list[dict]) -> None:
+    for found in ranks:
+        own = found["own sampler"]
+        assert own["same"] and own["distinct"] > 8
+        assert own["gap"] < 1e-5
+
+
 def test_rows_that_pad_the_vocabulary_are_not_compared(ranks: list[dict]) -> None:
     assert [found["padding"] for found in ranks] == [{"rows": 128, "same": True}] * 2
 

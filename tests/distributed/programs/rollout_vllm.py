@@ -169,6 +169,24 @@ def check_sleep(world: World, generator: Any) -> dict[str, Any]:
     return {"sleep": {"bytes": sizes, "same": before == after}}
 
 
+def check_own_sampler(world: World) -> dict[str, Any]:
+    """vLLM's own sampler: the same twice, other tokens than ours, the policy's log-probs."""
+    generator = world.generator("untied", engine="vllm_sampler")
+    how = replace(SAMPLED, top_k=20).for_call(temperature=0.7)
+    first, again = (generator.generate(world.prompts(), how, world.seeds) for _ in range(2))
+    generator.close()
+    model, gaps = load(world.folder / "untied"), []
+    columns = (rows_of(first[name]) for name in ("responses", "rollout_log_probs"))
+    for prompt, response, log_probs in zip(rows_of(world.prompts()), *columns, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0]
+        scaled = logits[len(prompt) - 1 : -1] / SAMPLED.temperature
+        expected = scaled.log_softmax(-1).gather(-1, response[:, None])[:, 0]
+        gaps.append(float((expected - log_probs).abs().max()))
+    same, distinct = tokens_of(first) == tokens_of(again), len({*map(tuple, tokens_of(first))})
+    return {"own sampler": {"same": same, "distinct": distinct, "gap": max(gaps)}}
+
+
 def check_padding(world: World, generator: Any) -> dict[str, Any]:
     """Rows that pad the vocabulary are not part of what is compared."""
     embedding = generator.model.model.embed_tokens.weight
@@ -248,7 +266,7 @@ def vllm_checks(world: World) -> dict[str, Any]:
     tied: Any = world.generator("tied", engine="vllm")
     found |= check_updates(world, tied, model="tied")
     tied.close()
-    found |= check_first_sync(world)
+    found |= check_first_sync(world) | check_own_sampler(world)
     return found | check_small_cache(world) | check_refusals(world) | check_real_model(world)
 
 

@@ -107,7 +107,7 @@ SIZES = {
     "a replica on a pool of 4, expected a divisor of the pool's size; choose a product among "
     "[1, 2, 4]",
     "actor.rollout.layout=t2": "actor.rollout.layout: got t2 with rollout.engine=builtin, expected "
-    "t1, as it generates on single ranks; set actor.rollout.engine=vllm",
+    "t1, as it generates on single ranks; set actor.rollout.engine=vllm or vllm_sampler",
     "actor.engine.options=[sequence_parallel]": "actor.engine.options: got sequence_parallel with "
     "engine.kind=fsdp, expected some of recompute, keep_gathered; leave it out or choose another "
     "engine",
