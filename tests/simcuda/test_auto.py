@@ -1,4 +1,4 @@
-"""A user with one GPU sets a model and a data set: everything else is chosen, and runs."""
+"""What a run on GPUs chooses by itself where a model and a data set are all that is set."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from spmdflow.mapping.hardware import FOLDER
+from spmdflow.plan.__main__ import FINE, main
 from tests.simcuda.conftest import ROOT, Simulated
 
 TASK = ROOT / "algos" / "arithmetic"
@@ -38,3 +40,57 @@ def test_model_and_data_are_all_that_a_run_on_one_gpu_needs(
     assert "GiB that are free while actor generates" in said and "kv_cache=64 MiB" in said
     last = json.loads(records[-1])
     assert last["rollout/weights_verified"] == 1 and 0 < last["rollout/drift"] < 0.05
+
+
+SMALL = (
+    *(
+        "actor.rollout.engine=builtin",
+        "data.prompts_per_step=16",
+        "actor.update.mini_batch_size=16",
+    ),
+    *("critic.update.mini_batch_size=16", "eval_every=0", "total_steps=2"),
+)
+PARTS = ("parameters", "gradients", "optimizer")
+
+
+def peak_of(hardware: Path, capsys: pytest.CaptureFixture[str], residency: str) -> float:
+    """Bytes that the fullest phase of a step needs, by the plan."""
+    roles = ("actor", "critic", "reference", "reward")
+    kept = [f"{role}.engine.residency={residency}" for role in roles]
+    words = ("ppo", *SMALL, *kept, "--world=2", f"--hardware={hardware}", "--json")
+    assert main(list(words)) == FINE
+    report = json.loads(capsys.readouterr().out)
+    return float(max(phase["total"] for phase in report["memory"]))
+
+
+@pytest.mark.slow
+def test_parts_move_to_the_host_where_a_step_does_not_fit_and_change_no_number(
+    simulated: Simulated, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = tmp_path / "small.yaml"
+    facts = yaml.safe_load((FOLDER / "a100_80gb.yaml").read_text())
+    facts["reserved_bytes"]["value"], facts["usable_memory_fraction"]["value"] = 0.0, 1.0
+    small.write_text(yaml.safe_dump(facts))
+    most, least = (peak_of(small, capsys, residency) for residency in ("keep", "offload"))
+    assert least < most
+    facts["memory_bytes"]["value"] = (most + least) / 2
+    small.write_text(yaml.safe_dump(facts))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    command = (*torchrun, "-m", "spmdflow.run", "ppo", *SMALL)
+
+    said = simulated(*command, f"run.hardware={small}", f"run.dir={tmp_path / 'auto'}")
+    kept = [f"{role}.engine.residency=keep" for role in ("actor", "critic", "reference", "reward")]
+    simulated(*command, *kept, f"run.dir={tmp_path / 'keep'}")
+
+    cfg = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())
+    moved = {role: cfg[role]["engine"]["residency"] for role in ("actor", "critic", "reference")}
+    assert any(part in parts for parts in moved.values() for part in PARTS), moved
+    assert "s of copies a step" in said and "which does not fit" not in said
+    auto, keep = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("auto", "keep")
+    )
+    assert len(auto) == len(keep) == 2
+    for one, other in zip(auto, keep, strict=True):
+        names = [name for name in one if name.startswith(("actor/", "critic/", "rollout/"))]
+        assert names and all(one[name] == other[name] for name in names)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import spmdflow
 
 ROOT = Path(__file__).parents[3]
+MODEL = ROOT / "algos" / "arithmetic" / "model"
 SMALL = (
     "actor.rollout.engine=builtin",
     "data.prompts_per_step=16",
@@ -28,8 +30,8 @@ SMALL = (
     "actor.optimizer.warmup_steps=0",
     "run.sample_every=0",
     "total_steps=2",
-    "eval_every=1",
-    "save_every=1",
+    "eval_every=2",
+    "save_every=2",
 )
 PPO = (
     *SMALL,
@@ -87,6 +89,20 @@ WITH_VLLM: dict[str, tuple[str, int, tuple[str, ...]]] = {
         2,
         (*PPO, *VLLM, *OFFLOAD, "actor.engine.kind=zero3", "critic.engine.kind=zero2"),
     ),
+    "ppo, fsdp s2, vllm t2, copy": (
+        "ppo",
+        4,
+        (*PPO, *VLLM, "actor.engine.layout=s2", "actor.rollout.layout=t2"),
+    ),
+    "grpo, megatron p3v2, vllm, copy": (
+        "grpo",
+        3,
+        (
+            *(*SMALL, *VLLM, "actor.model.path={folder}/deep", "data.samples_per_prompt=6"),
+            *("actor.engine.kind=megatron", "actor.engine.layout=p3v2", "save_every=0"),
+            *("actor.rollout.layout=p3", "actor.update.mini_batch_size=48"),
+        ),
+    ),
     "grpo, one step off policy, vllm": (
         "grpo_async",
         4,
@@ -125,19 +141,36 @@ def main() -> int:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     limit = datetime.timedelta(seconds=200)
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit)
+    if rank == 0:
+        write_deep(folder / "deep")
+    dist.barrier()
     for number, name in enumerate(names):
         script, num_ranks, settings = RUNS[name]
         begin_run(name)
         began = time.perf_counter()
         status = spmdflow.launch(
             ROOT / "algos" / f"{script}.py",
-            settings=[*settings, f"run.dir={folder / f'run-{number}'}"],
+            settings=[
+                *(x.format(folder=folder) for x in settings),
+                f"run.dir={folder}/run-{number}",
+            ],
             ranks=tuple(range(num_ranks)),
         )
         if rank == 0:
             print(f"{name}: {status} after {time.perf_counter() - began:.1f} s", flush=True)
     dist.destroy_process_group()
     return 0
+
+
+def write_deep(folder: Path) -> None:
+    """The bundled model with six layers and random weights."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(MODEL, num_hidden_layers=6)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for file in MODEL.glob("tokenizer*"):
+        shutil.copy(file, folder)
 
 
 def begin_run(name: str) -> None:
