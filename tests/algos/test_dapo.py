@@ -66,7 +66,9 @@ def test_batches_are_refilled_with_prompts_whose_samples_differ(
     "settings",
     [
         ("placement=split",),
-        ("actor.engine.kind=megatron", "actor.engine.layout=p2"),
+        pytest.param(
+            ("actor.engine.kind=megatron", "actor.engine.layout=p2"), marks=pytest.mark.slow
+        ),
         pytest.param(("placement=colocate",), marks=pytest.mark.slow),
         pytest.param(
             ("actor.engine.kind=megatron", "actor.engine.layout=t2"), marks=pytest.mark.slow

@@ -126,7 +126,7 @@ def whole_on_ranks(tmp_path_factory):
 @pytest.mark.parametrize(
     ("step", "victim"),
     [
-        (1, 1),
+        pytest.param(1, 1, marks=pytest.mark.slow),
         pytest.param(2, 0, marks=pytest.mark.slow),
         pytest.param(3, 1, marks=pytest.mark.slow),
     ],

@@ -64,7 +64,7 @@ def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
 @pytest.mark.parametrize(
     "settings",
     [
-        ("placement=split",),
+        pytest.param(("placement=split",), marks=pytest.mark.slow),
         (  # texts and cost values of tensor-parallel models
             "actor.engine.kind=megatron",
             "actor.engine.layout=t2",

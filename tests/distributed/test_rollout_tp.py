@@ -118,13 +118,6 @@ def test_pipeline_with_tensor_parallel_stages_equals_transformers(ranks: list[di
     judge_family(found, ALL_FOUR)
 
 
-def test_replica_on_some_ranks_generates_while_the_others_do_something_else(
-    ranks: list[dict],
-) -> None:
-    found = [rank.get("subset", {}) for rank in ranks]
-    judge_family(found, [(2, 3)])
-
-
 def test_sync_from_fsdp_over_four_ranks_into_replicas_of_two_is_verified(
     ranks: list[dict],
 ) -> None:
@@ -239,16 +232,6 @@ def test_shards_that_cannot_stand_in_are_refused_with_their_shapes(ranks: list[d
         assert "padded to 192" in found["vocabulary"] and "weights=copy" in found["vocabulary"]
 
 
-@pytest.mark.parametrize("rank", [0, 1], ids=["biases", "q and k norms"])
-def test_logits_of_1_2_and_4_training_shards_equal_those_of_stock_layers(
-    ranks: list[dict], rank: int
-) -> None:
-    found = ranks[rank]["block logits"]
-    assert found["draws"] > 20 and found["largest"] > 1
-    for gap, hashed in found["gaps"].values():
-        assert gap < 1e-5 and hashed
-
-
 def test_name_that_vllm_moved_is_named_before_an_engine_is_built(ranks: list[dict]) -> None:
     found = dict(ranks[0]["contract"])
     assert found.pop("as installed") == ""
@@ -303,6 +286,7 @@ def test_block_logits_of_a_family_are_those_of_stock_layers(
     everything: list[dict], family: str
 ) -> None:
     exact, rounded = everything[0][f"logits of {family}"], everything[1][f"bfloat16 of {family}"]
+    assert exact["draws"] > 20 and exact["largest"] > 1
     for gap, hashed in exact["gaps"].values():
         assert gap < 1e-5 and hashed
     assert rounded["gaps"]["1"][0] == 0.0  # one shard: the same products
