@@ -1,10 +1,10 @@
-"""Settings of losses and advantages."""
+"""Settings of losses, advantages and updates."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spmdflow.config.leaf import setting
+from spmdflow.config.leaf import follows, setting
 
 
 class PolicyLossSettings:
@@ -63,3 +63,30 @@ class AdvantageConfig(AdvantageSettings):
     whiten: bool = setting("Normalise advantages over the global batch.", True)
     kl_coef: float = setting("Weight of the KL to the reference in the reward.", 0.0, at_least=0)
     kl_estimator: str = setting("Estimator of that KL.", "k1", one_of=("k1", "k2", "k3", "abs"))
+
+
+@dataclass
+class UpdateConfig:
+    """How one batch becomes optimizer steps."""
+
+    mini_batch_size: int = setting("Samples of one optimizer step, over all ranks.", 64, at_least=1)
+    num_epochs: int = setting("Passes over the batch.", 1, at_least=1)
+    shuffle: bool = setting(
+        "Permute samples before cutting mini-batches, derived from run.seed.", True
+    )
+    balance_tokens: bool = setting("Even out tokens of ranks that differ by over 5%.", True)
+    # Rows of a step say when a schedule ends; 0: a step is one optimizer step.
+    samples_per_step: int = follows("data.samples_per_step", 0)
+
+
+@dataclass
+class PolicyUpdateConfig(UpdateConfig):
+    """The same of a policy that learns from what it generated."""
+
+    old_log_probs: str = setting(
+        "Log-probs of before the update: recompute: by a forward of their own; rollout: the "
+        "generator's; auto: of the update's own forward if a batch is one optimizer step and "
+        "nothing reads them before, else the generator's while they hardly differ.",
+        "auto",
+        one_of=("auto", "recompute", "rollout"),
+    )

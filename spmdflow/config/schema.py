@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from spmdflow.config.leaf import cache_of, follows, micro_batch_of, moved_parts, part, setting
-from spmdflow.config.objective import AdvantageConfig, PolicyLossConfig, ValueLossConfig
+from spmdflow.config.objective import (
+    AdvantageConfig,
+    PolicyLossConfig,
+    PolicyUpdateConfig,
+    UpdateConfig,
+    ValueLossConfig,
+)
 from spmdflow.kind.engine import engine_names, engines_that_shard, option_names, options_doc
 from spmdflow.kind.generator import generator_names, generators_doc
 from spmdflow.kind.registry import tracker_names
@@ -232,20 +238,6 @@ class OptimizerConfig:
 
 
 @dataclass
-class UpdateConfig:
-    """How one batch becomes optimizer steps."""
-
-    mini_batch_size: int = setting("Samples of one optimizer step, over all ranks.", 64, at_least=1)
-    num_epochs: int = setting("Passes over the batch.", 1, at_least=1)
-    shuffle: bool = setting(
-        "Permute samples before cutting mini-batches, derived from run.seed.", True
-    )
-    balance_tokens: bool = setting("Even out tokens of ranks that differ by over 5%.", True)
-    # Rows of a step say when a schedule ends; 0: a step is one optimizer step.
-    samples_per_step: int = follows("data.samples_per_step", 0)
-
-
-@dataclass
 class RolloutConfig(Precise):
     """Generation: which engine, how to sample, how the weights are checked."""
 
@@ -318,7 +310,7 @@ class ActorConfig:
     model: ModelConfig = part(ModelConfig)
     engine: EngineConfig = part(EngineConfig)
     optimizer: OptimizerConfig = part(OptimizerConfig)
-    update: UpdateConfig = part(UpdateConfig)
+    update: PolicyUpdateConfig = part(PolicyUpdateConfig)
     rollout: RolloutConfig = part(RolloutConfig)
     loss: PolicyLossConfig = part(PolicyLossConfig)
 

@@ -180,6 +180,12 @@ def plan_mini_batches(
     return minis
 
 
+def takes_one_step(parents: np.ndarray, cfg: UpdateConfig) -> bool:
+    """Whether an update of rows with these parents is one optimizer step."""
+    fits = len(parents) <= cfg.mini_batch_size or len(np.unique(parents)) == 1
+    return cfg.num_epochs == 1 and fits
+
+
 def permutation(parents: np.ndarray, *, seed: int, step: int, epoch: int) -> np.ndarray:
     """Positions with whole groups in random order; depends on seed, step and epoch only."""
     groups = _groups(parents)

@@ -8,8 +8,8 @@ one ends the run.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -77,13 +77,18 @@ def plan_method(
     seed: int,
     step: int,
     draw: Callable[..., np.ndarray],
+    instead: Mapping[str, str],
 ) -> CallPlan:
     """A call of a worker method on rows, on a list (the i-th item for the i-th rank), or nothing.
 
-    draw(ids, greedy=...): how often rows were drawn for before. Waits for lengths if the call is
+    draw(ids, greedy=...): how often rows were drawn for before. instead: columns that others serve
+    for; the method is given those too, and may do without these. Waits for lengths if the call is
     cut by tokens. ColumnError, ProtocolError, MessageError, or what the method's check raises.
     """
     label, spec = f"{target.name}.{method}", method_spec(target.worker_class, method)
+    if instead:
+        needed = tuple(name for name in spec.reads if name not in instead)
+        spec = replace(spec, reads=needed, optional=(*spec.optional, *instead, *instead.values()))
     before = [None] if given is None else [None, given]
     _check_arguments(label, getattr(target.worker_class, method), before, arguments)
     if spec.check is not None:
@@ -144,7 +149,8 @@ def plan_map(
     given_later = dict.fromkeys(("reduce", "report", *(["groups"] if marks.groups else [])))
     _check_arguments(label, partial(function, **given_later), [batch], arguments)
     reads = marks.reads_with(arguments)
-    optional = tuple(name for name in marks.optional if name not in reads)
+    spared = _waiting(batch, marks.spares(arguments) if marks.spares else ())
+    optional = tuple(name for name in marks.optional if name not in {*reads, *spared})
     spec = MethodSpec("rows", reads, optional, marks.writes, False, False)
     inputs = _inputs_of(batch, _columns_read(spec, batch, label))
     given = _positions_held(_home(batch, inputs, label))
@@ -161,6 +167,12 @@ def plan_map(
         numbers["places"], head["largest_group"] = places_in_groups(numbers["groups"])
         head["num_groups"] = int(numbers["groups"].max(initial=-1)) + 1
     return _plan_rows(label, spec, head, batch.ids, inputs, assignment, numbers)
+
+
+def _waiting(batch: Batch, names: Iterable[str]) -> list[str]:
+    """Those of the names whose columns are made by a call that waits."""
+    results = {name: batch.column(name).result for name in names if name in batch.columns}
+    return [name for name, made in results.items() if getattr(made, "make", None) is not None]
 
 
 def _plan_rows(

@@ -29,12 +29,14 @@ from spmdflow.controller.result import (
     input_of,
 )
 from spmdflow.controller.transfers import Transfers
+from spmdflow.controller.waiting import Waiting, is_rollout
 from spmdflow.data.column import Column, join, read_message
 from spmdflow.data.row_id import Ids, RowIds
 from spmdflow.errors import ColumnError, MessageError
 from spmdflow.runtime.failure import script_line
 from spmdflow.runtime.order import Order, Pending, Replies, Transport
 from spmdflow.tracking.metric import merge
+from spmdflow.transfer.register import method_spec
 
 
 class Caller:
@@ -54,6 +56,7 @@ class Caller:
         """The last rows with a prompt, a response and a score as text; sample tables show them."""
         self.fetched_bytes: Counter[str] = Counter()
         self.row_ids = RowIds()
+        self.waiting = Waiting()
         self._draws = Draws()
         self._last_number = 0
         self._freed: deque[int] = deque()
@@ -73,12 +76,33 @@ class Caller:
         given: Batch | list[Any] | None,
         arguments: Mapping[str, Any],
     ) -> Batch | Result:
-        """Call a registered method of a worker group (paper section 4.1)."""
-        draw = partial(self._draws.take, self.step, self.phase)
+        """Call a registered method of a worker group (paper section 4.1).
+
+        The call may wait until it is known that somebody reads what it makes (waiting.py).
+        """
+        spec, waiting = method_spec(target.worker_class, method), self.waiting
+        batch = given if isinstance(given, Batch) else None
+        if batch is not None and is_rollout(target, spec):
+            columns = {name: batch.column(other) for name, other in spec.instead.items()}
+            return Batch(self, batch.ids, batch.parents, columns)
+        taken, instead = (given, {}) if batch is None else waiting.offer(target, spec, batch)
         plan = plan_method(
-            target, method, given, arguments, seed=self._seed, step=self.step, draw=draw
+            target,
+            method,
+            taken,
+            arguments,
+            seed=self._seed,
+            step=self.step,
+            draw=partial(self._draws.take, self.step, self.phase),
+            instead=instead,
         )
-        return self._run(plan, given if isinstance(given, Batch) else None)
+        if batch is not None:
+            waiting.serve(target, spec, batch, instead)
+        if batch is not None and waiting.is_worthwhile(target, spec, batch):
+            return self._run(plan, batch, wait=partial(waiting.add, target))
+        if not spec.may_wait:
+            waiting.make(target.name, f"{plan.label} comes first")
+        return self._run(plan, batch)
 
     def map(self, batch: Batch, function: Callable[..., Any], settings: Mapping[str, Any]) -> Batch:
         """Run a map function on the ranks that hold most of the columns that it reads."""
@@ -86,18 +110,23 @@ class Caller:
         assert isinstance(made, Batch)
         return made
 
-    def _run(self, plan: CallPlan, batch: Batch | None) -> Batch | Result:
-        """Send the transfers of missing rows and the commands; return the result, still lazy."""
+    def _run(
+        self, plan: CallPlan, batch: Batch | None, *, wait: Callable[..., None] | None = None
+    ) -> Batch | Result:
+        """Send the transfers of missing rows and the commands; return the result, still lazy.
+
+        wait: takes the result and what sends all this later.
+        """
         writes, result = plan.spec.writes, None
         if batch is not None and writes:
             result = plan.result(self.next_number(), self.free)
-        for given, names, rows in plan.needs:  # first: the rows are under way before the call
-            self.transfers.need(given, names, rows)
-        pending = self.submit(
-            plan.label, plan.commands, result=result, kept=batch, answering=plan.answering
-        )
+        send = partial(self._send, plan, batch, result, (self.phase, script_line()))
         if batch is None or result is None:
-            return Result(plan.label, pending, plan.answering)
+            return Result(plan.label, send(), plan.answering)
+        if wait is None:
+            send()
+        else:
+            wait(result, send)
         columns = {name: ColumnRef(result, batch.ids, name) for name in writes}
         if plan.spec.extends:
             columns = {name: batch.column(name) for name in batch.columns} | columns
@@ -105,6 +134,21 @@ class Caller:
         if "response_text" in writes and "prompt_text" in batch.columns:
             self.scored = made | batch.drop(*set(writes) & set(batch.columns))
         return made
+
+    def _send(
+        self, plan: CallPlan, batch: Batch | None, result: RowResult | None, place: tuple[str, str]
+    ) -> Pending:
+        for given, names, rows in plan.needs:  # first: the rows are under way before the call
+            given.be_made(plan.label)
+            self.transfers.need(given, names, rows)
+        return self.submit(
+            plan.label,
+            plan.commands,
+            result=result,
+            kept=batch,
+            answering=plan.answering,
+            place=place,
+        )
 
     # Orders
 
@@ -126,12 +170,13 @@ class Caller:
         kept: object = None,
         answering: tuple[int, ...] = (),
         seconds: float | None = None,
+        place: tuple[str, str] | None = None,
     ) -> Pending:
         """Send one numbered command to each rank of `commands`; metrics of answering count.
 
         result: what the command makes, which learns from the replies. kept: its inputs, which live
-        until then. seconds: the limit of each command, by default that of calls. MessageError:
-        nothing was sent.
+        until then. seconds: the limit of each command, by default that of calls. place: phase and
+        line of a call that has waited. MessageError: nothing was sent.
         """
 
         def done(replies: Replies, _kept: object = kept) -> None:
@@ -146,7 +191,7 @@ class Caller:
             if rank in self._unsent:
                 command["free"] = self._unsent.pop(rank)
         limit = self._seconds if seconds is None else seconds
-        phase, line = self.phase, script_line()
+        phase, line = place or (self.phase, script_line())
         order = Order(number, "compute", label, commands, limit, done, phase=phase, line=line)
         try:
             pending = self.transport.submit(order)
@@ -160,6 +205,7 @@ class Caller:
 
     def wait_for(self, result: RowResult) -> None:
         """Block until the call that makes the result has replied."""
+        result.be_made("the script")
         for record in self.records:
             if record.number == result.number:
                 record.pending.result()
@@ -208,8 +254,9 @@ class Caller:
         """What the calls that made the results reported, merged; waits for them."""
         metrics = []
         for result in results:
-            self.wait_for(result)
-            metrics += result.metrics
+            if not self.waiting.is_served(result):
+                self.wait_for(result)
+                metrics += result.metrics
         return merge(metrics)
 
     # Rows of several calls as rows of one result
@@ -268,6 +315,7 @@ class Caller:
             own_ids, start = ids[start : start + len(part.ids)], start + len(part.ids)
             names = {name: parts[place].stored for name, parts in columns.items()}
             if isinstance(part.result, RowResult):
+                part.result.be_made("concatenate")
                 owner = part.result.owners(part.ids)
             else:
                 shares = np.array_split(part.ids, len(readers))

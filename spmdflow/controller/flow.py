@@ -264,6 +264,7 @@ class Flow:
     def _finish(self, step: Step) -> None:
         """Wait for every call of the step, then write what it measured."""
         caller = self.caller
+        caller.waiting.make_all()
         for record in caller.records:
             record.pending.result()
         transfers = caller.transfers.take_outstanding()
@@ -273,6 +274,7 @@ class Flow:
         metrics = step.metrics(caller.records)
         metrics |= {name: float(count - before[name]) for name, count in counted.items()}
         self._counted = counted
+        caller.waiting.learn(metrics)
         self._show.step(step.number, metrics)
         if self._transcript is not None:
             moved = caller.transfers.moved_bytes
@@ -292,6 +294,7 @@ class Flow:
         if self._transcript is not None:
             self._transcript.continue_from(state)
         self.caller.row_ids.next_id = state["next_id"]
+        self.caller.waiting.drift = state.get("drift", ())
         for name, saved in state["kept"].items():
             self.kept[name].load_state_dict(saved)
         return int(state["step"])
@@ -303,6 +306,7 @@ class Flow:
             if hasattr(thing, "state_dict")
         }
         state = {"step": number, "next_id": self.caller.row_ids.next_id, "kept": kept}
+        state["drift"] = list(self.caller.waiting.drift)
         self._saving.save(number, self.caller, self.groups, state)
 
 

@@ -74,6 +74,13 @@ class RowResult:
     done: bool = False
     waiting: list[Callable[[], None]] = field(default_factory=list)
     """Releases of transfers that wait for the producer (io thread)."""
+    make: Callable[[str, str], None] | None = None
+    """Of a call that waits until somebody reads (waiting.py): makes it; as `be_made`."""
+
+    def be_made(self, reader: str, why: str = "") -> None:
+        """Make the call now if it waits (script thread); why: if not because somebody reads."""
+        if self.make is not None:
+            self.make(reader, why)
 
     def learn(self, replies: Replies) -> None:
         """Take over what the ranks said of the rows, and release what waited for it (io thread)."""

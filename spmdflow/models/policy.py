@@ -8,7 +8,7 @@ cross-entropy on examples (supervised fine-tuning).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,9 @@ from spmdflow.hybrid_engine.sync import WeightSender
 from spmdflow.models.base import EngineWorker
 from spmdflow.models.generator import SamplingWorker
 from spmdflow.models.rows import example_rows, text_rows, with_text_rows
+from spmdflow.objectives.before import Before
 from spmdflow.objectives.log_prob import CausalOutput
+from spmdflow.objectives.loss import Loss
 from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.objectives.supervised import PretrainedPolicyLoss, SupervisedLoss, row_losses
 from spmdflow.parallel.layout import Layout
@@ -32,13 +34,15 @@ from spmdflow.rollout.generator import Replica, generator_of
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.serving.publisher import Publisher, publisher_of
 from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import Max, Mean, WorkerContext
+from spmdflow.transfer.worker import Max, Mean, Metric, WorkerContext
 from spmdflow.workers.engine import Part
 from spmdflow.workers.micro_batch import MicroBatch
 
 UPDATE_READS = ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
 UPDATE_MAY = ("ref_log_probs", "rollout_weights", "pretrain_ids", *VALID)
 """Columns of `update_actor`: those it needs, and those it uses if they are there."""
+INSTEAD = {"old_log_probs": "rollout_log_probs"}
+"""What may serve where nothing but the update reads the policy's own (controller/waiting.py)."""
 
 
 class PolicyWorker(EngineWorker):
@@ -52,6 +56,7 @@ class PolicyWorker(EngineWorker):
         super().__init__(cfg, context)
         budget = cfg.rollout.max_new_tokens
         self.loss = PolicyLoss(cfg.loss, cfg.rollout.temperature, budget=budget)
+        self.loss.truncates = getattr(cfg.update, "old_log_probs", "") == "rollout"
         self._sender: WeightSender | None = None
         self._publisher: Publisher | None = None
 
@@ -90,6 +95,7 @@ class PolicyWorker(EngineWorker):
         reads=("prompts", "responses", "response_mask"),
         optional=("rollout_log_probs", *VALID),
         writes=("old_log_probs",),
+        instead=INSTEAD,
     )
     def compute_log_prob(self, batch: TensorDict) -> TensorDict | None:
         """old_log_probs: the trainer's log-probability of each response token."""
@@ -132,7 +138,13 @@ class PolicyWorker(EngineWorker):
         columns = {"pretrain_ids": texts, "pretrain_losses": losses}
         return TensorDict(columns, batch_size=batch.batch_size)
 
-    @register(transfer_mode="3D_PROTO", reads=UPDATE_READS, optional=UPDATE_MAY, minibatches=True)
+    @register(
+        transfer_mode="3D_PROTO",
+        reads=UPDATE_READS,
+        optional=UPDATE_MAY,
+        minibatches=True,
+        instead=INSTEAD,
+    )
     def update_actor(self, batch: TensorDict) -> dict[str, Any]:
         """One optimizer step for each mini-batch; metrics are means over the steps.
 
@@ -140,20 +152,38 @@ class PolicyWorker(EngineWorker):
         Rows that failed (valid is False) are not learnt from.
         """
         batch = without_failed(batch)
-        if "pretrain_ids" not in batch.keys():
-            return self.train(batch, self.loss, prefix="actor")
-        batch, self.call = with_text_rows(batch, self.call)
-        mixed = PretrainedPolicyLoss(self.loss, self.cfg.loss.pretrain_coef)
-        return self.train(batch, mixed, prefix="actor")
+        before: Before | None = None
+        loss: Loss = self.loss
+        if "rollout_log_probs" in batch.keys() or "old_log_probs" not in batch.keys():
+            before = Before(with_reference=not self.loss.truncates)
+        if "pretrain_ids" in batch.keys():
+            batch, self.call = with_text_rows(batch, self.call)
+            loss = PretrainedPolicyLoss(self.loss, self.cfg.loss.pretrain_coef)
+        self.loss.before = before
+
+        def step(rows: TensorDict, num_micro_batches: int) -> Mapping[str, Metric]:
+            found = self.engine.train_step(rows, loss, num_micro_batches=num_micro_batches)
+            self.loss.before = None  # the weights have changed
+            return found
+
+        metrics = self.take_steps(batch, step, prefix="actor")
+        if before is not None:
+            self._report(before.metrics())
+        return metrics
 
     def _report_drift(self, batch: TensorDict, old: Tensor) -> None:
         """|log-prob gap| between the rollout and the trainer, over the policy's tokens."""
         mask = chosen_mask(batch)
         gap = (pad(batch["rollout_log_probs"]) - pad(old)).abs() * mask
-        total, tokens = float(gap.sum()), float(mask.sum())
+        drift = Mean(float(gap.sum()), float(mask.sum()))
         largest = float(gap.max()) if gap.numel() else 0.0
-        self.report({"rollout/drift": Mean(total, tokens), "rollout/drift_max": Max(largest)})
-        limit = self.cfg.rollout.max_drift
+        self._report({"rollout/drift": drift, "rollout/drift_max": Max(largest)})
+
+    def _report(self, metrics: Mapping[str, Metric]) -> None:
+        """Report, and end the run if the generator is too far from the trainer."""
+        self.report(metrics)
+        drift, limit = metrics.get("rollout/drift"), self.cfg.rollout.max_drift
+        total, tokens = drift if isinstance(drift, Mean) else (0.0, 1.0)
         if limit is not None and total > limit * tokens:
             raise SpmdflowError(
                 f"rollout drift: got a mean |log-prob gap| of {total / tokens:.3g} on rank "

@@ -42,12 +42,18 @@ from spmdflow.transfer.register import map_function
 from spmdflow.transfer.worker import Mean, Metric
 
 
+def _not_weighted(cfg: AdvantageConfig) -> tuple[str, ...]:
+    """Columns that only the metrics need, which the update reports otherwise."""
+    return ("old_log_probs",) if cfg.kl_coef == 0 else ()
+
+
 @map_function(
     reads=("response_mask", "token_level_rewards"),
     reads_for=lambda arguments: ESTIMATORS.find(arguments["estimator"]).reads,
     optional=("old_log_probs", "ref_log_probs", *VALID),
     writes=("advantages", "returns"),
     groups=True,
+    spares=lambda arguments: _not_weighted(arguments["cfg"]),
 )
 def compute_advantages(
     batch: TensorDict,
@@ -165,6 +171,7 @@ def advantage_metrics(
     reads=("response_mask", "token_level_rewards", "token_level_costs", "values", "cost_values"),
     optional=("old_log_probs", "ref_log_probs", *VALID),
     writes=("advantages", "returns", "cost_returns"),
+    spares=lambda arguments: _not_weighted(arguments["cfg"]),
 )
 def compute_safe_advantages(
     batch: TensorDict, *, multiplier: float, cfg: AdvantageConfig, reduce: Reduce, report: Report

@@ -19,6 +19,7 @@ from torch import Tensor
 from spmdflow.config.objective import PolicyLossConfig, ValueLossConfig
 from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.kind.registry import Registry
+from spmdflow.objectives.before import Before
 from spmdflow.objectives.kl import KL_ESTIMATORS, bounded, kl_estimate
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.objectives.loss import AGGREGATIONS, Loss, Micro, aggregate, inside
@@ -130,12 +131,20 @@ def _range(cfg: PolicyLossConfig) -> tuple[float, float]:
     return 1 - cfg.clip_ratio, 1 + high
 
 
+LARGEST_RATIO = 2.0
+"""Of a token's probability to the generator's, where this is the old one (as correction.cap)."""
+
+
 class PolicyLoss(Loss):
     """Policy loss - entropy_coef * H + kl_coef * KL(pi || ref), all aggregated alike.
 
     Reads old_log_probs and advantages, and ref_log_probs if kl_coef is not 0; if rollout_weights
-    are there, each token's policy loss is multiplied by its weight. budget: the L of aggregation
-    by budget, the longest response that may be generated. Metrics:
+    are there, each token's policy loss is multiplied by its weight. Without old_log_probs they are
+    the log-probs themselves, detached: right for the only optimizer step of a batch. If
+    it truncates, they are the generator's: the ratio is then an importance weight, and a token's
+    loss is that of a ratio of at most LARGEST_RATIO (truncated importance sampling, Espeholt et al.
+    2018; rollout/weight_clipped is the share of such tokens). budget: the L of aggregation by
+    budget, the longest response that may be generated. Metrics:
     actor/pg_loss, clip_fraction, approx_kl (k3 against old_log_probs), ratio_mean, ratio_std;
     actor/entropy if it is in the loss or report_entropy (costs time in the head);
     actor/kl_loss if kl_coef is not 0. All but the losses are token means.
@@ -159,6 +168,10 @@ class PolicyLoss(Loss):
             )
         self.cfg, self.temperature, self._budget = cfg, temperature, budget
         self.report_entropy = report_entropy
+        self.truncates = False
+        """Whether old_log_probs are the generator's, however far it is from the trainer."""
+        self.before: Before | None = None
+        """Takes what each micro-batch says of the policy, as long as that has not changed."""
 
     def __call__(
         self, output: CausalOutput, micro: Micro, totals: Mapping[str, float]
@@ -167,17 +180,22 @@ class PolicyLoss(Loss):
         mask, columns = micro.response_mask, micro.columns
         totals = {**totals, "budget": totals["sequences"] * self._budget}
         log_probs, entropies = self._read(output, micro)
-        old_log_probs, advantages = (
-            inside(columns[name], mask) for name in ("old_log_probs", "advantages")
-        )
+        if self.before is not None and entropies is not None:
+            self.before.add(log_probs.detach(), entropies.detach(), micro)
+        old_log_probs = inside(columns.get("old_log_probs", log_probs.detach()), mask)
+        advantages = inside(columns["advantages"], mask)
         terms = self.terms(log_probs, old_log_probs, advantages, mask)
         token_losses = terms.loss
         if "rollout_weights" in columns:
             token_losses = inside(token_losses, mask) * inside(columns["rollout_weights"], mask)
+        ratio = terms.ratio.detach().double()  # float64: E[r^2] - E[r]^2 cancels near r = 1
+        means = {}
+        if self.truncates:
+            token_losses = token_losses * (LARGEST_RATIO / ratio).clamp(max=1).to(log_probs)
+            means["rollout/weight_clipped"] = (ratio > LARGEST_RATIO).float()
         loss = aggregate(token_losses, mask, totals, self.cfg.aggregation)
         metrics = {"actor/pg_loss": loss.detach()}
-        ratio = terms.ratio.detach().double()  # float64: E[r^2] - E[r]^2 cancels near r = 1
-        means = {
+        means |= {
             "actor/clip_fraction": terms.clipped.float(),
             # KL(old || new) from samples of old: the roles of pi and q swap
             "actor/approx_kl": kl_estimate("k3", old_log_probs, log_probs.detach()),
@@ -204,7 +222,7 @@ class PolicyLoss(Loss):
     def _read(self, output: CausalOutput, micro: Micro) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities and, if it is asked for, entropy of each response token, (b, R)."""
         in_loss = self.cfg.entropy_coef != 0
-        if not (in_loss or self.report_entropy):
+        if not (in_loss or self.report_entropy or self.before is not None):
             return micro.spread(output.log_probs(self.temperature)), None
         log_probs, entropy = output.log_probs_and_entropy(self.temperature)
         return micro.spread(log_probs), micro.spread(entropy if in_loss else entropy.detach())
@@ -217,7 +235,7 @@ class PolicyLoss(Loss):
         metrics: dict[str, Tensor],
     ) -> Tensor:
         """Aggregated entropy, 0 if it is not asked for; adds the token mean to metrics."""
-        if entropy is None:
+        if entropy is None or not (self.cfg.entropy_coef != 0 or self.report_entropy):
             return torch.zeros((), device=micro.response_mask.device)
         mask = micro.response_mask
         metrics["actor/entropy"] = aggregate(entropy.detach(), mask, totals, "token-mean")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from spmdflow.config.auto import Choice
 from spmdflow.config.placement import Pool
 from spmdflow.data.column import ColumnSpec
 from spmdflow.data.row_id import Ids
@@ -167,6 +168,8 @@ class Trace:
     """Where each length and value comes from, as sentences."""
     edges_by_step: Mapping[int, BytesByEdge] = field(default_factory=dict)
     """Row bytes of each step, as the controller's own account has them."""
+    choices: tuple[Choice, ...] = ()
+    """What `auto` has become in its calls."""
     batches: Mapping[int, tuple[Ids, Ids]] = field(default_factory=dict)
     """Row ids of the batch that each update is given, and their parents, by place."""
 

@@ -250,7 +250,8 @@ def plan(
     finally:
         if is_collecting:
             gc.enable()
-    facts = traced, step, orders, edges, weights, prediction, tuple(proofs), here, tuple(choices)
+    chosen = (*choices, *traced.choices)
+    facts = traced, step, orders, edges, weights, prediction, tuple(proofs), here, chosen
     return PlanReport(str(script.__file__), *facts, seconds=time.perf_counter() - started)
 
 

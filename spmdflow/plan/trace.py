@@ -76,7 +76,7 @@ def trace(
     examples = Examples(settings.examples, _longest(cfg), is_replayed=replay is not None)
     answers = Answers(examples, replay, read_data=settings.read_data)
     transport = TraceTransport(settings.nodes, answers, file, most_calls=settings.most_calls)
-    flow = _TracedFlow(cfg, settings, transport)
+    flow = _TracedFlow(cfg, settings, transport, replay)
     logger = logging.getLogger("spmdflow.controller")
     level = logger.level
     logger.setLevel(logging.WARNING)  # what the controller logs of a run is no news here
@@ -123,8 +123,14 @@ def _longest(cfg: Any) -> dict[str, int]:
 class _TracedFlow(Flow):
     """The script's view of a run that does not run; `Flow` itself does all the work."""
 
-    def __init__(self, cfg: Any, settings: TraceSettings, transport: TraceTransport) -> None:
-        self._trace_settings, self._transport = settings, transport
+    def __init__(
+        self,
+        cfg: Any,
+        settings: TraceSettings,
+        transport: TraceTransport,
+        replay: Replay | None,
+    ) -> None:
+        self._trace_settings, self._transport, self._replay = settings, transport, replay
         caller = _TracedCaller(transport, cfg.run, settings.world)
         self._batches = caller.batches
         unwritten: Any = _Unwritten(settings.start)
@@ -146,6 +152,7 @@ class _TracedFlow(Flow):
         """The first steps of the run, or of its continuation."""
         settings = self._trace_settings
         first = int(settings.start["step"]) if settings.start else 0
+        self.caller.waiting.learn(self._transport.answers.examples.metrics())
         for step in super().steps(min(total, first + settings.num_steps)):
             self._transport.begin_step(step.number)
             self._transport.is_looking = True
@@ -162,6 +169,8 @@ class _TracedFlow(Flow):
 
     def _finish(self, step: Step) -> None:
         super()._finish(step)
+        if self._replay is not None:
+            self.caller.waiting.learn(self._replay.metrics(step.number))
         self._transport.end_step(step.number, self.caller.transfers.planned_bytes)
 
     def _before_first_step(self) -> None:
@@ -189,6 +198,7 @@ class _TracedFlow(Flow):
                 *(f"column {name}: float32, one a row" for name in guessed),
             ),
             edges_by_step=transport.edges,
+            choices=tuple(self.caller.waiting.choices.values()),
             batches=self._batches,
         )
 

@@ -108,6 +108,8 @@ class TraceTransport(ImmediateTransport):
         """Write an order down and answer it; PlanError beyond the calls of a step."""
         path = self.lines()
         line = path[0] if path else None
+        if order.line.startswith(f"{self._file}:"):  # a call that has waited has an earlier one
+            line = int(order.line.removeprefix(f"{self._file}:").partition(":")[0])
         if order.lane == COMPUTE:
             self._count(order.label, line)
         if self.step:

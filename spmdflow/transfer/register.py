@@ -12,7 +12,7 @@ With `groups=True` the call also has groups=..., a `RowGroups` of rows that shar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from spmdflow.errors import ProtocolError
@@ -45,6 +45,15 @@ class MethodSpec:
     """Refuses arguments of a call before anything is sent."""
     early: str | None = None
     """Method that runs before the call's turn, in a thread, as soon as its rows are here."""
+    instead: Mapping[str, str] = field(default_factory=dict)
+    """Of a method that writes: its columns by the name of those that may serve in their place, and
+    the call may wait until somebody reads one. Of an update: columns of reads that it can do
+    without, and what it is then given if it is there."""
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether a call may be made later, when somebody reads what it writes."""
+        return bool(self.instead and self.writes)
 
 
 def register(
@@ -58,6 +67,7 @@ def register(
     draws: bool = False,
     check: Check | None = None,
     early: str | None = None,
+    instead: Mapping[str, str] | None = None,
 ) -> Callable[[F], F]:
     """Mark a worker method for the controller (paper section 4.1, Table 3 for the modes).
 
@@ -71,10 +81,12 @@ def register(
     none and is not counted. check: raises in the script, before anything is sent, for arguments
     that cannot be. early: the name of a method `early(batch, call)` that needs neither the device
     nor other ranks; it runs beside other calls as soon as the rows are here, and the method finds
-    what it returned in `self.begun`.
+    what it returned in `self.begun`. instead: see `MethodSpec`; such a method that writes must
+    depend on the model and its rows alone, and change neither (controller/waiting.py).
     """
     columns = (tuple(reads), tuple(optional), tuple(writes))
-    spec = MethodSpec(transfer_mode, *columns, minibatches, extends, draws, check, early)
+    more = draws, check, early, dict(instead or {})
+    spec = MethodSpec(transfer_mode, *columns, minibatches, extends, *more)
 
     def mark(method: F) -> F:
         setattr(method, _ATTRIBUTE, spec)
@@ -120,6 +132,8 @@ class MapSpec:
     """Whether the function is given the groups of its rows."""
     reads_for: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
     """Further columns that must be there, from the arguments of a call."""
+    spares: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
+    """Optional columns that are not worth a call that waits, from the arguments of a call."""
 
     def reads_with(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         """Columns that a call with these arguments needs."""
@@ -134,13 +148,14 @@ def map_function(
     writes: Iterable[str],
     groups: bool = False,
     reads_for: Callable[[Mapping[str, Any]], Iterable[str]] | None = None,
+    spares: Callable[[Mapping[str, Any]], Iterable[str]] | None = None,
 ) -> Callable[[F], F]:
     """Mark a module-level function for `batch.map`; ProtocolError for a lambda or local one."""
 
     def mark(fn: F) -> F:
         _require_module_level(fn)
         columns = (tuple(reads), tuple(optional), tuple(writes))
-        setattr(fn, _MAP_ATTRIBUTE, MapSpec(*columns, groups, reads_for))
+        setattr(fn, _MAP_ATTRIBUTE, MapSpec(*columns, groups, reads_for, spares))
         return fn
 
     return mark

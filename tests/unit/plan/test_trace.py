@@ -10,8 +10,10 @@ import pytest
 import spmdflow
 from spmdflow.config.load import load
 from spmdflow.errors import PlanError
+from spmdflow.plan.check import check_batches
 from spmdflow.plan.example import KNOWN
 from spmdflow.plan.record import bytes_by_edge, row_edges
+from spmdflow.plan.rows import check_rows
 from spmdflow.plan.trace import trace
 from spmdflow.transfer.register import map_spec, registered_methods
 from spmdflow.transfer.worker import Worker
@@ -296,3 +298,50 @@ def test_examples_of_the_script_are_taken_and_the_command_line_overrules_them(
 def test_error_that_the_script_would_meet_is_told_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"script line 9: actor\.compute_log_prob: the batch has"):
         own_script(tmp_path, "actor.compute_log_prob(next(prompts))")
+
+
+KL = "advantage.kl_coef=0.05"
+ONE_STEP = ("actor.update.mini_batch_size=12", "advantage.kl_coef=0")
+SEVERAL = ("actor.update.mini_batch_size=6",)
+ROLLOUT = "actor.update.old_log_probs=rollout"
+RECOMPUTE = "actor.update.old_log_probs=recompute"
+CERTIFIED = {"rollout/drift": 1e-6, "rollout/drift_max": 1e-4}
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "examples", "is_made"),
+    [
+        *((name, ONE_STEP, {}, False) for name in ("grpo", "ppo", "rloo", "remax", "reinforce_pp")),
+        ("dapo", ONE_STEP[:1], {}, False),
+        ("safe_rlhf", ONE_STEP, {}, True),  # compute_loss of the texts comes first
+        ("grpo_async", ONE_STEP, {}, True),  # compute_rollout_weights reads them
+        *((name, (*ONE_STEP, KL), {}, True) for name in ("ppo", "rloo", "safe_rlhf")),
+        ("grpo", (*ONE_STEP, RECOMPUTE), {}, True),
+        *((name, SEVERAL, {}, True) for name in ("grpo", "ppo", "dapo")),
+        *((name, (*SEVERAL, ONE_STEP[1]), CERTIFIED, False) for name in ("grpo", "ppo")),
+        ("grpo", SEVERAL, {**CERTIFIED, "rollout/drift_max": 0.2}, True),
+        ("grpo", (*SEVERAL, ROLLOUT), {}, False),
+        ("grpo_async", (*ONE_STEP, ROLLOUT), {}, False),
+        ("ppo", (*ONE_STEP, KL, ROLLOUT), {}, False),
+    ],
+)
+def test_log_probs_before_the_update_are_planned_only_where_they_are_computed(
+    script: str, settings: tuple[str, ...], examples: dict[str, float], is_made: bool
+) -> None:
+    small = [word for word in SCRIPTS.get(script, SMALL) if "actor.update" not in word]
+
+    found = traced(script, 2, *small, *settings, examples=examples)
+
+    labels = [order.label for order in found.orders]
+    assert labels.count("actor.compute_log_prob") == is_made
+    (choice,) = found.choices or ("",)
+    assert bool(choice) == (not {ROLLOUT, RECOMPUTE} & set(settings))
+    assert not check_rows(found)
+    assert not check_batches(found)
+
+
+def test_plan_names_the_line_of_a_call_that_waited() -> None:
+    found = traced("ppo", 2, *SCRIPTS["ppo"], "actor.update.mini_batch_size=12", KL)
+
+    lines = {order.label: order.line for order in found.orders if order.step}
+    assert lines["actor.compute_log_prob"] + 1 == lines["critic.compute_values"]

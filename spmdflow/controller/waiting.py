@@ -1,0 +1,188 @@
+"""Calls that wait until somebody reads what they write, and what serves where nobody does.
+
+`actor.compute_log_prob` is such a call: the update has a forward of its own. With
+`actor.update.old_log_probs`
+
+- recompute: the call is made where the script has it;
+- rollout: it is never made; old_log_probs are the generator's, rollout_log_probs;
+- auto: it waits. Whoever reads its column has it made, and so has a call that may change the model.
+  An update of all its rows as one optimizer step does without: the old log-probs are those of its
+  own forward. Several steps take the generator's while these are certified, else the call is made.
+
+Certified: in the last step that measured it, the mean |log-prob gap| of generator and trainer was
+at most a hundredth of loss.clip_ratio and the largest at most half of it. So the clip of the loss
+does not act on what the gap alone does to a token's ratio, and the mean ratio is off by less than a
+hundredth of what one update may change. `compute_log_prob` measures it for the first time, then
+each update in its first optimizer step, before the weights change.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from spmdflow.config.auto import Choice, choices_text
+from spmdflow.config.schema import AUTO
+from spmdflow.controller.assignment import Target, takes_one_step
+from spmdflow.controller.batch import Batch
+from spmdflow.controller.result import ColumnRef, RowResult
+from spmdflow.errors import ColumnError
+from spmdflow.transfer.register import MethodSpec
+
+logger = logging.getLogger(__name__)
+
+RECOMPUTE, ROLLOUT, OWN = "recompute", "rollout", "of the update's own forward"
+DRIFT = ("rollout/drift", "rollout/drift_max")
+"""Metrics that certify."""
+MOST_MEAN, MOST_MAX = 0.01, 0.5
+"""Largest of each, as a share of loss.clip_ratio."""
+
+
+class Waiting:
+    """The calls of a step that wait, by model, and what was chosen."""
+
+    def __init__(self) -> None:
+        self.drift: Sequence[float] = ()
+        """Mean and largest gap, as they were measured last; empty: never."""
+        self.choices: dict[str, Choice] = {}
+        """What auto means, by model."""
+        self._calls: dict[str, list[RowResult]] = {}
+        self._served: WeakKeyDictionary[RowResult, str] = WeakKeyDictionary()
+
+    def learn(self, metrics: Mapping[str, float]) -> None:
+        """Take over what a step measured."""
+        self.drift = [metrics[name] for name in DRIFT if name in metrics] or self.drift
+
+    def is_worthwhile(self, target: Target, spec: MethodSpec, batch: Batch) -> bool:
+        """Whether a call waits, as an update of these rows could do without it."""
+        if not spec.may_wait or _mode_of(target) != AUTO:
+            return False
+        update = target.settings.update
+        if takes_one_step(batch.parents, update) or self._lacks(target, spec, batch) is None:
+            return True
+        self._say(target, RECOMPUTE, self._lacks(target, spec, batch) or "")
+        return False
+
+    def add(self, target: Target, result: RowResult, send: Callable[[], object]) -> None:
+        """A call begins to wait; send makes it."""
+
+        def make(reader: str, why: str) -> None:
+            result.make = None
+            self._calls[target.name].remove(result)
+            self._say(target, RECOMPUTE, why or f"{reader} reads them before the update")
+            send()
+
+        result.make = make
+        self._calls.setdefault(target.name, []).append(result)
+
+    def make(self, name: str, why: str) -> None:
+        """Make the calls that wait for a model."""
+        for result in list(self._calls.get(name, ())):
+            result.be_made(name, why)
+
+    def make_all(self) -> None:
+        """Make what still waits when the step ends: what it reports is wanted."""
+        for name in self._calls:
+            self.make(name, "no update of the step learns from all their rows")
+
+    def offer(self, target: Target, spec: MethodSpec, batch: Batch) -> tuple[Batch, dict[str, str]]:
+        """The rows of an update as it may take them; which columns others serve for.
+
+        Without the column: it is of the update's own forward; with it: the generator's.
+        """
+        found: dict[str, str] = {}
+        for name, other in spec.instead.items() if spec.minibatches else ():
+            choice = self._choice(target, spec, batch, name) if name in batch.columns else ""
+            if choice:
+                found[name], own = other, batch.drop(name)
+                rollout = choice == ROLLOUT
+                batch = own | batch.only(other).rename(**{name: other}) if rollout else own
+        return batch, found
+
+    def serve(self, target: Target, spec: MethodSpec, batch: Batch, names: Iterable[str]) -> None:
+        """An update does without columns: the calls are never made, later readers are refused."""
+        for name in names:
+            result, choice = batch.column(name).result, self._choice(target, spec, batch, name)
+            if isinstance(result, RowResult) and result in self._calls.get(target.name, ()):
+                self._calls[target.name].remove(result)
+                result.make = partial(_refuse, target.name)
+                self._served[result] = choice
+                mean, most = _bounds(target)
+                why = f"generator and trainer differ by at most {mean:g}, at a token by {most:g}"
+                if choice == OWN:
+                    why = "a batch is one optimizer step, nothing reads them before it"
+                self._say(target, choice, why)
+
+    def _choice(self, target: Target, spec: MethodSpec, batch: Batch, name: str) -> str:
+        """What serves in the place of a column of a call that waits; empty: nothing."""
+        ref, other = batch.column(name), spec.instead[name]
+        if _mode_of(target) == ROLLOUT and other in batch.columns:
+            return ROLLOUT if ref.equals(batch.column(other)) else ""
+        if not isinstance(ref.result, RowResult):
+            return ""
+        if ref.result not in self._calls.get(target.name, ()):
+            return ROLLOUT if self._served.get(ref.result) == ROLLOUT else ""
+        if takes_one_step(batch.parents, target.settings.update) and _has_all(ref, ref.result):
+            return OWN
+        return "" if self._lacks(target, spec, batch) else ROLLOUT
+
+    def is_served(self, result: RowResult) -> bool:
+        """Whether an update did without the call, which is never made."""
+        return result in self._served
+
+    def _lacks(self, target: Target, spec: MethodSpec, batch: Batch) -> str | None:
+        """Why the generator's columns cannot serve; None: they can."""
+        if not all(other in batch.columns for other in spec.instead.values()):
+            return (
+                f"a batch is several optimizer steps and has no {', '.join(spec.instead.values())}"
+            )
+        bounds = _bounds(target)
+        if len(self.drift) < len(bounds):
+            return "a batch is several optimizer steps, generator and trainer are not compared yet"
+        if not all(found <= most for found, most in zip(self.drift, bounds, strict=True)):
+            return (
+                f"a batch is several optimizer steps, generator and trainer differ by more than "
+                f"{bounds[0]:g}, or at a token than {bounds[1]:g}"
+            )
+        return None
+
+    def _say(self, target: Target, value: str, why: str) -> None:
+        """One line at the first choice, and at another one."""
+        choice = Choice(f"{target.name}.update.old_log_probs", value, why)
+        if self.choices.get(target.name) != choice:
+            self.choices[target.name] = choice
+            logger.info("%s", choices_text([choice]))
+
+
+def is_rollout(target: Target, spec: MethodSpec) -> bool:
+    """Whether the generator's columns are those of a call that is never made."""
+    return spec.may_wait and _mode_of(target) == ROLLOUT
+
+
+def _mode_of(target: Target) -> str:
+    return getattr(getattr(target.settings, "update", None), "old_log_probs", RECOMPUTE)
+
+
+def _bounds(target: Target) -> tuple[float, float]:
+    """Largest mean and largest gap of all at which the generator's log-probs serve."""
+    clip = target.settings.loss.clip_ratio
+    return MOST_MEAN * clip, MOST_MAX * clip
+
+
+def _has_all(ref: ColumnRef, result: RowResult) -> bool:
+    """Whether a column's rows are all rows of its result: others may be updated later."""
+    rows = np.unique(np.concatenate(list(result.answer.values())))
+    return np.array_equal(np.sort(ref.ids), rows)
+
+
+def _refuse(name: str, reader: str, why: str) -> None:
+    raise ColumnError.of(
+        reader,
+        "old_log_probs of rows that an update has learnt from since",
+        "them to be read before, as the update took those of its own forward",
+        f"set {name}.update.old_log_probs=recompute",
+    )
