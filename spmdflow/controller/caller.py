@@ -96,13 +96,15 @@ class Caller:
             draw=partial(self._draws.take, self.step, self.phase),
             instead=instead,
         )
-        if batch is not None:
-            waiting.serve(target, spec, batch, instead)
+        served = [] if batch is None else waiting.serve(target, spec, batch, instead)
         if batch is not None and waiting.is_worthwhile(target, spec, batch):
             return self._run(plan, batch, wait=partial(waiting.add, target))
         if not spec.may_wait:
             waiting.make(target.name, f"{plan.label} comes first")
-        return self._run(plan, batch)
+        made = self._run(plan, batch)
+        if isinstance(made, Result):
+            waiting.updates.update(dict.fromkeys(served, made))
+        return made
 
     def map(self, batch: Batch, function: Callable[..., Any], settings: Mapping[str, Any]) -> Batch:
         """Run a map function on the ranks that hold most of the columns that it reads."""
@@ -254,7 +256,11 @@ class Caller:
         """What the calls that made the results reported, merged; waits for them."""
         metrics = []
         for result in results:
-            if not self.waiting.is_served(result):
+            update = self.waiting.updates.get(result)
+            if update is not None:
+                replies = update.pending.result()
+                metrics += [replies[rank].get("metrics", {}) for rank in update.ranks]
+            else:
                 self.wait_for(result)
                 metrics += result.metrics
         return merge(metrics)

@@ -29,7 +29,7 @@ from spmdflow.config.auto import Choice, choices_text
 from spmdflow.config.schema import AUTO
 from spmdflow.controller.assignment import Target, takes_one_step
 from spmdflow.controller.batch import Batch
-from spmdflow.controller.result import ColumnRef, RowResult
+from spmdflow.controller.result import ColumnRef, Result, RowResult
 from spmdflow.errors import ColumnError
 from spmdflow.transfer.register import MethodSpec
 
@@ -52,6 +52,8 @@ class Waiting:
         """What auto means, by model."""
         self._calls: dict[str, list[RowResult]] = {}
         self._served: WeakKeyDictionary[RowResult, str] = WeakKeyDictionary()
+        self.updates: WeakKeyDictionary[RowResult, Result] = WeakKeyDictionary()
+        """What updates answered that did without a call: they report its metrics."""
 
     def learn(self, metrics: Mapping[str, float]) -> None:
         """Take over what a step measured."""
@@ -103,19 +105,27 @@ class Waiting:
                 batch = own | batch.only(other).rename(**{name: other}) if rollout else own
         return batch, found
 
-    def serve(self, target: Target, spec: MethodSpec, batch: Batch, names: Iterable[str]) -> None:
-        """An update does without columns: the calls are never made, later readers are refused."""
+    def serve(
+        self, target: Target, spec: MethodSpec, batch: Batch, names: Iterable[str]
+    ) -> list[RowResult]:
+        """An update does without columns: the calls are never made, later readers are refused.
+
+        Gives the results that such calls would have made.
+        """
+        found = []
         for name in names:
             result, choice = batch.column(name).result, self._choice(target, spec, batch, name)
             if isinstance(result, RowResult) and result in self._calls.get(target.name, ()):
                 self._calls[target.name].remove(result)
                 result.make = partial(_refuse, target.name)
                 self._served[result] = choice
+                found.append(result)
                 mean, most = _bounds(target)
                 why = f"generator and trainer differ by at most {mean:g}, at a token by {most:g}"
                 if choice == OWN:
                     why = "a batch is one optimizer step, nothing reads them before it"
                 self._say(target, choice, why)
+        return found
 
     def _choice(self, target: Target, spec: MethodSpec, batch: Batch, name: str) -> str:
         """What serves in the place of a column of a call that waits; empty: nothing."""
@@ -129,10 +139,6 @@ class Waiting:
         if takes_one_step(batch.parents, target.settings.update) and _has_all(ref, ref.result):
             return OWN
         return "" if self._lacks(target, spec, batch) else ROLLOUT
-
-    def is_served(self, result: RowResult) -> bool:
-        """Whether an update did without the call, which is never made."""
-        return result in self._served
 
     def _lacks(self, target: Target, spec: MethodSpec, batch: Batch) -> str | None:
         """Why the generator's columns cannot serve; None: they can."""

@@ -85,8 +85,8 @@ def register(
     depend on the model and its rows alone, and change neither (controller/waiting.py).
     """
     columns = (tuple(reads), tuple(optional), tuple(writes))
-    more = draws, check, early, dict(instead or {})
-    spec = MethodSpec(transfer_mode, *columns, minibatches, extends, *more)
+    marks = (minibatches, extends, draws)
+    spec = MethodSpec(transfer_mode, *columns, *marks, check, early, dict(instead or {}))
 
     def mark(method: F) -> F:
         setattr(method, _ATTRIBUTE, spec)

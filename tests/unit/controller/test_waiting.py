@@ -22,7 +22,7 @@ from spmdflow.objectives.advantage import compute_advantages
 from spmdflow.transfer.register import map_function
 from tests.unit.toy_flow import TASK, Rank, rank_of_one
 
-ROWS = 8
+ROWS, LR = 8, 2e-6
 
 
 @map_function(reads=("response_mask",), writes=("token_level_rewards", "ref_log_probs"))
@@ -78,7 +78,7 @@ def _ran(rank: Rank, body: Body, steps: int, limit: float | None, settings: dict
     sizes = {"mini_batch_size": ROWS, **settings}
     cfg = ActorConfig(
         model=ModelConfig(path=str(TASK / "model")),
-        optimizer=OptimizerConfig(lr=2e-5),
+        optimizer=OptimizerConfig(lr=LR),
         update=PolicyUpdateConfig(**sizes),
         rollout=RolloutConfig(
             tokenizer_path=str(TASK / "model"), max_new_tokens=6, max_drift=limit
@@ -105,7 +105,7 @@ def _ran(rank: Rank, body: Body, steps: int, limit: float | None, settings: dict
         if result is not None:
             step.log(result)  # type: ignore[arg-type]
     engine = rank.state._workers["actor"].engine  # type: ignore[attr-defined]
-    weights = {name: tensor.clone() for name, tensor in engine.full_tensors()}
+    weights = {name: live.detach().clone() for name, live, _ in engine.blocks()}
     choices = "; ".join(f"{c.value}: {c.why}" for c in flow.caller.waiting.choices.values())
     return Ran(labels, found, weights, choices)
 
@@ -122,6 +122,15 @@ def assert_same(one: Ran, other: Ran) -> None:
             summed = name.startswith(("actor/entropy", "actor/reference_kl", "rollout/drift"))
             expected = pytest.approx(theirs[name], rel=1e-6) if summed else theirs[name]
             assert mine[name] == expected, name
+
+
+def assert_near(one: Ran, other: Ran) -> None:
+    """Weights whose mean difference is below a fiftieth of a step of AdamW.
+
+    float32 log-probs of two implementations; gradients near 0 may have another sign.
+    """
+    for name, weight in one.weights.items():
+        assert (weight - other.weights[name]).abs().mean() < LR / 50, name
 
 
 def test_update_of_one_step_learns_the_same_without_a_forward_before(tmp_path: Path) -> None:
@@ -182,8 +191,7 @@ def test_generators_log_probs_serve_several_steps_once_the_mismatch_is_known(
     for ran in (chosen, always):
         for name in ("actor/entropy", "actor/reference_kl", "rollout/drift", "rollout/drift_max"):
             assert all(name in metrics for metrics in ran.metrics)
-        for name, weight in ran.weights.items():  # float32 log-probs of two implementations
-            torch.testing.assert_close(weight, recomputed.weights[name], rtol=0, atol=5e-5)
+        assert_near(ran, recomputed)
         for mine, theirs in zip(ran.metrics, recomputed.metrics, strict=True):
             for name in ("actor/loss", "actor/grad_norm", "actor/approx_kl"):
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5)
@@ -224,8 +232,7 @@ def test_update_of_some_of_the_rows_has_them_made(tmp_path: Path) -> None:
 
     assert [labels.count(CALL) for labels in chosen.labels] == [1, 0]  # then it is several steps
     assert chosen.choices.startswith("rollout:")
-    for name, weight in chosen.weights.items():
-        torch.testing.assert_close(weight, recomputed.weights[name], rtol=0, atol=5e-5)
+    assert_near(chosen, recomputed)
 
 
 def test_joined_rows_have_them_made(tmp_path: Path) -> None:
@@ -266,6 +273,20 @@ def test_metrics_of_the_call_have_it_made(tmp_path: Path) -> None:
 
     ran = run(tmp_path, body=reading)
 
+    assert found == [metrics["actor/entropy"] for metrics in ran.metrics]
+
+
+def test_metrics_of_a_call_that_was_not_needed_are_those_of_the_update(tmp_path: Path) -> None:
+    found = []
+
+    def reading(actor: Any, batch: Batch) -> Any:
+        result = update(actor, batch)
+        found.append(batch.metrics["actor/entropy"])
+        return result
+
+    ran = run(tmp_path, body=reading)
+
+    assert not any(CALL in labels for labels in ran.labels)
     assert found == [metrics["actor/entropy"] for metrics in ran.metrics]
 
 
