@@ -22,6 +22,6 @@ values live in each rank's `RowStore` until the controller's last reference to t
 | response_text | text | the decoded response |
 | score_terms | text | what the score is made of, as JSON |
 
-`input_ids`, `attention_mask` and `position_ids` exist only inside an engine, padded, for one
-micro-batch (prompt and response joined).
+`input_ids` and `position_ids` exist only inside an engine, for one micro-batch (prompt and response
+joined, rows end to end).
 """

@@ -12,20 +12,24 @@ from spmdflow.kind.registry import register_tracker
 
 _ROWS = "spmdflow.weights.ranks:row_tables"
 _LAYERS = Sharding(parameters=True, micro_batch_gathers=2, micro_batch_reductions=1)
-_RECOMPUTE = {"recompute": EngineOption("compute activations again in backward")}
+_COMMON = {
+    "recompute": EngineOption("compute activations again in backward"),
+    "padded": EngineOption("pad the rows of a micro-batch instead of packing them"),
+}
 
 register_engine(
     EngineKind(
         "fsdp",
         "FSDP2: every rank has 1/n of each parameter",
         _LAYERS,
-        options=_RECOMPUTE
+        options=_COMMON
         | {
             "keep_gathered": EngineOption(
                 "keep parameters gathered through a step",
                 sharding=Sharding(parameters=True, gathers=1, reductions=1),
             )
         },
+        packs=True,
         weight_table=_ROWS,
         worker_class="FSDPWorker",
     )
@@ -36,7 +40,8 @@ register_engine(
         "zero1",
         "ZeRO stage 1: divides the optimizer's moments",
         Sharding(gathers=1, reductions=2),
-        options=_RECOMPUTE,
+        options=_COMMON,
+        packs=True,
         worker_class="ZeROWorker",
     )
 )("spmdflow.workers.fsdp:ZeROEngine")
@@ -46,7 +51,8 @@ register_engine(
         "zero2",
         "ZeRO stage 2: gradients too, and parameters between steps",
         Sharding(parameters=True, gathers=1, micro_batch_reductions=1),
-        options=_RECOMPUTE,
+        options=_COMMON,
+        packs=True,
         weight_table=_ROWS,
         worker_class="ZeROWorker",
     )
@@ -57,7 +63,8 @@ register_engine(
         "zero3",
         "ZeRO stage 3: parameters, layer by layer",
         _LAYERS,
-        options=_RECOMPUTE,
+        options=_COMMON,
+        packs=True,
         weight_table=_ROWS,
         worker_class="ZeROWorker",
     )
@@ -69,7 +76,7 @@ register_engine(
         "Megatron-Core: tensor-, pipeline- and data-parallel",
         Sharding(gathers=1, reductions=1),
         axes=("tp", "pp"),
-        options=_RECOMPUTE
+        options=_COMMON
         | {
             "selective_recompute": EngineOption(
                 "compute attention's core again in backward", excludes="recompute"
@@ -86,6 +93,7 @@ register_engine(
         attention_copies=3,  # fused, rotated, and as attention's kernel takes and gives them
         ffn_copies=5,  # the gate's product with up + 0 (Megatron's offset)
         ffn_forward_copies=5,
+        packs=True,
         reads_folder=True,
         shares_storage=True,
         weight_table="spmdflow.weights.ranks:megatron_tables",

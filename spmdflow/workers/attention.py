@@ -22,18 +22,20 @@ from torch.nn.attention.varlen import varlen_attn
 class PackedRows:
     """Where rows lie that follow one another."""
 
+    lengths: tuple[int, ...]
+    """Tokens of each row, at least 1."""
     offsets: Tensor
     """(b + 1,) int32: where each row begins, and the end of the last."""
-    longest: int
-    runs: tuple[tuple[int, int], ...]
-    """(number of rows, tokens of each) of neighbours that are equally long."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedRows:
-        """Rows of these lengths, each at least 1."""
-        offsets = functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
-        runs = tuple((len(list(run)), length) for length, run in groupby(lengths))
-        return cls(offsets.to(device), max(lengths), runs)
+    def of(cls, lengths: Sequence[int]) -> PackedRows:
+        """Rows of these lengths, in host memory."""
+        return cls(tuple(lengths), functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int())
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """(number of rows, tokens of each) of neighbours that are equally long."""
+        return [(len(list(run)), length) for length, run in groupby(self.lengths)]
 
 
 def packed_attention(
@@ -50,7 +52,7 @@ def packed_attention(
     window: a token attends to the last so many tokens up to itself; None: to all before it.
     """
     if _has_varlen(query):
-        ends, most = rows.offsets, rows.longest
+        ends, most = rows.offsets, max(rows.lengths)
         left = -1 if window is None else window - 1
         found = varlen_attn(
             query, key, value, ends, ends, most, most,
@@ -58,9 +60,10 @@ def packed_attention(
         )  # fmt: skip
         assert isinstance(found, Tensor)
         return found
-    sizes = [count * length for count, length in rows.runs]
+    runs = rows.runs
+    sizes = [count * length for count, length in runs]
     mixed = []
-    for *parts, run in zip(*(x.split(sizes) for x in (query, key, value)), rows.runs, strict=True):
+    for *parts, run in zip(*(x.split(sizes) for x in (query, key, value)), runs, strict=True):
         q, k, v = (x.unflatten(0, run).transpose(1, 2) for x in parts)  # (rows, heads, T, d)
         run_mixed = dense_attention(q, k, v, scale=scale, window=window)
         mixed.append(run_mixed.transpose(1, 2).flatten(0, 1))

@@ -6,6 +6,7 @@ steps its weights and shows its blocks; its facts are in `spmdflow.kind`.
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -26,10 +27,13 @@ from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.registry import resolve
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import Metric, WorkerContext
+from spmdflow.weights.architecture import packs_rows
 from spmdflow.weights.move import Block, Read, Storages, own_parts
 from spmdflow.workers.micro_batch import MicroBatch, join_answers, micro_batches
 from spmdflow.workers.model import LoadedModel, ModelSource, load_model, open_model
 from spmdflow.workers.optimizer import Scheduled
+
+logger = logging.getLogger(__name__)
 
 ForwardFn = Callable[[Any, MicroBatch], Mapping[str, Tensor]]
 """(output, micro) -> columns: response-shaped (b, R) or dense (b,), one row per micro row."""
@@ -54,6 +58,13 @@ class TrainEngine(ABC):
         self.name, self.layout, self.groups = context.name, context.layout, context.groups
         self.device, self.rank = context.device, context.rank
         self.model, self.cfg = model, cfg
+        self.packs = packs_rows(cfg.kind, cfg.options, model.source)
+        """Whether rows of a micro-batch lie end to end, without padding."""
+        if not self.packs and "padded" not in cfg.options and self.rank == self.layout.ranks[0]:
+            why = f"engine.kind={cfg.kind}"
+            if engine_kind(cfg.kind).packs:
+                why = f"model_type {model.config.get('model_type')}"
+            logger.info("%s: rows are padded, as %s does not pack them", self.name, why)
         self.dtype = model.dtype
         """Compute precision; master parameters, gradients and optimizer are float32."""
         self.weights_version = 0
@@ -246,7 +257,11 @@ class TrainEngine(ABC):
         """The rows of batch as the settings cut them, on the device."""
         by_tokens = self.cfg.max_micro_batch_tokens is not None
         return micro_batches(
-            batch, num_micro_batches=num_micro_batches, by_tokens=by_tokens, device=self.device
+            batch,
+            num_micro_batches=num_micro_batches,
+            by_tokens=by_tokens,
+            device=self.device,
+            packed=self.packs,
         )
 
     def dp_sums(self, local: Mapping[str, float | Tensor]) -> dict[str, float]:

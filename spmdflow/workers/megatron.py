@@ -33,7 +33,7 @@ from spmdflow.weights.move import Block, blocks, fill, own_parts
 from spmdflow.weights.ranks import SHARED_EMBEDDING, megatron_tables, part_name
 from spmdflow.weights.table import parameters
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
-from spmdflow.workers.megatron_model import build_model, local_name
+from spmdflow.workers.megatron_model import PackedParams, build_model, local_name
 from spmdflow.workers.megatron_optimizer import Adopt, StageOptimizer, flat_blocks
 from spmdflow.workers.megatron_runtime import megatron_runtime, process_groups
 from spmdflow.workers.micro_batch import MicroBatch, lengthened
@@ -228,7 +228,9 @@ class MegatronEngine(TrainEngine):
 
         def step(rest: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(rest)
-            output = model(micro.input_ids, micro.position_ids, None)
+            packed = None if micro.packed is None else PackedParams.of(micro.packed)
+            ids, places = micro.input_ids, micro.position_ids
+            output = model(ids, places, None, packed_seq_params=packed)
             return output, lambda output, non_loss_data=False: fn(self._named(output, micro), micro)
 
         for module in modules:

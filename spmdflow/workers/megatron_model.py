@@ -304,7 +304,7 @@ class PackedParams(PackedSeqParams):
     @classmethod
     def of(cls, rows: PackedRows) -> PackedParams:
         """The same rows in Megatron's words."""
-        ends, most = rows.offsets, rows.longest
+        ends, most = rows.offsets, max(rows.lengths)
         return cls("thd", ends, ends, max_seqlen_q=most, max_seqlen_kv=most, rows=rows)
 
 

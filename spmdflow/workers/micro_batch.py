@@ -1,6 +1,8 @@
-"""Rows of a batch as the padded tensors of one forward. Pure: knows no ranks and no model.
+"""Rows of a batch as the tensors of one forward. Pure: knows no ranks and no model.
 
-A row is prompt + response, padded on the right, positions from 0. Token t of the response of a
+A row is prompt + response, positions from 0. Packed rows lie end to end as one sequence, shorter
+ones first, so that attention finds equally long ones side by side; else each row is a sequence,
+padded on the right. Token t of the response of a
 row with prompt length P is predicted at position P - 1 + t: there, and nowhere else, heads run.
 """
 
@@ -26,18 +28,19 @@ from spmdflow.data.ragged import (
 )
 from spmdflow.errors import ColumnError, ProtocolError
 from spmdflow.parallel.device import CPU
+from spmdflow.workers.attention import PackedRows
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """b rows of one forward. T: longest prompt + response, R: longest response (at least 1)."""
+    """b rows of one forward. R: longest response (at least 1)."""
 
     input_ids: Tensor
-    """(b, T) int64."""
-    attention_mask: Tensor
-    """(b, T) bool: True at real tokens; a causal model needs no mask for right padding."""
+    """(1, N) int64 of packed rows, N tokens in all; else (b, T), T tokens of the longest row."""
     position_ids: Tensor
-    """(b, T) int64, also counting through the padding."""
+    """The same shape, int64: from 0 in each row, also counting through padding."""
+    packed: PackedRows | None
+    """Where packed rows lie; None: they are padded, and causality is mask enough."""
     prompt_lengths: Tensor
     """(b,) int64, at least 1."""
     response_lengths: Tensor
@@ -88,9 +91,10 @@ def micro_batches(
     totals = (lengths_of(rows["prompts"]) + lengths_of(rows["responses"])).tolist()
     found = []
     for part in cut(totals, num_micro_batches, by_tokens=by_tokens, packed=packed):
+        part = sorted(part, key=totals.__getitem__) if packed else part
         index = torch.tensor(part, dtype=torch.int64)
         chosen = select_rows(rows, index) if part else _padding_of(rows)
-        found.append(_build(chosen, index, device))
+        found.append(_build(chosen, index, device, packed=packed))
     return found
 
 
@@ -106,17 +110,19 @@ def join_answers(answers: Sequence[Mapping[str, Tensor]], micros: list[MicroBatc
 
 
 def lengthened(micro: MicroBatch, multiple: int) -> MicroBatch:
-    """The same rows with T padded to a multiple."""
+    """The same rows with T padded to a multiple; to packed ones a row of padding is added."""
     rows, length = micro.input_ids.shape
     extra = -length % multiple
     if not extra:
         return micro
-    places = torch.arange(length + extra, device=micro.input_ids.device)
+    device, packed = micro.input_ids.device, micro.packed
+    first = length if packed is None else 0
+    more = torch.arange(first, first + extra, device=device).expand(rows, -1)
     return replace(
         micro,
         input_ids=torch.nn.functional.pad(micro.input_ids, (0, extra)),
-        attention_mask=torch.nn.functional.pad(micro.attention_mask, (0, extra)),
-        position_ids=places.expand(rows, -1),
+        position_ids=torch.cat([micro.position_ids, more], 1),
+        packed=packed and _packed([*packed.lengths, extra], device),
         predicting=micro.predicting + micro.predicting // length * extra,
         ends=micro.ends + micro.ends // length * extra,
     )
@@ -185,27 +191,25 @@ def _padding_of(rows: TensorDict) -> TensorDict:
     return TensorDict({name: zero(column) for name, column in rows.items()}, batch_size=[1])
 
 
-def _build(rows: TensorDict, index: Tensor, device: torch.device) -> MicroBatch:
+def _build(rows: TensorDict, index: Tensor, device: torch.device, *, packed: bool) -> MicroBatch:
     """index: of the rows in the batch; empty for padding."""
     prompts, responses = rows["prompts"], rows["responses"]
     prompt_lengths, response_lengths = lengths_of(prompts), lengths_of(responses)
     totals = prompt_lengths + response_lengths
-    real = mask_of(totals, int(totals.max()))
-    in_prompt = mask_of(prompt_lengths, real.shape[1])
-    input_ids = torch.zeros_like(real, dtype=torch.int64)
-    input_ids[in_prompt] = prompts.values()
-    input_ids[real & ~in_prompt] = responses.values()
+    shape = (1, int(totals.sum())) if packed else (len(totals), int(totals.max()))
+    starts = totals.cumsum(0) - totals if packed else torch.arange(len(totals)) * shape[1]
+    input_ids = torch.zeros(shape, dtype=torch.int64)
+    input_ids.view(-1)[_spans(starts, prompt_lengths)] = prompts.values()
+    input_ids.view(-1)[_spans(starts + prompt_lengths, response_lengths)] = responses.values()
+    places = _spans(torch.zeros_like(totals), totals) if packed else torch.arange(shape[1])
     width = max(1, int(response_lengths.max()))
-    starts = torch.arange(len(totals)) * real.shape[1]
-    answered = mask_of(response_lengths, width)
-    predicting = (starts + prompt_lengths - 1)[:, None] + torch.arange(width)
     columns: dict[str, Any] = dict(rows.exclude("prompts", "responses").items())
     for name, column in columns.items():
         columns[name] = _moved(pad(column, width=width) if is_ragged(column) else column, device)
     return MicroBatch(
         input_ids=_moved(input_ids, device),
-        attention_mask=_moved(real, device),
-        position_ids=torch.arange(real.shape[1], device=device).expand(real.shape),
+        position_ids=_moved(places, device).expand(shape),
+        packed=_packed(totals.tolist(), device) if packed else None,
         prompt_lengths=_moved(prompt_lengths, device),
         response_lengths=_moved(response_lengths, device),
         response_mask=columns.pop("response_mask").bool(),
@@ -213,10 +217,21 @@ def _build(rows: TensorDict, index: Tensor, device: torch.device) -> MicroBatch:
         columns=columns,
         index=index,
         targets=_moved(responses.values(), device),
-        predicting=_moved(predicting[answered], device),
+        predicting=_moved(_spans(starts + prompt_lengths - 1, response_lengths), device),
         ends=_moved(starts + totals - 1, device),
-        response_places=_moved(answered.flatten().nonzero()[:, 0], device),
+        response_places=_moved(_spans(torch.arange(len(totals)) * width, response_lengths), device),
     )
+
+
+def _packed(lengths: Sequence[int], device: torch.device) -> PackedRows:
+    rows = PackedRows.of(lengths)
+    return replace(rows, offsets=_moved(rows.offsets, device))
+
+
+def _spans(starts: Tensor, lengths: Tensor) -> Tensor:
+    """start, start + 1, ... of every row, length numbers of each, one row after the other."""
+    before = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
 
 
 def _moved(column: Tensor, device: torch.device) -> Tensor:

@@ -28,6 +28,7 @@ from spmdflow.weights.architecture import Architecture, Head, read_config
 from spmdflow.weights.folder import HuggingFaceFolder
 from spmdflow.weights.module import empty_module, folder_of
 from spmdflow.weights.move import Read
+from spmdflow.workers.attention import PackedRows, dense_attention, packed_attention
 from spmdflow.workers.micro_batch import MicroBatch
 
 
@@ -80,8 +81,17 @@ class ScalarModel(nn.Module):
     def forward(self, micro: MicroBatch, fn: Callable[[Any, MicroBatch], Any]) -> Any:
         """fn(output, micro)."""
         decoder, score = self.get_submodule(self._decoder_name), self.get_submodule("score")
-        hidden = decoder(input_ids=micro.input_ids, use_cache=False).last_hidden_state  # (b, T, H)
+        hidden = decoder(**_inputs(micro)).last_hidden_state  # (b, T, H)
         return fn(ScalarOutput(hidden.flatten(0, 1), score), micro)
+
+
+def _inputs(micro: MicroBatch) -> dict[str, Any]:
+    """What a decoder is called with: right padding needs no mask under causal attention, and
+    positions count from 0; packed rows bring both along."""
+    given = {"input_ids": micro.input_ids, "use_cache": False}
+    if micro.packed is None:
+        return given
+    return given | {"position_ids": micro.position_ids, "packed_rows": micro.packed}
 
 
 class _AskedHead:
@@ -103,8 +113,7 @@ class _AskedHead:
     def __call__(self, micro: MicroBatch, fn: Callable[[Any, MicroBatch], Any]) -> Any:
         """The model's forward: fn(output, micro)."""
         self._places = micro.predicting
-        # right padding needs no mask under causal attention, and positions count from 0
-        hidden = self._forward(input_ids=micro.input_ids, use_cache=False).logits[0]
+        hidden = self._forward(**_inputs(micro)).logits[0]
         weight = self._head.weight if self.is_plain else None
         return fn(CausalOutput(hidden, weight, micro.targets), micro)
 
@@ -160,6 +169,9 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
                 f"output is the score or value; choose a model trained with num_labels=1"
             )
     model, read = _open_or_load(auto, cfg.path, settings, new_head=head == "critic")
+    if Architecture.sizes_from_folder(cfg.path).packs:
+        transformers.AttentionInterface.register("rows", row_attention)
+        model.config._attn_implementation = "rows"
     module, score = model, None
     if head == "causal_lm":
         _AskedHead(model)
@@ -217,6 +229,31 @@ def _scalar_model(cfg: ModelConfig, model: Any) -> ScalarModel:
         )
     name = model.base_model_prefix
     return ScalarModel(name, getattr(model, name), model.score)
+
+
+def row_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packed_rows: PackedRows | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention of the families whose rows may be packed; it needs no mask.
+
+    query (b, heads, T, d), key and value (b, kv heads, T, d) -> (b, T, heads, d); b is 1 if the
+    rows are packed.
+    """
+    if packed_rows is None:
+        found = dense_attention(query, key, value, scale=scaling, window=sliding_window)
+        return found.transpose(1, 2), None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
+    mixed = packed_attention(q, k, v, packed_rows, scale=scaling, window=sliding_window)
+    return mixed[None], None
 
 
 def grouped_attention(

@@ -52,7 +52,8 @@ def shard_model(
     Master parameters stay float32; a unit is gathered in model.dtype and its gradients are
     summed in float32. Backward *sums* over the mesh: losses are divided by global totals.
     """
-    mixed = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)
+    summed = torch.promote_types(model.dtype, torch.float32)
+    mixed = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=summed)
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     reshard = _reshards(sharding)
     for layer in model.layers:

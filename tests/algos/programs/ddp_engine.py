@@ -27,6 +27,7 @@ from spmdflow.workers.sharding import read_weights
         "DistributedDataParallel: everything whole on every rank",
         # no rank divides anything; each step all-reduces the gradients, which is two reductions
         Sharding(optimizer=False, reductions=2),
+        packs=True,  # the module does: it is given whole micro-batches
     )
 )
 class DDPEngine(TrainEngine):

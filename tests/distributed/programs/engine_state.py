@@ -82,7 +82,7 @@ def whole_state(engine: TrainEngine) -> dict[str, Tensor]:
     shapes = dict(engine.shapes)
     for name, values, box in (block for piece in pieces for block in piece):
         shape = shapes[name if name in shapes else name.rsplit(".", 1)[0]]
-        whole = found.setdefault(name, torch.full(shape, torch.nan))
+        whole = found.setdefault(name, torch.full(shape, torch.nan, dtype=values.dtype))
         assert bool(whole[box.slices()].isnan().all()), f"{name}{box.bounds} is saved twice"
         whole[box.slices()] = values
     assert len(found) == 3 * len(shapes), "a tensor, or a moment of it, that nobody saved"

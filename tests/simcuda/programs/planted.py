@@ -42,9 +42,9 @@ BUGS = {
     ),
     "positions of a response on the host": Bug(
         "spmdflow.workers.micro_batch",
-        "MicroBatch.gather",
-        "torch.arange(self.response_mask.shape[1], device=x.device)",
-        "torch.arange(self.response_mask.shape[1])",
+        "_build",
+        "predicting=_moved(_spans(starts + prompt_lengths - 1, response_lengths), device),",
+        "predicting=_spans(starts + prompt_lengths - 1, response_lengths),",
     ),
     "tokens of a micro-batch not moved": Bug(
         "spmdflow.workers.micro_batch",

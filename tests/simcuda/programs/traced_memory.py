@@ -202,6 +202,7 @@ def micro_batches_of(case: Case) -> list[micro_batch.MicroBatch]:
             num_micro_batches=case.num_micro_batches,
             by_tokens=False,
             device=torch.device("cpu"),
+            packed=case.kind != "megatron",  # rows are equally long: the same tensors
         )
     return [_fake(micro) for micro in found]
 
@@ -214,8 +215,10 @@ def _fake(micro: micro_batch.MicroBatch) -> micro_batch.MicroBatch:
             return torch.empty(value.shape, dtype=value.dtype, device=DEVICE)
         return {name: like(column) for name, column in value.items()}
 
-    kept = {f.name: like(getattr(micro, f.name)) for f in fields(micro) if f.name != "index"}
-    return replace(micro, **kept)
+    kept = {f.name: getattr(micro, f.name) for f in fields(micro)}
+    packed = kept["packed"] and replace(kept["packed"], offsets=like(kept["packed"].offsets))
+    made = {name: like(x) for name, x in kept.items() if name not in ("index", "packed")}
+    return replace(micro, **made, packed=packed)
 
 
 def flash(

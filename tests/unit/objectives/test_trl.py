@@ -134,12 +134,12 @@ def cut(rows: TensorDict, parts: int) -> list[MicroBatch]:
 
 
 def logits(model: Any, micro: MicroBatch) -> CausalOutput:
-    made = model(input_ids=micro.input_ids, attention_mask=micro.attention_mask).logits
+    made = model(input_ids=micro.input_ids).logits  # causal: right padding needs no mask
     return causal_output(made, micro)
 
 
 def scores(model: Any, micro: MicroBatch) -> ScalarOutput:
-    hidden = model.model(input_ids=micro.input_ids, attention_mask=micro.attention_mask)
+    hidden = model.model(input_ids=micro.input_ids)
     return scalar_output(model.score(hidden.last_hidden_state))
 
 

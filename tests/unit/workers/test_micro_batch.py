@@ -103,7 +103,6 @@ def test_micro_batch_joins_prompt_and_response_and_pads_on_the_right() -> None:
     (micro,) = micro_batches(_batch(), num_micro_batches=1, by_tokens=False, device=CPU)
 
     assert micro.input_ids.tolist() == [[1, 2, 11, 12, 13], [3, 14, 0, 0, 0], [4, 5, 6, 0, 0]]
-    assert micro.attention_mask.sum(-1).tolist() == [5, 2, 3]
     assert micro.position_ids[1].tolist() == [0, 1, 2, 3, 4]
     assert micro.response_mask.tolist() == [[True, False, True], [True, False, False], [False] * 3]
     assert micro.columns["values"].tolist() == [[0.5, 1.5, 2.5], [3.5, 0.0, 0.0], [0.0, 0.0, 0.0]]
@@ -112,14 +111,27 @@ def test_micro_batch_joins_prompt_and_response_and_pads_on_the_right() -> None:
     assert micro.row_weight.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_each_response_token_is_predicted_at_the_position_before_it() -> None:
-    (micro,) = micro_batches(_batch(), num_micro_batches=1, by_tokens=False, device=CPU)
+def test_packed_rows_lie_end_to_end_shorter_ones_first_and_positions_restart() -> None:
+    (micro,) = _micros(_batch(), packed=True)
 
-    assert micro.predicting.tolist() == [1, 2, 3, 5]  # of rows of 5 places
-    assert micro.targets.tolist() == [11, 12, 13, 14]
+    assert micro.index.tolist() == [1, 2, 0]
+    assert micro.input_ids.tolist() == [[3, 14, 4, 5, 6, 1, 2, 11, 12, 13]]
+    assert micro.position_ids.tolist() == [[0, 1, 0, 1, 2, 0, 1, 2, 3, 4]]
+    assert micro.packed is not None and micro.packed.lengths == (2, 3, 5)
+    assert micro.packed.offsets.tolist() == [0, 2, 5, 10]
+    assert micro.columns["values"].tolist() == [[3.5, 0.0, 0.0], [0.0, 0.0, 0.0], [0.5, 1.5, 2.5]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_each_response_token_is_predicted_at_the_position_before_it(packed: bool) -> None:
+    (micro,) = _micros(_batch(), packed=packed)
+
+    assert packed or micro.predicting.tolist() == [1, 2, 3, 5]  # of rows of 5 places
     assert torch.equal(micro.input_ids.flatten()[micro.predicting + 1], micro.targets)
-    assert micro.spread(micro.targets).tolist() == [[11, 12, 13], [14, 0, 0], [0, 0, 0]]
-    assert micro.input_ids.flatten()[micro.ends].tolist() == [13, 14, 6]
+    order = micro.index.argsort()
+    spread = micro.spread(micro.targets)[order]
+    assert spread.tolist() == [[11, 12, 13], [14, 0, 0], [0, 0, 0]]
+    assert micro.input_ids.flatten()[micro.ends][order].tolist() == [13, 14, 6]
 
 
 def test_batch_without_rows_gives_padding_of_weight_zero_with_every_column() -> None:
@@ -137,16 +149,16 @@ def test_batch_without_rows_gives_padding_of_weight_zero_with_every_column() -> 
 
     assert len(micros) == 3
     for micro in micros:
-        assert micro.input_ids.shape == (1, 2) and micro.attention_mask.all()
+        assert micro.input_ids.shape == (1, 2) and micro.packed is None
         assert not micro.response_mask.any() and micro.row_weight.tolist() == [0.0]
         assert micro.columns["values"].shape == (1, 1) and micro.columns["scores"].shape == (1,)
         assert len(micro.index) == 0
 
 
 @settings(deadline=None)
-@given(LENGTHS.filter(bool), st.integers(1, 9), st.booleans())
+@given(LENGTHS.filter(bool), st.integers(1, 9), st.booleans(), st.booleans())
 def test_rows_return_to_their_order_whatever_the_parts(
-    lengths: list[int], parts: int, by_tokens: bool
+    lengths: list[int], parts: int, by_tokens: bool, packed: bool
 ) -> None:
     responses = [torch.arange(n) + 100 * row for row, n in enumerate(lengths)]
     batch = TensorDict(
@@ -157,9 +169,15 @@ def test_rows_return_to_their_order_whatever_the_parts(
         batch_size=[len(lengths)],
     )
 
-    micros = micro_batches(batch, num_micro_batches=parts, by_tokens=by_tokens, device=CPU)
+    micros = micro_batches(
+        batch, num_micro_batches=parts, by_tokens=by_tokens, device=CPU, packed=packed
+    )
     answers = [
-        {"first": micro.input_ids[:, 0], "tokens": micro.spread(micro.targets)} for micro in micros
+        {
+            "first": micro.input_ids.flatten()[micro.ends - micro.response_lengths],
+            "tokens": micro.spread(micro.targets),
+        }
+        for micro in micros
     ]
     joined = join_answers(answers, micros)
 
@@ -214,8 +232,8 @@ def _batch() -> TensorDict:
     return batch
 
 
-def _micros(batch: TensorDict) -> list[MicroBatch]:
-    return micro_batches(batch, num_micro_batches=1, by_tokens=False, device=CPU)
+def _micros(batch: TensorDict, *, packed: bool = False) -> list[MicroBatch]:
+    return micro_batches(batch, num_micro_batches=1, by_tokens=False, device=CPU, packed=packed)
 
 
 def _largest_part(shares: list[list[int]], number: int) -> int:

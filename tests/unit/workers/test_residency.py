@@ -58,6 +58,27 @@ def test_dropped_memory_comes_back_as_zeros_and_moves_may_be_repeated() -> None:
     assert torch.equal(gradients, torch.zeros(6))
 
 
+def test_lengthened_packed_rows_have_a_row_of_padding_at_their_end() -> None:
+    columns = {
+        "prompts": ragged(torch.arange(3), torch.tensor([2, 1])),
+        "responses": ragged(torch.arange(4) + 10, torch.tensor([3, 1])),
+    }
+    (micro,) = micro_batches(
+        TensorDict(columns, batch_size=[2]),
+        num_micro_batches=1,
+        by_tokens=False,
+        device=torch.device("cpu"),
+        packed=True,
+    )
+
+    longer = lengthened(micro, 4)
+
+    assert longer.input_ids.tolist() == [[*micro.input_ids[0].tolist(), 0]]
+    assert longer.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 4, 0]]
+    assert longer.packed is not None and longer.packed.lengths == (2, 5, 1)
+    assert torch.equal(longer.predicting, micro.predicting) and lengthened(longer, 4) is longer
+
+
 def test_lengthened_rows_keep_their_tokens_and_what_predicts_them() -> None:
     prompts, responses = torch.tensor([2, 1]), torch.tensor([3, 1])
     columns = {
@@ -75,7 +96,7 @@ def test_lengthened_rows_keep_their_tokens_and_what_predicts_them() -> None:
 
     assert longer.input_ids.shape == (2, 8) and lengthened(longer, 4) is longer
     assert torch.equal(longer.input_ids[:, :5], micro.input_ids)
-    assert not bool(longer.attention_mask[:, 5:].any())
+    assert not bool(longer.input_ids[:, 5:].any())
     assert torch.equal(longer.position_ids[0], torch.arange(8))
     scores = torch.randn(2, 8)
     for places in ("predicting", "ends"):

@@ -261,9 +261,28 @@ class DotProductAttention(nn.Module):
         value: Tensor,
         attention_mask: Tensor | None = None,
         attn_mask_type: str | None = None,
+        qkv_format: str = "sbhd",
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
     ) -> Tensor:
-        """query (T, b, heads/t, d), key and value (T, b, groups/t, d) -> (T, b, heads/t * d)."""
-        assert attention_mask is None and (attn_mask_type or self.attn_mask_type) == "causal"
+        """query (T, b, heads/t, d), key and value (T, b, groups/t, d) -> (T, b, heads/t * d).
+
+        thd: rows end to end, query (N, heads/t, d), key and value alike -> (N, heads/t * d).
+        """
+        mask_type = attn_mask_type or self.attn_mask_type
+        if qkv_format == "thd":
+            assert mask_type == "padding_causal" and cu_seqlens_q_padded is cu_seqlens_kv_padded
+            assert cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_kv, cu_seqlens_kv
+            assert cu_seqlens_q.dtype == torch.int32 and cu_seqlens_q.device == query.device
+            lengths = cu_seqlens_q.diff().tolist()
+            assert sum(lengths) == len(query) and max(lengths) == max_seqlen_q == max_seqlen_kv
+            rows = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+            return torch.cat([self.forward(*(x[:, None] for x in row))[:, 0] for row in rows])
+        assert attention_mask is None and mask_type == "causal"
         assert key.shape[2] == value.shape[2] == self.groups, (
             f"Keys and values must have num_gqa_group = {self.groups} heads! Found {key.shape[2]}"
         )

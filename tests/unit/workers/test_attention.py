@@ -1,0 +1,64 @@
+"""Attention over packed rows against a mask over all of their tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from spmdflow.workers.attention import PackedRows, packed_attention
+
+
+def masked(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None
+) -> Tensor:
+    """Softmax of all scores, with those of other rows, later tokens and beyond the window away."""
+    row = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    place = torch.arange(sum(lengths))
+    distance = place[:, None] - place
+    seen = (row[:, None] == row) & (distance >= 0) & (distance < (window or 1000))
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+    scores = torch.einsum("ihd,jhd->hij", query, key) / query.shape[-1] ** 0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("hij,jhd->ihd", weights, value)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.sampled_from([None, 1, 3]))
+def test_packed_rows_attend_to_themselves_alone_and_only_within_the_window(
+    lengths: list[int], window: int | None
+) -> None:
+    torch.manual_seed(len(lengths))
+    inputs = [torch.randn(sum(lengths), heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    ours, theirs = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
+
+    found = packed_attention(*ours, PackedRows.of(lengths), window=window)
+    expected = masked(*theirs, lengths, window)
+    for output in (found, expected):
+        (output * torch.arange(output.numel()).view_as(output).sin()).sum().backward()
+
+    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=0, atol=1e-12)
+
+
+def test_neighbours_of_equal_length_go_through_the_kernel_together() -> None:
+    assert PackedRows.of([2, 2, 3, 2]).runs == [(2, 2), (1, 3), (1, 2)]
+
+
+@pytest.mark.parametrize("place", [0, 2, 5])
+def test_row_has_the_same_bits_whatever_the_other_rows_hold(place: int) -> None:
+    torch.manual_seed(0)
+    lengths = [3, 3, 4, 7, 7, 7]
+    start = sum(lengths[:place])
+    own = slice(start, start + lengths[place])
+    rows = PackedRows.of(lengths)
+    first = [torch.randn(sum(lengths), heads, 8) for heads in (4, 2, 2)]
+    second = [torch.randn_like(x) for x in first]
+    for a, b in zip(first, second, strict=True):
+        b[own] = a[own]
+
+    assert torch.equal(packed_attention(*first, rows)[own], packed_attention(*second, rows)[own])
