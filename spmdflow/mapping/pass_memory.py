@@ -9,8 +9,8 @@ What a layer keeps of each token for its backward, with element size e and t ten
 `EngineKind` says how many copies its layers keep. Attention's scores are not kept (flash kernels).
 The norms' part is divided by t too under sequence parallelism. With recomputation a layer keeps its
 input, and all of the above while its own backward runs. The first stage of a pipeline holds
-min(m, p) micro-batches (1F1B). Log-probs are computed in chunks; the logits themselves and their
-gradient are there in the compute precision (`objectives.log_prob`).
+min(m, p) micro-batches (1F1B). The head of a causal LM runs where a response token is predicted, a
+block of the vocabulary at a time (`objectives.log_prob`): there are never all logits.
 
 An engine that stores float32 and gathers units (FSDP2) has, while the backward of a layer runs: the
 unit of embedding and head, the layer's gathered weights and their gradients, the buffer into which
@@ -40,28 +40,22 @@ from spmdflow.mapping.seconds import (
 )
 from spmdflow.objectives.log_prob import CHUNK_ELEMENTS
 
-CHUNKS = {False: 3, True: 4}
-"""Float32 copies of a chunk of logits that are there at once: forward only, backward too."""
-
 
 def pass_bytes(model: Model, workload: Workload, cut: Strategy, *, trains: bool) -> Parts:
     """Of an update or of a forward call: the moment of it that needs most."""
     rows, num_micro = micro_batches(model, workload, cut, trains=trains)
-    tokens = rows * workload.tokens
-    logits, chunks = _logit_bytes(model, rows, tokens, cut, trains=trains)
-    layer = _layer_memory(model, tokens, cut)
+    logits = _head_bytes(model, rows * workload.response_tokens, cut, trains=trains)
+    layer = _layer_memory(model, rows * workload.tokens, cut)
     units = model.engine.facts.float32_weights
     if not trains:
         at_end: Parts = {"logits": logits, "activations": layer.inputs, "gather": 0.0}
         moments: list[Parts] = [{"activations": layer.forward, "gather": layer.buffers}]
         if units:
             moments, at_end["gather"] = _forward_of_units(model, layer)
-            moments.append(dict(at_end))  # the head is freed after its pass
-            at_end["gather"] = _stays(model)
-        return largest([*moments, at_end | {"logits": logits + chunks}], cut)
+        return largest([*moments, at_end], cut)
     if units:
-        return largest(_update_of_units(model, layer, logits, chunks, num_micro, cut), cut)
-    return largest(_update_of_stages(model, layer, 2 * logits + chunks, num_micro, cut), cut)
+        return largest(_update_of_units(model, layer, logits, num_micro, cut), cut)
+    return largest(_update_of_stages(model, layer, logits, num_micro, cut), cut)
 
 
 def largest(moments: Sequence[Parts], cut: Strategy) -> Parts:
@@ -133,11 +127,6 @@ def _forward_of_units(model: Model, layer: _Layer) -> tuple[list[Parts], float]:
     ], size * (whole or root)
 
 
-def _stays(model: Model) -> float:
-    """Gathered weights that are not freed after a pass."""
-    return model.engine.element_bytes * _units(model)[2]
-
-
 def _units(model: Model) -> tuple[float, float, float]:
     """Weights of a layer, of what is in none, and of all if they stay gathered for a step or 0."""
     shape, sharding = model.shape, model.engine.sharding
@@ -147,9 +136,9 @@ def _units(model: Model) -> tuple[float, float, float]:
 
 
 def _update_of_units(
-    model: Model, layer: _Layer, logits: Array, chunks: Array, num_micro: Array, cut: Strategy
+    model: Model, layer: _Layer, logits: Array, num_micro: Array, cut: Strategy
 ) -> list[Parts]:
-    """The loss; the backward of the head, the last two layers and the first; the last reduction."""
+    """The backward of the head, the last two layers and the first; the last reduction."""
     shape, sharding, size = model.shape, model.engine.sharding, model.engine.element_bytes
     unit, root, whole = _units(model)
     layers, many = shape.num_layers, num_micro > 1
@@ -162,12 +151,6 @@ def _update_of_units(
     reduced = GRADIENT_BYTES * unit * (1 + (not sharding.parameters))
     at_layer = size * (root + unit)
     return [
-        {
-            "gradients": before,
-            "gather": _stays(model),
-            "activations": layer.stack(layers, cut),
-            "logits": 2 * logits + chunks,
-        },
         {
             "gradients": before + head,
             "gather": size * (whole or root) + next_unit,
@@ -215,13 +198,17 @@ def _update_of_stages(
     ]
 
 
-def _logit_bytes(
-    model: Model, rows: Array, tokens: Array, cut: Strategy, *, trains: bool
-) -> tuple[Array, Array]:
-    """Logits, with a forward call's copy that puts rows first; chunks of them in float32."""
-    if model.shape.head == "scalar":
-        return 0.0 * tokens, 0.0 * tokens
-    elements = tokens * model.shape.vocab_size / cut.tp
-    copies = 1.0 + (not trains and model.engine.facts.cuts_model) * (rows > 1)
-    chunk = np.minimum(elements, CHUNK_ELEMENTS)
-    return copies * elements * model.engine.element_bytes, CHUNKS[trains] * 4 * chunk
+def _head_bytes(model: Model, tokens: Array, cut: Strategy, *, trains: bool) -> Array:
+    """The head over the responses' tokens: their hidden states, and a block of logits in float32,
+    twice; entropy, which a policy reports of its forward call, takes it a third time. Backward also
+    makes the gradients of those states, in float32, and of a stage's weight.
+    """
+    shape, size = model.shape, model.engine.element_bytes
+    if shape.head == "scalar":
+        return 0.0 * tokens
+    block = 4 * np.minimum(tokens * shape.vocab_size / cut.tp, CHUNK_ELEMENTS)
+    states, words = tokens * shape.hidden_size, shape.vocab_size / cut.tp * shape.hidden_size
+    if not trains:
+        return states * size + (3 if model.trained else 2) * block
+    staged = 0.0 if model.engine.facts.float32_weights else size * words
+    return states * (size + 4) + 2 * block + staged

@@ -128,8 +128,9 @@ def _micro_batch_parts(
     if trains and "selective_recompute" in engine.options:
         core = attention_flops(shape, tokens, workload.tokens / 2, cut.tp) / hw.flops(engine.dtype)
         parts["compute"] = parts["compute"] + layers * core
-    head = head_seconds(shape, tokens, cut.tp, hw, engine)
-    parts["compute"] = parts["compute"] + (3 if trains else 1) * head
+    answered = tokens * workload.response_tokens / workload.tokens
+    head = head_seconds(shape, answered, cut.tp, hw, engine)
+    parts["compute"] = parts["compute"] + (4 if trains else 1) * head  # backward runs it again
     reductions = 2 + cut.recompute if trains else 1
     parts["tensor_parallel"] = layers * one["tensor_parallel"] * reductions
     size, crosses = (

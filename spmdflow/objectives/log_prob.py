@@ -4,7 +4,7 @@
 predicted, and the head's weight. Log-probabilities log p(y) = z_y / tau - logsumexp(z / tau), with
 z = W h, and the entropy come from blocks of columns of the vocabulary, in float32 whatever the
 weights' dtype (bfloat16 log-probs would bias the ratio). Backward computes a block's logits again
-and makes that block's part of the weight's gradient; only the last block is kept from forward.
+and makes that block's part of the weight's gradient; only the last one is kept from forward.
 
 Under tensor parallelism each rank has some columns (`first`, `group`). Forward all-reduces a few
 numbers a token, backward the gradient of the hidden states, which all of them have alike.
@@ -15,7 +15,8 @@ know, with neither a token's log-probability for any loss nor its entropy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits of one block, of all tokens together: 64 MB of float32."""
+HOST_PARTS = 8
+"""On a CPU a block is this part of it, so that caches hold it, and so many are kept."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,17 @@ class CausalOutput:
         assert temperature > 0, temperature
         rows = self.hidden.shape[-1] if self.weight is None else len(self.weight)
         words = rows if self.vocab_size is None else self.vocab_size - self.first
-        task = _Task(temperature, self.first, min(max(words, 0), rows), self.group, entropy)
         hidden = self.hidden if self.weight is None else self.hidden.to(self.weight.dtype)
+        parts = HOST_PARTS if hidden.is_cpu else 1
+        task = _Task(
+            temperature,
+            self.first,
+            min(max(words, 0), rows),
+            self.group,
+            entropy,
+            CHUNK_ELEMENTS // parts,
+            parts if torch.is_grad_enabled() else 1,
+        )
         with torch.autocast(hidden.device.type, enabled=False):
             found: tuple[Tensor, Tensor] = _Head.apply(hidden, self.weight, self.targets, task)  # type: ignore[no-untyped-call]
         return found
@@ -87,11 +99,16 @@ class _Task:
     """Columns held here that are no padding."""
     group: dist.ProcessGroup | None
     entropy: bool
+    elements: int
+    """Logits of a block."""
+    kept: int
+    """Blocks that backward need not compute again."""
 
-    def blocks(self, num_tokens: int) -> Iterator[slice]:
-        """Columns, CHUNK_ELEMENTS logits at a time."""
-        size = max(1, CHUNK_ELEMENTS // max(1, num_tokens))
-        return (slice(start, min(start + size, self.width)) for start in range(0, self.width, size))
+    def blocks(self, hidden: Tensor) -> list[slice]:
+        """Columns of each block."""
+        size = max(1, self.elements // max(1, len(hidden)))
+        starts = range(0, self.width, size)
+        return [slice(start, min(start + size, self.width)) for start in starts]
 
     def scaled(self, hidden: Tensor, weight: Tensor | None, columns: slice) -> Tensor:
         """(n, c): logits / temperature of a block, float32 at least; float64 stays float64."""
@@ -121,10 +138,11 @@ class _Head(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         sums = hidden.new_zeros(3, len(hidden), dtype=wide)  # s, d and the target's logit
         most = hidden.new_full((len(hidden),), torch.finfo(wide).min / 2, dtype=wide)
-        scaled = None
-        for columns in task.blocks(len(hidden)):
-            scaled = None  # before there is another
-            scaled = task.scaled(hidden, weight, columns)
+        kept: deque[Tensor] = deque(maxlen=task.kept)
+        for columns in task.blocks(hidden):
+            if len(kept) == kept.maxlen:
+                kept.popleft()  # before there is another
+            kept.append(scaled := task.scaled(hidden, weight, columns))
             place, here = task.column(targets, columns)
             sums[2] += torch.where(here, scaled.gather(1, place), 0.0)[:, 0]
             most = _rebase(sums, most, torch.maximum(most, scaled.amax(-1)))
@@ -132,7 +150,7 @@ class _Head(torch.autograd.Function):
             sums[0] += powers.sum(-1)
             if task.entropy:
                 sums[1] -= torch.special.entr(powers).sum(-1)
-            del powers
+            del powers, scaled
         if task.group is not None:
             largest = most.clone()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=task.group)
@@ -141,7 +159,7 @@ class _Head(torch.autograd.Function):
             dist.all_reduce(sums, group=task.group)
         log_sum = sums[0].log()
         entropy = log_sum - sums[1] / sums[0] if task.entropy else sums[1]
-        ctx.save_for_backward(hidden, weight, targets, most + log_sum, entropy, scaled)
+        ctx.save_for_backward(hidden, weight, targets, most + log_sum, entropy, *kept)
         ctx.set_materialize_grads(False)
         if not task.entropy:
             ctx.mark_non_differentiable(entropy)
@@ -151,7 +169,7 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
         """Gradients of the hidden states and of the weight; targets and task have none."""
-        hidden, weight, targets, normaliser, entropy, kept = ctx.saved_tensors
+        hidden, weight, targets, normaliser, entropy, *kept = ctx.saved_tensors
         task: _Task = ctx.task
         of_log_prob, of_entropy = (x if x is None else x / task.temperature for x in grads)
         if of_log_prob is None:
@@ -161,10 +179,10 @@ class _Head(torch.autograd.Function):
         if weight is not None and ctx.needs_input_grad[1]:
             to_weight = torch.empty_like(weight)
             to_weight[task.width :] = 0
-        for columns in reversed([*task.blocks(len(hidden))]):
-            scaled = task.scaled(hidden, weight, columns) if kept is None else kept
+        for columns in reversed(task.blocks(hidden)):
+            scaled = kept.pop() if kept else task.scaled(hidden, weight, columns)
             log_probs = scaled - normaliser[:, None]
-            kept = scaled = None
+            del scaled
             if of_entropy is None:
                 slope = log_probs.exp_().mul_(-of_log_prob[:, None])
             else:

@@ -326,7 +326,8 @@ def steps(engine: TrainEngine, case: Case) -> Iterator[tuple[str, Callable[[], A
     def answer(output: Any, micro: micro_batch.MicroBatch) -> Mapping[str, torch.Tensor]:
         if scalar:
             return {"values": micro.spread(output.at(micro.predicting)).cpu()}
-        return {"log_probs": micro.spread(output.log_probs()).cpu()}
+        found = output.log_probs_and_entropy() if case.trained else (output.log_probs(),)
+        return {str(place): micro.spread(x).cpu() for place, x in enumerate(found)}
 
     def forward() -> None:
         with torch.no_grad():

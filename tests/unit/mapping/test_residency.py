@@ -135,7 +135,7 @@ def test_weights_that_generation_shares_stay_on_the_device() -> None:
     moved = {}
     for title, dataflow in (("own", own), ("shared", shared)):
         found = choose_residency(
-            members(dataflow, {}), dataflow, cramped(1.3), open_models=names, shares={}
+            members(dataflow, {}), dataflow, cramped(1.4), open_models=names, shares={}
         )
         moved[title] = found.parts_of("actor")
 

@@ -61,18 +61,19 @@ def _model(kind: str = "megatron", *, dtype: str = "bfloat16", options: tuple = 
     return replace(ACTOR, engine=Engine(kind, dtype=dtype, options=options))
 
 
-def test_training_computes_six_flops_a_weight_and_token_and_attention_thrice() -> None:
+def test_training_computes_six_flops_a_weight_and_token_eight_in_the_head() -> None:
     strategy = Strategy(1, 1, 1, 1, 1)
     tokens = WORK.num_sequences * WORK.tokens
 
     found = train_seconds(ACTOR, WORK, strategy, A100)
 
-    matrices = SHAPE.num_layers * SHAPE.layer_parameters + SHAPE.vocab_size * SHAPE.hidden_size
+    answered = WORK.num_sequences * WORK.response_tokens  # where the head runs, twice forward
     attention = 4 * WORK.tokens / 2 * SHAPE.q_size * SHAPE.num_layers
-    flops = (6 * matrices + 3 * attention) * tokens
-    head_bytes = tokens * (SHAPE.hidden_size + SHAPE.vocab_size) * 2
+    flops = (6 * SHAPE.num_layers * SHAPE.layer_parameters + 3 * attention) * tokens
+    flops += 8 * SHAPE.vocab_size * SHAPE.hidden_size * answered
+    head_bytes = answered * (SHAPE.hidden_size + SHAPE.vocab_size) * 2
     head_bytes += WORK.num_sequences * SHAPE.hidden_size * SHAPE.vocab_size * 2
-    expected = flops / A100.flops("bfloat16") + 3 * head_bytes / A100.memory_rate
+    expected = flops / A100.flops("bfloat16") + 4 * head_bytes / A100.memory_rate
     assert found.parts["compute"] == pytest.approx(expected, rel=1e-9)
     assert found.parts["gradient_sync"] == found.parts["tensor_parallel"] == 0
     assert found.parts["bubble"] == 0 and found.limit == "compute"
@@ -167,7 +168,7 @@ def test_a_scalar_head_costs_no_vocabulary() -> None:
     policy = infer_seconds(ACTOR, WORK, Strategy(1, 1, 8, 1, 1), A100)
     value = infer_seconds(critic, WORK, Strategy(1, 1, 8), A100)
 
-    tokens = WORK.num_sequences * WORK.tokens / 8
+    tokens = WORK.num_sequences * WORK.response_tokens / 8
     flops = 2 * tokens * SHAPE.hidden_size * SHAPE.vocab_size
     missing = policy.parts["compute"] - value.parts["compute"]
     assert missing > flops / A100.flops("bfloat16")

@@ -23,7 +23,7 @@ TOKENS, HIDDEN, WORDS = 15, 6, 23
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of four words, the last one short."""
-    monkeypatch.setattr(log_prob, "CHUNK_ELEMENTS", 4 * TOKENS)
+    monkeypatch.setattr(log_prob, "CHUNK_ELEMENTS", log_prob.HOST_PARTS * 4 * TOKENS)
 
 
 def sample(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,7 +136,11 @@ def test_words_of_probability_zero_have_no_entropy_and_no_gradient() -> None:
     assert logits.grad is not None and logits.grad.tolist() == [[0.0, 0.0, 0.0]]
 
 
-def test_backward_keeps_hidden_states_the_weight_and_one_block_of_logits(blocks: None) -> None:
+def test_backward_keeps_hidden_states_the_weight_and_the_last_blocks_of_logits(
+    blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_prob, "HOST_PARTS", 2)
+    monkeypatch.setattr(log_prob, "CHUNK_ELEMENTS", 2 * 4 * TOKENS)
     hidden, weight, targets = sample()
     saved: list[Tensor] = []
 
@@ -147,8 +151,8 @@ def test_backward_keeps_hidden_states_the_weight_and_one_block_of_logits(blocks:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         CausalOutput(hidden, weight, targets).log_probs(0.7)
 
-    last = TOKENS * (WORDS % 4)
-    sizes = [TOKENS * HIDDEN, WORDS * HIDDEN, *[TOKENS] * 3, last]
+    last = [TOKENS * 4, TOKENS * (WORDS % 4)]
+    sizes = [TOKENS * HIDDEN, WORDS * HIDDEN, *[TOKENS] * 3, *last]
     assert sorted(x.numel() for x in saved) == sorted(sizes)
 
 
