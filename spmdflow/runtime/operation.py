@@ -191,7 +191,9 @@ class RankState:
     def _begin(self, plain: Plain, number: int) -> dict[str, Any]:
         """Start the early method of a call that waits its turn, in a thread (comm thread)."""
         made = [part for part in plain["inputs"] if "source" not in part]
-        if made:  # else there is nothing to be earlier than
+        named = {part["source"] for part in plain["inputs"] if "source" in part}
+        # with nothing made there is nothing to be earlier than; data may not be open in a first step
+        if made and named <= self._sources.keys():
             future = self._begun[number] = Future()
             target = partial(self._run_early, plain, number, made, future)
             threading.Thread(target=target, name=f"early-{number}", daemon=True).start()
