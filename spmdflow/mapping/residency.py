@@ -165,7 +165,9 @@ class _Pool:
         for call in (call for call in self._calls if call.kind == "generate"):
             model, cut = self._members[call.model]
             assert model.rollout is not None, model.name
-            size = caches.get(call.model, model.rollout.kv_cache_bytes or 0.0)
+            size = caches.get(call.model, model.rollout.kv_cache_bytes)
+            if size is None:  # neither set nor open: nothing to compare
+                continue
             parts = generation_parts(model, call.workload, cut, self._hardware, kv_bytes=size)
             seconds += float(total(parts))
         return seconds
