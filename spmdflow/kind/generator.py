@@ -8,6 +8,9 @@ from dataclasses import KW_ONLY, dataclass, replace
 from spmdflow.kind.engine import Backend, Class
 from spmdflow.kind.registry import Registry
 
+PREFILL_TOKENS = 8192
+"""Tokens that one pass takes at most: what vLLM is told on a device, and what a plan counts."""
+
 
 @dataclass(frozen=True)
 class GeneratorKind(Backend):

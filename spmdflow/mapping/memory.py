@@ -17,11 +17,11 @@ from functools import reduce
 
 import numpy as np
 
+from spmdflow.kind.generator import PREFILL_TOKENS
 from spmdflow.mapping.dataflow import Array, Dataflow, Kind, Model, Strategy, Workload
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.pass_memory import pass_bytes
 from spmdflow.mapping.seconds import (
-    PREFILL_TOKENS,
     Parts,
     added,
     kv_width,
@@ -34,7 +34,7 @@ from spmdflow.mapping.seconds import (
 from spmdflow.weights.ranks import BUCKET_BYTES
 
 LOGIT_BYTES = 8
-"""Logits and their softmax, in float32."""
+"""Beside a logit itself: divided by the temperature, and its softmax, in float32."""
 
 
 def resident_bytes(model: Model, cut: Strategy) -> Parts:
@@ -82,6 +82,15 @@ def sync_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
     return added(coming, visiting_bytes(model, "generate", cut))
 
 
+def save_bytes(model: Model, cut: Strategy) -> Parts:
+    """What a checkpoint needs beside all residents: what lives on the host, and whole tensors for
+    the exported folder, a chunk of them or the largest, beside what arrives of them."""
+    largest = model.shape.vocab_size * model.shape.hidden_size * model.engine.element_bytes
+    gather = max(largest, BUCKET_BYTES) + BUCKET_BYTES
+    coming = visiting_bytes(model, "train", cut)
+    return added(coming, {"gather": gather + 0.0 * cut.dp})
+
+
 def held_weights(model: Model, cut: Strategy, kind: Kind) -> Array:
     """Generation's own weights during a call of any model on its ranks; its own generation apart.
 
@@ -101,7 +110,8 @@ def pool_memory(
     Residents of all members add; a call brings its own; a generation's KV cache is its
     `kv_cache_bytes`, whether or not it fits, else what is left of the usable memory. Of calls of
     one title, such as a greedy and a sampled generation, the one that needs most is kept. Before a
-    generation on the trainer's ranks come its weights, in a phase of their own (`model.sync`).
+    generation on the trainer's ranks come its weights, in a phase of their own (`model.sync`); in
+    another a trained model is saved (`model.save`).
     """
     resident = reduce(added, (resident_bytes(model, strategy) for model, strategy in members))
     pool = {model.name: (model, strategy) for model, strategy in members}
@@ -126,6 +136,10 @@ def pool_memory(
             fixed = model.rollout.kv_cache_bytes
             parts["kv_cache"] = hardware.usable_bytes - used if fixed is None else fixed
         found[call.title] = {name: float(size) for name, size in parts.items()}
+    for model, strategy in members:
+        if model.trained:
+            parts = added(resident, save_bytes(model, strategy))
+            found[f"{model.name}.save"] = {name: float(size) for name, size in parts.items()}
     return found
 
 
@@ -153,18 +167,27 @@ def offload_seconds(model: Model, kind: Kind, cut: Strategy, hardware: Hardware)
 
 
 def _generation_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
-    """Weights (Table 2: M/(t_g p_g) at the peak, nothing twice) and buffers."""
+    """Weights (Table 2: M/(t_g p_g) at the peak, nothing twice) and buffers.
+
+    A pass holds a layer's input, the residual and attention's result, and the most of: gate, up and
+    their product; that product, the network's result and its sum over ranks; queries, keys, values
+    and what attention makes of them, with its sum over ranks. Then tokens are drawn from logits.
+    """
     rollout, shape = model.rollout, model.shape
     assert rollout is not None, model.name
     size, rows = rollout.element_bytes, rows_per_replica(workload, cut)
     extra = _own_weights(model, cut)
     tokens = np.minimum(rows * workload.prompt_tokens, PREFILL_TOKENS)
-    width = 2 * shape.hidden_size + (shape.q_size + 2 * shape.ffn_size) / cut.gen_tp
+    hidden, ffn, summed = shape.hidden_size, shape.ffn_size / cut.gen_tp, cut.gen_tp > 1
+    attention = summed * hidden + 2 * (shape.q_size / cut.gen_tp + kv_width(shape, cut.gen_tp))
+    network = np.maximum(3 * ffn, (1 + summed) * hidden + ffn)
+    width = 3 * hidden + np.maximum(network, attention)
+    drawn = np.minimum(rows, rollout.max_batch_size or rows)
     return {
         "generation_weights": extra,
         "gather": np.minimum(extra, BUCKET_BYTES),
-        "activations": tokens * (width + kv_width(shape, cut.gen_tp)) * size,
-        "logits": np.minimum(rows, rollout.max_batch_size or rows) * shape.vocab_size * LOGIT_BYTES,
+        "activations": tokens * width * size,
+        "logits": drawn * shape.vocab_size * (size + LOGIT_BYTES),
     }
 
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from spmdflow.kind.generator import PREFILL_TOKENS
 from spmdflow.mapping.dataflow import Array, Model, Precision, Rollout, Strategy, Workload
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.weights.architecture import Architecture
@@ -42,8 +43,6 @@ Parts = dict[str, Array]
 GRADIENT_BYTES = 4
 ADAM_BYTES = 28
 """Of a parameter in one step: weight, two moments read and written, gradient read, in float32."""
-PREFILL_TOKENS = 8192
-"""Tokens that one prefill pass takes at most."""
 
 
 def total(parts: Parts) -> Array:

@@ -29,13 +29,17 @@ from torch.nn import functional as F
 
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.errors import ConfigError
-from spmdflow.kind.generator import generator_names
+from spmdflow.kind.generator import PREFILL_TOKENS, generator_names
 from spmdflow.rollout.generator import Finished, Replica, Request, loads_folder
 from spmdflow.rollout.sampling import Sampling, draw, log_probs_of
 from spmdflow.rollout.vllm_process import Groups, executor_class, keep_caches_apart, replaced
 from spmdflow.weights.table import stage_layers
 
-_CUDA: dict[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.01}
+_CUDA: dict[str, Any] = {
+    "enable_sleep_mode": True,
+    "gpu_memory_utilization": 0.01,
+    "max_num_batched_tokens": PREFILL_TOKENS,
+}
 """Settings of vllm.LLM. The fraction is only a check of free memory here, and a trainer holds most
 of it: kv_cache_memory_bytes says what the engine takes."""
 

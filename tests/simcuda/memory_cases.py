@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spmdflow.mapping.dataflow import Engine, Model, Strategy, Workload
-from spmdflow.mapping.memory import call_bytes, resident_bytes
+from spmdflow.mapping.memory import call_bytes, resident_bytes, save_bytes
 from spmdflow.mapping.seconds import added
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
@@ -48,6 +48,9 @@ SHAPES = {
 }
 """Llama 2's, Code Llama's (34B), Llama 3.2's (3B) and Qwen 2.5's (0.5B)."""
 
+ROWS, LENGTH = 64, 4096
+"""Of a generation: sequences of a replica, and the tokens of each."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -68,6 +71,10 @@ class Case:
     prompt: int = 1024
     response: int = 1024
     num_micro_batches: int = 2
+    virtual: int = 1
+    """Parts of the model on each stage."""
+    entropy: float = 0.0
+    """Weight of the entropy in the policy's loss."""
 
     @property
     def shape(self) -> Architecture:
@@ -82,7 +89,8 @@ class Case:
             sharded = self.engine.sharding.parameters
             return Layout.data_parallel(ranks, shard_size=self.num_ranks if sharded else 1)
         dp = self.num_ranks // (self.tp * self.pp)
-        return Layout(tuple(range(self.num_ranks)), pp_size=self.pp, dp_size=dp, tp_size=self.tp)
+        sizes = {"pp_size": self.pp, "dp_size": dp, "tp_size": self.tp}
+        return Layout(tuple(range(self.num_ranks)), **sizes, virtual_size=self.virtual)
 
     @property
     def rank(self) -> int:
@@ -92,18 +100,25 @@ class Case:
     @property
     def engine(self) -> Engine:
         """As the planner knows it."""
-        return Engine(kind=self.kind, options=self.options, micro_batch_rows=self.rows)
+        return Engine(
+            kind=self.kind,
+            options=self.options,
+            micro_batch_rows=self.rows,
+            virtual_size=self.virtual,
+        )
 
     @property
     def name(self) -> str:
         """Such as 7B@8 fsdp recompute."""
-        cut = f" t{self.tp}p{self.pp}" * (self.kind == "megatron")
+        virtual = f"v{self.virtual}" if self.virtual > 1 else ""
+        cut = f" t{self.tp}p{self.pp}{virtual}" * (self.kind == "megatron")
         stage = f" stage {self.stage}" * (self.pp > 1)
         words = [*self.options, *["frozen"] * (not self.trained)]
         words += ["scalar"] * (self.head == "scalar")
         words += [f"{self.rows}x{self.prompt + self.response}"] * (
             (self.rows, self.prompt + self.response) != (1, 2048)
         )
+        words += ["entropy"] * (self.entropy > 0)
         words += [f"m{self.num_micro_batches}"] * (self.num_micro_batches != 2)
         return " ".join([f"{self.size}@{self.num_ranks}", f"{self.kind}{cut}{stage}", *words])
 
@@ -117,6 +132,8 @@ class Case:
         found = {"resident": resident_bytes(model, cut)}
         for kind in ("infer", "train")[: 1 + self.trained]:
             found[kind] = added(found["resident"], call_bytes(model, kind, work, cut))
+        if self.trained:
+            found["save"] = added(found["resident"], save_bytes(model, cut))
         return {
             phase: {name: float(np.ravel(size)[0]) for name, size in parts.items()}
             for phase, parts in found.items()
@@ -132,6 +149,7 @@ def _cases() -> list[Case]:
         Case("0.5B", 1, trained=False),
         Case("7B", 8),
         Case("7B", 8, options=recompute),
+        Case("7B", 8, options=recompute, entropy=0.01),
         Case("7B", 8, options=("recompute", "keep_gathered")),
         Case("7B", 8, options=recompute, rows=4),
         Case("7B", 8, options=recompute, num_micro_batches=1),
@@ -167,6 +185,9 @@ def _cases() -> list[Case]:
             more = {"tp": 8, "pp": 4, "stage": stage, "num_micro_batches": 8}
             found.append(Case("70B", 128, "megatron", options, **more))
         found.append(Case("70B", 128, "megatron", tp=8, pp=4, stage=stage, trained=False))
+        for options in ((), recompute):
+            more = {"tp": 8, "pp": 4, "stage": stage, "num_micro_batches": 8, "virtual": 2}
+            found.append(Case("70B", 128, "megatron", options, **more))
     return found
 
 

@@ -5,9 +5,8 @@
 
 Runs on the simulated device. Tensors are fake (torch's FakeTensorMode): they have shapes, devices
 and storages and no values, so that an engine of 70 B parameters is built and stepped in a minute.
-Collectives go to torch's fake process group. `Ledger` counts the storages that are alive, rounded
-up to 512 bytes as torch's allocator does. What fragments the memory, and what kernels and NCCL
-take for themselves, is not seen.
+Collectives go to torch's fake process group. `Ledger` counts the storages that are alive. What
+fragments the memory, and what kernels and NCCL take for themselves, is not seen.
 """
 
 from __future__ import annotations
@@ -18,15 +17,12 @@ import json
 import sys
 import tempfile
 import time
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,14 +33,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed._tools import fake_collectives  # noqa: F401  shapes of collectives
 from torch.optim import optimizer as foreach
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
 from spmdflow.blocks.box import Box
 from spmdflow.config.leaf import defaults
 from spmdflow.config.schema import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig
 from spmdflow.data.ragged import ragged
+from spmdflow.hybrid_engine import export
+from spmdflow.hybrid_engine.reshard import boxes_of, training_tables
 from spmdflow.objectives.policy import PolicyLoss, ValueLoss
 from spmdflow.parallel.group import GroupTable
 from spmdflow.transfer.worker import WorkerContext
@@ -52,90 +48,10 @@ from spmdflow.weights.architecture import Architecture
 from spmdflow.workers import fsdp, micro_batch, model
 from spmdflow.workers.engine import TrainEngine, engine_of
 from tests.simcuda.memory_cases import CASES, Case
+from tests.simcuda.programs.ledger import Ledger
 
 DEVICE = torch.device("cuda", 0)
-ALLOCATED = 512
-"""Torch's allocator gives multiples of it."""
 TOTALS = {"tokens": 1.0, "sequences": 1.0}
-
-
-class Ledger(TorchDispatchMode):
-    """Bytes of all storages on the device that are alive, their peak, and the lines that made
-    those of the peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._held: dict[int, tuple[int, str, Any]] = {}
-        self._by_line: Counter[str] = Counter()
-        self.at_peak: Counter[str] = Counter()
-
-    def begin(self) -> None:
-        """From here on it is the peak of another phase."""
-        self.peak, self.at_peak = self.now, self._by_line.copy()
-
-    def add(self, tensor: torch.Tensor, line: str) -> None:
-        """Count a tensor's storage, if it lies on the device and is not yet counted."""
-        if tensor.device.type != "cuda":
-            return
-        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        storage = tensor.untyped_storage()
-        if id(storage) not in self._held:
-            gone = partial(self._free, id(storage))
-            self._held[id(storage)] = (0, line, weakref.ref(storage, gone))
-        self._resize(id(storage), storage.nbytes())
-
-    def _free(self, key: int, _: Any) -> None:
-        self._resize(key, 0)
-
-    def _resize(self, key: int, num_bytes: int) -> None:
-        before, line, gone = self._held.pop(key)
-        size = -(-num_bytes // ALLOCATED) * ALLOCATED
-        if gone() is not None:
-            self._held[key] = (size, line, gone)
-        self.now += size - before
-        self._by_line[line] += size - before
-        if self.now > self.peak:
-            self.peak, self.at_peak = self.now, self._by_line.copy()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        line = f"{func.__name__} {_place(sys._getframe(1))}"
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self.add(leaf, line)
-        return out
-
-    @contextmanager
-    def counting_resizes(self) -> Iterator[None]:
-        """FSDP frees and takes back memory by resizing storages, which is no operator."""
-        stock = torch.UntypedStorage.resize_
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            out = stock(storage, size)
-            if id(storage) in self._held:
-                self._resize(id(storage), storage.nbytes())
-            return out
-
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            torch.UntypedStorage.resize_ = stock  # type: ignore[method-assign]
-
-
-_FOLDERS = ("/spmdflow/", "/_fully_shard/", "/models/llama/", "/megatron/core/")
-
-
-def _place(frame: FrameType | None) -> str:
-    """The innermost line of an engine or a model; empty in a backward pass."""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        for folder in _FOLDERS:
-            if folder in name:
-                return f"{name[name.rfind(folder) + 1 :]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 class FakeGroups(GroupTable):
@@ -336,6 +252,7 @@ def steps(engine: TrainEngine, case: Case) -> Iterator[tuple[str, Callable[[], A
     yield "infer", forward
     if case.trained:
         cfg = defaults(CriticConfig if scalar else ActorConfig)
+        cfg.loss = replace(cfg.loss, **({"entropy_coef": case.entropy} if case.entropy else {}))
         loss = ValueLoss(cfg.loss) if scalar else PolicyLoss(cfg.loss, 1.0, budget=case.response)
 
         def update() -> None:
@@ -343,11 +260,30 @@ def steps(engine: TrainEngine, case: Case) -> Iterator[tuple[str, Callable[[], A
             engine.update(engine.gradient_norm())
 
         yield "train", update
+        yield "save", lambda: save(engine, case)
+
+
+def save(engine: TrainEngine, case: Case) -> None:
+    """What of a save is on the device: this rank's part of the state, then the exported folder.
+
+    Tensors are dropped where they would be written.
+    """
+    for _, view, _ in engine.own_state_blocks():
+        view.to("cpu")
+    tables = training_tables(case.shape, case.layout, kind=case.kind)
+    have = list(boxes_of(tables).values())
+    with (
+        mock.patch.object(engine, "from_all", lambda _: have),
+        mock.patch.object(export, "write_file", lambda _, __, tensors, ___: [*map(id, tensors)]),
+        mock.patch.object(export, "write_beside"),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        export.export_of(engine, seconds=60)(Path(folder) / "model")
 
 
 def trace(case: Case, *, why: bool = False) -> dict[str, Any]:
     """Bytes of the rank: start (most while it is built), resident (afterwards), infer, train (most
-    in a pass, of a trained model), and the seconds that this took."""
+    in a pass), save (of a trained model), and the seconds that this took."""
     began = time.perf_counter()
     dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.num_ranks)
     found: dict[str, Any] = {"case": case.name}
