@@ -192,7 +192,7 @@ class RankState:
         """Start the early method of a call that waits its turn, in a thread (comm thread)."""
         made = [part for part in plain["inputs"] if "source" not in part]
         named = {part["source"] for part in plain["inputs"] if "source" in part}
-        # with nothing made there is nothing to be earlier than; data may not be open in a first step
+        # nothing made: nothing to be earlier than; in a first step, data may not be open yet
         if made and named <= self._sources.keys():
             future = self._begun[number] = Future()
             target = partial(self._run_early, plain, number, made, future)
