@@ -5,6 +5,7 @@
 | dtype | float32 | bfloat16 |
 | rollout.engine | built-in | the first whose package is installed, else built-in |
 | rollout.kv_cache, engine.residency | 64 MiB, keep | the plan decides (plan.residency) |
+| engine.options | as they are set | overlap; what the plan has memory for |
 
 A run that goes on from a checkpoint keeps the dtypes and the engine that it began with.
 """
@@ -17,7 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdflow.config.leaf import cache_of, parts_of
-from spmdflow.config.schema import AUTO, DTYPES, EngineConfig, Precise, RolloutConfig
+from spmdflow.config.schema import (
+    AUTO,
+    DTYPES,
+    EngineConfig,
+    FrozenEngineConfig,
+    Precise,
+    RolloutConfig,
+)
+from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.generator import generator_kind, generator_names
 
 
@@ -27,7 +36,14 @@ class Choice:
 
     key: str
     value: str
+    """Of options: one more of them."""
     why: str
+
+    def write(self, section: Any) -> None:
+        """Into the part of the settings that has it."""
+        name = self.key.rpartition(".")[2]
+        value = [*section.options, self.value] if name == "options" else self.value
+        setattr(section, name, value)
 
 
 def choose_by_device(
@@ -43,7 +59,7 @@ def choose_by_device(
         before = (kept or {}).get(choice.key, AUTO)
         if name in ("dtype", "engine") and before not in (AUTO, choice.value):
             made[number] = Choice(choice.key, before, "as the checkpoint's run had it")
-        setattr(dict(parts_of(cfg, object))[section], name, made[number].value)
+        made[number].write(dict(parts_of(cfg, object))[section])
     return made
 
 
@@ -62,6 +78,9 @@ def _choices(cfg: Any, device: str, here: bool) -> Iterator[Choice]:
     for key, engines in parts_of(cfg, EngineConfig):
         if on_cpu and engines.residency == AUTO:
             yield Choice(f"{key}.residency", "keep", why)
+        if not on_cpu and not isinstance(engines, FrozenEngineConfig):
+            for name in engine_kind(engines.kind).chosen_options("device", engines.options):
+                yield Choice(f"{key}.options", name, why)
 
 
 def _packaged(here: bool) -> str:
@@ -80,6 +99,13 @@ def needs_plan(cfg: Any) -> bool:
     return any(part.residency == AUTO for _, part in parts_of(cfg, EngineConfig)) or any(
         has_open_cache(part) for _, part in parts_of(cfg, RolloutConfig)
     )
+
+
+def open_options(engine: EngineConfig) -> tuple[str, ...]:
+    """Options that a plan adds where there is memory for them."""
+    if isinstance(engine, FrozenEngineConfig):
+        return ()
+    return engine_kind(engine.kind).chosen_options("memory", engine.options)
 
 
 def has_open_cache(rollout: RolloutConfig) -> bool:

@@ -54,6 +54,7 @@ from spmdflow.config.schema import (
 )
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_kind
+from spmdflow.kind.optimizer import optimizer_kind
 from spmdflow.kind.registry import TRACKERS
 
 T = TypeVar("T")
@@ -165,6 +166,14 @@ def _check_run(cfg: Any, *, here: bool) -> None:
         if len(optimizer.betas) != 2:
             raise ConfigError.of(
                 f"{key}.betas", optimizer.betas, "two numbers", f"set {key}.betas=[0.9,0.95]"
+            )
+        kind = optimizer_kind(optimizer.name, key=f"{key}.name")
+        if optimizer.weight_decay > 0 and not kind.decays:
+            raise ConfigError.of(
+                f"{key}.weight_decay",
+                f"{optimizer.weight_decay:g} for {optimizer.name}, which has none",
+                "0",
+                f"set {key}.weight_decay=0 or {key}.name=AdamW",
             )
 
 

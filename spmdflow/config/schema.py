@@ -19,6 +19,7 @@ from spmdflow.config.objective import (
 )
 from spmdflow.kind.engine import engine_names, engines_that_shard, option_names, options_doc
 from spmdflow.kind.generator import generator_names, generators_doc
+from spmdflow.kind.optimizer import optimizers_doc
 from spmdflow.kind.registry import tracker_names
 
 NO_LIMIT = 1 << 30
@@ -223,8 +224,9 @@ class FrozenEngineConfig(EngineConfig):
 
 @dataclass
 class OptimizerConfig:
-    """AdamW with warm-up, schedule and clipping."""
+    """An optimizer with warm-up, schedule and clipping."""
 
+    name: str = setting(optimizers_doc(), "AdamW")
     lr: float = setting("Peak learning rate.", 1e-5, above=0)
     betas: list[float] = setting("AdamW's two moment decays.", [0.9, 0.95], at_least=0, below=1)
     weight_decay: float = setting("Decoupled weight decay.", 0.0, at_least=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TypeVar
 
@@ -71,6 +71,10 @@ class EngineOption:
     """Option that cannot be asked for besides."""
     sharding: Sharding | None = None
     """In place of the kind's own."""
+    chosen: str = ""
+    """When it is asked for though no setting does. memory: a plan has room; device: on no CPU."""
+    unless: str = ""
+    """Option that keeps it from being chosen."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,19 @@ class EngineKind(Backend):
     def packs_with(self, options: Iterable[str]) -> bool:
         """Whether it packs rows under these options."""
         return self.packs and "padded" not in options
+
+    def is_plain(self, num_ranks: int, dtype: str) -> bool:
+        """Whether a pool's weights are those of a plain module: there is nothing to gather, cast or
+        reduce. dtype: of the computation, such as float32."""
+        return self.float32_weights and num_ranks == 1 and dtype == "float32"
+
+    def chosen_options(self, why: str, options: Collection[str]) -> tuple[str, ...]:
+        """Those that are chosen for this reason where the settings have these."""
+        return tuple(
+            name
+            for name, option in self.options.items()
+            if option.chosen == why and not {name, option.unless} & set(options)
+        )
 
     def sharding_with(self, options: Iterable[str]) -> Sharding:
         """What is divided under these options."""

@@ -25,9 +25,15 @@ register_engine(
         options=_COMMON
         | {
             "keep_gathered": EngineOption(
-                "keep parameters gathered through a step",
+                "gather weights, reduce gradients once a step; chosen on CUDA where memory allows",
                 sharding=Sharding(parameters=True, gathers=1, reductions=1),
-            )
+                chosen="memory",
+                unless="free_gathered",
+            ),
+            "free_gathered": EngineOption(
+                "gather and reduce in every micro-batch, however much memory there is",
+                excludes="keep_gathered",
+            ),
         },
         packs=True,
         weight_table=_ROWS,
@@ -81,7 +87,13 @@ register_engine(
             "selective_recompute": EngineOption(
                 "compute attention's core again in backward", excludes="recompute"
             ),
-            "overlap": EngineOption("reduce gradients and gather weights beside the passes"),
+            "overlap": EngineOption(
+                "reduce gradients and gather weights beside the passes; chosen on CUDA",
+                chosen="device",
+                unless="no_overlap",
+            ),
+            "no_overlap": EngineOption("neither, on CUDA too", excludes="overlap"),
+            "no_fusions": EngineOption("none of the fused kernels that Megatron has on CUDA"),
             "sequence_parallel": EngineOption("divide norms over the sequence too", needs="tp"),
             "plain_optimizer": EngineOption(
                 "step every weight on every dp rank",

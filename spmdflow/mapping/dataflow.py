@@ -86,6 +86,10 @@ class Engine(Precision):
     dtype: str = "bfloat16"
     moved: tuple[str, ...] = ()
     """What lives on the host between calls: some of parameters, gradients, optimizer."""
+    moments: int = 2
+    """Float32 values that the optimizer keeps of a weight."""
+    step_copies: int = 0
+    """Float32 values of a weight that its step makes besides: none of a fused one."""
 
     def __post_init__(self) -> None:
         assert self.dtype in _ELEMENT_BYTES and self.facts, self
@@ -99,6 +103,10 @@ class Engine(Precision):
     def sharding(self) -> Sharding:
         """What its data-parallel ranks divide and send, under its options."""
         return self.facts.sharding_with(self.options)
+
+    def is_plain(self, cut: Strategy) -> Array:
+        """See `EngineKind.is_plain`."""
+        return (cut.num_ranks == 1) * self.facts.is_plain(1, self.dtype)
 
 
 @dataclass(frozen=True)

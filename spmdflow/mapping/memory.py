@@ -63,7 +63,8 @@ def state_bytes(model: Model, cut: Strategy) -> Parts:
         parts["gradients"] = local * 4
     if model.trained:
         second_copy = 4 if size < 4 else 0
-        parts["optimizer"] = local * (8 + second_copy) / share_of(sharding.optimizer, model, cut)
+        kept = 4 * engine.moments + second_copy
+        parts["optimizer"] = local * kept / share_of(sharding.optimizer, model, cut)
     return parts
 
 

@@ -46,15 +46,20 @@ def pass_bytes(model: Model, workload: Workload, cut: Strategy, *, trains: bool)
     rows, num_micro = micro_batches(model, workload, cut, trains=trains)
     logits = _head_bytes(model, rows * workload.response_tokens, cut, trains=trains)
     layer = _layer_memory(model, rows * workload.tokens, cut)
-    units = model.engine.facts.float32_weights
+    units, plain = model.engine.facts.float32_weights, np.bool_(model.engine.is_plain(cut))
     if not trains:
         at_end: Parts = {"logits": logits, "activations": layer.inputs, "gather": 0.0}
         moments: list[Parts] = [{"activations": layer.forward, "gather": layer.buffers}]
         if units:
             moments, at_end["gather"] = _forward_of_units(model, layer)
+            for moment in (*moments, at_end):
+                moment["gather"] = moment["gather"] * ~plain
         return largest([*moments, at_end], cut)
     if units:
-        return largest(_update_of_units(model, layer, logits, num_micro, cut), cut)
+        sharded = _update_of_units(model, layer, logits, num_micro, cut)
+        alone = _update_of_plain(model, layer, logits, num_micro, cut)
+        moments = [{n: x * ~plain for n, x in moment.items()} for moment in sharded]
+        return largest([*moments, *({n: x * plain for n, x in m.items()} for m in alone)], cut)
     return largest(_update_of_stages(model, layer, logits, num_micro, cut), cut)
 
 
@@ -176,6 +181,24 @@ def _update_of_units(
             "gradients": shard + size * root,
             "gather": size * root + GRADIENT_BYTES * (root + unit),
         },
+        {"gradients": shard, "optimizer": model.engine.step_copies * shard},
+    ]
+
+
+def _update_of_plain(
+    model: Model, layer: _Layer, logits: Array, num_micro: Array, cut: Strategy
+) -> list[Parts]:
+    """The backward of the head, the last layer and the first; the optimizer's step."""
+    shape, layers = model.shape, model.shape.num_layers
+    unit, whole = GRADIENT_BYTES * shape.layer_parameters, GRADIENT_BYTES * shape.num_parameters
+    before = np.where(num_micro > 1, whole, 0)
+    head = GRADIENT_BYTES * shape.vocab_size * shape.hidden_size * (shape.head != "scalar")
+    stack, backward = layer.stack(layers, cut), layer.backward(cut)
+    return [
+        {"gradients": before + head, "activations": stack, "logits": logits},
+        {"gradients": np.maximum(before, head) + unit, "activations": stack + backward},
+        {"gradients": whole + unit, "activations": layer.stack(1, cut) + backward},
+        {"gradients": whole, "optimizer": model.engine.step_copies * whole},
     ]
 
 
@@ -194,7 +217,7 @@ def _update_of_stages(
             "gather": layer.buffers,
         },
         {"activations": layer.stack(layers, cut), "gather": layer.buffers, "logits": logits},
-        {"optimizer": GRADIENT_BYTES * stepped},  # torch's AdamW: the root of a moment
+        {"optimizer": model.engine.step_copies * GRADIENT_BYTES * stepped},
     ]
 
 

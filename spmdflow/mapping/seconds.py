@@ -41,8 +41,6 @@ Parts = dict[str, Array]
 """Seconds by cause, or bytes by what they hold."""
 
 GRADIENT_BYTES = 4
-ADAM_BYTES = 28
-"""Of a parameter in one step: weight, two moments read and written, gradient read, in float32."""
 
 
 def total(parts: Parts) -> Array:
@@ -83,9 +81,9 @@ def pass_parts(
     reductions = np.maximum(sharding.reductions * reduce - 2 * beside, 0.0)
     parts["gradient_sync"] = parts["gradient_sync"] + reductions + between
     local = local_parameters(model, cut)
-    parts["optimizer"] = (
-        local / share_of(sharding.optimizer, model, cut) * ADAM_BYTES / hw.memory_rate
-    )
+    # weight and moments are read and written, the gradient is read, in float32
+    size = 4 * (3 + 2 * model.engine.moments)
+    parts["optimizer"] = local / share_of(sharding.optimizer, model, cut) * size / hw.memory_rate
     parts["host"] = hw.update_seconds
     parts = {name: seconds * workload.num_updates for name, seconds in parts.items()}
     return added(parts, {"host": hw.call_seconds})

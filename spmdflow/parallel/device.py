@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 CPU = torch.device("cpu")
 
@@ -25,3 +26,16 @@ def own_device() -> torch.device:
 def backend_of(device: torch.device) -> str:
     """Backend of process groups that exchange tensors of such devices: gloo, nccl, xccl, ..."""
     return dist.get_default_backend_for_device(device)
+
+
+def to_device(column: Tensor, device: torch.device) -> Tensor:
+    """A tensor of host memory on the device: from pinned memory, so that the host does not wait."""
+    return column if device == CPU else column.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(column: Tensor) -> Tensor:
+    """A copy in host memory that is there once the host has waited for the device."""
+    if column.device == CPU:
+        return column
+    found = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
+    return found.copy_(column, non_blocking=True)

@@ -1,4 +1,5 @@
-"""What the plan chooses for `auto`: engine.residency, rollout.weights, rollout.kv_cache.
+"""What the plan chooses for `auto`: engine.residency, rollout.weights, rollout.kv_cache; and
+engine.options that there is memory for.
 
 The script is traced on the ranks of the run with rows of the greatest length, and
 `mapping.choose_residency` tries what may move, pool by pool. Deterministic: every rank finds the
@@ -14,12 +15,13 @@ from typing import Any
 
 import torch
 
-from spmdflow.config.auto import Choice, has_open_cache
+from spmdflow.config.auto import Choice, has_open_cache, needs_plan, open_options
 from spmdflow.config.leaf import cache_of, parts_of
 from spmdflow.config.schema import AUTO, EngineConfig, RolloutConfig
 from spmdflow.errors import ConfigError, PlanError
 from spmdflow.mapping.dataflow import Dataflow, Model
 from spmdflow.mapping.hardware import Hardware, load_hardware
+from spmdflow.mapping.memory import pool_memory
 from spmdflow.mapping.residency import Residency, Share, choose_residency, choose_weights
 from spmdflow.plan.record import Trace, TracedModel
 from spmdflow.plan.trace import TraceSettings, trace
@@ -53,30 +55,38 @@ def choose_by_plan(
 
     cfg: with a placement and dtypes. A script that cannot be planned keeps all on the device.
     """
-    engines = {key: part for key, part in parts_of(cfg, EngineConfig) if part.residency == AUTO}
-    caches = {key: part for key, part in parts_of(cfg, RolloutConfig) if has_open_cache(part)}
-    if not engines and not caches:
+    if not needs_plan(cfg):
         return []
+    every = dict(parts_of(cfg, EngineConfig))
+    engines = {key: part for key, part in every.items() if part.residency == AUTO}
+    caches = {key: part for key, part in parts_of(cfg, RolloutConfig) if has_open_cache(part)}
+    sections = dict(parts_of(cfg, object))
+
+    def write(found: Iterable[Choice]) -> list[Choice]:
+        made = list(found)
+        for choice in made:
+            choice.write(sections[choice.key.rpartition(".")[0]])
+        return made
+
     world = tuple(range(world_size))
     settings = TraceSettings(
         world, nodes_of(world, hardware), num_steps=2, examples=examples or {}, read_data=False
     )
+    traced = None
     try:
         traced = trace(script, cfg, settings)
         step = simulated(traced, traced.in_step())
     except (PlanError, ConfigError) as err:
-        made = list(_unplanned(caches, hardware, str(err).partition(";")[0]))
+        made = write(_unplanned(caches, hardware, str(err).partition(";")[0]))
     else:
         rollouts = dict(parts_of(cfg, RolloutConfig))
-        made = list(_planned(traced, step, engines, caches, rollouts, hardware))
+        made = write(_planned(traced, step, engines, caches, rollouts, hardware))
     told = {choice.key for choice in made}
     kept = [key for key in engines if f"{key}.residency" not in told]
-    made += [Choice(f"{key}.residency", "keep", "no model that the plan knows") for key in kept]
-    sections = dict(parts_of(cfg, object))
-    for choice in made:
-        section, _, name = choice.key.rpartition(".")
-        setattr(sections[section], name, choice.value)
-    return made
+    made += write(
+        Choice(f"{key}.residency", "keep", "no model that the plan knows") for key in kept
+    )
+    return made if traced is None else made + write(_roomy(traced, every, hardware))
 
 
 def _share_of(rollout: RolloutConfig) -> Share:
@@ -145,6 +155,31 @@ def _with_way(model: Model, way: str) -> Model:
     if not way or model.rollout is None or model.rollout.weights != "blocks":
         return model
     return replace(model, rollout=replace(model.rollout, weights=way, eager=way != "copy"))
+
+
+def _roomy(
+    traced: Trace, engines: Mapping[str, EngineConfig], hardware: Hardware
+) -> Iterator[Choice]:
+    """Options that there is memory for beside what was chosen, model by model."""
+    step = simulated(traced, traced.in_step())
+    if step.dataflow is None:
+        return
+    found = {name: (step.dataflow.model(name), cut) for name, cut in step.strategies.items()}
+    for name, (model, cut) in list(found.items()):
+        key, pool = _section(engines, traced.models[name], "engine"), traced.models[name].pool
+        if not key or not model.trained or model.engine.is_plain(cut):
+            continue
+        members = [n for n in found if traced.models[n].pool == pool]
+        for option in open_options(engines[key]):
+            options = (*model.engine.options, option)
+            found[name] = replace(model, engine=replace(model.engine, options=options)), cut
+            phases = pool_memory([found[n] for n in members], step.dataflow, hardware)
+            peak = max(sum(parts.values()) for parts in phases.values())
+            if peak > hardware.usable_bytes:
+                found[name] = model, cut
+                continue
+            why = f"pool {pool}, {peak / 1e9:.1f} of {hardware.usable_bytes / 1e9:.1f} GB with it"
+            yield Choice(f"{key}.options", option, why)
 
 
 def _why(pool: str, found: Residency, hardware: Hardware) -> str:

@@ -18,6 +18,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.factory import sync_mode
 from spmdflow.kind.engine import engine_kind, engines_that_cut
 from spmdflow.kind.generator import generator_kind
+from spmdflow.kind.optimizer import optimizer_kind
 from spmdflow.mapping.dataflow import (
     Call,
     Dataflow,
@@ -156,6 +157,10 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
         dtype=model.precision,
         moved=cfg.engine.moved,
     )
+    if hasattr(cfg, "optimizer"):
+        facts = optimizer_kind(cfg.optimizer.name)
+        moments = facts.moments_with(cfg.optimizer.betas)
+        engine = replace(engine, moments=moments, step_copies=int(not facts.fused))
     if traced.only_generates:  # no engine: its weights stay where it generates, in that precision
         kind, dtype = engines_that_cut()[0], cfg.rollout.precision
         engine = replace(engine, kind=kind, layout=sizes, options=(), dtype=dtype, moved=())

@@ -26,6 +26,7 @@ from spmdflow.errors import ProtocolError, SpmdflowError, WeightSyncError
 from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.registry import resolve
 from spmdflow.objectives.loss import Loss
+from spmdflow.parallel.device import CPU, to_device, to_host
 from spmdflow.transfer.worker import Metric, WorkerContext
 from spmdflow.weights.architecture import packs_rows
 from spmdflow.weights.move import Block, Read, Storages, own_parts
@@ -82,15 +83,17 @@ class TrainEngine(ABC):
 
         None on ranks before the last pipeline stage. (b, R) answers become ragged by the rows'
         response lengths. Every rank of the dp group makes num_micro_batches forwards, also with no
-        rows. Answers leave the device micro-batch by micro-batch.
+        rows. Answers leave the device micro-batch by micro-batch; the host waits for the last.
         """
         micros = self.micro_batches(batch, num_micro_batches)
 
         def answer(output: Any, micro: MicroBatch) -> dict[str, Tensor]:
-            return {name: column.cpu() for name, column in fn(output, micro).items()}
+            return {name: to_host(column) for name, column in fn(output, micro).items()}
 
         with torch.no_grad():
             answers = self.outputs(micros, answer)
+        if self.device != CPU:
+            torch.accelerator.synchronize(self.device)
         return join_answers(answers, micros) if answers else None
 
     @abstractmethod
@@ -268,11 +271,12 @@ class TrainEngine(ABC):
         """Sums over the dp group in float64; every rank gives the same names."""
         names = sorted(local)
         on_host = [0.0 if isinstance(local[name], Tensor) else local[name] for name in names]
-        sums = torch.tensor(on_host, dtype=torch.float64).to(self.device)
+        sums = to_device(torch.tensor(on_host, dtype=torch.float64), self.device)
         for place, name in enumerate(names):
             if isinstance(local[name], Tensor):
                 sums[place] = local[name]
-        dist.all_reduce(sums, group=self.dp_group)
+        if self.layout.dp_size > 1:
+            dist.all_reduce(sums, group=self.dp_group)
         return dict(zip(names, sums.tolist(), strict=True))
 
 

@@ -17,7 +17,8 @@ reduce gradients once per step instead of once per micro-batch, send less and ne
 Stage 1 gives each rank whole tensors to step, largest first to the lightest rank, and broadcasts
 them afterwards; its FSDP2 mesh of one shard casts to the compute precision and all-reduces float32
 gradients once per step, after the last micro-batch. Bytes: large n, parameters sent in float32.
-Knows no roles: what an output means is up to `fn` and `loss`.
+A pool of one rank that computes in float32 has nothing to gather, cast or reduce: its module is
+plain. Knows no roles: what an output means is up to `fn` and `loss`.
 """  # noqa: E501 a table row is one line
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
@@ -40,11 +40,12 @@ from spmdflow.weights.move import Block
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import LoadedModel
-from spmdflow.workers.optimizer import ShardedAdamW, clip_, squared_norm
+from spmdflow.workers.optimizer import ShardedOptimizer, clip_, squared_norm
 from spmdflow.workers.sharding import (
     Shard,
     mesh_of,
     read_weights,
+    recompute_in_backward,
     set_last_micro_batch,
     shard_model,
     shards,
@@ -63,7 +64,7 @@ class FSDPEngine(TrainEngine):
     """
 
     model: LoadedModel
-    optimizer: ShardedAdamW | None = None
+    optimizer: ShardedOptimizer | None = None
 
     def __init__(
         self,
@@ -76,18 +77,20 @@ class FSDPEngine(TrainEngine):
     ) -> None:
         _check_layout(context, cfg.kind)
         super().__init__(model, cfg, context)
-        self.sharding = engine_kind(cfg.kind).sharding_with(cfg.options)
+        kind = engine_kind(cfg.kind)
+        self.sharding = kind.sharding_with(cfg.options)
         """What the ranks divide among themselves."""
         self._module = model.module
         if optimizer is None:
             _freeze(model)
-        mesh = mesh_of(self.sharding, context)
-        self.weight_group = mesh.get_group(mesh.ndim - 1)
-        self.replica_group = mesh.get_group(0) if mesh.ndim == 2 else None
-        shard_model(model, self.sharding, mesh, recompute=cfg.recompute)
+        if cfg.recompute:
+            recompute_in_backward(model)
+        if not kind.is_plain(self.layout.size, str(self.dtype).removeprefix("torch.")):
+            mesh = mesh_of(self.sharding, context)
+            self.weight_group = mesh.get_group(mesh.ndim - 1)
+            self.replica_group = mesh.get_group(0) if mesh.ndim == 2 else None
+            shard_model(model, self.sharding, mesh)
         read_weights(model, self.device)
-        assert isinstance(model.module, FSDPModule)
-        self._root: FSDPModule = model.module
         if optimizer is not None:
             self.optimizer = self._optimizer_of(optimizer, total_optimizer_steps)
 
@@ -105,7 +108,7 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.accumulate`."""
         sums: dict[str, float | Tensor] = {}
         for number, micro in enumerate(micros):
-            set_last_micro_batch(self._root, self.sharding, last=number == len(micros) - 1)
+            set_last_micro_batch(self._module, self.sharding, last=number == len(micros) - 1)
             value, metrics = self._module(micro, lambda output, rows: loss(output, rows, totals))
             value.backward()
             for name, x in {**metrics, "loss": value}.items():
@@ -116,7 +119,8 @@ class FSDPEngine(TrainEngine):
     def gradient_norm(self) -> float:
         """Norm of the whole gradient: squares of all shards, summed over those of one copy."""
         square = squared_norm(self._gradients().values(), self.device)
-        dist.all_reduce(square, group=self.weight_group)
+        if self.weight_group is not None:
+            dist.all_reduce(square, group=self.weight_group)
         return math.sqrt(float(square))
 
     def update(self, norm: float) -> None:
@@ -125,7 +129,7 @@ class FSDPEngine(TrainEngine):
         gradients = self._gradients()
         clip_(gradients.values(), norm, self.optimizer.cfg.clip_norm)
         self.optimizer.step(gradients)
-        self._root.zero_grad(set_to_none=True)  # type: ignore[attr-defined]
+        self._module.zero_grad()
 
     # -- weights ------------------------------------------------------------------------------
 
@@ -166,8 +170,8 @@ class FSDPEngine(TrainEngine):
 
     # -- helpers, in the order of use ---------------------------------------------------------
 
-    def _optimizer_of(self, cfg: OptimizerConfig, total_steps: int) -> ShardedAdamW:
-        return ShardedAdamW(self._local(), cfg, total_steps)
+    def _optimizer_of(self, cfg: OptimizerConfig, total_steps: int) -> ShardedOptimizer:
+        return ShardedOptimizer(self._local(), cfg, total_steps)
 
     def _local(self) -> dict[str, Tensor]:
         """Live local rows by name."""
@@ -189,12 +193,14 @@ class FSDPEngine(TrainEngine):
 class ZeROEngine(FSDPEngine):
     """Whole weights on every rank, moments divided: a rank has those of the tensors it steps."""
 
-    def _optimizer_of(self, cfg: OptimizerConfig, total_steps: int) -> ShardedAdamW:
-        return PartitionedAdamW(self._local(), cfg, total_steps, self.dp_group)
+    def _optimizer_of(self, cfg: OptimizerConfig, total_steps: int) -> ShardedOptimizer:
+        if self.layout.size == 1:
+            return super()._optimizer_of(cfg, total_steps)
+        return PartitionedOptimizer(self._local(), cfg, total_steps, self.dp_group)
 
 
-class PartitionedAdamW(ShardedAdamW):
-    """AdamW over whole tensors that every rank has: each is stepped by one rank, then broadcast."""
+class PartitionedOptimizer(ShardedOptimizer):
+    """Over whole tensors that every rank has: each is stepped by one rank, then broadcast."""
 
     def __init__(
         self,
@@ -206,20 +212,10 @@ class PartitionedAdamW(ShardedAdamW):
         self._group = group
         super().__init__(tensors, cfg, total_steps)
 
-    def owns(self, name: str) -> bool:
-        """Whether this rank steps the tensor."""
-        parameter = self._parameters[name]
-        return any(parameter is p for g in self._adamw.param_groups for p in g["params"])
-
     def _stepper_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return ZeroRedundancyOptimizer(
-            parameters, torch.optim.AdamW, process_group=self._group, **self._settings
+            parameters, self.torch_class, process_group=self._group, **self.arguments
         )
-
-    @property
-    def _adamw(self) -> torch.optim.Optimizer:
-        assert isinstance(self._stepper, ZeroRedundancyOptimizer)
-        return self._stepper.optim
 
 
 def _check_layout(context: WorkerContext, kind: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -26,7 +27,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, layers
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -168,13 +169,22 @@ def _transformer_config(
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
+        masked_softmax_fusion=False,  # attention is TransformerEngine's or torch's: no scores
         persist_layer_norm=False,
+        **fusions(options, on_cuda=HAVE_TE and torch.cuda.is_available()),
     )
+
+
+def fusions(options: Collection[str], *, on_cuda: bool) -> dict[str, bool]:
+    """Megatron's switches of fused kernels: on where TransformerEngine runs on CUDA, unless
+    engine.options says no_fusions; those of a package that is not installed stay off."""
+    fused = on_cuda and "no_fusions" not in options
+    return {
+        "gradient_accumulation_fusion": fused and layers._grad_accum_fusion_available,
+        "bias_activation_fusion": fused,  # gate, activation and product of the feed-forward network
+        "bias_dropout_fusion": fused,  # the residual's addition
+        "apply_rope_fusion": fused and rope_utils.fused_apply_rotary_pos_emb is not None,
+    }
 
 
 def rotary_frequencies(architecture: Architecture) -> Tensor:

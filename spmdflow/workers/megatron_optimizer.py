@@ -1,9 +1,9 @@
-"""Gradients and AdamW of one Megatron stage: DDP buffers, distributed or plain optimizer.
+"""Gradients and optimizer of one Megatron stage: DDP buffers, distributed or plain optimizer.
 
 Gradients accumulate and are summed over dp in float32; masters and moments are float32. The
 distributed optimizer steps 1/dp of every tensor on each rank and gathers the result (ZeRO stage
-1, Rajbhandari et al. 2020); the plain one steps all of it everywhere. Megatron's own clipping and
-schedules are not used: they are the same functions as in the other engines.
+1, Rajbhandari et al. 2020); the plain one steps all of it everywhere. Megatron's own clipping,
+schedules and Adam are not used: they are the same as in the other engines.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from spmdflow.weights.ranks import part_name
 from spmdflow.weights.table import LocalTensor
 from spmdflow.workers.megatron_model import local_name
 from spmdflow.workers.megatron_runtime import megatron_runtime, only_among
-from spmdflow.workers.optimizer import MOMENTS, Scheduled, clip_, squared_norm
+from spmdflow.workers.optimizer import TorchOptimizer, clip_, squared_norm
 
 Adopt = Callable[[DistributedDataParallel, Mapping[Tensor, str]], None]
 """Called between the making of the buffers and of the optimizer: the last moment at which
@@ -42,7 +42,7 @@ parameters may be given other storage (buffer.param_data, bucket.param_data, par
 Gets the local name of every parameter too."""
 
 
-class StageOptimizer(Scheduled):
+class StageOptimizer(TorchOptimizer):
     """DDP and optimizer around a stage's modules. Collective over the model's ranks."""
 
     def __init__(
@@ -103,8 +103,7 @@ class StageOptimizer(Scheduled):
         self._counted_gradients: Callable[[], list[Tensor]] = next(
             getattr(self._inner, name) for name in names if hasattr(self._inner, name)
         )
-        self._adam: torch.optim.Optimizer = self._inner.optimizer
-        self._make_moments()
+        self._replace_adam()
 
     def gather(self) -> None:
         """Have all weights on every rank, where `step` left it to the next forward."""
@@ -130,7 +129,7 @@ class StageOptimizer(Scheduled):
     def step(self, norm: float) -> None:
         """Clip by the global norm and update the weights; needs `gradient_norm` before it."""
         clip_([p.grad for p in self._stepped() if p.grad is not None], norm, self.cfg.clip_norm)
-        for group in self._adam.param_groups:
+        for group in self.inner.param_groups:
             group["lr"] = self.next_lr
         self._inner.step_with_ready_grads()
         self._is_behind = self.ddps[0].ddp_config.overlap_param_gather
@@ -141,23 +140,15 @@ class StageOptimizer(Scheduled):
         """What this rank steps, in a fixed order; over dp each element once if distributed.
 
         (Megatron's local name, first element in the flattened local tensor, flat live float32
-        tensors: "" what AdamW updates, and the moments by name).
+        tensors: "" what is stepped, and the moments by name).
         """
         for parameter, main, start in self._mains():
-            state = self._adam.state[main]
-            moments = {name: state[name].view(-1) for name in MOMENTS}
+            moments = {name: x.view(-1) for name, x in self.moments_at(main).items()}
             yield self._names[parameter], start, {"": main.detach().view(-1), **moments}
 
     def restored(self, steps_done: int) -> None:
         """After writing into what `owned` gave: weights follow their masters."""
         super().restored(steps_done)
-        if not isinstance(self._adam, torch.optim.AdamW):
-            # TransformerEngine's Adam counts in its groups, and not before its first step
-            for group in self._adam.param_groups:
-                group["step"] = steps_done
-        for parameter in self._stepped():
-            if "step" in self._adam.state[parameter]:
-                self._adam.state[parameter]["step"].fill_(steps_done)
         with megatron_runtime():
             if hasattr(self._inner, "_copy_main_params_to_model_params"):
                 self._inner._copy_main_params_to_model_params()
@@ -170,19 +161,19 @@ class StageOptimizer(Scheduled):
         for parameter in self._stepped():
             if parameter.untyped_storage()._cdata not in weights:
                 yield parameter
-            yield from (self._adam.state[parameter][name] for name in MOMENTS)
+        yield from self.moments()
 
     def gradients(self) -> list[Tensor]:
         """The buffers, which stay between steps."""
         return [buffer.grad_data for ddp in self.ddps for buffer in ddp.buffers]
 
-    def _make_moments(self) -> None:
-        for parameter in self._stepped():
-            # made now, not at the first step: memory is known and checkpoints look alike
-            state = self._adam.state[parameter]
-            state.update({name: torch.zeros_like(parameter.detach()) for name in MOMENTS})
-            if isinstance(self._adam, torch.optim.AdamW):
-                state["step"] = torch.zeros(())  # TransformerEngine's Adam counts in its groups
+    def _replace_adam(self) -> None:
+        """Have torch's class step what Megatron's Adam would."""
+        stepped = [p for group in self._inner.optimizer.param_groups for p in group["params"]]
+        inner = self.torch_class([nn.Parameter(torch.zeros(0))], **self.arguments)
+        inner.param_groups[0]["params"] = stepped  # views, which only groups that are there take
+        self._inner.optimizer = inner
+        self.use(inner)
 
     def _start_gather(self) -> None:
         for ddp in self.ddps:
@@ -190,7 +181,7 @@ class StageOptimizer(Scheduled):
         self._is_behind = False
 
     def _stepped(self) -> list[nn.Parameter]:
-        return [p for group in self._adam.param_groups for p in group["params"]]
+        return [p for group in self.inner.param_groups for p in group["params"]]
 
     def _mains(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
         """(model parameter, float32 tensor that is stepped, its first element in the flattened)."""

@@ -1,12 +1,12 @@
-"""AdamW over the part of one rank, and the learning-rate schedule.
+"""The optimizer over the part of one rank, and the learning-rate schedule.
 
-AdamW is elementwise, so stepping the parts equals stepping the whole (Loshchilov and Hutter
-2019). The step works on plain tensors that share storage with the engine's parameters.
-Knows no collectives.
+Classes of torch.optim that are elementwise: stepping the parts equals stepping the whole. The step
+works on plain tensors that share storage with the engine's parameters. Knows no collectives.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from spmdflow.config.schema import OptimizerConfig
 from spmdflow.errors import ConfigError
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from spmdflow.kind.optimizer import optimizer_kind
 
 
 def learning_rate(cfg: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -43,17 +42,15 @@ _SCHEDULES = {
 
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     """Sum of squares of all elements, a float64 scalar on device."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in gradients:
-        total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-    return total
+    zero, found = torch.zeros((), dtype=torch.float64, device=device), list(gradients)
+    norms = torch._foreach_norm(found, 2, dtype=torch.float64) if found else ()
+    return torch.stack([zero, *norms]).square().sum()
 
 
 def clip_(gradients: Iterable[Tensor], norm: float, max_norm: float) -> None:
     """Scale gradients in place by max_norm / norm if the global norm exceeds max_norm."""
-    if norm > max_norm:
-        for gradient in gradients:
-            gradient.mul_(max_norm / norm)
+    if norm > max_norm and (found := list(gradients)):
+        torch._foreach_mul_(found, max_norm / norm)
 
 
 class Scheduled:
@@ -79,30 +76,95 @@ class Scheduled:
         self.steps_done = steps_done
 
 
-class ShardedAdamW(Scheduled):
-    """AdamW with a schedule over named float32 shards, which may be empty on some ranks."""
+class TorchOptimizer(Scheduled):
+    """A class of torch.optim and its state, which is there from the start: memory is known, and
+    checkpoints look alike."""
+
+    inner: torch.optim.Optimizer
+    """The one that has this rank's state."""
+    moment_names: tuple[str, ...] = ()
+    """What it keeps of each element, as torch calls it, such as exp_avg and exp_avg_sq."""
+
+    @property
+    def torch_class(self) -> type[torch.optim.Optimizer]:
+        """The class that the settings name."""
+        found: type[torch.optim.Optimizer] = getattr(torch.optim, self.cfg.name)
+        return found
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of the class, besides the parameters."""
+        cfg, kind = self.cfg, optimizer_kind(self.cfg.name)
+        wanted = {"betas": tuple(cfg.betas), kind.first: cfg.betas[0], kind.second: cfg.betas[1]}
+        wanted |= {"lr": cfg.lr, "weight_decay": cfg.weight_decay}
+        wanted |= {"fused": True} if kind.fused else {}
+        known = inspect.signature(self.torch_class).parameters
+        return {name: value for name, value in wanted.items() if name in known}
+
+    def use(self, inner: torch.optim.Optimizer) -> None:
+        """Make the state of an optimizer of torch_class that has not stepped yet."""
+        self.inner = inner
+        parameters = [p for group in inner.param_groups for p in group["params"]]
+        if not parameters:
+            return
+        device = parameters[0].device
+        first, later = self._probe(0, device), self._probe(1, device)
+        self.moment_names = tuple(name for name, value in later.items() if value.ndim)
+        for parameter in parameters:
+            state = {name: value.clone() for name, value in first.items() if not value.ndim}
+            for name in self.moment_names:  # SGD has none before its first step: it adds to zero
+                value = float(first[name][0]) if name in first else 0.0
+                state[name] = torch.full_like(parameter.detach(), value)
+            inner.state[parameter] = state
+
+    def moments(self) -> list[Tensor]:
+        """The live moments of all tensors."""
+        states = self.inner.state.values()
+        return [state[moment] for state in states for moment in self.moment_names]
+
+    def moments_at(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The live moments of one parameter by their names; none if another rank steps it."""
+        state = self.inner.state.get(parameter, {})
+        return {moment: state[moment] for moment in self.moment_names if state}
+
+    def restored(self, steps_done: int) -> None:
+        """See `Scheduled.restored`: what the class counts beside the steps, it counts again."""
+        super().restored(steps_done)
+        for parameter, state in self.inner.state.items():
+            if state.keys() - {"step", *self.moment_names}:
+                counters = self._probe(steps_done, parameter.device)
+            else:
+                counters = {"step": torch.tensor(steps_done)}
+            break
+        for state in self.inner.state.values():
+            for name in state.keys() - {*self.moment_names}:
+                state[name] = counters[name].to(state[name], copy=True)
+
+    def _probe(self, steps: int, device: torch.device) -> dict[str, Tensor]:
+        """State of two elements after steps without gradient: (2,) moments, scalar counters."""
+        probe = nn.Parameter(torch.zeros(2, device=device))
+        probe.grad = torch.zeros_like(probe)
+        found: Any = self.torch_class([probe], **self.arguments)
+        (group,) = found.param_groups
+        group["lr"] = learning_rate(self.cfg, 0, self.total_steps)
+        lists = len(inspect.signature(found._init_group).parameters) - 1
+        found._init_group(group, *([] for _ in range(lists)))
+        for step in range(steps):
+            group["lr"] = learning_rate(self.cfg, step, self.total_steps)
+            found.step()
+        state = found.state[probe].items()
+        return {name: value for name, value in state if isinstance(value, Tensor)}
+
+
+class ShardedOptimizer(TorchOptimizer):
+    """A class of torch.optim over named float32 shards, which may be empty on some ranks."""
 
     def __init__(self, shards: Mapping[str, Tensor], cfg: OptimizerConfig, total_steps: int):
         super().__init__(cfg, total_steps)
         self._parameters = {name: nn.Parameter(shard.detach()) for name, shard in shards.items()}
-        self._settings: dict[str, Any] = {
-            "lr": cfg.lr,
-            "betas": (cfg.betas[0], cfg.betas[1]),
-            "weight_decay": cfg.weight_decay,
-            "fused": True,
-        }
-        self._stepper = self._stepper_of(list(self._parameters.values()))
-        self._state: dict[str, dict[str, Tensor]] = {}
-        for name, parameter in self._parameters.items():
-            if self.owns(name):
-                # made now, not at the first step: memory is known and checkpoints look alike
-                moments = {moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS}
-                self._state[name] = {"step": torch.zeros((), device=parameter.device), **moments}
-                self._adamw.state[parameter] = self._state[name]
-
-    def owns(self, name: str) -> bool:
-        """Whether this rank steps (its rows of) the tensor and has the moments."""
-        return name in self._parameters
+        every = list(self._parameters.values())
+        self._stepper = self._stepper_of([p for p in every if p.numel()] or every)
+        self.use(getattr(self._stepper, "optim", self._stepper))
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
         """Update the shards in place from their gradients; a shard without one is left alone."""
@@ -114,26 +176,10 @@ class ShardedAdamW(Scheduled):
         self._stepper.zero_grad()
         self.steps_done += 1
 
-    def moments(self) -> list[Tensor]:
-        """The live moments of all tensors."""
-        return [state[moment] for state in self._state.values() for moment in MOMENTS]
-
     def moments_of(self, name: str) -> dict[str, Tensor]:
-        """The live moments of one tensor by their names; none if another rank steps it."""
-        return {moment: self._state[name][moment] for moment in MOMENTS if name in self._state}
-
-    def restored(self, steps_done: int) -> None:
-        """See `Scheduled.restored`."""
-        super().restored(steps_done)
-        for state in self._state.values():
-            state["step"].fill_(steps_done)
+        """`moments_at` of the tensor of that name."""
+        return self.moments_at(self._parameters[name])
 
     def _stepper_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer whose `step` updates all parameters."""
-        filled = [parameter for parameter in parameters if parameter.numel()]
-        return torch.optim.AdamW(filled or parameters, **self._settings)
-
-    @property
-    def _adamw(self) -> torch.optim.Optimizer:
-        """The one that has this rank's moments."""
-        return self._stepper
+        """What steps all parameters; its `optim`, if it has one, steps this rank's."""
+        return self.torch_class(parameters, **self.arguments)

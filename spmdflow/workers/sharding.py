@@ -44,9 +44,7 @@ def mesh_of(sharding: Sharding, context: WorkerContext) -> DeviceMesh:
     )
 
 
-def shard_model(
-    model: LoadedModel, sharding: Sharding, mesh: DeviceMesh, *, recompute: bool
-) -> None:
+def shard_model(model: LoadedModel, sharding: Sharding, mesh: DeviceMesh) -> None:
     """Shard model.module in place over mesh: one unit per decoder layer, one for the rest.
 
     Master parameters stay float32; a unit is gathered in model.dtype and its gradients are
@@ -57,8 +55,6 @@ def shard_model(
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     reshard = _reshards(sharding)
     for layer in model.layers:
-        if recompute:
-            recompute_in_backward(layer)
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
     for part in model.float32_modules:
         fully_shard(part, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard)
@@ -94,8 +90,10 @@ def read_weights(model: LoadedModel, device: torch.device) -> nn.Module:
     return model.module
 
 
-def set_last_micro_batch(root: FSDPModule, sharding: Sharding, *, last: bool) -> None:
+def set_last_micro_batch(root: nn.Module, sharding: Sharding, *, last: bool) -> None:
     """Before a micro-batch: what may wait until the last one of the step waits."""
+    if not isinstance(root, FSDPModule):
+        return
     if sharding.micro_batch_reductions:
         root.set_requires_all_reduce(last)  # between groups of shards, where there are several
     else:
@@ -109,16 +107,17 @@ def _reshards(sharding: Sharding) -> bool:
     return sharding.frees_gathered or not sharding.parameters
 
 
-def recompute_in_backward(layer: nn.Module) -> None:
-    """Keep only the layer's input in forward and compute the rest again in backward.
+def recompute_in_backward(model: LoadedModel) -> None:
+    """Keep only the layers' inputs in forward and compute the rest again in backward.
 
-    The forward is wrapped inside the FSDP unit (whose hooks then run once) and parameter names
-    stay as they are. No random numbers are drawn: models run without dropout.
+    Their forward is wrapped before they become FSDP units (whose hooks then run once) and parameter
+    names stay as they are. No random numbers are drawn: models run without dropout.
     """
-    again = functools.partial(
-        checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-    )
-    layer.forward = again  # type: ignore[method-assign, assignment]
+    for layer in model.layers:
+        again = functools.partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+        layer.forward = again  # type: ignore[method-assign, assignment]
 
 
 def units(module: nn.Module) -> Iterator[FSDPModule]:
@@ -128,24 +127,28 @@ def units(module: nn.Module) -> Iterator[FSDPModule]:
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's rows of one parameter: chunk r of torch.chunk over dimension 0."""
+    """This rank's rows of one parameter: chunk r of torch.chunk over dimension 0; all of them where
+    the module is plain."""
 
-    parameter: DTensor
+    parameter: nn.Parameter | DTensor
 
     @property
     def local(self) -> Tensor:
         """The rows held here, sharing storage with the parameter; may be empty."""
-        return self.parameter.to_local().detach()
+        parameter = self.parameter
+        return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
     @property
     def gradient(self) -> Tensor | None:
         """The rows' gradient, summed over the group; None outside a train step."""
         gradient = self.parameter.grad
-        return gradient.to_local() if isinstance(gradient, DTensor) else None
+        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
     @property
     def box(self) -> Box:
         """Where the rows lie in the whole tensor."""
+        if not isinstance(self.parameter, DTensor):
+            return Box.of_shape(self.parameter.shape)
         mesh, shape = self.parameter.device_mesh, self.parameter.shape
         rows = -(-shape[0] // mesh.size(mesh.ndim - 1))  # torch.chunk: all but the last are full
         place = mesh.get_local_rank(mesh.ndim - 1)
@@ -155,6 +158,7 @@ class Shard:
 def shards(module: nn.Module) -> dict[str, Shard]:
     """Shards by Hugging Face name; a tied parameter appears once, under its first name."""
     found = dict(module.named_parameters())
-    wrong = [name for name, parameter in found.items() if not isinstance(parameter, DTensor)]
-    assert not wrong, f"gathered parameters {wrong[:3]}: reshard before looking at shards"
-    return {name: Shard(parameter) for name, parameter in found.items()}  # type: ignore[arg-type]
+    if isinstance(module, FSDPModule):
+        wrong = [name for name, parameter in found.items() if not isinstance(parameter, DTensor)]
+        assert not wrong, f"gathered parameters {wrong[:3]}: reshard before looking at shards"
+    return {name: Shard(parameter) for name, parameter in found.items()}

@@ -45,6 +45,7 @@ def simulated() -> Simulated:
         if transformer_engine:
             paths.append(str(HERE / "device" / "te"))
         variables = {
+            "TORCHDYNAMO_DISABLE": "1",  # compiled code needs CUDA's compilers: it runs as it is
             "SIMCUDA": "1",
             "SIMCUDA_LIBRARY": str(compiled),
             "PYTHONPATH": os.pathsep.join(paths),

@@ -54,10 +54,10 @@ def test_stand_ins_on_the_meta_device_are_marked_when_they_get_memory(found: Fou
     assert all(rank["meta"] == [False, True] for rank in found)
 
 
-def test_engine_takes_the_layers_and_adam_of_transformer_engine(found: Found) -> None:
+def test_engine_takes_the_layers_of_transformer_engine_and_torchs_optimizer(found: Found) -> None:
     for name, x in engines(found):
         assert [layer for layer in x["layers"] if layer != "RMSNorm"] == LAYERS, name
-        assert x["adams"] == ["FusedAdam", "AdamW"], name
+        assert x["adams"] == ["AdamW", "AdamW"], name
 
 
 def test_update_equals_the_one_without_transformer_engine(found: Found) -> None:

@@ -1,5 +1,5 @@
 # ddp_engine.py
-"""An engine of a user: DistributedDataParallel and AdamW, every rank with the whole model."""
+"""An engine of a user: DistributedDataParallel, every rank with the whole model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spmdflow.objectives.loss import Loss
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import LoadedModel
-from spmdflow.workers.optimizer import MOMENTS, Scheduled
+from spmdflow.workers.optimizer import TorchOptimizer
 from spmdflow.workers.sharding import read_weights
 
 
@@ -34,6 +34,7 @@ class DDPEngine(TrainEngine):
     """Gradients are summed by DDP's buckets, in the last backward of a step."""
 
     model: LoadedModel
+    optimizer: TorchOptimizer | None = None
 
     def __init__(
         self,
@@ -49,17 +50,10 @@ class DDPEngine(TrainEngine):
         if optimizer is None:
             self.module.requires_grad_(False)
             return
-        self.optimizer = Scheduled(optimizer, total_optimizer_steps)
+        self.optimizer = TorchOptimizer(optimizer, total_optimizer_steps)
         self.ddp = DistributedDataParallel(self.module, process_group=self.dp_group)
-        self.adamw = torch.optim.AdamW(
-            self.module.parameters(),
-            lr=optimizer.lr,
-            betas=(optimizer.betas[0], optimizer.betas[1]),
-            weight_decay=optimizer.weight_decay,
-        )
-        for weight in self.module.parameters():  # made now: checkpoints look alike from the start
-            moments = {name: torch.zeros_like(weight) for name in MOMENTS}
-            self.adamw.state[weight] = {"step": torch.zeros(()), **moments}
+        steps = self.optimizer.torch_class(self.module.parameters(), **self.optimizer.arguments)
+        self.optimizer.use(steps)  # makes its moments: checkpoints look alike from the start
 
     def outputs(self, micros: list[MicroBatch], fn: ForwardFn) -> list[Mapping[str, Tensor]]:
         """What fn gives for each micro-batch."""
@@ -93,9 +87,9 @@ class DDPEngine(TrainEngine):
         assert self.optimizer is not None
         weights, limit = list(self.module.parameters()), self.optimizer.cfg.clip_norm
         torch.nn.utils.clip_grads_with_norm_(weights, limit, torch.tensor(norm))
-        self.adamw.param_groups[0]["lr"] = self.optimizer.next_lr
-        self.adamw.step()
-        self.adamw.zero_grad()
+        self.optimizer.inner.param_groups[0]["lr"] = self.optimizer.next_lr
+        self.optimizer.inner.step()
+        self.optimizer.inner.zero_grad()
         self.optimizer.steps_done += 1
 
     def blocks(self) -> Iterator[tuple[str, Tensor, Box]]:
@@ -104,10 +98,10 @@ class DDPEngine(TrainEngine):
             yield name, weight.detach(), Box.of_shape(weight.shape)
 
     def state_blocks(self) -> Iterator[tuple[str, Tensor, Box]]:
-        """Weights, moments and AdamW's own count of steps."""
+        """Weights and moments."""
         yield from self.blocks()
         for name, weight in self.module.named_parameters() if self.optimizer else ():
-            for moment, values in self.adamw.state[weight].items():
+            for moment, values in self.optimizer.moments_at(weight).items():
                 yield f"{name}.{moment}", values, Box.of_shape(values.shape)
 
     def residency(self, where: Place, part: Part) -> None:

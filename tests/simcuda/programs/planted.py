@@ -37,7 +37,7 @@ BUGS = {
     "sums of samples on the host": Bug(
         "spmdflow.workers.engine",
         "TrainEngine.dp_sums",
-        "torch.tensor(on_host, dtype=torch.float64).to(self.device)",
+        "to_device(torch.tensor(on_host, dtype=torch.float64), self.device)",
         "torch.tensor(on_host, dtype=torch.float64)",
     ),
     "positions of a response on the host": Bug(
@@ -66,8 +66,8 @@ BUGS = {
     ),
     "moments that nobody wrote": Bug(
         "spmdflow.workers.optimizer",
-        "ShardedAdamW.__init__",
-        "torch.zeros_like(parameter.detach())",
+        "TorchOptimizer.use",
+        "torch.full_like(parameter.detach(), value)",
         "torch.empty_like(parameter.detach())",
     ),
     "gradient norm on the host": Bug(

@@ -193,7 +193,7 @@ def engine_gaps(world: World, case: Case, dtype: str) -> dict[str, Any]:
     outputs, others = (whole_outputs(engine, case, world) for engine in (ours, theirs))
     found: dict[str, Any] = {
         "layers": sorted(name for name in layers if name.startswith("TE") or name == "RMSNorm"),
-        "adams": [type(engine.optimizer._adam).__name__ for engine in (ours, theirs)],
+        "adams": [type(engine.optimizer.inner).__name__ for engine in (ours, theirs)],
         "outputs": max((gap(x, others[row]) for row, x in outputs.items()), default=0.0),
         "metrics": 0.0,
     }

@@ -83,7 +83,17 @@ def test_auto_on_cpu_is_what_it_was_and_needs_no_plan() -> None:
     assert {choices[f"{role}.model.dtype"] for role in ("actor", "critic")} == {"float32"}
     assert cfg.actor.rollout.engine == "builtin" and cfg.actor.rollout.dtype == "float32"
     assert cfg.actor.engine.residency == cfg.reference.engine.residency == "keep"
-    assert not needs_plan(cfg)
+    assert not needs_plan(cfg) and cfg.actor.engine.options == []
+
+
+def test_overlap_is_chosen_on_cuda_unless_somebody_says_no() -> None:
+    words = ["actor.engine.kind=megatron", "critic.engine.kind=megatron"]
+    cfg = load(PPO, None, [*words, "critic.engine.options=[no_overlap,recompute]"]).cfg
+
+    choose_by_device(cfg, "cuda", here=False)
+
+    assert cfg.actor.engine.options == ["overlap"]
+    assert cfg.critic.engine.options == ["no_overlap", "recompute"]
 
 
 def test_auto_on_cuda_is_bfloat16_and_leaves_memory_to_the_plan() -> None:

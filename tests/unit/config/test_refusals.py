@@ -109,8 +109,8 @@ SIZES = {
     "actor.rollout.layout=t2": "actor.rollout.layout: got t2 with rollout.engine=builtin, expected "
     "t1, as it generates on single ranks; set actor.rollout.engine=vllm or vllm_sampler",
     "actor.engine.options=[sequence_parallel]": "actor.engine.options: got sequence_parallel with "
-    "engine.kind=fsdp, expected some of recompute, padded, keep_gathered; leave it out or choose "
-    "another engine",
+    "engine.kind=fsdp, expected some of recompute, padded, keep_gathered, free_gathered; leave it "
+    "out or choose another engine",
     "actor.rollout.max_new_tokens=64": "actor.model.path: got max_prompt_tokens 16 + "
     "max_new_tokens 64 = 80, expected at most the model's 32 positions; lower "
     "data.max_prompt_tokens or actor.rollout.max_new_tokens",

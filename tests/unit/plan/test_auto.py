@@ -239,7 +239,8 @@ def test_command_explains_the_best_and_why_the_others_lose(
 def test_printed_settings_give_the_same_without_a_search(
     world: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*SMALL, *MEGATRON, "data.prompts_per_step=120", "actor.engine.options=[recompute]"]
+    words = [*SMALL, *MEGATRON, "data.prompts_per_step=120", "critic.engine.options=[no_overlap]"]
+    words.append("actor.engine.options=[recompute,no_overlap]")
     words += [f"{role}.dtype=bfloat16" for role in PRECISE]
     words.append("actor.rollout.engine=builtin")
     path = str(ALGORITHMS / "ppo.py")

@@ -15,7 +15,7 @@ from spmdflow.blocks.hash import MODULUS, box_hash, positional_hash, to_signed
 from spmdflow.config.schema import OptimizerConfig
 from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.transfer.register import map_function, map_spec
-from spmdflow.workers.optimizer import ShardedAdamW, learning_rate
+from spmdflow.workers.optimizer import ShardedOptimizer, learning_rate
 
 
 @map_function(reads=["a"], optional=["b"], writes=["c"])
@@ -156,7 +156,7 @@ def test_schedule_warms_up_and_then_follows_its_shape(schedule: str, rates: list
 def test_schedule_without_enough_steps_is_refused() -> None:
     shards = {"w": torch.zeros(2)}
     with pytest.raises(ConfigError, match="got 0 optimizer steps in total"):
-        ShardedAdamW(shards, OptimizerConfig(schedule="cosine", warmup_steps=5), 0)
+        ShardedOptimizer(shards, OptimizerConfig(schedule="cosine", warmup_steps=5), 0)
 
 
 def test_sharded_adamw_steps_like_torch_and_skips_empty_shards() -> None:
@@ -164,7 +164,7 @@ def test_sharded_adamw_steps_like_torch_and_skips_empty_shards() -> None:
     shards = {"w": torch.randn(5), "none_here": torch.zeros(0, 3)}
     plain = torch.nn.Parameter(shards["w"].clone())
     reference = torch.optim.AdamW([plain], lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
-    ours = ShardedAdamW(shards, cfg, 0)
+    ours = ShardedOptimizer(shards, cfg, 0)
     for _ in range(3):
         plain.grad = torch.randn(5)
         reference.step()
@@ -175,7 +175,7 @@ def test_sharded_adamw_steps_like_torch_and_skips_empty_shards() -> None:
 
 
 def test_adamw_of_a_rank_with_only_empty_shards_still_counts_its_steps() -> None:
-    ours = ShardedAdamW({"w": torch.zeros(0, 3)}, OptimizerConfig(), 0)
+    ours = ShardedOptimizer({"w": torch.zeros(0, 3)}, OptimizerConfig(), 0)
 
     ours.step({"w": torch.zeros(0, 3)})
 

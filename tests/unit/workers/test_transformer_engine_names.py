@@ -109,17 +109,3 @@ def test_layer_of_transformer_engine_fuses_norm_and_linear() -> None:
         "return TEDotProductAttention",
     ]
     assert "qk_layernorm" in {argument.arg for argument in spec.args.args}
-
-
-def test_adam_of_transformer_engine_is_taken_and_keeps_the_moments_under_their_names() -> None:
-    tree = source("optimizer/__init__.py")
-    imported = {
-        (x.module, name.name, name.asname)
-        for x in ast.walk(tree)
-        if isinstance(x, ast.ImportFrom)
-        for name in x.names
-    }
-    words = {x.value for x in ast.walk(tree) if isinstance(x, ast.Constant)}
-
-    assert ("transformer_engine.pytorch.optimizers", "FusedAdam", "Adam") in imported
-    assert {"adam_w_mode", "exp_avg", "exp_avg_sq"} <= words
