@@ -100,7 +100,7 @@ class BuiltinGenerator(RequestGenerator):
         self._max_batch_size = cfg.max_batch_size
         self._asleep: Storages | None = None
         self._end_tokens = torch.tensor(end_tokens(model_path), dtype=torch.int64, device=device)
-        self._ids, self._clock, self._lead = count(), 0, 0
+        self._ids, self._clock, self._lead, self._slots = count(), 0, 0, 0
         self._waiting: list[tuple[int, Request]] = []
         self._live: list[_Live] = []
         self._rows: _Rows  # of self._live, as self._logits are
@@ -161,8 +161,8 @@ class BuiltinGenerator(RequestGenerator):
         """Prefill waiting requests, as many as there are free rows; samples of a prompt once."""
         coming, self._waiting = self._waiting[:free], self._waiting[free:]
         requests = [row.request for row in self._live] + [request for _, request in coming]
-        slots = max(len(r.prompt) + r.sampling.max_new_tokens for r in requests)
-        self._forward.reserve(len(requests), slots)
+        self._slots = max(len(r.prompt) + r.sampling.max_new_tokens for r in requests)
+        self._forward.reserve(len(requests), self._slots)
         groups: dict[bytes, list[_Live]] = {}
         for request_id, request in coming:
             key = request.prompt.numpy().tobytes()
@@ -219,7 +219,8 @@ class BuiltinGenerator(RequestGenerator):
         """Logits behind these tokens (n,); a row that has ended overwrites its last slot."""
         rows = self._rows
         places = rows.starts + rows.counts - 1
-        self._logits = self._forward.step(chosen, places, self._lead + self._clock)
+        span = min(self._lead + self._clock, self._slots)  # the row that leads may have ended
+        self._logits = self._forward.step(chosen, places, span)
 
     def _counts_of_ended(self, draws: int) -> dict[int, int]:
         """Rows that have ended since the last look, and the tokens of each."""

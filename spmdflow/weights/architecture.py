@@ -163,8 +163,13 @@ class Architecture:
 
 
 def packs_rows(kind: str, options: Collection[str], path: str | Path) -> bool:
-    """Whether an engine with these options packs rows of the model in this folder."""
-    return engine_kind(kind).packs_with(options) and Architecture.sizes_from_folder(path).packs
+    """Whether an engine with these options packs rows of the model in this folder.
+
+    A folder that is not there is refused by those who read it.
+    """
+    if not engine_kind(kind).packs_with(options) or not (Path(path) / "config.json").exists():
+        return False
+    return Architecture.sizes_from_folder(path).packs
 
 
 def read_config(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
