@@ -33,8 +33,9 @@ from spmdflow.weights.move import Block, blocks, fill, own_parts
 from spmdflow.weights.ranks import SHARED_EMBEDDING, megatron_tables, part_name
 from spmdflow.weights.table import parameters
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
-from spmdflow.workers.megatron_model import PackedParams, build_model, local_name
+from spmdflow.workers.megatron_model import build_model, local_name
 from spmdflow.workers.megatron_optimizer import Adopt, StageOptimizer, flat_blocks
+from spmdflow.workers.megatron_packed import PackedParams
 from spmdflow.workers.megatron_runtime import megatron_runtime, process_groups
 from spmdflow.workers.micro_batch import MicroBatch, lengthened
 from spmdflow.workers.model import ModelSource
@@ -228,8 +229,10 @@ class MegatronEngine(TrainEngine):
 
         def step(rest: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(rest)
-            packed = None if micro.packed is None else PackedParams.of(micro.packed)
-            ids, places = micro.input_ids, micro.position_ids
+            ids, places, packed = micro.input_ids, micro.position_ids, None
+            if micro.packed is not None:
+                fused = self._config.apply_rope_fusion
+                packed = PackedParams.of(micro.packed, places[0], fused=fused)
             output = model(ids, places, None, packed_seq_params=packed)
             return output, lambda output, non_loss_data=False: fn(self._named(output, micro), micro)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, layers
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
@@ -39,7 +37,7 @@ from torch.nn import functional
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.ranks import default_vocab_multiple
 from spmdflow.weights.table import stage_layers
-from spmdflow.workers.attention import PackedRows, dense_attention, packed_attention
+from spmdflow.workers.attention import dense_attention, packed_attention
 
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -90,6 +88,7 @@ def build_model(
     )
     inv_freq = model.rotary_pos_emb.inv_freq
     model.rotary_pos_emb.inv_freq = rotary_frequencies(architecture).to(inv_freq.device)
+    model.rotary_pos_emb.__class__ = PackedRotary
     if last:
         if scalar:
             model.output_layer = ScalarHead(config)
@@ -220,6 +219,7 @@ def _stage_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockS
 
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
         layer.submodules.self_attention.module = GroupedSelfAttention
+        layer.submodules.self_attention.submodules.core_attention = TEPackedAttention
         return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
     layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -302,20 +302,6 @@ class CausalAttention(nn.Module):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # (b, heads, T, d)
         mixed = dense_attention(q, k, v, scale=scale, window=window)
         return mixed.permute(2, 0, 1, 3).flatten(2)
-
-
-@dataclass
-class PackedParams(PackedSeqParams):
-    """What Megatron's layers are told of packed rows."""
-
-    rows: Any = None
-    """The `PackedRows`."""
-
-    @classmethod
-    def of(cls, rows: PackedRows) -> PackedParams:
-        """The same rows in Megatron's words."""
-        ends, most = rows.offsets, max(rows.lengths)
-        return cls("thd", ends, ends, max_seqlen_q=most, max_seqlen_kv=most, rows=rows)
 
 
 class GroupedSelfAttention(SelfAttention):

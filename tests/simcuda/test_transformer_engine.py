@@ -19,7 +19,7 @@ import pytest
 from tests.simcuda.conftest import Simulated
 
 PROGRAM = Path(__file__).parent / "programs" / "transformer_engine_rounds.py"
-LAYERS = ["TEDotProductAttention", "TELayerNormColumnParallelLinear", "TERowParallelLinear"]
+LAYERS = ["TELayerNormColumnParallelLinear", "TEPackedAttention", "TERowParallelLinear"]
 Found = Sequence[dict[str, Any]]
 
 

@@ -29,8 +29,6 @@ WAITS = {
     (READ, "rollout/builtin.py:_decode"): (4, "whether all rows have ended, one a token"),
     (DOWN, "data/column.py:_copied"): (3, "what a method returns lies in host memory"),
     (DOWN, "data/column.py:column_of"): (3, "the lengths of its rows"),
-    (READ, "workers/model.py:__call__"): (4, "transformers looks for packed rows"),
-    (READ, "workers/model.py:forward"): (3, "transformers looks for packed rows"),
     (DOWN, "workers/engine.py:<dictcomp>"): (4, "answers of a micro-batch"),
     (DOWN, "workers/micro_batch.py:<listcomp>"): (4, "the lengths of those answers"),
     (UP, "workers/engine.py:dp_sums"): (8, "sums over ranks, by NCCL"),

@@ -174,7 +174,7 @@ def answered() -> Iterator[None]:
         c10d.allgather_into_tensor_coalesced_.default: lambda *_: FakeWork().boxed(),
     }
     places: list[tuple[Any, str, Any]] = [
-        (torch.Tensor, "tolist", lambda x: [1.0] * x.numel()),
+        (torch.Tensor, "tolist", _tolist),
         (torch.Tensor, "__float__", lambda x: 1.0),
         (torch.nn.functional, "scaled_dot_product_attention", flash),
         (dist, "broadcast_object_list", _broadcast_objects),
@@ -207,6 +207,13 @@ def one_kernel() -> Iterator[None]:
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("silu_backward", lambda gradient, x: torch.empty_like(x), "CUDA")
         yield
+
+
+_STOCK_TOLIST = torch.Tensor.tolist
+
+
+def _tolist(x: torch.Tensor) -> Any:
+    return [1.0] * x.numel() if isinstance(x, FakeTensor) else _STOCK_TOLIST(x)
 
 
 def _real(function: Callable[..., Any]) -> Callable[..., Any]:

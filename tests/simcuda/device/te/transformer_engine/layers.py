@@ -281,7 +281,8 @@ class DotProductAttention(nn.Module):
             lengths = cu_seqlens_q.diff().tolist()
             assert sum(lengths) == len(query) and max(lengths) == max_seqlen_q == max_seqlen_kv
             rows = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
-            return torch.cat([self.forward(*(x[:, None] for x in row))[:, 0] for row in rows])
+            whole = [DotProductAttention.forward(self, *(x[:, None] for x in row)) for row in rows]
+            return torch.cat(whole)[:, 0]
         assert attention_mask is None and mask_type == "causal"
         assert key.shape[2] == value.shape[2] == self.groups, (
             f"Keys and values must have num_gqa_group = {self.groups} heads! Found {key.shape[2]}"
