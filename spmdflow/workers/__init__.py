@@ -17,7 +17,6 @@ Without tp and pp every rank is on the last stage; elsewhere `forward` gives Non
 Files: `model` what an engine is built from, the only file that imports transformers; `micro_batch`
 rows -> the tensors of a forward; `attention` over packed rows; `optimizer` the schedule, and AdamW
 over shards; `sharding` FSDP2 meshes and shards. Megatron: `megatron_runtime` process groups, and
-its CUDA names on a CPU; `megatron_model` what a stage computes,
-`megatron_packed` of packed rows; `megatron_optimizer` gradients and
-AdamW. Only these files and `megatron` import Megatron.
+its CUDA names on a CPU; `megatron_model` what a stage computes, `megatron_packed` of packed rows;
+`megatron_optimizer` gradients and AdamW. Only these files and `megatron` import Megatron.
 """

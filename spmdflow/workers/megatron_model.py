@@ -38,6 +38,7 @@ from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.ranks import default_vocab_multiple
 from spmdflow.weights.table import stage_layers
 from spmdflow.workers.attention import dense_attention, packed_attention
+from spmdflow.workers.megatron_packed import PackedParams, PackedRotary, TEPackedAttention
 
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
