@@ -97,5 +97,6 @@ def test_recipe_is_planned_from_a_config_alone_and_fits(
     with capsys.disabled():
         share = peak["total"] / peak["budget"]
         print(f"\n{name}, {hardware}: {peak['total'] / 1e9:.1f} GB a rank ({share:.0%}) in {phase}")
-    assert peak["total"] / 1e9 == pytest.approx(bytes_said, rel=0.05)
+    # the higher of both kinds of GPU is said
+    assert 0.93 * bytes_said < peak["total"] / 1e9 < 1.01 * bytes_said
     assert phase == phase_said
