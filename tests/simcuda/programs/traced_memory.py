@@ -169,6 +169,7 @@ def answered() -> Iterator[None]:
     """What fake tensors cannot do: give numbers to the host, and take a GPU's attention."""
     aten, c10d = torch.ops.aten, torch.ops.c10d
     operators = {
+        aten._pin_memory.default: lambda *x, **_: x[2],
         aten._local_scalar_dense.default: lambda *x: 1.0 if x[-1].is_floating_point() else 1,
         c10d.reduce_scatter_tensor_coalesced_.default: lambda *_: FakeWork().boxed(),
         c10d.allgather_into_tensor_coalesced_.default: lambda *_: FakeWork().boxed(),
