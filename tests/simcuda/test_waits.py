@@ -18,21 +18,22 @@ from tests.simcuda.programs.runs import RUNS, STEPS
 
 PROGRAM = Path(__file__).parent / "programs" / "runs.py"
 ONE_STEP = sorted({name.rsplit(", ", 1)[0] for name in RUNS if name.endswith("steps")})
-READ, SIZES = "aten::_local_scalar_dense", "aten::nonzero"
+READ = "aten::_local_scalar_dense"
 UP, DOWN = "copy to the device (pageable) and wait", "copy to the host (pageable) and wait"
 WAITS = {
-    (UP, "rollout/builtin.py:generate"): (4, "seeds and order of a batch of prompts"),
-    (UP, "rollout/builtin.py:_start"): (2, "prompts"),
-    (SIZES, "rollout/builtin.py:generate"): (2, "which tokens were written"),
-    (READ, "rollout/builtin.py:_start"): (1, "the longest prompt"),
-    (SIZES, "rollout/builtin.py:_decode"): (5, "rows without an end token, one a token"),
-    (READ, "rollout/builtin.py:_decode"): (4, "whether all rows have ended, one a token"),
+    (UP, "rollout/builtin.py:_join"): (
+        2,
+        "prompt lengths, seeds and limits of new rows; their prompts",
+    ),
+    (UP, "rollout/llama.py:prefill"): (2, "prompts and their lengths"),
+    (UP, "rollout/builtin.py:_leave"): (1, "which rows stay"),
+    (UP, "rollout/generator.py:generate"): (1, "the order of the rows"),
+    (READ, "rollout/builtin.py:_counts_of_ended"): (1, "whether all rows go on, every 8 tokens"),
+    (DOWN, "rollout/builtin.py:_counts_of_ended"): (2, "if not, which, and their lengths"),
     (DOWN, "data/column.py:_copied"): (3, "what a method returns lies in host memory"),
     (DOWN, "data/column.py:column_of"): (3, "the lengths of its rows"),
-    (DOWN, "workers/engine.py:<dictcomp>"): (4, "answers of a micro-batch"),
     (DOWN, "workers/micro_batch.py:<listcomp>"): (4, "the lengths of those answers"),
-    (UP, "workers/engine.py:dp_sums"): (8, "sums over ranks, by NCCL"),
-    (DOWN, "workers/engine.py:dp_sums"): (8, "and back: loss scales and metrics"),
+    (DOWN, "workers/engine.py:dp_sums"): (8, "sums over ranks by NCCL: loss scales and metrics"),
     (READ, "workers/fsdp.py:gradient_norm"): (4, "the norm decides about clipping"),
     (READ, "workers/megatron_optimizer.py:gradient_norm"): (4, "the norm decides about clipping"),
     (DOWN, "workers/engine.py:shard_hashes"): (1, "checksums of all weights of the trainer"),
