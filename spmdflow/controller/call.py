@@ -31,8 +31,9 @@ from spmdflow.runtime.message import encode
 from spmdflow.transfer.protocol import protocol
 from spmdflow.transfer.register import MethodSpec, map_spec, method_spec
 
-TOKENS = ("prompts", "responses", "pretrain_ids", "answers")
-"""Columns of tokens: a row costs those of its columns that a call reads."""
+TOKENS = ("prompts", "responses", "pretrain_ids")
+"""Columns of tokens: a row costs those of its columns that a call reads. Of a data file's columns
+only the prompts have lengths that the controller knows."""
 
 
 @dataclass(frozen=True)
