@@ -162,6 +162,8 @@ class PolicyWorker(EngineWorker):
         self.loss.before = before
 
         def step(rows: TensorDict, num_micro_batches: int) -> Mapping[str, Metric]:
+            if loss is not self.loss:  # rows of texts are among them
+                num_micro_batches = self.engine.count_micro_batches(rows)
             found = self.engine.train_step(rows, loss, num_micro_batches=num_micro_batches)
             self.loss.before = None  # the weights have changed
             return found

@@ -60,7 +60,7 @@ class PairWorker(EngineWorker):
     def _score_pairs(self, rows: TensorDict) -> Tensor | None:
         """(n, 2) float32: scores of both sequences of all n rows, given as 2n sequences."""
         with self.resident("parameters"):
-            made = self._scores(rows, 2 * self.call.num_micro_batches)
+            made = self._scores(rows, self.engine.count_micro_batches(rows))
         return None if made is None else pair_up(made)
 
     def _scores(self, rows: TensorDict, num_micro_batches: int) -> Tensor | None:
@@ -73,21 +73,22 @@ class PairWorker(EngineWorker):
         return None if made is None else made["scores"].float()
 
     def _step_on_pairs(
-        self, rows: TensorDict, num_micro_batches: int, slopes_of: Callable[[Tensor], Slopes]
+        self, rows: TensorDict, slopes_of: Callable[[Tensor], Slopes]
     ) -> Mapping[str, Metric]:
         """One step on n pairs, given as 2n sequences, after a forward without gradient.
 
         slopes_of: scores (n, 2) -> losses (n,) and their slopes (2n,) at the scores. Before the
         last pipeline stage, which has the loss, they may hold anything.
         """
-        scores = self._scores(rows, 2 * num_micro_batches)
+        forwards = self.engine.count_micro_batches(rows)
+        scores = self._scores(rows, forwards)
         slopes = torch.zeros(rows.batch_size)
         losses = slopes[: len(slopes) // 2]
         if scores is not None:
             losses, slopes = slopes_of(pair_up(scores))
         rows["pair_losses"], rows["score_slopes"] = torch.cat([losses, losses]), slopes
         loss = PairLoss(self.score_sequence)
-        return self.engine.train_step(rows, loss, num_micro_batches=2 * num_micro_batches)
+        return self.engine.train_step(rows, loss, num_micro_batches=forwards)
 
 
 class AnswerReferenceWorker(PairWorker):
@@ -178,7 +179,7 @@ class PreferenceWorker(PairWorker):
                 losses, slopes = pair_losses(scores, ref, tokens, self._preference)
                 return losses, slopes.T.reshape(-1)
 
-            return self._step_on_pairs(answers, num_micro_batches, slopes_of)
+            return self._step_on_pairs(answers, slopes_of)
 
         metrics = self.take_steps(batch, step, prefix="actor")
         self.report({f"actor/{name}": mean for name, mean in _add_means(seen).items()})
@@ -187,7 +188,8 @@ class PreferenceWorker(PairWorker):
     def _label_step(self, batch: TensorDict, num_micro_batches: int) -> Mapping[str, Metric]:
         """Labelled rows, after the other rows' answers have measured the KL."""
         ref, rows = batch["ref_answer_log_probs"], own_answer_rows(batch)
-        others = self._scores(other_answer_rows(batch), num_micro_batches)
+        asked = other_answer_rows(batch)
+        others = self._scores(asked, self.engine.count_micro_batches(asked))
         rows["kl_log_ratios"] = ref[:, 1] * 0 if others is None else others - ref[:, 1]
         loss = LabelLoss(self._preference)
         return self.engine.train_step(rows, loss, num_micro_batches=num_micro_batches)
@@ -238,7 +240,7 @@ class RewardModelWorker(PairWorker):
             return score_slopes(*scores.T) if len(scores) else (scores[:, 0], scores.reshape(-1))
 
         def step(rows: TensorDict, num_micro_batches: int) -> Mapping[str, Metric]:
-            return self._step_on_pairs(pair_rows(rows), num_micro_batches, slopes_of)
+            return self._step_on_pairs(pair_rows(rows), slopes_of)
 
         return self.take_steps(batch, step, prefix=self.role)
 

@@ -95,8 +95,7 @@ def with_text_rows(batch: TensorDict, call: CallInfo) -> tuple[TensorDict, CallI
     """Samples that bring a text along (pretrain_ids) -> samples and texts as rows of their own.
 
     Sample i's text is row n + i, in the same mini-batches as the sample; is_text marks it, and no
-    token of it counts as chosen. Each mini-batch has twice the rows in twice the forwards: under a
-    limit of tokens, texts should be as short as samples.
+    token of it counts as chosen. Each mini-batch has twice the rows, and forwards to be counted.
     """
     count = batch.batch_size[0]
     texts = text_rows(batch["pretrain_ids"])
@@ -109,7 +108,7 @@ def with_text_rows(batch: TensorDict, call: CallInfo) -> tuple[TensorDict, CallI
     }
     columns["is_text"] = torch.arange(2 * count) >= count
     minis = tuple(
-        MiniBatch(torch.cat([mini.index, mini.index + count]), 2 * mini.num_micro_batches)
+        MiniBatch(torch.cat([mini.index, mini.index + count]), mini.num_micro_batches)
         for mini in call.mini_batches
     )
     return TensorDict(columns, batch_size=[2 * count]), replace(call, mini_batches=minis)

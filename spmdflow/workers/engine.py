@@ -22,6 +22,8 @@ from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import MODULUS, box_sum
 from spmdflow.blocks.own import describe, own_boxes
 from spmdflow.config.schema import EngineConfig
+from spmdflow.data.micro import num_micro_batches
+from spmdflow.data.ragged import lengths_of
 from spmdflow.errors import ProtocolError, SpmdflowError, WeightSyncError
 from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.registry import resolve
@@ -266,6 +268,16 @@ class TrainEngine(ABC):
             device=self.device,
             packed=self.packs,
         )
+
+    def count_micro_batches(self, batch: TensorDict) -> int:
+        """Forwards of rows that a role has made of its call's, which the controller has not
+        counted: as the settings cut them, on the dp rank that needs most. Collective."""
+        tokens = (lengths_of(batch["prompts"]) + lengths_of(batch["responses"])).tolist()
+        rows, limit = self.cfg.micro_batch_size_per_rank, self.cfg.max_micro_batch_tokens
+        mine = num_micro_batches([tokens], max_rows=rows, max_tokens=limit, packed=self.packs)
+        peers = self.layout.axis_group(self.rank, "dp")
+        needs = self.dp_sums({str(rank): mine * (rank == self.rank) for rank in peers})
+        return int(max(needs.values()))
 
     def dp_sums(self, local: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Sums over the dp group in float64; every rank gives the same names."""

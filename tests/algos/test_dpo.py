@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spmdflow.config.check import check
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import ConfigError
+from spmdflow.workers.engine import TrainEngine
+from spmdflow.workers.micro_batch import MicroBatch
 from tests.algos.runs import (
     ROOT,
     check_prediction,
@@ -120,6 +123,28 @@ def test_kto_tells_good_answers_from_bad_ones(tmp_path: Path) -> None:
     assert steps[1]["actor/loss"] == pytest.approx(0.5, abs=0.05)  # 0.5 before its second half
     assert steps[-1]["eval/desirable_reward"] - steps[-1]["eval/undesirable_reward"] > 0.02
     assert all(step["actor/kl"] >= 0 for step in steps[1:])
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_forwards_are_filled_with_tokens_whatever_rows_a_role_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    limit, seen = 100, list[list[MicroBatch]]()
+    made = TrainEngine.micro_batches
+
+    def noted(engine: TrainEngine, batch: TensorDict, count: int) -> list[MicroBatch]:
+        seen.append(made(engine, batch, count))
+        return seen[-1]
+
+    monkeypatch.setattr(TrainEngine, "micro_batches", noted)
+    words = [f"{role}.engine.micro_batch={limit} tokens" for role in ("actor", "reference")]
+    run(tmp_path / "run", *words, *(labelled(tmp_path) if kind == "kto" else ()))
+
+    for micros in seen:
+        tokens = [micro.input_ids.numel() for micro in micros]
+        assert max(tokens) <= limit
+        # rows of up to 12 tokens: more than 88 in each, but for one part more of even parts
+        assert len(micros) <= sum(tokens) / (limit - 12) + 1
 
 
 def test_held_out_loss_and_margin_are_those_of_hugging_face(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_text_is_in_the_mini_batches_of_its_sample() -> None:
     batch, changed = with_text_rows(samples, call)
 
     first = select_rows(batch, changed.mini_batches[0].index)
-    assert [mini.num_micro_batches for mini in changed.mini_batches] == [2, 6]
+    assert [mini.num_micro_batches for mini in changed.mini_batches] == [1, 3]
     assert first["is_text"].tolist() == [False, False, True, True]
     wanted = [rows_of(samples["pretrain_ids"])[i].tolist() for i in (2, 0)]
     parts = (rows_of(first[name])[2:] for name in ("prompts", "responses"))
