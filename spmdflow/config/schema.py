@@ -218,8 +218,11 @@ class EngineConfig:
 class FrozenEngineConfig(EngineConfig):
     """The same for a model that is never trained: nothing to say about its backward."""
 
+    of_actor: list[str] | None = follows("actor.engine.options", None)
     # No setting here: an engine reads the same names from every role.
-    options: ClassVar[list[str]] = []  # type: ignore[misc]
+    options: ClassVar[Any] = property(  # type: ignore[misc]
+        lambda engine: [name for name in engine.of_actor or () if name == "padded"]
+    )
 
 
 @dataclass

@@ -140,6 +140,13 @@ def test_frozen_models_have_no_settings_of_the_backward_pass() -> None:
     assert accept().reference.engine.recompute is False
 
 
+def test_frozen_models_are_padded_where_the_actor_is() -> None:
+    cfg = accept("actor.engine.options=[padded,recompute]")
+
+    assert [cfg.reference.engine.options, cfg.reward.engine.options] == [["padded"], ["padded"]]
+    assert cfg.critic.engine.options == accept().reference.engine.options == []
+
+
 def test_help_writes_a_default_with_line_breaks_in_one_line() -> None:
     entry = r'data.prompt_end (str, default "\n\nAssistant:")'
 
