@@ -7,7 +7,6 @@ It comes from a model, from functions, or from both weighted. Safe RLHF's second
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,6 @@ class RewardWorker(Worker):
         # one rank of a tp group asks: a function that takes too long on one must not score twice
         asks = place.tp == 0 and place.pp == context.layout.pp_size - 1
         self._pool = RewardPool.from_config(cfg) if self._has_functions and asks else None
-        self._asking = threading.Lock()
         self._on_error = on_error_of(cfg.on_error, f"{self.role}.on_error")
 
     @register(
@@ -121,9 +119,8 @@ class RewardWorker(Worker):
             json.loads(row) | {"response_tokens": length}
             for row, length in zip(batch["row"], lengths, strict=True)
         ]
-        with self._asking:  # a training call and an evaluation's may both have begun
-            prompts, row_ids = list(batch["prompt_text"]), call.row_ids.tolist()
-            return texts, self._pool.score(prompts, texts, rows, row_ids=row_ids)
+        prompts, row_ids = list(batch["prompt_text"]), call.row_ids.tolist()
+        return texts, self._pool.score(prompts, texts, rows, row_ids=row_ids)
 
     @property
     def frozen_folder(self) -> Path | None:

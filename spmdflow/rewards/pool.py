@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import select
+import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -33,7 +34,7 @@ class RewardPool:
 
     function is what the setting reward.function may be; the term model is left to the caller.
     ConfigError if a function cannot be found; RewardError if its module cannot be imported
-    within start_seconds. One `score` at a time; from any thread.
+    within start_seconds. From any thread: calls of `score` take turns, `close` ends them.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class RewardPool:
         self.first_failure = ""
         """Why the first sample of the last `score` failed; empty if none did."""
         self._processes: list[RewardProcess] = []
-        self._closed = False
+        self._closed, self._using = False, threading.RLock()
         self._num_errors = 0
         self._causes: set[tuple[str, str]] = set()
         with ExitStack() as on_failure:
@@ -92,25 +93,27 @@ class RewardPool:
         failed its score is 0, and every sample has "errors", how many of them failed. row_ids
         name samples in messages.
         """
-        assert not self._closed, "score after close"
         assert len(prompts) == len(responses) == len(rows), (len(prompts), len(responses))
         ids = [""] * len(rows) if row_ids is None else [f" {number}" for number in row_ids]
         samples = list(zip(prompts, responses, rows, ids, strict=True))
         num_calls = len(samples) * len(self._terms)
         work = Work(num_calls, self._num_processes, strict=self._strict)
-        self._replace_ended()
-        try:
-            while not work.finished:
-                self._hand_out(work, samples)
-                self._advance(work)
-        finally:
-            self._kill([process for process in self._processes if process.pending])
-        return self._collect(work, samples)
+        with self._using:
+            self._replace_ended()
+            try:
+                while not work.finished:
+                    self._refuse_after_close()
+                    self._hand_out(work, samples)
+                    self._advance(work)
+            finally:
+                self._kill([process for process in self._processes if process.pending])
+            return self._collect(work, samples)
 
     def close(self) -> None:
         """Kill all worker processes; harmless when repeated."""
         self._closed = True
-        self._kill(list(self._processes))
+        with self._using:
+            self._kill(list(self._processes))
 
     def __enter__(self) -> RewardPool:
         return self
@@ -130,11 +133,19 @@ class RewardPool:
 
     def _replace_ended(self) -> None:
         """Replace processes that ended between two calls; no sample counts as failed."""
+        self._refuse_after_close()
         ended = [process for process in self._processes if process.ended]
         for process in ended:
             logger.warning("reward worker process %s ended while idle; replaced", process.pid)
         self._kill(ended)
         self._start_missing()
+
+    def _refuse_after_close(self) -> None:
+        if self._closed:
+            raise RewardError(
+                "reward.function: got the end of its run while it scored, expected to finish "
+                "before; see why the run ended"
+            )
 
     def _kill(self, processes: list[RewardProcess]) -> None:
         for process in processes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 import time
 from pathlib import Path
 
@@ -106,3 +107,29 @@ def test_library_that_stops_itself_by_a_signal_does_so_in_a_worker_process():
 
     assert [result["score"] for result in results] == [1, 0, 0, 1, 0]
     assert time.monotonic() - start < 15
+
+
+def test_pool_that_is_closed_while_it_scores_ends_all_that_ask_it(terms):
+    """The first caller scores, the second waits for its turn; each would take 15 s."""
+    pool, caught = RewardPool(terms, 2, sample_seconds=1.5, on_error="zero"), list[str]()
+    processes = [process._popen for process in pool._processes]
+
+    def ask() -> None:
+        try:
+            pool.score([""] * 20, ["hang"] * 20, [{} for _ in range(20)])
+        except RewardError as err:
+            caught.append(str(err).partition(",")[0])
+
+    asking = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in asking:
+        thread.start()
+    while not any(process.pending for process in pool._processes):
+        time.sleep(0.01)
+
+    pool.close()
+    for thread in asking:
+        thread.join(5)
+
+    assert not any(thread.is_alive() for thread in asking)
+    assert caught == ["reward.function: got the end of its run while it scored"] * 2
+    assert pool._processes == [] and all(each.poll() is not None for each in processes)
