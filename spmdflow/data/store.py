@@ -128,9 +128,9 @@ class RowStore:
         """Block until the rows are here; DeadlineError after `seconds`."""
         if not self._arrival.wait_until(lambda: not self._lacking(result, names, ids), seconds):
             raise DeadlineError(
-                f"columns {self._lacking(result, names, ids)} of call {result}: rows not here "
-                f"after {seconds:g} s; the producer is slow or its transfer was not released; "
-                f"raise run.call_seconds if the producer needs longer"
+                f"columns {self._lacking(result, names, ids)} of call {result}: rows missing after "
+                f"{seconds:g} s, expected them from that call or its transfer; find out what it "
+                f"waits for, or raise run.call_seconds if it needs longer"
             )
 
     def _lacking(self, result: int, names: Sequence[str], ids: np.ndarray) -> list[str]:

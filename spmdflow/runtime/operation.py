@@ -10,10 +10,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +29,10 @@ from spmdflow.data.row_id import Ids, RowGroups
 from spmdflow.data.store import RowCondition, RowStore, Unchanged
 from spmdflow.datasets.scan import PromptSource, scan
 from spmdflow.datasets.tokenizer import load_tokenizer
-from spmdflow.errors import ColumnError, ProtocolError, SpmdflowError
+from spmdflow.errors import ColumnError, DeadlineError, ProtocolError, SpmdflowError
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
+from spmdflow.runtime.early import EarlyMethods
 from spmdflow.runtime.message import find
 from spmdflow.runtime.order import names_in
 from spmdflow.tracking.profile import StepProfiler
@@ -72,7 +71,8 @@ class RankState:
     ) -> None:
         """arrival: how the compute lane waits for rows."""
         self._settings, self._groups, self._transport = settings, groups, transport
-        self.store = RowStore(arrival)
+        arrival = arrival or RowCondition()
+        self.store, self._early = RowStore(arrival), EarlyMethods(arrival, settings.call_seconds)
         folder = settings.run_dir / "profile"
         self._profiler = StepProfiler(settings.profiled, folder, settings.rank)
         self._workers: dict[str, Worker] = {}
@@ -80,8 +80,6 @@ class RankState:
         """Folder and hash of frozen models, by worker, on the first rank of each."""
         self._sources: dict[str, PromptSource] = {}
         self._reading = threading.Lock()
-        self._begun: dict[int, Future[Any]] = {}
-        """What early methods return, by the number of the call."""
 
     def operations(self) -> dict[str, Operation]:
         """Operations by the name that commands use."""
@@ -174,7 +172,7 @@ class RankState:
             return {"value": value, "metrics": worker.take_metrics()}
         label, given = f"{plain['group']}.{plain['method']}", Unchanged()
         batch = self._batch(plain, given)
-        worker.call, worker.begun = _call_info(plain, number), self._begun.pop(number, None)
+        worker.call, worker.begun = _call_info(plain, number), self._early.take(number)
         for other in self._workers.values():
             if other is not worker:
                 other.make_room(trains=spec.minibatches)
@@ -193,25 +191,19 @@ class RankState:
         made = [part for part in plain["inputs"] if "source" not in part]
         named = {part["source"] for part in plain["inputs"] if "source" in part}
         # nothing made: nothing to be earlier than; in a first step, data may not be open yet
-        if made and named <= self._sources.keys():
-            future = self._begun[number] = Future()
-            target = partial(self._run_early, plain, number, made, future)
-            threading.Thread(target=target, name=f"early-{number}", daemon=True).start()
-        return {}
+        if not made or not named <= self._sources.keys():
+            return {}
 
-    def _run_early(
-        self, plain: Plain, number: int, made: Sequence[Plain], future: Future[Any]
-    ) -> None:
-        """Wait for the rows of a call and run its early method; the call's turn hears of errors."""
-        try:
-            for part in made:  # without a limit: calls before it may take long, each has its own
-                rows = part["result"], part["columns"], part["ids"]
-                self.store.wait(*rows, seconds=threading.TIMEOUT_MAX)
-            batch = self._batch(plain, Unchanged())
-            worker = self._workers[plain["group"]]
-            future.set_result(getattr(worker, plain["early"])(batch, _call_info(plain, number)))
-        except BaseException as err:
-            future.set_exception(err)
+        def wait() -> None:
+            for part in made:
+                self._await(part)
+
+        def run() -> Any:
+            method = getattr(self._workers[plain["group"]], plain["early"])
+            return method(self._batch(plain, Unchanged()), _call_info(plain, number))
+
+        self._early.begin(number, f"{plain['group']}.{plain['early']}", wait, run)
+        return {}
 
     def _map(self, plain: Plain, number: int) -> dict[str, Any]:
         function = find(plain["function"])
@@ -261,9 +253,13 @@ class RankState:
         result, names, ids = part["result"], part["columns"], part["ids"]
         if "source" in part:
             self._read_source(part)
-        self.store.wait(result, names, ids, seconds=self._settings.call_seconds)
+        self._await(part)
         taken = self.store.take(result, names, ids)
         return {seen: taken[stored] for seen, stored in names_in(part)}
+
+    def _await(self, part: Plain) -> None:
+        rows = part["result"], part["columns"], part["ids"]
+        self.store.wait(*rows, seconds=self._settings.call_seconds)
 
     def _read_source(self, part: Plain) -> None:
         with self._reading:  # early methods read too
@@ -350,6 +346,10 @@ class RankState:
                 worker.close()
             except (SpmdflowError, OSError, RuntimeError) as err:
                 errors.append(err)
+        try:
+            self._early.end()
+        except DeadlineError as err:
+            errors.append(err)
         if errors:
             raise errors[0]
 

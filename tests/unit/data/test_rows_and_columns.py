@@ -146,7 +146,9 @@ def test_waiting_ends_when_the_other_lane_puts_the_rows():
 
 
 def test_waiting_for_rows_that_never_come_reaches_its_limit():
-    with pytest.raises(DeadlineError, match=r"columns \['x'\] of call 1: rows not here"):
+    with pytest.raises(
+        DeadlineError, match=r"columns \['x'\] of call 1: rows missing after 0.01 s, expected"
+    ):
         RowStore().wait(1, ["x"], np.array([5]), seconds=0.01)
 
 

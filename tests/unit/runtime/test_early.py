@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tensordict import TensorDict
 
+from spmdflow.data.store import RowCondition
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.runtime.executor import COMPUTE, Command, Lane
+from spmdflow.runtime.executor import COMPUTE, Command, Lane, Unwound
 from spmdflow.runtime.failure import Failure
 from spmdflow.runtime.operation import RankSettings, RankState
 from spmdflow.transfer.lane import CountedTransport
 from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import CallInfo, Worker
+from spmdflow.transfer.worker import CallInfo, Worker, WorkerContext
 
 IDS = np.arange(3)
 BEGUN = threading.Event()
@@ -26,6 +30,10 @@ BEGUN = threading.Event()
 
 class Judging(Worker):
     """Makes rows, computes until its judge has begun, and then judges."""
+
+    def __init__(self, cfg: Any, context: WorkerContext) -> None:
+        super().__init__(cfg, context)
+        self.closed = threading.Event()
 
     @register(transfer_mode="DP_PROTO", writes=("number",))
     def make(self, batch: TensorDict) -> TensorDict:
@@ -38,19 +46,32 @@ class Judging(Worker):
         late = torch.full((3,), not BEGUN.wait(20))
         return TensorDict({"late": late}, batch_size=[3])
 
+    @register(transfer_mode="DP_PROTO", writes=("rested",))
+    def rest(self, batch: TensorDict) -> TensorDict:
+        """Takes 0.4 s."""
+        time.sleep(0.4)
+        return TensorDict({"rested": torch.ones(3)}, batch_size=[3])
+
     @register(transfer_mode="DP_PROTO", reads=("number",), writes=("twice",), early="judge")
     def double(self, batch: TensorDict) -> TensorDict:
-        """twice: what the early method made."""
-        assert self.begun is not None
-        return TensorDict({"twice": self.begun.result()}, batch_size=[3])
+        """twice: what the early method made, or makes now."""
+        begun = self.begun
+        twice = self.judge(batch, self.call) if begun is None else begun.result()
+        return TensorDict({"twice": twice}, batch_size=[3])
 
     def judge(self, batch: TensorDict, call: CallInfo) -> torch.Tensor:
-        """2 * number; an error if the settings want one."""
+        """2 * number, or what the settings want: an error, or nothing before the end."""
         BEGUN.set()
-        if self.cfg:
+        if self.cfg == "wait":
+            self.closed.wait(20)
+        elif self.cfg:
             raise ValueError(self.cfg)
         assert call.row_ids.tolist() == IDS.tolist()
         return 2 * batch["number"]
+
+    def close(self) -> None:
+        """Let the judge go."""
+        self.closed.set()
 
 
 class Reporter:
@@ -75,25 +96,38 @@ class Reporter:
         """Not looked at."""
 
 
-def run(run_dir: Path, error: str) -> tuple[RankState, list[Failure]]:
-    """All commands wait in the lane before the first one runs."""
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No thread outlives a rank that was closed."""
     BEGUN.clear()
-    settings = RankSettings(0, torch.device("cpu"), 0, 5.0, run_dir)
+    yield
+    assert not [thread.name for thread in threading.enumerate() if "early" in thread.name]
+
+
+def run(
+    run_dir: Path,
+    *methods: str,
+    cfg: str = "",
+    seconds: float = 5.0,
+    arrival: RowCondition | None = None,
+    made_by: int = 2,
+) -> tuple[RankState, list[Failure]]:
+    """All commands wait in the lane before the first one runs. made_by: the call of the rows."""
+    settings = RankSettings(0, torch.device("cpu"), 0, seconds, run_dir)
     groups, transport = GroupTable(0, timeout_seconds=5), CountedTransport(None, seconds=5)
-    state, reporter = RankState(settings, groups, transport), Reporter()
+    state, reporter = RankState(settings, groups, transport, arrival), Reporter()
     reporter.lane.operations = state.operations()
-    spawn = {"operation": "spawn", "name": "judging", "config": error, "total_steps": 1}
+    spawn = {"operation": "spawn", "name": "judging", "config": cfg, "total_steps": 1}
     spawn |= {"class": f"{__name__}:Judging", "nodes": [0]}
     spawn |= {"layout": asdict(Layout.data_parallel((0,)))}
-    row_input = {"result": 2, "columns": ["number"], "ids": IDS}
     call = {"operation": "call", "group": "judging", "step": 1, "arguments": {}, "ids": IDS}
-    call |= {"inputs": [row_input], "micro": 1, "mini": (), "holds": IDS}
-    commands = [
-        spawn,
-        call | {"method": "make", "inputs": []},
-        call | {"method": "compute"},
-        call | {"method": "double", "early": "judge"},
-    ]
+    call |= {"micro": 1, "mini": (), "holds": IDS}
+    made = [{"result": made_by, "columns": ["number"], "ids": IDS}]
+    inputs = {"make": [], "rest": [], "compute": made, "double": made}
+    early = {"double": {"early": "judge"}}
+    commands = [spawn]
+    for name in methods:
+        commands.append(call | {"method": name, "inputs": inputs[name]} | early.get(name, {}))
     for number, payload in enumerate(commands, start=1):
         reporter.lane.put(Command(number, number, COMPUTE, "test", 60.0, payload))
     reporter.lane.put(None)
@@ -102,7 +136,7 @@ def run(run_dir: Path, error: str) -> tuple[RankState, list[Failure]]:
 
 
 def test_early_method_runs_while_a_call_before_it_computes(tmp_path: Path) -> None:
-    state, failures = run(tmp_path, error="")
+    state, failures = run(tmp_path, "make", "compute", "double")
 
     assert failures == []
     assert not state.store.take(3, ["late"], IDS)["late"].to_value().any()
@@ -111,9 +145,56 @@ def test_early_method_runs_while_a_call_before_it_computes(tmp_path: Path) -> No
 
 
 def test_error_of_an_early_method_is_the_calls_own(tmp_path: Path) -> None:
-    state, failures = run(tmp_path, error="no judge today")
+    state, failures = run(tmp_path, "make", "compute", "double", cfg="no judge today")
 
     assert [(failure.number, failure.cause) for failure in failures] == [
         (4, "ValueError: no judge today")
     ]
     state.close()
+
+
+def test_calls_that_together_take_longer_than_one_may_leave_the_judging_to_its_turn(
+    tmp_path: Path,
+) -> None:
+    state, failures = run(tmp_path, "rest", "rest", "make", "double", seconds=0.5, made_by=4)
+
+    assert failures == []
+    assert state.store.take(5, ["twice"], IDS)["twice"].to_value().tolist() == [0, 2, 4]
+    state.close()
+
+
+def test_rows_that_never_come_fail_the_call_at_its_limit_and_leave_no_thread(
+    tmp_path: Path,
+) -> None:
+    state, failures = run(tmp_path, "double", seconds=0.3, made_by=99)
+
+    (failure,) = failures
+    assert failure.number == 2
+    assert failure.cause == (
+        "DeadlineError: columns ['number'] of call 99: rows missing after 0.3 s, expected them "
+        "from that call or its transfer; find out what it waits for, or raise run.call_seconds if "
+        "it needs longer"
+    )
+    state.close()
+
+
+def test_early_method_beyond_the_limit_of_a_call_is_named(tmp_path: Path) -> None:
+    state, failures = run(tmp_path, "make", "double", cfg="wait", seconds=0.3)
+
+    (failure,) = failures
+    assert failure.cause == (
+        "DeadlineError: judging.judge: got no result after 0.3 s, expected one within the limit of "
+        "a call; give it a limit of its own, or raise run.call_seconds"
+    )
+    state.close()
+
+
+def test_run_that_fails_while_it_judges_leaves_at_once(tmp_path: Path) -> None:
+    arrival = RowCondition()
+    threading.Thread(target=lambda: BEGUN.wait(20) and arrival.end(Unwound())).start()
+    start = time.monotonic()
+
+    state, failures = run(tmp_path, "make", "double", cfg="wait", seconds=60, arrival=arrival)
+    state.close()
+
+    assert failures == [] and time.monotonic() - start < 10
