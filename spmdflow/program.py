@@ -20,11 +20,11 @@ import yaml
 
 from spmdflow.config.auto import choices_text, choose_by_device, needs_plan
 from spmdflow.config.check import check, problems
-from spmdflow.config.leaf import SettingErrors
+from spmdflow.config.leaf import SettingErrors, flat
 from spmdflow.config.load import SCRIPT_MODULE, Loaded, complete, load, load_script
-from spmdflow.config.location import run_dir_of, to_yaml
+from spmdflow.config.location import run_dir_of
 from spmdflow.config.schema import RunConfig
-from spmdflow.config.source import find_file, flat
+from spmdflow.config.source import find_file
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.hardware import load_hardware
 
@@ -88,7 +88,7 @@ def prepare(
         )
         choices = [*choices, *found_parts]
     text = "\n".join(filter(None, (choices_text(choices), placed)))
-    return replace(loaded, yaml_text=to_yaml(cfg)), text or None
+    return loaded, text or None
 
 
 def _refuse_anywhere(cfg: Any, world_size: int) -> None:
@@ -181,10 +181,9 @@ def _loaded(script: ModuleType | str | Path, cfg: Any, settings: Sequence[str]) 
     """What `launch` was given, completed; a script that is imported already is not run again."""
     if cfg is None:
         if isinstance(script, ModuleType):
-            raise ConfigError(
-                f"launch: got module {script.__name__} without settings, expected cfg; pass "
-                f"its settings as an object, or the script's path and settings"
-            )
+            got = f"module {script.__name__} without settings"
+            do = "pass its settings as an object, or the script's path and settings"
+            raise ConfigError.of("launch", got, "cfg", do)
         return load(script, None, settings)
     if settings:
         raise ConfigError.of(
@@ -197,7 +196,7 @@ def _loaded(script: ModuleType | str | Path, cfg: Any, settings: Sequence[str]) 
         script = known if known is not None and is_known else load_script(script)
     elif script.__name__ == SCRIPT_MODULE:
         sys.modules[SCRIPT_MODULE] = script  # ranks find its functions by that name
-    return Loaded(cfg, script, to_yaml(cfg))
+    return Loaded(cfg, script)
 
 
 def run_prepared(

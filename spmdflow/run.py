@@ -40,6 +40,7 @@ from spmdflow.config.leaf import schema_help
 from spmdflow.config.load import Loaded, load, load_script, schema_of
 from spmdflow.config.parallel import batch_algebra
 from spmdflow.config.schema import PPOConfig, RunConfig
+from spmdflow.config.source import sort_words
 from spmdflow.errors import ConfigError, SpmdflowError
 from spmdflow.program import prepare
 from spmdflow.runtime.process import AGENT_MARK, allow_open_files, die_with_launcher
@@ -123,17 +124,7 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
     """Sort the words of a command line into SCRIPT, CONFIG.yaml, overrides and flags."""
     flags = frozenset(_flag(word) for word in words if word.startswith("-"))
     plain = [word for word in words if not word.startswith("-")]
-    names = [word for word in plain if "=" not in word]
-    configs = [name for name in names[1:] if name.endswith((".yaml", ".yml"))]
-    surplus = [name for name in names[1:] if name not in configs] + configs[1:]
-    if surplus:
-        raise ConfigError(
-            f"command line: got {surplus[0]!r}, expected SCRIPT [CONFIG.yaml] [key=value ...]; "
-            f"write settings as key=value"
-        )
-    overrides = tuple(word for word in plain if "=" in word)
-    script, config = next(iter(names), None), next(iter(configs), None)
-    return Arguments(script, config, overrides, flags)
+    return Arguments(*sort_words(plain), flags)
 
 
 def _flag(word: str) -> str:
@@ -147,14 +138,11 @@ def _flag(word: str) -> str:
 def _prepare(arguments: Arguments, place: Place) -> Loaded:
     """Load and check everything; ConfigError for what cannot work."""
     if arguments.script is None:
-        raise ConfigError.of(
-            "command line", "no SCRIPT", "one such as algos/ppo.py", "--help shows the usage"
-        )
+        expected, do = "one such as algos/ppo.py", "--help shows the usage"
+        raise ConfigError.of("command line", "no SCRIPT", expected, do)
     if "inproc" in arguments.flags and place.world_size > 1:
-        raise ConfigError(
-            f"command line: got --inproc on {place.world_size} ranks, expected one process; "
-            f"start it without torchrun"
-        )
+        where, got = "command line", f"--inproc on {place.world_size} ranks"
+        raise ConfigError.of(where, got, "one process", "start it without torchrun")
     if place.world_size == 1 and "RANK" not in os.environ and "inproc" not in arguments.flags:
         raise ConfigError(
             "command line: got no torchrun around this process, expected torchrun or --inproc; "
@@ -263,10 +251,8 @@ def _take_device(place: Place) -> None:
 
     devices, ranks = torch.accelerator.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if 1 < devices < ranks:
-        raise ConfigError(
-            f"devices: got {ranks} ranks on a node with {devices} devices, expected one for each "
-            f"rank; lower --nproc-per-node"
-        )
+        where, got = "devices", f"{ranks} ranks on a node with {devices} devices"
+        raise ConfigError.of(where, got, "one for each rank", "lower --nproc-per-node")
     torch.accelerator.set_device_index(place.local_rank % devices)
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")

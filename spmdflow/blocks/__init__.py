@@ -8,9 +8,8 @@ definitions alone. Every rank derives the same plan. Knows no tensors, columns, 
 
 | file | what |
 |---|---|
-| `box` | `Box` and its algebra: intersect, subtract, cut, merge, flat ranges |
+| `box` | `Box` and its algebra; which part of what several ranks hold counts on each |
 | `plan` | `redistribute` for boxes of any number of dimensions; which holder sends; its proof |
 | `rows` | the same for row ids, vectorised; `plan_rounds`: with a broadcast inside a replica |
-| `own` | which part of what several ranks hold counts on each |
 | `hash` | additive hash of a tensor's elements and places |
 """

@@ -12,21 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
 from spmdflow.blocks.box import Bounds, Box, disjoint, merged, subtract_all
 from spmdflow.errors import PlanError
-
-
-@dataclass(frozen=True, order=True)
-class Edge:
-    """`source` sends the elements of `box` to `destination`."""
-
-    source: int
-    destination: int
-    box: Box
 
 
 @dataclass(frozen=True, order=True)
@@ -47,11 +38,6 @@ class Plan:
     """Sorted."""
     kept: Mapping[int, tuple[Box, ...]]
     """By rank: disjoint boxes that the rank needs and has. Every rank of `need` is there."""
-
-    @cached_property
-    def edges(self) -> tuple[Edge, ...]:
-        """One for each destination, sorted by source, destination, box."""
-        return tuple(sorted(Edge(m.source, to, m.box) for m in self.moves for to in m.destinations))
 
 
 Some = TypeVar("Some")
@@ -211,10 +197,9 @@ def _cells(have: BoxesOf, need: BoxesOf) -> Iterator[tuple[list[Box], Ranks, Ran
             continue
         if not holding:
             box = merged(boxes)[0]
-            raise PlanError(
-                f"rank {min(lackers)}: got box {box.bounds} ({box.size} elements) "
-                f"that no rank holds, expected a holder; add it to what ranks have"
-            )
+            where = f"rank {min(lackers)}"
+            got = f"box {box.bounds} ({box.size} elements) that no rank holds"
+            raise PlanError.of(where, got, "a holder", "add it to what ranks have")
         yield boxes, tuple(sorted(holding)), tuple(sorted(lackers))
 
 

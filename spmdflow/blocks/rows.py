@@ -184,11 +184,10 @@ class _Holders:
         lacking = ids[~_among(ids, held)] if len(held) else ids
         unknown = lacking[~_among(lacking, self._all)]
         if len(unknown):
-            raise RowError(
-                f"transfer to rank {rank}: got {len(unknown)} of {len(ids)} needed rows that no "
-                f"rank holds (first id {unknown[0]}), expected a holder of each; was the batch "
-                f"freed, or does the protocol's holds leave rows out?"
-            )
+            got = f"{len(unknown)} of {len(ids)} needed rows that no rank holds (first "
+            got += f"id {unknown[0]})"
+            do = "was the batch freed, or does the protocol's holds leave rows out?"
+            raise RowError.of(f"transfer to rank {rank}", got, "a holder of each", do)
         labels = self._labels[np.searchsorted(self._all, lacking)]
         order = np.argsort(labels, kind="stable")
         labels, lacking = labels[order], lacking[order]

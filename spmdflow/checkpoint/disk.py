@@ -41,20 +41,15 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def disk_errors(
-    doing: str,
-    path: Path,
-    what: str = "checkpoint",
-    caught: tuple[type[Exception], ...] = (OSError,),
-) -> Iterator[None]:
-    """Turn what is caught into an error that names the path and the bytes free.
+def disk_errors(doing: str, path: Path, what: str = "checkpoint") -> Iterator[None]:
+    """Turn an OSError into an error that names the path and the bytes free.
 
     what: "checkpoint" makes it a CheckpointError. The error's own file is named if it has one.
     """
     try:
         yield
-    except caught as err:
-        at, cause = getattr(err, "filename", None) or path, getattr(err, "strerror", None) or err
+    except OSError as err:
+        at, cause = err.filename or path, err.strerror or err
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         kind = CheckpointError if what == "checkpoint" else SpmdflowError
         raise kind(

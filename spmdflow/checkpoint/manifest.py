@@ -166,12 +166,6 @@ def check_file_sizes(info: CheckpointInfo) -> None:
         )
 
 
-def verify_checkpoint(info: CheckpointInfo) -> None:
-    """`check_file_sizes`, then `verify_files` of all."""
-    check_file_sizes(info)
-    verify_files(info.folder, info.files)
-
-
 def verify_share(folder: Path, *, place: int, count: int) -> None:
     """On rank `place` of `count`: verify its share of the files in folder, a role's of a sealed
     checkpoint, that nobody verifies while reading them."""
@@ -314,10 +308,9 @@ def seen_files(folder: Path, written: Iterable[Written], *, seconds: float) -> d
             f"shared folder"
         )
     for name in sorted(set(file_names(folder)) - set(files)):
-        raise CheckpointError(
-            f"checkpoint: got {folder / name}, which no rank says it wrote, expected only the "
-            f"files of the ranks; let nothing but save_state write there"
-        )
+        got = f"{folder / name}, which no rank says it wrote"
+        do = "let nothing but save_state write there"
+        raise CheckpointError.of("checkpoint", got, "only the files of the ranks", do)
     return files
 
 

@@ -15,7 +15,7 @@ import itertools
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from spmdflow.checkpoint.manifest import (
     seen_files,
     write_manifest,
 )
+from spmdflow.config.leaf import flat
 from spmdflow.config.location import run_dir_of
 from spmdflow.config.schema import RunConfig
 from spmdflow.errors import CheckpointError, ConfigError
@@ -66,10 +67,9 @@ def path_of(run: RunConfig) -> Path:
 def open_run_dir(run: RunConfig, yaml_text: str) -> RunDir:
     """Make or continue RUN_DIR and write config.yaml; only the controller's process calls it.
 
-    yaml_text: every setting, resolved (`config.load.Loaded.yaml_text`). With other settings than
-    before, the differences are logged as a warning and the old file is kept beside the new one.
-    ConfigError if the folder cannot be used, is used and run.resume is never, or a live run has
-    it.
+    yaml_text: every setting, resolved. With other settings than before, the differences are logged
+    as a warning and the old file is kept beside the new one. ConfigError if the folder cannot be
+    used, is used and run.resume is never, or a live run has it.
     """
     path = path_of(run)
     used = [mark for mark in _MARKS if (path / mark).exists()]
@@ -98,7 +98,7 @@ def open_run_dir(run: RunConfig, yaml_text: str) -> RunDir:
 
 def differences(old_yaml: str, new_yaml: str) -> list[str]:
     """One "key: old -> new" for each setting that differs; a setting of one side only is absent."""
-    old, new = (dict(_leaves("", yaml.safe_load(text))) for text in (old_yaml, new_yaml))
+    old, new = (flat(yaml.safe_load(text)) for text in (old_yaml, new_yaml))
     absent = "(absent)"
     return [
         f"{key}: {old.get(key, absent)} -> {new.get(key, absent)}"
@@ -123,22 +123,13 @@ def _write_config(path: Path, text: str, checkpoint: CheckpointInfo | None) -> N
         write_atomically(path, text.encode())
 
 
-def _leaves(prefix: str, tree: Any) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every setting; Any: YAML data."""
-    if isinstance(tree, dict) and tree:
-        for key, value in tree.items():
-            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), value)
-    else:
-        yield prefix, tree
-
-
 _TMP, _TRASH = ".tmp", ".trash"
 
 
 def find_latest(run_dir: Path) -> CheckpointInfo | None:
     """The checkpoint that `latest` names, or the newest sealed one if there is no `latest`.
 
-    Sizes are checked, hashes are not (`verify_checkpoint`). None if nothing was ever sealed;
+    Sizes are checked, hashes are not (`verify_files`). None if nothing was ever sealed;
     CheckpointError if what `latest` names is missing or damaged.
     """
     folder = run_dir / "checkpoints"

@@ -54,8 +54,8 @@ from spmdflow.config.schema import (
 )
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_kind
-from spmdflow.kind.optimizer import optimizer_kind
 from spmdflow.kind.registry import TRACKERS
+from spmdflow.kind.table import optimizer_kind
 
 T = TypeVar("T")
 Rule = Callable[[], object]
@@ -151,9 +151,8 @@ def _rules(cfg: Any, world_size: int | None, *, here: bool) -> Iterator[Rule]:
 def _check_run(cfg: Any, *, here: bool) -> None:
     for key, run in parts_of(cfg, RunConfig):
         if not run.name or Path(run.name).name != run.name:
-            raise ConfigError.of(
-                f"{key}.name", repr(run.name), "a plain folder name", f"set {key}.dir for a path"
-            )
+            where, do = f"{key}.name", f"set {key}.dir for a path"
+            raise ConfigError.of(where, repr(run.name), "a plain folder name", do)
         for tracker in run.trackers:
             if here and isinstance(TRACKERS.find(tracker), str):
                 _check_installed(f"{key}.trackers", tracker, extra=tracker)
@@ -164,17 +163,13 @@ def _check_run(cfg: Any, *, here: bool) -> None:
             _check_installed(f"{key}.engine", generator.package, extra=generator.extra)
     for key, optimizer in parts_of(cfg, OptimizerConfig):
         if len(optimizer.betas) != 2:
-            raise ConfigError.of(
-                f"{key}.betas", optimizer.betas, "two numbers", f"set {key}.betas=[0.9,0.95]"
-            )
+            do = f"set {key}.betas=[0.9,0.95]"
+            raise ConfigError.of(f"{key}.betas", optimizer.betas, "two numbers", do)
         kind = optimizer_kind(optimizer.name, key=f"{key}.name")
         if optimizer.weight_decay > 0 and not kind.decays:
-            raise ConfigError.of(
-                f"{key}.weight_decay",
-                f"{optimizer.weight_decay:g} for {optimizer.name}, which has none",
-                "0",
-                f"set {key}.weight_decay=0 or {key}.name=AdamW",
-            )
+            got = f"{optimizer.weight_decay:g} for {optimizer.name}, which has none"
+            do = f"set {key}.weight_decay=0 or {key}.name=AdamW"
+            raise ConfigError.of(f"{key}.weight_decay", got, "0", do)
 
 
 def _check_installed(key: str, package: str, *, extra: str) -> None:
@@ -220,20 +215,18 @@ def _check_optimizer(cfg: Any, role: str) -> None:
     part = getattr(cfg, role, None)
     is_trained = hasattr(part, "model") and hasattr(part, "update")
     if is_trained and _only(part, OptimizerConfig) is None:
-        raise ConfigError(
-            f"{role}: got update without optimizer in {type(part).__name__}, expected both for a "
-            f"model that is trained; add optimizer: OptimizerConfig, or take update away"
-        )
+        got = f"update without optimizer in {type(part).__name__}"
+        do = "add optimizer: OptimizerConfig, or take update away"
+        raise ConfigError.of(role, got, "both for a model that is trained", do)
 
 
 def _check_kl(cfg: Any, roles: tuple[str, ...]) -> None:
     parts = dict(parts_of(cfg, PolicyLossConfig)) | dict(parts_of(cfg, AdvantageConfig))
     for key, part in parts.items():
         if part.kl_coef > 0 and "reference" not in roles:
-            raise ConfigError(
-                f"{key}.kl_coef: got {part.kl_coef:g} without a reference model, expected one to "
-                f"measure the KL against; set reference.model.path or {key}.kl_coef=0"
-            )
+            where, got = f"{key}.kl_coef", f"{part.kl_coef:g} without a reference model"
+            do = f"set reference.model.path or {key}.kl_coef=0"
+            raise ConfigError.of(where, got, "one to measure the KL against", do)
 
 
 def _check_model(cfg: Any, key: str, path: str, *, here: bool = True) -> ModelFacts:
@@ -258,17 +251,15 @@ def _check_model(cfg: Any, key: str, path: str, *, here: bool = True) -> ModelFa
 def _check_data(cfg: Any, key: str, data: DataSettings) -> None:
     sampled = eval_prompts_of(data.eval_prompts, f"{key}.eval_prompts").num_samples > 0
     if sampled and data.rows != "prompts":
-        raise ConfigError(
-            f"{key}.eval_prompts: got {data.eval_prompts!r} for {data.rows}, which bring their "
-            f"answers along, expected no samples; write all or a number"
-        )
+        where = f"{key}.eval_prompts"
+        got = f"{data.eval_prompts!r} for {data.rows}, which bring their answers along"
+        raise ConfigError.of(where, got, "no samples", "write all or a number")
     reward = _only(cfg, RewardConfig)
     if sampled and (reward is None or not knows_right(reward)):
-        raise ConfigError(
-            f"{key}.eval_prompts: got {data.eval_prompts!r} with a reward model alone, expected a "
-            f"function that says what is right, for pass@k; write all or a number, or set "
-            f"reward.function"
-        )
+        got = f"{data.eval_prompts!r} with a reward model alone"
+        expected = "a function that says what is right, for pass@k"
+        do = "write all or a number, or set reward.function"
+        raise ConfigError.of(f"{key}.eval_prompts", got, expected, do)
     if isinstance(data, TextConfig):
         if data.prompts_per_step != (samples := cfg.data.samples_per_step):
             raise ConfigError(
@@ -277,15 +268,13 @@ def _check_data(cfg: Any, key: str, data: DataSettings) -> None:
                 f"{cfg.data.samples_per_prompt}); set {key}.prompts_per_step={samples}"
             )
     elif data.eval_path is None and getattr(cfg, "eval_every", 0) > 0:
-        raise ConfigError(
-            f"{key}.eval_path: got none with eval_every {cfg.eval_every}, expected a file of "
-            f"held-out prompts; set {key}.eval_path or eval_every=0"
-        )
+        got = f"none with eval_every {cfg.eval_every}"
+        do = f"set {key}.eval_path or eval_every=0"
+        raise ConfigError.of(f"{key}.eval_path", got, "a file of held-out prompts", do)
     if data.rows != "prompts" and not data.answer_columns and not data.chat_template:
-        raise ConfigError(
-            f"{key}.response_column: got none without a chat template, expected one or the "
-            f"other; name the column, or set {key}.chat_template=true for conversations"
-        )
+        got = "none without a chat template"
+        do = f"name the column, or set {key}.chat_template=true for conversations"
+        raise ConfigError.of(f"{key}.response_column", got, "one or the other", do)
 
 
 def _check_tokenizer(key: str, data: DataSettings) -> None:

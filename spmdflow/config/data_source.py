@@ -56,10 +56,8 @@ def data_sources(key: str, setting: object) -> tuple[DataSource, ...]:
         raise ConfigError.of(key, "an empty map", "a source", "write name: path")
     for name in written:
         if isinstance(setting, dict) and not str(name).isidentifier():
-            raise ConfigError(
-                f"{key}: got the source {name!r}, expected a name of letters, digits and _, as "
-                f"its metric is data/name; rename it"
-            )
+            expected = "a name of letters, digits and _, as its metric is data/name"
+            raise ConfigError.of(key, f"the source {name!r}", expected, "rename it")
     return tuple(_source(key, name, text) for name, text in written.items())
 
 
@@ -116,15 +114,13 @@ def _check_source(key: str, path: str, split: str) -> None:
                 f"{key}: no folder {path} in {Path.cwd()}, expected a data set; correct the path"
             )
         if importlib.util.find_spec("datasets") is None:
-            raise ConfigError(
-                f"{key}: got the data set {path}, expected the library datasets to read it with; "
-                f"pip install 'spmdflow[datasets]', or convert it to .jsonl"
-            )
+            got = f"the data set {path}"
+            do = "pip install 'spmdflow[datasets]', or convert it to .jsonl"
+            raise ConfigError.of(key, got, "the library datasets to read it with", do)
     elif not path.endswith(FILE_ENDINGS):
-        raise ConfigError(
-            f"{key}: got {path}, expected a name that ends in {' or '.join(FILE_ENDINGS)}, a "
-            f"folder, or owner/name:split of the hub; convert the file"
-        )
+        expected = f"a name that ends in {' or '.join(FILE_ENDINGS)}, a folder, or "
+        expected += "owner/name:split of the hub"
+        raise ConfigError.of(key, path, expected, "convert the file")
     elif not Path(path).is_file():
         raise ConfigError(
             f"{key}: no file {path} in {Path.cwd()}, expected prompts; correct the path"
@@ -137,10 +133,9 @@ def _source(key: str, name: str, text: object) -> DataSource:
     key = f"{key}.{name}" if name else key
     match = _match(text)
     if match is None:
-        raise ConfigError(
-            f"{key}: got {text!r}, expected a path with a weight in front and columns behind where "
-            f"wanted; write for example '3 * train.jsonl(prompt=question)'"
-        )
+        expected = "a path with a weight in front and columns behind where wanted"
+        do = "write for example '3 * train.jsonl(prompt=question)'"
+        raise ConfigError.of(key, repr(text), expected, do)
     weight = weight_of(key, match[2] or None, 0, "a number above 0", "write 3 * train.jsonl")
     return DataSource(name, match[3], weight, _columns(key, match[5]))
 
@@ -158,10 +153,9 @@ def _columns(key: str, text: str | None) -> tuple[tuple[str, str], ...]:
     found = [_COLUMN.fullmatch(part) for part in parts]
     pairs = [(match[1], match[2]) for match in found if match is not None]
     if len(pairs) < len(parts) or len({name for name, _ in pairs}) < len(pairs):
-        raise ConfigError(
-            f"{key}: got the columns ({text}), expected name=column, each name once; write for "
-            f"example (prompt=question, answer=solution)"
-        )
+        got = f"the columns ({text})"
+        do = "write for example (prompt=question, answer=solution)"
+        raise ConfigError.of(key, got, "name=column, each name once", do)
     return tuple(pairs)
 
 

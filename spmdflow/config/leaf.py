@@ -9,7 +9,7 @@ import json
 import operator
 import re
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import partial
@@ -93,9 +93,8 @@ def micro_batch_of(text: str, key: str = "micro_batch") -> tuple[int, str]:
     """ "16 rows" -> (16, "rows"); the unit is rows or tokens. ConfigError for anything else."""
     count, _, unit = text.strip().partition(" ")
     if not count.isdigit() or int(count) < 1 or unit not in ("rows", "tokens"):
-        raise ConfigError.of(
-            key, repr(text), "a number and rows or tokens", "write '16 rows' or '4096 tokens'"
-        )
+        do = "write '16 rows' or '4096 tokens'"
+        raise ConfigError.of(key, repr(text), "a number and rows or tokens", do)
     return int(count), unit
 
 
@@ -178,14 +177,12 @@ def check_bounds(leaf: Leaf) -> None:
             continue
         if choices and value not in choices:
             first = f"[{choices[0]}]" if is_list else choices[0]
-            raise ConfigError.of(
-                leaf.key, repr(value), " or ".join(choices), f"set {leaf.key}={first}"
-            )
+            do = f"set {leaf.key}={first}"
+            raise ConfigError.of(leaf.key, repr(value), " or ".join(choices), do)
         for words, fits, limit in limits:
             if not fits(value, limit):
-                raise ConfigError.of(
-                    leaf.key, value, f"{words} {limit:g}", f"change it ({leaf.doc.rstrip('.')})"
-                )
+                do = f"change it ({leaf.doc.rstrip('.')})"
+                raise ConfigError.of(leaf.key, value, f"{words} {limit:g}", do)
 
 
 def follow(tree: Any) -> None:
@@ -311,3 +308,18 @@ def _entry(leaf: Leaf) -> str:
     limits += [" | ".join(leaf.bounds.one_of)] if leaf.bounds.one_of else []
     shown = f" ({', '.join(limits)})" if limits else ""
     return f"{leaf.key} ({type_name(leaf.hint)}, {default})\n    {leaf.doc}{shown}"
+
+
+def flat(
+    tree: dict[Any, Any], groups: Collection[str] | None = None, prefix: str = ""
+) -> dict[str, Any]:
+    """{"judge": {"describe": x}} -> {"judge.describe": x}. Any: what a file holds.
+
+    groups: open only the maps that have one of these keys.
+    """
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        is_open = isinstance(value, dict) and bool(value) and (groups is None or key in groups)
+        found |= flat(value, groups, f"{key}.") if is_open else {key: value}
+    return found

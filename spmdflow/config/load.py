@@ -24,11 +24,12 @@ from spmdflow.config.leaf import (
     Errors,
     Leaf,
     defaults,
+    flat,
     follow,
     leaves,
     type_name,
 )
-from spmdflow.config.location import resolve_paths, to_yaml
+from spmdflow.config.location import resolve_paths
 from spmdflow.config.schema import PPOConfig
 from spmdflow.config.source import (
     ASSUME,
@@ -36,7 +37,6 @@ from spmdflow.config.source import (
     broken_installation,
     bundled_scripts,
     find_file,
-    flat,
     read_override,
     read_yaml,
     take_examples,
@@ -55,8 +55,6 @@ class Loaded:
 
     cfg: Any  # an object of the script's settings class
     script: ModuleType
-    yaml_text: str
-    """Every setting, resolved, as YAML: what RUN_DIR/config.yaml holds."""
     assume: Mapping[str, Any] = field(default_factory=dict)
     """Examples by name, from the section `assume`: used by a plan, ignored by a run."""
 
@@ -94,7 +92,7 @@ def load(
     cfg = _resolve(tree, known, errors)
     resolve_paths(cfg, download=download)
     follow(cfg)
-    return Loaded(cfg, script, to_yaml(cfg), assume)
+    return Loaded(cfg, script, assume)
 
 
 def load_script(path: str | Path) -> ModuleType:
@@ -133,9 +131,8 @@ def schema_of(script: ModuleType) -> type:
         return PPOConfig
     if not (isinstance(schema, type) and is_dataclass(schema)):
         got = "main(flow, cfg) beside a class Config" if schema is Any else f"cfg: {schema!r}"
-        raise ConfigError.of(
-            "script", got, "a dataclass of settings", "write main(flow: Flow, cfg: PPOConfig)"
-        )
+        do = "write main(flow: Flow, cfg: PPOConfig)"
+        raise ConfigError.of("script", got, "a dataclass of settings", do)
     return schema
 
 
@@ -214,10 +211,9 @@ def complete(cfg: Any, *, download: bool = True) -> Any:
     cfg: of a script's settings class. ConfigError names what is missing or of a wrong type.
     """
     if not is_dataclass(cfg) or isinstance(cfg, type):
-        raise ConfigError(
-            f"settings: got {cfg!r}, expected an object of the script's settings class; make "
-            f"one with spmdflow.load_settings or as PPOConfig()"
-        )
+        expected = "an object of the script's settings class"
+        do = "make one with spmdflow.load_settings or as PPOConfig()"
+        raise ConfigError.of("settings", repr(cfg), expected, do)
     known = _known(type(cfg))
     try:
         tree = OmegaConf.structured(cfg)
@@ -267,11 +263,10 @@ def _unresolved(tree: DictConfig, key: str, written: Any) -> ConfigError | None:
             OmegaConf.resolve(value)
         return None
     except (OmegaConfBaseException, KeyError) as err:
-        return ConfigError(
-            f"{key}: got {written}, expected ${{key}} of a setting "
-            f"with a fitting value or ${{oc.env:NAME}} of a variable that is set; correct it "
-            f"({str(err).splitlines()[0]})"
-        )
+        expected = "${key} of a setting with a fitting value or ${oc.env:NAME} of a "
+        expected += "variable that is set"
+        do = f"correct it ({str(err).splitlines()[0]})"
+        return ConfigError.of(key, written, expected, do)
 
 
 def _first_of(*keys: str, _root_: DictConfig) -> Any:

@@ -286,11 +286,10 @@ def _one_of_a_node(key: str, name: HubName, seconds: float) -> Iterator[None]:
         try:
             held.enter_context(_hub().utils.WeakFileLock(path, timeout=seconds))
         except TimeoutError as err:
-            raise ConfigError(
-                f"{key}: got {name}, which another process of this node still downloads after "
-                f"{seconds:g} s, expected it by then; raise run.start_seconds, or download it "
-                f"before the run"
-            ) from err
+            got = f"{name}, which another process of this node still downloads after "
+            got += f"{seconds:g} s"
+            do = "raise run.start_seconds, or download it before the run"
+            raise ConfigError.of(key, got, "it by then", do) from err
         yield  # the lock goes with the file, also if this process dies
 
 
@@ -324,10 +323,9 @@ def _files_of(key: str, name: HubName, config: str, readme: Path) -> tuple[str, 
     wanted = config or next((n for n, entry in entries.items() if entry.get("default")), "default")
     entry = entries.get(wanted) or (None if config else next(iter(entries.values())))
     if entry is None:
-        raise ConfigError(
-            f"{key}: got the config {config!r} of {name.repo}, expected one of "
-            f"{', '.join(entries)}; write {name.repo}:{next(iter(entries))}/train"
-        )
+        got = f"the config {config!r} of {name.repo}"
+        do = f"write {name.repo}:{next(iter(entries))}/train"
+        raise ConfigError.of(key, got, f"one of {', '.join(entries)}", do)
     patterns = _paths(entry.get("data_files", ()))
     return patterns or (f"{entry['data_dir']}/*" if entry.get("data_dir") else _DATA,)
 

@@ -78,10 +78,9 @@ def check_kind(facts: ModelFacts, endings: tuple[str, ...]) -> None:
     """The architecture ends in one of `endings`; a scorer has exactly one label."""
     names = tuple(facts.config.get("architectures") or ())  # of its classes in transformers
     if names and not any(name.endswith(endings) for name in names):
-        raise ConfigError(
-            f"{facts.key}: got {', '.join(names)}, expected an architecture ...{endings[0]}; "
-            f"give another folder than {facts.path}"
-        )
+        expected = f"an architecture ...{endings[0]}"
+        do = f"give another folder than {facts.path}"
+        raise ConfigError.of(facts.key, ", ".join(names), expected, do)
     labels = facts.config.get("num_labels") or len(facts.config.get("id2label", "01"))
     if names and names[0].endswith(SCORER) and labels != 1:
         raise ConfigError.of(
@@ -97,22 +96,17 @@ def check_heads(facts: ModelFacts, *, generator: str | None) -> None:
         return
     file = facts.path / "config.json"
     if facts.config.get("head_dim") is None and hidden % heads:
-        raise ConfigError(
-            f"{facts.key}: got {heads} attention heads for hidden_size {hidden}, expected a "
-            f"divisor or a head_dim; correct {file}"
-        )
+        got, do = f"{heads} attention heads for hidden_size {hidden}", f"correct {file}"
+        raise ConfigError.of(facts.key, got, "a divisor or a head_dim", do)
     if heads % kv_heads:
-        raise ConfigError(
-            f"{facts.key}: got {kv_heads} key-value heads for {heads} attention heads, expected a "
-            f"divisor; correct {file}"
-        )
+        got = f"{kv_heads} key-value heads for {heads} attention heads"
+        raise ConfigError.of(facts.key, got, "a divisor", f"correct {file}")
     head_dim = arch.head_dim
     least = generator_kind(generator, key="actor.rollout.engine").least_head_dim if generator else 1
     if head_dim < least:
-        raise ConfigError(
-            f"{facts.key}: got head_dim {head_dim}, expected at least {least} for {generator}; "
-            f"set actor.rollout.engine={generator_names()[0]} or use another model"
-        )
+        got = f"head_dim {head_dim}"
+        do = f"set actor.rollout.engine={generator_names()[0]} or use another model"
+        raise ConfigError.of(facts.key, got, f"at least {least} for {generator}", do)
 
 
 def check_positions(facts: ModelFacts, prompt_tokens: int, response_tokens: int) -> None:
@@ -132,10 +126,9 @@ def check_vocabulary(facts: ModelFacts, tokenizer: Path, vocabulary: dict[str, i
     last = max(vocabulary.values())
     words = facts.arch.vocab_size
     if words and last >= words:
-        raise ConfigError(
-            f"{facts.key}: got a vocabulary of {words}, expected at least {last + 1}, "
-            f"the ids of the tokenizer {tokenizer}; give a model with that tokenizer"
-        )
+        expected = f"at least {last + 1}, the ids of the tokenizer {tokenizer}"
+        do = "give a model with that tokenizer"
+        raise ConfigError.of(facts.key, f"a vocabulary of {words}", expected, do)
     ours, theirs = tokenizer / "tokenizer.json", facts.path / "tokenizer.json"
     if not theirs.is_file() or theirs.read_bytes() == ours.read_bytes():
         return
@@ -143,11 +136,10 @@ def check_vocabulary(facts: ModelFacts, tokenizer: Path, vocabulary: dict[str, i
     if other is None or other == vocabulary:
         return
     token = min(dict(other.items() ^ vocabulary.items()))
-    raise ConfigError(
-        f"{facts.key}: got another tokenizer ({token!r} is {other.get(token)}, in {tokenizer} "
-        f"{vocabulary.get(token)}), expected the same ids, as every model reads the actor's "
-        f"tokens; give a model with that tokenizer"
-    )
+    got = f"another tokenizer ({token!r} is {other.get(token)}, in {tokenizer} "
+    got += f"{vocabulary.get(token)})"
+    expected = "the same ids, as every model reads the actor's tokens"
+    raise ConfigError.of(facts.key, got, expected, "give a model with that tokenizer")
 
 
 _MANIFEST, _EXPORT, _LATEST = "manifest.json", "hugging_face", "latest"
@@ -178,10 +170,9 @@ def exported_folder(key: str, path: str) -> str:
         got = file.stat().st_size if file.is_file() else None
         if got != size:
             what = "which is missing" if got is None else f"which has {got} bytes"
-            raise ConfigError(
-                f"{key}: got {file}, {what}, expected the {size} bytes that were sealed; restore "
-                f"the checkpoint, or choose another step"
-            )
+            expected = f"the {size} bytes that were sealed"
+            do = "restore the checkpoint, or choose another step"
+            raise ConfigError.of(key, f"{file}, {what}", expected, do)
     return str(step / role / _EXPORT)
 
 
@@ -207,9 +198,8 @@ def _sizes(key: str, step: Path) -> dict[str, int]:
     manifest = step / _MANIFEST
     if not manifest.is_file():
         got = "no such folder" if not step.is_dir() else f"a folder without {_MANIFEST}"
-        raise ConfigError.of(
-            key, f"{step}, {got}", "a sealed checkpoint", f"choose one of {_steps(step.parent)}"
-        )
+        do = f"choose one of {_steps(step.parent)}"
+        raise ConfigError.of(key, f"{step}, {got}", "a sealed checkpoint", do)
     try:
         files = json.loads(manifest.read_bytes())["files"]
         return {str(name): int(facts["num_bytes"]) for name, facts in files.items()}

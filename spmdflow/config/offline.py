@@ -163,25 +163,22 @@ def check_preferences(key: str, loss: PreferenceLossConfig, data: PreferenceData
     if (loss.name == "kto") != (data.label_column is not None):
         rows = "pairs (data.label_column none)" if data.label_column is None else "labelled rows"
         other = "data.label_column=label" if loss.name == "kto" else "data.label_column=null"
-        raise ConfigError(
-            f"{key}.name: got {loss.name} with {rows}, expected kto for labelled rows and another "
-            f"loss for pairs; set {other} or change {key}.name"
-        )
+        expected = "kto for labelled rows and another loss for pairs"
+        do = f"set {other} or change {key}.name"
+        raise ConfigError.of(f"{key}.name", f"{loss.name} with {rows}", expected, do)
     if data.label_column is not None and data.prompts_per_step < 2:
         raise ConfigError(
             f"data.prompts_per_step: got {data.prompts_per_step} with {key}.name=kto, expected at "
             f"least 2, as the KL is measured on a prompt with another row's answer; raise it"
         )
     if loss.label_smoothing and loss.name in ("ipo", "slic", "hinge", "kto"):
-        raise ConfigError(
-            f"{key}.label_smoothing: got {loss.label_smoothing:g} with {key}.name={loss.name}, "
-            f"expected 0, as only dpo knows it; set {key}.label_smoothing=0"
-        )
+        got = f"{loss.label_smoothing:g} with {key}.name={loss.name}"
+        expected, do = "0, as only dpo knows it", f"set {key}.label_smoothing=0"
+        raise ConfigError.of(f"{key}.label_smoothing", got, expected, do)
     if loss.per_token and loss.name == "kto":
-        raise ConfigError(
-            f"{key}.per_token: got true with {key}.name=kto, expected false, as KTO compares whole "
-            f"answers; set {key}.per_token=false"
-        )
+        where, got = f"{key}.per_token", f"true with {key}.name=kto"
+        expected = "false, as KTO compares whole answers"
+        raise ConfigError.of(where, got, expected, f"set {key}.per_token=false")
 
 
 @dataclass

@@ -26,6 +26,7 @@ from spmdflow.config.schema import DataSettings, EngineConfig, UpdateConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind, engines_that_cut, engines_that_shard
 from spmdflow.kind.generator import generator_kind, generators_that_cut
+from spmdflow.parallel.layout import divisors
 
 _AXES = {"tp": "tensor-parallel", "pp": "pipeline-parallel"}
 _LAYOUT = re.compile(r"(?=.)(?:t([1-9]\d*))?(?:p([1-9]\d*))?(?:v([1-9]\d*))?(?:s([1-9]\d*))?")
@@ -54,10 +55,8 @@ def sizes_of(key: str, text: str) -> Sizes:
     """Sizes that a layout names; what it leaves out is 1. ConfigError naming the setting `key`."""
     match = _LAYOUT.fullmatch(text)
     if match is None:
-        raise ConfigError(
-            f"{key}: got {text!r}, expected sizes such as t2, p2, t4p2 or s8; "
-            f"correct it (data parallelism takes the other ranks)"
-        )
+        do = "correct it (data parallelism takes the other ranks)"
+        raise ConfigError.of(key, repr(text), "sizes such as t2, p2, t4p2 or s8", do)
     return Sizes(*(int(found or default) for found, default in zip(match.groups(), Sizes())))
 
 
@@ -96,7 +95,7 @@ def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
     _check_ranks(f"{role}.engine.layout", sizes, num_ranks)
     if num_ranks % (sizes.shard or 1):
         got, expected = f"s{sizes.shard} on a pool of {num_ranks}", "a divisor of the pool's size"
-        do = f"choose one of {_divisors(num_ranks)}"
+        do = f"choose one of {divisors(num_ranks)}"
         raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
     if sizes.virtual > 1 and sizes.pp < 3:
         got, expected = engine.layout, "p3 or more with v, so that a stage has two neighbours"
@@ -111,11 +110,9 @@ def check_generation_sizes(role: str, part: Any, *, num_ranks: int) -> Sizes:
     sizes = generation_sizes(role, part)
     key = f"{role}.rollout.layout"
     if sizes.replica > 1 and not generator_kind(part.rollout.generator).cuts_model:
-        raise ConfigError(
-            f"{key}: got {part.rollout.layout} with rollout.engine={part.rollout.generator}, "
-            f"expected t1, as it generates on single ranks; set {role}.rollout.engine="
-            f"{' or '.join(generators_that_cut())}"
-        )
+        got = f"{part.rollout.layout} with rollout.engine={part.rollout.generator}"
+        do = f"set {role}.rollout.engine={' or '.join(generators_that_cut())}"
+        raise ConfigError.of(key, got, "t1, as it generates on single ranks", do)
     _check_ranks(key, sizes, num_ranks)
     return sizes
 
@@ -126,31 +123,27 @@ def check_model_sizes(key: str, facts: ModelFacts, sizes: Sizes) -> None:
     if arch.num_heads % sizes.tp:
         raise ConfigError(
             f"{key}: got tensor-parallel size {sizes.tp} for {arch.num_heads} attention heads "
-            f"({facts.path}), expected a divisor; choose one of {_divisors(arch.num_heads)}"
+            f"({facts.path}), expected a divisor; choose one of {divisors(arch.num_heads)}"
         )
     kv_heads = arch.num_kv_heads
     if kv_heads and kv_heads % sizes.tp and sizes.tp % kv_heads:
-        raise ConfigError(
-            f"{key}: got tensor-parallel size {sizes.tp} for {kv_heads} key-value heads "
-            f"({facts.path}), expected a divisor or a multiple; choose another size"
-        )
+        got = f"tensor-parallel size {sizes.tp} for {kv_heads} key-value heads "
+        got += f"({facts.path})"
+        raise ConfigError.of(key, got, "a divisor or a multiple", "choose another size")
     if 0 < arch.num_layers < sizes.pp * sizes.virtual:
         several = f" of {sizes.virtual} parts" if sizes.virtual > 1 else ""
         most = arch.num_layers // sizes.virtual
-        raise ConfigError(
-            f"{key}: got {sizes.pp} pipeline stages{several} for {arch.num_layers} layers "
-            f"({facts.path}), expected at most one {'part' if several else 'stage'} a layer; "
-            f"choose p{most} or less"
-        )
+        got = f"{sizes.pp} pipeline stages{several} for {arch.num_layers} layers "
+        got += f"({facts.path})"
+        expected = f"at most one {'part' if several else 'stage'} a layer"
+        raise ConfigError.of(key, got, expected, f"choose p{most} or less")
 
 
 def _check_ranks(key: str, sizes: Sizes, num_ranks: int) -> None:
     if num_ranks % sizes.replica:
-        raise ConfigError(
-            f"{key}: got {sizes} = {sizes.replica} ranks a replica on a pool of {num_ranks}, "
-            f"expected a divisor of the pool's size; choose a product among "
-            f"{_divisors(num_ranks)}"
-        )
+        got = f"{sizes} = {sizes.replica} ranks a replica on a pool of {num_ranks}"
+        do = f"choose a product among {divisors(num_ranks)}"
+        raise ConfigError.of(key, got, "a divisor of the pool's size", do)
 
 
 def _check_options(role: str, engine: Any, sizes: Sizes) -> None:
@@ -171,10 +164,6 @@ def _check_options(role: str, engine: Any, sizes: Sizes) -> None:
                 f"{role}.engine.options: got {option} with {_AXES[axis]} size 1, expected "
                 f"at least 2; leave it out or set {role}.engine.layout={axis[0]}2"
             )
-
-
-def _divisors(number: int) -> list[int]:
-    return [small for small in range(1, number + 1) if number % small == 0]
 
 
 @dataclass(frozen=True)
@@ -203,13 +192,12 @@ def batch_algebra_of(
     size = update.mini_batch_size
     if samples % size or size % group:
         groups = f" that is a multiple of {group}" if group > 1 else ""
-        allowed = [group * prompts for prompts in _divisors(samples // group)]
+        allowed = [group * prompts for prompts in divisors(samples // group)]
         nearest = sorted(sorted(allowed, key=lambda other: abs(other - size))[:3])
-        raise ConfigError(
-            f"{role}.update.mini_batch_size: got {size}, expected a divisor of the {samples} "
-            f"samples of a step ({data.prompts_per_step} prompts x {group}){groups}; "
-            f"choose {' or '.join(map(str, nearest))}"
-        )
+        expected = f"a divisor of the {samples} samples of a step "
+        expected += f"({data.prompts_per_step} prompts x {group}){groups}"
+        do = f"choose {' or '.join(map(str, nearest))}"
+        raise ConfigError.of(f"{role}.update.mini_batch_size", size, expected, do)
     most = -(-size // num_ranks)
     return Algebra(
         samples=samples,
@@ -224,17 +212,17 @@ def batch_algebra(cfg: Any, world_size: int) -> str:
     """Pools and batch algebra as a few lines of text; for settings that passed `check`."""
     pools, data = pools_of(cfg, range(world_size)), cfg.data
     lines = [
-        f"pool   {name}: ranks {_ranks(pool.ranks)}: {', '.join(pool.roles)}"
+        f"pool   {name}: ranks {spans(pool.ranks)}: {', '.join(pool.roles)}"
         for name, pool in pools.items()
     ]
     idle = set(range(world_size)) - {rank for pool in pools.values() for rank in pool.ranks}
     if idle:
-        lines.append(f"pool   none: ranks {_ranks(sorted(idle))} have no work")
+        lines.append(f"pool   none: ranks {spans(sorted(idle))} have no work")
     if data.train_path is None:
         lines.append(f"data   {data.eval_path}: {data.eval_prompts}")
     else:
-        prompts = _count(data.prompts_per_step, "prompt")
-        samples = _count(data.samples_per_prompt, "sample")
+        prompts = count_of(data.prompts_per_step, "prompt")
+        samples = count_of(data.samples_per_prompt, "sample")
         lines.append(f"batch  {prompts} x {samples} = {data.samples_per_step} rows")
     for pool in pools.values():
         for role in pool.roles:
@@ -253,28 +241,32 @@ def _updates(cfg: Any, role: str, num_ranks: int) -> Iterator[str]:
     warmup = part.optimizer.warmup_steps if hasattr(part, "optimizer") else 0
     short = f", all of them warm-up, which takes {warmup}" if warmup > steps else ""
     yield (
-        f"{role:6} {algebra.samples} rows = {_count(algebra.mini_batches, 'mini-batch')} of "
-        f"{update.mini_batch_size}, x {_count(update.num_epochs, 'epoch')} = "
-        f"{_count(algebra.optimizer_steps, 'optimizer step')} ({steps} in the run{short})"
+        f"{role:6} {algebra.samples} rows = {count_of(algebra.mini_batches, 'mini-batch')} of "
+        f"{update.mini_batch_size}, x {count_of(update.num_epochs, 'epoch')} = "
+        f"{count_of(algebra.optimizer_steps, 'optimizer step')} ({steps} in the run{short})"
     )
-    replicas = f"{_count(num_ranks, 'replica')} of {engine.layout}"
+    replicas = f"{count_of(num_ranks, 'replica')} of {engine.layout}"
     rows = " or ".join(map(str, dict.fromkeys(algebra.rows_per_rank)))
     by_rows = engine.max_micro_batch_tokens is None
-    cut = _count(algebra.micro_batches, "micro-batch") if by_rows else "micro-batches"
+    cut = count_of(algebra.micro_batches, "micro-batch") if by_rows else "micro-batches"
     yield (
         f"       {update.mini_batch_size} rows over "
-        f"{_count(num_ranks, 'rank') if engine.layout == 't1' else replicas} = {rows} per rank = "
+        f"{count_of(num_ranks, 'rank') if engine.layout == 't1' else replicas} = {rows} per rank = "
         f"{cut} of at most {engine.micro_batch}"
     )
 
 
-def _count(number: int, noun: str) -> str:
+def count_of(number: int, noun: str) -> str:
+    """ "1 rank", "2 ranks", "2 batches"."""
     plural = noun + ("es" if noun.endswith("batch") else "s")
     return f"{number} {noun if number == 1 else plural}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    """Ascending ranks as ranges: [0, 1, 2, 5] -> "0-2, 5"."""
+def spans(ranks: Sequence[int]) -> str:
+    """Ascending ranks as ranges: [0, 1, 2, 5] -> "0-2, 5"; of many only the first and last."""
     runs = groupby(enumerate(ranks), key=lambda item: item[1] - item[0])
-    spans = [[rank for _, rank in run] for _, run in runs]
-    return ", ".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else f"{s[0]}" for s in spans)
+    found = [[rank for _, rank in run] for _, run in runs]
+    parts = [f"{s[0]}-{s[-1]}" if len(s) > 1 else f"{s[0]}" for s in found]
+    if len(parts) > 4:
+        parts = [*parts[:2], f"... {parts[-1]} ({len(ranks)} ranks)"]
+    return ", ".join(parts)

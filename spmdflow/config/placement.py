@@ -103,10 +103,9 @@ def resolve_placement(
         _check_roles(pools, roles, others)
         return pools
     if placement == "auto":
-        raise ConfigError(
-            "placement: got auto, expected pools that were found before; start the script with "
-            "spmdflow.run, or take them from spmdflow.plan --auto"
-        )
+        do = "start the script with spmdflow.run, or take them from spmdflow.plan "
+        do += "--auto"
+        raise ConfigError.of("placement", "auto", "pools that were found before", do)
     if placement == "colocate":
         return {"all": Pool(roles, tuple(range(world_size)))}
     if placement == "split":
@@ -152,10 +151,9 @@ def _share_out(role_sets: list[tuple[str, ...]], world_size: int, preset: str) -
 def _read_pool(name: str, pool: Any) -> Pool:
     keys = sorted(map(str, pool)) if isinstance(pool, Mapping) else pool
     if not isinstance(pool, Mapping) or set(pool) != {"roles", "ranks"}:
-        raise ConfigError(
-            f"placement.{name}: got {keys}, expected the two keys roles and ranks; "
-            f"write {name}: {{roles: [actor], ranks: [0, 1]}}"
-        )
+        where = f"placement.{name}"
+        do = f"write {name}: {{roles: [actor], ranks: [0, 1]}}"
+        raise ConfigError.of(where, keys, "the two keys roles and ranks", do)
     roles, ranks = pool["roles"], pool["ranks"]
     if not (isinstance(roles, list) and roles and all(isinstance(role, str) for role in roles)):
         raise ConfigError.of(
@@ -197,10 +195,9 @@ def _check_roles(pools: Mapping[str, Pool], roles: tuple[str, ...], others: Sequ
     placed = _check_once("role", {name: pool.roles for name, pool in pools.items()}, do)
     missing = [role for role in roles if role not in placed]
     if missing:
-        raise ConfigError(
-            f"placement: got no pool for {', '.join(missing)}, expected each role of "
-            f"{', '.join(roles)} once; add it to a pool's roles"
-        )
+        got = f"no pool for {', '.join(missing)}"
+        expected = f"each role of {', '.join(roles)} once"
+        raise ConfigError.of("placement", got, expected, "add it to a pool's roles")
 
 
 def _check_once(noun: str, members: Mapping[str, Sequence[object]], do: str) -> dict[object, str]:

@@ -115,10 +115,9 @@ def _arguments(key: str, call: str | None) -> tuple[tuple[str, Any], ...]:
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, AssertionError):
         fits = False
     if not fits:
-        raise ConfigError(
-            f"{key}: got the arguments {call}, expected name=value with numbers, texts in quotes, "
-            f"True, False or None; write for example (limit=100, kind='soft')"
-        )
+        expected = "name=value with numbers, texts in quotes, True, False or None"
+        do = "write for example (limit=100, kind='soft')"
+        raise ConfigError.of(key, f"the arguments {call}", expected, do)
     return tuple(found.items())
 
 
@@ -138,17 +137,14 @@ def check_rewards(key: str, reward: Any) -> None:
     terms = reward_terms(f"{key}.function", reward.function)
     has_model = reward.model is not None
     if not terms and not has_model:
-        raise ConfigError(
-            f"{key}: got neither model nor function, expected one of them or both; set "
-            f"{key}.model.path=FOLDER or {key}.function=file.py:name"
-        )
+        expected = "one of them or both"
+        do = f"set {key}.model.path=FOLDER or {key}.function=file.py:name"
+        raise ConfigError.of(key, "neither model nor function", expected, do)
     of_model = [term for term in terms if term.is_model]
     if len(of_model) > 1 or (of_model and not has_model):
         got = "more than one term model" if has_model else "the term model without a reward model"
-        raise ConfigError(
-            f"{key}.function: got {got}, expected one for {key}.model; set {key}.model.path=FOLDER "
-            f"or take a term away"
-        )
+        do = f"set {key}.model.path=FOLDER or take a term away"
+        raise ConfigError.of(f"{key}.function", got, f"one for {key}.model", do)
     if terms and has_model and not of_model:
         raise ConfigError(
             f"{key}: got a model beside functions without a weight for its score, expected the "
@@ -165,10 +161,8 @@ def _check_function(key: str, term: RewardTerm) -> None:
     reference = term.function
     source, colon, name = reference.rpartition(":")
     if not colon or not source or not name.isidentifier():
-        raise ConfigError(
-            f"{key}: got {reference!r}, expected file.py:name or module:name; "
-            f"write for example my_reward.py:score"
-        )
+        do = "write for example my_reward.py:score"
+        raise ConfigError.of(key, repr(reference), "file.py:name or module:name", do)
     file = Path(source) if source.endswith(".py") else _module_file(key, source)
     if not file.is_file():
         raise ConfigError(
@@ -186,10 +180,8 @@ def _check_function(key: str, term: RewardTerm) -> None:
     _check_parameters(key, file, found[name], [name for name, _ in term.arguments])
     library, extra = _NEEDS.get(source, ("", ""))
     if library and importlib.util.find_spec(library) is None:
-        raise ConfigError(
-            f"{key}: got {source}, but {library} is not installed, expected it; "
-            f"pip install 'spmdflow[{extra}]' or choose another function"
-        )
+        do = f"pip install 'spmdflow[{extra}]' or choose another function"
+        raise ConfigError.of(key, f"{source}, but {library} is not installed", "it", do)
 
 
 def _module_file(key: str, module: str) -> Path:
@@ -230,10 +222,9 @@ def _check_parameters(key: str, file: Path, statement: ast.stmt, given: Collecti
     needed = len(positional) - len(arguments.defaults)
     enough = len(positional) >= len(_PARAMETERS) or arguments.vararg is not None
     if not enough or needed > len(_PARAMETERS):
-        raise ConfigError(
-            f"{key}: got {statement.name}({', '.join(positional)}) in {file}, expected "
-            f"{statement.name}({', '.join(_PARAMETERS)}); change its parameters"
-        )
+        got = f"{statement.name}({', '.join(positional)}) in {file}"
+        expected = f"{statement.name}({', '.join(_PARAMETERS)})"
+        raise ConfigError.of(key, got, expected, "change its parameters")
     many = [name for name in positional[: len(_PARAMETERS)] if name in _LISTS]
     if many:
         raise ConfigError(

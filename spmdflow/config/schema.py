@@ -19,8 +19,8 @@ from spmdflow.config.objective import (
 )
 from spmdflow.kind.engine import engine_names, engines_that_shard, option_names, options_doc
 from spmdflow.kind.generator import generator_names, generators_doc
-from spmdflow.kind.optimizer import optimizers_doc
-from spmdflow.kind.registry import tracker_names
+from spmdflow.kind.registry import TRACKERS
+from spmdflow.kind.table import optimizers_doc
 
 NO_LIMIT = 1 << 30
 AUTO = "auto"
@@ -52,7 +52,7 @@ class RunConfig:
     )
     keep_checkpoints: int = setting("Newest checkpoints that are kept.", 2, at_least=1)
     trackers: list[str] = setting(
-        "Besides metrics.jsonl: tensorboard, wandb or your own.", [], one_of=tracker_names
+        "Besides metrics.jsonl: tensorboard, wandb or your own.", [], one_of=lambda: tuple(TRACKERS)
     )
     sample_every: int = setting("Steps between sample tables (0: none).", 10, at_least=0)
     profile_steps: str | None = setting("Steps and ranks for torch.profiler: 3-5 on 0, 2.", None)
@@ -318,10 +318,6 @@ class ActorConfig:
     update: PolicyUpdateConfig = part(PolicyUpdateConfig)
     rollout: RolloutConfig = part(RolloutConfig)
     loss: PolicyLossConfig = part(PolicyLossConfig)
-
-
-def _model_at(path: str) -> Any:
-    return part(ModelConfig, path=path)
 
 
 @dataclass

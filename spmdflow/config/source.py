@@ -7,7 +7,7 @@ the package) and are found by name. A path that exists in the current directory 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import KeyValidationError, OmegaConfBaseException
 
 from spmdflow.config.data_source import split_place, with_places
+from spmdflow.config.leaf import flat
 from spmdflow.config.reward import with_located_files
 from spmdflow.errors import ConfigError
 
@@ -49,10 +50,9 @@ def read_yaml(path: Path) -> Source:
     except yaml.YAMLError as err:
         raise ConfigError.of(path, " ".join(str(err).split()), "YAML", "correct that line") from err
     except UnicodeDecodeError as err:
-        raise ConfigError(
-            f"{path}: got a byte that is not UTF-8 at position {err.start}, expected text in "
-            f"UTF-8; save the file in that encoding"
-        ) from err
+        got = f"a byte that is not UTF-8 at position {err.start}"
+        do = "save the file in that encoding"
+        raise ConfigError.of(path, got, "text in UTF-8", do) from err
     except OmegaConfBaseException as err:
         raise _unreadable(path, err) from err
     except OSError as err:  # also of a file that is one number
@@ -109,10 +109,8 @@ def read_override(text: str) -> Source:
         )
     key, equals, _ = text.partition("=")
     if not equals or not key or "[" in key:
-        raise ConfigError(
-            f"command line: got {text!r}, expected key=value with a dotted key; "
-            f"give lists whole, as in actor.optimizer.betas=[0.9,0.95]"
-        )
+        got, do = repr(text), "give lists whole, as in actor.optimizer.betas=[0.9,0.95]"
+        raise ConfigError.of("command line", got, "key=value with a dotted key", do)
     try:
         tree = OmegaConf.to_container(OmegaConf.from_dotlist([text]))
     except (yaml.YAMLError, OmegaConfBaseException) as err:
@@ -121,6 +119,19 @@ def read_override(text: str) -> Source:
         ) from err
     assert isinstance(tree, dict), tree
     return Source("command line", {str(name): value for name, value in tree.items()})
+
+
+def sort_words(words: Sequence[str]) -> tuple[str | None, str | None, tuple[str, ...]]:
+    """SCRIPT, CONFIG.yaml and overrides of a command line; ConfigError for any other word."""
+    names = [word for word in words if "=" not in word]
+    configs = [name for name in names[1:] if name.endswith((".yaml", ".yml"))]
+    surplus = [name for name in names[1:] if name not in configs] + configs[1:]
+    if surplus:
+        expected = "SCRIPT [CONFIG.yaml] [key=value ...]"
+        do = "write settings as key=value"
+        raise ConfigError.of("command line", repr(surplus[0]), expected, do)
+    overrides = tuple(word for word in words if "=" in word)
+    return next(iter(names), None), next(iter(configs), None), overrides
 
 
 def take_examples(sources: Sequence[Source]) -> dict[str, Any]:
@@ -134,21 +145,6 @@ def take_examples(sources: Sequence[Source]) -> dict[str, Any]:
                 f"{ASSUME}: {{scores: [0, 1]}} or {ASSUME}.scores=0.5"
             )
         found |= flat(section or {})
-    return found
-
-
-def flat(
-    tree: dict[Any, Any], groups: Collection[str] | None = None, prefix: str = ""
-) -> dict[str, Any]:
-    """{"judge": {"describe": x}} -> {"judge.describe": x}. Any: what a file holds.
-
-    groups: open only the maps that have one of these keys.
-    """
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        is_open = isinstance(value, dict) and bool(value) and (groups is None or key in groups)
-        found |= flat(value, groups, f"{key}.") if is_open else {key: value}
     return found
 
 

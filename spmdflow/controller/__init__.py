@@ -12,8 +12,8 @@ The life of a call, `batch |= actor.compute_log_prob(batch)`:
    may catch.
 3. On the way `assignment` says which rows each rank is given and holds afterwards, and who
    answers (`transfer.protocol` has the rules); of an update also the mini-batches.
-4. `caller` has `transfers` plan the rows that a rank lacks, as edges from ranks that hold them,
-   sends each rank its numbered command, and returns a lazy `batch` at once.
+4. `caller` has `Transfers` (`result`) plan the rows that a rank lacks, as edges from ranks that
+   hold them, sends each rank its numbered command, and returns a lazy `batch` at once.
 5. `runtime.io` collects replies. When the producer of rows has replied, `result` has their dtypes
    and lengths, and the transfers that waited for them are sent.
 6. On the rank the transfer lane moves rows, the compute lane runs the method
@@ -26,6 +26,6 @@ The life of a call, `batch |= actor.compute_log_prob(batch)`:
 | flow, group, batch, prompts | what a script holds |
 | step, evaluation, saving, transcript | what a step measures and writes, evaluation, checkpoints |
 | call, assignment, caller | a call: planned once, as integers, and sent |
-| result, transfers | what is known of rows, and how they move |
+| result | what is known of rows, and how they move |
 | script | builds all of this and runs `main` |
 """

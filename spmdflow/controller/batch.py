@@ -121,20 +121,18 @@ class Batch:
         """
         mask = np.asarray(self._numbers("where", rows) if isinstance(rows, str) else rows)
         if not isinstance(rows, str) and (mask.dtype != bool or mask.shape != (len(self),)):
-            raise RowError(
-                f"where: got {mask.dtype} of shape {mask.shape}, expected the name of a column or "
-                f"{len(self)} bools, one a row; use select for positions"
-            )
+            got = f"{mask.dtype} of shape {mask.shape}"
+            expected = f"the name of a column or {len(self)} bools, one a row"
+            raise RowError.of("where", got, expected, "use select for positions")
         return self.select(np.flatnonzero(mask))
 
     def without(self, part: Batch) -> Batch:
         """The rows whose ids are not in `part`; RowError if part has other rows too."""
         others = np.setdiff1d(part.ids, self.ids)
         if len(others):
-            raise RowError(
-                f"without: got {len(others)} of {len(part)} rows that are not in this batch, "
-                f"expected a part of it; take the part with where, select or a slice"
-            )
+            got = f"{len(others)} of {len(part)} rows that are not in this batch"
+            do = "take the part with where, select or a slice"
+            raise RowError.of("without", got, "a part of it", do)
         return self.select(np.flatnonzero(~np.isin(self.ids, part.ids)))
 
     def ordered_like(self, other: Batch) -> Batch:
@@ -164,10 +162,8 @@ class Batch:
     def aligned_with(self, other: Batch) -> Batch:
         """The same rows under the ids of another batch's, first to first; then they can join."""
         if len(self) != len(other):
-            raise RowError(
-                f"aligned_with: got {len(self)} rows for a batch of {len(other)}, expected as "
-                f"many; draw as many rows, or select"
-            )
+            where, got = "aligned_with", f"{len(self)} rows for a batch of {len(other)}"
+            raise RowError.of(where, got, "as many", "draw as many rows, or select")
         return Batch(self._caller, other.ids, other.parents, self._columns)
 
     def first_samples(self) -> Batch:
@@ -184,11 +180,10 @@ class Batch:
         order = np.argsort(self.parents, kind="stable")
         groups = self.parents[order]
         if not np.array_equal(groups, np.unique(samples.parents)):
-            raise RowError(
-                f"shared_by: got {len(self)} rows of {len(np.unique(groups))} prompts for samples "
-                f"of {len(np.unique(samples.parents))} prompts, expected one row of each of their "
-                f"prompts; make them from samples.first_samples()"
-            )
+            got = f"{len(self)} rows of {len(np.unique(groups))} prompts for samples "
+            got += f"of {len(np.unique(samples.parents))} prompts"
+            do = "make them from samples.first_samples()"
+            raise RowError.of("shared_by", got, "one row of each of their prompts", do)
         place = order[np.searchsorted(groups, samples.parents)]
         return self._at(place, samples.ids, samples.parents)
 
@@ -211,10 +206,9 @@ class Batch:
         refs = {new: self.column(old) for new, old in names.items()}
         taken = sorted(set(kept) & set(refs))
         if taken:
-            raise ColumnError(
-                f"rename: got the new name {taken[0]!r}, which the batch has already, expected "
-                f"another; drop({taken[0]!r}) first, or choose another name"
-            )
+            got = f"the new name {taken[0]!r}, which the batch has already"
+            do = f"drop({taken[0]!r}) first, or choose another name"
+            raise ColumnError.of("rename", got, "another", do)
         return self._with({name: self._columns[name] for name in kept} | refs)
 
     def map(self, function: Callable[..., Any], **settings: Any) -> Batch:
@@ -254,10 +248,9 @@ class Batch:
         kind = "text"
         if isinstance(values, Tensor):
             kind = "rows of several lengths" if is_ragged(values) else f"{values.dim()} axes"
-        raise ColumnError(
-            f"{what}({name!r}): got a column of {kind}, expected one number a row; write a map "
-            f"function that makes a number of each row, or use filter"
-        )
+        where = f"{what}({name!r})"
+        do = "write a map function that makes a number of each row, or use filter"
+        raise ColumnError.of(where, f"a column of {kind}", "one number a row", do)
 
     def _items(self, name: str) -> list[Any]:
         """One value for each row, on the controller."""
@@ -297,10 +290,9 @@ def concatenate(batches: Iterable[Batch]) -> Batch:
             )
     ids = np.concatenate([batch.ids for batch in whole])
     if len(np.unique(ids)) < len(ids):
-        raise RowError(
-            f"concatenate: got {len(ids)} rows with {len(np.unique(ids))} row ids, expected each "
-            f"row once; join parts that do not overlap"
-        )
+        where = "concatenate"
+        got = f"{len(ids)} rows with {len(np.unique(ids))} row ids"
+        raise RowError.of(where, got, "each row once", "join parts that do not overlap")
     parents = np.concatenate([batch.parents for batch in whole])
     filled = [batch for batch in whole if len(batch)] or [first]
     parts = {name: [batch.column(name) for batch in filled] for name in first.columns}
@@ -322,19 +314,14 @@ def _checked(positions: Sequence[int] | np.ndarray, num_rows: int) -> np.ndarray
     """Positions as int64; RowError for repeats, positions beyond the batch and masks."""
     places = np.asarray(positions)
     if places.dtype == bool or places.ndim != 1:
-        raise RowError(
-            f"select: got {places.dtype} of shape {places.shape}, expected a list of positions; "
-            f"use where for a mask"
-        )
+        got = f"{places.dtype} of shape {places.shape}"
+        raise RowError.of("select", got, "a list of positions", "use where for a mask")
     places = places.astype(np.int64)
     if len(places) and not -num_rows <= places.min() <= places.max() < num_rows:
-        raise RowError(
-            f"select: got positions from {places.min()} to {places.max()}, expected 0 to "
-            f"{num_rows - 1}; correct the positions"
-        )
+        where, got = "select", f"positions from {places.min()} to {places.max()}"
+        raise RowError.of(where, got, f"0 to {num_rows - 1}", "correct the positions")
     if len(np.unique(places % max(num_rows, 1))) < len(places):
-        raise RowError(
-            f"select: got {len(places)} positions with repeats, expected each row at most once; "
-            f"use repeat, which makes new row ids"
-        )
+        got = f"{len(places)} positions with repeats"
+        do = "use repeat, which makes new row ids"
+        raise RowError.of("select", got, "each row at most once", do)
     return places

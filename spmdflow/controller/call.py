@@ -128,16 +128,14 @@ def _items(
 ) -> Iterator[tuple[int, Any]]:
     """Ranks and their items; refuses a list for a method of rows, or of another length."""
     if spec.reads or spec.writes:
-        raise ProtocolError(
-            f"{label}: got a list of {len(items)}, expected a Batch with the columns "
-            f"{list(spec.reads)}; take rows from flow.prompts, or from the call that made them"
-        )
+        expected = f"a Batch with the columns {list(spec.reads)}"
+        do = "take rows from flow.prompts, or from the call that made them"
+        raise ProtocolError.of(label, f"a list of {len(items)}", expected, do)
     given = protocol(spec.transfer_mode).distribute(target.layout, len(items))
     if any(len(positions) != 1 for positions in given.values()):
-        raise ProtocolError(
-            f"{label}: got a list of {len(items)} under {spec.transfer_mode}, expected a mode "
-            f"that gives each rank one item; register it with transfer_mode='ALL_TO_ALL'"
-        )
+        got = f"a list of {len(items)} under {spec.transfer_mode}"
+        do = "register it with transfer_mode='ALL_TO_ALL'"
+        raise ProtocolError.of(label, got, "a mode that gives each rank one item", do)
     return ((rank, items[at[0]]) for rank, at in given.items())
 
 
@@ -291,11 +289,9 @@ def _home(batch: Batch, inputs: Sequence[Input], label: str) -> Input:
             ranks = each.result.ranks
             counts[ranks] = counts.get(ranks, 0) + len(each.columns)
     if not counts:
-        raise ProtocolError(
-            f"{label}: got a batch of {list(batch.columns)}, none of which a call has made, "
-            f"expected at least one column made by a worker; call a worker method on the batch "
-            f"first"
-        )
+        got = f"a batch of {list(batch.columns)}, none of which a call has made"
+        do = "call a worker method on the batch first"
+        raise ProtocolError.of(label, got, "at least one column made by a worker", do)
     pool = max(counts, key=lambda ranks: (counts[ranks], [-rank for rank in ranks]))
     widest = _widest(inputs, pool)
     assert widest is not None
@@ -353,20 +349,17 @@ def _check_arguments(
         annotation = signature.parameters[name].annotation if name in signature.parameters else ""
         kind = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
         if kind in _PLAIN and not isinstance(value, _PLAIN[kind]):
-            raise ProtocolError(
-                f"{label}: got {name}={value!r} ({type(value).__name__}), expected a {kind}; "
-                f"correct the value"
-            )
+            got = f"{name}={value!r} ({type(value).__name__})"
+            raise ProtocolError.of(label, got, f"a {kind}", "correct the value")
 
 
 def too_many(label: str, function: Callable[..., Any], given: Sequence[Any]) -> ProtocolError:
     """The error of a call with more than the batch by position."""
     names = list(_signature(function).parameters)[2:]
     named = [f"{name}={value!r}" for name, value in zip(names, given[1:])]
-    return ProtocolError(
-        f"{label}: got {len(given)} arguments by position, expected the batch alone; write "
-        f"{label.rpartition('.')[2]}({', '.join(['batch', *named])})"
-    )
+    got = f"{len(given)} arguments by position"
+    do = f"write {label.rpartition('.')[2]}({', '.join(['batch', *named])})"
+    return ProtocolError.of(label, got, "the batch alone", do)
 
 
 @lru_cache(maxsize=256)

@@ -26,9 +26,9 @@ from spmdflow.controller.result import (
     Result,
     RowResult,
     SourceRows,
+    Transfers,
     input_of,
 )
-from spmdflow.controller.transfers import Transfers
 from spmdflow.controller.waiting import Waiting, is_rollout
 from spmdflow.data.column import Column, join, read_message
 from spmdflow.data.row_id import Ids, RowIds

@@ -82,12 +82,10 @@ class Evaluation:
     ) -> dict[str, float]:
         """Score greedy responses, which reports by itself, and judge sampled ones."""
         if len(others) != 1:
-            raise ProtocolError.of(
-                "flow.evaluate",
-                f"{model} and {len(others)} more groups",
-                "the reward that scores its responses",
-                "write flow.evaluate(actor, reward, every=cfg.eval_every)",
-            )
+            got = f"{model} and {len(others)} more groups"
+            expected = "the reward that scores its responses"
+            do = "write flow.evaluate(actor, reward, every=cfg.eval_every)"
+            raise ProtocolError.of("flow.evaluate", got, expected, do)
         (reward,) = others
         for link in self._links:
             link.sync()

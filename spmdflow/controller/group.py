@@ -78,11 +78,10 @@ class WeightLink:
         """ConfigError if the two share ranks."""
         both = sorted({*policy.target.layout.ranks} & {*generator.target.layout.ranks})
         if both:
-            raise ConfigError(
-                f"connect: got ranks {both} in {policy.name} and {generator.name}, expected pools "
-                f"without common ranks; set placement=split, or spawn an ActorWorker, which "
-                f"generates where it trains"
-            )
+            got = f"ranks {both} in {policy.name} and {generator.name}"
+            do = "set placement=split, or spawn an ActorWorker, which generates where "
+            do += "it trains"
+            raise ConfigError.of("connect", got, "pools without common ranks", do)
         self._caller, self._policy, self._generator = caller, policy, generator
         policy.open_weights(peer=asdict(generator.target.layout))
         generator.open_weights(peer=asdict(policy.target.layout))

@@ -63,10 +63,8 @@ class PromptStream(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         if self._order is None or self.train_scan is None:
-            raise ProtocolError(
-                f"{self._name}: got no prompts to train on, expected data.train_path; set it, or "
-                f"take eval_batch()"
-            )
+            got, do = "no prompts to train on", "set it, or take eval_batch()"
+            raise ProtocolError.of(self._name, got, "data.train_path", do)
         rows, repeat = self._order.next_rows(), self._cfg.samples_per_prompt
         files = self.train_scan.files
         if len(files) > 1:  # a mixture: prompts of the step from each source, as data/<name>
@@ -135,9 +133,8 @@ class PromptStream(Iterator[Batch]):
 
 def no_held_out_prompts() -> ConfigError:
     """The error of an evaluation without data.eval_path."""
-    return ConfigError.of(
-        "evaluate", "no held-out prompts", "data.eval_path", "set it, or eval_every=0"
-    )
+    got = "no held-out prompts"
+    return ConfigError.of("evaluate", got, "data.eval_path", "set it, or eval_every=0")
 
 
 class DynamicSampling:
@@ -164,12 +161,11 @@ class DynamicSampling:
         self._kept.append(drawn.filter_groups("scores", _differ))
         self._num_drawn += len(drawn)
         if len(self._kept) >= self._cfg.max_rounds and not self.is_full:
-            raise RowError(
-                f"dynamic sampling: got {self._num_kept} rows of prompts whose samples differ in "
-                f"score, of {self._num_drawn} rows in {len(self._kept)} rounds, expected "
-                f"{self._num_rows}; raise sampling.max_rounds, or choose prompts that the policy "
-                f"solves sometimes but not always"
-            )
+            got = f"{self._num_kept} rows of prompts whose samples differ in score, of "
+            got += f"{self._num_drawn} rows in {len(self._kept)} rounds"
+            do = "raise sampling.max_rounds, or choose prompts that the policy solves "
+            do += "sometimes but not always"
+            raise RowError.of("dynamic sampling", got, self._num_rows, do)
 
     def batch(self) -> Batch:
         """The full batch, in the order in which its prompts were drawn."""

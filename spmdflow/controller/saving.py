@@ -110,11 +110,10 @@ def check_shared(transport: Transport, ranks: tuple[int, ...], run_dir: Path) ->
         replies = transport.submit(order).result()
     blind = [f"rank {rank} on node {r['node']}" for rank, r in replies.items() if not r["sees"]]
     if blind:
-        raise ConfigError(
-            f"run.dir: got {run_dir}, where {', '.join(blind)} cannot read the file that rank "
-            f"{ranks[0]} on node {replies[ranks[0]]['node']} wrote there, expected one folder that "
-            f"every node shares (checkpoints are written into it); set run.dir to a shared folder"
-        )
+        got = f"{run_dir}, where {', '.join(blind)} cannot read the file that rank "
+        got += f"{ranks[0]} on node {replies[ranks[0]]['node']} wrote there"
+        expected = "one folder that every node shares (checkpoints are written into it)"
+        raise ConfigError.of("run.dir", got, expected, "set run.dir to a shared folder")
 
 
 def _frozen(replies: Replies) -> tuple[str, str] | None:

@@ -96,18 +96,15 @@ def _check_logged(result: object, place: str) -> None:
         advice = "write step.log(name=number)"
         if isinstance(result, Batch):
             advice = "its calls' metrics are logged already; write step.log(x=batch.mean('x'))"
-        raise ProtocolError(
-            f"step.log: got {what}, expected results of calls, mappings of numbers, or "
-            f"name=number; {advice}"
-        )
+        expected = "results of calls, mappings of numbers, or name=number"
+        raise ProtocolError.of("step.log", what, expected, f"{advice}")
     for name, value in result.items():
         if isinstance(value, Mean | Sum | Max):
             continue
         if not isinstance(value, Real | np.bool_):
-            raise ProtocolError(
-                f"step.log: got {name}={value!r} ({type(value).__name__}), expected a number; log "
-                f"its mean, or each item under a name of its own"
-            )
+            got = f"{name}={value!r} ({type(value).__name__})"
+            do = "log its mean, or each item under a name of its own"
+            raise ProtocolError.of("step.log", got, "a number", do)
         if not isfinite(float(value)):
             logger.warning("step.log: got %s=%s at %s, expected a number", name, value, place)
 

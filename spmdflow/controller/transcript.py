@@ -88,10 +88,9 @@ def read_transcript(path: Path) -> dict[str, Any]:
     try:
         content = decode(path.read_bytes())
     except (OSError, MessageError) as err:
-        raise DataError(
-            f"{path}: got no transcript ({err}), expected that of a launch's first steps; give "
-            f"the RUN_DIR of a run that finished a step"
-        ) from err
+        got = f"no transcript ({err})"
+        do = "give the RUN_DIR of a run that finished a step"
+        raise DataError.of(path, got, "that of a launch's first steps", do) from err
     assert isinstance(content, dict), path
     return content
 

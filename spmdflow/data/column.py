@@ -96,15 +96,12 @@ def column_of(name: str, value: Any, num_rows: int) -> Column:
     elif isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
         column = _encode(texts)
     else:
-        raise ColumnError(
-            f"column {name!r}: got {type(value).__name__}, expected a tensor, a jagged tensor or "
-            f"a list of str; convert it before returning"
-        )
+        expected = "a tensor, a jagged tensor or a list of str"
+        do = "convert it before returning"
+        raise ColumnError.of(f"column {name!r}", type(value).__name__, expected, do)
     if len(column) != num_rows:
-        raise ColumnError(
-            f"column {name!r}: got {len(column)} rows, expected {num_rows}; "
-            f"return one row for each row received, in the same order"
-        )
+        do = "return one row for each row received, in the same order"
+        raise ColumnError.of(f"column {name!r}", f"{len(column)} rows", num_rows, do)
     return column
 
 

@@ -49,10 +49,8 @@ def held_out_ids(rows: np.ndarray, num_samples: int) -> tuple[Ids, Ids]:
     many there are. ConfigError beyond 2**20 samples.
     """
     if num_samples > _MOST_SAMPLES:
-        raise ConfigError(
-            f"data.eval_prompts: got {num_samples} samples for each prompt, expected at most "
-            f"{_MOST_SAMPLES}; ask for less"
-        )
+        where, got = "data.eval_prompts", f"{num_samples} samples for each prompt"
+        raise ConfigError.of(where, got, f"at most {_MOST_SAMPLES}", "ask for less")
     first = _FIRST_HELD_OUT + rows.astype(np.int64) * _MOST_SAMPLES
     ids = first[:, None] + np.arange(num_samples, dtype=np.int64)
     return ids.reshape(-1), np.repeat(first, num_samples)

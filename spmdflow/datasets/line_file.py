@@ -84,16 +84,14 @@ def _open(path: Path) -> BinaryIO:
     """The file, or an unnamed one with what is packed in it."""
     ending = next((ending for ending in FILE_ENDINGS if path.name.endswith(ending)), None)
     if ending is None:
-        raise DataError(
-            f"{path}: got the extension {path.suffix!r}, expected one of "
-            f"{', '.join(FILE_ENDINGS)}; convert the file, or rename it if it is one of these"
-        )
+        got = f"the extension {path.suffix!r}"
+        do = "convert the file, or rename it if it is one of these"
+        raise DataError.of(path, got, f"one of {', '.join(FILE_ENDINGS)}", do)
     if not path.is_file():
         what = "a folder" if path.is_dir() else "no such file"
-        raise DataError(
-            f"{path}: got {what}, expected a file of prompts; correct "
-            f"data.train_path or data.eval_path (relative paths start in {Path.cwd()})"
-        )
+        do = "correct data.train_path or data.eval_path (relative paths start in "
+        do += f"{Path.cwd()})"
+        raise DataError.of(path, what, "a file of prompts", do)
     if ending == FILE_ENDINGS[0]:
         return path.open("rb")
     target = tempfile.TemporaryFile()
@@ -155,10 +153,8 @@ def _pyarrow(path: Path, what: str) -> Any:  # the module; its package has no ty
         import pyarrow
         import pyarrow.parquet
     except ImportError as err:
-        raise ConfigError(
-            f"{path}: got {what}, expected pyarrow to read it with; "
-            f"pip install 'spmdflow[parquet]', or convert the file to .jsonl"
-        ) from err
+        do = "pip install 'spmdflow[parquet]', or convert the file to .jsonl"
+        raise ConfigError.of(path, what, "pyarrow to read it with", do) from err
     return pyarrow
 
 
@@ -178,11 +174,9 @@ def write_data_set(path: str, split: str, target: BinaryIO) -> None:
         _write_rows(_rows(library, path, config, name), target)
     except errors as err:
         said = f"{type(err).__name__}: {' '.join(str(err).split())}"
-        raise DataError(
-            f"{path}{split}: got a folder that datasets cannot read ({said}), "
-            f"expected a data set with that split; correct the config and the split behind the "
-            f"colon, or download it again"
-        ) from err
+        where, got = f"{path}{split}", f"a folder that datasets cannot read ({said})"
+        do = "correct the config and the split behind the colon, or download it again"
+        raise DataError.of(where, got, "a data set with that split", do) from err
 
 
 def _rows(library: Any, path: str, config: str, split: str) -> Iterable[dict[str, Any]]:
@@ -204,8 +198,7 @@ def _library(path: str) -> Any:  # the module; it is imported late
     try:
         import datasets
     except ImportError as err:
-        raise ConfigError(
-            f"{path}: got a data set, expected the library datasets to read it with; "
-            f"pip install 'spmdflow[datasets]', or convert it to .jsonl"
-        ) from err
+        expected = "the library datasets to read it with"
+        do = "pip install 'spmdflow[datasets]', or convert it to .jsonl"
+        raise ConfigError.of(path, "a data set", expected, do) from err
     return datasets

@@ -153,9 +153,8 @@ class _Pass:
         for bad in self.bad_rows():
             logger.warning("skipped %s", bad)
         if not self.num_rows:
-            raise DataError(
-                f"{self.file.path}: got an empty file, expected at least one prompt; fill it"
-            )
+            got = "an empty file"
+            raise DataError.of(self.file.path, got, "at least one prompt", "fill it")
         if not self.rows:
             raise DataError(
                 f"{self.file.path}: got no usable prompt in {self.num_rows} rows "

@@ -27,11 +27,10 @@ class PromptOrder:
     ) -> None:
         """DataError if the file has fewer good rows than one step takes."""
         if len(report.rows) < prompts_per_step:
-            raise DataError(
-                f"{report.path}: got {len(report.rows)} usable prompts of {report.num_rows} rows, "
-                f"expected at least the {prompts_per_step} of one step; lower "
-                f"data.prompts_per_step, or add rows"
-            )
+            got = f"{len(report.rows)} usable prompts of {report.num_rows} rows"
+            expected = f"at least the {prompts_per_step} of one step"
+            do = "lower data.prompts_per_step, or add rows"
+            raise DataError.of(report.path, got, expected, do)
         self._report, self._prompts_per_step = report, prompts_per_step
         self._seed, self._shuffle, self._step = seed, shuffle, 0
         ends = [*(file.first for file in report.files[1:]), report.rows[-1] + 1]
@@ -65,11 +64,10 @@ class PromptOrder:
         """Go on exactly where the state was taken; CheckpointError if it is another stream's."""
         for key, mine in self._identity().items():
             if state.get(key) != mine:
-                raise CheckpointError(
-                    f"{self._report.path}: got a saved position of prompts with {key} "
-                    f"{state.get(key)!r}, expected {mine!r}; resume with the file and the data "
-                    f"settings of the first run, or start a new run directory"
-                )
+                got = f"a saved position of prompts with {key} {state.get(key)!r}"
+                do = "resume with the file and the data settings of the first run, or "
+                do += "start a new run directory"
+                raise CheckpointError.of(self._report.path, got, repr(mine), do)
         self._step = int(state.get("step", 0))
         for epochs, saved in zip(self._epochs, state.get("files", [state]), strict=True):
             epochs.load_state_dict(saved)
@@ -118,8 +116,7 @@ class _Epochs:
 def eval_rows(report: ScanReport, num_prompts: int | None) -> list[int]:
     """The first num_prompts good rows of a file of held-out prompts; None: all of them."""
     if num_prompts is not None and num_prompts > len(report.rows):
-        raise DataError(
-            f"{report.path}: got {len(report.rows)} usable prompts, expected at least "
-            f"{num_prompts} (data.eval_prompts); lower it, or write all"
-        )
+        got = f"{len(report.rows)} usable prompts"
+        expected = f"at least {num_prompts} (data.eval_prompts)"
+        raise DataError.of(report.path, got, expected, "lower it, or write all")
     return report.rows[:num_prompts]

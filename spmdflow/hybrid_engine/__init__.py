@@ -25,8 +25,7 @@ trainer that engine.residency names come for the calls that need them.
 | `factory` | which way applies to settings and layout, and its parts |
 | `sync` | versions, checksums, release; copies on the same ranks or to others; shards in place |
 | `shared_storage` | the trainer's shards as generation reads them: blocks and flat |
-| `stream` | a plan's messages over the job's groups |
-| `whole` | whole Hugging Face tensors out of training shards, a chunk at a time |
+| `stream` | a plan's messages over the job's groups; whole Hugging Face tensors out of shards |
 | `export` | a model as a Hugging Face folder, written by many ranks |
 | `reshard` | which boxes settings give to each rank, and plans of them |
 | `bucket` | what a plan has under way at the same time, in bounded buckets |

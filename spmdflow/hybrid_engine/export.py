@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from spmdflow.hybrid_engine.reshard import BoxesByRank, boxes_by_name
-from spmdflow.hybrid_engine.stream import GroupWire
-from spmdflow.hybrid_engine.whole import Shape, WholeTensors
+from spmdflow.hybrid_engine.stream import GroupWire, Shape, WholeTensors
 from spmdflow.parallel.group import GroupTable
 from spmdflow.weights.file import Facts, write_file
 from spmdflow.weights.folder import file_names, write_beside

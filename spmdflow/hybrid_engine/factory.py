@@ -1,10 +1,4 @@
-"""Chooses how weights get from trainer to generator, and builds it.
-
-| way | when |
-|---|---|
-| blocks, flat | Megatron trains, vLLM generates in the same precision inside its replicas |
-| copy, box by box | every other engine, generator, layout and precision |
-"""
+"""Chooses how weights get from trainer to generator, and builds it: the package's table of ways."""
 
 from __future__ import annotations
 

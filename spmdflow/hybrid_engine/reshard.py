@@ -14,9 +14,6 @@ Where the nodes of ranks are known, what several ranks of a node lack enters it 
 receives it, in a later bucket passes it on, and reads it from its generator's weights. Not where
 all ranks of a group need the same: a group's broadcast enters each node once by itself.
 
-Moves are gathered in buckets, in the order of the model, so that no rank packs or receives more
-than `bucket_bytes` at a time (a single row of a tensor that is larger goes alone).
-
 Every rank of `plan.ranks` executes a `ReshardPlan` bucket by bucket: for each message that the rank
 sends or receives, in order, its source packs the parts (the values of each box, row-major, one
 behind the other, in the generator's precision) and sends them: a broadcast where a process group

@@ -8,7 +8,7 @@ one, of the package or of a script, is registered with a decorator:
 
 Files: `registry` names and what they stand for; `engine`, `generator` what each states, and their
 registries; `table` the kinds of the package, which name their class as "module:Class": it is
-imported when a rank builds it. Page: docs/OWN_ENGINE.md.
+imported when a rank builds it; and the optimizers. Page: docs/OWN_ENGINE.md.
 """
 
 from spmdflow.kind import table

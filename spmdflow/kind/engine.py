@@ -9,6 +9,7 @@ from typing import TypeVar
 from spmdflow.kind.registry import Reference, Registry
 
 Class = TypeVar("Class", bound="type | str")
+Kind = TypeVar("Kind", bound="Backend")
 
 
 @dataclass(frozen=True)
@@ -126,35 +127,38 @@ class EngineKind(Backend):
         return next((sharding for sharding in found if sharding is not None), self.sharding)
 
 
-_ENGINES: Registry[EngineKind] = Registry(
+class Kinds(Registry[Kind]):
+    """Kinds by name, the built-in ones first; the first one is the default."""
+
+    def register_kind(self, kind: Kind) -> Callable[[Class], Class]:
+        """Decorator of a kind's class, or of its "module:Class".
+
+        Every rank runs it when it imports the script. A module may register its own name again;
+        ConfigError if the name belongs to another module.
+        """
+
+        def add(implementation: Class) -> Class:
+            self.add(kind.name, replace(kind, implementation=implementation), implementation)
+            return implementation
+
+        return add
+
+    def names(self) -> tuple[str, ...]:
+        """Every name."""
+        return tuple(self)
+
+    def that_cut(self) -> tuple[str, ...]:
+        """Those that have one model on several ranks together."""
+        return tuple(name for name, kind in self.items() if kind.cuts_model)
+
+
+_ENGINES: Kinds[EngineKind] = Kinds(
     "engine", "engine.kind", decorator="register_engine(EngineKind({name!r}, ...))"
 )
+register_engine, engine_names = _ENGINES.register_kind, _ENGINES.names
+engines_that_cut = _ENGINES.that_cut
 engine_kind = _ENGINES.find
 """The engine of that name; ConfigError naming the setting and the choices."""
-
-
-def register_engine(kind: EngineKind) -> Callable[[Class], Class]:
-    """Decorator of an engine's class, or of its "module:Class".
-
-    Every rank runs it when it imports the script. A module may register its own name again;
-    ConfigError if the name belongs to another module.
-    """
-
-    def add(implementation: Class) -> Class:
-        _ENGINES.add(kind.name, replace(kind, implementation=implementation), implementation)
-        return implementation
-
-    return add
-
-
-def engine_names() -> tuple[str, ...]:
-    """Every engine, the built-in ones first; the first one is the default."""
-    return tuple(_ENGINES)
-
-
-def engines_that_cut() -> tuple[str, ...]:
-    """Those that divide a model over tp and pp."""
-    return tuple(name for name, kind in _ENGINES.items() if kind.cuts_model)
 
 
 def engines_that_shard() -> tuple[str, ...]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 
-from spmdflow.kind.engine import Backend, Class
-from spmdflow.kind.registry import Registry
+from spmdflow.kind.engine import Backend, Kinds
 
 PREFILL_TOKENS = 8192
 """Tokens that one pass takes at most: what vLLM is told on a device, and what a plan counts."""
@@ -28,37 +26,17 @@ class GeneratorKind(Backend):
     """Extra of spmdflow that installs it."""
 
 
-_GENERATORS: Registry[GeneratorKind] = Registry(
+_GENERATORS: Kinds[GeneratorKind] = Kinds(
     "generator", "rollout.engine", decorator="register_generator(GeneratorKind({name!r}, ...))"
 )
+register_generator, generator_names = _GENERATORS.register_kind, _GENERATORS.names
+"""The class is called with (rollout settings, model path, device), and with the `Replica` of the
+rank too if it has axes."""
+generators_that_cut = _GENERATORS.that_cut
 generator_kind = _GENERATORS.find
 """The generator of that name; ConfigError naming the setting and the choices."""
-
-
-def register_generator(kind: GeneratorKind) -> Callable[[Class], Class]:
-    """Decorator of a generator's class, or of its "module:Class"; see `register_engine`.
-
-    The class is called with (rollout settings, model path, device), and with the `Replica` of the
-    rank too if it has axes.
-    """
-
-    def add(implementation: Class) -> Class:
-        _GENERATORS.add(kind.name, replace(kind, implementation=implementation), implementation)
-        return implementation
-
-    return add
-
-
-def generator_names() -> tuple[str, ...]:
-    """Every generator, the built-in ones first; the first one is the default."""
-    return tuple(_GENERATORS)
 
 
 def generators_doc() -> str:
     """Every generator in words."""
     return "; ".join(f"{name}: {kind.doc}" for name, kind in _GENERATORS.items())
-
-
-def generators_that_cut() -> tuple[str, ...]:
-    """Those whose replicas have several ranks."""
-    return tuple(name for name, kind in _GENERATORS.items() if kind.cuts_model)

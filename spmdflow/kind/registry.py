@@ -34,10 +34,9 @@ class Registry(dict[str, T]):
         module = home_of(implementation)
         owner = self._modules.setdefault(name, module)
         if owner != module:
-            raise ConfigError(
-                f"{self._noun} {name!r}: got a definition in {module}, expected a name that is "
-                f"not taken by {owner}; choose another"
-            )
+            where, got = f"{self._noun} {name!r}", f"a definition in {module}"
+            expected = f"a name that is not taken by {owner}"
+            raise ConfigError.of(where, got, expected, "choose another")
         self[name] = entry
         return entry
 
@@ -45,12 +44,9 @@ class Registry(dict[str, T]):
         """The entry of that name; ConfigError naming the choices. key: of another setting."""
         if name not in self:
             own = f" or add yours with @{self._decorator.format(name=name)}"
-            raise ConfigError.of(
-                key or self._key,
-                repr(name),
-                f"one of {', '.join(sorted(self))}",
-                f"choose one{own if self._decorator else ''}",
-            )
+            expected = f"one of {', '.join(sorted(self))}"
+            do = f"choose one{own if self._decorator else ''}"
+            raise ConfigError.of(key or self._key, repr(name), expected, do)
         return self[name]
 
 
@@ -60,11 +56,6 @@ TRACKERS: Registry[Reference] = Registry(
 """Classes of `tracking.tracker.Sink`; built-in ones have the name of the extra that they need."""
 register_tracker = TRACKERS.register
 """Decorator of a class of `tracking.tracker.Sink`, which run.trackers may then name."""
-
-
-def tracker_names() -> tuple[str, ...]:
-    """Every tracker, the built-in ones first."""
-    return tuple(TRACKERS)
 
 
 def resolve(reference: Reference) -> Any:

@@ -1,11 +1,14 @@
-"""The engines, generators and trackers of the package, each registered with its facts.
+"""The engines, generators and trackers of the package, each registered with its facts; the
+optimizers, which are classes of torch.optim that step each element by its own gradients.
 
 FSDP and the stages of ZeRO give every rank rows of its own (Rajbhandari et al. 2020). Megatron-Core
 is the paper's 3D parallel engine.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
+from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import EngineKind, EngineOption, Sharding, register_engine
 from spmdflow.kind.generator import GeneratorKind, register_generator
 from spmdflow.kind.registry import register_tracker
@@ -41,38 +44,31 @@ register_engine(
     )
 )("spmdflow.workers.fsdp:FSDPEngine")
 
+_ZERO: dict[str, Any] = {"options": _COMMON, "packs": True, "worker_class": "ZeROWorker"}
 register_engine(
     EngineKind(
         "zero1",
         "ZeRO stage 1: divides the optimizer's moments",
         Sharding(gathers=1, reductions=2),
-        options=_COMMON,
-        packs=True,
-        worker_class="ZeROWorker",
+        **_ZERO,
     )
 )("spmdflow.workers.fsdp:ZeROEngine")
-
 register_engine(
     EngineKind(
         "zero2",
         "ZeRO stage 2: gradients too, and parameters between steps",
         Sharding(parameters=True, gathers=1, micro_batch_reductions=1),
-        options=_COMMON,
-        packs=True,
         weight_table=_ROWS,
-        worker_class="ZeROWorker",
+        **_ZERO,
     )
 )("spmdflow.workers.fsdp:FSDPEngine")
-
 register_engine(
     EngineKind(
         "zero3",
         "ZeRO stage 3: parameters, layer by layer",
         _LAYERS,
-        options=_COMMON,
-        packs=True,
         weight_table=_ROWS,
-        worker_class="ZeROWorker",
+        **_ZERO,
     )
 )("spmdflow.workers.fsdp:FSDPEngine")
 
@@ -140,3 +136,63 @@ register_generator(_BY_BATCH)("spmdflow.rollout.vllm:BatchSampledVllm")
 
 register_tracker("tensorboard")("spmdflow.tracking.tracker:TensorBoardSink")
 register_tracker("wandb")("spmdflow.tracking.tracker:WandbSink")
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """What is known of an optimizer without loading torch."""
+
+    moments: int = 2
+    """Float32 values that it keeps of each weight."""
+    first: str = ""
+    """Its argument for betas[0], a momentum, which is one value more of each weight unless it is 0;
+    a class of two betas takes them as they are."""
+    second: str = ""
+    """Its argument for betas[1]."""
+    fused: bool = False
+    """Torch has one kernel for its whole step, on CPU and on CUDA."""
+    decays: bool = True
+    """It has a weight decay."""
+
+    def moments_with(self, betas: list[float]) -> int:
+        """Float32 values of each weight under these settings."""
+        return self.moments + (self.first == "momentum" and betas[0] > 0)
+
+
+OPTIMIZERS = {
+    "AdamW": OptimizerKind(fused=True),
+    "Adam": OptimizerKind(fused=True),
+    "SGD": OptimizerKind(0, "momentum", fused=True),
+    "RMSprop": OptimizerKind(1, "momentum", "alpha"),
+    "Adagrad": OptimizerKind(1),
+    "Adadelta": OptimizerKind(2, second="rho"),
+    "Adamax": OptimizerKind(),
+    "NAdam": OptimizerKind(),
+    "RAdam": OptimizerKind(),
+    "ASGD": OptimizerKind(1),
+    "Rprop": OptimizerKind(decays=False),
+}
+"""Every class that can be chosen; the default first."""
+_NOT_ELEMENTWISE = {
+    "LBFGS": "which evaluates the loss several times a step",
+    "SparseAdam": "which takes sparse gradients",
+    "Adafactor": "which needs rows and columns of whole tensors",
+    "Muon": "which needs whole tensors",
+}
+
+
+def optimizers_doc() -> str:
+    """The choices in words."""
+    return (
+        f"Class of torch.optim: {', '.join(OPTIMIZERS)}. betas are also the momentum of SGD and "
+        f"RMSprop, RMSprop's alpha and Adadelta's rho; only AdamW's weight decay is decoupled."
+    )
+
+
+def optimizer_kind(name: str, *, key: str = "optimizer.name") -> OptimizerKind:
+    """Facts of a class; ConfigError naming the setting and the choices."""
+    if name not in OPTIMIZERS:
+        got = ", ".join(filter(None, (name, _NOT_ELEMENTWISE.get(name))))
+        expected = "a class of torch.optim that steps each element by its own gradients: "
+        raise ConfigError.of(key, got, expected + ", ".join(OPTIMIZERS), f"set {key}=AdamW")
+    return OPTIMIZERS[name]

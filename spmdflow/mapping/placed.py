@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from spmdflow.config.parallel import count_of
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.dataflow import Call, Dataflow, Model, Strategy
 from spmdflow.mapping.hardware import Hardware
@@ -257,8 +258,8 @@ def explain(ranking: Ranking, *, count: int = 10) -> str:
     best = ranking.best[0]
     num_models = sum(len(pool.roles) for pool in best.pools)
     lines = [
-        f"{_counted(ranking.num_partitions, 'partition')} of {_counted(num_models, 'model')} on "
-        f"{_counted(ranking.num_ranks, 'rank')}, pools in multiples of {ranking.unit}; searched in "
+        f"{count_of(ranking.num_partitions, 'partition')} of {count_of(num_models, 'model')} on "
+        f"{count_of(ranking.num_ranks, 'rank')}, pools in multiples of {ranking.unit}; searched in "
         f"{ranking.seconds_searched:.2f} s",
         _verdict(ranking),
     ]
@@ -306,7 +307,3 @@ def _line(number: int, placed: Placed, best: Placed) -> str:
         why += f"; {reason(placed, best)}"
     ratio = placed.seconds / best.seconds
     return f"{number:4d}. x{ratio:.3f}  {placed.seconds:.4g} s  {placed.title}  [{stages}]  {why}"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -167,17 +167,8 @@ class CostTable:
         kept = np.flatnonzero(
             resident + np.maximum(needed, generation + cache) <= self.hardware.usable_bytes
         )
-        return Entries(
-            model,
-            sizes[kept],
-            cut.take(kept),
-            costs[kept],
-            resident[kept],
-            needed[kept],
-            generation[kept],
-            cache[kept],
-            full[kept],
-        )
+        arrays = costs, resident, needed, generation, cache, full
+        return Entries(model, sizes[kept], cut.take(kept), *(each[kept] for each in arrays))
 
     def _least_costs(self, entries: Entries, others: Array) -> Array:
         """(sizes, stages): each stage's least over strategies that fit beside `others` bytes."""

@@ -186,10 +186,9 @@ class GeneratorWorker(SamplingWorker):
     def respond(self, prompts: Tensor, sampling: Sampling, seeds: list[int]) -> TensorDict:
         """With the weights that came last; WeightSyncError if none did."""
         if self.generator.weights_version == NEVER:
-            raise WeightSyncError(
-                "generate: got a generator without weights, expected those of the policy; connect "
-                "the two with flow.connect(actor, generator) and call its sync() first, or call "
-                "load_weights() for those of the folder"
-            )
+            got = "a generator without weights"
+            do = "connect the two with flow.connect(actor, generator) and call its "
+            do += "sync() first, or call load_weights() for those of the folder"
+            raise WeightSyncError.of("generate", got, "those of the policy", do)
         self.report({"rollout/weights_version": Max(float(self.generator.weights_version))})
         return self.generator.generate(prompts, sampling, seeds)

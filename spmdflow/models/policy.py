@@ -24,10 +24,9 @@ from spmdflow.hybrid_engine.sync import WeightSender
 from spmdflow.models.base import EngineWorker
 from spmdflow.models.generator import SamplingWorker
 from spmdflow.models.rows import example_rows, text_rows, with_text_rows
-from spmdflow.objectives.before import Before
 from spmdflow.objectives.log_prob import CausalOutput
 from spmdflow.objectives.loss import Loss
-from spmdflow.objectives.policy import PolicyLoss
+from spmdflow.objectives.policy import Before, PolicyLoss
 from spmdflow.objectives.supervised import PretrainedPolicyLoss, SupervisedLoss, row_losses
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import Replica, generator_of

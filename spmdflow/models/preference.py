@@ -220,13 +220,9 @@ class RewardModelWorker(PairWorker):
             return None
         chosen, rejected = scores.T
         margins = chosen - rejected
-        shown = {
-            "loss": bradley_terry(chosen, rejected),
-            "accuracy": _accuracies(margins),
-            "margin": margins,
-        }
-        count = len(margins)
-        self.report({f"{prefix}/{n}": Mean(float(x.sum()), count) for n, x in shown.items()})
+        shown = {"loss": bradley_terry(chosen, rejected), "margin": margins}
+        shown["accuracy"] = _accuracies(margins)
+        self.report({f"{prefix}/{name}": _mean(x) for name, x in shown.items()})
         return TensorDict({"margins": margins}, batch_size=batch.batch_size)
 
     @register(transfer_mode="3D_PROTO", reads=("prompts", "chosen_tokens"), minibatches=True)
@@ -249,11 +245,10 @@ def preference_loss_of(cfg: Any) -> PreferenceLossConfig:
     """The section `preference`, or else `loss`, of a policy's settings (Any: the user's class)."""
     loss = getattr(cfg, "preference", cfg.loss)
     if not isinstance(loss, PreferenceLossConfig):
-        raise ConfigError(
-            f"PreferenceWorker: got {type(cfg).__name__}, whose loss is a {type(loss).__name__}, "
-            f"expected a PreferenceLossConfig; give it a section "
-            f"`preference: PreferenceLossConfig = part(PreferenceLossConfig)`"
-        )
+        got = f"{type(cfg).__name__}, whose loss is a {type(loss).__name__}"
+        do = "give it a section `preference: PreferenceLossConfig = "
+        do += "part(PreferenceLossConfig)`"
+        raise ConfigError.of("PreferenceWorker", got, "a PreferenceLossConfig", do)
     return loss
 
 

@@ -36,7 +36,7 @@ from spmdflow.data.ragged import (
 from spmdflow.data.row_id import RowGroups
 from spmdflow.errors import ColumnError
 from spmdflow.objectives.estimator import ESTIMATORS, Samples, gae
-from spmdflow.objectives.kl import kl_estimate
+from spmdflow.objectives.kl import KeptNumber, kl_estimate
 from spmdflow.objectives.loss import Reduce, Report, inside, masked_sum, whiten
 from spmdflow.transfer.register import map_function
 from spmdflow.transfer.worker import Mean, Metric
@@ -204,7 +204,7 @@ def lagrangian(advantages: Tensor, cost_advantages: Tensor, multiplier: float) -
     return (advantages - multiplier * cost_advantages) / (1 + multiplier)
 
 
-class LagrangeMultiplier:
+class LagrangeMultiplier(KeptNumber):
     """lambda, which resumes with the run: `flow.keep(multiplier=LagrangeMultiplier(cfg))`.
 
     ln lambda' = ln lambda + lr * lambda * (mean_cost - limit), lambda' at most cfg.largest:
@@ -220,14 +220,6 @@ class LagrangeMultiplier:
         """One ascent step on the mean cost of a batch."""
         step = self._cfg.lr * self.value * (mean_cost - self._cfg.limit)
         self.value = min(self.value * math.exp(min(max(step, -20.0), 20.0)), self._cfg.largest)
-
-    def state_dict(self) -> dict[str, float]:
-        """Its value."""
-        return {"value": self.value}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue with the value of `state_dict`."""
-        self.value = state["value"]
 
 
 def overlong_penalty(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:

@@ -135,11 +135,13 @@ def grpo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
 
 
 @advantage("dr_grpo", groups=True)
+@advantage("reinforce_pp_baseline", groups=True)
 def dr_grpo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     """A_i = s_i - mean_G s, without the division that favours easy and hard prompts.
 
     Liu et al. 2025, "Understanding R1-Zero-like training"; its loss sums over tokens and divides
-    by a constant (loss.aggregation: sequence-mean-token-sum-by-budget).
+    by a constant (loss.aggregation: sequence-mean-token-sum-by-budget). REINFORCE++-baseline (Hu
+    2025) is whitened over the global batch; its KL belongs into the loss (loss.kl_coef, k2).
     """
     return _repeat_per_token(samples, _subtract_group_mean(samples))
 
@@ -212,15 +214,6 @@ def reinforce_pp(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     """
     to_go = reward_to_go(samples.rewards, samples.mask, cfg.gamma)
     return to_go, to_go
-
-
-@advantage("reinforce_pp_baseline", groups=True)
-def reinforce_pp_baseline(samples: Samples, cfg: AdvantageConfig) -> Estimates:
-    """A_i = s_i - mean_G s, to be whitened over the global batch and not within the group.
-
-    REINFORCE++-baseline (Hu 2025); the KL belongs into the loss (loss.kl_coef, k2).
-    """
-    return _repeat_per_token(samples, _subtract_group_mean(samples))
 
 
 def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:

@@ -99,7 +99,21 @@ def measure_kl(batch: TensorDict, *, reduce: Reduce, report: Report) -> TensorDi
     return TensorDict({"reference_kl": kl.to(torch.float32)}, batch_size=batch.batch_size)
 
 
-class AdaptiveKL:
+class KeptNumber:
+    """A number that resumes with the run: see `flow.keep`."""
+
+    value: float
+
+    def state_dict(self) -> dict[str, float]:
+        """Its value."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue with the value of `state_dict`."""
+        self.value = state["value"]
+
+
+class AdaptiveKL(KeptNumber):
     """kl_coef, which grows while the KL is above its target and shrinks while it is below.
 
     e = clip(KL / target - 1, -0.2, 0.2),  kl_coef <- kl_coef (1 + 0.1 e)
@@ -127,14 +141,6 @@ class AdaptiveKL:
     def applied_to(self, cfg: A) -> A:
         """The same settings with the weight as it is now."""
         return replace(cfg, kl_coef=self.value)
-
-    def state_dict(self) -> dict[str, float]:
-        """Its value."""
-        return {"value": self.value}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue with the value of `state_dict`."""
-        self.value = state["value"]
 
 
 @map_function(

@@ -94,11 +94,6 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     return inside(x, mask).sum()
 
 
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of x over mask -> scalar; 0 if the mask is empty."""
-    return masked_sum(x, mask) / mask.sum().clamp(min=1)
-
-
 def whiten(x: Tensor, mask: Tensor, reduce: Reduce) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) over the global mask; 0 outside it.
 

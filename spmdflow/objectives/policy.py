@@ -19,10 +19,10 @@ from torch import Tensor
 from spmdflow.config.objective import PolicyLossConfig, ValueLossConfig
 from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.kind.registry import Registry
-from spmdflow.objectives.before import Before
 from spmdflow.objectives.kl import KL_ESTIMATORS, bounded, kl_estimate
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
-from spmdflow.objectives.loss import AGGREGATIONS, Loss, Micro, aggregate, inside
+from spmdflow.objectives.loss import AGGREGATIONS, Loss, Micro, aggregate, inside, masked_sum
+from spmdflow.transfer.worker import Max, Mean, Metric
 
 
 class Surrogate(NamedTuple):
@@ -131,6 +131,47 @@ def _range(cfg: PolicyLossConfig) -> tuple[float, float]:
     return 1 - cfg.clip_ratio, 1 + high
 
 
+class Before:
+    """What an update's own forwards say of the policy before it: sums over a rank's rows.
+
+    Metrics, those of a forward of its own: actor/entropy; rollout/drift and drift_max if the rows
+    bring rollout_log_probs; actor/reference_kl (k1) per token and per response if with_reference
+    and they bring ref_log_probs. No waits for a device before `metrics`.
+    """
+
+    def __init__(self, *, with_reference: bool) -> None:
+        self._with_reference = with_reference
+        self._sums: dict[str, Tensor] = {}
+        self._largest: list[Tensor] = []
+
+    def add(self, log_probs: Tensor, entropy: Tensor, micro: Micro) -> None:
+        """A micro-batch; log_probs and entropy: (b, R), of the trainer, without gradient."""
+        mask, columns = micro.response_mask, micro.columns
+        found = {"tokens": mask.sum(), "rows": mask.any(-1).sum()}
+        found["actor/entropy"] = masked_sum(entropy, mask)
+        if "rollout_log_probs" in columns:
+            gap = inside((columns["rollout_log_probs"] - log_probs).abs(), mask)
+            found["rollout/drift"] = gap.sum()
+            self._largest.append(gap.max())
+        if self._with_reference and "ref_log_probs" in columns:
+            kl = kl_estimate("k1", log_probs.double(), columns["ref_log_probs"].double())
+            found["actor/reference_kl"] = masked_sum(kl, mask)
+        for name, total in found.items():
+            self._sums[name] = self._sums.get(name, 0.0) + total.double()
+
+    def metrics(self) -> dict[str, Metric]:
+        """What the rank reports; empty before the last pipeline stage."""
+        sums = {name: float(total) for name, total in self._sums.items()}
+        tokens, rows = sums.pop("tokens", 0.0), sums.pop("rows", 0.0)
+        found: dict[str, Metric] = {name: Mean(total, tokens) for name, total in sums.items()}
+        if "actor/reference_kl" in sums:
+            total = sums["actor/reference_kl"]
+            found["actor/reference_kl_per_response"] = Mean(total, rows)
+        if self._largest:
+            found["rollout/drift_max"] = Max(float(torch.stack(self._largest).max()))
+        return found
+
+
 LARGEST_RATIO = 2.0
 """Of a token's probability to the generator's, where this is the old one (as correction.cap)."""
 
@@ -146,18 +187,11 @@ class PolicyLoss(Loss):
     2018; rollout/weight_clipped is the share of such tokens). budget: the L of aggregation by
     budget, the longest response that may be generated. Metrics:
     actor/pg_loss, clip_fraction, approx_kl (k3 against old_log_probs), ratio_mean, ratio_std;
-    actor/entropy if it is in the loss or report_entropy (costs time in the head);
-    actor/kl_loss if kl_coef is not 0. All but the losses are token means.
+    actor/entropy if it is in the loss; actor/kl_loss if kl_coef is not 0. All but the losses are
+    token means.
     """
 
-    def __init__(
-        self,
-        cfg: PolicyLossConfig,
-        temperature: float,
-        *,
-        budget: int = 1,
-        report_entropy: bool = False,
-    ) -> None:
+    def __init__(self, cfg: PolicyLossConfig, temperature: float, *, budget: int = 1) -> None:
         AGGREGATIONS.find(cfg.aggregation)
         self._terms = POLICY_LOSSES.find(cfg.surrogate)
         KL_ESTIMATORS.find(cfg.kl_estimator, key="loss.kl_estimator")
@@ -167,7 +201,6 @@ class PolicyLoss(Loss):
                 f"of logits / temperature; greedy rollouts cannot train a policy, use 1.0"
             )
         self.cfg, self.temperature, self._budget = cfg, temperature, budget
-        self.report_entropy = report_entropy
         self.truncates = False
         """Whether old_log_probs are the generator's, however far it is from the trainer."""
         self.before: Before | None = None
@@ -222,7 +255,7 @@ class PolicyLoss(Loss):
     def _read(self, output: CausalOutput, micro: Micro) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities and, if it is asked for, entropy of each response token, (b, R)."""
         in_loss = self.cfg.entropy_coef != 0
-        if not (in_loss or self.report_entropy or self.before is not None):
+        if not in_loss and self.before is None:
             return micro.spread(output.log_probs(self.temperature)), None
         log_probs, entropy = output.log_probs_and_entropy(self.temperature)
         return micro.spread(log_probs), micro.spread(entropy if in_loss else entropy.detach())
@@ -234,8 +267,8 @@ class PolicyLoss(Loss):
         totals: Mapping[str, float],
         metrics: dict[str, Tensor],
     ) -> Tensor:
-        """Aggregated entropy, 0 if it is not asked for; adds the token mean to metrics."""
-        if entropy is None or not (self.cfg.entropy_coef != 0 or self.report_entropy):
+        """Aggregated entropy, 0 if it is not in the loss; adds the token mean to metrics."""
+        if entropy is None or self.cfg.entropy_coef == 0:
             return torch.zeros((), device=micro.response_mask.device)
         mask = micro.response_mask
         metrics["actor/entropy"] = aggregate(entropy.detach(), mask, totals, "token-mean")

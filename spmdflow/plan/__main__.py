@@ -31,8 +31,10 @@ import yaml
 
 from spmdflow.config.auto import choose_by_device
 from spmdflow.config.load import load
+from spmdflow.config.schema import AUTO
+from spmdflow.config.source import sort_words
 from spmdflow.errors import ConfigError, DataError, PlanError
-from spmdflow.plan.auto import auto_plain, auto_text, is_auto, resolve
+from spmdflow.plan.auto import auto_plain, auto_text, resolve
 from spmdflow.plan.picture import write_picture
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.report import plan
@@ -76,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    script, config, overrides = _sorted(options.words)
+    script, config, overrides = sort_words(options.words)
+    if script is None:
+        raise ConfigError.of(_HERE, "no SCRIPT", "one such as ppo", "--help shows the usage")
     if options.world < 1:
         got = f"--world {options.world}"
         raise ConfigError.of(_HERE, got, "at least 1 rank", "set --world 1 or more")
@@ -105,7 +109,7 @@ def _plan(options: argparse.Namespace) -> int:
             read_data=not options.no_data,
         )
     cfg, found = loaded.cfg, None
-    if options.auto or is_auto(cfg):
+    if options.auto or getattr(cfg, "placement", None) == AUTO:
         found = resolve(loaded.script, cfg, len(world), hardware, examples=examples)
         cfg = found.cfg
     choices += choose_by_plan(loaded.script, cfg, len(world), hardware, examples=examples)
@@ -133,17 +137,6 @@ def _check_folder(picture: Path | None) -> None:
         expected = "a name in a folder that can be written"
         do = f"make {picture.parent} or give another"
         raise ConfigError.of(_HERE, f"--picture {picture}", expected, do)
-
-
-def _sorted(words: Sequence[str]) -> tuple[str, str | None, list[str]]:
-    """SCRIPT, CONFIG.yaml and overrides."""
-    plain = [word for word in words if "=" not in word]
-    configs = [word for word in plain[1:] if word.endswith((".yaml", ".yml"))]
-    surplus = [word for word in plain[1:] if word not in configs] + configs[1:]
-    if not plain or surplus:
-        got, expected = [*surplus, "no SCRIPT"][0], "SCRIPT [CONFIG.yaml] [key=value ...]"
-        raise ConfigError.of(_HERE, got, expected, "--help shows the usage")
-    return plain[0], next(iter(configs), None), [word for word in words if "=" in word]
 
 
 def _example(text: str) -> tuple[str, Any]:

@@ -38,7 +38,6 @@ from spmdflow.plan.text import WIDTH, wrapped
 from spmdflow.plan.trace import TraceSettings, trace
 from spmdflow.plan.workload import simulated
 
-AUTO = "auto"
 _SCORING = "preparation"
 
 
@@ -180,11 +179,6 @@ def _override(cfg: Any, key: str, text: str) -> dict[str, Any]:
     if rest == "rollout.layout" and not generator_kind(part.rollout.generator).cuts_model:
         return {}
     return {f"{role}.{rest}": text}
-
-
-def is_auto(cfg: Any) -> bool:
-    """Whether the settings ask for a placement to be found."""
-    return getattr(cfg, "placement", None) == AUTO
 
 
 COUNT = 10

@@ -55,11 +55,9 @@ def form_of(name: str, text: str) -> ColumnForm:
     known = isinstance(getattr(torch, dtype, None), torch.dtype)
     is_like = like in ("", PROMPTS, RESPONSES)
     if not known or not all(extent.isdigit() for extent in extents) or not is_like:
-        raise PlanError(
-            f"assume {name}: got {text!r}, expected a dtype with an optional shape and length, "
-            f"such as 'float32', 'int64[3]', 'float32 like responses' or 'text like prompts'; "
-            f"correct it"
-        )
+        expected = "a dtype with an optional shape and length, such as 'float32', "
+        expected += "'int64[3]', 'float32 like responses' or 'text like prompts'"
+        raise PlanError.of(f"assume {name}", repr(text), expected, "correct it")
     row_shape = tuple(map(int, extents))
     if is_text:
         return ColumnForm(
@@ -186,10 +184,8 @@ def _in_turn(name: str, declared: Any, ids: np.ndarray) -> np.ndarray:
     values = declared.tolist() if isinstance(declared, np.ndarray) else declared
     values = values if isinstance(values, Sequence) else ()
     if not values or not all(isinstance(value, int | float) for value in values):
-        raise PlanError(
-            f"assume {name}: got {declared!r}, expected a number or a list of numbers; write "
-            f"{name}=0.5 or {name}=[0, 1]"
-        )
+        where, do = f"assume {name}", f"write {name}=0.5 or {name}=[0, 1]"
+        raise PlanError.of(where, repr(declared), "a number or a list of numbers", do)
     numbers = np.asarray(values, dtype=np.float64)
     return numbers[ids % len(numbers)]
 

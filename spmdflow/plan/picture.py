@@ -11,10 +11,11 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from spmdflow.config.parallel import spans
 from spmdflow.errors import ConfigError
 from spmdflow.plan.prediction import CallTime
 from spmdflow.plan.report import PlanReport
-from spmdflow.plan.text import seconds_of, spans
+from spmdflow.plan.text import seconds_of
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _GAP = 1000, 190, 20, 74, 30, 16
 _SPACE = _WIDTH - _LEFT - _RIGHT

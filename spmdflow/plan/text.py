@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from spmdflow.config.auto import choices_text
+from spmdflow.config.parallel import spans
 from spmdflow.plan.record import COMPUTE, TRANSFER
 from spmdflow.plan.report import PlanReport
 
@@ -47,20 +48,6 @@ def wrapped(head: str, text: str, *, colon: str = ":") -> Iterator[str]:
     yield from textwrap.wrap(
         f"{head}{colon} {text}".rstrip(), WIDTH, subsequent_indent="      ", break_on_hyphens=False
     )
-
-
-def spans(ranks: Sequence[int]) -> str:
-    """Ascending ranks as ranges: [0, 1, 2, 5] -> "0-2, 5"; of many only the first and last."""
-    found: list[list[int]] = []
-    for rank in ranks:
-        if found and rank == found[-1][-1] + 1:
-            found[-1][1:] = [rank]
-        else:
-            found.append([rank])
-    parts = ["-".join(map(str, span)) for span in found]
-    if len(parts) > 4:
-        parts = [*parts[:2], f"... {parts[-1]} ({len(ranks)} ranks)"]
-    return ", ".join(parts)
 
 
 def bytes_of(size: float) -> str:

@@ -141,11 +141,10 @@ class TraceTransport(ImmediateTransport):
             return
         when = f"in step {self.step}" if self.step else "before the first step"
         what = "the step to end" if self.step else "flow.steps(...) to begin"
-        raise PlanError(
-            f"script line {line}: got call {self._num_calls} ({label}) {when}, expected {what} "
-            f"within {self._most_calls} calls; a loop that waits for data may never see it here: "
-            f"declare what it waits for with flow.assume(name=value), or raise --calls"
-        )
+        where, got = f"script line {line}", f"call {self._num_calls} ({label}) {when}"
+        do = "a loop that waits for data may never see it here: declare what it waits "
+        do += "for with flow.assume(name=value), or raise --calls"
+        raise PlanError.of(where, got, f"{what} within {self._most_calls} calls", do)
 
     def _answer(self, order: Order, pending: Pending, place: int) -> None:
         replies = self.answers.to(self.orders[place])

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from spmdflow.hybrid_engine.reshard import (
     plan_copies,
     training_tables,
 )
-from spmdflow.kind.engine import Sharding, engine_kind
+from spmdflow.kind.engine import engine_kind
 from spmdflow.plan.record import BytesByEdge, Trace, TracedModel
 from spmdflow.transfer.protocol import protocol
 from spmdflow.transfer.register import method_spec
@@ -140,10 +139,6 @@ def _answering(traced: TracedModel) -> tuple[int, ...]:
     return tuple(protocol(spec.transfer_mode).collect(traced.layout).ranks)
 
 
-def _sharding(cfg: Any) -> Sharding:
-    return engine_kind(cfg.engine.kind).sharding_with(cfg.engine.options)
-
-
 def _has_devices(trace: Trace) -> bool:
     """Whether the ranks have devices of their own."""
     made = (order.command["specs"] for order in trace.orders if order.operation == "groups")
@@ -157,9 +152,12 @@ def _local(traced: TracedModel, nodes: Nodes, *, gathers: bool) -> WeightPlan:
     if mode == "copy":
         return _boxes(traced, traced, nodes)
     element_bytes = getattr(torch, cfg.rollout.precision).itemsize
-    architecture, distributed = Architecture.from_folder(cfg.model.path), _sharding(cfg).optimizer
+    architecture = Architecture.from_folder(cfg.model.path)
+    sharding = engine_kind(cfg.engine.kind).sharding_with(cfg.engine.options)
     overlap = "overlap" in cfg.engine.options
-    numel = storage_numel(architecture, layout, distributed_optimizer=distributed, overlap=overlap)
+    numel = storage_numel(
+        architecture, layout, distributed_optimizer=sharding.optimizer, overlap=overlap
+    )
     groups = layout.axis_groups("micro_dp")
     longest = {rank: max(numel[peer] for peer in group) for group in groups for rank in group}
     sizes = longest if mode == "flat" and gathers else numel

@@ -18,7 +18,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.factory import sync_mode
 from spmdflow.kind.engine import engine_kind, engines_that_cut
 from spmdflow.kind.generator import generator_kind
-from spmdflow.kind.optimizer import optimizer_kind
+from spmdflow.kind.table import optimizer_kind
 from spmdflow.mapping.dataflow import (
     Call,
     Dataflow,
@@ -140,10 +140,8 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
     cfg, layout = traced.settings, traced.layout
     model = getattr(cfg, "model", None)
     if model is None or not hasattr(cfg, "engine"):
-        raise ConfigError(
-            f"{traced.name}: got no model of weights, expected one for a prediction; its calls "
-            f"count as host time alone"
-        )
+        got, do = "no model of weights", "its calls count as host time alone"
+        raise ConfigError.of(traced.name, got, "one for a prediction", do)
     head: Head = "causal_lm" if issubclass(traced.worker_class, _WITH_LOGITS) else "scalar"
     sizes = layout.tp_size, layout.pp_size
     engine = Engine(

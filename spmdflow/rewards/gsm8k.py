@@ -34,16 +34,11 @@ def score(
     The final number stands behind the last ####, or in the last box, or is the last one of the
     answer; strict: only the first two count. ValueError if the row has no number.
     """
-    right = number_of(str(row[column]))
+    right = final_number(str(row[column]))
     if right is None:
         raise ValueError(f"got {row[column]!r} as the row's {column!r}, expected a number in it")
     given = final_number(response, strict=strict)
     return grade(None if given is None else str(given), given == right)
-
-
-def number_of(answer: str) -> Fraction | None:
-    """The number of a reference answer: behind ####, else the only or last number of the text."""
-    return final_number(answer, strict=False)
 
 
 def final_number(text: str, *, strict: bool = False) -> Fraction | None:

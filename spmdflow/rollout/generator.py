@@ -98,10 +98,9 @@ class Replica:
     def group(self, ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
         """The group over some of the replica's ranks; ProtocolError if it was not made."""
         if self.groups is None:
-            raise ProtocolError(
-                f"replica: got ranks {ranks} without process groups, expected a GroupTable that "
-                f"has them; build it with Replica.of(layout, rank, groups)"
-            )
+            got = f"ranks {ranks} without process groups"
+            do = "build it with Replica.of(layout, rank, groups)"
+            raise ProtocolError.of("replica", got, "a GroupTable that has them", do)
         return self.groups.get(ranks, backend=backend)
 
     def gather(self, values: Tensor, ranks: tuple[int, ...] = ()) -> list[Tensor]:
@@ -122,12 +121,11 @@ class Replica:
         everyone = torch.cat(self.gather(number)).tolist()
         others = [rank for rank, x in zip(self.ranks, everyone) if x != everyone[0]]
         if others:
-            raise ProtocolError(
-                f"generate: got other {what} on ranks {others} than on rank {self.ranks[0]}, "
-                f"expected the same on all ranks {self.ranks} of a generation replica; hand every "
-                f"rank of a replica the same rows (transfer_mode 3D_ALL_MICRO_DP does) and the "
-                f"same weights"
-            )
+            got = f"other {what} on ranks {others} than on rank {self.ranks[0]}"
+            expected = f"the same on all ranks {self.ranks} of a generation replica"
+            do = "hand every rank of a replica the same rows (transfer_mode "
+            do += "3D_ALL_MICRO_DP does) and the same weights"
+            raise ProtocolError.of("generate", got, expected, do)
 
 
 @dataclass(frozen=True)
@@ -240,7 +238,8 @@ class RequestGenerator(ABC):
                 )
         check_room(len(request.prompt), request.sampling, self.max_positions)
         if not others:
-            self.stop = stop_strings_of(request.sampling)
+            path, stop = request.sampling.tokenizer_path, request.sampling.stop
+            self.stop = StopStrings(load_tokenizer(path), stop) if stop else None
 
     @abstractmethod
     def wake(self, part: WakePart | None = None) -> None:
@@ -324,13 +323,6 @@ def check_room(longest: int, sampling: Sampling, max_positions: int) -> None:
             f"most the model's {max_positions} positions; lower rollout.max_new_tokens or "
             f"data.max_prompt_tokens"
         )
-
-
-def stop_strings_of(sampling: Sampling) -> StopStrings | None:
-    """What ends responses before their end token; None: nothing does."""
-    if not sampling.stop:
-        return None
-    return StopStrings(load_tokenizer(sampling.tokenizer_path), sampling.stop)
 
 
 def response_columns(tokens: Tensor, log_probs: Tensor, lengths: Tensor) -> TensorDict:

@@ -270,8 +270,7 @@ def _check_shards(shards: Shards, wanted: Mapping[str, Sequence[LocalTensor]]) -
     expected = {name: [tensor.shape for tensor in tensors] for name, tensors in wanted.items()}
     for name in [*expected, *shapes]:
         if shapes.get(name) != expected.get(name):
-            raise ConfigError(
-                f"rollout.weights: got views of shapes {shapes.get(name)} for {name}, expected "
-                f"{expected.get(name)}; hand over the Megatron tensors of this generation shard, "
-                f"in tensor-parallel order"
-            )
+            got = f"views of shapes {shapes.get(name)} for {name}"
+            do = "hand over the Megatron tensors of this generation shard, in "
+            do += "tensor-parallel order"
+            raise ConfigError.of("rollout.weights", got, expected.get(name), do)

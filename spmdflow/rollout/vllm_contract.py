@@ -122,11 +122,10 @@ def walk(owner: Any, path: str) -> Any:
     try:
         return attrgetter(path)(owner)
     except AttributeError as err:
-        raise ConfigError(
-            f"rollout.engine=vllm: got {type(err.obj).__name__} without {err.name}, expected "
-            f"{path}; install a tested vLLM ({_TESTED_TEXT}) or set "
-            f"actor.rollout.engine={generator_names()[0]}"
-        ) from err
+        got = f"{type(err.obj).__name__} without {err.name}"
+        do = f"install a tested vLLM ({_TESTED_TEXT}) or set "
+        do += f"actor.rollout.engine={generator_names()[0]}"
+        raise ConfigError.of("rollout.engine=vllm", got, path, do) from err
 
 
 def _missing_arguments() -> list[str]:

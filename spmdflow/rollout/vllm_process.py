@@ -54,11 +54,10 @@ class Groups:
     def __init__(self, replica: Replica, device: torch.device) -> None:
         """ConfigError if an engine lives in this process already; see `close`."""
         if _state()._WORLD is not None:
-            raise ConfigError(
-                "rollout.engine=vllm: got a second vLLM engine in one process, expected one at a "
-                "time, as its parallel state is global; give one of the models "
-                f"rollout.engine={generator_names()[0]}"
-            )
+            got = "a second vLLM engine in one process"
+            expected = "one at a time, as its parallel state is global"
+            do = f"give one of the models rollout.engine={generator_names()[0]}"
+            raise ConfigError.of("rollout.engine=vllm", got, expected, do)
         self.replica, self.device = replica, device
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

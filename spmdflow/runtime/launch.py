@@ -96,10 +96,8 @@ def start_run(
 def check_ranks(ranks: tuple[int, ...], world_size: int) -> None:
     """ConfigError if ranks are no ascending ranks of the world."""
     if not ranks or list(ranks) != sorted(set(ranks) & set(range(world_size))):
-        raise ConfigError(
-            f"launch: got ranks {ranks}, expected ascending ranks of the {world_size} that there "
-            f"are, each once; correct them"
-        )
+        expected = f"ascending ranks of the {world_size} that there are, each once"
+        raise ConfigError.of("launch", f"ranks {ranks}", expected, "correct them")
 
 
 class _Membership:

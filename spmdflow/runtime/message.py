@@ -186,10 +186,9 @@ def find(name: str) -> Any:
     """
     module, _, path = name.partition(":")
     if module not in sys.modules and module.partition(".")[0] != "spmdflow":
-        raise ProtocolError(
-            f"{name}: got the module {module!r}, which this rank has not imported, expected one "
-            f"that the script imports; import it at the top of the script, so that every rank does"
-        )
+        got = f"the module {module!r}, which this rank has not imported"
+        do = "import it at the top of the script, so that every rank does"
+        raise ProtocolError.of(name, got, "one that the script imports", do)
     thing: Any = importlib.import_module(module)
     for part in path.split("."):
         thing = getattr(thing, part)

@@ -35,7 +35,7 @@ from spmdflow.parallel.layout import Layout
 from spmdflow.runtime.early import EarlyMethods
 from spmdflow.runtime.message import find
 from spmdflow.runtime.order import names_in
-from spmdflow.tracking.profile import StepProfiler
+from spmdflow.tracking.trace import StepProfiler
 from spmdflow.transfer.lane import CountedTransport, run_release
 from spmdflow.transfer.register import map_spec, method_spec
 from spmdflow.transfer.worker import CallInfo, Metric, MiniBatch, Worker, WorkerContext

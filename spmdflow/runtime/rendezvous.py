@@ -275,11 +275,10 @@ def _check_origin(new: StartingRank, heard: dict[int, StartingRank]) -> None:
     """All ranks of a node are from one torchrun."""
     for other in heard.values():
         if other.node == new.node and other.origin != new.origin:
-            raise ConfigError(
-                f"start: got rank {new.rank} from {new.origin} and rank {other.rank} from "
-                f"{other.origin}, expected one torchrun on node {new.node}; end the one that is "
-                f"left over and start the command again"
-            )
+            got = f"rank {new.rank} from {new.origin} and rank {other.rank} from "
+            got += f"{other.origin}"
+            do = "end the one that is left over and start the command again"
+            raise ConfigError.of("start", got, f"one torchrun on node {new.node}", do)
 
 
 def _append(store: Store, said: dict[str, Any]) -> None:

@@ -113,11 +113,10 @@ class ServedModel:
         in another form than the tables know (quantized, pipeline stages).
         """
         if self.pp_size > 1:
-            raise ConfigError(
-                f"weight transfer: got a vLLM of {self.pp_size} pipeline stages, expected 1, as "
-                f"hashes are read from tensor-parallel workers; set "
-                f"actor.rollout.verify_every=0, or serve without pipeline stages"
-            )
+            got = f"a vLLM of {self.pp_size} pipeline stages"
+            expected = "1, as hashes are read from tensor-parallel workers"
+            do = "set actor.rollout.verify_every=0, or serve without pipeline stages"
+            raise ConfigError.of("weight transfer", got, expected, do)
         group = import_module("vllm.distributed.parallel_state").get_world_group()
         tables = [
             vllm_shards(arch, tp_size=self.tp_size, tp_rank=rank, pp_size=1, pp_rank=0)
@@ -163,11 +162,10 @@ class ServedModel:
                 held = _unpacked(packed[path], described.shape, self.dtype)
             if held is None or tuple(held.shape) != described.shape or not held.is_floating_point():
                 found = None if held is None else (tuple(held.shape), held.dtype)
-                raise ConfigError(
-                    f"weight transfer: got {name} as {found} in vLLM's model, expected "
-                    f"{described.shape} in a floating-point type to hash it; serve without "
-                    f"quantization, or set actor.rollout.verify_every=0"
-                )
+                got = f"{name} as {found} in vLLM's model"
+                expected = f"{described.shape} in a floating-point type to hash it"
+                do = "serve without quantization, or set actor.rollout.verify_every=0"
+                raise ConfigError.of("weight transfer", got, expected, do)
             yield name, held.detach().to(self.dtype)
         if EMBEDDING in table and f"{_HEAD}.weight" not in table and _HEAD in packed:
             shape = table[EMBEDDING].shape
@@ -198,10 +196,9 @@ def register_backend(name: str, open_receiver: OpenReceiver) -> None:
     """
     missing = missing_names(_NAMES) or _unknown_methods()
     if missing:
-        raise ConfigError(
-            f"weight transfer: got a vLLM that lacks {', '.join(missing)}, expected the interface "
-            f"of 0.30 to 0.33 (tested: 0.32); install one of them"
-        )
+        got = f"a vLLM that lacks {', '.join(missing)}"
+        expected = "the interface of 0.30 to 0.33 (tested: 0.32)"
+        raise ConfigError.of("weight transfer", got, expected, "install one of them")
     transfer = import_module("vllm.distributed.weight_transfer")
     if name not in transfer.WeightTransferEngineFactory._registry:
         made = _engine_class(transfer.WeightTransferEngine, open_receiver)
@@ -212,10 +209,9 @@ def check_reload() -> None:
     """ConfigError if this vLLM cannot load whole tensors again after it has started."""
     missing = missing_names({_RELOAD: ("initialize_layerwise_reload", "finalize_layerwise_reload")})
     if missing:
-        raise ConfigError(
-            f"weight transfer: got a vLLM that lacks {', '.join(missing)}, expected its layer-wise "
-            f"reload as in 0.30 to 0.33 (tested: 0.32); serve with one of them"
-        )
+        got = f"a vLLM that lacks {', '.join(missing)}"
+        expected = "its layer-wise reload as in 0.30 to 0.33 (tested: 0.32)"
+        raise ConfigError.of("weight transfer", got, expected, "serve with one of them")
 
 
 def _unknown_methods() -> list[str]:

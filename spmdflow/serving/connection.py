@@ -22,7 +22,7 @@ from spmdflow.blocks.hash import MODULUS, to_signed
 from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.hybrid_engine.bucket import Message
 from spmdflow.hybrid_engine.reshard import boxes_of, training_tables
-from spmdflow.hybrid_engine.whole import WholeTensors
+from spmdflow.hybrid_engine.stream import WholeTensors
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture, RopeScaling
 from spmdflow.weights.table import parameters
@@ -106,11 +106,10 @@ class Connection:
         while missing := [each for each in self.workers if not store.check([f"here/{each}"])]:
             meanwhile()
             if time.monotonic() > end:
-                raise WeightSyncError(
-                    f"weight transfer: got no workers {missing} of the vLLM server within "
-                    f"{self.seconds:g} s at {self.host}:{self.port}, expected {self.workers}; look "
-                    f"at the server's log, and whether it reaches that address"
-                )
+                got = f"no workers {missing} of the vLLM server within {self.seconds:g}"
+                got += f" s at {self.host}:{self.port}"
+                do = "look at the server's log, and whether it reaches that address"
+                raise WeightSyncError.of("weight transfer", got, self.workers, do)
             time.sleep(_PAUSE_SECONDS)
 
     def tensors(self, rank: int, wire: SocketWire, dtype: torch.dtype) -> WholeTensors:
@@ -215,10 +214,9 @@ class SocketWire:
             raise self._apart(f"nothing from rank {source}") from err
 
     def _apart(self, what: str) -> WeightSyncError:
-        return WeightSyncError(
-            f"weights between two programs: got {what} on rank {self._rank} of {self._ranks}, "
-            f"expected all of them; look at the log of the other program, restart it and this run"
-        )
+        got, expected = f"{what} on rank {self._rank} of {self._ranks}", "all of them"
+        do = "look at the log of the other program, restart it and this run"
+        return WeightSyncError.of("weights between two programs", got, expected, do)
 
 
 def address_towards(host: str, port: int) -> str:

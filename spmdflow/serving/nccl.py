@@ -19,8 +19,7 @@ from torch import Tensor
 
 from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.reshard import boxes_of, training_tables
-from spmdflow.hybrid_engine.stream import GroupWire
-from spmdflow.hybrid_engine.whole import WholeTensors
+from spmdflow.hybrid_engine.stream import GroupWire, WholeTensors
 from spmdflow.rollout.vllm_contract import missing_names
 from spmdflow.serving.connection import address_towards, agreed_address
 from spmdflow.serving.server import VllmServer
@@ -52,10 +51,9 @@ class NcclPublisher:
         ConfigError without CUDA.
         """
         if context.device.type != "cuda":
-            raise ConfigError(
-                f"weight server {url}: got a trainer on {context.device.type} for the backend "
-                f"nccl, expected CUDA; use the backend spmdflow, or train on a GPU"
-            )
+            got = f"a trainer on {context.device.type} for the backend nccl"
+            do = "use the backend spmdflow, or train on a GPU"
+            raise ConfigError.of(f"weight server {url}", got, "CUDA", do)
         self._engine, self._source = engine, source_of(engine, context, cfg)
         self._server = VllmServer(url, seconds=context.call_seconds)
         layout = context.layout
@@ -140,11 +138,10 @@ def nccl_sender(
     """
     missing = missing_names(_NAMES)
     if missing:
-        raise ConfigError(
-            f"weight transfer: got a vLLM that lacks {', '.join(missing)}, expected its NCCL "
-            f"engine as in 0.30 to 0.33 (read in 0.32, never run); install one of them, or serve "
-            f"with the backend spmdflow"
-        )
+        got = f"a vLLM that lacks {', '.join(missing)}"
+        expected = "its NCCL engine as in 0.30 to 0.33 (read in 0.32, never run)"
+        do = "install one of them, or serve with the backend spmdflow"
+        raise ConfigError.of("weight transfer", got, expected, do)
     nccl = import_module("vllm.distributed.weight_transfer.nccl_engine")
     transfer = import_module("vllm.distributed.weight_transfer")
     facts = nccl.NCCLTrainerInitInfo(

@@ -32,8 +32,7 @@ def publisher_of(
     cfg: the actor's settings. ConfigError for a backend that is not known.
     """
     if backend not in _BACKENDS:
-        raise ConfigError(
-            f"connect_server: got backend {backend!r}, expected one of {', '.join(_BACKENDS)}; "
-            f"choose the one that the server was started with"
-        )
+        expected = f"one of {', '.join(_BACKENDS)}"
+        do = "choose the one that the server was started with"
+        raise ConfigError.of("connect_server", f"backend {backend!r}", expected, do)
     return _BACKENDS[backend](engine, context, cfg, url)

@@ -51,10 +51,9 @@ class OutsideReceiver:
         self._target, self._connection = target, Connection(**facts)
         check_model(self._connection, target.architecture())
         if target.dtype not in DTYPES:
-            raise ConfigError(
-                f"weight transfer: got a vLLM model in {target.dtype}, expected one of {DTYPES}; "
-                f"serve it with --dtype bfloat16"
-            )
+            got = f"a vLLM model in {target.dtype}"
+            do = "serve it with --dtype bfloat16"
+            raise ConfigError.of("weight transfer", got, f"one of {DTYPES}", do)
         self._rank = self._connection.workers[target.place]
         self._wire = self._connection.join(self._rank)
         precision = torch.tensor([DTYPES.index(target.dtype)])

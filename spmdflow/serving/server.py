@@ -27,10 +27,8 @@ class VllmServer:
         """url: http://host:port. seconds: limit of one request. ConfigError for another form."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or parts.hostname is None:
-            raise ConfigError(
-                f"weight server: got {url!r}, expected http://host:port of a vLLM server; correct "
-                f"the address"
-            )
+            where, expected = "weight server", "http://host:port of a vLLM server"
+            raise ConfigError.of(where, repr(url), expected, "correct the address")
         self.url, self._seconds = url.rstrip("/"), seconds
         self.version: str | None = None
         """Name of the next weights, where finish_weight_update is not told one."""

@@ -98,19 +98,17 @@ class Protocol:
         if shares is None:
             return even_chunks(num_rows, expected)
         if len(shares) != expected:
-            raise RowError(
-                f"protocol {self.name}, layout {layout}: got {len(shares)} shares, expected "
-                f"{expected}; cut the rows into num_shares(layout) shares"
-            )
+            where = f"protocol {self.name}, layout {layout}"
+            do = "cut the rows into num_shares(layout) shares"
+            raise RowError.of(where, f"{len(shares)} shares", expected, do)
         parts = [list(share) for share in shares]
         for number, part in enumerate(parts):
             self._check_positions(f"share {number}", part, num_rows, RowError)
         missing = set(range(num_rows)).difference(*parts)
         if missing:
-            raise RowError(
-                f"protocol {self.name}: got shares without row {min(missing)}, expected all of "
-                f"{num_rows} rows; {len(missing)} rows are in no share: add them"
-            )
+            where, got = f"protocol {self.name}", f"shares without row {min(missing)}"
+            do = f"{len(missing)} rows are in no share: add them"
+            raise RowError.of(where, got, f"all of {num_rows} rows", do)
         return parts
 
     def _rows(
@@ -151,20 +149,18 @@ class Protocol:
         missing = set(range(num_rows)).difference(answered)
         if missing or (once and len(answered) != num_rows):
             problem = f"row {min(missing)} is with none of them" if missing else "some come twice"
-            raise ProtocolError(
-                f"protocol {self.name}: got {len(answered)} rows from the answering ranks "
-                f"{answer.ranks}, expected {num_rows}, as their answers are joined; {problem}: "
-                f"correct holds or collect"
-            )
+            got = f"{len(answered)} rows from the answering ranks {answer.ranks}"
+            expected = f"{num_rows}, as their answers are joined"
+            do = f"{problem}: correct holds or collect"
+            raise ProtocolError.of(f"protocol {self.name}", got, expected, do)
 
 
 def even_chunks(num_rows: int, parts: int) -> list[list[int]]:
     """Positions in contiguous parts, the larger first: 5 rows over 2 are 3 and 2."""
     if num_rows < 0 or parts < 1:
-        raise RowError(
-            f"chunks: got {num_rows} rows over {parts} parts, expected 0 or more rows over 1 or "
-            f"more parts; check the batch and the layout's sizes"
-        )
+        got = f"{num_rows} rows over {parts} parts"
+        do = "check the batch and the layout's sizes"
+        raise RowError.of("chunks", got, "0 or more rows over 1 or more parts", do)
     base, extra = divmod(num_rows, parts)
     starts = [part * base + min(part, extra) for part in range(parts + 1)]
     return [list(range(*ends)) for ends in zip(starts, starts[1:], strict=False)]
@@ -191,10 +187,9 @@ def _by_share(
 
     def distribute(layout: Layout, num_rows: int, shares: Shares) -> Mapping[int, Sequence[int]]:
         if name == "ALL_TO_ALL" and num_rows != layout.size:
-            raise RowError(
-                f"protocol ALL_TO_ALL: got a list of {num_rows}, expected {layout.size}, one entry "
-                f"for each rank; give a list of {layout.size}"
-            )
+            where, got = "protocol ALL_TO_ALL", f"a list of {num_rows}"
+            expected = f"{layout.size}, one entry for each rank"
+            raise RowError.of(where, got, expected, f"give a list of {layout.size}")
         return {rank: shares[share_of(layout, rank)] for rank in layout.ranks}
 
     def held(layout: Layout, num_rows: int, shares: Shares) -> Mapping[int, Sequence[int]]:
@@ -272,11 +267,6 @@ def protocol(name: str) -> Protocol:
     )
 
 
-def protocol_names() -> list[str]:
-    """Names of every registered protocol, the built-in ones first."""
-    return list(_REGISTRY)
-
-
 def register_protocol(new: Protocol) -> Protocol:
     """Make a protocol known by its name; every rank does so when it imports the script.
 
@@ -285,9 +275,8 @@ def register_protocol(new: Protocol) -> Protocol:
     """
     taken = _REGISTRY.get(new.name)
     if taken is not None and taken.home != new.home:
-        raise ProtocolError(
-            f"protocol {new.name}: got a definition in {new.home}, expected a name that is not "
-            f"taken by {taken.home}; choose another name"
-        )
+        where, got = f"protocol {new.name}", f"a definition in {new.home}"
+        expected = f"a name that is not taken by {taken.home}"
+        raise ProtocolError.of(where, got, expected, "choose another name")
     _REGISTRY[new.name] = new
     return new

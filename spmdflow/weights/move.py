@@ -66,7 +66,7 @@ def blocks(local_tensors: Mapping[str, Tensor], table: ShardTable) -> Iterator[B
 
 
 def own_parts(held: Iterable[Block], own: Iterable[Iterable[Box]]) -> Iterator[Block]:
-    """The parts of each block that `blocks.own.own_boxes` gives to this rank."""
+    """The parts of each block that `blocks.box.own_boxes` gives to this rank."""
     for (name, view, box), parts in zip(held, own, strict=True):
         for part in parts:
             yield name, view[part.slices(box)], part

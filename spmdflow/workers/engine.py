@@ -18,9 +18,8 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.blocks.box import Box
+from spmdflow.blocks.box import Box, describe, own_boxes
 from spmdflow.blocks.hash import MODULUS, box_sum
-from spmdflow.blocks.own import describe, own_boxes
 from spmdflow.config.schema import EngineConfig
 from spmdflow.data.micro import num_micro_batches
 from spmdflow.data.ragged import lengths_of

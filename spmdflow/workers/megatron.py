@@ -21,8 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from spmdflow.blocks.box import Box
-from spmdflow.blocks.own import describe, own_boxes
+from spmdflow.blocks.box import Box, describe, own_boxes
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind

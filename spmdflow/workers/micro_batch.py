@@ -27,7 +27,7 @@ from spmdflow.data.ragged import (
     take_rows,
 )
 from spmdflow.errors import ColumnError, ProtocolError
-from spmdflow.parallel.device import CPU
+from spmdflow.parallel.device import to_device
 from spmdflow.workers.attention import PackedRows
 
 
@@ -41,8 +41,6 @@ class MicroBatch:
     """The same shape, int64: from 0 in each row, also counting through padding."""
     packed: PackedRows | None
     """Where packed rows lie; None: they are padded, and causality is mask enough."""
-    prompt_lengths: Tensor
-    """(b,) int64, at least 1."""
     response_lengths: Tensor
     """(b,) int64."""
     response_mask: Tensor
@@ -203,37 +201,32 @@ def _build(rows: TensorDict, index: Tensor, device: torch.device, *, packed: boo
     input_ids.view(-1)[_spans(starts + prompt_lengths, response_lengths)] = responses.values()
     places = _spans(torch.zeros_like(totals), totals) if packed else torch.arange(shape[1])
     width = max(1, int(response_lengths.max()))
+    in_width = _spans(torch.arange(len(totals)) * width, response_lengths)
     columns: dict[str, Any] = dict(rows.exclude("prompts", "responses").items())
     for name, column in columns.items():
-        columns[name] = _moved(pad(column, width=width) if is_ragged(column) else column, device)
+        columns[name] = to_device(pad(column, width=width) if is_ragged(column) else column, device)
     return MicroBatch(
-        input_ids=_moved(input_ids, device),
-        position_ids=_moved(places, device).expand(shape),
+        input_ids=to_device(input_ids, device),
+        position_ids=to_device(places, device).expand(shape),
         packed=_packed(totals.tolist(), device) if packed else None,
-        prompt_lengths=_moved(prompt_lengths, device),
-        response_lengths=_moved(response_lengths, device),
+        response_lengths=to_device(response_lengths, device),
         response_mask=columns.pop("response_mask").bool(),
         row_weight=torch.full((len(totals),), float(len(index) > 0), device=device),
         columns=columns,
         index=index,
-        targets=_moved(responses.values(), device),
-        predicting=_moved(_spans(starts + prompt_lengths - 1, response_lengths), device),
-        ends=_moved(starts + totals - 1, device),
-        response_places=_moved(_spans(torch.arange(len(totals)) * width, response_lengths), device),
+        targets=to_device(responses.values(), device),
+        predicting=to_device(_spans(starts + prompt_lengths - 1, response_lengths), device),
+        ends=to_device(starts + totals - 1, device),
+        response_places=to_device(in_width, device),
     )
 
 
 def _packed(lengths: Sequence[int], device: torch.device) -> PackedRows:
     rows = PackedRows.of(lengths)
-    return replace(rows, offsets=_moved(rows.offsets, device))
+    return replace(rows, offsets=to_device(rows.offsets, device))
 
 
 def _spans(starts: Tensor, lengths: Tensor) -> Tensor:
     """start, start + 1, ... of every row, length numbers of each, one row after the other."""
     before = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
-
-
-def _moved(column: Tensor, device: torch.device) -> Tensor:
-    """On the device; from pinned memory, so that the host does not wait for the copy."""
-    return column if device == CPU else column.pin_memory().to(device, non_blocking=True)

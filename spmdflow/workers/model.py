@@ -25,8 +25,7 @@ from spmdflow.config.schema import ModelConfig
 from spmdflow.errors import ConfigError
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.weights.architecture import Architecture, Head, read_config
-from spmdflow.weights.folder import HuggingFaceFolder
-from spmdflow.weights.module import empty_module, folder_of
+from spmdflow.weights.folder import HuggingFaceFolder, empty_module, folder_of
 from spmdflow.weights.move import Read
 from spmdflow.workers.attention import PackedRows, dense_attention, packed_attention
 from spmdflow.workers.micro_batch import MicroBatch

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from spmdflow.config.schema import OptimizerConfig
 from spmdflow.errors import ConfigError
-from spmdflow.kind.optimizer import optimizer_kind
+from spmdflow.kind.table import optimizer_kind
 
 
 def learning_rate(cfg: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -59,11 +59,10 @@ class Scheduled:
     def __init__(self, cfg: OptimizerConfig, total_steps: int) -> None:
         """total_steps: of the whole run; ConfigError if a schedule that ends with it has none."""
         if cfg.schedule != "constant" and total_steps < 1:
-            raise ConfigError(
-                f"optimizer.schedule {cfg.schedule}: got {total_steps} optimizer steps in total, "
-                f"expected at least 1, as it ends with them; set total_steps or choose the "
-                f"constant schedule"
-            )
+            where = f"optimizer.schedule {cfg.schedule}"
+            got = f"{total_steps} optimizer steps in total"
+            do = "set total_steps or choose the constant schedule"
+            raise ConfigError.of(where, got, "at least 1, as it ends with them", do)
         self.cfg, self.total_steps, self.steps_done = cfg, total_steps, 0
 
     @property

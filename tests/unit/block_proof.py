@@ -10,6 +10,7 @@ no step is shared with the planners but the algebra of boxes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,6 @@ from spmdflow.blocks.plan import (
     STRANGE,
     THERE,
     TWICE,
-    Edge,
     NodeOf,
     Plan,
     find_cover_error,
@@ -39,6 +39,20 @@ _SAID = {
 }
 
 
+@dataclass(frozen=True, order=True)
+class Edge:
+    """`source` sends the elements of `box` to `destination`."""
+
+    source: int
+    destination: int
+    box: Box
+
+
+def edges_of(plan: Plan) -> tuple[Edge, ...]:
+    """One for each destination of a move, sorted by source, destination, box."""
+    return tuple(sorted(Edge(m.source, to, m.box) for m in plan.moves for to in m.destinations))
+
+
 class Edges(NamedTuple):
     """A plan of boxes with single edges, which a test may spoil."""
 
@@ -54,10 +68,11 @@ def verify(
     node_of: NodeOf | None = None,
 ) -> None:
     """PlanError with the exact problem unless plan is right for have and need."""
-    _check_order([(edge.source, edge.destination, edge.box.bounds) for edge in plan.edges])
+    edges = plan.edges if isinstance(plan, Edges) else edges_of(plan)
+    _check_order([(edge.source, edge.destination, edge.box.bounds) for edge in edges])
     _require(set(plan.kept) == set(need), "kept", sorted(plan.kept), sorted(need))
     received: dict[int, list[Box]] = {}
-    for edge in plan.edges:
+    for edge in edges:
         name = f"edge {edge.source} -> {edge.destination}, box {edge.box.bounds}"
         _require(edge.box.size > 0, f"{name}: elements", edge.box.size, "at least 1")
         _require(edge.source != edge.destination, f"{name}: source", edge.source, "another rank")
@@ -70,9 +85,9 @@ def verify(
         if error is not None:
             what, box = error
             _require(False, f"rank {rank}: box {_SAID[what]}", box.bounds, "none")
-    derived = redistribute(have, need, node_of=node_of).edges
-    if plan.edges != derived:
-        _refuse_other(plan.edges, derived)
+    derived = edges_of(redistribute(have, need, node_of=node_of))
+    if edges != derived:
+        _refuse_other(edges, derived)
 
 
 def verify_rows(

@@ -10,7 +10,7 @@ import numpy as np
 from spmdflow.blocks.box import Box
 from spmdflow.blocks.rows import RowEdge
 from spmdflow.parallel.layout import Layout, divisors
-from spmdflow.transfer.protocol import protocol, protocol_names
+from spmdflow.transfer.protocol import BUILT_IN, protocol
 
 NodeOf = Callable[[int], int]
 Sets = Mapping[int, frozenset[int]]
@@ -86,7 +86,7 @@ def distinct_rows(which: str, size: int, first: int, num_rows: int) -> list[dict
     """What `distribute` or `holds` gives: every protocol on every layout, repeats left out."""
     found = {}
     for layout in layouts(size, first):
-        for name in protocol_names():
+        for name in (rules.name for rules in BUILT_IN):
             if name == "ALL_TO_ALL" and num_rows != size:
                 continue  # a list with one entry for each rank, by definition
             rows = getattr(protocol(name), which)(layout, num_rows)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from spmdflow.checkpoint.manifest import Written, write_part
+from spmdflow.checkpoint.manifest import (
+    CheckpointInfo,
+    Written,
+    check_file_sizes,
+    verify_files,
+    write_part,
+)
 
 
 def write_as_rank(folder: Path, files: Mapping[str, bytes], *, rank: int = 0) -> Written:
@@ -17,3 +23,9 @@ def write_as_rank(folder: Path, files: Mapping[str, bytes], *, rank: int = 0) ->
             (own / name).write_bytes(data)
 
     return Written(rank, f"node-of-{rank}", write_part(folder, rank, write))
+
+
+def verify_checkpoint(info: CheckpointInfo) -> None:
+    """Sizes and hashes of all files, as resumed ranks check them together."""
+    check_file_sizes(info)
+    verify_files(info.folder, info.files)

@@ -114,7 +114,8 @@ def gaps(
     """Between packed and padded rows: of answers, metrics, gradients; positions of each rank."""
     model = folder / family / head
     packed, padded = (
-        measured(model, groups, head, kind, dp, dtype, how) for how in ([], ["padded"])
+        measured(engine_of(model, groups, head, kind, dp, dtype, how), head, dp)
+        for how in ([], ["padded"])
     )
     found = {"answers": gap(padded["answers"], packed["answers"]), "gradients": 0.0}
     found["losses"] = max(gap(padded["losses"][n], x) for n, x in packed["losses"].items())
@@ -161,17 +162,8 @@ def values(output: ScalarOutput, micro: MicroBatch) -> Mapping[str, Tensor]:
     return {"found": micro.spread(output.at(micro.predicting))}
 
 
-def measured(
-    folder: Path,
-    groups: GroupTable,
-    head: str,
-    kind: str,
-    dp: int,
-    dtype: str,
-    options: list[str],
-) -> dict[str, Any]:
+def measured(engine: TrainEngine, head: str, dp: int) -> dict[str, Any]:
     """One forward and one step on this rank's rows."""
-    engine = engine_of(folder, groups, head, kind, dp, dtype, options)
     share, parts = split(make_batch(ROWS), dp, dist.get_rank(), 1, BUDGET)
     positions: list[int] = []
     words = next(m for m in engine.model.module.modules() if isinstance(m, torch.nn.Embedding))

@@ -43,13 +43,13 @@ BUGS = {
     "positions of a response on the host": Bug(
         "spmdflow.workers.micro_batch",
         "_build",
-        "predicting=_moved(_spans(starts + prompt_lengths - 1, response_lengths), device),",
+        "predicting=to_device(_spans(starts + prompt_lengths - 1, response_lengths), device),",
         "predicting=_spans(starts + prompt_lengths - 1, response_lengths),",
     ),
     "tokens of a micro-batch not moved": Bug(
         "spmdflow.workers.micro_batch",
         "_build",
-        "input_ids=_moved(input_ids, device),",
+        "input_ids=to_device(input_ids, device),",
         "input_ids=input_ids,",
     ),
     "weights of a hash on the host": Bug(

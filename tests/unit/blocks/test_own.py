@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdflow.blocks.box import Box
-from spmdflow.blocks.own import describe, own_boxes
+from spmdflow.blocks.box import Box, describe, own_boxes
 
 Held = list[tuple[str, Box]]
 bounds = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda pair: tuple(sorted(pair)))

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdflow.blocks.box import Box, flat_range
-from spmdflow.blocks.plan import Edge, redistribute, through_nodes
+from spmdflow.blocks.plan import redistribute, through_nodes
 from spmdflow.errors import PlanError
 from spmdflow.parallel.layout import Layout
-from tests.unit.block_proof import verify
+from tests.unit.block_proof import Edge, edges_of, verify
 from tests.unit.block_reference import elements, layouts, reference_moves
 from tests.unit.blocks.test_box import boxes
 
@@ -20,7 +20,7 @@ def node_of_4(rank):
 
 
 def num_elements(plan):
-    return sum(edge.box.size for edge in plan.edges)
+    return sum(edge.box.size for edge in edges_of(plan))
 
 
 @st.composite
@@ -49,9 +49,10 @@ def test_random_plan_is_right_element_by_element(problem, nodes):
         kept, wanted = elements(plan.kept[rank]), elements(parts)
         assert kept == wanted & held.get(rank, frozenset())
         assert (
-            elements([edge.box for edge in plan.edges if edge.destination == rank]) == wanted - kept
+            elements([edge.box for edge in edges_of(plan) if edge.destination == rank])
+            == wanted - kept
         )
-    assert all(elements([edge.box]) <= held[edge.source] for edge in plan.edges)
+    assert all(elements([edge.box]) <= held[edge.source] for edge in edges_of(plan))
     lacking = sum(
         len(elements(parts) - held.get(rank, frozenset())) for rank, parts in need.items()
     )
@@ -68,7 +69,7 @@ def test_what_comes_through_a_node_is_right_element_by_element_and_enters_it_onc
 
     arrived = {}
     for number, plan in enumerate((first, second)):
-        for edge in plan.edges:
+        for edge in edges_of(plan):
             for item in elements([edge.box]):
                 key = (edge.destination, item)
                 assert key not in arrived, "an element is sent twice"
@@ -123,7 +124,7 @@ def test_one_dimensional_plan_moves_each_element_as_the_row_rules_say(ranges, ne
 
     moved = {
         (edge.destination, item): edge.source
-        for edge in plan.edges
+        for edge in edges_of(plan)
         for item in range(*edge.box.bounds[0])
     }
     as_sets = [
@@ -150,7 +151,7 @@ def test_generation_shards_are_gathered_within_micro_dp_groups_only(size):
         )
 
         verify(plan, have, need, node_of=lambda rank, layout=layout: layout.coordinate(rank).dp)
-        for edge in plan.edges:
+        for edge in edges_of(plan):
             assert edge.source in layout.axis_group(edge.destination, "micro_dp")
         d_g, moved = layout.num_generation_replicas, num_elements(plan)
         assert moved * layout.tp_size == (d_g - 1) * 16 * 3 * layout.size
@@ -170,7 +171,7 @@ def test_flat_optimizer_shards_of_4_ranks_become_those_of_3():
     plan = redistribute(have, need)
 
     verify(plan, have, need)
-    assert {(edge.source, edge.destination) for edge in plan.edges} == {(1, 0), (2, 1), (3, 2)}
+    assert {(edge.source, edge.destination) for edge in edges_of(plan)} == {(1, 0), (2, 1), (3, 2)}
     assert num_elements(plan) == (23 - 17) + (46 - 35) + (70 - 52)
 
 
@@ -179,7 +180,7 @@ def test_equal_holders_send_half_of_a_matrix_each_cut_along_its_rows():
 
     plan = redistribute({0: [whole], 1: [whole]}, {2: [whole]})
 
-    assert plan.edges == (
+    assert edges_of(plan) == (
         Edge(0, 2, Box(((0, 4), (0, 4)))),
         Edge(1, 2, Box(((4, 8), (0, 4)))),
     )
@@ -190,7 +191,7 @@ def test_single_row_is_cut_along_the_next_dimension():
 
     plan = redistribute({0: [row], 1: [row]}, {2: [row]})
 
-    assert [edge.box.bounds for edge in plan.edges] == [((3, 4), (0, 3)), ((3, 4), (3, 6))]
+    assert [edge.box.bounds for edge in edges_of(plan)] == [((3, 4), (0, 3)), ((3, 4), (3, 6))]
 
 
 def test_replicas_send_a_shard_each_when_many_ranks_need_it():
@@ -199,14 +200,14 @@ def test_replicas_send_a_shard_each_when_many_ranks_need_it():
 
     plan = redistribute(dict.fromkeys(layout.ranks, [whole]), dict.fromkeys(range(4, 8), [whole]))
 
-    assert plan.edges == tuple(Edge(rank, 4 + rank, whole) for rank in range(4))
+    assert edges_of(plan) == tuple(Edge(rank, 4 + rank, whole) for rank in range(4))
 
 
 def test_scalar_and_empty_boxes_are_planned():
     scalar, empty = Box(()), Box(((2, 2), (0, 4)))
 
-    assert redistribute({0: [scalar]}, {1: [scalar]}).edges == (Edge(0, 1, scalar),)
-    assert redistribute({0: [empty]}, {1: [empty]}).edges == ()
+    assert edges_of(redistribute({0: [scalar]}, {1: [scalar]})) == (Edge(0, 1, scalar),)
+    assert edges_of(redistribute({0: [empty]}, {1: [empty]})) == ()
 
 
 def test_element_that_nobody_holds_is_refused_with_rank_and_box():
@@ -226,6 +227,6 @@ def test_row_shards_become_column_shards_over_many_ranks(num_ranks):
     plan = redistribute(have, need)
 
     verify(plan, have, need)
-    assert len(plan.edges) == num_ranks * (num_ranks - 1)
-    assert sum(edge.source == 0 for edge in plan.edges) == num_ranks - 1
-    assert sum(edge.destination == 0 for edge in plan.edges) == num_ranks - 1
+    assert len(edges_of(plan)) == num_ranks * (num_ranks - 1)
+    assert sum(edge.source == 0 for edge in edges_of(plan)) == num_ranks - 1
+    assert sum(edge.destination == 0 for edge in edges_of(plan)) == num_ranks - 1

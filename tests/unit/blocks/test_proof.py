@@ -12,10 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from spmdflow.blocks.box import Box
-from spmdflow.blocks.plan import Edge, Plan, redistribute
+from spmdflow.blocks.plan import Plan, redistribute
 from spmdflow.blocks.rows import RowEdge, redistribute_rows
 from spmdflow.errors import PlanError
-from tests.unit.block_proof import Edges, verify, verify_rows
+from tests.unit.block_proof import Edge, Edges, edges_of, verify, verify_rows
 from tests.unit.block_reference import arrays, distinct_rows
 from tests.unit.blocks.test_plan import problems as box_problems
 from tests.unit.blocks.test_rows import plain
@@ -76,7 +76,7 @@ def swaps(edges: RowEdges, one: int, two: int) -> Iterator[tuple[str, RowEdges]]
 
 def box_mutations(plan: Plan) -> Iterator[tuple[str, Edges]]:
     """The same for plans of boxes."""
-    edges = plan.edges
+    edges = edges_of(plan)
     for place, edge in enumerate(edges):
         yield "drop an edge", _plan(plan, with_edge(edges, place))
         yield "repeat an edge", _plan(plan, with_edge(edges, place, edge, edge))

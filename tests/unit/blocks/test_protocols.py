@@ -13,7 +13,7 @@ import pytest
 
 from spmdflow.blocks.rows import redistribute_rows
 from spmdflow.parallel.layout import Layout
-from spmdflow.transfer.protocol import protocol, protocol_names
+from spmdflow.transfer.protocol import BUILT_IN, protocol
 from tests.unit.block_proof import verify_rows
 from tests.unit.block_reference import (
     arrays,
@@ -83,7 +83,7 @@ def test_every_protocol_pair_is_planned_right_in_every_world_of_up_to_16(num_pro
 @pytest.mark.parametrize("size", range(1, 9))
 def test_models_with_the_same_layout_on_the_same_ranks_exchange_nothing(size):
     for layout in layouts(size):
-        for name in protocol_names():
+        for name in (rules.name for rules in BUILT_IN):
             given = arrays(protocol(name).distribute(layout, size))
             held = arrays(protocol(name).holds(layout, size))
             keeps = {rank: given[rank] for rank in held}

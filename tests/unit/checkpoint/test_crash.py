@@ -11,10 +11,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from spmdflow.checkpoint.manifest import read_manifest, verify_checkpoint
+from spmdflow.checkpoint.manifest import read_manifest
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest
 from spmdflow.tracking.tracker import append_lines, cut_back, read_lines
-from tests.unit.checkpoint_files import write_as_rank
+from tests.unit.checkpoint_files import verify_checkpoint, write_as_rank
 
 OPERATIONS = {"mkdir", "open", "write", "flush", "fsync", "rename", "replace", "unlink", "rmdir"}
 

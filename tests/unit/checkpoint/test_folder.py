@@ -17,11 +17,10 @@ from spmdflow.checkpoint.manifest import (
     check_file_sizes,
     check_layout,
     read_manifest,
-    verify_checkpoint,
 )
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest
 from spmdflow.errors import CheckpointError
-from tests.unit.checkpoint_files import write_as_rank
+from tests.unit.checkpoint_files import verify_checkpoint, write_as_rank
 
 FILES = {
     "actor/rank-0.safetensors": b"weights 0",

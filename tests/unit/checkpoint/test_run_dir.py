@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spmdflow.checkpoint.run_dir import Checkpoints, differences, open_run_dir, path_of
-from spmdflow.config.load import to_yaml
+from spmdflow.config.location import to_yaml
 from spmdflow.config.schema import RunConfig
 from spmdflow.errors import CheckpointError, ConfigError
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from spmdflow.checkpoint.disk import TOKEN_FILE, sees_token, shared_token
-from spmdflow.checkpoint.manifest import FileFacts, verify_checkpoint
+from spmdflow.checkpoint.manifest import FileFacts
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest
 from spmdflow.controller.saving import check_shared
 from spmdflow.errors import CheckpointError, ConfigError
-from tests.unit.checkpoint_files import write_as_rank
+from tests.unit.checkpoint_files import verify_checkpoint, write_as_rank
 
 ACTOR, CRITIC = {"actor/rank-0": b"actor"}, {"critic/rank-0": b"the critic's weights"}
 

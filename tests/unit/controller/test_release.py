@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spmdflow.controller.result import ColumnFacts, RowResult
-from spmdflow.controller.transfers import Transfers
+from spmdflow.controller.result import ColumnFacts, RowResult, Transfers
 from spmdflow.data.column import ColumnSpec
 from spmdflow.errors import TransferError
 from spmdflow.runtime.order import Order, Pending

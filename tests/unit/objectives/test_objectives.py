@@ -18,8 +18,9 @@ from spmdflow.data.ragged import ragged
 from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.objectives.kl import kl_estimate
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
-from spmdflow.objectives.loss import AGGREGATIONS, Loss, aggregate, mask_totals, masked_mean
-from spmdflow.objectives.policy import PolicyLoss, ValueLoss, clipped_value_loss
+from spmdflow.objectives.loss import AGGREGATIONS, Loss, aggregate, mask_totals, masked_sum
+from spmdflow.objectives.policy import Before, PolicyLoss, ValueLoss, clipped_value_loss
+from spmdflow.transfer.worker import Mean
 from tests.outputs import entropy_of, log_probs_of, of_logits, scalar_output
 
 
@@ -124,7 +125,7 @@ def test_nothing_masked_in_gives_zero_whatever_the_numbers(mode: str) -> None:
     none = torch.zeros(1, 2, dtype=torch.bool)
 
     assert float(aggregate(x, none, {"tokens": 0.0, "sequences": 0.0, "budget": 0.0}, mode)) == 0
-    assert float(masked_mean(x, none)) == 0
+    assert float(masked_sum(x, none)) == 0
 
 
 @pytest.mark.parametrize("gap", [-1e4, -50.0, 50.0, 1e4])
@@ -211,7 +212,8 @@ def test_rows_all_masked_run_backward_to_exact_zeros(
 def test_policy_metrics_at_the_old_policy_are_those_of_ratio_one() -> None:
     micro, logits = _policy_rows()
     micro.columns["old_log_probs"] = log_probs_of(logits, micro.targets, 0.8).detach()
-    loss = PolicyLoss(PolicyLossConfig(), 0.8, report_entropy=True)
+    loss = PolicyLoss(PolicyLossConfig(), 0.8)
+    loss.before = Before(with_reference=False)
 
     _, sums = loss(micro.read(logits), micro, _totals(micro))
     metrics = loss.finalize({name: float(x) for name, x in sums.items()})
@@ -222,7 +224,8 @@ def test_policy_metrics_at_the_old_policy_are_those_of_ratio_one() -> None:
     assert metrics["actor/ratio_std"] == pytest.approx(0, abs=1e-6)
     assert metrics["actor/approx_kl"] == metrics["actor/clip_fraction"] == 0
     entropy = entropy_of(logits, 0.8)[micro.response_mask].mean()
-    assert metrics["actor/entropy"] == pytest.approx(entropy.item())
+    found = loss.before.metrics()["actor/entropy"]
+    assert isinstance(found, Mean) and found.total / found.weight == pytest.approx(entropy.item())
 
 
 def test_entropy_is_left_out_unless_asked_for() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from spmdflow import run
-from spmdflow.checkpoint.manifest import CheckpointInfo, check_layout, verify_checkpoint
+from spmdflow.checkpoint.manifest import CheckpointInfo, check_layout
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest, open_run_dir
 from spmdflow.config.check import check
 from spmdflow.config.load import load
@@ -31,7 +31,7 @@ from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import SpmdflowError
 from spmdflow.rewards.pool import RewardPool
 from tests.unit import toy_flow
-from tests.unit.checkpoint_files import write_as_rank
+from tests.unit.checkpoint_files import verify_checkpoint, write_as_rank
 from tests.unit.config_folder import ACTOR, SCORER, TOKENS, accept, write_config_folder, write_model
 
 PAGE = Path(__file__).parents[3] / "docs" / "REFUSALS.md"

@@ -14,6 +14,7 @@ import yaml
 from spmdflow import run
 from spmdflow.config.check import check
 from spmdflow.config.load import Loaded, load
+from spmdflow.config.location import to_yaml
 from spmdflow.config.parallel import sizes_of
 from spmdflow.config.placement import resolve_placement, roles_of
 from spmdflow.controller.transcript import TRANSCRIPT_FILE
@@ -207,7 +208,7 @@ def test_run_resolves_it_before_its_checks_and_says_what_it_found(
 
     first, text = placed[0]
     assert text is not None and "\nauto   {" in text
-    assert all(other.yaml_text == first.yaml_text for other, _ in placed)
+    assert all(to_yaml(other.cfg) == to_yaml(first.cfg) for other, _ in placed)
     assert len(pools_of(first.cfg, 4)) >= 1
     check(first.cfg, 4)
 

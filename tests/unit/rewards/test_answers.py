@@ -109,7 +109,7 @@ def test_gsm8k_rows_verify_themselves_and_no_other_number(file: str) -> None:
     forms = ("#### {}", "The answer is {}.", r"so \boxed{{{}}}", "<answer>${} a day</answer>")
 
     for row in rows:
-        number = gsm8k.number_of(row["answer"])
+        number = gsm8k.final_number(row["answer"])
         assert number is not None
         assert number == Fraction(row["answer"].rpartition("####")[2].replace(",", "").strip())
         assert gsm8k.score("", row["answer"], row)["score"] == 1

@@ -18,7 +18,7 @@ from torch import Tensor
 from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.hybrid_engine.bucket import Message
 from spmdflow.hybrid_engine.reshard import ReshardPlan, boxes_of, training_tables
-from spmdflow.hybrid_engine.whole import WholeTensors
+from spmdflow.hybrid_engine.stream import WholeTensors
 from spmdflow.parallel.layout import Layout
 from spmdflow.serving.connection import (
     Connection,

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdflow.blocks.box import Box
+from spmdflow.blocks.box import Box, describe, own_boxes
 from spmdflow.blocks.hash import MODULUS, box_hash, positional_hash
-from spmdflow.blocks.own import describe, own_boxes
 from spmdflow.errors import ConfigError, PlanError
 from spmdflow.weights.move import Blocks, blocks, fill, own_parts
 from spmdflow.weights.ranks import megatron_shards, row_shards, vllm_shards

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spmdflow.config.schema import OptimizerConfig
 from spmdflow.errors import ConfigError
-from spmdflow.kind.optimizer import optimizer_kind, optimizer_names
+from spmdflow.kind.table import OPTIMIZERS, optimizer_kind
 from spmdflow.workers.optimizer import (
     ShardedOptimizer,
     clip_,
@@ -66,7 +66,7 @@ def test_every_class_of_torch_is_offered_or_refused() -> None:
         if inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)
     }
 
-    assert classes - {"Optimizer"} == {*optimizer_names(), *_REFUSED}
+    assert classes - {"Optimizer"} == {*OPTIMIZERS, *_REFUSED}
 
 
 @pytest.mark.parametrize("name", sorted(_REFUSED))
@@ -75,7 +75,7 @@ def test_class_that_is_not_elementwise_is_refused_with_its_reason(name: str) -> 
         optimizer_kind(name)
 
 
-@pytest.mark.parametrize("name", optimizer_names())
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_of_shards_are_those_of_the_class_over_the_whole_tensor(name: str) -> None:
     torch.manual_seed(0)
     cfg, start, gradients = settings_of(name), torch.randn(5, 3), torch.randn(STEPS, 5, 3)
@@ -91,7 +91,7 @@ def test_steps_of_shards_are_those_of_the_class_over_the_whole_tensor(name: str)
     )
 
 
-@pytest.mark.parametrize("name", optimizer_names())
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_that_goes_on_is_that_of_steps_without_a_break(name: str) -> None:
     torch.manual_seed(0)
     cfg, start, gradients = settings_of(name), torch.randn(5, 3), torch.randn(STEPS, 5, 3)
@@ -115,7 +115,7 @@ def test_state_that_goes_on_is_that_of_steps_without_a_break(name: str) -> None:
     assert second.next_lr == ours.next_lr
 
 
-@pytest.mark.parametrize("name", optimizer_names())
+@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_number_of_moments_is_what_the_plan_counts(name: str, momentum: float) -> None:
     cfg = OptimizerConfig(name=name, betas=[momentum, 0.95])
