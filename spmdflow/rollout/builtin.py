@@ -100,7 +100,7 @@ class BuiltinGenerator(RequestGenerator):
         self._max_batch_size = cfg.max_batch_size
         self._asleep: Storages | None = None
         self._end_tokens = torch.tensor(end_tokens(model_path), dtype=torch.int64, device=device)
-        self._ids, self._clock, self._lead, self._slots = count(), 0, 0, 0
+        self._ids, self._clock, self._oldest, self._slots = count(), 0, 0, 0
         self._waiting: list[tuple[int, Request]] = []
         self._live: list[_Live] = []
         self._rows: _Rows  # of self._live, as self._logits are
@@ -161,7 +161,7 @@ class BuiltinGenerator(RequestGenerator):
         """Prefill waiting requests, as many as there are free rows; samples of a prompt once."""
         coming, self._waiting = self._waiting[:free], self._waiting[free:]
         requests = [row.request for row in self._live] + [request for _, request in coming]
-        self._slots = max(len(r.prompt) + r.sampling.max_new_tokens for r in requests)
+        self._slots = max(request.sampling.max_new_tokens for request in requests)
         self._forward.reserve(len(requests), self._slots)
         groups: dict[bytes, list[_Live]] = {}
         for request_id, request in coming:
@@ -194,14 +194,14 @@ class BuiltinGenerator(RequestGenerator):
         )
         logits = self._forward.prefill(
             [group[0].request.prompt for group in groups],
-            torch.tensor(source, device=self.device),
+            source,
             len(self._live),
         )
         if self._live:
             rows, logits = self._rows.join(rows), torch.cat([self._logits, logits])
         self._rows, self._logits = rows, logits
         self._live += new
-        self._lead = max(len(row.request.prompt) - row.born for row in self._live)
+        self._oldest = min(row.born for row in self._live)
 
     def _draw(self) -> Tensor:
         """One token (n,) for every row, written down."""
@@ -219,7 +219,7 @@ class BuiltinGenerator(RequestGenerator):
         """Logits behind these tokens (n,); a row that has ended overwrites its last slot."""
         rows = self._rows
         places = rows.starts + rows.counts - 1
-        span = min(self._lead + self._clock, self._slots)  # the row that leads may have ended
+        span = min(self._clock - self._oldest, self._slots)  # the oldest row may have ended
         self._logits = self._forward.step(chosen, places, span)
 
     def _counts_of_ended(self, draws: int) -> dict[int, int]:
@@ -247,7 +247,7 @@ class BuiltinGenerator(RequestGenerator):
         kept = torch.tensor(order, dtype=torch.int64, device=self.device)
         self._rows, self._logits = self._rows.pick(kept), self._logits[kept]
         self._live = [self._live[place] for place in order]
-        self._lead = max((len(r.request.prompt) - r.born for r in self._live), default=0)
+        self._oldest = min((row.born for row in self._live), default=0)
         return kept
 
     def blocks(self) -> list[Block]:

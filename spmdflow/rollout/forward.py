@@ -28,16 +28,19 @@ class CachedForward(Protocol):
     """Whether rows can join others that are under way."""
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Make room for so many rows of so many tokens; what rows have stays."""
+        """Make room for so many rows of so many tokens behind their prompts; what they have stays."""
 
-    def prefill(self, prompts: list[Tensor], source: Tensor, first: int) -> Tensor:
+    def prefill(self, prompts: list[Tensor], source: list[int], first: int) -> Tensor:
         """Logits (n, V) after the prompts of the new rows first to first + n - 1.
 
-        prompts: different ones, on the host; source (n,) int64: which one a new row begins with.
+        prompts: different ones, on the host; source: which one each new row begins with.
         """
 
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
-        """Logits (n, V) after one more token (n,) of every row, at its position (n,) below span."""
+        """Logits (n, V) after one more token (n,) of every row, at its position (n,).
+
+        span: no row has more tokens behind its prompt, this one counted.
+        """
 
     def keep(self, rows: list[int]) -> None:
         """Go on with these rows only, in this order."""
@@ -102,7 +105,7 @@ class HuggingFaceForward:
     def reserve(self, rows: int, slots: int) -> None:
         """The cache grows by itself."""
 
-    def prefill(self, prompts: list[Tensor], source: Tensor, first: int) -> Tensor:
+    def prefill(self, prompts: list[Tensor], source: list[int], first: int) -> Tensor:
         """See CachedForward; left-padded, as windows of attention count slots."""
         from transformers import DynamicCache
 
@@ -114,7 +117,7 @@ class HuggingFaceForward:
         )
         self._cache = DynamicCache(config=self._module.config)
         logits = self._forward(ids, (self._mask.cumsum(1) - 1).clamp_(min=0))
-        self._select(source)
+        self.keep(source)
         return logits[source]
 
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
@@ -124,15 +127,13 @@ class HuggingFaceForward:
 
     def keep(self, rows: list[int]) -> None:
         """See CachedForward."""
-        self._select(torch.tensor(rows, dtype=torch.int64, device=self._mask.device))
+        chosen = torch.tensor(rows, dtype=torch.int64, device=self._mask.device)
+        self._cache.batch_select_indices(chosen)
+        self._mask = self._mask[chosen]
 
     def release(self) -> None:
         """Free the KV cache."""
         self._cache = None
-
-    def _select(self, rows: Tensor) -> None:
-        self._cache.batch_select_indices(rows)
-        self._mask = self._mask[rows]
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         output = self._module(

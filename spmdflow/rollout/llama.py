@@ -4,8 +4,10 @@ A transformers module spends most of a small model's decode step in Python; this
 arithmetic with fewer, larger operations (one product for q, k and v, one for gate and up). Equal to
 transformers within 1e-5 in float32, which tests/unit/rollout/test_builtin_generator.py checks.
 
-Every row has slots of its own, filled from 0, so that rows of any age are decoded together and a
-row that has ended makes room for another. Rows that begin with the same prompt are prefilled once.
+Every row has slots of its own for what comes behind its prompt, filled from 0, so that rows of any
+age are decoded together and a row that has ended makes room for another. Keys and values of a
+prompt are computed, kept and read once for all rows that begin with it: their queries go through
+one product (as in Hydragen, Juravsky et al. 2024). A decode step reads little but the cache.
 """
 
 from __future__ import annotations
@@ -68,12 +70,75 @@ class _Layer:
     down: _Linear
 
 
+@dataclass(frozen=True)
+class _Prompts:
+    """Which of n rows begin with which of G prompts, M rows with one at most."""
+
+    lengths: list[int]
+    """Of the prompts."""
+    of_row: list[int]
+    """The prompt of each row."""
+    starts: Tensor
+    """(n,) int64: its length."""
+    by_prompt: Tensor
+    """(G * KV * M * g,) int64: places of query heads (n * KV * g,), prompt by prompt. A prompt with
+    fewer rows than M has one of them several times."""
+    by_row: Tensor
+    """(n * KV * g,) int64: places of query heads in by_prompt, row by row."""
+
+    @classmethod
+    def of(cls, lengths: list[int], of_row: list[int], heads: Tensor) -> _Prompts:
+        """heads (KV, g) int64: numbers of the query heads, on the device."""
+        kv_heads, group = heads.shape
+        members: list[list[int]] = [[] for _ in lengths]
+        ranks = []
+        for row, prompt in enumerate(of_row):
+            ranks.append(len(members[prompt]))
+            members[prompt].append(row)
+        most = max(map(len, members), default=0)
+        filled = [rows + rows[:1] * (most - len(rows)) for rows in members]
+        table = torch.tensor(filled, dtype=torch.int64).view(len(lengths), 1, most, 1)
+        row = torch.tensor([of_row, ranks], dtype=torch.int64)[..., None, None]  # (2, n, 1, 1)
+        by_prompt = table.to(heads.device) * heads.numel() + heads[:, None]
+        prompt, rank = row.to(heads.device)
+        head, part = heads // group, heads % group
+        by_row = ((prompt * kv_heads + head) * most + rank) * group + part
+        starts = torch.tensor([lengths[prompt] for prompt in of_row], device=heads.device)
+        return cls(lengths, of_row, starts, by_prompt.view(-1), by_row.view(-1))
+
+    def to_prompts(self, x: Tensor) -> Tensor:
+        """(n, KV, g, c) -> (G, KV, M * g, c)."""
+        found = x.reshape(-1, x.shape[-1]).index_select(0, self.by_prompt)
+        return found.view(len(self.lengths), x.shape[1], -1, x.shape[-1])
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """(G, KV, M * g, c) -> (n, KV, g, c)."""
+        found = x.reshape(-1, x.shape[-1]).index_select(0, self.by_row)
+        return found.view(len(self.of_row), x.shape[1], -1, x.shape[-1])
+
+    def attend(self, query: Tensor, prompts: Tensor, own: Tensor, bias: Tensor) -> Tensor:
+        """(n, H * head_dim) of a decode step; query (n, KV, g, head_dim), scaled.
+
+        prompts (2, G, KV, P, head_dim), own (2, n, KV, S, head_dim): keys and values; bias
+        (n, 1, 1, P + S).
+        """
+        widths = [prompts.shape[3], own.shape[3]]
+        at_prompt = self.to_rows(self.to_prompts(query) @ prompts[0].transpose(2, 3))
+        scores = torch.cat([at_prompt, query @ own[0].transpose(2, 3)], -1)
+        of_prompt, of_own = scores.add_(bias).softmax(-1).split(widths, -1)
+        mixed = self.to_rows(self.to_prompts(of_prompt) @ prompts[1])
+        return mixed.add_(of_own @ own[1]).view(len(query), -1)
+
+
 class LlamaForward:
     """Weights, KV cache and the two passes; see rollout.forward.CachedForward."""
 
     refills = True
     _cache: list[Tensor]
-    """(2, rows, KV, slots, head_dim) of each layer: keys and values."""
+    """(2, rows, KV, slots, head_dim) of each layer: keys and values behind the prompts."""
+    _shared: list[Tensor]
+    """(2, G, KV, P, head_dim) of each layer: those of the prompts, padded on the right."""
+    _prompts: _Prompts
     _most_slots: int
 
     def __init__(self, module: Any, device: torch.device) -> None:
@@ -89,6 +154,9 @@ class LlamaForward:
             config.hidden_size // config.num_attention_heads
         )
         self._epsilon: float = config.rms_norm_eps
+        self._query_heads = torch.arange(self._num_heads, device=device).view(
+            self._num_kv_heads, -1
+        )
         self._window = config.sliding_window if _layer_types(config)[0] == _WINDOW else None
         state = {name: tensor.detach() for name, tensor in module.named_parameters()}
         self._layers = [self._layer_of(state, i) for i in range(config.num_hidden_layers)]
@@ -117,26 +185,25 @@ class LlamaForward:
                 new[:, : old.shape[1], :, : old.shape[3]] = old
                 self._cache[number] = new
 
-    def prefill(self, prompts: list[Tensor], source: Tensor, first: int) -> Tensor:
+    def prefill(self, prompts: list[Tensor], source: list[int], first: int) -> Tensor:
         """See CachedForward; right-padded: a token never sees what stands behind it."""
+        assert first == len(self._prompts.of_row), (first, len(self._prompts.of_row))
         ids = pad_sequence(prompts, batch_first=True).to(self._device)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)
-        (batch, width), new = ids.shape, slice(first, first + len(source))
-        self._make_slots(width)
+        sizes, (batch, width) = [len(prompt) for prompt in prompts], ids.shape
         places = torch.arange(width, device=ids.device)
         seen = None
         if self._window is not None:
             seen = (places <= places[:, None]) & (places > places[:, None] - self._window)
         hidden = F.embedding(ids.view(-1), self._embedding)  # (B * P, D)
         cos, sin = (t[:width].repeat(batch, 1)[:, None] for t in self._rotations)
+        lengths = torch.tensor(sizes, device=ids.device)
         ends = torch.arange(batch, device=ids.device) * width + lengths - 1
         for number, layer in enumerate(self._layers):
             query, key, value = (
                 x.view(batch, width, -1, self._head_dim).transpose(1, 2)
                 for x in self._heads(layer, hidden, cos, sin)
             )
-            for part, fresh in zip(self._cache[number], (key, value), strict=True):
-                part[new, :, :width] = fresh[source]
+            self._share(number, torch.stack([key, value]))
             mixed = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=seen, is_causal=seen is None, enable_gqa=True
             )
@@ -144,33 +211,48 @@ class LlamaForward:
             if number == len(self._layers) - 1:  # only the last tokens are read further on
                 mixed, hidden = mixed[ends], hidden[ends]
             hidden = self._finish(layer, hidden, mixed)
+        known = self._prompts
+        of_row = known.of_row + [len(known.lengths) + prompt for prompt in source]
+        self._prompts = _Prompts.of(known.lengths + sizes, of_row, self._query_heads)
         return self._logits(hidden)[source]
+
+    def _share(self, number: int, fresh: Tensor) -> None:
+        """Keys and values (2, B, KV, P, head_dim) of new prompts behind those of a layer."""
+        known = self._shared[number]
+        width = max(known.shape[3], fresh.shape[3])
+        parts = [F.pad(x, (0, 0, 0, width - x.shape[3])) for x in (known, fresh)]
+        self._shared[number] = torch.cat(parts, 1)
 
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
         """See CachedForward."""
         rows, kv_heads = len(tokens), self._num_kv_heads
         self._make_slots(span)
-        slots = torch.arange(span, device=tokens.device)
-        seen = slots <= positions[:, None]
-        if self._window is not None:
-            seen &= slots > positions[:, None] - self._window
-        bias = self._embedding.new_zeros(rows, 1, 1, span).masked_fill_(
-            ~seen[:, None, None], float("-inf")
-        )
+        bias = self._bias(positions, span)
         hidden = F.embedding(tokens, self._embedding)  # (n, D)
         cos, sin = (t.index_select(0, positions)[:, None] for t in self._rotations)
         first = torch.arange(rows * kv_heads, device=tokens.device) * self._cache[0].shape[3]
-        places = first + positions.repeat_interleave(kv_heads)
-        for layer, cache in zip(self._layers, self._cache, strict=True):
+        places = first + (positions - self._prompts.starts).repeat_interleave(kv_heads)
+        for layer, shared, cache in zip(self._layers, self._shared, self._cache, strict=True):
             query, *fresh = self._heads(layer, hidden, cos, sin)
             for part, x in zip(cache, fresh, strict=True):
                 part.view(-1, self._head_dim).index_copy_(0, places, x.reshape(-1, self._head_dim))
-            key, value = cache[:, :rows, :, :span]
             # the query heads that share a kv head are rows of one query: no repeated keys
-            grouped = query.reshape(rows, kv_heads, -1, self._head_dim)
-            mixed = _attend(grouped, key, value, bias)
-            hidden = self._finish(layer, hidden, mixed.reshape(rows, -1))
+            query = (query * self._head_dim**-0.5).view(rows, kv_heads, -1, self._head_dim)
+            mixed = self._prompts.attend(query, shared, cache[:, :rows, :, :span], bias)
+            hidden = self._finish(layer, hidden, mixed)
         return self._logits(hidden)
+
+    def _bias(self, positions: Tensor, span: int) -> Tensor:
+        """(n, 1, 1, P + span): -inf where a row has no token, or does not see it."""
+        starts, width = self._prompts.starts[:, None], self._shared[0].shape[3]
+        slots = torch.arange(width + span, device=positions.device)
+        behind = slots >= width
+        place = torch.where(behind, slots - width + starts, slots)  # (n, P + span)
+        seen = (place <= positions[:, None]) & (behind | (slots < starts))
+        if self._window is not None:
+            seen &= place > positions[:, None] - self._window
+        bias = self._embedding.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+        return bias[:, None, None]
 
     def keep(self, rows: list[int]) -> None:
         """See CachedForward; rows that stay where they are cost nothing."""
@@ -179,12 +261,22 @@ class LlamaForward:
             sources, places = torch.tensor(moved, device=self._device).T
             for cache in self._cache:
                 cache[:, places] = cache[:, sources]
+        of_row = [self._prompts.of_row[row] for row in rows]
+        lengths, used = self._prompts.lengths, sorted(set(of_row))
+        if len(used) < len(lengths):
+            lengths = [lengths[prompt] for prompt in used]
+            of_row = [used.index(prompt) for prompt in of_row]
+            width = max(lengths, default=0)
+            self._shared = [cache[:, used, :, :width] for cache in self._shared]
+        self._prompts = _Prompts.of(lengths, of_row, self._query_heads)
 
     def release(self) -> None:
         """Free the KV cache; the next batch allocates it again."""
         self._most_slots = 0
         shape = (2, 0, self._num_kv_heads, 0, self._head_dim)
         self._cache = [self._embedding.new_zeros(shape) for _ in self._layers]
+        self._shared = [self._embedding.new_zeros(shape) for _ in self._layers]
+        self._prompts = _Prompts.of([], [], self._query_heads)
 
     def _heads(
         self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor
@@ -249,17 +341,6 @@ class LlamaForward:
             found[kind] = fused
         assert found["weight"] is not None, layers
         return _Linear(found["weight"], found["bias"])
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-    """(n, KV, group, head_dim) of a decode step; key and value (n, KV, slots, head_dim).
-
-    On CPU as two batched products, which read memory faster than the kernel for long queries.
-    """
-    if not query.is_cpu:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(2, 3)
-    return scores.add_(bias).softmax(-1) @ value
 
 
 def _rotations(rotary: Any, num_positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
