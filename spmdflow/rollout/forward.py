@@ -28,7 +28,7 @@ class CachedForward(Protocol):
     """Whether rows can join others that are under way."""
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Make room for so many rows of so many tokens behind their prompts; what they have stays."""
+        """Make room for so many rows of so many tokens behind prompts; what they have stays."""
 
     def prefill(self, prompts: list[Tensor], source: list[int], first: int) -> Tensor:
         """Logits (n, V) after the prompts of the new rows first to first + n - 1.

@@ -98,11 +98,11 @@ class _Prompts:
         most = max(map(len, members), default=0)
         filled = [rows + rows[:1] * (most - len(rows)) for rows in members]
         table = torch.tensor(filled, dtype=torch.int64).view(len(lengths), 1, most, 1)
-        row = torch.tensor([of_row, ranks], dtype=torch.int64)[..., None, None]  # (2, n, 1, 1)
+        places = torch.tensor([of_row, ranks], dtype=torch.int64)[..., None, None]  # (2, n, 1, 1)
         by_prompt = table.to(heads.device) * heads.numel() + heads[:, None]
-        prompt, rank = row.to(heads.device)
+        prompts, rank = places.to(heads.device)
         head, part = heads // group, heads % group
-        by_row = ((prompt * kv_heads + head) * most + rank) * group + part
+        by_row = ((prompts * kv_heads + head) * most + rank) * group + part
         starts = torch.tensor([lengths[prompt] for prompt in of_row], device=heads.device)
         return cls(lengths, of_row, starts, by_prompt.view(-1), by_row.view(-1))
 

@@ -3,14 +3,18 @@
 A mask over all tokens would cost the square of their sum; here the cost is the sum of the rows'
 squares. Where PyTorch has kernels for rows of any length (half precision on CUDA), one of them
 takes all rows; elsewhere neighbours of equal length go through the dense kernels together.
+
+Rows may begin with the same prompt (samples of GRPO, pairs of DPO): then it lies and is computed
+once, as a row of its own, and theirs are what follows, whose queries also see the prompt's keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,16 +30,47 @@ class PackedRows:
     """Tokens of each row, at least 1."""
     offsets: Tensor
     """(b + 1,) int32: where each row begins, and the end of the last."""
+    seen: SeenKeys | None = None
+    """Where rows share prompts; None: each sees its own tokens."""
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> PackedRows:
         """Rows of these lengths, in host memory."""
-        return cls(tuple(lengths), functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int())
+        return cls(tuple(lengths), _offsets(lengths))
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> PackedRows:
+        """With tensors moved."""
+        seen = self.seen
+        if seen is not None:
+            seen = SeenKeys(seen.lengths, move(seen.offsets), move(seen.places))
+        return PackedRows(self.lengths, move(self.offsets), seen)
 
     @property
-    def runs(self) -> list[tuple[int, int]]:
-        """(number of rows, tokens of each) of neighbours that are equally long."""
-        return [(len(list(run)), length) for length, run in groupby(self.lengths)]
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(number of rows, tokens of each, keys that it sees) of neighbours that are alike."""
+        keys = self.lengths if self.seen is None else self.seen.lengths
+        pairs = groupby(zip(self.lengths, keys, strict=True))
+        return [(len(list(run)), *sizes) for sizes, run in pairs]
+
+
+@dataclass(frozen=True)
+class SeenKeys:
+    """The keys that each row sees, in order; its own tokens are the last of them."""
+
+    lengths: tuple[int, ...]
+    offsets: Tensor
+    """(b + 1,) int32."""
+    places: Tensor
+    """(sum of lengths,) int64: of each among the packed tokens."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], places: Tensor) -> SeenKeys:
+        """In host memory."""
+        return cls(tuple(lengths), _offsets(lengths), places)
+
+
+def _offsets(lengths: Sequence[int]) -> Tensor:
+    return functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
 
 
 def packed_attention(
@@ -51,30 +86,41 @@ def packed_attention(
 
     window: a token attends to the last so many tokens up to itself; None: to all before it.
     """
+    seen = rows.seen
+    if seen is not None:
+        key, value = (x.index_select(0, seen.places) for x in (key, value))
     if _has_varlen(query):
         ends, most = rows.offsets, max(rows.lengths)
+        key_ends, most_keys = (ends, most) if seen is None else (seen.offsets, max(seen.lengths))
         left = -1 if window is None else window - 1
         found = varlen_attn(
-            query, key, value, ends, ends, most, most,
+            query, key, value, ends, key_ends, most, most_keys,
             scale=scale, window_size=(left, 0), enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
         assert isinstance(found, Tensor)
         return found
     runs = rows.runs
-    sizes = [count * length for count, length in runs]
-    mixed = []
-    for *parts, run in zip(*(x.split(sizes) for x in (query, key, value)), runs, strict=True):
-        q, k, v = (x.unflatten(0, run).transpose(1, 2) for x in parts)  # (rows, heads, T, d)
-        run_mixed = dense_attention(q, k, v, scale=scale, window=window)
-        mixed.append(run_mixed.transpose(1, 2).flatten(0, 1))
+    mixed: list[Tensor] = []
+    queries = query.split([count * length for count, length, _ in runs])
+    keys, values = (x.split([count * length for count, _, length in runs]) for x in (key, value))
+    for count, length, num_keys in runs:
+        q = queries[len(mixed)].unflatten(0, (count, length)).transpose(1, 2)  # (rows, heads, T, d)
+        k, v = (
+            x[len(mixed)].unflatten(0, (count, num_keys)).transpose(1, 2) for x in (keys, values)
+        )
+        run = dense_attention(q, k, v, scale=scale, window=window)
+        mixed.append(run.transpose(1, 2).flatten(0, 1))
     return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
 
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None
 ) -> Tensor:
-    """query (b, heads, T, d), key and value (b, kv heads, T, d) -> (b, heads, T, d), causal."""
-    mask = _band(query.shape[2], window, query.device)
+    """query (b, heads, T, d), key and value (b, kv heads, S, d) -> (b, heads, T, d), causal.
+
+    The queries are those of the last T of S positions.
+    """
+    mask = _band(query.shape[2], key.shape[2], window, query.device)
     if query.is_cuda and (mask is not None or query.dtype == torch.float32):
         # of CUDA's kernels only flash takes grouped heads: half precision and no mask
         repeats = query.shape[1] // key.shape[1]
@@ -84,13 +130,40 @@ def dense_attention(
     )
 
 
-def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """(T, T) bool: the last `window` positions up to each; None if that is all of them."""
-    if window is None or length <= window:
+def _band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """(T, S) bool: the last `window` positions up to each query's; None if causality is all."""
+    if queries == keys and (window is None or keys <= window):
         return None
-    places = torch.arange(length, device=device)
-    distance = places[:, None] - places
-    return (distance >= 0) & (distance < window)
+    places = torch.arange(keys, device=device)
+    distance = places[keys - queries :, None] - places
+    return (distance >= 0) & (distance < (window or keys))
+
+
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embedding (Su et al. 2021) of (b, heads, T, d) each, by cos and sin (b, T, d).
+
+    sin is negative in its first half: with the halves of x swapped, x * cos + swapped * sin.
+    """
+    cos, sin = cos[:, None], sin[:, None]
+    turned: list[Tensor] = [_Rotation.apply(x, cos, sin) for x in (query, key)]  # type: ignore[no-untyped-call]
+    return turned[0], turned[1]
+
+
+class _Rotation(torch.autograd.Function):
+    """Two passes over x and none of it kept; dx = g * cos + swapped (g * sin)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """See `rotate`."""
+        ctx.save_for_backward(cos, sin)
+        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Of x alone."""
+        cos, sin = ctx.saved_tensors
+        half = grad.shape[-1] // 2
+        return torch.addcmul(grad * cos, grad.roll(half, -1), sin.roll(half, -1)), None, None
 
 
 def _has_varlen(query: Tensor) -> bool:

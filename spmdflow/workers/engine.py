@@ -266,6 +266,7 @@ class TrainEngine(ABC):
             by_tokens=by_tokens,
             device=self.device,
             packed=self.packs,
+            shares_prompts=isinstance(self.model, LoadedModel),
         )
 
     def count_micro_batches(self, batch: TensorDict) -> int:

@@ -2,8 +2,9 @@
 
 A row is prompt + response, positions from 0. Packed rows lie end to end as one sequence, shorter
 ones first, so that attention finds equally long ones side by side; else each row is a sequence,
-padded on the right. Token t of the response of a
-row with prompt length P is predicted at position P - 1 + t: there, and nowhere else, heads run.
+padded on the right. A prompt that several packed rows begin with may lie there once, before them.
+Token t of the response of a row with prompt length P is predicted at position P - 1 + t: there, and
+nowhere else, heads run.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ from spmdflow.data.ragged import (
     mask_of,
     pad,
     ragged,
+    rows_of,
     select_rows,
     take_rows,
 )
 from spmdflow.errors import ColumnError, ProtocolError
 from spmdflow.parallel.device import to_device
-from spmdflow.workers.attention import PackedRows
+from spmdflow.workers.attention import PackedRows, SeenKeys
+
+SHARED_FROM = 8
+"""A prompt is computed once for its rows where that saves at least 1/8 of their tokens: short ones
+cost more in attention, which then needs a mask, than they save."""
 
 
 @dataclass(frozen=True)
@@ -78,21 +84,26 @@ def micro_batches(
     by_tokens: bool,
     device: torch.device,
     packed: bool = False,
+    shares_prompts: bool = False,
 ) -> list[MicroBatch]:
     """The rows of batch in exactly num_micro_batches parts; an empty part is one padding row.
+
+    shares_prompts: what packed rows begin with alike lies there once, where that saves enough.
 
     batch is in host memory, the micro-batches on device. Needs ragged prompts (no empty one) and
     responses; other columns are ragged of the responses' lengths, dense, or text (left out).
     Response_mask is all True if the batch has none.
     """
     rows = _read_rows(batch)
-    totals = (lengths_of(rows["prompts"]) + lengths_of(rows["responses"])).tolist()
+    lengths = lengths_of(rows["prompts"])
+    totals, prompts = (lengths + lengths_of(rows["responses"])).tolist(), lengths.tolist()
     found = []
     for part in cut(totals, num_micro_batches, by_tokens=by_tokens, packed=packed):
-        part = sorted(part, key=totals.__getitem__) if packed else part
+        part = sorted(part, key=lambda row: (totals[row], prompts[row])) if packed else part
         index = torch.tensor(part, dtype=torch.int64)
         chosen = select_rows(rows, index) if part else _padding_of(rows)
-        found.append(_build(chosen, index, device, packed=packed))
+        places = _places(chosen, packed=packed, shares=packed and shares_prompts)
+        found.append(_build(chosen, index, device, places))
     return found
 
 
@@ -120,7 +131,8 @@ def lengthened(micro: MicroBatch, multiple: int) -> MicroBatch:
         micro,
         input_ids=torch.nn.functional.pad(micro.input_ids, (0, extra)),
         position_ids=torch.cat([micro.position_ids, more], 1),
-        packed=packed and _packed([*packed.lengths, extra], device),
+        packed=packed
+        and PackedRows.of([*packed.lengths, extra]).moved(lambda x: to_device(x, device)),
         predicting=micro.predicting + micro.predicting // length * extra,
         ends=micro.ends + micro.ends // length * extra,
     )
@@ -189,41 +201,115 @@ def _padding_of(rows: TensorDict) -> TensorDict:
     return TensorDict({name: zero(column) for name, column in rows.items()}, batch_size=[1])
 
 
-def _build(rows: TensorDict, index: Tensor, device: torch.device, *, packed: bool) -> MicroBatch:
+@dataclass(frozen=True)
+class _Places:
+    """Where the tokens of b rows lie in (1, N) or (b, T), flattened."""
+
+    shape: tuple[int, int]
+    prompts: Tensor
+    """(b,) int64: of the first token of each prompt; rows may share one."""
+    responses: Tensor
+    """(b,) int64: of the first token of each response, were there one."""
+    packed: PackedRows | None
+
+
+def _places(rows: TensorDict, *, packed: bool, shares: bool) -> _Places:
+    prompt_lengths = lengths_of(rows["prompts"])
+    totals = prompt_lengths + lengths_of(rows["responses"])
+    if not packed:
+        shape = (len(totals), int(totals.max()))
+        starts = torch.arange(len(totals)) * shape[1]
+        return _Places(shape, starts, starts + prompt_lengths, None)
+    groups = _shared_prompts(rows["prompts"], totals.tolist()) if shares else []
+    if groups:
+        return _shared_places(groups, prompt_lengths.tolist(), totals.tolist())
+    starts = totals.cumsum(0) - totals
+    shape = (1, int(totals.sum()))
+    return _Places(shape, starts, starts + prompt_lengths, PackedRows.of(totals.tolist()))
+
+
+def _shared_prompts(prompts: Tensor, totals: list[int]) -> list[list[int]]:
+    """Rows that begin with one prompt, where it pays to compute it once; short prompts first."""
+    groups: dict[bytes, list[int]] = {}
+    for row, prompt in enumerate(rows_of(prompts)):
+        groups.setdefault(prompt.numpy().tobytes(), []).append(row)
+    lengths = lengths_of(prompts).tolist()
+
+    def pays(group: list[int]) -> bool:
+        saved = lengths[group[0]] * (len(group) - 1)
+        return saved * SHARED_FROM >= sum(totals[row] for row in group)
+
+    return sorted(filter(pays, groups.values()), key=lambda group: lengths[group[0]])
+
+
+def _shared_places(groups: list[list[int]], prompts: list[int], totals: list[int]) -> _Places:
+    """The prompts of the groups first, then the rows: what follows such a prompt, or all of it."""
+    at = 0
+    starts: dict[int, int] = {}
+    sizes, keys = [], []  # of each packed row: tokens; of what it sees: (place, tokens)
+    for group in groups:
+        length = prompts[group[0]]
+        starts |= dict.fromkeys(group, at)
+        sizes.append((length, length))
+        keys.append((at, length))
+        at += length
+    responses = []
+    for row, (prompt, total) in enumerate(zip(prompts, totals, strict=True)):
+        shared = row in starts
+        start, own = starts.setdefault(row, at), total - prompt if shared else total
+        responses.append(at if shared else at + prompt)
+        if own:
+            sizes.append((own, total))
+            keys += [(start, prompt), (at, own)] if shared else [(at, own)]
+        at += own
+    lengths, seen = zip(*sizes, strict=True)
+    places = SeenKeys.of(seen, _spans(*torch.tensor(keys).T))
+    return _Places(
+        (1, at),
+        torch.tensor([starts[row] for row in range(len(totals))]),
+        torch.tensor(responses),
+        replace(PackedRows.of(lengths), seen=places),
+    )
+
+
+def _build(rows: TensorDict, index: Tensor, device: torch.device, places: _Places) -> MicroBatch:
     """index: of the rows in the batch; empty for padding."""
     prompts, responses = rows["prompts"], rows["responses"]
     prompt_lengths, response_lengths = lengths_of(prompts), lengths_of(responses)
-    totals = prompt_lengths + response_lengths
-    shape = (1, int(totals.sum())) if packed else (len(totals), int(totals.max()))
-    starts = totals.cumsum(0) - totals if packed else torch.arange(len(totals)) * shape[1]
+    shape, num_rows = places.shape, len(prompt_lengths)
+    at_prompts = _spans(places.prompts, prompt_lengths)
+    at_responses = _spans(places.responses, response_lengths)
     input_ids = torch.zeros(shape, dtype=torch.int64)
-    input_ids.view(-1)[_spans(starts, prompt_lengths)] = prompts.values()
-    input_ids.view(-1)[_spans(starts + prompt_lengths, response_lengths)] = responses.values()
-    places = _spans(torch.zeros_like(totals), totals) if packed else torch.arange(shape[1])
+    input_ids.view(-1)[at_prompts] = prompts.values()
+    input_ids.view(-1)[at_responses] = responses.values()
+    positions = torch.arange(shape[1])
+    if places.packed is not None:
+        positions[at_prompts] = _spans(torch.zeros_like(prompt_lengths), prompt_lengths)
+        positions[at_responses] = _spans(prompt_lengths, response_lengths)
+    # the first token of a response is predicted where its prompt ends
+    before, answered = places.prompts + prompt_lengths - 1, response_lengths > 0
+    predicting = at_responses - 1
+    predicting[(response_lengths.cumsum(0) - response_lengths)[answered]] = before[answered]
+    ends = torch.where(answered, places.responses + response_lengths - 1, before)
     width = max(1, int(response_lengths.max()))
-    in_width = _spans(torch.arange(len(totals)) * width, response_lengths)
+    in_width = _spans(torch.arange(num_rows) * width, response_lengths)
     columns: dict[str, Any] = dict(rows.exclude("prompts", "responses").items())
     for name, column in columns.items():
         columns[name] = to_device(pad(column, width=width) if is_ragged(column) else column, device)
     return MicroBatch(
         input_ids=to_device(input_ids, device),
-        position_ids=to_device(places, device).expand(shape),
-        packed=_packed(totals.tolist(), device) if packed else None,
+        position_ids=to_device(positions, device).expand(shape),
+        packed=places.packed and places.packed.moved(lambda x: to_device(x, device)),
         response_lengths=to_device(response_lengths, device),
         response_mask=columns.pop("response_mask").bool(),
-        row_weight=torch.full((len(totals),), float(len(index) > 0), device=device),
+        row_weight=torch.full((num_rows,), float(len(index) > 0), device=device),
         columns=columns,
         index=index,
         targets=to_device(responses.values(), device),
-        predicting=to_device(_spans(starts + prompt_lengths - 1, response_lengths), device),
-        ends=to_device(starts + totals - 1, device),
+        predicting=to_device(predicting, device),
+        ends=to_device(ends, device),
         response_places=to_device(in_width, device),
     )
-
-
-def _packed(lengths: Sequence[int], device: torch.device) -> PackedRows:
-    rows = PackedRows.of(lengths)
-    return replace(rows, offsets=to_device(rows.offsets, device))
 
 
 def _spans(starts: Tensor, lengths: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 Usage: torchrun --nproc-per-node 4 packed_rows.py FOLDER. FOLDER/results.json: cases, each with its
 largest relative gaps and the positions that the model of each rank computed; how far the answers of
-rows move, by family, when the other rows of their micro-batch are permuted or replaced.
+rows move, by family, when the other rows of their micro-batch are permuted or replaced. On one and
+two ranks most rows begin with the same prompt.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig
-from spmdflow.data.ragged import lengths_of, ragged, rows_of, select_rows
+from spmdflow.data.ragged import lengths_of, ragged, ragged_from_rows, rows_of, select_rows
 from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.registry import resolve
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
@@ -60,6 +62,9 @@ SIZE = {
     "max_window_layers": 1,
 }
 BUDGET, ROWS = 40, 11
+SHARED_DP, SHARED = 2, 8
+"""On at most so many ranks, so many rows begin with PROMPT."""
+PROMPT = torch.tensor([5, 3, 9, 9, 2, 7])
 
 
 def main(folder: Path) -> None:
@@ -164,7 +169,10 @@ def values(output: ScalarOutput, micro: MicroBatch) -> Mapping[str, Tensor]:
 
 def measured(engine: TrainEngine, head: str, dp: int) -> dict[str, Any]:
     """One forward and one step on this rank's rows."""
-    share, parts = split(make_batch(ROWS), dp, dist.get_rank(), 1, BUDGET)
+    batch = make_batch(ROWS)
+    if dp <= SHARED_DP:
+        batch["prompts"] = ragged_from_rows([PROMPT] * SHARED + rows_of(batch["prompts"])[SHARED:])
+    share, parts = split(batch, dp, dist.get_rank(), 1, BUDGET)
     positions: list[int] = []
     words = next(m for m in engine.model.module.modules() if isinstance(m, torch.nn.Embedding))
     words.register_forward_pre_hook(lambda _, given: positions.append(given[0].numel()))
@@ -202,10 +210,17 @@ def engine_of(
     context = WorkerContext("actor", layout, dist.get_rank(), groups, torch.device("cpu"), seed=0)
     model = load_model(ModelConfig(path=str(folder), dtype=dtype), head=head)
     model = replace(model, module=model.module.to(getattr(torch, dtype)))
+    for part in model.module.modules():
+        if type(part).__name__.endswith("RMSNorm"):  # transformers' own rounds to float32
+            part.forward = partial(norm, part)
     optimizer = OptimizerConfig(lr=LR, betas=[0.0, 0.95], clip_norm=1e9)
     cfg = EngineConfig(kind=kind, options=options, micro_batch=f"{BUDGET} tokens")
     engine = resolve(engine_kind(kind).implementation)
     return engine(model, cfg, context, optimizer=optimizer, total_optimizer_steps=1)
+
+
+def norm(part: Any, x: Tensor) -> Tensor:
+    return torch.nn.functional.rms_norm(x, part.weight.shape, part.weight, part.variance_epsilon)
 
 
 def gap(a: Tensor, b: Tensor) -> float:

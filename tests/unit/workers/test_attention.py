@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib import import_module
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spmdflow.workers.attention import PackedRows, packed_attention
+from spmdflow.workers.attention import PackedRows, SeenKeys, packed_attention, rotate
 
 
 def masked(
@@ -45,8 +48,73 @@ def test_packed_rows_attend_to_themselves_alone_and_only_within_the_window(
         assert torch.allclose(a.grad, b.grad, rtol=0, atol=1e-12)
 
 
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 5), st.lists(st.integers(1, 4), min_size=2, max_size=4)),
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from([None, 1, 3]),
+)
+def test_rows_behind_one_prompt_equal_rows_that_each_have_it(
+    groups: list[tuple[int, list[int]]], window: int | None
+) -> None:
+    """Prompts first, then what follows them; expected: every row whole, as one after the other."""
+    torch.manual_seed(len(groups))
+    at = sum(length for length, _ in groups)
+    sizes, keys, whole, prompt = [(length, length) for length, _ in groups], [], [], 0
+    for length, _ in groups:
+        keys.append(torch.arange(prompt, prompt + length))
+        prompt += length
+    for own_prompt, (length, rows) in zip(list(keys), groups, strict=True):
+        for size in rows:
+            sizes.append((size, length + size))
+            keys.append(torch.cat([own_prompt, torch.arange(at, at + size)]))
+            whole.append(keys[-1])
+            at += size
+    lengths, seen = zip(*sizes, strict=True)
+    packed = replace(PackedRows.of(lengths), seen=SeenKeys.of(seen, torch.cat(keys)))
+    inputs = [torch.randn(at, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    ours, theirs = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
+
+    found = packed_attention(*ours, packed, window=window)[torch.cat(whole)]
+    rows = [x[torch.cat(whole)] for x in theirs]
+    expected = masked(*rows, [len(row) for row in whole], window)
+    for output in (found, expected):
+        (output * torch.arange(output.numel()).view_as(output).sin()).sum().backward()
+
+    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_rotation_equals_that_of_transformers(family: str) -> None:
+    module = import_module(f"transformers.models.{family}.modeling_{family}")
+    torch.manual_seed(0)
+    angles = torch.randn(1, 7, 4, dtype=torch.float64).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    ours, theirs = (
+        [x.clone().requires_grad_() for x in torch.randn(2, 1, 3, 7, 8, dtype=torch.float64)]
+        for _ in range(2)
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        b.data.copy_(a.data)
+    signed = torch.cat([-sin[..., :4], sin[..., 4:]], -1)
+
+    found, expected = rotate(*ours, cos, signed), module.apply_rotary_pos_emb(*theirs, cos, sin)
+    for pair in (found, expected):
+        sum((x * torch.arange(x.numel()).view_as(x).cos()).sum() for x in pair).backward()
+
+    for a, b in zip(
+        [*found, *(x.grad for x in ours)], [*expected, *(x.grad for x in theirs)], strict=True
+    ):
+        assert torch.allclose(a, b, rtol=0, atol=1e-14)
+
+
 def test_neighbours_of_equal_length_go_through_the_kernel_together() -> None:
-    assert PackedRows.of([2, 2, 3, 2]).runs == [(2, 2), (1, 3), (1, 2)]
+    assert PackedRows.of([2, 2, 3, 2]).runs == [(2, 2, 2), (1, 3, 3), (1, 2, 2)]
 
 
 @pytest.mark.parametrize("place", [0, 2, 5])

@@ -111,6 +111,74 @@ def test_micro_batch_joins_prompt_and_response_and_pads_on_the_right() -> None:
     assert micro.row_weight.tolist() == [1.0, 1.0, 1.0]
 
 
+ROWS = st.lists(
+    st.tuples(st.sampled_from([(7, 8, 9), (7, 8), (4,)]), st.lists(st.integers(1, 9), max_size=5)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(deadline=None)
+@given(ROWS)
+def test_shared_prompts_lie_once_and_every_row_can_be_read_from_what_it_sees(
+    rows: list[tuple[tuple[int, ...], list[int]]],
+) -> None:
+    columns = {
+        "prompts": ragged_from_rows([torch.tensor(prompt) for prompt, _ in rows]),
+        "responses": ragged_from_rows([torch.tensor(own, dtype=torch.int64) for _, own in rows]),
+    }
+    batch = TensorDict(columns, batch_size=[len(rows)])
+
+    (micro,) = micro_batches(
+        batch, num_micro_batches=1, by_tokens=True, device=CPU, packed=True, shares_prompts=True
+    )
+
+    ids, positions, packed = micro.input_ids[0], micro.position_ids[0], micro.packed
+    assert packed is not None and packed.lengths == tuple(packed.offsets.diff().tolist())
+    read = []  # tokens of what each packed row sees
+    for own, number in enumerate(packed.lengths):
+        own_places = range(int(packed.offsets[own]), int(packed.offsets[own]) + number)
+        places = own_places
+        if packed.seen is not None:
+            start, end = packed.seen.offsets[own : own + 2].tolist()
+            places = packed.seen.places[start:end].tolist()
+            assert places[-number:] == list(own_places)
+        assert positions[list(places)].tolist() == list(range(len(places)))
+        read.append(tuple(ids[list(places)].tolist()))
+    whole = [(*prompt, *own) for prompt, own in rows]
+    assert set(whole) <= set(read)
+    saved = sum(map(len, whole)) - ids.numel()
+    assert (saved > 0) == (packed.seen is not None) and saved >= 0
+    start = 0
+    for place, row in enumerate(micro.index.tolist()):
+        prompt, own = rows[row]
+        before = micro.predicting[start : start + len(own)]
+        assert ids[before].tolist() == [*prompt[-1:], *own[:-1]][: len(own)]
+        assert positions[before].tolist() == list(
+            range(len(prompt) - 1, len(prompt) - 1 + len(own))
+        )
+        assert ids[micro.ends[place]] == [*prompt, *own][-1]
+        start += len(own)
+    assert micro.targets.tolist() == [
+        token for row in micro.index.tolist() for token in rows[row][1]
+    ]
+
+
+def test_prompt_is_shared_only_where_it_saves_an_eighth() -> None:
+    def places(prompt: int, response: int) -> int:
+        columns = {
+            "prompts": ragged_from_rows([torch.arange(prompt)] * 2),
+            "responses": ragged_from_rows([torch.arange(response)] * 2),
+        }
+        (micro,) = micro_batches(
+            TensorDict(columns, batch_size=[2]),
+            num_micro_batches=1, by_tokens=True, device=CPU, packed=True, shares_prompts=True,
+        )  # fmt: skip
+        return micro.input_ids.numel()
+
+    assert places(4, 12) == 28 and places(4, 13) == 34
+
+
 def test_packed_rows_lie_end_to_end_shorter_ones_first_and_positions_restart() -> None:
     (micro,) = _micros(_batch(), packed=True)
 
