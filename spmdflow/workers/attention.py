@@ -156,14 +156,24 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """See `rotate`."""
         ctx.save_for_backward(cos, sin)
-        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+        return _rotated(x, cos, _halves(sin))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Of x alone."""
         cos, sin = ctx.saved_tensors
-        half = grad.shape[-1] // 2
-        return torch.addcmul(grad * cos, grad.roll(half, -1), sin.roll(half, -1)), None, None
+        return _rotated(grad, cos, _halves(sin).flip(-2)), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    found = x * cos
+    _halves(found).addcmul_(_halves(x).flip(-2), sin)
+    return found
+
+
+def _halves(x: Tensor) -> Tensor:
+    """(..., d) -> (..., 2, d/2), a view."""
+    return x.unflatten(-1, (2, -1))
 
 
 def _has_varlen(query: Tensor) -> bool:
