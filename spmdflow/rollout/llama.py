@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from spmdflow.parallel.device import to_device
+
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _STATIC_ROPE = ("default", "linear", "llama3")
 _WINDOW = "sliding_attention"
@@ -87,8 +89,10 @@ class _Prompts:
     """(n * KV * g,) int64: places of query heads in by_prompt, row by row."""
 
     @classmethod
-    def of(cls, lengths: list[int], of_row: list[int], heads: Tensor) -> _Prompts:
-        """heads (KV, g) int64: numbers of the query heads, on the device."""
+    def of(
+        cls, lengths: list[int], of_row: list[int], heads: Tensor, device: torch.device
+    ) -> _Prompts:
+        """heads (KV, g) int64: numbers of the query heads, on the host."""
         kv_heads, group = heads.shape
         members: list[list[int]] = [[] for _ in lengths]
         ranks = []
@@ -98,13 +102,15 @@ class _Prompts:
         most = max(map(len, members), default=0)
         filled = [rows + rows[:1] * (most - len(rows)) for rows in members]
         table = torch.tensor(filled, dtype=torch.int64).view(len(lengths), 1, most, 1)
-        places = torch.tensor([of_row, ranks], dtype=torch.int64)[..., None, None]  # (2, n, 1, 1)
-        by_prompt = table.to(heads.device) * heads.numel() + heads[:, None]
-        prompts, rank = places.to(heads.device)
+        prompts, rank = torch.tensor([of_row, ranks], dtype=torch.int64)[..., None, None]
         head, part = heads // group, heads % group
-        by_row = ((prompts * kv_heads + head) * most + rank) * group + part
-        starts = torch.tensor([lengths[prompt] for prompt in of_row], device=heads.device)
-        return cls(lengths, of_row, starts, by_prompt.view(-1), by_row.view(-1))
+        parts = [
+            torch.tensor([lengths[prompt] for prompt in of_row], dtype=torch.int64),
+            (table * heads.numel() + heads[:, None]).view(-1),
+            (((prompts * kv_heads + head) * most + rank) * group + part).view(-1),
+        ]
+        found = to_device(torch.cat(parts), device).split([len(x) for x in parts])
+        return cls(lengths, of_row, *found)
 
     def to_prompts(self, x: Tensor) -> Tensor:
         """(n, KV, g, c) -> (G, KV, M * g, c)."""
@@ -154,9 +160,7 @@ class LlamaForward:
             config.hidden_size // config.num_attention_heads
         )
         self._epsilon: float = config.rms_norm_eps
-        self._query_heads = torch.arange(self._num_heads, device=device).view(
-            self._num_kv_heads, -1
-        )
+        self._query_heads = torch.arange(self._num_heads).view(self._num_kv_heads, -1)
         self._window = config.sliding_window if _layer_types(config)[0] == _WINDOW else None
         state = {name: tensor.detach() for name, tensor in module.named_parameters()}
         self._layers = [self._layer_of(state, i) for i in range(config.num_hidden_layers)]
@@ -188,7 +192,7 @@ class LlamaForward:
     def prefill(self, prompts: list[Tensor], source: list[int], first: int) -> Tensor:
         """See CachedForward; right-padded: a token never sees what stands behind it."""
         assert first == len(self._prompts.of_row), (first, len(self._prompts.of_row))
-        ids = pad_sequence(prompts, batch_first=True).to(self._device)
+        ids = to_device(pad_sequence(prompts, batch_first=True), self._device)
         sizes, (batch, width) = [len(prompt) for prompt in prompts], ids.shape
         places = torch.arange(width, device=ids.device)
         seen = None
@@ -196,8 +200,9 @@ class LlamaForward:
             seen = (places <= places[:, None]) & (places > places[:, None] - self._window)
         hidden = F.embedding(ids.view(-1), self._embedding)  # (B * P, D)
         cos, sin = (t[:width].repeat(batch, 1)[:, None] for t in self._rotations)
-        lengths = torch.tensor(sizes, device=ids.device)
-        ends = torch.arange(batch, device=ids.device) * width + lengths - 1
+        ends = torch.arange(batch) * width + torch.tensor(sizes) - 1
+        chosen = to_device(torch.cat([ends, torch.tensor(source)]), ids.device)
+        ends, rows = chosen.split([batch, len(source)])
         for number, layer in enumerate(self._layers):
             query, key, value = (
                 x.view(batch, width, -1, self._head_dim).transpose(1, 2)
@@ -213,8 +218,8 @@ class LlamaForward:
             hidden = self._finish(layer, hidden, mixed)
         known = self._prompts
         of_row = known.of_row + [len(known.lengths) + prompt for prompt in source]
-        self._prompts = _Prompts.of(known.lengths + sizes, of_row, self._query_heads)
-        return self._logits(hidden)[source]
+        self._prompts = _Prompts.of(known.lengths + sizes, of_row, self._query_heads, self._device)
+        return self._logits(hidden).index_select(0, rows)
 
     def _share(self, number: int, fresh: Tensor) -> None:
         """Keys and values (2, B, KV, P, head_dim) of new prompts behind those of a layer."""
@@ -258,7 +263,7 @@ class LlamaForward:
         """See CachedForward; rows that stay where they are cost nothing."""
         moved = [(source, place) for place, source in enumerate(rows) if source != place]
         if moved:
-            sources, places = torch.tensor(moved, device=self._device).T
+            sources, places = to_device(torch.tensor(moved), self._device).T
             for cache in self._cache:
                 cache[:, places] = cache[:, sources]
         of_row = [self._prompts.of_row[row] for row in rows]
@@ -267,8 +272,11 @@ class LlamaForward:
             lengths = [lengths[prompt] for prompt in used]
             of_row = [used.index(prompt) for prompt in of_row]
             width = max(lengths, default=0)
-            self._shared = [cache[:, used, :, :width] for cache in self._shared]
-        self._prompts = _Prompts.of(lengths, of_row, self._query_heads)
+            chosen = to_device(torch.tensor(used, dtype=torch.int64), self._device)
+            self._shared = [
+                cache[:, :, :, :width].index_select(1, chosen) for cache in self._shared
+            ]
+        self._prompts = _Prompts.of(lengths, of_row, self._query_heads, self._device)
 
     def release(self) -> None:
         """Free the KV cache; the next batch allocates it again."""
@@ -276,7 +284,7 @@ class LlamaForward:
         shape = (2, 0, self._num_kv_heads, 0, self._head_dim)
         self._cache = [self._embedding.new_zeros(shape) for _ in self._layers]
         self._shared = [self._embedding.new_zeros(shape) for _ in self._layers]
-        self._prompts = _Prompts.of([], [], self._query_heads)
+        self._prompts = _Prompts.of([], [], self._query_heads, self._device)
 
     def _heads(
         self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor

@@ -25,7 +25,6 @@ WAITS = {
         2,
         "prompt lengths, seeds and limits of new rows; their prompts",
     ),
-    (UP, "rollout/llama.py:prefill"): (2, "prompts and their lengths"),
     (UP, "rollout/builtin.py:_leave"): (1, "which rows stay"),
     (UP, "rollout/generator.py:generate"): (1, "the order of the rows"),
     (READ, "rollout/builtin.py:_counts_of_ended"): (1, "whether all rows go on, every 8 tokens"),

@@ -91,7 +91,7 @@ BUGS = {
     "prompts not moved": Bug(
         "spmdflow.rollout.llama",
         "LlamaForward.prefill",
-        "pad_sequence(prompts, batch_first=True).to(self._device)",
+        "to_device(pad_sequence(prompts, batch_first=True), self._device)",
         "pad_sequence(prompts, batch_first=True)",
     ),
     "slots that begin with what was there": Bug(
