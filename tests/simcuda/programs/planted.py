@@ -43,8 +43,8 @@ BUGS = {
     "positions of a response on the host": Bug(
         "spmdflow.workers.micro_batch",
         "_build",
-        "predicting=to_device(_spans(starts + prompt_lengths - 1, response_lengths), device),",
-        "predicting=_spans(starts + prompt_lengths - 1, response_lengths),",
+        "predicting=to_device(predicting, device),",
+        "predicting=predicting,",
     ),
     "tokens of a micro-batch not moved": Bug(
         "spmdflow.workers.micro_batch",
