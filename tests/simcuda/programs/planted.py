@@ -94,11 +94,17 @@ BUGS = {
         "to_device(pad_sequence(prompts, batch_first=True), self._device)",
         "pad_sequence(prompts, batch_first=True)",
     ),
-    "slots that begin with what was there": Bug(
+    "a mask that begins with what was there": Bug(
         "spmdflow.rollout.llama",
-        "LlamaForward._grow",
-        "self._embedding.new_zeros(2, rows",
-        "self._embedding.new_empty(2, rows",
+        "LlamaForward._bias",
+        "self._embedding.new_zeros(seen.shape)",
+        "self._embedding.new_empty(seen.shape)",
+    ),
+    "which rows begin with a prompt, on the host": Bug(
+        "spmdflow.rollout.llama",
+        "_Prompts.of",
+        "to_device(torch.cat(parts), device)",
+        "torch.cat(parts)",
     ),
     "noise on the host": Bug(
         "spmdflow.rollout.sampling",
