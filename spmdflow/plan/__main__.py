@@ -42,7 +42,7 @@ from spmdflow.plan.residency import choose_by_plan
 from spmdflow.plan.text import plan_text
 from spmdflow.plan.trace import TraceSettings, settings_of_run
 from spmdflow.plan.transport import MOST_CALLS
-from spmdflow.plan.workload import hardware_of, is_cpu, nodes_of
+from spmdflow.plan.workload import hardware_of, nodes_of
 
 FINE, WRONG, REFUSED = 0, 1, 2
 _HERE = "command line"
@@ -93,8 +93,8 @@ def _plan(options: argparse.Namespace) -> int:
     world = tuple(range(options.world if replay is None else len(replay.ranks)))
     name = options.hardware or loaded.cfg.run.hardware
     hardware = hardware_of(name, options.node_size, world_size=len(world))
-    backend = "gloo" if is_cpu(hardware) else "nccl"
-    device = "cpu" if is_cpu(hardware) else "cuda"
+    backend = "gloo" if hardware.is_cpu else "nccl"
+    device = "cpu" if hardware.is_cpu else "cuda"
     choices = choose_by_device(loaded.cfg, device, here=False)
     examples = {**loaded.assume, **dict(map(_example, options.assume))}
     if replay is not None:

@@ -54,18 +54,13 @@ def hardware_of(
     them.
     """
     hardware = load_hardware(name or _own())
-    if not is_cpu(hardware):
+    if not hardware.is_cpu:
         return hardware if node_size is None else hardware.with_node(node_size)
     cores = hardware.gpus_per_node
     ranks = next((n for n in (node_size, world_size) if n is not None), int(cores))
     share = cores / max(ranks, cores)
     shared = replace(hardware, cores=cores, memory_bytes=share * hardware.memory_bytes)
     return shared.with_node(ranks)
-
-
-def is_cpu(hardware: Hardware) -> bool:
-    """Whether ranks are plain processes on processors."""
-    return hardware.name.startswith("cpu")
 
 
 def nodes_of(world: tuple[int, ...], hardware: Hardware) -> tuple[int, ...]:

@@ -38,6 +38,7 @@ SHAPES = {
         vocab_size=151936,
         tied=True,
         qkv_bias=True,
+        o_bias=True,  # as a Llama's attention_bias has it
         max_positions=32768,
     ),
     "3B": replace(_llama(28, 3072, 8192, 24, 8), vocab_size=128256, tied=True),
@@ -75,6 +76,9 @@ class Case:
     """Parts of the model on each stage."""
     entropy: float = 0.0
     """Weight of the entropy in the policy's loss."""
+    dtype: str = "bfloat16"
+    uneven: bool = False
+    """No two rows of a micro-batch are equally long; `prompt` and `response` are means."""
 
     @property
     def shape(self) -> Architecture:
@@ -105,7 +109,20 @@ class Case:
             options=self.options,
             micro_batch_rows=self.rows,
             virtual_size=self.virtual,
+            dtype=self.dtype,
         )
+
+    @property
+    def cut(self) -> Strategy:
+        """As the planner knows it."""
+        dp = self.num_ranks // (self.tp * self.pp)
+        return Strategy(self.tp, self.pp, dp, recompute="recompute" in self.options)
+
+    @property
+    def prompts(self) -> list[int]:
+        """Tokens of each row of a micro-batch."""
+        middle, step = (self.rows - 1) / 2, 128 * self.uneven
+        return [self.prompt + int(step * (row - middle)) for row in range(self.rows)]
 
     @property
     def name(self) -> str:
@@ -119,16 +136,16 @@ class Case:
             (self.rows, self.prompt + self.response) != (1, 2048)
         )
         words += ["entropy"] * (self.entropy > 0)
+        words += ["uneven"] * self.uneven + ["float32"] * (self.dtype == "float32")
         words += [f"m{self.num_micro_batches}"] * (self.num_micro_batches != 2)
         return " ".join([f"{self.size}@{self.num_ranks}", f"{self.kind}{cut}{stage}", *words])
 
     def planned(self) -> dict[str, dict[str, float]]:
         """Bytes by part in each phase, as `pool_memory` adds them."""
         model = Model("actor", self.shape, trained=self.trained, engine=self.engine)
-        dp = self.num_ranks // (self.tp * self.pp)
-        rows = self.rows * self.num_micro_batches * dp
+        cut = self.cut
+        rows = self.rows * self.num_micro_batches * cut.dp
         work = Workload(rows, self.prompt, self.response)
-        cut = Strategy(self.tp, self.pp, dp, recompute="recompute" in self.options)
         found = {"resident": resident_bytes(model, cut)}
         for kind in ("infer", "train")[: 1 + self.trained]:
             found[kind] = added(found["resident"], call_bytes(model, kind, work, cut))
@@ -191,7 +208,28 @@ def _cases() -> list[Case]:
     return found
 
 
-CASES = {case.name: case for case in _cases()}
+def _more_cases() -> list[Case]:
+    """Rows that are padded, and of unequal lengths; the entropy; plain modules."""
+    recompute = ("recompute",)
+    return [
+        Case("7B", 8, options=("recompute", "padded"), rows=4),
+        Case("7B", 8, rows=4, uneven=True),
+        Case("0.5B", 1, rows=4, prompt=512, response=512, entropy=0.01),
+        Case("7B", 8, "zero2", options=recompute, entropy=0.01),
+        Case("7B", 8, "megatron", tp=2, entropy=0.01),
+        Case("7B", 8, "megatron", recompute, tp=2, entropy=0.01),
+        Case("7B", 8, "megatron", recompute, tp=2, pp=2, num_micro_batches=4, virtual=2),
+        Case("1B", 1, dtype="float32"),
+        Case("1B", 1, options=recompute, entropy=0.01, dtype="float32"),
+        Case("1B", 1, trained=False, dtype="float32"),
+        Case("1B", 1, rows=4, dtype="float32", uneven=True),
+        Case("1B", 1, options=("recompute", "padded"), rows=4, dtype="float32"),
+        Case("1B", 1, dtype="float32", head="scalar"),
+        Case("1B", 4, options=recompute, rows=4, dtype="float32", uneven=True),
+    ]
+
+
+CASES = {case.name: case for case in (*_cases(), *_more_cases())}
 HELD_OUT = {
     case.name: case
     for case in (

@@ -17,6 +17,7 @@ import json
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -45,7 +46,7 @@ from spmdflow.objectives.policy import PolicyLoss, ValueLoss
 from spmdflow.parallel.group import GroupTable
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
-from spmdflow.workers import fsdp, micro_batch, model
+from spmdflow.workers import attention, fsdp, micro_batch, model
 from spmdflow.workers.engine import TrainEngine, engine_of
 from tests.simcuda.memory_cases import CASES, Case
 from tests.simcuda.programs.ledger import Ledger
@@ -106,10 +107,11 @@ def micro_batches_of(case: Case) -> list[micro_batch.MicroBatch]:
     """Those of one update, cut by the package's own function, then made fake."""
     rows = case.rows * case.num_micro_batches
     with unset_fake_temporarily():
-        prompts, responses = torch.full((rows,), case.prompt), torch.full((rows,), case.response)
+        prompts = torch.tensor(case.prompts * case.num_micro_batches)
+        responses = torch.full((rows,), case.response)
         names = ("old_log_probs", "advantages", "ref_log_probs", "values", "returns")
         columns = {name: ragged(torch.zeros(rows * case.response), responses) for name in names} | {
-            "prompts": ragged(torch.zeros(rows * case.prompt, dtype=torch.int64), prompts),
+            "prompts": ragged(torch.zeros(int(prompts.sum()), dtype=torch.int64), prompts),
             "responses": ragged(torch.zeros(rows * case.response, dtype=torch.int64), responses),
         }
         batch = TensorDict(columns, batch_size=[rows])
@@ -118,7 +120,8 @@ def micro_batches_of(case: Case) -> list[micro_batch.MicroBatch]:
             num_micro_batches=case.num_micro_batches,
             by_tokens=False,
             device=torch.device("cpu"),
-            packed=case.kind != "megatron",  # rows are equally long: the same tensors
+            # Megatron's packed rows need TransformerEngine; equally long, they are the same tensors
+            packed=case.kind != "megatron" and "padded" not in case.options,
         )
     return [_fake(micro) for micro in found]
 
@@ -148,7 +151,10 @@ def flash(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """The kernel that a GPU takes; fake tensors take the one that keeps all scores."""
-    assert attn_mask is None and q.dtype == torch.bfloat16, (attn_mask, q.dtype)
+    assert attn_mask is None, attn_mask
+    if q.dtype == torch.float32:  # flash attention takes half precision alone
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        return efficient(q, k, v, None, q.requires_grad, dropout_p, is_causal, scale=scale)[0]
     kernel = torch.ops.aten._scaled_dot_product_flash_attention
     return kernel(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
 
@@ -178,6 +184,7 @@ def answered() -> Iterator[None]:
         (torch.Tensor, "tolist", _tolist),
         (torch.Tensor, "__float__", lambda x: 1.0),
         (torch.nn.functional, "scaled_dot_product_attention", flash),
+        (attention, "_has_varlen", lambda q: q.dtype == torch.bfloat16),
         (dist, "broadcast_object_list", _broadcast_objects),
         (dist, "all_gather_object", _gather_objects),
         (fsdp, "mesh_of", _real(fsdp.mesh_of)),
@@ -185,6 +192,8 @@ def answered() -> Iterator[None]:
         (model, "HuggingFaceFolder", FakeFolder),
         (foreach, "_foreach_supported_types", [torch.nn.Parameter, FakeTensor, torch.Tensor]),
         (masking_utils, "is_tracing", lambda *_: False),
+        # fake tensors are remembered, and a plain module swaps what nobody remembers
+        (weakref, "getweakrefs", lambda _: []),
     ]
     stock = [getattr(owner, name) for owner, name, _ in places]
     known = fake_impls.op_implementations_dict
@@ -229,7 +238,7 @@ def engine_for(case: Case, folder: Path) -> TrainEngine:
     """The engine as a role builds it."""
     head = case.head if not (case.trained and case.head == "scalar") else "critic"
     cfg = defaults(_ROLES[head, case.trained])
-    cfg.model.path, cfg.model.dtype = str(folder), "bfloat16"
+    cfg.model.path, cfg.model.dtype = str(folder), case.dtype
     cfg.engine.kind, cfg.engine.options = case.kind, list(case.options)
     return engine_of(cfg, context_of(case), head=head)
 

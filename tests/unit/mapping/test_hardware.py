@@ -15,7 +15,7 @@ from bench._cells import scaled
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.hardware import COEFFICIENTS, FOLDER, HARDWARE, load_hardware
 from spmdflow.plan import workload
-from spmdflow.plan.workload import hardware_of, is_cpu
+from spmdflow.plan.workload import hardware_of
 from tests.policy.house import REPOSITORY
 
 
@@ -191,7 +191,7 @@ def test_calibrated_file_is_taken_for_the_device_that_was_measured(
     (tmp_path / "mine.yaml").write_text(calibrate.file_text(arguments, measured))
 
     assert arguments.name == name
-    assert is_cpu(load_hardware(tmp_path / "mine.yaml")) == (arguments.device == "cpu")
+    assert load_hardware(tmp_path / "mine.yaml").is_cpu == (arguments.device == "cpu")
     renamed = "named cpu_mine, as files of processors begin with cpu"
     assert (renamed in capsys.readouterr().err) == (name == "cpu_mine")
 
