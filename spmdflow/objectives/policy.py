@@ -184,8 +184,8 @@ class PolicyLoss(Loss):
     the log-probs themselves, detached: right for the only optimizer step of a batch. If
     it truncates, they are the generator's: the ratio is then an importance weight, and a token's
     loss is that of a ratio of at most LARGEST_RATIO (truncated importance sampling, Espeholt et al.
-    2018; rollout/weight_clipped is the share of such tokens). budget: the L of aggregation by
-    budget, the longest response that may be generated. Metrics:
+    2018; rollout/weight_clipped is the share of tokens with a larger one). budget: the L of
+    aggregation by budget, the longest response that may be generated. Metrics:
     actor/pg_loss, clip_fraction, approx_kl (k3 against old_log_probs), ratio_mean, ratio_std;
     actor/entropy if it is in the loss; actor/kl_loss if kl_coef is not 0. All but the losses are
     token means.
@@ -217,15 +217,15 @@ class PolicyLoss(Loss):
             self.before.add(log_probs.detach(), entropies.detach(), micro)
         old_log_probs = inside(columns.get("old_log_probs", log_probs.detach()), mask)
         advantages = inside(columns["advantages"], mask)
-        terms = self.terms(log_probs, old_log_probs, advantages, mask)
+        means, least = {}, log_probs.detach() - math.log(LARGEST_RATIO)
+        if self.truncates:
+            means["rollout/weight_clipped"] = (old_log_probs < least).float()
+        counted = old_log_probs.maximum(least) if self.truncates else old_log_probs
+        terms = self.terms(log_probs, counted, advantages, mask)
         token_losses = terms.loss
         if "rollout_weights" in columns:
             token_losses = inside(token_losses, mask) * inside(columns["rollout_weights"], mask)
         ratio = terms.ratio.detach().double()  # float64: E[r^2] - E[r]^2 cancels near r = 1
-        means = {}
-        if self.truncates:
-            token_losses = token_losses * (LARGEST_RATIO / ratio).clamp(max=1).to(log_probs)
-            means["rollout/weight_clipped"] = (ratio > LARGEST_RATIO).float()
         loss = aggregate(token_losses, mask, totals, self.cfg.aggregation)
         metrics = {"actor/pg_loss": loss.detach()}
         means |= {

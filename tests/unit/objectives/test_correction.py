@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.config.algorithm import CorrectionConfig
+from spmdflow.config.algorithm import CorrectionConfig, SurrogateLossConfig
 from spmdflow.config.schema import PolicyLossConfig
 from spmdflow.data.ragged import pad, ragged
 from spmdflow.errors import ConfigError
@@ -140,6 +140,38 @@ def test_policy_loss_multiplies_each_token_by_its_weight() -> None:
     log_probs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     terms = loss.terms(log_probs, old, columns["advantages"], mask).loss
     assert float(weighted) == pytest.approx(float((terms * weights)[mask].sum() / 4))
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "advantage", "value", "slope"),
+    [
+        ("ppo", -1.0, 2.0, 2.0),  # as r = 2: -r A
+        ("ppo", 1.0, -1.2, 0.0),  # clipped at 1.2 in any case
+        ("gspo", -1.0, 2.0, 2.0),
+        ("cispo", -1.0, 1.2 * math.log(0.5), 1.2),  # -clip(r) A log pi: r counts up to 1.2
+        ("plain", -1.0, math.log(0.5), 1.0),  # -A log pi: no ratio in it
+    ],
+)
+def test_token_five_times_likelier_than_the_generator_says_counts_twice(
+    surrogate: str, advantage: float, value: float, slope: float
+) -> None:
+    logits = torch.zeros(1, 1, 2, dtype=torch.float64, requires_grad=True)  # pi = 1/2
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    columns = {
+        "old_log_probs": torch.full((1, 1), math.log(0.1), dtype=torch.float64),
+        "advantages": torch.full((1, 1), advantage, dtype=torch.float64),
+    }
+    rows = Rows(torch.zeros(1, 1, dtype=torch.int64), mask, columns)
+    loss = PolicyLoss(SurrogateLossConfig(surrogate=surrogate), 1.0)
+    loss.truncates = True
+
+    found, metrics = loss(rows.read(logits), rows, {"tokens": 1.0, "sequences": 1.0})
+    (gradient,) = torch.autograd.grad(found, logits)
+
+    assert float(found.detach()) == pytest.approx(value)
+    # d log pi(0) / d logits = (1/2, -1/2), and -A is the sign
+    assert gradient.flatten().tolist() == pytest.approx([slope / 2, -slope / 2])
+    assert float(metrics["rollout/weight_clipped"]) == 1.0
 
 
 def test_unknown_correction_is_refused_with_the_choices() -> None:
