@@ -76,6 +76,24 @@ def test_class_that_is_not_elementwise_is_refused_with_its_reason(name: str) -> 
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+def test_private_method_of_torch_makes_the_state_of_a_first_step(name: str) -> None:
+    """`TorchOptimizer` leans on `_init_group`: no public method makes state without a step."""
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    made, fresh = (getattr(torch.optim, name)([weight], lr=0.1) for weight in weights)
+    for weight in weights:
+        weight.grad = torch.arange(3.0)
+    group, *lists = inspect.signature(made._init_group).parameters
+
+    made._init_group(made.param_groups[0], *([] for _ in lists))
+    started = weights[0].tolist()
+    for optimizer in (made, fresh):
+        optimizer.step()
+
+    assert group == "group" and started == [1.0, 1.0, 1.0]
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_of_shards_are_those_of_the_class_over_the_whole_tensor(name: str) -> None:
     torch.manual_seed(0)
     cfg, start, gradients = settings_of(name), torch.randn(5, 3), torch.randn(STEPS, 5, 3)
