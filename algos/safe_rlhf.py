@@ -41,6 +41,7 @@ def main(flow: Flow, cfg: SafeRLHFConfig) -> None:
         # Stage 1: generation
         batch = actor.generate_sequences(next(prompts))
         # Stage 2: preparation
+        batch |= actor.compute_loss(next(texts)).aligned_with(batch)
         batch |= actor.compute_log_prob(batch)
         batch |= critic.compute_values(batch)
         batch |= cost_critic.compute_cost_values(batch)
@@ -50,7 +51,6 @@ def main(flow: Flow, cfg: SafeRLHFConfig) -> None:
         multiplier.update(batch.mean("costs"))
         weight = multiplier.value
         batch |= batch.map(compute_safe_advantages, multiplier=weight, cfg=cfg.advantage)
-        batch |= actor.compute_loss(next(texts)).aligned_with(batch)
         # Stage 3: learning
         step.log(critic.update_critic(batch), actor.update_actor(batch), multiplier=weight)
         step.log(cost_critic.update_cost_critic(batch))

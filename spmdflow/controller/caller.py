@@ -36,7 +36,7 @@ from spmdflow.errors import ColumnError, MessageError
 from spmdflow.runtime.failure import script_line
 from spmdflow.runtime.order import Order, Pending, Replies, Transport
 from spmdflow.tracking.metric import merge
-from spmdflow.transfer.register import method_spec
+from spmdflow.transfer.register import map_spec, method_spec
 
 
 class Caller:
@@ -108,7 +108,9 @@ class Caller:
 
     def map(self, batch: Batch, function: Callable[..., Any], settings: Mapping[str, Any]) -> Batch:
         """Run a map function on the ranks that hold most of the columns that it reads."""
-        made = self._run(plan_map(batch, function, settings, step=self.step), batch)
+        instead = map_spec(function).instead
+        taken = self.waiting.offer_map(batch, instead(settings) if instead else {})
+        made = self._run(plan_map(taken, function, settings, step=self.step), batch)
         assert isinstance(made, Batch)
         return made
 

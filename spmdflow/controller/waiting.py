@@ -7,7 +7,8 @@
 - rollout: it is never made; old_log_probs are the generator's, rollout_log_probs;
 - auto: it waits. Whoever reads its column has it made, and so has a call that may change the model.
   An update of all its rows as one optimizer step does without: the old log-probs are those of its
-  own forward. Several steps take the generator's while these are certified, else the call is made.
+  own forward. Several steps take the generator's while these are certified, and so does a map
+  function that says so (`MapSpec.instead`); else the call is made.
 
 Certified: in the last step that measured it, the mean |log-prob gap| of generator and trainer was
 at most a hundredth of loss.clip_ratio and the largest at most half of it. So the clip of the loss
@@ -51,6 +52,7 @@ class Waiting:
         self.choices: dict[str, Choice] = {}
         """What auto means, by model."""
         self._calls: dict[str, list[RowResult]] = {}
+        self._targets: dict[str, Target] = {}
         self._served: WeakKeyDictionary[RowResult, str] = WeakKeyDictionary()
         self.updates: WeakKeyDictionary[RowResult, Result] = WeakKeyDictionary()
         """What updates answered that did without a call: they report its metrics."""
@@ -64,9 +66,10 @@ class Waiting:
         if not spec.may_wait or _mode_of(target) != AUTO:
             return False
         update = target.settings.update
-        if takes_one_step(batch.parents, update) or self._lacks(target, spec, batch) is None:
+        lacks = self._lacks(target, spec.instead, batch)
+        if takes_one_step(batch.parents, update) or lacks is None:
             return True
-        self._say(target, RECOMPUTE, self._lacks(target, spec, batch) or "")
+        self._say(target, RECOMPUTE, lacks)
         return False
 
     def add(self, target: Target, result: RowResult, send: Callable[[], object]) -> None:
@@ -78,7 +81,7 @@ class Waiting:
             self._say(target, RECOMPUTE, why or f"{reader} reads them before the update")
             send()
 
-        result.make = make
+        result.make, self._targets[target.name] = make, target
         self._calls.setdefault(target.name, []).append(result)
 
     def make(self, name: str, why: str) -> None:
@@ -100,10 +103,18 @@ class Waiting:
         for name, other in spec.instead.items() if spec.minibatches else ():
             choice = self._choice(target, spec, batch, name) if name in batch.columns else ""
             if choice:
-                found[name], own = other, batch.drop(name)
-                rollout = choice == ROLLOUT
-                batch = own | batch.only(other).rename(**{name: other}) if rollout else own
+                found[name] = other
+                batch = _with_other(batch, name, other) if choice == ROLLOUT else batch.drop(name)
         return batch, found
+
+    def offer_map(self, batch: Batch, instead: Mapping[str, str]) -> Batch:
+        """The rows of a map function, with what serves for the columns of calls that wait."""
+        for name, other in instead.items():
+            made_by = batch.column(name).result if name in batch.columns else None
+            for model, calls in self._calls.items():
+                if made_by in calls and not self._lacks(self._targets[model], instead, batch):
+                    batch = _with_other(batch, name, other)
+        return batch
 
     def serve(
         self, target: Target, spec: MethodSpec, batch: Batch, names: Iterable[str]
@@ -138,14 +149,12 @@ class Waiting:
             return ROLLOUT if self._served.get(ref.result) == ROLLOUT else ""
         if takes_one_step(batch.parents, target.settings.update) and _has_all(ref, ref.result):
             return OWN
-        return "" if self._lacks(target, spec, batch) else ROLLOUT
+        return "" if self._lacks(target, spec.instead, batch) else ROLLOUT
 
-    def _lacks(self, target: Target, spec: MethodSpec, batch: Batch) -> str | None:
+    def _lacks(self, target: Target, instead: Mapping[str, str], batch: Batch) -> str | None:
         """Why the generator's columns cannot serve; None: they can."""
-        if not all(other in batch.columns for other in spec.instead.values()):
-            return (
-                f"a batch is several optimizer steps and has no {', '.join(spec.instead.values())}"
-            )
+        if not all(other in batch.columns for other in instead.values()):
+            return f"a batch is several optimizer steps and has no {', '.join(instead.values())}"
         bounds = _bounds(target)
         if len(self.drift) < len(bounds):
             return "a batch is several optimizer steps, generator and trainer are not compared yet"
@@ -177,6 +186,11 @@ def _bounds(target: Target) -> tuple[float, float]:
     """Largest mean and largest gap of all at which the generator's log-probs serve."""
     clip = target.settings.loss.clip_ratio
     return MOST_MEAN * clip, MOST_MAX * clip
+
+
+def _with_other(batch: Batch, name: str, other: str) -> Batch:
+    """The batch with another column in the place of one."""
+    return batch.drop(name) | batch.only(other).rename(**{name: other})
 
 
 def _has_all(ref: ColumnRef, result: RowResult) -> bool:

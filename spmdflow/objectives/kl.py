@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDict
@@ -143,10 +143,17 @@ class AdaptiveKL(KeptNumber):
         return replace(cfg, kl_coef=self.value)
 
 
+def _serving(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Weights of tokens are near 1 where log-probs hardly differ; those of sequences need not."""
+    by_token = getattr(arguments.get("cfg"), "kind", "sequence") != "sequence"
+    return {"old_log_probs": "rollout_log_probs"} if by_token else {}
+
+
 @map_function(
     reads=("response_mask", "old_log_probs", "rollout_log_probs"),
     optional=VALID,
     writes=("rollout_weights",),
+    instead=_serving,
 )
 def compute_rollout_weights(
     batch: TensorDict, *, cfg: CorrectionConfig, reduce: Reduce, report: Report

@@ -134,6 +134,9 @@ class MapSpec:
     """Further columns that must be there, from the arguments of a call."""
     spares: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
     """Optional columns that are not worth a call that waits, from the arguments of a call."""
+    instead: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
+    """Columns of calls that wait by those that serve in their place while they hardly differ, from
+    the arguments of a call (controller/waiting.py)."""
 
     def reads_with(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         """Columns that a call with these arguments needs."""
@@ -149,13 +152,14 @@ def map_function(
     groups: bool = False,
     reads_for: Callable[[Mapping[str, Any]], Iterable[str]] | None = None,
     spares: Callable[[Mapping[str, Any]], Iterable[str]] | None = None,
+    instead: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None,
 ) -> Callable[[F], F]:
     """Mark a module-level function for `batch.map`; ProtocolError for a lambda or local one."""
 
     def mark(fn: F) -> F:
         _require_module_level(fn)
         columns = (tuple(reads), tuple(optional), tuple(writes))
-        setattr(fn, _MAP_ATTRIBUTE, MapSpec(*columns, groups, reads_for, spares))
+        setattr(fn, _MAP_ATTRIBUTE, MapSpec(*columns, groups, reads_for, spares, instead))
         return fn
 
     return mark

@@ -61,6 +61,24 @@ def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
     return run(tmp_path_factory.mktemp("one") / "run")
 
 
+def test_without_a_kl_in_the_reward_the_policy_scores_its_tokens_in_the_update_alone(
+    tmp_path: Path,
+) -> None:
+    words = ("advantage.kl_coef=0", "actor.update.mini_batch_size=16", "total_steps=2")
+    recomputed = run(tmp_path / "a", *words, "actor.update.old_log_probs=recompute")
+    chosen = run(tmp_path / "b", *words)
+
+    for one, other in zip(recomputed, chosen, strict=True):
+        assert "time/compute_log_prob_seconds" in one.keys() - other.keys()
+        assert [one[name] for name in COMPARED] == [other[name] for name in COMPARED]
+        for name in (
+            "actor/entropy",
+            "rollout/drift",
+            "actor/reference_kl",
+        ):  # texts are none of it
+            assert other[name] == pytest.approx(one[name], rel=1e-6), name
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from spmdflow.config.algorithm import CorrectionConfig
 from spmdflow.config.objective import AdvantageConfig, PolicyUpdateConfig
 from spmdflow.config.schema import ActorConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from spmdflow.controller import waiting
@@ -19,6 +20,7 @@ from spmdflow.data.ragged import pad, ragged_from_padded
 from spmdflow.errors import ColumnError, SpmdflowError
 from spmdflow.models.policy import ActorWorker
 from spmdflow.objectives.advantage import compute_advantages
+from spmdflow.objectives.kl import compute_rollout_weights
 from spmdflow.transfer.register import map_function
 from tests.unit.toy_flow import TASK, Rank, rank_of_one
 
@@ -197,6 +199,36 @@ def test_generators_log_probs_serve_several_steps_once_the_mismatch_is_known(
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5)
 
 
+def corrected(kind: str) -> Body:
+    """An update whose tokens are weighted by trainer over generator, as in grpo_async."""
+
+    def body(actor: Any, batch: Batch) -> Any:
+        batch |= batch.map(compute_rollout_weights, cfg=CorrectionConfig(kind=kind))
+        return update(actor, batch)
+
+    return body
+
+
+@pytest.mark.parametrize("settings", [{}, {"mini_batch_size": 4}])
+def test_weights_of_tokens_do_without_a_forward_once_the_mismatch_is_known(
+    tmp_path: Path, settings: dict[str, int]
+) -> None:
+    body = corrected("token")
+
+    recomputed = run(tmp_path / "a", body=body, steps=3, old_log_probs="recompute", **settings)
+    chosen = run(tmp_path / "b", body=body, steps=3, **settings)
+
+    assert [labels.count(CALL) for labels in chosen.labels] == [1, 0, 0]
+    assert [metrics["rollout/weight_mean"] for metrics in chosen.metrics[1:]] == [1.0, 1.0]
+    assert_near(chosen, recomputed)
+
+
+def test_weights_of_whole_responses_have_them_recomputed(tmp_path: Path) -> None:
+    ran = run(tmp_path, body=corrected("sequence"), mini_batch_size=4)
+
+    assert [labels.count(CALL) for labels in ran.labels] == [1, 1]
+
+
 def test_generators_log_probs_do_not_serve_beyond_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,8 +236,9 @@ def test_generators_log_probs_do_not_serve_beyond_the_bound(
 
     recomputed = run(tmp_path / "a", old_log_probs="recompute", mini_batch_size=4)
     chosen = run(tmp_path / "b", mini_batch_size=4)
+    weighted = run(tmp_path / "c", body=corrected("token"))
 
-    assert [labels.count(CALL) for labels in chosen.labels] == [1, 1]
+    assert [labels.count(CALL) for labels in chosen.labels + weighted.labels] == [1, 1, 1, 1]
     assert "generator and trainer differ by more than" in chosen.choices
     assert_same(recomputed, chosen)
 

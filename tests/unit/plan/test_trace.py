@@ -313,8 +313,10 @@ CERTIFIED = {"rollout/drift": 1e-6, "rollout/drift_max": 1e-4}
     [
         *((name, ONE_STEP, {}, False) for name in ("grpo", "ppo", "rloo", "remax", "reinforce_pp")),
         ("dapo", ONE_STEP[:1], {}, False),
-        ("safe_rlhf", ONE_STEP, {}, True),  # compute_loss of the texts comes first
+        ("safe_rlhf", ONE_STEP, {}, False),
         ("grpo_async", ONE_STEP, {}, True),  # compute_rollout_weights reads them
+        ("grpo_async", SEVERAL, CERTIFIED, False),
+        ("grpo_async", (*SEVERAL, "correction.kind=sequence"), CERTIFIED, True),
         *((name, (*ONE_STEP, KL), {}, True) for name in ("ppo", "rloo", "safe_rlhf")),
         ("grpo", (*ONE_STEP, RECOMPUTE), {}, True),
         *((name, SEVERAL, {}, True) for name in ("grpo", "ppo", "dapo")),
