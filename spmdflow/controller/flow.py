@@ -110,7 +110,9 @@ class Flow:
         pool = pool or self.pool(pool_name_of(self._pools, name, worker_class.role, cfg))
         layout = worker_class.layout_of(cfg, pool.ranks)
         seconds = self._config.run.start_seconds
-        self._make_groups(name, worker_class.needed_groups(cfg, layout), seconds=seconds)
+        needed = worker_class.needed_groups(cfg, layout)
+        hosts = worker_class.host_groups(cfg, layout)
+        self._make_groups(name, needed, hosts, seconds=seconds)
         command = {
             "operation": "spawn",
             "name": name,
@@ -135,16 +137,19 @@ class Flow:
         return link
 
     def _make_groups(
-        self, label: str, groups: Sequence[tuple[int, ...]], *, seconds: float | None = None
+        self,
+        label: str,
+        groups: Sequence[tuple[int, ...]],
+        hosts: Sequence[tuple[int, ...]] = (),
+        *,
+        seconds: float | None = None,
     ) -> None:
         """Have every rank of the world make process groups of the compute lane.
 
-        Beside each NCCL group a gloo one, for what lies in host memory. A rank alone needs none.
+        hosts: where what lies in host memory travels, by a gloo group. A rank alone needs none.
         """
-        groups = [ranks for ranks in groups if len(ranks) > 1]
-        specs = [[list(ranks), "compute", self._backend] for ranks in groups]
-        if self._backend != "gloo":
-            specs += [[list(ranks), "compute", "gloo"] for ranks in groups]
+        made = dict.fromkeys([(g, self._backend) for g in groups] + [(g, "gloo") for g in hosts])
+        specs = [[list(ranks), "compute", each] for ranks, each in made if len(ranks) > 1]
         command = {"operation": "groups", "specs": specs}
         commands = {rank: dict(command) for rank in self.caller.ranks}
         self.caller.submit(f"{label}.groups", commands, seconds=seconds)

@@ -36,10 +36,8 @@ from spmdflow.weights.architecture import Architecture
 from spmdflow.workers.engine import Part, Place, engine_of
 from spmdflow.workers.micro_batch import MicroBatch
 
-_AXES = (
-    *("tp", "pp", "dp", "shard", "replicate", "replica"),
-    *("gen_tp", "gen_pp", "gen_replica", "micro_dp"),
-)
+_GENERATION_AXES = ("gen_tp", "gen_pp", "gen_replica")
+_AXES = ("tp", "pp", "dp", "shard", "replicate", "replica", *_GENERATION_AXES, "micro_dp")
 
 Score = Callable[[Any, MicroBatch], dict[str, Tensor]]
 Step = Callable[[TensorDict, int], Mapping[str, Metric]]
@@ -89,6 +87,11 @@ class EngineWorker(Worker):
         if layout.pp_size > 1 and cls.head == "causal_lm":
             tied = Architecture.sizes_from_folder(cfg.model.path).tied
         return axis_groups(layout, (*_AXES, "embedding") if tied else _AXES)
+
+    @classmethod
+    def host_groups(cls, cfg: Any, layout: Layout) -> list[tuple[int, ...]]:
+        """The pool, replicas (metrics), dp (sums of map functions), and those that generate."""
+        return axis_groups(layout, ("replica", "dp", *(_GENERATION_AXES if cls.generates else ())))
 
     @classmethod
     def bind_engine(cls, cfg: Any) -> Any:

@@ -20,7 +20,7 @@ from spmdflow.config.schema import RewardConfig
 from spmdflow.data.ragged import lengths_of, ragged, rows_of
 from spmdflow.datasets.tokenizer import load_tokenizer, response_texts
 from spmdflow.errors import RewardError
-from spmdflow.models.base import EngineWorker
+from spmdflow.models.base import EngineWorker, axis_groups
 from spmdflow.parallel.layout import Layout
 from spmdflow.rewards.pool import Result, RewardPool, weighted
 from spmdflow.transfer.register import register
@@ -49,6 +49,11 @@ class RewardWorker(Worker):
     def needed_groups(cls, cfg: RewardConfig, layout: Layout) -> list[tuple[int, ...]]:
         """Groups of the reward model; functions alone need the pool's only."""
         return _ModelScorer.needed_groups(cfg, layout) if cfg.model else [layout.ranks]
+
+    @classmethod
+    def host_groups(cls, cfg: RewardConfig, layout: Layout) -> list[tuple[int, ...]]:
+        """Also tp: one rank of it asks the functions."""
+        return axis_groups(layout, ("replica", "dp", "tp"))
 
     def __init__(self, cfg: RewardConfig, context: WorkerContext) -> None:
         super().__init__(cfg, context)

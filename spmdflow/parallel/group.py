@@ -83,7 +83,8 @@ class GroupTable:
     ) -> dist.ProcessGroup:
         """The group over ranks; ProtocolError if it was not made or this rank is outside it.
 
-        Without backend it is the one made first: the device's own; a gloo one may exist besides.
+        Without backend it is the one made first: the device's own; a gloo one is there besides
+        where the worker's host_groups has it.
         A group of this rank alone is made here, if it is not there: no other rank takes part.
         """
         ranks = tuple(ranks)
@@ -98,7 +99,7 @@ class GroupTable:
             made = sorted(spec.ranks for spec in self._known if spec.lane == lane)
             raise ProtocolError(
                 f"group {ranks}, lane {lane}, backend {backend or 'any'}: not made; expected one "
-                f"of {made}; add {ranks} to the worker's needed_groups"
+                f"of {made}; add {ranks} to the worker's needed_groups, for gloo its host_groups"
             )
         return found
 

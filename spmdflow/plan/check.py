@@ -30,16 +30,17 @@ _NONE = np.zeros(0, dtype=np.int64)
 
 def check_members(trace: Trace) -> list[Problem]:
     """Every rank of a model runs its calls; every rank of the world makes every group, alike;
-    every group that a model needs, or that a call reduces over, is made before."""
+    every group that a model needs, or that a call reduces over (in host memory: by gloo), is made
+    before."""
     return [Problem("members", text) for text in islice(_wrong_members(trace), _SHOWN)]
 
 
 def _wrong_members(trace: Trace) -> Iterator[str]:
-    made: set[tuple[int, ...]] = set()
+    made: set[tuple[tuple[int, ...], str]] = set()
     for order in trace.orders:
         if order.operation == "groups":
             yield from _different_groups(order)
-            made |= {tuple(spec[0]) for spec in order.command["specs"]}
+            made |= {(tuple(s[0]), each) for s in order.command["specs"] for each in ("", s[2])}
         expected = _members(trace, order)
         missing = sorted(set(expected) - set(order.commands))
         strange = sorted(set(order.commands) - set(expected)) if expected else []
@@ -48,13 +49,13 @@ def _wrong_members(trace: Trace) -> Iterator[str]:
                 f"{order.name}: got {'no' if missing else 'a'} command for rank {rank}, expected "
                 f"exactly the ranks {shown(expected)} of its group; the others would wait for ever"
             )
-        for ranks in _groups_entered(trace, order):
-            if len(ranks) > 1 and ranks not in made:
+        for name, ranks, backend in _groups_entered(trace, order):
+            if len(ranks) > 1 and (ranks, backend) not in made:
                 yield (
-                    f"{order.name}: uses the group of ranks {shown(ranks)}, which no order made "
-                    f"before, expected it among needed_groups; add it there"
+                    f"{order.name}: uses the {f'{backend} group'.strip()} of ranks {shown(ranks)}, "
+                    f"which no order made before, expected it among {name}; add it there"
                 )
-                made.add(ranks)
+                made.add((ranks, backend))
 
 
 def _different_groups(order: TracedOrder) -> Iterator[str]:
@@ -82,11 +83,17 @@ def _members(trace: Trace, order: TracedOrder) -> tuple[int, ...]:
     return tuple(sorted({r for name in names for r in trace.models[name].layout.ranks}))
 
 
-def _groups_entered(trace: Trace, order: TracedOrder) -> list[tuple[int, ...]]:
+def _groups_entered(trace: Trace, order: TracedOrder) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """(method of the worker that should name it, ranks, backend; "": any) of each group."""
     if order.operation == "spawn":
         model = trace.models[order.command["name"]]
-        return list(model.worker_class.needed_groups(model.cfg, model.layout))
-    return [tuple(order.command["ranks"])] if order.operation == "map" else []
+        about = model.cfg, model.layout
+        for ranks in model.worker_class.needed_groups(*about):
+            yield "needed_groups", ranks, ""
+        for ranks in model.worker_class.host_groups(*about):
+            yield "host_groups", ranks, "gloo"
+    elif order.operation == "map":
+        yield "host_groups", tuple(order.command["ranks"]), "gloo"
 
 
 def check_batches(trace: Trace) -> list[Problem]:

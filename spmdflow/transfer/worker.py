@@ -118,6 +118,12 @@ class Worker:
         """Rank tuples of the compute-lane process groups this worker uses."""
         return [layout.ranks]
 
+    @classmethod
+    def host_groups(cls, cfg: Any, layout: Layout) -> list[tuple[int, ...]]:
+        """Those of `needed_groups` in which it moves what lies in host memory, such as Python
+        objects: beside the device's group of such ranks there is a gloo group."""
+        return cls.needed_groups(cfg, layout)
+
     def report(self, metrics: Mapping[str, Metric]) -> None:
         """Send metrics along with the answer of the running call."""
         self._metrics.update(metrics)

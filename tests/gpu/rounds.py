@@ -50,9 +50,10 @@ def actor_on(device: str, path: str, settings: dict[str, str]) -> Iterator[Actor
         torch.cuda.set_device(place)
     layout = ActorWorker.layout_of(cfg, ranks)
     groups = GroupTable(rank, timeout_seconds=120)
-    needed = ActorWorker.needed_groups(cfg, layout)
-    for backend in ("nccl", "gloo") if device == "cuda" else ("gloo",):
-        groups.make([GroupSpec(group, "compute", backend) for group in needed])
+    backend = "nccl" if device == "cuda" else "gloo"
+    needed, hosts = ActorWorker.needed_groups(cfg, layout), ActorWorker.host_groups(cfg, layout)
+    groups.make([GroupSpec(group, "compute", backend) for group in needed])
+    groups.make([GroupSpec(group, "compute", "gloo") for group in hosts])
     actor = ActorWorker(cfg, WorkerContext("actor", layout, rank, groups, place, 0, 0))
     try:
         yield actor

@@ -72,6 +72,19 @@ def test_groups_of_a_3d_layout_have_several_ranks_and_are_used(tmp_path: Path, t
     for axis in ("tp", "pp", "dp", "replica", "gen_replica", "micro_dp"):
         wanted |= {ranks for ranks in layout.axis_groups(axis) if len(ranks) > 1}
     assert set(groups) == wanted and (not ends & wanted or tied)
+    hosts = ActorWorker.host_groups(cfg, layout)
+    told = {layout.ranks, *layout.axis_groups("replica"), *layout.axis_groups("dp")}
+    assert set(hosts) == told < wanted and len(hosts) == len(told)
+
+
+@pytest.mark.parametrize(("world", "needed", "hosts"), [(128, 85, 53), (1024, 449, 193)])
+def test_groups_of_a_70b_actor_are_counted(world: int, needed: int, hosts: int) -> None:
+    cfg = actor_config("t8p4", rollout="t8")
+    cfg.model.path = str(Path(__file__).parents[3] / "algos" / "arithmetic" / "model")
+    layout = ActorWorker.layout_of(cfg, tuple(range(world)))
+
+    assert len(ActorWorker.needed_groups(cfg, layout)) == needed
+    assert len(ActorWorker.host_groups(cfg, layout)) == hosts
 
 
 def test_reward_function_is_data_parallel_whatever_its_engine_says() -> None:

@@ -239,6 +239,18 @@ def test_group_that_nobody_makes_is_found(layered: Trace) -> None:
     assert "uses the group of ranks [4, 5], which no order made before" in found
 
 
+def test_group_of_devices_without_one_for_host_memory_is_found(layered: Trace) -> None:
+    groups = find(layered, "actor.groups")
+
+    def leave_out(commands: Commands) -> None:
+        for plain in commands.values():
+            plain["specs"] = [[*spec[:2], "nccl"] for spec in plain["specs"]]
+
+    found = texts(check_members(changed(layered, groups, leave_out)))
+
+    assert "uses the gloo group of ranks" in found and "expected it among host_groups" in found
+
+
 def test_transfer_of_rows_that_a_later_call_makes_is_found(right: Trace) -> None:
     first = next(order for order in right.orders if order.lane == "transfer")
     later = find(right, "actor.update_actor")
