@@ -28,9 +28,9 @@ from spmdflow.kind.engine import engine_kind
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import WorkerContext
-from spmdflow.weights.move import Block, blocks, fill, own_parts
-from spmdflow.weights.ranks import SHARED_EMBEDDING, megatron_tables, part_name
-from spmdflow.weights.table import parameters
+from spmdflow.weights.move import Block, Blocks, blocks, fill, own_parts
+from spmdflow.weights.ranks import megatron_tables, part_name
+from spmdflow.weights.table import EMBEDDING, parameters
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.megatron_model import build_model, local_name
 from spmdflow.workers.megatron_optimizer import Adopt, StageOptimizer, flat_blocks
@@ -90,7 +90,9 @@ class MegatronEngine(TrainEngine):
                     parameter.requires_grad_(False)
             differ = self._parameters.keys() ^ self._table.keys()
             assert not differ, f"table and model differ: {differ}"
-            self._read(model)
+            for name, described in self._table.items():
+                if described.padding:
+                    self._parameters[name].detach().zero_()  # before the optimizer copies it
             if optimizer is not None:
                 self.optimizer = StageOptimizer(
                     self._modules,
@@ -101,12 +103,7 @@ class MegatronEngine(TrainEngine):
                     overlap="overlap" in cfg.options,
                     adopt=adopt,
                 )
-        if self.optimizer is not None and self.dtype != torch.float32:
-            # the float32 masters come from a folder of higher precision, whose values are lost
-            for moment, (name, view, box) in self._stepped_blocks():
-                nothing = Box.of_shape([0] * len(box.bounds))
-                if not moment and model.read(name, nothing).dtype != self.dtype:
-                    view.copy_(model.read(name, box))
+        self._read(model)
 
     # -- running ------------------------------------------------------------------------------
 
@@ -195,20 +192,25 @@ class MegatronEngine(TrainEngine):
     # -- helpers, in the order of use ---------------------------------------------------------
 
     def _read(self, model: ModelSource) -> None:
-        """This rank's boxes from the folder; a tied embedding goes on to the last stage."""
-        group, many = self._megatron_groups.embd, self.layout.virtual_size
-        first = part_name(0, SHARED_EMBEDDING[0], many)
-        last = part_name(many - 1, SHARED_EMBEDDING[1], many)
-        copied = model.architecture.tied and group is not None
-        fill(
-            self._parameters,
-            {name: x for name, x in self._table.items() if not (copied and name == last)},
-            model.read,
-        )
-        if copied:
-            held = self._parameters[first if first in self._parameters else last]
-            source = dist.get_process_group_ranks(group)[0]
-            dist.broadcast(held.detach(), source, group=group)
+        """This rank's boxes from the folder, each once, in the file's precision: parameters and the
+        masters that the optimizer steps. A tied embedding goes on to the last stage."""
+        has_masters = self.optimizer is not None and self.dtype != torch.float32
+        stepped = self._stepped_blocks() if has_masters else ()
+        masters = Blocks(block for moment, block in stepped if not moment)
+        group = self._megatron_groups.embd if model.architecture.tied else None
+        first = self.rank if group is None else dist.get_process_group_ranks(group)[0]
+
+        def read(name: str, box: Box) -> Tensor:
+            is_sent = group is not None and name == EMBEDDING
+            reads = not is_sent or first == self.rank
+            values = model.read(name, box if reads else Box.of_shape([0] * len(box.bounds)))
+            if is_sent:
+                values = (values if reads else values.new_empty(box.shape)).to(self.device)
+                dist.broadcast(values, first, group=group)
+            masters.write(name, box, values)
+            return values
+
+        fill(self._parameters, self._table, read)
 
     def _pass(
         self,

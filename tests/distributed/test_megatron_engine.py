@@ -102,7 +102,7 @@ def test_state_loaded_into_a_new_engine_continues_bitwise(results: dict, rank: i
         assert x["dtypes"] == ["torch.float32"]  # masters and moments, also of bfloat16 weights
 
 
-@pytest.mark.parametrize("model", ["llama", "reward"])
+@pytest.mark.parametrize("model", ["llama", "llama-tied", "reward"])
 def test_bfloat16_weights_are_the_rounded_masters_and_compute_is_near_float32(
     results: dict, model: str
 ) -> None:
@@ -112,6 +112,7 @@ def test_bfloat16_weights_are_the_rounded_masters_and_compute_is_near_float32(
     assert found["rounded"] == 0
     assert found["exported"]  # what forward computes with, in its precision
     assert found["masters"] == 0  # read from the folder, not from rounded weights
+    assert 1 <= found["read"] <= 1.1  # of the files' bytes, by a replica; norms once a rank
 
 
 @pytest.mark.parametrize("model", ["llama-tied", "mistral", "reward"])

@@ -26,7 +26,7 @@ from engine_state import (
 from engine_world import loss_of, message
 from fsdp_reference import make_batch
 from megatron_reference import FAMILIES, load, outputs_of, write_models
-from megatron_world import Case, World, largest, whole_outputs
+from megatron_world import Case, World, largest, share_read, whole_outputs
 from torch import Tensor
 
 from spmdflow.blocks.hash import positional_hash
@@ -213,11 +213,11 @@ def check_state(world: World) -> None:
 
 
 def check_bfloat16(world: World) -> None:
-    """bfloat16 compute near float32; weights are the rounded float32 masters."""
-    for case in (Case("llama", 1, 2, 2), Case("reward", 2, 2, 1, ("sequence_parallel",))):
+    """bfloat16 compute near float32; weights are the rounded float32 masters, read once."""
+    cases = Case("llama", 1, 2, 2), Case("llama-tied", 2, 2, 1)
+    for case in (*cases, Case("reward", 2, 2, 1, ("sequence_parallel",))):
         engine = world.engine(case, dtype="bfloat16")
-        assert engine is not None
-        masters = whole_state(engine)
+        read, held = share_read(engine), whole_state(engine)
         metrics = world.train(engine, case)
         state, full = whole_state(engine), dict(full_tensors(engine))
         files = exported(engine, world.folder / "export-bfloat16" / case.model)
@@ -225,17 +225,17 @@ def check_bfloat16(world: World) -> None:
             expected = world.reference(case)
             a = torch.cat([state[f"{n}.exp_avg"].flatten() for n in expected.gradients])
             b = torch.cat([g.flatten() for g in expected.gradients.values()])
-            plain = load(world.folder, case.model)
+            named = load(world.folder, case.model).named_parameters()
             same = {n: torch.equal(rounded(n, state[n]), x) for n, x in files.items()}
-            again = {n: rounded(n, x).float() for n, x in state.items()}
             world.note(
                 f"bfloat16 {case.model}",
                 {
                     "cosine": float(torch.nn.functional.cosine_similarity(a, b, dim=0)),
                     "loss": abs(metrics["loss"] - expected.loss),
                     "exported": all(same.values()) and same.keys() == full.keys(),
-                    "rounded": largest(again, full),
-                    "masters": largest(masters, dict(plain.named_parameters())),
+                    "rounded": largest({n: rounded(n, x).float() for n, x in state.items()}, full),
+                    "masters": largest(held, dict(named)),
+                    "read": read / case.d,
                 },
             )
 

@@ -22,6 +22,7 @@ from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.worker import WorkerContext
+from spmdflow.weights.folder import folder_tensors
 from spmdflow.workers.megatron import MegatronEngine
 from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import open_model
@@ -176,3 +177,11 @@ def _joined(output: CausalOutput | ScalarOutput, micro: MicroBatch) -> Tensor:
         parts = [torch.empty_like(logits) for _ in range(output.group.size())]
         dist.all_gather(parts, logits, group=output.group)
     return torch.cat(parts, -1)[..., : output.vocab_size]
+
+
+def share_read(engine: MegatronEngine) -> float:
+    """Bytes of the folder that all ranks of the world have read, over those of its tensors."""
+    read: Any = engine.model.read
+    num_bytes = torch.tensor(read.__self__.bytes_read)
+    dist.all_reduce(num_bytes)
+    return int(num_bytes) / sum(x.nbytes for _, x in folder_tensors(engine.model.source))
