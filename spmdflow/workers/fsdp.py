@@ -29,7 +29,6 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
 from spmdflow.errors import ConfigError
@@ -213,6 +212,8 @@ class PartitionedOptimizer(ShardedOptimizer):
         super().__init__(tensors, cfg, total_steps)
 
     def _stepper_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
+
         return ZeroRedundancyOptimizer(
             parameters, self.torch_class, process_group=self._group, **self.arguments
         )

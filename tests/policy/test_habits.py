@@ -30,6 +30,7 @@ HEAVY |= {"math_verify", "huggingface_hub", "datasets"}
 LATE_IMPORTERS = {
     "spmdflow/run.py": "a refusal needs no torch",
     "spmdflow/program.py": "a refusal needs no torch",
+    "spmdflow/workers/fsdp.py": "torch.distributed.optim scripts eight optimizers, 0.2 s a rank",
 }
 """Files that may import other things late, and why."""
 
