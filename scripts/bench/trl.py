@@ -13,7 +13,8 @@ random Llama of 11.3 million with 32,000 words and prompts of 8 to 96 tokens, wi
 0.04, one update a step, float32, AdamW. No response ends early (bench/_trl_work.py). On a machine
 that others use, give it real-time priority (`chrt -r 5`). The first round tries
 TRL in three settings of its own (the batch whole, cut into micro-batches, over two processes) and
-spmdflow on one rank and on as many as threads; the following rounds run the fastest of each again.
+spmdflow in three: on one rank, on as many as threads under FSDP, and there under ZeRO 1, where
+every rank has all weights, as under DDP; the following rounds run the fastest of each again.
 A run's seconds are the median of its steps without the first two, from end to end; the table's are
 the medians over rounds. CPU seconds are those of all processes: compare them where others use the
 machine. `products` is what the step's matrix products alone take.
@@ -170,6 +171,8 @@ def _contestants(work: Work, arguments: argparse.Namespace) -> list[Contestant]:
     ]
     for count in dict.fromkeys((1, ranks)):
         found.append(Contestant("spmdflow", f"{count} ranks", _own(work, count, [])))
+    whole = [f"{role}.engine.kind=zero1" for role in ENGINES]
+    found.append(Contestant("spmdflow", f"{ranks} ranks, zero1", _own(work, ranks, whole)))
     for text in arguments.also:
         name, _, settings = text.partition(":")
         run = _own(work, ranks, settings.split(";"))
