@@ -30,8 +30,6 @@ MOST_PARTS = 10
 """Of a pool, the largest first; smaller ones stay on the device."""
 BLOCK_TOKENS = 16
 """A sequence's cache is taken in blocks."""
-
-
 LEAST_BYTES = float(64 << 20)
 """Of a cache that is limited by its rows."""
 

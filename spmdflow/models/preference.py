@@ -45,8 +45,6 @@ from spmdflow.workers.micro_batch import MicroBatch
 ANSWERS = ("prompts", "loss_mask")
 KINDS = ("chosen_tokens", "answers", "desirable")
 """Columns of a row of preferences: of every kind, and those of pairs or of labelled rows."""
-
-
 Slopes = tuple[Tensor, Tensor]
 """Losses of n pairs (n,), and their derivatives (2n,) at the scores of 2n sequences."""
 

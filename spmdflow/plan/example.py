@@ -84,8 +84,6 @@ KNOWN = {name: form_of(name, text) for text, names in _FORMS.items() for name in
 """Columns of the built-in roles."""
 UNKNOWN = form_of("", "float32")
 """What a column is taken for that nobody has declared; the plan says so."""
-
-
 _BUILT_IN: dict[str, Any] = {"scores": (0.0, 1.0), "costs": 0.0, "reference_kl": 0.01}
 """Scores differ inside of every group of samples, so that dynamic sampling keeps all prompts."""
 

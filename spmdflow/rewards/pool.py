@@ -142,10 +142,8 @@ class RewardPool:
 
     def _refuse_after_close(self) -> None:
         if self._closed:
-            raise RewardError(
-                "reward.function: got the end of its run while it scored, expected to finish "
-                "before; see why the run ended"
-            )
+            got, do = "the end of its run while it scored", "see why the run ended"
+            raise RewardError.of("reward.function", got, "to finish before", do)
 
     def _kill(self, processes: list[RewardProcess]) -> None:
         for process in processes:

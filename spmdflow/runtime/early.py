@@ -28,12 +28,10 @@ class Begun(Future[Any]):
         """Wait for it, by default for the limit of a call; raises what it raised."""
         seconds = self._seconds if timeout is None else timeout
         if not self._arrival.wait_until(self.done, seconds):
-            raise DeadlineError.of(
-                self._label,
-                f"no result after {seconds:g} s",
-                "one within the limit of a call",
-                "give it a limit of its own, or raise run.call_seconds",
-            )
+            got = f"no result after {seconds:g} s"
+            expected = "one within the limit of a call"
+            do = "give it a limit of its own, or raise run.call_seconds"
+            raise DeadlineError.of(self._label, got, expected, do)
         return super().result()
 
 
@@ -68,12 +66,11 @@ class EarlyMethods:
             thread.join(UNWIND_SECONDS)
         left = [thread.name for thread in self._threads if thread.is_alive()]
         if left:
-            raise DeadlineError.of(
-                f"early methods of the calls {left}",
-                f"threads that still run {UNWIND_SECONDS:g} s after the run",
-                "them to end when close() of their worker has been called",
-                "give what they wait for a limit",
-            )
+            where = f"early methods of the calls {left}"
+            got = f"threads that still run {UNWIND_SECONDS:g} s after the run"
+            expected = "them to end when close() of their worker has been called"
+            do = "give what they wait for a limit"
+            raise DeadlineError.of(where, got, expected, do)
 
     def _run(
         self, number: int, begun: Begun, wait: Callable[[], None], run: Callable[[], Any]

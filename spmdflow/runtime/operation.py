@@ -142,9 +142,8 @@ class RankState:
         )
         worker_class = find(plain["class"])
         if not (isinstance(worker_class, type) and issubclass(worker_class, Worker)):
-            raise ProtocolError.of(
-                "spawn", plain["class"], "a subclass of Worker", "name a worker class"
-            )
+            do = "name a worker class"
+            raise ProtocolError.of("spawn", plain["class"], "a subclass of Worker", do)
         worker = self._workers[plain["name"]] = worker_class(plain["config"], context)
         folder = worker.frozen_folder
         if folder is not None and settings.rank == context.layout.ranks[0]:

@@ -194,7 +194,7 @@ def test_calls_of_disjoint_pools_overlap_in_the_schedule() -> None:
 
 COMMAND_LINES = {
     "nothing.py --world 2": r"script: no file nothing\.py",
-    f"{PPO} more": r"got more, expected SCRIPT \[CONFIG\.yaml\]",
+    f"{PPO} more": r"got 'more', expected SCRIPT \[CONFIG\.yaml\]",
     f"{PPO} --world 0": r"got --world 0, expected at least 1 rank",
     f"{PPO} --hardware=abacus": r"got abacus, expected one of a100_80gb",
     f"{PPO} --hardware=h100 --assume scores": r"got --assume scores, expected NAME=VALUE",
