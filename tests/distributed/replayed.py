@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +13,7 @@ from spmdflow.plan.comparison import compare
 from spmdflow.plan.record import Trace
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.weight import weight_plans
+from tests.distributed.programs.old_log_probs import MODES
 from tests.unit.planned import trace_replayed
 
 PPO = Path(__file__).parents[2] / "algos" / "ppo.py"
@@ -54,3 +57,24 @@ def reported_weight_bytes(planned: Trace, model: str = "actor") -> int:
     (way,) = weight_plans(planned)
     layout = planned.models[model].layout
     return sum(way.received[group[0]] for group in layout.axis_groups("gen_replica"))
+
+
+_TIMED = ("time/", "perf/", "transfer/", "rollout/sync")
+_SUMMED = ("actor/entropy", "actor/reference_kl", "rollout/drift")
+_LEARNT = ("actor/loss", "actor/grad_norm", "critic/loss", "reward/mean")
+
+
+def check_old_log_probs(folder: Path) -> None:
+    """What `programs.old_log_probs` ran: auto learns bit for bit what recompute does, without its
+    forward; rollout to the differences between generator and trainer. Metrics that are summed in
+    another order: to 1e-6."""
+    runs = [(folder / mode / "metrics.jsonl").read_text().splitlines() for mode in MODES]
+    for recompute, auto, rollout in zip(*([*map(json.loads, run)] for run in runs), strict=True):
+        assert "time/compute_log_prob_seconds" in recompute
+        assert "time/compute_log_prob_seconds" not in auto.keys() | rollout.keys()
+        assert rollout["rollout/weight_clipped"] == 0
+        for name in {n for n in auto.keys() & recompute.keys() if not n.startswith(_TIMED)}:
+            close = 1e-6 if name.startswith(_SUMMED) else 0
+            assert math.isclose(auto[name], recompute[name], rel_tol=close), name
+        for name in _LEARNT:
+            assert math.isclose(rollout[name], recompute[name], rel_tol=1e-3, abs_tol=1e-5), name

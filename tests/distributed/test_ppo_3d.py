@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.distributed.programs import ppo_3d
 from tests.distributed.replayed import (
+    check_old_log_probs,
     planned_as_counted,
     reported_weight_bytes,
     settings_of_run,
@@ -75,6 +76,10 @@ def test_ppo_on_a_3d_layout_has_the_tokens_and_losses_of_a_single_rank(small, ca
 def test_megatron_actor_fsdp_critic_and_zero_reward_model_on_their_own_ranks(small):
     check(small, "mixed", reference="one-judged")
     assert all(step["transfer/bytes"] > 0 for step in steps_of(small, "mixed"))
+
+
+def test_old_log_probs_of_the_update_or_the_generator_teach_two_shards_the_same(small):
+    check_old_log_probs(small / "old")
 
 
 @pytest.fixture(scope="module")

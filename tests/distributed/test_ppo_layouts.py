@@ -12,7 +12,7 @@ import json
 import pytest
 
 from tests.distributed.programs import ppo_layouts
-from tests.distributed.replayed import planned_as_counted, settings_of_run
+from tests.distributed.replayed import check_old_log_probs, planned_as_counted, settings_of_run
 
 CASES = (
     "colocate-2", "colocate-4", "split-2", "split-4", "standalone-4", "standalone-8",
@@ -74,3 +74,8 @@ def test_plan_has_the_bytes_that_were_counted_on_every_edge(runs, case):
 def test_disjoint_pools_exchange_bytes_and_one_rank_none(runs):
     assert all(step["transfer/bytes"] == 0 for step in steps_of(runs, "colocate-1"))
     assert all(step["transfer/bytes"] > 0 for step in steps_of(runs, "standalone-4"))
+
+
+@pytest.mark.parametrize("kind", ppo_layouts.ENGINES)
+def test_old_log_probs_of_the_update_or_the_generator_teach_two_ranks_the_same(runs, kind):
+    check_old_log_probs(runs / "old" / kind)

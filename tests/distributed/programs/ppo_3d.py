@@ -21,6 +21,7 @@ from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.models.policy import ActorWorker
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import Max, Sum
+from tests.distributed.programs.old_log_probs import run_modes
 
 ROOT = Path(__file__).parents[3]
 STEPS = 3
@@ -68,6 +69,9 @@ MIXED = {
     ),
     "mixed": Case(4, "t2", generator="builtin", more=(*JUDGE, *APART)),
 }
+T2 = tuple(
+    f"{role}.engine.{x}" for role in ("actor", "critic") for x in ("kind=megatron", "layout=t2")
+)
 LARGE = {"t2p2d2-t2": Case(8, "t2p2", "t2", "blocks")}
 
 
@@ -153,4 +157,7 @@ def run_all(out: str, names: tuple[str, ...]) -> None:
     """What every rank does."""
     for name in names:
         run_case(name, (CASES | MIXED | LARGE)[name], Path(out))
+        dist.barrier()
+    if set(MIXED) <= set(names):
+        run_modes(Path(out) / "old", *T2, ranks=(0, 1))
         dist.barrier()

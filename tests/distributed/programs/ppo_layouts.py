@@ -19,6 +19,7 @@ from spmdflow.controller.script import run_flow
 from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.models.policy import ActorWorker
 from spmdflow.transfer.register import register
+from tests.distributed.programs.old_log_probs import run_modes
 
 ROOT = Path(__file__).parents[3]
 STEPS = 3
@@ -34,6 +35,8 @@ CASES: dict[str, tuple[str, int]] = {
     "colocate-4-s2": ("colocate", 4),
     "colocate-4-s2-resumed": ("colocate", 4),
 }
+ENGINES = ("fsdp", "zero2")
+"""Of two ranks, for each choice of old log-probs."""
 S2 = tuple(f"{role}.engine.layout=s2" for role in ("actor", "critic", "reference"))
 _COLUMNS = ("responses", "response_mask", "rollout_log_probs")
 
@@ -105,3 +108,6 @@ def run_all(out: str) -> None:
             dist.barrier()
         run_case(case, placed, on_ranks, Path(out))
         dist.barrier()
+    for kind in ENGINES:
+        run_modes(Path(out) / "old" / kind, f"actor.engine.kind={kind}", ranks=(0, 1))
+    dist.barrier()
