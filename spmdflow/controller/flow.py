@@ -160,20 +160,18 @@ class Flow:
         Its place is part of checkpoints, under the name; a second stream gives another one.
         """
         if name in self.kept:
-            raise ProtocolError(
-                f"flow.prompts: got the name {name!r} besides {sorted(self.kept)}, expected a name "
-                f"of its own; give name=... for a second stream"
-            )
+            got = f"the name {name!r} besides {sorted(self.kept)}"
+            do = "give name=... for a second stream"
+            raise ProtocolError.of("flow.prompts", got, "a name of its own", do)
         stream = PromptStream(cfg, self.caller, name=name, seed=self.seed, log=self._log)
         return self.keep(**{name: stream})
 
     def keep(self, **things: T) -> T:
         """Register a thing with state_dict and load_state_dict, so that it resumes; returns it."""
         if len(things) != 1 or set(things) & set(self.kept):
-            raise ProtocolError(
-                f"keep: got {sorted(things)} besides {sorted(self.kept)}, expected one thing with "
-                f"a name of its own; call it once for each"
-            )
+            got = f"{sorted(things)} besides {sorted(self.kept)}"
+            expected = "one thing with a name of its own"
+            raise ProtocolError.of("keep", got, expected, "call it once for each")
         ((name, thing),) = things.items()
         self.kept[name] = thing
         return thing

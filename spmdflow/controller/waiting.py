@@ -200,9 +200,7 @@ def _has_all(ref: ColumnRef, result: RowResult) -> bool:
 
 
 def _refuse(name: str, reader: str, why: str) -> None:
-    raise ColumnError.of(
-        reader,
-        "old_log_probs of rows that an update has learnt from since",
-        "them to be read before, as the update took those of its own forward",
-        f"set {name}.update.old_log_probs=recompute",
-    )
+    got = "old_log_probs of rows that an update has learnt from since"
+    expected = "them to be read before, as the update took those of its own forward"
+    do = f"set {name}.update.old_log_probs=recompute"
+    raise ColumnError.of(reader, got, expected, do)

@@ -202,12 +202,10 @@ class _ModelScorer(EngineWorker):
             return None
         scores = made["scores"].float().cpu()
         if not scores.isfinite().all():
-            row = int(scores.isfinite().int().argmin())
-            raise RewardError(
-                f"reward model: got the score {scores[row]:g} for row {self.call.row_ids[row]}, "
-                f"expected finite scores; check the weights of {self.cfg.model.path}, or set "
-                f"model.dtype=float32"
-            )
+            row, path = int(scores.isfinite().int().argmin()), self.cfg.model.path
+            got = f"the score {scores[row]:g} for row {self.call.row_ids[row]}"
+            do = f"check the weights of {path}, or set model.dtype=float32"
+            raise RewardError.of("reward model", got, "finite scores", do)
         return scores
 
 

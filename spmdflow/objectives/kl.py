@@ -127,10 +127,9 @@ class AdaptiveKL(KeptNumber):
         ConfigError unless both are above 0.
         """
         if not (cfg.kl_coef > 0 and target > 0):
-            raise ConfigError(
-                f"AdaptiveKL: got advantage.kl_coef {cfg.kl_coef:g} and target {target:g}, "
-                f"expected both above 0, as the weight is multiplied; set them"
-            )
+            got = f"advantage.kl_coef {cfg.kl_coef:g} and target {target:g}"
+            expected = "both above 0, as the weight is multiplied"
+            raise ConfigError.of("AdaptiveKL", got, expected, "set them")
         self.value, self._target = cfg.kl_coef, target
 
     def update(self, mean_kl: float) -> None:

@@ -349,7 +349,6 @@ def _check_options(name: str, cfg: EngineConfig) -> None:
     known = engine_kind(cfg.kind).options
     unknown = sorted(set(cfg.options) - set(known))
     if unknown:
-        raise ConfigError(
-            f"{name}.engine.options: got {unknown} for engine {cfg.kind}, expected some of "
-            f"{list(known)}; leave them out or choose another engine.kind"
-        )
+        where, got = f"{name}.engine.options", f"{unknown} for engine {cfg.kind}"
+        do = "leave them out or choose another engine.kind"
+        raise ConfigError.of(where, got, f"some of {list(known)}", do)
