@@ -76,7 +76,8 @@ def choose_residency(
     open_models: whose parts may move; those of the others do as their engine says. shares: of
     generating models without a cache of a set size.
     """
-    pool = _Pool(members, dataflow, hardware, open_models, shares)
+    by_name = {model.name: (model, cut) for model, cut in members}
+    pool = _Pool(by_name, dataflow, hardware, open_models, shares)
     floor = pool.generation_seconds(dict.fromkeys(shares, 1e18))
     best: Residency | None = None
     for copy_seconds, moved in sorted(pool.combinations()):
@@ -98,27 +99,21 @@ def choose_weights(ways: Mapping[str, Residency]) -> str:
     return min(ways, key=lambda way: _rank(ways[way]))
 
 
+@dataclass(frozen=True)
 class _Pool:
     """One pool with its open parts."""
 
-    def __init__(
-        self,
-        members: Members,
-        dataflow: Dataflow,
-        hardware: Hardware,
-        open_models: Collection[str],
-        shares: Mapping[str, Share],
-    ) -> None:
-        self._members = {model.name: (model, cut) for model, cut in members}
-        self._dataflow, self._hardware = dataflow, hardware
-        self._open, self._shares = open_models, shares
-        self._calls = [call for call in dataflow.calls if call.model in self._members]
+    members: Mapping[str, tuple[Model, Strategy]]
+    dataflow: Dataflow
+    hardware: Hardware
+    open: Collection[str]
+    shares: Mapping[str, Share]
 
     def combinations(self) -> Iterator[tuple[float, Moved]]:
         """(seconds of copies in a step, what moves)."""
         parts, gradients = [], []
-        for name in self._open:
-            model, cut = self._members[name]
+        for name in self.open:
+            model, cut = self.members[name]
             stays = model.rollout is not None and model.rollout.weights != "copy"
             for part, size in state_bytes(model, cut).items():
                 if part == "gradients" and size > 0:
@@ -135,17 +130,16 @@ class _Pool:
 
     def tried(self, moved: Moved, copy_seconds: float) -> Residency:
         """What comes of one combination."""
-        members = [self._with(name, moved) for name in self._members]
-        phases = pool_memory(members, self._dataflow, self._hardware)
-        limit = self._hardware.usable_bytes
+        members = [self._with(name, moved) for name in self.members]
+        phases = pool_memory(members, self.dataflow, self.hardware)
+        limit = self.hardware.usable_bytes
         caches: dict[str, tuple[float, float]] = {}
         fits = True
-        for call in self._generations():
-            held = phases[call.title]
-            share = self._shares[call.model]
+        for call in (call for call in self._generations() if call.model in self.shares):
+            held, share = phases[call.title], self.shares[call.model]
             free = limit - (sum(held.values()) - held["kv_cache"])
             size = min(share.of_free * free, self._most(call, share))
-            model, cut = self._members[call.model]
+            model, cut = self.members[call.model]
             fits &= size >= min(
                 least_cache_bytes(model, call.workload, cut), self._most(call, share)
             )
@@ -160,42 +154,43 @@ class _Pool:
     def generation_seconds(self, caches: Mapping[str, float]) -> float:
         """Of all generations of a step; caches: the sizes of those that are open."""
         seconds = 0.0
-        for call in (call for call in self._calls if call.kind == "generate"):
-            model, cut = self._members[call.model]
+        for call in self._generations():
+            model, cut = self.members[call.model]
             assert model.rollout is not None, model.name
             size = caches.get(call.model, model.rollout.kv_cache_bytes)
             if size is None:  # neither set nor open: nothing to compare
                 continue
-            parts = generation_parts(model, call.workload, cut, self._hardware, kv_bytes=size)
+            parts = generation_parts(model, call.workload, cut, self.hardware, kv_bytes=size)
             seconds += float(total(parts))
         return seconds
 
     def _generations(self) -> Iterator[Call]:
-        for call in self._calls:
-            if call.kind == "generate" and call.model in self._shares:
-                yield call
+        return (call for call in self._calls() if call.kind == "generate")
+
+    def _calls(self) -> Iterator[Call]:
+        return (call for call in self.dataflow.calls if call.model in self.members)
 
     def _most(self, call: Call, share: Share) -> float:
         """Bytes of a cache with room for the most rows."""
         if share.most_rows is None:
             return float("inf")
-        model, cut = self._members[call.model]
+        model, cut = self.members[call.model]
         blocks = 1 + BLOCK_TOKENS / call.workload.tokens
         rows = share.most_rows * blocks * sequence_bytes(model, call.workload, cut)
         return max(float(rows), LEAST_BYTES)
 
     def _copy_seconds(self, moved: Moved) -> float:
         seconds = 0.0
-        for call in self._calls:
+        for call in self._calls():
             if call.model in {name for name, _ in moved}:
                 model, cut = self._with(call.model, moved)
-                seconds += float(offload_seconds(model, call.kind, cut, self._hardware))
+                seconds += float(offload_seconds(model, call.kind, cut, self.hardware))
         return seconds
 
     def _with(self, name: str, moved: Moved) -> tuple[Model, Strategy]:
         """A member with the parts that move."""
-        model, cut = self._members[name]
-        if name not in self._open:
+        model, cut = self.members[name]
+        if name not in self.open:
             return model, cut
         parts = tuple(part for n, part in moved if n == name)
         return replace(model, engine=replace(model.engine, moved=parts)), cut
