@@ -25,6 +25,7 @@ from spmdflow.mapping.memory import (
     least_cache_bytes,
     offload_seconds,
     resident_bytes,
+    save_bytes,
     sync_bytes,
 )
 from spmdflow.mapping.search import ModelSet, Options, pareto, unbeaten
@@ -160,6 +161,8 @@ class CostTable:
             parts = pass_parts(model, call.workload, cut, self.hardware, trains=trains)
             costs[:, stage] += total(parts)
             needed = np.maximum(needed, beside)
+        if model.trained:
+            needed = np.maximum(needed, total(save_bytes(model, cut)))
         first = next((call for call in calls if call.kind == "generate"), None)
         if first is not None:
             stage = self.dataflow.stages.index(first.stage)

@@ -239,7 +239,9 @@ def engine_for(case: Case, folder: Path) -> TrainEngine:
     head = case.head if not (case.trained and case.head == "scalar") else "critic"
     cfg = defaults(_ROLES[head, case.trained])
     cfg.model.path, cfg.model.dtype = str(folder), case.dtype
-    cfg.engine.kind, cfg.engine.options = case.kind, list(case.options)
+    cfg.engine.kind = case.kind
+    if case.trained:
+        cfg.engine.options = list(case.options)
     return engine_of(cfg, context_of(case), head=head)
 
 
