@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from spmdflow.checkpoint.manifest import verify_checkpoint
 from spmdflow.checkpoint.run_dir import find_latest
 from tests.algos.runs import SCRIPT, SMALL, log_of, start
+from tests.unit.checkpoint_files import verify_checkpoint
 
 OWN_MOUNTS = ["unshare", "--mount", "sh", "-c"]
 
