@@ -101,7 +101,7 @@ def nothing_left() -> Iterator[None]:
     """No thread outlives a rank that was closed."""
     BEGUN.clear()
     yield
-    assert not [thread.name for thread in threading.enumerate() if "early" in thread.name]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("early-")]
 
 
 def run(
