@@ -65,7 +65,8 @@ def prepare(
     from spmdflow.parallel.device import own_device
 
     cfg = copy.deepcopy(loaded.cfg)
-    choices = choose_by_device(cfg, own_device().type, kept=_as_before(cfg.run))
+    device = own_device().type
+    choices = choose_by_device(cfg, device, kept=_as_before(cfg.run))
     loaded, placed = replace(loaded, cfg=cfg), ""
     hardware_name = cfg.run.hardware
     if hardware_name is not None:
@@ -79,7 +80,7 @@ def prepare(
         loaded, placed = replace(loaded, cfg=found.cfg), placed_text(found)
     cfg = loaded.cfg
     check(cfg, world_size)
-    if needs_plan(cfg):
+    if needs_plan(cfg, on_cpu=device == "cpu"):
         from spmdflow.plan.residency import choose_by_plan, hardware_here
 
         hardware = hardware_here(hardware_name, node_size or world_size, world_size)

@@ -94,10 +94,13 @@ def _packaged(here: bool) -> str:
     return next(found, generator_names()[0])
 
 
-def needs_plan(cfg: Any) -> bool:
-    """Whether a plan must say what moves to the host, or how large a KV cache is."""
+def needs_plan(cfg: Any, *, on_cpu: bool = True) -> bool:
+    """Whether a plan must say what moves to the host, how large a KV cache is, or elsewhere than
+    on a CPU how weights get to a generator that may read the trainer's."""
     return any(part.residency == AUTO for _, part in parts_of(cfg, EngineConfig)) or any(
-        has_open_cache(part) for _, part in parts_of(cfg, RolloutConfig)
+        has_open_cache(part)
+        or (not on_cpu and part.weights == AUTO and generator_kind(part.generator).fixed_cache)
+        for _, part in parts_of(cfg, RolloutConfig)
     )
 
 

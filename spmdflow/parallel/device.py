@@ -5,11 +5,15 @@ Any kind of accelerator that torch knows; where there is none, the CPU. The only
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 CPU = torch.device("cpu")
+_ALIGNED = 16
+"""Bytes; kernels read several elements at once."""
 
 
 def own_device() -> torch.device:
@@ -30,7 +34,27 @@ def backend_of(device: torch.device) -> str:
 
 def to_device(column: Tensor, device: torch.device) -> Tensor:
     """A tensor of host memory on the device: from pinned memory, so that the host does not wait."""
-    return column if device == CPU else column.pin_memory().to(device, non_blocking=True)
+    if device == CPU:
+        return column
+    if not column.numel():  # nothing to copy
+        return torch.empty_like(column, device=device)
+    return column.pin_memory().to(device, non_blocking=True)
+
+
+def all_to_device(columns: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of host memory on the device, all in one copy."""
+    if device == CPU:
+        return list(columns)
+    sizes = [-(-column.nbytes // _ALIGNED) * _ALIGNED for column in columns]
+    joined = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+
+    def parts(whole: Tensor) -> list[Tensor]:  # .data: who changes one in place changes no other
+        pairs = zip(whole.split(sizes), columns, strict=True)
+        return [each[: x.nbytes].view(x.dtype).view(x.shape).data for each, x in pairs]
+
+    for part, column in zip(parts(joined), columns, strict=True):
+        part.copy_(column)
+    return parts(joined.to(device, non_blocking=True))
 
 
 def to_host(column: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def choose_by_plan(
 
     cfg: with a placement and dtypes. A script that cannot be planned keeps all on the device.
     """
-    if not needs_plan(cfg):
+    if not needs_plan(cfg, on_cpu=hardware.is_cpu):
         return []
     every = dict(parts_of(cfg, EngineConfig))
     engines = {key: part for key, part in every.items() if part.residency == AUTO}

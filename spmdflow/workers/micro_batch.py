@@ -9,7 +9,7 @@ nowhere else, heads run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from spmdflow.data.ragged import (
     take_rows,
 )
 from spmdflow.errors import ColumnError, ProtocolError
-from spmdflow.parallel.device import to_device
+from spmdflow.parallel.device import all_to_device, to_device
 from spmdflow.workers.attention import PackedRows, SeenKeys
 
 SHARED_FROM = 8
@@ -56,7 +56,9 @@ class MicroBatch:
     columns: Mapping[str, Tensor]
     """Response-shaped (b, R), 0 beyond a response, or dense (b, ...)."""
     index: Tensor
-    """(rows,) int64: positions in the batch; empty for a padding micro-batch."""
+    """(rows,) int64 in host memory: positions in the batch; empty for a padding micro-batch."""
+    answers: Tensor
+    """(rows,) int64 in host memory: response_lengths of these rows."""
     targets: Tensor
     """(n,) int64: the tokens of all responses, row after row."""
     predicting: Tensor
@@ -153,7 +155,7 @@ def _join_column(
     real = [part[: len(micro.index)] for part, micro in zip(parts, micros, strict=True)]
     if parts[0].dim() == 1:
         return torch.cat(real)[places]
-    lengths = [micro.response_lengths[: len(micro.index)].cpu() for micro in micros]
+    lengths = [micro.answers for micro in micros]
     values = [part[mask_of(n, part.shape[1])] for part, n in zip(real, lengths, strict=True)]
     return ragged(*take_rows(torch.cat(values), torch.cat(lengths), places))
 
@@ -295,21 +297,48 @@ def _build(rows: TensorDict, index: Tensor, device: torch.device, places: _Place
     in_width = _spans(torch.arange(num_rows) * width, response_lengths)
     columns: dict[str, Any] = dict(rows.exclude("prompts", "responses").items())
     for name, column in columns.items():
-        columns[name] = to_device(pad(column, width=width) if is_ragged(column) else column, device)
-    return MicroBatch(
-        input_ids=to_device(input_ids, device),
-        position_ids=to_device(positions, device).expand(shape),
-        packed=places.packed and places.packed.moved(lambda x: to_device(x, device)),
-        response_lengths=to_device(response_lengths, device),
+        columns[name] = pad(column, width=width) if is_ragged(column) else column
+    micro = MicroBatch(
+        input_ids=input_ids,
+        position_ids=positions,
+        packed=places.packed,
+        response_lengths=response_lengths,
         response_mask=columns.pop("response_mask").bool(),
-        row_weight=torch.full((num_rows,), float(len(index) > 0), device=device),
+        row_weight=torch.full((num_rows,), float(len(index) > 0)),
         columns=columns,
         index=index,
-        targets=to_device(responses.values(), device),
-        predicting=to_device(predicting, device),
-        ends=to_device(ends, device),
-        response_places=to_device(in_width, device),
+        answers=response_lengths[: len(index)],
+        targets=responses.values(),
+        predicting=predicting,
+        ends=ends,
+        response_places=in_width,
     )
+    return _on_device(micro, device)
+
+
+def _on_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
+    """What a forward reads of a micro-batch in host memory, in one copy; positions by row."""
+    names = (
+        *("input_ids", "position_ids", "response_lengths", "response_mask", "row_weight"),
+        *("targets", "predicting", "ends", "response_places"),
+    )
+
+    def each(move: Callable[[Tensor], Tensor]) -> MicroBatch:
+        tensors: dict[str, Any] = {name: move(getattr(micro, name)) for name in names}
+        columns = {name: move(column) for name, column in micro.columns.items()}
+        packed = micro.packed and micro.packed.moved(move)
+        tensors["position_ids"] = tensors["position_ids"].expand(micro.input_ids.shape)
+        return replace(micro, columns=columns, packed=packed, **tensors)
+
+    on_host: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        on_host.append(tensor)
+        return tensor
+
+    each(note)
+    moved = iter(all_to_device(on_host, device))
+    return each(lambda _: next(moved))
 
 
 def _spans(starts: Tensor, lengths: Tensor) -> Tensor:

@@ -64,11 +64,12 @@ def actor_on(device: str, path: str, settings: dict[str, str]) -> Iterator[Actor
 def follow(device: str, path: str, settings: dict[str, str]) -> list[dict[str, float]]:
     """Each round: largest log-prob gap to transformers, and where its greedy token is another.
 
-    The gap of margins: how much better transformers finds its own token, 0 where they agree.
+    The gap of margins: how much better transformers finds its own token, 0 where they agree. ahead:
+    most steps that vLLM has begun beyond the one whose tokens are known.
     """
     found = []
     with actor_on(device, path, settings) as actor:
-        prompts = make_prompts(NUM_ROWS, vocab_size=100)
+        prompts, ahead = make_prompts(NUM_ROWS, vocab_size=100), steps_ahead(actor.generator)
         for number in range(ROUNDS):
             update(actor, number)
             model = trained_model(actor)
@@ -76,6 +77,23 @@ def follow(device: str, path: str, settings: dict[str, str]) -> list[dict[str, f
             made = actor.hybrid.generate(prompts, Sampling(NEW_TOKENS, greedy=True), SEEDS)
             found.append(compared(model, prompts, made) | {"verified": synced})
             generated(actor, prompts)
+            found[-1]["ahead"] = max(ahead, default=0)
+    return found
+
+
+def steps_ahead(generator: Any) -> list[int]:
+    """Grows with each step of vLLM: how many more it has begun (async scheduling); else empty."""
+    found: list[int] = []
+    if hasattr(generator, "_llm"):
+        engine, core = generator._llm.llm_engine, generator._core
+        stock = engine.step
+
+        def step() -> Any:
+            outputs = stock()
+            found.append(len(core.batch_queue or ()))
+            return outputs
+
+        engine.step = step
     return found
 
 

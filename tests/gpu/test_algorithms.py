@@ -24,7 +24,7 @@ MEGATRON = ("actor.engine.kind=megatron", *VLLM)
 ENGINES = {
     "fsdp, builtin": ("actor.rollout.engine=builtin",),
     "fsdp, vllm": VLLM,
-    "megatron, blocks": MEGATRON,
+    "megatron, blocks": (*MEGATRON, "actor.rollout.weights=blocks"),
     "megatron, flat": (*MEGATRON, "actor.rollout.weights=flat"),
     "offloaded": (*VLLM, "actor.engine.residency=offload", "critic.engine.residency=offload"),
 }

@@ -54,6 +54,7 @@ def check(path: str, settings: dict[str, str], *, dtype: str, num_devices: int) 
             assert found["verified"] == 1
             assert found["gap"] <= TOLERANCE[dtype]
             assert found["worse"] <= TOLERANCE[dtype]
+            assert found["ahead"] == ("vllm" in settings.values())
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -83,25 +83,36 @@ def read(folder: Path) -> dict[str, dict[int, list[Operation]]]:
 def read_waits(folder: Path, rank: int = 0) -> dict[str, Counter[tuple[str, str]]]:
     """Run -> (what, file:function) -> how often the host of a rank waited there for its device."""
     runs: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
-    for name, what, line, number, _ in _waits(folder, rank):
+    for name, what, line, number, _ in _record(folder, rank)["waits"]:
         runs[name][what, line] = number
     return dict(runs)
 
 
-def copied_bytes(folder: Path, rank: int = 0) -> dict[str, Counter[str]]:
-    """Run -> "to the device" or "to the host" -> bytes that were copied."""
+def is_wait(what: str) -> bool:
+    """Whether the host waited there for its device; a copy may go on behind."""
+    return "wait" in what or not what.startswith("copy ")
+
+
+def costs(folder: Path, rank: int = 0) -> dict[str, Counter[str]]:
+    """Run -> waits of a rank's host, copies between host and device, those that wait, their bytes,
+    and the operators that its device was given."""
     runs: dict[str, Counter[str]] = defaultdict(Counter)
-    for name, what, _, _, size in _waits(folder, rank):
+    record = _record(folder, rank)
+    for name, what, _, number, size in record["waits"]:
+        found = runs[name]
+        found["waits"] += number * is_wait(what)
         if what.startswith("copy "):
-            runs[name][what.removeprefix("copy ").partition(" (")[0].removesuffix(" and wait")] += (
-                size
-            )
+            found["copies"] += number
+            found["copies that wait"] += number * is_wait(what)
+            found["bytes"] += size
+    for name, launches in record["launches"].items():
+        runs[name]["operators"] = sum(launches.values())
     return dict(runs)
 
 
-def _waits(folder: Path, rank: int) -> list[tuple[str, str, str, int, int]]:
+def _record(folder: Path, rank: int) -> dict[str, Any]:
     (path,) = folder.glob(f"{rank}-*.json")
-    return [tuple(entry) for entry in json.loads(path.read_text())["waits"]]
+    return dict(json.loads(path.read_text()))
 
 
 def problems(ranks: Ranks) -> list[str]:

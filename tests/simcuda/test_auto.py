@@ -53,34 +53,45 @@ SMALL = (
 PARTS = ("parameters", "gradients", "optimizer")
 
 
-def peak_of(hardware: Path, capsys: pytest.CaptureFixture[str], residency: str) -> float:
+ROLES = ("actor", "critic", "reference", "reward")
+
+
+def peak_of(hardware: Path, capsys: pytest.CaptureFixture[str], *settings: str) -> float:
     """Bytes that the fullest phase of a step needs, by the plan."""
-    roles = ("actor", "critic", "reference", "reward")
-    kept = [f"{role}.engine.residency={residency}" for role in roles]
-    words = ("ppo", *SMALL, *kept, "--world=2", f"--hardware={hardware}", "--json")
+    words = ("ppo", *SMALL, *settings, "--world=2", f"--hardware={hardware}", "--json")
     assert main(list(words)) == FINE
     report = json.loads(capsys.readouterr().out)
     return float(max(phase["total"] for phase in report["memory"]))
+
+
+def device_between(
+    folder: Path, capsys: pytest.CaptureFixture[str], least: list[str], most: list[str]
+) -> Path:
+    """Hardware with more memory than a step needs with some settings, and less than with others."""
+    path = folder / "small.yaml"
+    facts = yaml.safe_load((FOLDER / "a100_80gb.yaml").read_text())
+    facts["reserved_bytes"]["value"], facts["usable_memory_fraction"]["value"] = 0.0, 1.0
+    path.write_text(yaml.safe_dump(facts))
+    small, large = peak_of(path, capsys, *least), peak_of(path, capsys, *most)
+    assert small < large
+    facts["memory_bytes"]["value"] = (small + large) / 2
+    path.write_text(yaml.safe_dump(facts))
+    return path
 
 
 @pytest.mark.slow
 def test_parts_move_to_the_host_where_a_step_does_not_fit_and_change_no_number(
     simulated: Simulated, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = tmp_path / "small.yaml"
-    facts = yaml.safe_load((FOLDER / "a100_80gb.yaml").read_text())
-    facts["reserved_bytes"]["value"], facts["usable_memory_fraction"]["value"] = 0.0, 1.0
-    small.write_text(yaml.safe_dump(facts))
-    most, least = (peak_of(small, capsys, residency) for residency in ("keep", "offload"))
-    assert least < most
-    facts["memory_bytes"]["value"] = (most + least) / 2
-    small.write_text(yaml.safe_dump(facts))
+    offload, keep = (
+        [f"{role}.engine.residency={where}" for role in ROLES] for where in ("offload", "keep")
+    )
+    small = device_between(tmp_path, capsys, offload, keep)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     command = (*torchrun, "-m", "spmdflow.run", "ppo", *SMALL)
 
     said = simulated(*command, f"run.hardware={small}", f"run.dir={tmp_path / 'auto'}")
-    kept = [f"{role}.engine.residency=keep" for role in ("actor", "critic", "reference", "reward")]
-    simulated(*command, *kept, f"run.dir={tmp_path / 'keep'}")
+    simulated(*command, *keep, f"run.dir={tmp_path / 'keep'}")
 
     cfg = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())
     moved = {role: cfg[role]["engine"]["residency"] for role in ("actor", "critic", "reference")}
@@ -94,3 +105,30 @@ def test_parts_move_to_the_host_where_a_step_does_not_fit_and_change_no_number(
     for one, other in zip(auto, keep, strict=True):
         names = [name for name in one if name.startswith(("actor/", "critic/", "rollout/"))]
         assert names and all(one[name] == other[name] for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["copy", "blocks"])
+def test_weights_are_copied_for_graphs_where_a_second_copy_fits_and_else_read_in_place(
+    simulated: Simulated, tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str
+) -> None:
+    for package in ("vllm", "megatron"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    settings = [f"{role}.engine.residency=keep" for role in ROLES]
+    settings += [f"{role}.engine.kind=megatron" for role in ("actor", "critic")]
+    settings += ["actor.engine.layout=t2", "actor.rollout.engine=vllm"]
+    settings += ["actor.rollout.kv_cache=256 MiB"]  # generation is the fullest phase
+    known = [[*settings, f"actor.rollout.weights={name}"] for name in ("blocks", "copy")]
+    hardware = device_between(tmp_path, capsys, *known) if way == "blocks" else "a100_80gb"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    run = (f"run.hardware={hardware}", f"run.dir={tmp_path / 'run'}")
+
+    said = simulated(*torchrun, "-m", "spmdflow.run", "ppo", *SMALL, *settings, *run, seconds=280)
+
+    cfg = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert cfg["actor"]["rollout"]["weights"] == way
+    assert ("with copy more memory than there is: weights=blocks" in said) == (way == "blocks")
+    assert ("s: weights=copy (actor.rollout)" in said) == (way == "copy")
+    *_, last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(last)["rollout/weights_verified"] == 1

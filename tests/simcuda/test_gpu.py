@@ -11,22 +11,19 @@ from tests.simcuda.conftest import Simulated
 QUIET = ("-q", "-p", "no:cacheprovider", "-m", "gpu", "-rs")
 
 
-ALONE = "not vllm and not megatron and not kv_cache and not float32"
-WITH_VLLM = "(kv_cache and optimizer) or (bfloat16 and one_device and blocks)"
-"""Of the ways that `test_runs` runs with every push none; all of them run under slow."""
+ALONE = "hashes or (stale and builtin) or (zero2 and bfloat16)"
+WITH_VLLM = "kv_cache and optimizer"
+"""What no other test of this folder does with every push; all of them run under slow."""
 
 
 @pytest.mark.parametrize(
-    ("chosen", "number"),
-    [(ALONE, 5), (WITH_VLLM, 2)],
-    ids=["torch alone", "vllm and megatron"],
+    ("chosen", "number"), [(ALONE, 3), (WITH_VLLM, 1)], ids=["torch alone", "vllm"]
 )
 def test_hybrid_engine_follows_the_trainer_on_simulated_devices(
     simulated: Simulated, chosen: str, number: int
 ) -> None:
-    for package in ("vllm", "megatron") if chosen == WITH_VLLM else ():
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
+    if chosen == WITH_VLLM and find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
     output = simulated(
         *("-m", "pytest", *QUIET, "-k", chosen, "tests/gpu/test_hybrid_engine.py"), seconds=290
     )

@@ -70,4 +70,5 @@ def test_run_with_vllm_starts_what_nccl_can_end(
 def test_run_with_vllm_and_transformer_engine_starts_what_nccl_can_end(
     simulated: Simulated, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check(start(simulated, tmp_path, FIRST, transformer_engine=True), FIRST, capsys)
+    name = "grpo, megatron p2, vllm t2, copy"
+    check(start(simulated, tmp_path, name, transformer_engine=True), name, capsys)

@@ -1,4 +1,5 @@
-"""Where the host waits for its device in a step of PPO: each place is listed with its reason.
+"""Where the host waits for its device in a step of PPO or GRPO: each place is listed with its
+reason; and how much a step copies.
 
 Counted as what a run of three steps does more than one of two, on rank 0 of two. A place that is
 not listed, or waits more often, fails; so does an entry that no run needs.
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.simcuda.conftest import Simulated
-from tests.simcuda.orders import read_waits
+from tests.simcuda.orders import costs, is_wait, read_waits
 from tests.simcuda.programs.runs import RUNS, STEPS
 
 PROGRAM = Path(__file__).parent / "programs" / "runs.py"
@@ -31,7 +32,7 @@ WAITS = {
     (DOWN, "rollout/builtin.py:_counts_of_ended"): (2, "if not, which, and their lengths"),
     (DOWN, "data/column.py:_copied"): (3, "what a method returns lies in host memory"),
     (DOWN, "data/column.py:column_of"): (3, "the lengths of its rows"),
-    (DOWN, "workers/micro_batch.py:<listcomp>"): (4, "the lengths of those answers"),
+    ("synchronize", "workers/engine.py:forward"): (3, "its answers have arrived"),
     (DOWN, "workers/engine.py:dp_sums"): (8, "sums over ranks by NCCL: loss scales and metrics"),
     (READ, "workers/fsdp.py:gradient_norm"): (4, "the norm decides about clipping"),
     (READ, "workers/megatron_optimizer.py:gradient_norm"): (4, "the norm decides about clipping"),
@@ -39,25 +40,36 @@ WAITS = {
     (DOWN, "blocks/hash.py:read_sums"): (1, "and of the generator"),
 }
 """(what, function of spmdflow) -> most in a step, and why it is needed."""
+COPIES = {
+    "ppo, fsdp": (45, 17_000),
+    "ppo, fsdp, offload": (360, 10_000_000),
+    "ppo, megatron p2": (34, 26_000),
+    "grpo, fsdp": (33, 80_000),
+}
+"""Kind of run -> most copies of a step between host and device, and their bytes."""
 
 
 @pytest.fixture(scope="module")
-def waits(
-    simulated: Simulated, tmp_path_factory: pytest.TempPathFactory
-) -> Mapping[str, Counter[tuple[str, str]]]:
-    """Kind of run -> what a step waits for."""
+def log(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The record of all runs."""
     folder = tmp_path_factory.mktemp("waits")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     names = [f"{name}, {steps} steps" for name in ONE_STEP for steps in STEPS]
     simulated(*torchrun, PROGRAM, folder, *names, log=folder / "log", seconds=280)
-    found = read_waits(folder / "log")
+    return folder / "log"
+
+
+@pytest.fixture(scope="module")
+def waits(log: Path) -> Mapping[str, Counter[tuple[str, str]]]:
+    """Kind of run -> what a step waits for."""
+    found = read_waits(log)
     steps = {name: [found[f"{name}, {number} steps"] for number in STEPS] for name in ONE_STEP}
     return {
         name: Counter(
             {
                 (what, line.removeprefix("spmdflow/")): number
                 for (what, line), number in (longer - shorter).items()
-                if "wait" in what or not what.startswith("copy ")
+                if is_wait(what)
             }
         )
         for name, (shorter, longer) in steps.items()
@@ -84,3 +96,15 @@ def test_offload_waits_for_no_copy(
     waits: Mapping[str, Counter[tuple[str, str]]], name: str
 ) -> None:
     assert waits[name] == waits[name.removesuffix(", offload")]
+
+
+@pytest.mark.parametrize("name", ONE_STEP)
+def test_step_copies_no_more_than_is_listed(
+    log: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shorter, longer = (costs(log)[f"{name}, {number} steps"] for number in STEPS)
+    step = longer - shorter
+    with capsys.disabled():
+        print(f"\n{name}:", ", ".join(f"{number:,} {what}" for what, number in step.items()))
+
+    assert step["copies"] <= COPIES[name][0] and step["bytes"] <= COPIES[name][1]

@@ -31,6 +31,14 @@ void tell_sync(const std::string& what, int64_t bytes) {
   on_sync(what, bytes);
 }
 
+std::mutex launches_lock;
+std::map<std::string, int64_t> launches;
+
+void count_launch(const std::string& name) {
+  std::lock_guard<std::mutex> guard(launches_lock);
+  launches[name]++;
+}
+
 namespace {
 
 int num_devices() {
@@ -230,9 +238,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(const DeviceIndex) const override {}
+  void synchronizeStream(const c10::Stream&) const override { tell_sync("synchronize"); }
+  void synchronizeEvent(void*) const override { tell_sync("synchronize"); }
+  void synchronizeDevice(const DeviceIndex) const override { tell_sync("synchronize"); }
   double elapsedTime(void*, void*, const DeviceIndex) const override { return 1.0; }
   DeviceIndex deviceCount() const noexcept override { return num_devices(); }
 };
@@ -317,7 +325,7 @@ struct SimulatedHooks : CUDAHooksInterface {
   Generator getNewGenerator(DeviceIndex index = -1) const override {
     return simulated::new_generator(67280421310721, index < 0 ? simulated::current_device : index);
   }
-  void deviceSynchronize(DeviceIndex) const override {}
+  void deviceSynchronize(DeviceIndex) const override { simulated::tell_sync("synchronize"); }
 };
 
 C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, SimulatedHooks)
@@ -436,6 +444,10 @@ void bind_device(py::module& module) {
   module.def("stream", [](int index) { return stream_of[index]; });
   module.def("set_stream", [](int index, int64_t id) { stream_of[index] = id; });
   module.def("default_generator", [](int index) { return default_generator(index); });
+  module.def("launches", [] {
+    std::lock_guard<std::mutex> guard(launches_lock);
+    return launches;
+  });
   module.def("on_sync", [](py::object listener) {
     on_sync = nullptr;
     if (!listener.is_none())

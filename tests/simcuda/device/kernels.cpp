@@ -96,6 +96,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto num_arguments = schema.arguments().size();
   check_devices(op, torch::jit::last(*stack, num_arguments));
   if (kWaits.count(schema.name())) tell_sync(schema.name());
+  if (schema.name() != "aten::_local_scalar_dense") count_launch(schema.name());
   Aliases aliases;
   for (size_t i = stack->size() - num_arguments; i < stack->size(); i++) {
     auto& value = (*stack)[i];
@@ -185,6 +186,8 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
     if (!host.is_pinned()) what += " (pageable)";
     if (!non_blocking) what += " and wait";
     tell_sync(what, source.numel() * source.itemsize());
+  } else {
+    count_launch("aten::copy_");
   }
   Aliases aliases;
   aliases.to_host(self).copy_(aliases.to_host(source));

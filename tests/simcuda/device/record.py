@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ _FOLDERS = ("/spmdflow/", "/algos/", "/tests/")
 operations: list[dict[str, Any]] = []
 waits: Counter[tuple[str, str, str]] = Counter()
 wait_bytes: Counter[tuple[str, str, str]] = Counter()
+launches: defaultdict[str, Counter[str]] = defaultdict(Counter)
 _run = ""
 _batches, _local = count(), threading.local()
 
@@ -48,7 +49,14 @@ def listen(folder: str) -> None:
 def mark(name: str) -> None:
     """What follows belongs to the run `name`."""
     global _run
+    _close_run()
     _run = name
+
+
+def _close_run() -> None:
+    """What was started since the last call belongs to the run that ends."""
+    before = sum(launches.values(), Counter())
+    launches[_run] += Counter(surface.native.launches()) - before
 
 
 def line() -> str:
@@ -92,8 +100,11 @@ def write(folder: Path) -> None:
     """RANK-PID.json, unless this process has neither started nor awaited anything."""
     if not operations and not waits:
         return
+    _close_run()
     rank = int(os.environ.get("RANK", "0"))
     listed = [[*key, number, wait_bytes[key]] for key, number in waits.most_common()]
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"rank": rank, "operations": operations, "waits": listed})
+    text = json.dumps(
+        {"rank": rank, "operations": operations, "waits": listed, "launches": launches}
+    )
     (folder / f"{rank}-{os.getpid()}.json").write_text(text)

@@ -24,6 +24,8 @@ inline bool on_device(const at::Tensor& tensor) {
 // Calls of Python, empty while nobody listens; called with the GIL held.
 extern std::function<void(const std::string& what, int64_t bytes)> on_sync;
 void tell_sync(const std::string& what, int64_t bytes = 0);
+// How often each operator was started on a device; views and copies to or from the host are none.
+void count_launch(const std::string& name);
 
 // Views of one operator call's tensors on the host, and the way back: no byte is copied.
 class Aliases {

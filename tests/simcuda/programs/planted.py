@@ -42,15 +42,15 @@ BUGS = {
     ),
     "positions of a response on the host": Bug(
         "spmdflow.workers.micro_batch",
-        "_build",
-        "predicting=to_device(predicting, device),",
-        "predicting=predicting,",
+        "_on_device",
+        '"targets", "predicting", ',
+        '"targets", ',
     ),
     "tokens of a micro-batch not moved": Bug(
         "spmdflow.workers.micro_batch",
-        "_build",
-        "input_ids=to_device(input_ids, device),",
-        "input_ids=input_ids,",
+        "_on_device",
+        '("input_ids", ',
+        "(",
     ),
     "weights of a hash on the host": Bug(
         "spmdflow.blocks.hash",

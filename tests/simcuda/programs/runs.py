@@ -69,6 +69,11 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 }
 """Name -> script, number of ranks, settings."""
 WITH_VLLM: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "ppo, megatron t2, vllm t2, blocks": (
+        "ppo",
+        2,
+        (*PPO, *VLLM, *T2, "actor.rollout.weights=blocks"),
+    ),
     "grpo, megatron p2, vllm t2, copy": (
         "grpo",
         4,
@@ -77,7 +82,6 @@ WITH_VLLM: dict[str, tuple[str, int, tuple[str, ...]]] = {
             *("actor.rollout.layout=t2", "actor.update.mini_batch_size=64", "save_every=0"),
         ),
     ),
-    "ppo, megatron t2, vllm t2, blocks": ("ppo", 2, (*PPO, *VLLM, *T2)),
     "ppo, megatron t2, vllm t2, flat": (
         "ppo",
         4,
@@ -111,24 +115,25 @@ WITH_VLLM: dict[str, tuple[str, int, tuple[str, ...]]] = {
 }
 """The same; one of them in a process: vLLM's sleeping allocator takes no second engine."""
 RUNS |= WITH_VLLM
-_PLAIN = (*PPO, "eval_every=0", "save_every=0")
-_STEPS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "fsdp": (2, ()),
-    "fsdp, offload": (2, OFFLOAD),
-    "megatron p2": (
-        2,
-        (
-            "actor.engine.kind=megatron",
-            "actor.engine.layout=p2",
-            "critic.engine.kind=megatron",
-            "critic.engine.layout=p2",
-        ),
-    ),
+_P2 = [
+    f"{role}.engine.{setting}"
+    for role in ("actor", "critic")
+    for setting in ("kind=megatron", "layout=p2")
+]
+_STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "ppo, fsdp": ("ppo", PPO),
+    "ppo, fsdp, offload": ("ppo", (*PPO, *OFFLOAD)),
+    "ppo, megatron p2": ("ppo", (*PPO, *_P2)),
+    "grpo, fsdp": ("grpo", (*SMALL, "actor.update.mini_batch_size=64")),
 }
 STEPS = (2, 3)
 RUNS |= {
-    f"{name}, {steps} steps": ("ppo", num_ranks, (*_PLAIN, *settings, f"total_steps={steps}"))
-    for name, (num_ranks, settings) in _STEPS.items()
+    f"{name}, {steps} steps": (
+        script,
+        2,
+        (*settings, "eval_every=0", "save_every=0", f"total_steps={steps}"),
+    )
+    for name, (script, settings) in _STEPS.items()
     for steps in STEPS
 }
 """What a run of three steps does more than one of two is what a step does."""

@@ -106,6 +106,17 @@ def test_auto_on_cuda_is_bfloat16_and_leaves_memory_to_the_plan() -> None:
     assert cfg.critic.engine.residency == "auto" and needs_plan(cfg)
 
 
+def test_way_of_weights_that_is_left_open_is_planned_on_devices_alone() -> None:
+    words = [f"{role}.engine.residency=keep" for role in ("actor", "critic", "reference", "reward")]
+    words += ["actor.rollout.engine=vllm", "actor.rollout.kv_cache=64 MiB"]
+    auto, copy = (
+        load(PPO, None, [*words, f"actor.rollout.weights={x}"]).cfg for x in ("auto", "copy")
+    )
+
+    assert needs_plan(auto, on_cpu=False) and not needs_plan(auto)
+    assert not needs_plan(copy, on_cpu=False)
+
+
 def test_resumed_run_keeps_the_precision_of_its_checkpoint(tmp_path: Path) -> None:
     words = [f"run.dir={tmp_path}"]
     (tmp_path / "checkpoints").mkdir()
