@@ -229,6 +229,9 @@ class RequestGenerator(ABC):
 
     def admit(self, request: Request, others: Sequence[Request]) -> None:
         """What `add` checks; others: some that are under way, none if none is."""
+        if not len(request.prompt):
+            do = "begin prompts with a bos token"
+            raise ColumnError.of("generate", "a prompt of no tokens", "at least 1", do)
         size = request.sampling.max_new_tokens
         for other in others:
             if replace(other.sampling, max_new_tokens=size) != request.sampling:

@@ -106,6 +106,8 @@ class VllmGenerator(RequestGenerator):
             client._finalizer.detach()
         self._core = client.engine_core
         runner = self._runner = walk(client, _RUNNER)
+        for name in ("input_batch.req_ids", "requests", "seq_lens"):  # what RowSampler reads
+            walk(runner, name)
         self._sampler = runner.sampler = RowSampler(runner, keeps_noise=self.keeps_noise)
         if self.replica.pp_rank > 0 and runner.intermediate_tensors is None:
             # made by the warm-up, which CPU skips
@@ -135,7 +137,6 @@ class VllmGenerator(RequestGenerator):
             names = ("temperature", "top_p", "top_k")
             draws = {name: getattr(sampling, name) for name in names}
         parameters = import_module("vllm.sampling_params")
-        requests[number] = request
         self._llm.llm_engine.add_request(
             str(number),
             {"prompt_token_ids": request.prompt.tolist()},
@@ -149,6 +150,7 @@ class VllmGenerator(RequestGenerator):
                 extra_args={"number": number},
             ),
         )
+        requests[number] = request  # now that vLLM has not refused it
         return number
 
     def abort(self, request_id: int) -> None:
@@ -277,6 +279,7 @@ class BatchSampledVllm(VllmGenerator):
 
     def generate(self, prompts: Tensor, sampling: Sampling, seeds: Sequence[int]) -> TensorDict:
         """See Generator.generate; the responses depend on all rows and seeds together."""
-        with torch.random.fork_rng():  # ranks of a replica must draw from equal states
+        devices = [] if self._on_cpu else [self.device]  # not all that this process sees
+        with torch.random.fork_rng(devices):  # ranks of a replica must draw from equal states
             torch.manual_seed(hash(tuple(seeds)))
             return super().generate(prompts, sampling, seeds)

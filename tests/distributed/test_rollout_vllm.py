@@ -47,6 +47,17 @@ def test_response_of_vllm_does_not_depend_on_the_other_rows(ranks: list[dict]) -
         assert composition["distinct"] > 8
 
 
+def test_request_that_is_refused_is_not_waited_for(ranks: list[dict]) -> None:
+    empty = (
+        "ColumnError: generate: got a prompt of no tokens, expected at least 1; begin prompts with "
+        "a bos token"
+    )
+    for found in ranks:
+        refused = found["refused request"]
+        assert refused["said"] == [empty, empty, "WeightSyncError: as vLLM might"]
+        assert refused["left"] == 0 and refused["same"]
+
+
 def test_building_an_engine_leaves_the_process_as_it_was(ranks: list[dict]) -> None:
     assert [found["process"] for found in ranks] == [[], []]
 

@@ -38,9 +38,11 @@ from rollout_sync import (
 
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import ragged_from_rows, rows_of
+from spmdflow.errors import WeightSyncError
 from spmdflow.rollout.forward import end_tokens
-from spmdflow.rollout.generator import generator_of
+from spmdflow.rollout.generator import Request, generator_of
 from spmdflow.rollout.sampling import Sampling
+from spmdflow.rollout.vllm_process import replaced
 from spmdflow.weights.move import Storages
 from tests.rollout_reference import (
     END,
@@ -139,6 +141,22 @@ def check_composition(world: World, generator: Any) -> dict[str, Any]:
             "distinct": len({tuple(row) for row in whole}),
         }
     }
+
+
+def check_refused_request(world: World, generator: Any) -> dict[str, Any]:
+    """Requests that are refused, by vLLM too, and whether the next ones are drawn as ever."""
+    before = tokens_of(generator.generate(world.prompts(), SAMPLED, world.seeds))
+    empty, other = (Request(torch.zeros(n, dtype=torch.int64), 0, SAMPLED) for n in (0, 1))
+    said = [message(lambda g=g: g.add(empty)) for g in (generator, world.generator("untied"))]
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise WeightSyncError("as vLLM might")
+
+    with replaced(generator._llm.llm_engine, "add_request", refuse):
+        said.append(message(lambda: generator.add(other)))
+    left = len(generator._sampler.requests) + len(generator.step())
+    after = tokens_of(generator.generate(world.prompts(), SAMPLED, world.seeds))
+    return {"refused request": {"said": said, "left": left, "same": before == after}}
 
 
 def check_prefix_cache(world: World, generator: Any) -> dict[str, Any]:
@@ -257,7 +275,7 @@ def vllm_checks(world: World) -> dict[str, Any]:
     generator: Any = world.generator("untied", engine="vllm")
     found = check_process(before, process_state())
     found |= check_equality(world, generator) | check_composition(world, generator)
-    found |= check_stop_strings(world, generator)
+    found |= check_stop_strings(world, generator) | check_refused_request(world, generator)
     found |= check_versions(world, generator) | check_updates(world, generator)
     found |= check_faults(world, generator) | check_prefix_cache(world, generator)
     found |= check_sleep(world, generator) | check_second(world) | check_padding(world, generator)
