@@ -21,8 +21,6 @@ FOLDER = Path(__file__).parent / "hardware"
 
 HARDWARE = ("a100_80gb", "h100", "h200", "cpu")
 """Packaged files."""
-
-
 EAGER_LAUNCH = 4.0
 """Of a kernel that Python launches to one in a CUDA graph: 10 to 15 us for 3.4. An estimate, with
 nothing measured on a GPU behind it."""

@@ -130,10 +130,8 @@ def _micro_batch_parts(
     parts["compute"] = parts["compute"] + (4 if trains else 1) * head  # backward runs it again
     reductions = 2 + cut.recompute if trains else 1
     parts["tensor_parallel"] = layers * one["tensor_parallel"] * reductions
-    size, crosses = (
-        tokens * shape.hidden_size * engine.element_bytes,
-        cut.tp * cut.pp > hw.gpus_per_node,
-    )
+    size = tokens * shape.hidden_size * engine.element_bytes
+    crosses = cut.tp * cut.pp > hw.gpus_per_node
     hand_over = point_to_point(np.where(crosses, size, size / cut.tp), crosses, hw)
     hand_overs = (2 if trains else 1) * engine.virtual_size
     parts["pipeline"] = hand_overs * np.where(cut.pp > 1, hand_over, 0.0)

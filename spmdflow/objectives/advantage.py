@@ -83,11 +83,8 @@ def compute_advantages(
     chosen = ESTIMATORS.find(estimator)
     if valid is not None:
         valid = _find_comparable_rows(valid, columns, groups if chosen.groups else None)
-        mask, groups, columns = (
-            mask & valid[:, None],
-            groups.only(valid),
-            _zero_failed_rows(columns, valid),
-        )
+        mask, groups = mask & valid[:, None], groups.only(valid)
+        columns = _zero_failed_rows(columns, valid)
     advantages, returns = chosen.estimate(Samples(columns, mask, groups, reduce), cfg)
     if cfg.whiten:
         advantages = whiten(advantages, mask, reduce)

@@ -75,7 +75,6 @@ KL_ESTIMATORS |= {
     "abs": torch.abs,
 }
 
-
 LARGEST_ERROR, GAIN = 0.2, 0.1
 
 A = TypeVar("A", bound=AdvantageConfig)

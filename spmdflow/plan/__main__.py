@@ -118,10 +118,8 @@ def _plan(options: argparse.Namespace) -> int:
         try:
             write_picture(report, options.picture)
         except OSError as err:
-            got, expected = (
-                f"--picture {options.picture}: {err.strerror}",
-                "a file that can be written",
-            )
+            got = f"--picture {options.picture}: {err.strerror}"
+            expected = "a file that can be written"
             raise ConfigError.of(_HERE, got, expected, "give another") from err
     if options.json:
         plain = report.to_plain() | ({"auto": auto_plain(found)} if found else {})

@@ -264,11 +264,8 @@ class MegatronEngine(TrainEngine):
 
     def _named(self, output: Tensor, micro: MicroBatch) -> CausalOutput | ScalarOutput:
         """The last stage's hidden states (b, T, H) with its head, as roles know them."""
-        architecture, tp, model = (
-            self.model.architecture,
-            self._megatron_groups.tp,
-            self._modules[-1],
-        )
+        architecture, model = self.model.architecture, self._modules[-1]
+        tp = self._megatron_groups.tp
         hidden = output.flatten(0, 1)
         if architecture.head == "scalar":
             return ScalarOutput(
