@@ -6,6 +6,7 @@ send back what they return. A method sees a TensorDict; its result stays here, i
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -39,6 +40,8 @@ from spmdflow.tracking.trace import StepProfiler
 from spmdflow.transfer.lane import CountedTransport, run_release
 from spmdflow.transfer.register import map_spec, method_spec
 from spmdflow.transfer.worker import CallInfo, Metric, MiniBatch, Worker, WorkerContext
+
+logger = logging.getLogger(__name__)
 
 Plain = Mapping[str, Any]
 Operation = Callable[[Plain, int], dict[str, Any]]
@@ -144,9 +147,12 @@ class RankState:
         if not (isinstance(worker_class, type) and issubclass(worker_class, Worker)):
             do = "name a worker class"
             raise ProtocolError.of("spawn", plain["class"], "a subclass of Worker", do)
+        is_first = settings.rank == context.layout.ranks[0]
+        if is_first:
+            logger.info("%s: building %s, %s", context.name, worker_class.__name__, context.layout)
         worker = self._workers[plain["name"]] = worker_class(plain["config"], context)
         folder = worker.frozen_folder
-        if folder is not None and settings.rank == context.layout.ranks[0]:
+        if folder is not None and is_first:
             self._frozen[plain["name"]] = (str(folder), model_hash(folder))
         return {}
 
