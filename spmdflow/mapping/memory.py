@@ -68,16 +68,11 @@ def state_bytes(model: Model, cut: Strategy) -> Parts:
     return parts
 
 
-def call_bytes(
-    model: Model, kind: Kind, workload: Workload, cut: Strategy, *, on_cpu: bool = False
-) -> Parts:
-    """What one call needs beside all residents; generation without its cache and its sync.
-
-    on_cpu: see `pass_bytes`.
-    """
+def call_bytes(model: Model, kind: Kind, workload: Workload, cut: Strategy) -> Parts:
+    """What one call needs beside all residents; generation without its cache and its sync."""
     if kind == "generate":
         return _generation_bytes(model, workload, cut)
-    parts = pass_bytes(model, workload, cut, trains=kind == "train", on_cpu=on_cpu)
+    parts = pass_bytes(model, workload, cut, trains=kind == "train")
     return added(parts, visiting_bytes(model, kind, cut))
 
 
@@ -127,9 +122,7 @@ def pool_memory(
         if call.model not in pool:
             continue
         model, strategy = pool[call.model]
-        on_cpu = hardware.is_cpu
-        needed = call_bytes(model, call.kind, call.workload, strategy, on_cpu=on_cpu)
-        parts = added(resident, needed)
+        parts = added(resident, call_bytes(model, call.kind, call.workload, strategy))
         for one, cut in members:
             if call.kind != "generate" or one is not model:
                 parts = added(parts, {"generation_weights": held_weights(one, cut, call.kind)})

@@ -7,8 +7,8 @@ What a layer keeps of each token for its backward, with element size e and t ten
     feed-forward network: gate, up, their activation and product          copies ffn e / t
 
 `EngineKind` says how many copies its layers keep. Attention's scores are not kept (flash kernels).
-On processors and in float32 the results of packed rows, of one length after the other, are joined
-into one more q; in float32 on a device, keys and values are repeated to as many heads as queries.
+In float32 the results of packed rows, of one length after the other, are joined into one more q,
+and devices repeat keys and values to as many heads as queries.
 The norms' part is divided by t too under sequence parallelism. With recomputation a layer keeps its
 input, and all of the above while its own backward runs. The first stage of a pipeline holds
 min(m, p) micro-batches (1F1B). The head of a causal LM runs where a response token is predicted, a
@@ -43,16 +43,11 @@ from spmdflow.mapping.seconds import (
 from spmdflow.objectives.log_prob import CHUNK_ELEMENTS
 
 
-def pass_bytes(
-    model: Model, workload: Workload, cut: Strategy, *, trains: bool, on_cpu: bool = False
-) -> Parts:
-    """Of an update or of a forward call: the moment of it that needs most.
-
-    on_cpu: its ranks are processes on processors.
-    """
+def pass_bytes(model: Model, workload: Workload, cut: Strategy, *, trains: bool) -> Parts:
+    """Of an update or of a forward call: the moment of it that needs most."""
     rows, num_micro = micro_batches(model, workload, cut, trains=trains)
     logits = _head_bytes(model, rows * workload.response_tokens, cut, trains=trains)
-    layer = _layer_memory(model, rows, workload.tokens, cut, on_cpu)
+    layer = _layer_memory(model, rows, workload.tokens, cut)
     units, plain = model.engine.facts.float32_weights, np.bool_(model.engine.is_plain(cut))
     if not trains:
         at_end: Parts = {"logits": logits, "activations": layer.inputs, "gather": 0.0}
@@ -63,7 +58,7 @@ def pass_bytes(
                 moment["gather"] = moment["gather"] * ~plain
         return largest([*moments, at_end], cut)
     if units:
-        sharded = _update_of_units(model, layer, logits, num_micro, cut, on_cpu)
+        sharded = _update_of_units(model, layer, logits, num_micro, cut)
         alone = _update_of_plain(model, layer, logits, num_micro, cut)
         moments = [{n: x * ~plain for n, x in moment.items()} for moment in sharded]
         return largest([*moments, *({n: x * plain for n, x in m.items()} for m in alone)], cut)
@@ -105,7 +100,7 @@ class _Layer:
         return self.working + np.where(cut.recompute > 0, self.kept, 0.0)
 
 
-def _layer_memory(model: Model, rows: Array, length: int, cut: Strategy, on_cpu: bool) -> _Layer:
+def _layer_memory(model: Model, rows: Array, length: int, cut: Strategy) -> _Layer:
     shape, facts, size = model.shape, model.engine.facts, model.engine.element_bytes
     tokens = rows * length
     gathers_sequence = "sequence_parallel" in model.engine.options
@@ -113,10 +108,9 @@ def _layer_memory(model: Model, rows: Array, length: int, cut: Strategy, on_cpu:
     queries, keys = shape.q_size / cut.tp, kv_width(shape, cut.tp)
     heads = queries + keys
     mixed = facts.attention_copies * heads
-    if facts.float32_weights and (on_cpu or size == 4):  # no kernel takes rows of any length
+    if facts.float32_weights and size == 4:
         packed = facts.packs_with(model.engine.options) and shape.packs
-        mixed = mixed + queries * (packed * (rows > 1))
-        mixed = mixed + 2 * (queries - keys) * (not on_cpu)
+        mixed = mixed + queries * (packed * (rows > 1)) + 2 * (queries - keys)
     ffn = shape.ffn_size / cut.tp
     norms = (2 * hidden + shape.qk_norm * heads) * (4 + 2 * size)
     ungated = 2 * (not shape.gated)
@@ -159,7 +153,7 @@ def _units(model: Model) -> tuple[float, float, float]:
 
 
 def _update_of_units(
-    model: Model, layer: _Layer, logits: Array, num_micro: Array, cut: Strategy, on_cpu: bool
+    model: Model, layer: _Layer, logits: Array, num_micro: Array, cut: Strategy
 ) -> list[Parts]:
     """The backward of the head, the last two layers and the first; the last reduction."""
     shape, sharding, size = model.shape, model.engine.sharding, model.engine.element_bytes
@@ -197,7 +191,7 @@ def _update_of_units(
         },
         {
             "gradients": shard + size * root,
-            "gather": size * root + GRADIENT_BYTES * ((1 + on_cpu) * root + unit),
+            "gather": size * root + GRADIENT_BYTES * (root + unit),
         },
         {"gradients": shard, "optimizer": model.engine.step_copies * shard},
     ]

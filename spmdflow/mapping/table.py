@@ -147,8 +147,7 @@ class CostTable:
                 costs[:, stage] += call.fixed_seconds
                 continue
             costs[:, stage] += offload_seconds(model, call.kind, cut, self.hardware)
-            on_cpu = self.hardware.is_cpu
-            beside = total(call_bytes(model, call.kind, call.workload, cut, on_cpu=on_cpu))
+            beside = total(call_bytes(model, call.kind, call.workload, cut))
             if call.kind != "generate":
                 beside = beside + held_weights(model, cut, call.kind)
             if call.kind == "generate":
