@@ -45,9 +45,9 @@ class EarlyMethods:
         self._threads: list[threading.Thread] = []
 
     def begin(
-        self, number: int, label: str, wait: Callable[[], None], run: Callable[[], Any]
+        self, number: int, label: str, wait: Callable[[], bool], run: Callable[[], Any]
     ) -> None:
-        """Start a thread: wait() for rows, DeadlineError if they do not come, then run()."""
+        """Start a thread: wait(), False or DeadlineError if rows do not come, then run()."""
         begun = self._begun[number] = Begun(label, self._arrival, self._seconds)
         thread = threading.Thread(
             target=self._run, args=(number, begun, wait, run), name=f"early-{number}", daemon=True
@@ -73,14 +73,15 @@ class EarlyMethods:
             raise DeadlineError.of(where, got, expected, do)
 
     def _run(
-        self, number: int, begun: Begun, wait: Callable[[], None], run: Callable[[], Any]
+        self, number: int, begun: Begun, wait: Callable[[], bool], run: Callable[[], Any]
     ) -> None:
         try:
             try:
-                wait()
+                came = wait()
             except DeadlineError:
-                if self.take(number) is not None:
-                    return  # calls before this one may take long
-            begun.set_result(run())  # its turn has come meanwhile, and with it its rows
+                came = False
+            if not came and self.take(number) is not None:
+                return  # calls before this one may take long
+            begun.set_result(run())  # or its turn has come, and with it its rows
         except BaseException as err:
             begun.set_exception(err)

@@ -143,13 +143,18 @@ def failure_of(
     )
 
 
-def stay_until(over: threading.Event) -> None:
-    """Wait for `over`, or for the comm or io thread to end this process; end it if they do not."""
+def stay_until(over: threading.Event, is_busy: Callable[[], bool] = lambda: False) -> None:
+    """Wait for `over`, or for the comm or io thread to end this process; end it if they do not.
+
+    is_busy: whether something with a limit of its own is let through before.
+    """
     until = time.monotonic() + _LAST_RESORT_SECONDS
     while (left := until - time.monotonic()) > 0:
         with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C must not lose the report
-            if over.wait(left):
+            if over.wait(min(left, _LAST_RESORT_SECONDS / 4)):
                 return
+        if is_busy():
+            until = time.monotonic() + _LAST_RESORT_SECONDS
     leave(1)
 
 

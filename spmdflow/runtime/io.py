@@ -106,7 +106,7 @@ class Io:
 
     def stay(self) -> None:
         """Wait for the end of a failed run; returns if the process outlives it (script)."""
-        stay_until(self._verdict.unwound)
+        stay_until(self._verdict.unwound, lambda: bool(self._ledger.open))
 
     def close(self) -> None:
         """Wait for all orders, then end every rank's lanes. RunFailed if something fails."""

@@ -74,7 +74,7 @@ class RankState:
     ) -> None:
         """arrival: how the compute lane waits for rows."""
         self._settings, self._groups, self._transport = settings, groups, transport
-        arrival = arrival or RowCondition()
+        self._arrival = arrival = arrival or RowCondition()
         self.store, self._early = RowStore(arrival), EarlyMethods(arrival, settings.call_seconds)
         folder = settings.run_dir / "profile"
         self._profiler = StepProfiler(settings.profiled, folder, settings.rank)
@@ -111,6 +111,7 @@ class RankState:
             started = time.time()
             self.store.free(plain.get("free", []))
             reply = operation(plain, number)
+            self._arrival.wake()  # early methods wait for workers and data too
             return reply | {"span": (started, time.time())}
 
         return run
@@ -195,13 +196,18 @@ class RankState:
         """Start the early method of a call that waits its turn, in a thread (comm thread)."""
         made = [part for part in plain["inputs"] if "source" not in part]
         named = {part["source"] for part in plain["inputs"] if "source" in part}
-        # nothing made: nothing to be earlier than; in a first step, data may not be open yet
-        if not made or not named <= self._sources.keys():
+        if not made:  # nothing to be earlier than
             return {}
 
-        def wait() -> None:
+        def is_there() -> bool:
+            return plain["group"] in self._workers and named <= self._sources.keys()
+
+        def wait() -> bool:
+            if not self._arrival.wait_until(is_there, self._settings.call_seconds):
+                return False
             for part in made:
                 self._await(part)
+            return True
 
         def run() -> Any:
             method = getattr(self._workers[plain["group"]], plain["early"])

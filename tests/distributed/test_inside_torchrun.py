@@ -107,6 +107,7 @@ FAILURES = {
     "script": ('RunFailed: run failed: rank 0: KeyError: "in the script\'s second step"', "", ""),
     "spawn": ("no weights here", "second", "spawn"),
     "reward": ("RewardError: reward.function", "reward", "compute_reward"),
+    "judging": ("ValueError: while it judges", "second", "fail"),
     "asked later": ("KeyError", "", ""),
 }
 

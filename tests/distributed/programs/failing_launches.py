@@ -19,8 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 
 import spmdflow
+from spmdflow.models.policy import ActorWorker
+from spmdflow.models.reward import RewardWorker
+from spmdflow.transfer.register import register
 from tests.distributed.programs.inside_torchrun import (
     ROOT,
     TASK,
@@ -35,6 +39,18 @@ SCRIPT = ROOT / "algos" / "grpo.py"
 MEMBERS = (0, 2)
 SMALL = ["data.prompts_per_step=4", "total_steps=1", "eval_every=0", "run.sample_every=0"]
 SMALL += ["actor.update.mini_batch_size=16", "run.hardware=null"]
+
+
+FUNCTIONS = """import time
+
+def nan(prompt, response, row):
+    return float("nan")
+
+def slow(prompt, response, row):
+    open("{mark}", "w").close()
+    time.sleep(9)  # less than reward.sample_seconds, many times more than a run may take to end
+    return 0.0
+"""
 
 
 class BrokenWorker(SecondWorker):
@@ -55,6 +71,27 @@ def main_with_error(flow: Any, cfg: Any) -> None:
     for step in flow.steps(3):
         if step.number == 2:
             raise KeyError("in the script's second step")
+
+
+class FailingWorker(SecondWorker):
+    """Raises as soon as a reward function scores."""
+
+    @register(transfer_mode="3D_PROTO", reads=("responses",))
+    def fail(self, batch: TensorDict) -> None:
+        while not (Path(str(self.context.run_dir)) / "judging").exists():
+            time.sleep(0.05)
+        raise ValueError("while it judges")
+
+
+def main_that_fails_while_it_judges(flow: Any, cfg: Any) -> None:
+    actor = flow.spawn(ActorWorker, cfg.actor)
+    reward = flow.spawn(RewardWorker, cfg.reward)
+    failing = flow.spawn(FailingWorker, cfg.reference, pool=flow.pool("all"))
+    prompts = flow.prompts(cfg.data)
+    for _ in flow.steps(cfg.total_steps):
+        batch = actor.generate_sequences(next(prompts))
+        failing.fail(batch)
+        reward.compute_reward(batch)
 
 
 def made_in_python(out: Path, **reward: Any) -> Any:
@@ -101,9 +138,9 @@ def main() -> None:
     out = Path(sys.argv[1])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its pool, one thread a core, stays: not ours
     dist.init_process_group("gloo")
-    nan = f"{out / 'bad.py'}:nan"
+    nan, slow = (f"{out / 'bad.py'}:{name}" for name in ("nan", "slow"))
     if dist.get_rank() == 0:
-        (out / "bad.py").write_text("def nan(prompt, response, row):\n    return float('nan')\n")
+        (out / "bad.py").write_text(FUNCTIONS.format(mark=out / "slow" / "judging"))
     dist.barrier()
     loaded = spmdflow.load_settings(
         SCRIPT, overrides=[*SMALL, f"run.dir={out / 'loaded'}"], num_ranks=2
@@ -117,6 +154,11 @@ def main() -> None:
         "settings": lambda: spmdflow.launch(SCRIPT, wrong, ranks=MEMBERS),
         "reward": lambda: spmdflow.launch(
             SCRIPT, made_in_python(out / "nan", function=nan), ranks=MEMBERS
+        ),
+        "judging": lambda: spmdflow.launch(
+            script_of(main_that_fails_while_it_judges),
+            made_in_python(out / "slow", function=slow),
+            ranks=MEMBERS,
         ),
         "asked later": lambda: ask_later(script_of(main_with_error), toys),
         "made in Python": lambda: spmdflow.launch(
