@@ -69,7 +69,9 @@ def test_samples_are_one_update_old_and_weights_arrive_as_they_were_sent(
     tmp_path: Path, num_ranks: int, settings: tuple[str, ...]
 ) -> None:
     run_dir = tmp_path / "run"
-    process = torchrun(run_dir, *settings, num_ranks=num_ranks, script=ASYNC, small=SMALL)
+    weighted = "actor.update.old_log_probs=recompute"  # auto: the ratio itself is of older weights
+    words = (*settings, weighted)
+    process = torchrun(run_dir, *words, num_ranks=num_ranks, script=ASYNC, small=SMALL)
 
     assert finish(process, seconds=250) == 0, log_of(run_dir).read_text()[-3000:]
     check_prediction(run_dir)
