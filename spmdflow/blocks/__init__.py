@@ -1,10 +1,10 @@
 """Blocks: boxes of an index space held by ranks, and plans that bring them where they are needed.
 
-One idea, three loads: batch rows (1-D blocks of single rows), weight shards (boxes of a full
-tensor) and checkpoint files (boxes again). `redistribute(have, need)` is a pure function on
-integers; its plan sends each missing element exactly once, nothing that is already there, from
-the nearest and least loaded holder. `find_cover_error` proves what each rank receives from the
-definitions alone. Every rank derives the same plan. Knows no tensors, columns, processes or bytes.
+Used for batch rows (1-D blocks of single rows), weight shards (boxes of a full tensor) and
+checkpoint files (boxes again). `redistribute(have, need)` is a pure function on integers; its plan
+sends each missing element exactly once, from the nearest and least loaded holder, and nothing that
+is already there. `find_cover_error` checks what each rank receives against that definition alone.
+Every rank derives the same plan. Knows no tensors, columns, processes or bytes.
 
 | file | what |
 |---|---|

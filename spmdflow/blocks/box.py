@@ -1,7 +1,7 @@
 """`Box`: a product of half-open ranges, and what can be done with boxes. Integers only.
 
-`describe` says what one rank holds as an array, so that thousands of ranks can be told in one
-exchange; `own_boxes` divides what several hold: over all ranks every element counts once.
+`describe` turns what one rank holds into an array, so that thousands of ranks can exchange theirs
+in one collective. `own_boxes` divides what several ranks hold: every element then has one owner.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Box:
         return Box(tuple(common))
 
     def subtract(self, other: Box) -> list[Box]:
-        """Disjoint boxes of what is here and not in other, at most two a dimension."""
+        """This box without `other`: disjoint boxes, at most two per dimension."""
         common = self.intersect(other)
         if common is None:
             return [self] if self.size else []
@@ -169,7 +169,7 @@ _DIMS = 5
 
 
 def describe(held: Iterable[tuple[str, Box]]) -> Description:
-    """(name, box) of everything that one rank holds, in an order that it keeps to."""
+    """Description of the (name, box) pairs that one rank holds: one row each, in their order."""
     rows = []
     for name, box in held:
         num_dims = len(box.bounds)
@@ -214,7 +214,7 @@ def _own(rows: Description, same_name: npt.NDArray[Any], number: int) -> list[Bo
 
 
 def _part(box: Box, number: int, count: int, turn: int) -> list[Box]:
-    """Part `number` of `count`, along the first dimension that has so many; else one has all."""
+    """Part `number` of `count`, along the first dimension long enough; else `turn` has all."""
     for dim, (start, stop) in enumerate(box.bounds):
         if stop - start >= count:
             low, high = (start + (stop - start) * each // count for each in (number, number + 1))

@@ -40,7 +40,7 @@ def box_hash(values: Tensor, box: Box) -> int:
 
 
 def read_sums(sums: Mapping[Key, Tensor]) -> dict[Key, int]:
-    """The hashes in [0, 2**64) that sums on one device stand for: one wait for all of them."""
+    """Hashes in [0, 2**64) of several `box_sum`s on one device; waits for the device once."""
     values = torch.stack(list(sums.values())).tolist() if sums else []
     return {key: value % MODULUS for key, value in zip(sums, values, strict=True)}
 
@@ -62,13 +62,13 @@ def box_sum(values: Tensor, box: Box) -> Tensor:
     rows = torch.ones(1, dtype=torch.int64, device=device)
     for weights in outer:
         rows = (rows[:, None] * weights).view(-1)
-    total = rows.sum() * inner.sum()  # of the ones
+    total = rows.sum() * inner.sum()  # of the + 1 of every element
     bits = bits.reshape(len(rows), len(inner))
     height = max(1, (_CPU_CHUNK if device.type == "cpu" else _CHUNK) // max(1, len(inner)))
     for start in range(0, len(rows), height):
         words = bits[start : start + height].to(torch.int64)
         if bits.dtype == torch.int32:
-            words += words >> 16  # no two are the same after it; signs reach the lower half
+            words += words >> 16  # injective; signs reach the lower half
         total += (rows[start : start + height] * words.mul_(inner).sum(-1)).sum()
     return total
 

@@ -1,10 +1,10 @@
 """`redistribute`: which box goes from which rank to which, for boxes of any dimension.
 
-Ranks are looked at by what they hold and need: the index space falls into cells that the same ranks
-hold and the same ranks lack, and a cell is planned once for all of them. Cells with the same
-possible senders form a class; in the order (destination, box) a class is cut into one stretch for
-each sender, as long as levels the senders' loads (to a slab along the first dimension that can be
-cut). `through_nodes` sends what several ranks of a node lack to one of them, who passes it on.
+The index space is divided into cells. All elements of a cell are held by the same ranks and lacked
+by the same ranks, so a cell is planned once. Cells with the same possible senders form a class. The
+boxes of a class, in the order (destination, box), are cut into one stretch per sender, sized to
+level the senders' loads (in whole slabs along the first dimension that can be cut). With
+`through_nodes`, an element that several ranks of a node lack is sent to one, which passes it on.
 Integers only; a second function moves the bytes.
 """
 
@@ -54,7 +54,7 @@ def redistribute(have: BoxesOf, need: BoxesOf, *, node_of: NodeOf | None = None)
     """Plan that brings every rank the elements it needs and lacks, each exactly once.
 
     Holders on the destination's node are preferred; among equals the load is levelled. PlanError
-    if a needed element is with no rank.
+    if no rank holds a needed element.
     """
     classes: dict[Senders, dict[Ranks, list[Box]]] = {}
     for boxes, holders, lackers in _cells(have, need):
@@ -81,10 +81,10 @@ def redistribute(have: BoxesOf, need: BoxesOf, *, node_of: NodeOf | None = None)
 
 
 def through_nodes(have: BoxesOf, need: BoxesOf, *, node_of: NodeOf) -> tuple[Plan, Plan]:
-    """As `redistribute`, in two rounds: what is sent from elsewhere enters a node once.
+    """`redistribute` in two rounds, so that elements from other nodes enter a node once.
 
-    Ranks of a node that lack elements which no rank there holds are a team. Each of a team is sent
-    a part of them in the first round; in the second they send their parts to one another.
+    Ranks of a node that lack the same elements, which no rank there holds, are a team. In the first
+    round each member receives a part of them; in the second the members exchange their parts.
     """
     teams: dict[Ranks, list[Box]] = {}
     for boxes, holders, lackers in _cells(have, need):
@@ -116,11 +116,11 @@ def share_classes(
     take: Callable[[Some, int], tuple[Some | None, Some | None]],
     size_of: Callable[[Some], int],
 ) -> Iterator[dict[tuple[int, int], list[Some]]]:
-    """Of each class, those with fewest senders first: (source, destination) -> what is sent.
+    """For each class, fewest senders first, yields (source, destination) -> pieces to send.
 
-    The stretches of a class, in order, are cut into about as much for each sender as levels the
-    loads, which are those of all ranks so far, and are updated. take: (about so many elements, the
-    rest); None for nothing.
+    A class's pieces, in order, are cut into one stretch per sender, sized to level the loads.
+    loads: elements that each rank sends so far; updated. take(piece, count): (about `count`
+    elements of the piece, the remainder); None for an empty one.
     """
     for senders in sorted(classes, key=lambda senders: (len(senders), senders)):
         sizes = [size_of(some) for _, some in classes[senders]]
@@ -144,7 +144,7 @@ def share_classes(
 
 
 def _take(box: Box, room: int) -> tuple[Box | None, Box | None]:
-    """(about room elements of a box, the rest), in whole slabs; None for nothing."""
+    """(about `room` elements of a box, the remainder), in whole slabs; None for an empty one."""
     if box.size <= room:
         return box, None
     dim = next(dim for dim, extent in enumerate(box.shape) if extent > 1)
@@ -175,7 +175,7 @@ def _kept(needed: Boxes, held: Boxes) -> Boxes:
 def _cells(have: BoxesOf, need: BoxesOf) -> Iterator[tuple[list[Box], Ranks, Ranks]]:
     """(disjoint boxes, who holds them, who needs and lacks them), ranks ascending.
 
-    PlanError if nobody holds some that are lacked.
+    PlanError if no rank holds a lacked element.
     """
     ranks_of: dict[tuple[bool, Box], list[int]] = {}
     for is_held, side in ((True, have), (False, need)):
@@ -259,7 +259,7 @@ def share_out(loads: Sequence[int], total: int) -> list[int]:
     order = sorted(range(len(loads)), key=lambda place: (loads[place], place))
     filled, num_receivers = 0, 0
     for place in order:
-        # what lifts the receivers so far to this load
+        # elements that raise all receivers so far to this load
         if num_receivers * loads[place] - filled > total:
             break
         filled += loads[place]
@@ -281,11 +281,11 @@ it is not needed, kept though not held and needed once."""
 def find_cover_error(
     need: Boxes, held: Boxes, kept: Boxes, arriving: Boxes
 ) -> tuple[str, Box] | None:
-    """What is wrong with the boxes of one tensor on one rank, and the first such box; None: right.
+    """What is wrong with the boxes of one tensor on one rank, and the first such box; else None.
 
     What the rank needs must be what it keeps of what it held, and what arrives, each element once.
-    From this definition alone: no step is shared with `redistribute` but the algebra of boxes.
-    Equal questions are answered once: the layers of a model ask the same.
+    Checked from this definition alone: shares only the algebra of `Box` with `redistribute`.
+    Cached, because the layers of a model repeat the same arguments.
     """
     for place, box in enumerate(arriving):
         if any(box.intersect(other) for other in arriving[:place]):

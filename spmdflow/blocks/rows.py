@@ -1,8 +1,8 @@
 """Row transfers: `redistribute` for 1-D blocks of single rows, vectorised. Integers only.
 
 Rows with the same possible senders form a class. A class's rows, in the order (destination, id),
-are cut into one stretch for each sender, in the order of ranks and as long as levels the
-senders' loads. So peers with the same rows send equal parts and edges are few.
+are cut into one stretch for each sender, in the order of ranks, sized to level the senders'
+loads. So peers with the same rows send equal parts and edges are few.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REMEMBERED_IDS = 1 << 13
 class RowEdge:
     """`source` sends the rows `ids` (ascending, at least one) to `destination`.
 
-    ids may be a view of an array that was handed in, or shared between edges: do not write it.
+    ids may be a view of an array that was handed in, or shared between edges: do not write to it.
     """
 
     source: int
@@ -42,7 +42,7 @@ def redistribute_rows(
 
     have, need: by rank, int64 ids (n,), in any order, unique within a rank. Holders on the
     destination's node are preferred; among equals the load is levelled. The edges are sorted by
-    (source, destination), at most one a pair. RowError for a repeated id or one nobody has.
+    (source, destination), at most one per pair. RowError for a repeated id or one nobody has.
     """
     if sum(map(len, have.values())) + sum(map(len, need.values())) > _REMEMBERED_IDS:
         return _redistribute(have, need, node_of)
@@ -98,7 +98,7 @@ def _teams(direct: Sequence[RowEdge], node_of: NodeOf | None) -> Iterator[tuple[
 
 @lru_cache(maxsize=128)
 def _redistribute_again(have: _Key, need: _Key, node_of: NodeOf | None) -> list[RowEdge]:
-    """A step asks for the edges of the step before, with later ids: small ones are remembered."""
+    """Cached: a step repeats the transfers of the step before, with all ids shifted."""
     held, needed = ({rank: np.frombuffer(ids, np.int64) for rank, ids in k} for k in (have, need))
     return _redistribute(held, needed, node_of)
 

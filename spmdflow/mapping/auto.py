@@ -1,10 +1,9 @@
 """Device mapping of a dataflow: Algorithm 1 over Algorithm 2's tables, exactly and fast.
 
-For each partition of the models, the ideal options (see `table`) give a bound and a first
-allocation; the exact fronts of that allocation give a cost that can be had. Only pool sizes that
-could still be part of something cheaper get exact fronts, and the search over those is final.
-Partitions are taken by their bound, and those whose bound is above the worst kept result are left
-out.
+For each partition of the models, the ideal options (see `table`) give a lower bound and a first
+allocation; the exact fronts of that allocation give an achievable cost. Only pool sizes that could
+still be part of something cheaper get exact fronts, and the search over those is final. Partitions
+are visited in the order of their bounds, until a bound is above the worst result that is kept.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ def find_mapping(
     unit: int | None = None,
     keep: int = 10,
 ) -> Ranking:
-    """The fastest placements of a dataflow on so many ranks (paper Algorithm 1).
+    """The fastest placements of a dataflow on num_ranks ranks (paper Algorithm 1).
 
     unit: ranks by which pools grow; None: whole nodes if there are several, else single ranks.
-    Ranks may stay idle. ConfigError if nothing fits, with the smallest world that would.
+    keep: most placements to return. ConfigError if nothing fits, with about how many ranks would.
     """
     started = time.perf_counter()
     node = int(hardware.gpus_per_node)

@@ -1,7 +1,7 @@
 """`Dataflow`: models and what one step asks of them; `Strategy`: how one model is cut.
 
-Calls of one stage that run on the same pool add; pools overlap within a stage; stages add (paper
-section 6, d_cost). A script that generates one step ahead gives all its calls one stage: then its
+Calls of one stage add up on a pool; pools overlap within a stage; stages add up (paper section 6,
+d_cost). A script that generates one step ahead gives all its calls one stage: then its
 pools overlap over the whole step.
 
 Algorithm 2 as printed tries every t up to the node's U and every p up to N/U, also those whose
@@ -29,7 +29,7 @@ from spmdflow.weights.architecture import Architecture
 Kind = Literal["generate", "infer", "train"]
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 Array = Any
-"""A number of one strategy; of many: a float64 array, one entry a strategy."""
+"""A number for one strategy; for many, a float64 array with one entry per strategy."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Workload:
 
 
 class Precision:
-    """What holds weights in a dtype."""
+    """Base of `Engine` and `Rollout`, which hold weights in one dtype."""
 
     dtype: str
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a weight in compute precision, and of a cached key."""
+        """Bytes of a weight in compute precision, or of a value in the KV cache."""
         return _ELEMENT_BYTES[self.dtype]
 
 
@@ -76,27 +76,27 @@ class Engine(Precision):
     shard_size: int = 0
     """Ranks that share one copy of what is sharded; 0: all data-parallel ranks."""
     virtual_size: int = 1
-    """Parts of the model on each pipeline stage."""
+    """Model chunks on each pipeline stage (interleaved schedule)."""
     layouts: tuple[tuple[int, int], ...] | None = None
-    """Those among which it chooses; None: all."""
+    """(tp_size, pp_size) pairs that the search may choose; None: all."""
     options: tuple[str, ...] = ()
     """As engine.options."""
     micro_batch_rows: int = 1
     micro_batch_tokens: int | None = None
     dtype: str = "bfloat16"
     moved: tuple[str, ...] = ()
-    """What lives on the host between calls: some of parameters, gradients, optimizer."""
+    """Parts in host memory between calls: some of parameters, gradients, optimizer."""
     moments: int = 2
-    """Float32 values that the optimizer keeps of a weight."""
+    """Float32 values that the optimizer keeps for each weight: 2 for Adam."""
     step_copies: int = 0
-    """Float32 values of a weight that its step makes besides: none of a fused one."""
+    """Temporary float32 values for each weight in the optimizer step; 0 if it is fused."""
 
     def __post_init__(self) -> None:
         assert self.dtype in _ELEMENT_BYTES and self.facts, self
 
     @property
     def facts(self) -> EngineKind:
-        """Of its kind; ConfigError if there is none of that name."""
+        """The `EngineKind` named by `kind`; ConfigError if there is none."""
         return engine_kind(self.kind)
 
     @property
@@ -120,14 +120,14 @@ class Rollout(Precision):
     weights: str = "flat"
     """flat, blocks (one copy of the weights) or copy (a second one)."""
     eager: bool = False
-    """Whether it launches kernel by kernel, as layers of the trainer's weights need."""
+    """Whether it runs without CUDA graphs, as layers on the trainer's weights must."""
     dtype: str = "bfloat16"
     kv_cache_bytes: float | None = None
-    """Of one rank; None: what the pool leaves free."""
+    """KV cache of one rank; None: what the pool leaves free."""
     max_batch_size: int | None = None
     """Sequences decoded together by one replica at most."""
     min_batch_size: int = 8
-    """Sequences for which the memory floor reserves cache, so that a plan does not crawl."""
+    """A placement fits only if a replica's cache holds this many sequences (or all, if fewer)."""
 
     def __post_init__(self) -> None:
         assert self.weights in ("flat", "blocks", "copy"), self.weights
@@ -135,7 +135,7 @@ class Rollout(Precision):
 
     @property
     def facts(self) -> GeneratorKind:
-        """Of its kind; ConfigError if there is none of that name."""
+        """The `GeneratorKind` named by `kind`; ConfigError if there is none."""
         return generator_kind(self.kind)
 
 
@@ -153,11 +153,11 @@ class Model:
     rollout: Rollout | None = None
     """None: it never generates."""
     weights_from: str | None = None
-    """A rollout pool of its own: this model receives that model's weights once a step."""
+    """For a separate generator: the model whose weights it receives once a step."""
 
     def rows_at(self, tokens: int) -> float:
-        """Rows of so many tokens in one forward pass, at most. Packed rows fill it whole: tokens
-        are a mean, so that a part of a row counts."""
+        """Most rows of `tokens` tokens in one forward pass. A fraction for packed rows: tokens is a
+        mean, and packing fills the pass."""
         limit = self.engine.micro_batch_tokens
         if limit is None:
             return self.engine.micro_batch_rows
@@ -248,11 +248,11 @@ class Strategy:
         return self.tp * self.pp * self.dp
 
     def take(self, index: np.ndarray) -> Strategy:
-        """Some of many, as arrays."""
+        """The strategies at these indices, as arrays."""
         return Strategy(*(sizes[index] for sizes in vars(self).values()))
 
     def one(self, index: int) -> Strategy:
-        """One of many, as integers."""
+        """Strategy number `index` of many, as integers."""
         *sizes, recompute = (int(sizes[index]) for sizes in vars(self).values())
         return replace(Strategy(*sizes), recompute=bool(recompute))
 
@@ -266,7 +266,7 @@ class Strategy:
 def strategies_on(
     model: Model, pool_sizes: Sequence[int], hardware: Hardware
 ) -> tuple[np.ndarray, Strategy]:
-    """(pool size of each, all strategies) of a model on pools of these sizes, by size."""
+    """(pool size of each strategy, all strategies of a model on these pools), by pool size."""
     wanted = np.asarray(sorted(pool_sizes), dtype=np.int64)
     engine = model.engine
     recomputes: tuple[int, ...] = (int(model.trained and "recompute" in engine.options),)

@@ -22,8 +22,8 @@ FOLDER = Path(__file__).parent / "hardware"
 HARDWARE = ("a100_80gb", "h100", "h200", "cpu")
 """Packaged files."""
 EAGER_LAUNCH = 4.0
-"""Of a kernel that Python launches to one in a CUDA graph: 10 to 15 us for 3.4. An estimate, with
-nothing measured on a GPU behind it."""
+"""Launch time of a kernel outside a CUDA graph over one inside: 10 to 15 us over 3.4. An estimate,
+not measured on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Hardware:
     usable_memory_fraction: float
     """Part of the memory that a plan may fill."""
     reserved_bytes: float
-    """What the context and the communication library take from it."""
+    """What the device context and the communication library take of the memory."""
     peak_flops_bfloat16: float
     peak_flops_float32: float
     compute_efficiency: float
-    """Part of the peak that a layer's matrices reach, their reads and writes counted apart; what
-    calibrate.py measures includes norms and activation functions."""
+    """Part of the peak that a layer's matrix products reach, the time of reads and writes excluded;
+    what calibrate.py measures includes norms and activation functions."""
     memory_bandwidth: float
     memory_efficiency: float
     kv_read_efficiency: float
@@ -58,7 +58,7 @@ class Hardware:
     host_bandwidth: float
     """Between a device and its host's memory."""
     layer_floor_seconds: float
-    """The least that a decoder layer takes: its kernels' launches."""
+    """Least seconds of a decoder layer: the launches of its kernels in a CUDA graph."""
     step_seconds: float
     """Host time of one generation step, whatever its batch."""
     sequence_step_seconds: float
@@ -70,11 +70,11 @@ class Hardware:
     sources: tuple[tuple[str, str], ...] = ()
     """(coefficient, where its value is from)."""
     cores: float = math.inf
-    """Ranks of a node that reach these rates at once; more share them. inf: devices."""
+    """CPU cores of a node: as many ranks reach these rates, more share them; inf for devices."""
 
     @property
     def eager_layer_seconds(self) -> float:
-        """`layer_floor_seconds` of kernels that no CUDA graph holds; a CPU launches none."""
+        """`layer_floor_seconds` outside CUDA graphs; on a CPU the same."""
         return self.layer_floor_seconds * (EAGER_LAUNCH if self.cores == math.inf else 1)
 
     @property
@@ -88,7 +88,7 @@ class Hardware:
         return self.memory_bytes * self.usable_memory_fraction - self.reserved_bytes
 
     def flops(self, dtype: str) -> float:
-        """FLOP/s that large matrices of a dtype reach on one device."""
+        """FLOP/s that large matrix products of a dtype reach on one device."""
         return getattr(self, f"peak_flops_{dtype}") * self.compute_efficiency
 
     @property

@@ -1,12 +1,11 @@
-"""Bytes of a rank, by phase: residents of a pool's models add, what a call needs comes on top.
+"""Bytes of a rank, by phase: resident state of a pool's models adds up, a call's needs come on top.
 
 Megatron's distributed optimizer keeps weights and float32 gradients whole on every data-parallel
-rank and divides the rest: 6 + 12/d bytes a parameter in bfloat16 (2 + 4, and 4 + 4 + 4 over d),
+rank and shards the optimizer: 6 + 12/d bytes a parameter in bfloat16 (2 + 4, and 4 + 4 + 4 over d),
 8 + 8/d in float32, which needs no second copy of the weights. FSDP and ZeRO 2, 3 divide all of it,
 and like ZeRO 1 they have gradients only while they train.
 
-What passes need is in `pass_memory`. Models of a pool take turns: of what calls need, the most
-counts.
+What passes need is in `pass_memory`. Models of a pool take turns, so the largest call counts.
 One strategy, or many at once as in `seconds`.
 """
 
@@ -34,17 +33,17 @@ from spmdflow.mapping.seconds import (
 from spmdflow.weights.ranks import BUCKET_BYTES
 
 LOGIT_BYTES = 8
-"""Beside a logit itself: divided by the temperature, and its softmax, in float32."""
+"""Bytes for each logit beside itself: divided by the temperature, and its softmax, in float32."""
 
 
 def resident_bytes(model: Model, cut: Strategy) -> Parts:
-    """What a model keeps on a rank between calls; nothing of what lives on the host."""
+    """What a model keeps on a rank between calls, without the parts in host memory."""
     moved, parts = model.engine.moved, state_bytes(model, cut)
     return {name: (name not in moved) * size for name, size in parts.items()}
 
 
 def visiting_bytes(model: Model, kind: Kind, cut: Strategy) -> Parts:
-    """What comes from the host for a call and lives there else; a generation's for its sync."""
+    """Offloaded parts that come to the device for a call; of a generation, for its weight sync."""
     moved = [part for part in model.engine.moved if kind == "train" or part == "parameters"]
     state = state_bytes(model, cut)
     return {part: state[part] for part in moved}
@@ -69,7 +68,7 @@ def state_bytes(model: Model, cut: Strategy) -> Parts:
 
 
 def call_bytes(model: Model, kind: Kind, workload: Workload, cut: Strategy) -> Parts:
-    """What one call needs beside all residents; generation without its cache and its sync."""
+    """What a call needs beside all residents; a generation without KV cache and weight sync."""
     if kind == "generate":
         return _generation_bytes(model, workload, cut)
     parts = pass_bytes(model, workload, cut, trains=kind == "train")
@@ -77,15 +76,15 @@ def call_bytes(model: Model, kind: Kind, workload: Workload, cut: Strategy) -> P
 
 
 def sync_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
-    """What a generation needs beside all residents while its weights come, without a cache."""
+    """What a generation's weight sync needs beside all residents; no KV cache exists yet."""
     parts = _generation_bytes(model, workload, cut)
     coming = {name: parts[name] for name in ("generation_weights", "gather")}
     return added(coming, visiting_bytes(model, "generate", cut))
 
 
 def save_bytes(model: Model, cut: Strategy) -> Parts:
-    """What a checkpoint needs beside all residents: what lives on the host, and whole tensors for
-    the exported folder, a chunk of them or the largest, beside what arrives of them."""
+    """What a checkpoint needs beside all residents: the offloaded parts, and for the exported
+    folder a bucket of whole tensors (or the largest one) and a bucket to receive into."""
     largest = model.shape.vocab_size * model.shape.hidden_size * model.engine.element_bytes
     gather = max(largest, BUCKET_BYTES) + BUCKET_BYTES
     coming = visiting_bytes(model, "train", cut)
@@ -93,9 +92,9 @@ def save_bytes(model: Model, cut: Strategy) -> Parts:
 
 
 def held_weights(model: Model, cut: Strategy, kind: Kind) -> Array:
-    """Generation's own weights during a call of any model on its ranks; its own generation apart.
+    """The generator's own weights during any other call on its ranks.
 
-    They are freed when a model is trained, but for flat, whose addresses stay.
+    Training frees them, except with `flat`, whose addresses must stay.
     """
     rollout = model.rollout
     if rollout is None or (kind == "train" and rollout.weights != "flat"):
@@ -108,11 +107,11 @@ def pool_memory(
 ) -> dict[str, dict[str, float]]:
     """Bytes of a rank of a pool in each call (`model.method`), by what holds them.
 
-    Residents of all members add; a call brings its own; a generation's KV cache is its
+    Residents of all members add up; a call adds its own. A generation's KV cache is its
     `kv_cache_bytes`, whether or not it fits, else what is left of the usable memory. Of calls of
-    one title, such as a greedy and a sampled generation, the one that needs most is kept. Before a
-    generation on the trainer's ranks come its weights, in a phase of their own (`model.sync`); in
-    another a trained model is saved (`model.save`).
+    one title, such as a greedy and a sampled generation, the one that needs most is kept. Two more
+    phases: the weight sync before a generation on the trainer's ranks (`model.sync`), and the
+    checkpoint of a trained model (`model.save`).
     """
     resident = reduce(added, (resident_bytes(model, strategy) for model, strategy in members))
     pool = {model.name: (model, strategy) for model, strategy in members}
@@ -145,8 +144,8 @@ def pool_memory(
 
 
 def least_cache_bytes(model: Model, workload: Workload, cut: Strategy) -> Array:
-    """Cache of one rank: what is set, which is taken whole; else for the fewest sequences that a
-    plan accepts."""
+    """KV cache that one rank must have: the size that is set, else room for `min_batch_size`
+    sequences of the replica (all, if fewer)."""
     assert model.rollout is not None, model.name
     if model.rollout.kv_cache_bytes is not None:
         return model.rollout.kv_cache_bytes + 0.0 * cut.dp
@@ -160,8 +159,8 @@ def full_cache_bytes(model: Model, workload: Workload, cut: Strategy) -> Array:
 
 
 def offload_seconds(model: Model, kind: Kind, cut: Strategy, hardware: Hardware) -> Array:
-    """What lives on the host comes for a call, and goes back if it was trained; gradients are not
-    kept."""
+    """Seconds to load the offloaded parts for a call and, after training, to copy them back;
+    gradients are not copied."""
     parts = visiting_bytes(model, kind, cut)
     copied = sum((size for name, size in parts.items() if name != "gradients"), 0.0 * cut.dp)
     return (2 if kind == "train" else 1) * copied / hardware.host_bandwidth
@@ -172,7 +171,7 @@ def _generation_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
 
     A pass holds a layer's input, the residual and attention's result, and the most of: gate, up and
     their product; that product, the network's result and its sum over ranks; queries, keys, values
-    and what attention makes of them, with its sum over ranks. Then tokens are drawn from logits.
+    and what attention makes of them, with its sum over ranks. Then tokens are sampled from logits.
     """
     rollout, shape = model.rollout, model.shape
     assert rollout is not None, model.name
@@ -193,7 +192,7 @@ def _generation_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
 
 
 def _own_weights(model: Model, cut: Strategy) -> Array:
-    """Generation's weights beyond training's."""
+    """Generation's weights that training's storage does not hold."""
     rollout, shape = model.rollout, model.shape
     assert rollout is not None, model.name
     if model.weights_from is not None:

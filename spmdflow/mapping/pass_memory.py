@@ -7,20 +7,21 @@ What a layer keeps of each token for its backward, with element size e and t ten
     feed-forward network: gate, up, their activation and product          copies ffn e / t
 
 `EngineKind` says how many copies its layers keep. Attention's scores are not kept (flash kernels).
-In float32 the results of packed rows, of one length after the other, are joined into one more q,
-and devices repeat keys and values to as many heads as queries.
+In float32, attention runs for one length after the other and the results of packed rows are joined
+in one more copy of q; keys and values are repeated to as many heads as queries have.
 The norms' part is divided by t too under sequence parallelism. With recomputation a layer keeps its
 input, and all of the above while its own backward runs. The first stage of a pipeline holds
 min(m, p) micro-batches (1F1B). The head of a causal LM runs where a response token is predicted, a
-block of the vocabulary at a time (`objectives.log_prob`): there are never all logits.
+block of the vocabulary at a time (`objectives.log_prob`): the full logits never exist.
 
 An engine that stores float32 and gathers units (FSDP2) has, while the backward of a layer runs: the
 unit of embedding and head, the layer's gathered weights and their gradients, the buffer into which
 the next layer is gathered, and the float32 buffer from which the last one's gradients are reduced.
-What waits for the step's last micro-batch is summed in float32 (keep_gathered, stage 1).
+Gradients reduced only with the step's last micro-batch are summed in float32 (keep_gathered,
+stage 1).
 
-A pass is a few moments; the one that needs most counts. `tests/simcuda/test_traced_memory.py` holds
-all of it against traces of the engines.
+A pass is modelled as a few moments, of which the largest counts.
+`tests/simcuda/test_traced_memory.py` compares all of it with traces of the engines.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from spmdflow.objectives.log_prob import CHUNK_ELEMENTS
 
 
 def pass_bytes(model: Model, workload: Workload, cut: Strategy, *, trains: bool) -> Parts:
-    """Of an update or of a forward call: the moment of it that needs most."""
+    """Bytes at the peak of an update (`trains`) or of a forward call."""
     rows, num_micro = micro_batches(model, workload, cut, trains=trains)
     logits = _head_bytes(model, rows * workload.response_tokens, cut, trains=trains)
     layer = _layer_memory(model, rows, workload.tokens, cut)
@@ -85,14 +86,14 @@ class _Layer:
     kept: Array
     """What its backward needs."""
     working: Array
-    """What its backward makes besides."""
+    """Temporaries of its backward."""
     forward: Array
-    """The most that is there in its forward, without a backward to come."""
+    """Peak of its forward when no backward follows."""
     buffers: Array
     """Of the messages between ranks that share its matrices, and between stages."""
 
     def stack(self, number: Array, cut: Strategy) -> Array:
-        """So many layers after their forward."""
+        """What `number` layers keep after their forward."""
         return number * np.where(cut.recompute > 0, self.inputs, self.kept)
 
     def backward(self, cut: Strategy) -> Array:
@@ -114,7 +115,7 @@ def _layer_memory(model: Model, rows: Array, length: int, cut: Strategy) -> _Lay
     ffn = shape.ffn_size / cut.tp
     norms = (2 * hidden + shape.qk_norm * heads) * (4 + 2 * size)
     ungated = 2 * (not shape.gated)
-    kept_ffn = (facts.ffn_copies - ungated) * ffn  # a norm's backward comes when it is gone
+    kept_ffn = (facts.ffn_copies - ungated) * ffn  # freed before a norm's backward
     widest = (facts.ffn_forward_copies - ungated) * ffn * size
     messages = gathers_sequence + (2.0 * (cut.pp > 1))
     return _Layer(
@@ -128,9 +129,9 @@ def _layer_memory(model: Model, rows: Array, length: int, cut: Strategy) -> _Lay
 
 
 def _forward_of_units(model: Model, layer: _Layer, cut: Strategy) -> tuple[list[Parts], float]:
-    """The first layer is gathered, a later one is, and runs; what is gathered for the head.
+    """Moments: the first layer is gathered; a later one is gathered, and runs. Bytes for the head.
 
-    One rank copies weights to where they are used; others, and where they are rounded, by a buffer.
+    One rank that is not trained copies weights to where they are used; others need a buffer.
     """
     unit, root, whole = _units(model)
     size, alone = model.engine.element_bytes, (cut.num_ranks == 1) * (not model.trained)
@@ -145,7 +146,7 @@ def _forward_of_units(model: Model, layer: _Layer, cut: Strategy) -> tuple[list[
 
 
 def _units(model: Model) -> tuple[float, float, float]:
-    """Weights of a layer, of what is in none, and of all if they stay gathered for a step or 0."""
+    """Numbers of weights: of a layer, outside all layers, and of the model if all stay gathered."""
     shape, sharding = model.shape, model.engine.sharding
     root = shape.num_parameters - shape.num_layers * shape.layer_parameters
     stays = sharding.parameters and not sharding.frees_gathered
@@ -155,7 +156,7 @@ def _units(model: Model) -> tuple[float, float, float]:
 def _update_of_units(
     model: Model, layer: _Layer, logits: Array, num_micro: Array, cut: Strategy
 ) -> list[Parts]:
-    """The backward of the head, the last two layers and the first; the last reduction."""
+    """Backward of the head, the last two layers and the first; last reduction; optimizer step."""
     shape, sharding, size = model.shape, model.engine.sharding, model.engine.element_bytes
     unit, root, whole = _units(model)
     layers, many = shape.num_layers, num_micro > 1

@@ -1,6 +1,6 @@
 """`Placed`: a placement with its strategies and predicted seconds, as `placement:` accepts it.
 
-`call_seconds` is an `CallSeconds` of one call under one strategy, by cause. `assemble` makes a
+`call_seconds` gives the `CallSeconds` of one call under one strategy, by cause. `assemble` makes a
 placement from entries of a cost table; `explain` says why the best ones of a search, its
 `Ranking`, are better than the next.
 """
@@ -41,7 +41,7 @@ class CallSeconds:
 
     @property
     def seconds(self) -> float:
-        """All parts."""
+        """Sum of all parts."""
         return total(self.parts)
 
     @property
@@ -81,7 +81,7 @@ class Placed:
     stage_seconds: Mapping[str, float]
     """Of the slowest pool of each stage."""
     calls: tuple[Call, ...]
-    """Of the data flow."""
+    """Calls of the dataflow, in order."""
     generators: Mapping[str, str]
     """Models that only generate -> the trained model whose settings and weights they have."""
 
@@ -169,7 +169,7 @@ class Ranking:
 
     best: tuple[Placed, ...]
     num_partitions: int
-    """Partitions of the models, also those that do not fit."""
+    """All set partitions of the models, including those that do not fit."""
     num_ranks: int
     unit: int
     """Pools are multiples of so many ranks."""
@@ -187,7 +187,7 @@ def assemble(
     sizes: Sequence[int],
     rows: Sequence[np.ndarray],
 ) -> Placed:
-    """From entries of a table; pools follow one another, the largest first."""
+    """A placement from entries of a table; pools take consecutive ranks, the largest first."""
     pools: list[PlacedPool] = []
     for place in sorted(range(len(blocks)), key=lambda place: (-sizes[place], blocks[place])):
         start = sum(len(pool.ranks) for pool in pools)
@@ -209,7 +209,7 @@ def place_pool(
     strategies: Mapping[str, Strategy],
     ranks: Sequence[int],
 ) -> PlacedPool:
-    """A pool of models that are cut so, whether or not they fit."""
+    """A pool of models with these strategies, whether or not they fit."""
     members = {name: (dataflow.model(name), strategy) for name, strategy in strategies.items()}
     memory = pool_memory(list(members.values()), dataflow, hardware)
     resident = sum(total(resident_bytes(*member)) for member in members.values())
@@ -271,7 +271,7 @@ def explain(ranking: Ranking, *, count: int = 10) -> str:
 
 
 def reason(placed: Placed, best: Placed) -> str:
-    """Where a placement loses most against the best, in words; what it gains beside."""
+    """Where a placement loses most against the best, in words, and what it gains elsewhere."""
     losses = {
         stage: seconds - best.stage_seconds.get(stage, 0.0)
         for stage, seconds in placed.stage_seconds.items()

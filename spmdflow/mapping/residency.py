@@ -1,10 +1,10 @@
-"""`choose_residency`: what of a pool's models lives on the host between calls.
+"""`choose_residency`: which parts of a pool's models are in host memory between calls.
 
-Parameters and optimizer of each model that leaves it open stay on the device or move; gradients,
-which are freed and not copied, move with any of them or alone. Combinations are tried in the order
-of their copies' seconds until no later one can be better: the best one fits into every phase, and
-its copies over the host's link and generation, with the KV cache that it leaves room for, take the
-fewest seconds.
+Parameters and optimizer of each model that leaves it open stay on the device or are offloaded;
+gradients are freed, not copied, together with any of them or alone. Combinations are tried in the
+order of the seconds that their copies take, until no later one can be better. The best one fits
+into every phase and has the least time for copies over the host's link plus generation, with the KV
+cache that it leaves room for.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from spmdflow.mapping.seconds import generation_parts, sequence_bytes, total
 
 Members = Sequence[tuple[Model, Strategy]]
 Moved = tuple[tuple[str, str], ...]
-"""(model, part) of all that moves."""
+"""(model, part) of all that is offloaded."""
 MOST_PARTS = 10
-"""Of a pool, the largest first; smaller ones stay on the device."""
+"""Parts of a pool that are considered, the largest; smaller ones stay on the device."""
 BLOCK_TOKENS = 16
-"""A sequence's cache is taken in blocks."""
+"""A sequence's KV cache is allocated in blocks of this size."""
 LEAST_BYTES = float(64 << 20)
-"""Of a cache that is limited by its rows."""
+"""Least size of a KV cache that is limited by its rows."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """The size of a KV cache that is not set in bytes."""
+    """A KV cache that is not set in bytes: the fraction `of_free` of the free memory."""
 
     of_free: float
     most_rows: int | None = None
-    """It has room for no more sequences than these."""
+    """Most sequences that it has room for; None: no limit."""
 
 
 @dataclass(frozen=True)
 class Residency:
-    """What moves, and what a rank holds then."""
+    """What is offloaded, and what a rank then holds."""
 
     moved: Moved
     caches: Mapping[str, tuple[float, float]]
@@ -56,7 +56,7 @@ class Residency:
     copy_seconds: float
     """Of a step, between device and host."""
     seconds: float
-    """The same and generation."""
+    """Copies and, if it fits, generation."""
 
     def parts_of(self, model: str) -> tuple[str, ...]:
         """What moves of a model."""
@@ -95,7 +95,7 @@ def _rank(found: Residency) -> tuple[float, float]:
 
 
 def choose_weights(ways: Mapping[str, Residency]) -> str:
-    """The way of weights whose step is the fastest; the first of equal ones."""
+    """Which rollout.weights gives the fastest step; the first of equal ones."""
     return min(ways, key=lambda way: _rank(ways[way]))
 
 
@@ -129,7 +129,7 @@ class _Pool:
                 yield self._copy_seconds(moved), (*moved, *gradients)
 
     def tried(self, moved: Moved, copy_seconds: float) -> Residency:
-        """What comes of one combination."""
+        """The residency of one combination."""
         members = [self._with(name, moved) for name in self.members]
         phases = pool_memory(members, self.dataflow, self.hardware)
         limit = self.hardware.usable_bytes

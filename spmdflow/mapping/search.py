@@ -10,8 +10,8 @@ over all set partitions of the models; devices may stay idle. Algorithm 1 as pri
 reference to a placement that later iterations change; here a choice is a value.
 
 The sum of maxima does not decompose over pools, so partial choices are kept as a Pareto front over
-(devices used, maximum so far of each stage), and left out where even all remaining devices for each
-remaining pool could not bring them below a cost that is already known. Both steps keep an optimum.
+(devices used, maximum so far of each stage), and pruned where even all remaining devices for each
+remaining pool would not bring them below a known cost. Neither step loses the optimum.
 Knows no model and no hardware.
 """
 
@@ -45,7 +45,7 @@ class Options:
 
 
 def partitions(number: int) -> Iterator[tuple[ModelSet, ...]]:
-    """All set partitions of 0 .. number-1, each once; blocks by their lowest model: 5, 15, 52."""
+    """All set partitions of 0 .. number-1 (5, 15, 52 of 3, 4, 5), blocks by their lowest model."""
 
     def extend(blocks: tuple[ModelSet, ...], model: int) -> Iterator[tuple[ModelSet, ...]]:
         if model == number:
@@ -72,7 +72,7 @@ def best_partitions(
 ) -> list[tuple[float, tuple[ModelSet, ...], Found]]:
     """(cost, partition, its choice) of at most `keep` partitions, best first.
 
-    bounds: a cost from below, and the partition. best_of: the exact best of a partition, None if
+    bounds: a least cost, and the partition. best_of: the exact best of a partition, None if
     it costs more than a limit. Partitions whose bound is above the worst that is kept are left
     out. Equal costs: fewer pools, then a fixed order.
     """
@@ -89,7 +89,7 @@ def best_partitions(
 
 
 def least_cost(options: Sequence[Options], size: int) -> float:
-    """A bound from below: every pool has all devices but the floors of the others."""
+    """A lower bound: every pool has all devices but the smallest sizes of the others."""
     floors = [int(one.sizes.min()) for one in options]
     rest = size - sum(floors)
     if rest < 0:
@@ -134,7 +134,7 @@ def possible_sizes(options: Sequence[Options], place: int, size: int, worst: flo
 
 
 def undominated(options: Options) -> tuple[Options, Array]:
-    """Options that no other matches or beats in size and every stage, and their numbers."""
+    """Options that no other dominates in size and every stage, and their indices."""
     points = np.column_stack([options.sizes.astype(np.float64), options.costs])
     points = np.where(np.isfinite(points), points, np.inf)
     finite = np.isfinite(points).all(axis=1)
@@ -144,9 +144,9 @@ def undominated(options: Options) -> tuple[Options, Array]:
 
 
 def pareto(points: Array) -> Array:
-    """Numbers of rows (N, k) that no other row matches or beats everywhere, the first of equals.
+    """Indices of the rows of points (N, k) that no other row dominates; of equal rows the first.
 
-    Ascending by the sum of a row, which no dominated row can have less of.
+    Sorted by a row's sum: only a row with a smaller or equal sum can dominate it.
     """
     order = np.lexsort((*points.T[::-1], points.sum(axis=1)))
     columns = np.ascontiguousarray(points[order].T)
@@ -161,7 +161,7 @@ def pareto(points: Array) -> Array:
 
 
 def unbeaten(points: Array, front: Array) -> Array:
-    """Numbers of rows (N, k) that no row of a front beats: matches everywhere, less somewhere."""
+    """Indices of the rows (N, k) that no row of a front beats: <= everywhere, < somewhere."""
     columns, order = np.ascontiguousarray(points.T), np.arange(len(points))
     for row in front:
         alive = (columns <= row[:, None]).all(axis=0)
@@ -184,7 +184,7 @@ class _Front:
 def _extended(
     options: Sequence[Options], size: int, bounds: list[Array], worst: float, beam: int | None
 ) -> tuple[float, list[int]] | None:
-    """Pools one after another; with a beam only the most promising partial choices live on."""
+    """Pools one after another; with a beam only the most promising partial choices are kept."""
     stages = options[0].costs.shape[1]
     zero = np.zeros(1, dtype=np.int64)
     fronts = [_Front(zero, np.zeros((1, stages)), zero, zero)]
@@ -217,8 +217,8 @@ def _floor_after(options: Sequence[Options], place: int) -> int:
 
 
 def _least_by_rest(options: Sequence[Options], size: int) -> list[Array]:
-    """After each pool: (size + 1, stages), the least that the remaining pools cost with so many
-    devices left, each of them having all that the others' floors leave."""
+    """For each pool (size + 1, stages): by devices left, the least that the later pools cost if
+    each gets all of them but the smallest sizes of the others."""
     by_size = [_least_by_size(one, size) for one in options]
     found = []
     for place in range(len(options)):

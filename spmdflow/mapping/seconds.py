@@ -1,19 +1,19 @@
 """Seconds of calls by cause (paper Appendix C): training, inference, generation.
 
     update = (m + p - 1) (F + B) + p2p + gradient sync + optimizer + host
-    F = layers/p * pass + head        B = 2 F, + F of the layers where activations are recomputed
+    F = layers/p * pass + head        B = 2 F, + F of the head, + F of the layers if recomputed
 
 with m micro-batches of a mini-batch's rows/d, rounded up: a pool that does not divide the rows
 waits for its busiest rank. Gradients are reduce-scattered in float32 and weights all-gathered once
-an optimizer step, over the data-parallel group, without overlap. Data-parallel engines gather the
-weights instead.
+an optimizer step, over the data-parallel group; only the engine option `overlap` hides part of it.
+Data-parallel engines gather the weights instead.
 
 Generation: prefill, decode, waves, and the transition before it. A replica of t_g * p_g ranks
 decodes its share of the sequences; where its KV cache holds fewer than all of them, they come in
 waves of equal size. A decode step reads the weights once (through the matrices' bytes), every
 sequence's keys and values (at the middle of its response), reduces twice a layer over t_g, and
-costs host time per step and per sequence. A layer takes its launches at least, which are longer
-outside a CUDA graph. With p_g stages a step passes them one after another and
+costs host time per step and per sequence. A layer takes at least the time to launch its kernels,
+which is longer outside a CUDA graph. With p_g stages a step passes them one after another and
 the next step starts when the last one is done: an engine inside the trainer's processes (vLLM's
 external launcher) has one batch under way, so stages save memory and not time.
 
@@ -44,7 +44,7 @@ GRADIENT_BYTES = 4
 
 
 def total(parts: Parts) -> Array:
-    """All parts together."""
+    """Sum of all parts."""
     return sum(parts.values())
 
 
@@ -70,11 +70,11 @@ def pass_parts(
     if trains:
         parts["gradient_sync"] = sharding.micro_batch_reductions * reduce
     one_micro_batch = total(parts)
-    # a backward takes twice a forward; what does not fit beside them is waited for
+    # a backward takes twice a forward; traffic beyond what they overlap adds time
     beside = one_micro_batch / 3 if "overlap" in model.engine.options else 0.0
     parts = {name: seconds * num_micro for name, seconds in parts.items()}
     parts["weight_gather"] = parts["weight_gather"] + np.maximum(once * gather - beside, 0.0)
-    # while the pipeline fills and drains: with one part of the model on each stage
+    # while the pipeline fills and drains: with one model chunk on each stage
     parts["bubble"] = (cut.pp - 1) * one_micro_batch / model.engine.virtual_size
     if not trains:
         return parts | {"host": hw.call_seconds}
@@ -139,8 +139,8 @@ def _micro_batch_parts(
 
 
 def _weight_traffic(model: Model, cut: Strategy, hw: Hardware) -> tuple[Array, Array, Array]:
-    """All weights of a rank's stage gathered once, all its gradients reduced once, and those of its
-    shard summed once over the groups of shards."""
+    """Seconds to gather the weights of a rank's stage once, to reduce-scatter its gradients once,
+    and to all-reduce those of its shard once between the shard groups."""
     engine, local = model.engine, local_parameters(model, cut)
     per_node = np.clip(hw.gpus_per_node // (cut.tp * cut.pp), 1, cut.dp)
     in_float32 = engine.facts.float32_weights and not engine.sharding.parameters
@@ -213,7 +213,7 @@ def transition_seconds(model: Model, cut: Strategy, hw: Hardware) -> Array:
 
 
 def transition_bytes(model: Model, cut: Strategy) -> Array:
-    """Received by each rank (Table 2): (d_g - 1)/(t p) M; from other engines what it lacks."""
+    """Bytes that each rank receives: (d_g - 1)/(t p) M (Table 2); other engines: what it lacks."""
     weights = model.shape.num_parameters * _rollout(model).element_bytes
     needed = weights / (cut.gen_tp * cut.gen_pp)
     if model.weights_from is not None:
@@ -268,12 +268,12 @@ def _hand_overs(model: Model, cut: Strategy, hw: Hardware, tokens: Array) -> Arr
 
 
 def kv_width(shape: Architecture, tp: Array) -> Array:
-    """Width of a rank's keys: a kv head is not divided, so it repeats where heads < tp."""
+    """Width of a rank's keys; kv heads are not divided but replicated where fewer than tp."""
     return np.maximum(shape.kv_size / tp, shape.head_dim)
 
 
 def attention_flops(shape: Architecture, tokens: Array, context: float, tp: Array) -> Array:
-    """Of the scores and their products with the values, in one layer."""
+    """FLOPs of the scores and their products with the values, in one layer."""
     return 4 * tokens * context * shape.q_size / tp
 
 
@@ -282,7 +282,7 @@ def layer_pass(
 ) -> Parts:
     """One layer over `tokens` tokens, each attending to `context` others on average.
 
-    launch: what the kernels do not hide of their launches.
+    launch: launch overhead that the kernels do not hide.
     """
     hidden, ffn = shape.hidden_size, shape.ffn_size / tp
     queries, keys = shape.q_size / tp, kv_width(shape, tp)
@@ -319,17 +319,17 @@ def head_seconds(
 
 
 def all_reduce(size: Array, group: Array, per_node: Array, hardware: Hardware) -> Array:
-    """Of `size` bytes over `group` members: 2 (n-1)/n of them pass each member."""
+    """Seconds for `size` bytes over a ring of n = `group`; each member sends 2 (n-1)/n of them."""
     return _ring(2 * size * (group - 1) / group, 2 * (group - 1), group, per_node, hardware)
 
 
 def all_gather(size: Array, group: Array, per_node: Array, hardware: Hardware) -> Array:
-    """To `size` bytes on every member, also a reduce-scatter from them: (n-1)/n pass each."""
+    """Seconds to gather (or reduce-scatter) `size` bytes in a ring; each sends (n-1)/n of them."""
     return _ring(size * (group - 1) / group, group - 1, group, per_node, hardware)
 
 
 def point_to_point(size: Array, crosses_nodes: Array, hardware: Hardware) -> Array:
-    """One message of `size` bytes; across nodes it has their network for itself."""
+    """Seconds of one message of `size` bytes; across nodes it has the network to itself."""
     local = size / hardware.link_rate + hardware.collective_base_seconds
     remote = size / hardware.network_rate + hardware.network_hop_seconds
     return np.where(crosses_nodes, remote, local)

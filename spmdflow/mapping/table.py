@@ -2,10 +2,10 @@
 
 Models of a pool choose their strategies together, as memory couples them: residents add, what calls
 need is the maximum, and the KV cache has what is left, which decides the waves of generation. So a
-set offers a front of vectors, one second for each stage, none of them better than another.
+set of models has a Pareto front of vectors: the seconds of each stage.
 
 Two kinds of options: `ideal` ones, for all pool sizes at once, in which every model chooses each
-stage's best strategy by itself and the others take the least memory (a bound from below); and the
+stage's best strategy by itself and the others take the least memory (a lower bound); and the
 exact front of one set and size, computed when it is asked for.
 """
 
@@ -49,7 +49,7 @@ class Entries:
     """(entries, stages) seconds of all calls but generation; transitions are in them."""
     resident: Array
     needed: Array
-    """Most bytes that a call but generation needs beside the residents."""
+    """Most bytes beside the residents of any call but generation, and of sync and checkpoint."""
     generation_bytes: Array
     """What generation needs without its cache; 0 for models that do not generate."""
     least_cache: Array
@@ -67,7 +67,7 @@ class Front:
     """What a set of models offers on one pool size: combinations of their strategies."""
 
     costs: Array
-    """(V, stages), or (V, 1) of a set that is alone."""
+    """(V, stages) seconds; (V, 1), their sum, for the only pool."""
     entries: Array
     """(V, models of the set): numbers in each model's `Entries`."""
     resident: Array
@@ -109,7 +109,7 @@ class CostTable:
             np.minimum.at(least, np.searchsorted(self.sizes, entries.sizes), entries.resident)
 
     def ideal(self, block: ModelSet) -> Options:
-        """A bound from below for a set on every pool size on which it might fit."""
+        """Lower bounds for a set on every pool size on which it might fit."""
         names = {self.dataflow.models[number].name for number in block}
         if any(set(pair) <= names for pair in self.dataflow.apart):
             return Options(np.empty(0, dtype=np.int64), np.empty((0, len(self.dataflow.stages))))
@@ -123,9 +123,9 @@ class CostTable:
         return Options(self.sizes[fits], costs[fits])
 
     def front(self, block: ModelSet, size: int, *, alone: bool = False) -> Front:
-        """All vectors that a set can have on one pool size.
+        """The exact front of a set on one pool size.
 
-        alone: no other pool overlaps it, so only the sum over stages counts: one entry a vector.
+        alone: it is the only pool, so only the sum over stages counts: costs have one column.
         """
         key = block, size, alone
         if key not in self._fronts:
@@ -213,9 +213,7 @@ class CostTable:
                 costs = costs + self._generation_costs(entries, some, entries.resident[some])
             costs = costs.sum(axis=1, keepdims=True) if alone else costs
             mixed = mixed.with_model(entries, some, costs, self.hardware.usable_bytes)
-            if (
-                number != order[-1]
-            ):  # what another beats in every stage, and in memory if it matters
+            if number != order[-1]:  # drop dominated ones; memory counts if it couples models
                 memory = [mixed.resident, mixed.needed] if coupled else []
                 mixed = mixed.take(pareto(np.column_stack([*memory, mixed.costs])))
         picks = mixed.entries[:, [order.index(number) for number in block]]
@@ -224,10 +222,10 @@ class CostTable:
         return replace(mixed.take(kept), costs=costs[kept], entries=picks[kept])
 
     def _with_generation(self, mixed: Front, own: dict[int, Array]) -> tuple[Array, Array]:
-        """Costs of all combinations, generation added for the models in `own`, and the front.
+        """Costs with generation added for the models in `own`, and the indices of the front.
 
-        Of many combinations, only those are simulated that the front of the most promising ones
-        does not beat even if every generator had all the cache that it could have.
+        With many combinations, the most promising are simulated first. Of the others, only those
+        are that would not be dominated if each generator had the largest possible cache.
         """
         costs = mixed.costs.copy()
         if not own:

@@ -1,6 +1,6 @@
 """Which device this process computes on, and the backend that joins such devices.
 
-Any kind of accelerator that torch knows; where there is none, the CPU. The only place that asks.
+Any kind of accelerator that torch knows; where there is none, the CPU. No other module chooses it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def all_to_device(columns: Sequence[Tensor], device: torch.device) -> list[Tenso
     sizes = [-(-column.nbytes // _ALIGNED) * _ALIGNED for column in columns]
     joined = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
 
-    def parts(whole: Tensor) -> list[Tensor]:  # .data: who changes one in place changes no other
+    def parts(whole: Tensor) -> list[Tensor]:  # .data: own version counters
         pairs = zip(whole.split(sizes), columns, strict=True)
         return [each[: x.nbytes].view(x.dtype).view(x.shape).data for each, x in pairs]
 
@@ -58,7 +58,7 @@ def all_to_device(columns: Sequence[Tensor], device: torch.device) -> list[Tenso
 
 
 def to_host(column: Tensor) -> Tensor:
-    """A copy in host memory that is there once the host has waited for the device."""
+    """A copy in pinned host memory, valid once the host has waited for the device; CPU: itself."""
     if column.device == CPU:
         return column
     found = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)

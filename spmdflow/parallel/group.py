@@ -56,9 +56,9 @@ class GroupTable:
         self._known: dict[GroupSpec, dist.ProcessGroup | None] = {}
 
     def make(self, specs: Iterable[GroupSpec]) -> None:
-        """Make the groups that are not there yet (collective over the default world).
+        """Make the groups that do not exist yet (collective over the default world).
 
-        Not those of one rank: `get` makes them where they are asked for.
+        Groups of one rank are left out: `get` makes them when they are first asked for.
         """
         for spec in specs:
             if spec in self._known or len(spec.ranks) == 1:
@@ -83,9 +83,9 @@ class GroupTable:
     ) -> dist.ProcessGroup:
         """The group over ranks; ProtocolError if it was not made or this rank is outside it.
 
-        Without backend it is the one made first: the device's own; a gloo one is there besides
-        where the worker's host_groups has it.
-        A group of this rank alone is made here, if it is not there: no other rank takes part.
+        backend None: the group that was made first, with the device's own backend; ranks in the
+        worker's host_groups also have a gloo group.
+        A group of this rank alone is made here if it does not exist: no other rank takes part.
         """
         ranks = tuple(ranks)
         if ranks == (self._rank,):
@@ -147,8 +147,8 @@ class GroupTable:
 def _forget_meshes() -> None:
     """Drop the meshes that torch's caches of DTensor operations keep, and their groups with them.
 
-    There is no public call for it. The caches are by value: an equal mesh of a later launch would
-    be answered with one whose groups are gone.
+    There is no public call for it. The caches compare by value: an equal mesh of a later
+    launch would get the cached one, whose groups are destroyed.
     """
     debug._clear_sharding_prop_cache()
     for name, module in list(sys.modules.items()):

@@ -53,7 +53,7 @@ class Layout:
     """Grid of a model's ranks: p*d*t of them, tp fastest, then pp, then dp.
 
     Generation sizes that divide the training sizes *nest*: each training replica is split. Others
-    cut the pool into neighbours, tp fastest, then pp; weights then cross training replicas.
+    divide the pool anew, tp fastest, then pp; weights then cross training replicas.
     ConfigError if the sizes do not multiply to the number of ranks, a rank repeats or is out of
     order, a shard does not divide dp, or generation replicas do not fill the pool.
     """
@@ -66,7 +66,7 @@ class Layout:
     shard_size: int = 0
     """Neighbouring dp ranks that share one copy of what an engine shards; 0 becomes dp_size."""
     virtual_size: int = 1
-    """Parts of the model that each pipeline stage has, p stages apart (Megatron's interleaving)."""
+    """Model chunks of each pipeline stage, p chunks apart (Megatron's interleaved schedule)."""
     gen_tp_size: int = 0
     """Tensor-parallel size while generating; 0 becomes tp_size."""
     gen_pp_size: int = 0
@@ -81,7 +81,7 @@ class Layout:
 
     @classmethod
     def data_parallel(cls, ranks: tuple[int, ...], *, shard_size: int = 0) -> Layout:
-        """Every rank one dp rank."""
+        """Plain data parallelism: every rank is a dp rank of its own."""
         return cls(tuple(ranks), dp_size=len(ranks), shard_size=shard_size)
 
     @property
@@ -147,7 +147,7 @@ class Layout:
 
         Axes: tp, pp, dp; replica (tp and pp together); shard and replicate (inside dp);
         gen_tp, gen_pp, gen_replica (both together) and micro_dp (inside a replica; the whole pool
-        if generation does not nest). `embedding` alone partitions less: first and last stage.
+        if generation does not nest). `embedding` alone has fewer ranks: first and last stage.
         Groups are ordered by the other axes, dp slowest: gen_replica's by dp * d_g + micro_dp.
         """
         if axis == "embedding":
@@ -187,8 +187,8 @@ class Layout:
         return {rank: place for place, rank in enumerate(self.ranks)}
 
     def __str__(self) -> str:
-        """Short name, such as t2p1d4; with v of several parts a stage, with s where copies are
-        sharded over fewer ranks than d, with t_g or p_g where generation differs."""
+        """Short name, such as t2p1d4. v: model chunks of a stage, if several; s: shard size, if
+        less than d; -g(t1p1x8): generation's t_g, p_g and number of replicas, if they differ."""
         virtual = f"v{self.virtual_size}" if self.virtual_size > 1 else ""
         name = f"t{self.tp_size}p{self.pp_size}{virtual}d{self.dp_size}"
         name += f"s{self.shard_size}" if self.shard_size < self.dp_size else ""

@@ -11,7 +11,7 @@ controller's own; nothing is modelled twice. Knows no tensors, makes no process 
 |---|---|
 | `__main__` | the command line |
 | `trace`, `transport` | runs the script, records every order, answers for the ranks |
-| `example` | what stands for values: forms of columns, examples, lengths of prompts |
+| `example` | stand-ins for values: forms of columns, examples, lengths of prompts |
 | `replay` | the record of a run: its lengths for a dry run, its orders without its script |
 | `record` | what was recorded, as frozen facts |
 | `rows`, `check` | proofs on the record: rows; members, updates, weights |

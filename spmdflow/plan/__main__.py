@@ -1,7 +1,7 @@
 """The command line of a plan: `python -m spmdflow.plan SCRIPT [CONFIG.yaml] [key=value ...]`.
 
     --world N          ranks of the run (8)
-    --hardware NAME    a100_80gb, h100, h200, cpu, or a file of scripts/calibrate.py (the machine's)
+    --hardware NAME    a100_80gb, h100, h200, cpu, or a file of scripts/calibrate.py (this node's)
     --node-size N      ranks of a node (the hardware's)
     --assume NAME=X    an example of what only a run knows: scores=0,1 responses=200 actor/kl=0.1
                        (wins over the section assume of CONFIG.yaml, that over flow.assume)
@@ -9,8 +9,8 @@
     --no-data          prompts are as long as allowed; the data file is not read
     --json             everything as data
     --picture FILE     the schedule as .svg or .html
-    --replay RUN_DIR   ranks, steps, lengths and values of a run that was; its settings, if no
-                       CONFIG.yaml is given; planned bytes are held against the run's counters
+    --replay RUN_DIR   ranks, steps, lengths and values of an earlier run; its settings, if no
+                       CONFIG.yaml is given; planned bytes are compared with its counters
     --auto             placement=auto: the ten best placements and why they lose
 
 Exit codes: 0 nothing is wrong, 1 something is, 2 the script or its settings cannot be planned.
@@ -87,7 +87,7 @@ def _plan(options: argparse.Namespace) -> int:
     _check_folder(options.picture)
     if options.replay is not None and (options.replay / "config.yaml").exists():
         config = config or str(options.replay / "config.yaml")
-    # first: the record has objects of its classes
+    # before the replay: its record has objects of the script's classes
     loaded = load(script, config, overrides, download=False)
     replay = None if options.replay is None else Replay.of_run(options.replay)
     world = tuple(range(options.world if replay is None else len(replay.ranks)))
@@ -130,7 +130,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _check_folder(picture: Path | None) -> None:
-    """Before the work is done: a picture can be written there."""
+    """Before any work: ConfigError if a picture cannot be written there."""
     if picture is not None and not (picture.parent.is_dir() and os.access(picture.parent, os.W_OK)):
         expected = "a name in a folder that can be written"
         do = f"make {picture.parent} or give another"
@@ -143,7 +143,7 @@ def _example(text: str) -> tuple[str, Any]:
     if not equals or not name:
         raise ConfigError.of(_HERE, f"--assume {text}", "NAME=VALUE", "write --assume scores=0,1")
     if "," in value:
-        with contextlib.suppress(ValueError):  # a word among them: one declaration: int64[2,3]
+        with contextlib.suppress(ValueError):  # not only numbers: a declaration, int64[2,3]
             return name, [float(part) for part in value.split(",")]
     try:
         return name, yaml.safe_load(value)

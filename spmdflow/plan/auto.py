@@ -3,7 +3,7 @@
 The script is traced once on two ranks, which tells its models and calls; the search finds pools,
 layouts and generation sizes for the world. Sizes that the settings leave at their default (t1 of
 megatron, auto of vllm) are searched, others are kept. A reward function has no weights and so no
-simulator: it joins the pool that has least to do while rewards are computed.
+simulator: it joins the pool that is least busy in the stage in which rewards are computed.
 
 Deterministic: every rank finds the same from the same files. Data files are not read.
 """
@@ -138,7 +138,7 @@ def _open(model: Model, cfg: Any) -> Model:
     if rollout is not None and rollout.facts.cuts_model:
         cut = _sizes("actor.rollout.layout", part.rollout.layout, RolloutConfig.layout)
         rollout = replace(rollout, layout=cut)
-        if not hasattr(cfg, model.name):  # a generator of its own is cut as it generates
+        if not hasattr(cfg, model.name):  # a separate generator has its generation layout
             engine = replace(engine, layout=cut)
     return replace(model, engine=engine, rollout=rollout)
 
@@ -149,8 +149,8 @@ def _sizes(key: str, text: str, default: str) -> tuple[int, int] | None:
 
 
 def _placement(cfg: Any, best: Placed) -> dict[str, Any]:
-    """Pools of all roles; one without a simulator goes where least is to do while rewards are
-    computed: in a script of one stage, all the time."""
+    """Pools of all roles. A role without a simulator joins the pool that is least busy in the
+    preparation stage, or in the whole step if the script has one stage."""
     stages = [_SCORING] if _SCORING in best.stage_seconds else list(best.stage_seconds)
     pools = {name: dict(pool) for name, pool in best.to_config().items()}
     placed = {role for pool in pools.values() for role in pool["roles"]}
@@ -162,9 +162,9 @@ def _placement(cfg: Any, best: Placed) -> dict[str, Any]:
 
 
 def _override(cfg: Any, key: str, text: str) -> dict[str, Any]:
-    """What one of the search's settings means for the script's; empty: it is so already."""
+    """A setting that the search found, as the script's own; empty: nothing to change."""
     role, _, rest = key.partition(".")
-    if not hasattr(cfg, role):  # a generator of its own has the actor's settings, and no engine
+    if not hasattr(cfg, role):  # a separate generator has the actor's settings, no engine
         if rest != "rollout.layout":
             return {}
         role = "actor"
@@ -173,7 +173,7 @@ def _override(cfg: Any, key: str, text: str) -> dict[str, Any]:
         options = [*part.engine.options, *yaml.safe_load(text)]
         return {f"{role}.{rest}": list(dict.fromkeys(options))}
     if rest == "engine.layout":
-        several = sizes_of(key, part.engine.layout).virtual > 1  # fixed, and more than it says
+        several = sizes_of(key, part.engine.layout).virtual > 1  # kept: the search sets none
         if several or not engine_kind(part.engine.kind).cuts_model:
             return {}
     if rest == "rollout.layout" and not generator_kind(part.rollout.generator).cuts_model:
@@ -195,7 +195,7 @@ def auto_text(found: Automatic) -> str:
 
 
 def settings_text(found: Automatic) -> list[str]:
-    """Lines to paste behind a command: words of a shell, all ranks in full."""
+    """Lines to append to a command, quoted for a shell, with all ranks in full."""
     lines: list[str] = []
     for key, value in found.changed.items():
         flow = {"default_flow_style": True, "sort_keys": False, "width": math.inf}

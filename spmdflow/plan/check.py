@@ -1,8 +1,8 @@
 """Proofs on the record of a dry run: members and groups, batch algebra, weights. Pure functions.
 
 They know what each rank was told, the batch that the script gave and the settings, and share no
-step with the controller's own cutting (`controller.assignment`) or the planner of weights. Each
-returns what is wrong, at most a few problems of a kind; nothing: proved.
+step with the controller's own assignment of rows (`controller.assignment`) or the planner of
+weights. Each returns what is wrong, at most a few problems of a kind; an empty list is a proof.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _NONE = np.zeros(0, dtype=np.int64)
 
 
 def check_members(trace: Trace) -> list[Problem]:
-    """Every rank of a model runs its calls; every rank of the world makes every group, alike;
-    every group that a model needs, or that a call reduces over (in host memory: by gloo), is made
-    before."""
+    """Every rank of a model runs its calls; all ranks of the world make the same groups in the
+    same order; every group that a model needs or that a map function reduces over (with gloo) is
+    made before it is used."""
     return [Problem("members", text) for text in islice(_wrong_members(trace), _SHOWN)]
 
 
@@ -70,7 +70,7 @@ def _different_groups(order: TracedOrder) -> Iterator[str]:
 
 
 def _members(trace: Trace, order: TracedOrder) -> tuple[int, ...]:
-    """Ranks that must take part; empty: whoever is asked."""
+    """Ranks that must take part; empty: any ranks may."""
     if order.operation == "groups":
         return trace.world
     if order.operation == "map":
@@ -98,7 +98,7 @@ def _groups_entered(trace: Trace, order: TracedOrder) -> Iterator[tuple[str, tup
 
 def check_batches(trace: Trace) -> list[Problem]:
     """Updates use every row of the batch once in each epoch, in mini-batches of the set size, and
-    every rank of a model counts the same forwards.
+    every rank of a model runs the same number of forwards.
 
     A mini-batch may be smaller where an epoch ends, or where the next samples of one prompt, which
     stay together, would not fit; larger only for such samples alone.
@@ -142,7 +142,7 @@ def _wrong_update(trace: Trace, order: TracedOrder, ids: Ids, parents: Ids) -> I
 
 
 def _times(ids: Ids, batches: Sequence[Ids]) -> np.ndarray:
-    """How often each row is used; 0 for a row that is none of the batch, too."""
+    """How often each row is used; 0 also for a row that is used but not in the batch."""
     used = np.concatenate([_NONE, *batches])
     rows, counts = np.unique(np.concatenate([ids, used]), return_counts=True)
     return np.where(np.isin(rows, ids), counts - 1, 0)
@@ -209,7 +209,7 @@ def _wrong_boxes(copies: Copies) -> Iterator[str]:
 
 
 Tables = list[tuple[Mapping[str, Sequence[Box]], list[int]]]
-"""Boxes by tensor, and the ranks whose they are."""
+"""(boxes by tensor, ranks with exactly these boxes)"""
 
 
 def _tables(side: BoxesByRank) -> Tables:
@@ -300,7 +300,7 @@ def _cover_text(
     comes: Sequence[tuple[int, Box]],
     have: Mapping[int, Boxes],
 ) -> str:
-    """What is wrong with one tensor on one rank; names the edge, or all that could be meant."""
+    """What is wrong with one tensor on one rank; names the edge, or all candidates."""
     where = f"{box.bounds} of {name}"
     if what == MISSING:
         others = {r: have[r] for r in sorted(have) if r != rank}

@@ -52,8 +52,8 @@ class EdgeCount(NamedTuple):
 
 
 class SyncCount(NamedTuple):
-    """Weights that passed to generators in the training calls of a step; planned: bytes that
-    rollout/synced_bytes was to say."""
+    """Weight syncs to generators in the training calls of a step; planned and counted: bytes,
+    expected and reported as rollout/synced_bytes."""
 
     step: int
     syncs: int
@@ -111,7 +111,7 @@ def compare_run(cfg: Any) -> None:
 
 
 def compare(cfg: Any, run_dir: Path, *, hardware: Hardware | None = None) -> Comparison:
-    """Predict a run from its record, and lay it beside what it measured.
+    """Predict a run from its record, and compare with what it measured.
 
     DataError without a step in metrics.jsonl. Any: the script's settings.
     """

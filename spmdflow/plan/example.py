@@ -1,10 +1,10 @@
-"""What stands for values that only a run knows: kinds of columns, examples, lengths of prompts.
+"""Stand-ins for values that only a run knows: kinds of columns, examples, lengths of prompts.
 
 Examples come from `--assume NAME=VALUE`, from the section `assume` of the configuration, from
 `flow.assume(...)` in the script, or from a short table of the columns that the built-in algorithms
 read; the first of them that names a thing counts. Every example that was used is reported. A column
 of no built-in role is declared by `flow.assume(name="float32 like responses")`, else taken as one
-float32 a row. Prompts are as long as in the data file if it is there and small, else as long as
+float32 per row. Prompts are as long as in the data file if it is there and small, else as long as
 the settings allow.
 """
 
@@ -45,7 +45,7 @@ class ColumnForm:
 def form_of(name: str, text: str) -> ColumnForm:
     """A declaration as users write it: "float32", "int64[3]", "float32 like responses", "text".
 
-    PlanError if it does not read so.
+    PlanError for anything else.
     """
     head, _, like = text.partition(" like ")
     dtype, _, shape = head.strip().rstrip("]").partition("[")
@@ -83,7 +83,7 @@ _FORMS = {
 KNOWN = {name: form_of(name, text) for text, names in _FORMS.items() for name in names.split()}
 """Columns of the built-in roles."""
 UNKNOWN = form_of("", "float32")
-"""What a column is taken for that nobody has declared; the plan says so."""
+"""Form of a column that is not declared; the plan reports it."""
 _BUILT_IN: dict[str, Any] = {"scores": (0.0, 1.0), "costs": 0.0, "reference_kl": 0.01}
 """Scores differ inside of every group of samples, so that dynamic sampling keeps all prompts."""
 
@@ -106,7 +106,7 @@ class Examples:
         self.used: dict[str, Any] = {}
         """Examples that the script read, or that decided a length."""
         self.guessed: set[str] = set()
-        """Columns that nobody has declared."""
+        """Columns that are read but not declared."""
 
     def add(self, declared: Mapping[str, Any]) -> None:
         """Take the script's examples; those of configuration and command line win."""
@@ -148,7 +148,7 @@ class Examples:
         return _in_turn(name, declared, ids)
 
     def metrics(self) -> dict[str, float]:
-        """Declared numbers under names; what a script finds in the answer of any call."""
+        """Declared numbers by metric name; every call answers with all of them."""
         return {
             name: float(value)
             for name, value in self._declared.items()
@@ -191,7 +191,7 @@ def _in_turn(name: str, declared: Any, ids: np.ndarray) -> np.ndarray:
 SMALL_FILE_BYTES = 4 << 20
 """Files up to here are tokenised (about two seconds); of larger ones lengths are assumed."""
 ASSUMED_ROWS = 1 << 12
-"""Rows of a file that is not read; its number plays no part in what a step does."""
+"""Rows assumed for a file that is not read; their number does not change a step."""
 
 
 def scan_or_assume(

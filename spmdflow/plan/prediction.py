@@ -1,7 +1,7 @@
 """Seconds and memory of a traced step, by the simulators of `mapping` on the trace's own order.
 
-A call begins when all its ranks are through with earlier calls and its rows have come; so pools
-overlap as the trace says, not as a table of stages would. On processors, calls that run at once
+A call starts when all its ranks have finished earlier calls and its rows have arrived; so pools
+overlap as in the trace, not by a table of stages. On CPUs, calls that run at once
 share the cores: every rank of a running task asks for a core for the part of the time that it
 works, and where the ranks of a node ask for more cores than it has, they share them evenly; a task
 on several nodes goes at the speed of the slowest. A device of its own for every rank is
@@ -34,7 +34,7 @@ class CallTime:
     start: float
     end: float
     limit: str = ""
-    """What most of it is: compute, memory, kv_read, tensor_parallel, ...; empty: not simulated."""
+    """Its largest part: compute, memory, kv_read, tensor_parallel, ...; empty: not simulated."""
     notes: tuple[str, ...] = ()
     kind: str = ""
     """generate, infer or train; empty: not simulated."""
@@ -55,17 +55,17 @@ class PhaseMemory:
     budget: float
     """Bytes that a plan may fill."""
     on_host: Mapping[str, float] = field(default_factory=dict)
-    """Bytes of parts that are in host memory meanwhile."""
+    """Bytes of parts that are offloaded to host memory during the call."""
 
     @property
     def total(self) -> float:
-        """All parts."""
+        """Sum of all parts."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step takes."""
+    """Predicted seconds and memory of a step."""
 
     hardware: str
     calls: tuple[CallTime, ...] = ()
@@ -102,8 +102,8 @@ def predict(
 ) -> Prediction:
     """Seconds of every call of a step, and memory by pool and phase.
 
-    ways: of the weights, `weight_plans`; a model without one, or whose bytes are not known by edge,
-    has the seconds of the paper's formula (Table 2).
+    ways: `weight_plans` of the trace; a model without one, or whose bytes by edge are unknown, gets
+    the seconds of the paper's formula (Table 2).
     """
     step = simulated(trace, orders)
     memory = _memory(trace, step, hardware)
@@ -243,7 +243,7 @@ def _schedule(
         seconds, busy = hardware.call_seconds, 1.0
         if estimate:
             seconds = estimate.seconds
-            if seconds:  # a rank works, but for the pipeline's bubble
+            if seconds:  # a rank works except in the pipeline's bubble
                 busy -= estimate.parts.get("bubble", 0.0) / seconds
         tasks.append(Task(seconds, order.ranks, tuple(before), earliest, busy))
         numbers[order.number] = len(tasks) - 1
@@ -276,10 +276,10 @@ def _transfer_seconds(orders: Sequence[TracedOrder], hardware: Hardware) -> dict
 
 @dataclass(frozen=True)
 class Task:
-    """Work of some ranks."""
+    """Work that some ranks do together."""
 
     seconds: float
-    """If every rank has a core."""
+    """Duration if every rank has a CPU core."""
     ranks: tuple[int, ...]
     after: tuple[tuple[int, float], ...] = ()
     """(earlier task, seconds from its end until this one may begin)."""
@@ -311,7 +311,7 @@ def timeline(
 ) -> list[tuple[float, float]]:
     """Start and end of every task, in their order, each as early as it may.
 
-    node_size: ranks of a node, in the order of their numbers; cores: of a node.
+    node_size: ranks of a node, in rank order; cores: CPU cores of a node.
     """
     starts: dict[int, float] = {}
     ends: dict[int, float] = {}

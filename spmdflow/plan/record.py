@@ -59,7 +59,7 @@ class TracedOrder:
 
     @property
     def command(self) -> Mapping[str, Any]:
-        """That of the first rank, for what all ranks are told alike."""
+        """The first rank's command, for facts that are the same on all ranks."""
         return next(iter(self.commands.values()))
 
     @property
@@ -142,7 +142,7 @@ class Read:
     line: int | None
     what: str
     in_loop: bool
-    """Whether a loop inside of the step encloses the line: a run may go round more often."""
+    """Whether a loop inside of the step encloses the line: a run may repeat it more often."""
     waits: bool = True
     """Whether it reads a value; else it is a loop that repeats its calls."""
 
@@ -160,7 +160,7 @@ class Trace:
     """Pairs of models that `flow.connect` joined: policy, generator."""
     orders: tuple[TracedOrder, ...]
     tokens: Mapping[int, Tokens]
-    """Of orders that have rows, by place."""
+    """Tokens of the orders that have rows, by place."""
     steps: tuple[int, ...]
     """Numbers of the steps that were traced."""
     reads: tuple[Read, ...] = ()
@@ -169,7 +169,7 @@ class Trace:
     edges_by_step: Mapping[int, BytesByEdge] = field(default_factory=dict)
     """Row bytes of each step, as the controller's own account has them."""
     choices: tuple[Choice, ...] = ()
-    """What `auto` has become in its calls."""
+    """Values that `auto` was resolved to by its calls."""
     batches: Mapping[int, tuple[Ids, Ids]] = field(default_factory=dict)
     """Row ids of the batch that each update is given, and their parents, by place."""
 
@@ -202,7 +202,7 @@ class Trace:
 
 
 def models_of(orders: Sequence[TracedOrder], pools: Mapping[str, Pool]) -> dict[str, TracedModel]:
-    """The models that orders spawn; a pool of others than `pools` is named by its ranks."""
+    """The models that orders spawn; a pool that is not in `pools` is named by its ranks."""
     found = {}
     for plain in (order.command for order in orders if order.operation == "spawn"):
         layout = Layout(**plain["layout"] | {"ranks": tuple(plain["layout"]["ranks"])})

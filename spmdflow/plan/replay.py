@@ -104,7 +104,7 @@ class ColumnLengths:
         return self.items[np.searchsorted(self.ids, ids)]
 
     def add(self, ids: np.ndarray, items: np.ndarray) -> None:
-        """Rows of one more rank; those that are known stay."""
+        """Add the rows of one more rank; rows that are known keep their items."""
         joined, first = np.unique(np.concatenate([self.ids, ids]), return_index=True)
         self.ids, self.items = joined, np.concatenate([self.items, items])[first]
 
@@ -119,7 +119,7 @@ class RowLengths:
         """By the name of the data source."""
 
     def learn(self, number: int, label: str, commands: Commands, answer: Plain) -> bool:
-        """Take over what the ranks of a run answered; whether they made columns."""
+        """Store the lengths that the ranks of a run answered; True if they made columns."""
         if "report" in answer:
             self.scans[label.removesuffix(".scan")] = answer["report"]
         columns = answer.get("columns", {})
@@ -212,7 +212,7 @@ def _in_dry_order(entries: Sequence[Plain]) -> list[Plain]:
 
 
 def _reads(commands: Commands, transfer: Plain) -> bool:
-    """Whether a call reads the rows that a transfer brings; one edge tells it of all."""
+    """Whether a call reads the rows that a transfer brings; one edge is enough to tell."""
     received = ((rank, plain) for rank, plain in _commands(transfer).items() if plain["receives"])
     rank, brought = next(received)
     _, columns, ids, *_ = brought["receives"][0]

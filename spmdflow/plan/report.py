@@ -47,7 +47,7 @@ pool, single; several names where axes have the same groups), lane and backend."
 
 @dataclass(frozen=True)
 class Proof:
-    """One check, and over how much it went."""
+    """One check: what it covered and what it found."""
 
     name: str
     what: str
@@ -69,11 +69,11 @@ class PlanReport:
     prediction: Prediction
     proofs: tuple[Proof, ...]
     missing_here: str | None
-    """Why this machine would refuse the run, though the plan is fine."""
+    """Why the run would not start on this node, though the plan is fine."""
     choices: tuple[Choice, ...]
     """What `auto` means in the settings."""
     seconds: float
-    """That planning took."""
+    """Wall time of planning."""
 
     @property
     def world_size(self) -> int:
@@ -203,7 +203,7 @@ class PlanReport:
 
 
 def _axes_of(layout: Layout) -> dict[tuple[int, ...], str]:
-    """Names of every group of a layout; those of one axis or more."""
+    """By group of a layout: the names of its axes, joined with commas."""
     names: dict[tuple[int, ...], list[str]] = {(rank,): ["single"] for rank in layout.ranks}
     for axis in _AXES:
         for ranks in layout.axis_groups(axis):
@@ -225,10 +225,10 @@ def plan(
 ) -> PlanReport:
     """Trace a script and prove, count and predict its last traced step. PlanError: see `trace`.
 
-    Any: an object of the script's settings class. choices: what `auto` has become in it.
+    Any: an object of the script's settings class. choices: what `auto` was resolved to in it.
     """
     started, is_collecting = time.perf_counter(), gc.isenabled()
-    gc.disable()  # a plan of a thousand ranks makes millions of objects, none of them in circles
+    gc.disable()  # a plan of a thousand ranks makes millions of objects, no reference cycles
     try:
         traced = trace(script, cfg, settings, replay)
         if traced.links and settings.num_steps == 1 and replay is None:

@@ -2,7 +2,7 @@
 engine.options that there is memory for.
 
 The script is traced on the ranks of the run with rows of the greatest length, and
-`mapping.choose_residency` tries what may move, pool by pool. Deterministic: every rank finds the
+`mapping.residency` tries what may be offloaded, pool by pool. Deterministic: every rank finds the
 same from the same files.
 """
 
@@ -28,11 +28,11 @@ from spmdflow.plan.trace import TraceSettings, trace
 from spmdflow.plan.workload import Simulated, hardware_of, nodes_of, simulated
 
 _SAFE = 0.3
-"""Of a device's memory, for a cache where a script cannot be planned."""
+"""Share of a device's usable memory for the KV cache of a script that cannot be planned."""
 
 
 def hardware_here(name: str | None, node_size: int, world_size: int) -> Hardware:
-    """As `hardware_of`; a device that no file describes: an A100 with that device's memory."""
+    """As `hardware_of`; a device that no file describes counts as an A100 with its own memory."""
     try:
         return hardware_of(name, node_size, world_size=world_size)
     except ConfigError:
@@ -51,9 +51,10 @@ def choose_by_plan(
     *,
     examples: Mapping[str, Any] | None = None,
 ) -> list[Choice]:
-    """Write into cfg what moves, and how large KV caches are; returns what was written.
+    """Write the choices of residency, weights, KV cache and options into cfg; returns them.
 
-    cfg: with a placement and dtypes. A script that cannot be planned keeps all on the device.
+    cfg: its placement and dtypes are resolved. If a script cannot be planned, all stays on the
+    device. ConfigError if a kv_cache is then a share of free memory.
     """
     if not needs_plan(cfg, on_cpu=hardware.is_cpu):
         return []
@@ -90,7 +91,7 @@ def choose_by_plan(
 
 
 def _share_of(rollout: RolloutConfig) -> Share:
-    """What a kv_cache says that is no size."""
+    """The share of a kv_cache setting that is not a size: auto, or a fraction of free memory."""
     size, unit = cache_of(rollout.kv_cache)
     return Share(size, rollout.max_batch_size if unit == AUTO else None)
 
@@ -141,7 +142,7 @@ def _planned(
 
 
 def _ways(models: Iterable[TracedModel], dataflow: Dataflow) -> tuple[str, ...]:
-    """Ways of weights to compare: those of a generator that may read the trainer's in place."""
+    """Values of rollout.weights to compare, if it is auto and may be blocks; else none ("")."""
     found = (dataflow.model(m.name).rollout for m in models if m.generates and _leaves_open(m))
     return ("blocks", "copy") if any(r and r.weights == "blocks" for r in found) else ("",)
 

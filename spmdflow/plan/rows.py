@@ -190,7 +190,7 @@ def _needed(consumer: TracedOrder | None, result: int, columns: tuple[str, ...])
 
 
 def _keys(rows: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
-    """Sorted numbers of rows on ranks."""
+    """(n,) int64: rank * 2^40 + row id of all rows, sorted, each once."""
     parts = list(rows)
     ranks = np.array([rank for rank, _ in parts], dtype=np.int64)
     ranks = np.repeat(ranks, [len(ids) for _, ids in parts])
@@ -209,7 +209,7 @@ def _among(keys: np.ndarray, ascending: np.ndarray) -> np.ndarray:
 
 
 def _holders_of_all(ids: np.ndarray, held: np.ndarray) -> list[int]:
-    """Ranks that have all of the rows; where no rank has: those that have the first one."""
+    """Ranks that have all of the rows; if there are none, those that have the first one."""
     for rows in (ids, ids[:1]):
         having = held[np.isin(_ids(held), rows)] >> _SHIFT
         ranks, counts = np.unique(having, return_counts=True)
@@ -219,7 +219,7 @@ def _holders_of_all(ids: np.ndarray, held: np.ndarray) -> list[int]:
 
 
 def _either(ranks: Sequence[int]) -> str:
-    """Any of which could be meant: [0, 4, 6] -> "0, 4 or 6"."""
+    """Alternatives as text: [0, 4, 6] -> "0, 4 or 6"."""
     *others, last = [str(rank) for rank in ranks] or ["?"]
     if len(others) > _MOST_SOURCES:
         others = [*others[:_MOST_SOURCES], "..."]

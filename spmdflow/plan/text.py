@@ -12,11 +12,11 @@ from spmdflow.plan.report import PlanReport
 
 WIDTH = 100
 MOST_LISTED = 16
-"""Ranks of a world of which every process group and transfer is printed."""
+"""Up to this world size every process group and transfer is printed."""
 _MOST_EDGES = 16
 _MOST_LINES = 24
 _ROUNDED_UP = 0.9995
-"""From here on three digits read 1."""
+"""Values from here on round to 1 with three digits."""
 _MEMORY_NAMES = {
     "parameters": "params",
     "gradients": "grads",

@@ -79,14 +79,14 @@ def trace(
     flow = _TracedFlow(cfg, settings, transport, replay)
     logger = logging.getLogger("spmdflow.controller")
     level = logger.level
-    logger.setLevel(logging.WARNING)  # what the controller logs of a run is no news here
+    logger.setLevel(logging.WARNING)  # the controller's log lines are about a real run
     try:
         script.main(flow, cfg)
     except (Exception, SystemExit) as err:
         frames = traceback.extract_tb(err.__traceback__)
         line = next((frame.lineno for frame in reversed(frames) if frame.filename == file), None)
         if line is None and not isinstance(err, SpmdflowError):
-            raise  # no mistake of the script
+            raise  # not the script's error
         raise PlanError(_located(err, line, examples)) from err
     finally:
         logger.setLevel(level)
@@ -161,7 +161,7 @@ class _TracedFlow(Flow):
         self._transport.is_looking = True
 
     def report(self, greedy: Batch, sampled: Batch) -> dict[str, float]:
-        """The values are looked at, nothing is written."""
+        """Reads the scores, as a run would; writes nothing."""
         for batch in (greedy, sampled):
             if len(batch):
                 batch.fetch_for("filter", *(set(batch.columns) & {"scores"}))
@@ -205,7 +205,7 @@ class _TracedFlow(Flow):
 
 class _Unwritten:
     """Stands for the flow's `Show` and `Saving`: a dry run shows, loads and writes nothing. It may
-    start where a run did; the weights are nowhere."""
+    start from the state of a run, without its weights."""
 
     def __init__(self, start: Mapping[str, Any] | None) -> None:
         self._start, self.due = start, False

@@ -84,7 +84,7 @@ class TraceTransport(ImmediateTransport):
     # Steps: what the traced flow tells
 
     def begin_step(self, number: int) -> None:
-        """Calls are counted anew."""
+        """A step begins: count its calls from 0."""
         self.steps.append(number)
         self._num_calls = 0
 
@@ -108,7 +108,7 @@ class TraceTransport(ImmediateTransport):
         """Write an order down and answer it; PlanError beyond the calls of a step."""
         path = self.lines()
         line = path[0] if path else None
-        if order.line.startswith(f"{self._file}:"):  # a call that has waited has an earlier one
+        if order.line.startswith(f"{self._file}:"):  # a call that has waited keeps its own line
             line = int(order.line.removeprefix(f"{self._file}:").partition(":")[0])
         if order.lane == COMPUTE:
             self._count(order.label, line)
@@ -157,7 +157,7 @@ class TraceTransport(ImmediateTransport):
 
 
 class _Watched(Pending):
-    """Replies that are there; looking at them is written down."""
+    """Replies that are there at once; each look from the script is recorded."""
 
     def __init__(self, label: str, transport: TraceTransport) -> None:
         super().__init__(label, refuse_to_wait)

@@ -58,12 +58,12 @@ class WeightPlan:
     entering: Mapping[int, int] = field(default_factory=dict)
     """Bytes that come to each node from others; what several of its ranks receive comes once."""
     reported: int = 0
-    """What rollout/synced_bytes of one sync is to say: bytes received by the ranks that answer."""
+    """Expected rollout/synced_bytes of one sync: bytes received by the ranks that answer."""
     parts: Copies | Shards | None = field(default=None, repr=False, compare=False)
     """What was planned, box by box or shard by shard, for its proof; None: nothing was."""
 
     def of_messages(self, sent: Iterable[_Sent], ranks: Sequence[int], nodes: Nodes) -> WeightPlan:
-        """With the bytes of messages to some of the ranks; each enters a node once."""
+        """This plan with the bytes of messages to some of the ranks; each enters a node once."""
         received = dict.fromkeys(ranks, 0)
         edges: Counter[tuple[int, int]] = Counter()
         entering: Counter[int] = Counter()
@@ -103,7 +103,7 @@ def weight_plans(trace: Trace) -> list[WeightPlan]:
 def syncs_by_step(trace: Trace, phases: Sequence[str] = ("train",)) -> dict[int, Counter[str]]:
     """How often weights pass to each model that generates in the calls of each step.
 
-    A model's first generation, and the first one after an update, brings its weights along.
+    A model's first generation, and the first one after an update, includes a sync.
     """
     found: dict[int, Counter[str]] = {step: Counter() for step in trace.steps}
     fresh: set[str] = set()
@@ -146,7 +146,7 @@ def _has_devices(trace: Trace) -> bool:
 
 
 def _local(traced: TracedModel, nodes: Nodes, *, gathers: bool) -> WeightPlan:
-    """To the generator on the trainer's own ranks. gathers: flat rows, by one all-gather."""
+    """To the generator on the trainer's ranks. gathers: flat uses one all-gather of equal rows."""
     cfg, layout = traced.settings, traced.layout
     mode = sync_mode(cfg, layout)
     if mode == "copy":

@@ -1,4 +1,4 @@
-"""A traced step in the words of `mapping`: hardware, models, strategies and calls.
+"""A traced step in the terms of `mapping`: hardware, models, strategies and calls.
 
 Calls of models that have weights, on rows with tokens, are simulated; map functions, fetches and
 reward functions are not.
@@ -41,7 +41,7 @@ _BY_DEVICE = {
     r"\bH100\b(?!.*\b(PCIe|NVL|MIG)\b)": "h100",
     r"\bH200\b(?!.*\b(NVL|MIG)\b)": "h200",
 }
-"""Packaged files by what CUDA calls the device: cards of other memory or links are other kinds."""
+"""Packaged files by CUDA's device name; variants with other memory or links do not match."""
 
 
 def hardware_of(
@@ -49,9 +49,8 @@ def hardware_of(
 ) -> Hardware:
     """The named hardware, or this machine's kind. ConfigError if there is no such hardware.
 
-    node_size: ranks of a node; without it the hardware's, on CPUs all of the world. The
-    rates and memory of a file of processors hold for as many ranks as were measured: more share
-    them.
+    node_size: ranks of a node; without it the hardware's, on CPUs all of the world. A CPU file
+    holds for as many ranks as were measured; more ranks share its rates and memory.
     """
     hardware = load_hardware(name or _own())
     if not hardware.is_cpu:

@@ -1,9 +1,9 @@
 """Moves rows between ranks, as a released plan says. Runs in release order. Knows no roles.
 
-One edge is one header and one message a column. The header carries the release number and each
-column's bytes, because gloo takes a short message without an error. The columns of a small edge
-travel in one message, behind the header; of a large one, whole stretches of a stored column are
-sent without a copy.
+One edge is one header and one message per column. The header carries the release number and each
+column's bytes, because gloo accepts a message that is too short without an error. The columns of a
+small edge travel in one message, behind the header; of a large one, whole stretches of a stored
+column are sent without a copy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CountedTransport:
     def send(
         self, tensor: Tensor, destination: int, tag: int, *, header_bytes: int = 0
     ) -> dist.Work:
-        """Start sending bytes (N,) uint8 to a global rank; header_bytes of them are no rows."""
+        """Start sending bytes (N,) uint8 to a global rank; header_bytes: how many are header."""
         self._header_bytes += header_bytes
         self._sent[destination] += tensor.nbytes - header_bytes
         work = dist.isend(tensor, destination, group=self._group, tag=tag)
@@ -46,7 +46,7 @@ class CountedTransport:
         return work
 
     def receive(self, tensor: Tensor, source: int, tag: int, *, header_bytes: int = 0) -> dist.Work:
-        """Start receiving bytes (N,) uint8 from a global rank; header_bytes are no rows."""
+        """Start receiving bytes (N,) uint8 from a global rank; header_bytes: see send."""
         self._received[source] += tensor.nbytes - header_bytes
         work = dist.irecv(tensor, source, group=self._group, tag=tag)
         assert work is not None, "this rank is not in the transfer group"
@@ -79,6 +79,7 @@ def run_release(
     command, as the controller's `Transfers` makes it: "result"; "sends", a list of (destination,
     columns, row ids); "receives", a list of (source, columns, row ids, kinds, lengths), the last
     two by column. An edge without ids brings nothing: the rank learns the kinds of its columns.
+    TransferError if a header is not the expected one.
     """
     result = command["result"]
     incoming = [_Arrival.start(number, edge, transport) for edge in command["receives"]]
@@ -122,7 +123,7 @@ class _Arrival:
 
     @classmethod
     def start(cls, number: int, edge: Sequence[Any], transport: CountedTransport) -> _Arrival:
-        """Make room and start to receive; nobody sends an edge without rows."""
+        """Allocate the columns and start receiving; an edge without rows has no messages."""
         source, names, ids, kinds, lengths = edge
         columns = {
             name: _empty(ColumnSpec.from_plain(kinds[name]), len(ids), lengths.get(name))
@@ -162,7 +163,7 @@ class _Arrival:
 
 
 def _empty(spec: ColumnSpec, num_rows: int, lengths: np.ndarray | None) -> Column:
-    """Room for rows; lengths: their items, unless the column is dense."""
+    """Uninitialised rows; lengths: their items, unless the column is dense."""
     dtype = getattr(torch, spec.dtype)
     if lengths is None:
         return Column("dense", empty_values((num_rows, *spec.row_shape), dtype))

@@ -221,7 +221,7 @@ def _all_ranks(layout: Layout) -> tuple[int, ...]:
 
 
 def _is_in_last_stage(layout: Layout, rank: int) -> bool:
-    """Each of its tp ranks computes the rows of its dp, so each of them holds them."""
+    """All tp ranks of the last stage compute the rows of their dp share, so all hold them."""
     return layout.coordinate(rank).pp == layout.pp_size - 1
 
 
@@ -252,7 +252,7 @@ BUILT_IN = (
     _by_share("3D_PP_AS_DP", _STAGE, lambda layout: chain(*_stages(layout)), joined=True),
     _by_share("DP_METRIC", _RANK, _all_ranks, joined=False),
 )
-"""The table of the package's page."""
+"""The table in the package's docstring."""
 _REGISTRY = {rules.name: rules for rules in BUILT_IN}
 
 

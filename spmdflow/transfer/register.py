@@ -42,13 +42,13 @@ class MethodSpec:
     draws: bool = False
     """Whether the method draws random numbers for its rows."""
     check: Check | None = None
-    """Refuses arguments of a call before anything is sent."""
+    """Raises for invalid arguments of a call, before anything is sent."""
     early: str | None = None
     """Method that runs before the call's turn, in a thread, as soon as its rows are here."""
     instead: Mapping[str, str] = field(default_factory=dict)
-    """Of a method that writes: its columns by the name of those that may serve in their place, and
-    the call may wait until somebody reads one. Of an update: columns of reads that it can do
-    without, and what it is then given if it is there."""
+    """Column -> substitute. Of a method that writes: a written column and what may replace it;
+    the call may then wait until its column is read. Of an update: a column of `reads` that it
+    can do without, and the column that it gets in its place if the batch has it."""
 
     @property
     def may_wait(self) -> bool:
@@ -73,13 +73,13 @@ def register(
 
     What the method is given must stay as it is: writing into it ends the run, under every placement
     alike (work on a clone). What it returns is copied, so it may be a buffer of its own, a
-    parameter or what it was given. Writes that torch does not count (NumPy, `.data`) are noticed by
-    the sum of the column's words. Columns that are kept beyond the call are to be cloned, too.
+    parameter or what it was given. Writes that torch's version counter misses (NumPy, `.data`) are
+    detected by a checksum of the column. Clone columns that you keep beyond the call, too.
 
     draws: `self.call.generation` then says how often rows were drawn for before in the step, so
     that a second call on the same rows takes other random numbers. A call with greedy=True draws
-    none and is not counted. check: raises in the script, before anything is sent, for arguments
-    that cannot be. early: the name of a method `early(batch, call)` that needs neither the device
+    none and is not counted. check: raises in the script, before anything is sent, for invalid
+    arguments. early: the name of a method `early(batch, call)` that needs neither the device
     nor other ranks; it runs beside other calls as soon as the rows are here, and the method finds
     what it returned in `self.begun`. instead: see `MethodSpec`; such a method that writes must
     depend on the model and its rows alone, and change neither (controller/waiting.py).
@@ -96,7 +96,7 @@ def register(
 
 
 def method_spec(cls: type, name: str) -> MethodSpec:
-    """Facts of cls.name; an unmarked method is an error that says what to add."""
+    """Facts of cls.name; ProtocolError if it is not marked, saying what to add."""
     method = getattr(cls, name, None)
     spec = getattr(method, _ATTRIBUTE, None)
     if spec is not None:
@@ -125,7 +125,7 @@ class MapSpec:
     reads: tuple[str, ...]
     """Columns that must be there."""
     optional: tuple[str, ...]
-    """Columns that are handed over if the batch has them."""
+    """Columns that are passed if the batch has them."""
     writes: tuple[str, ...]
     """Columns of the answer, one entry per row received, in order."""
     groups: bool = False
@@ -133,10 +133,10 @@ class MapSpec:
     reads_for: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
     """Further columns that must be there, from the arguments of a call."""
     spares: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
-    """Optional columns that are not worth a call that waits, from the arguments of a call."""
+    """From the arguments of a call: optional columns for which no waiting call is made."""
     instead: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
-    """Columns of calls that wait by those that serve in their place while they hardly differ, from
-    the arguments of a call (controller/waiting.py)."""
+    """From the arguments of a call: column of a waiting call -> substitute while the two hardly
+    differ (controller/waiting.py)."""
 
     def reads_with(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         """Columns that a call with these arguments needs."""

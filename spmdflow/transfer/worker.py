@@ -33,7 +33,7 @@ class Sum(NamedTuple):
 
 
 class Max(NamedTuple):
-    """A metric of which the largest counts."""
+    """A metric reduced to its largest value over ranks and calls."""
 
     value: float
 
@@ -48,7 +48,7 @@ class MiniBatch:
     index: Tensor
     """(rows,) int64: positions in the batch that the method receives; may be empty."""
     num_micro_batches: int
-    """Forward passes of every rank of the dp group (the largest need among them)."""
+    """Forward passes that every rank of the dp group makes: the most that one of them needs."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Worker:
     role = ""
     """Name under which placements know this class, such as "actor"."""
     evaluation: ClassVar[str | None] = None
-    """Method that judges held-out rows by itself: `method(batch, prefix="eval")`."""
+    """Method that evaluates held-out rows by itself: `method(batch, prefix="eval")`."""
     evaluation_columns: ClassVar[str | None] = None
     """Method that writes columns which another class's `evaluation` reads: `method(batch)`."""
 
@@ -105,7 +105,7 @@ class Worker:
         self.cfg, self.context = cfg, context
         self.call = CallInfo(0, 0, torch.zeros(0, dtype=torch.int64))
         self.begun: Future[Any] | None = None
-        """During a call: what its early method returns, if one was begun."""
+        """During a call: the future of its early method; None if it has none."""
         self._metrics: dict[str, Metric] = {}
 
     @classmethod
@@ -120,8 +120,8 @@ class Worker:
 
     @classmethod
     def host_groups(cls, cfg: Any, layout: Layout) -> list[tuple[int, ...]]:
-        """Those of `needed_groups` in which it moves what lies in host memory, such as Python
-        objects: beside the device's group of such ranks there is a gloo group."""
+        """Those of `needed_groups` that also get a gloo group, for data in host memory such as
+        Python objects."""
         return cls.needed_groups(cfg, layout)
 
     def report(self, metrics: Mapping[str, Metric]) -> None:
@@ -135,7 +135,7 @@ class Worker:
 
     @property
     def frozen_folder(self) -> Path | None:
-        """Where the weights of a model come from that is never trained; None if there is none.
+        """Folder of the weights, if this worker's model is never trained; else None.
 
         Such weights are not saved: a resumed run reads the folder again, whose content must be
         what it was.
@@ -143,7 +143,7 @@ class Worker:
         return None
 
     def make_room(self, *, trains: bool) -> None:
-        """Another worker of this rank is called next: free device memory that can be had again.
+        """Called before another worker of this rank: free device memory that can be reallocated.
 
         trains: that call trains its model.
         """
