@@ -1,4 +1,4 @@
-"""The hybrid engine: one set of ranks trains and generates, and the weights pass between.
+"""The hybrid engine: one set of ranks trains and generates; weights are resharded in between.
 
        update          sync: reshard         generate              release
     train ----> version n -------> generator at n ----> responses ----------> train ...
@@ -16,9 +16,9 @@ weights; what each way adds to the trainer's own M / (t p), its moments and grad
 copy goes box by box: each rank receives the boxes of Hugging Face tensors that its generator
 lacks, in the generator's precision. blocks and flat need one precision and keep one copy: vLLM's
 layers work on lists of Megatron's shards (rollout.vllm_blocks), so training and generation read
-the same storage and nothing is redundant but norms and alignment. The KV cache is there while its
-model generates; a copy's weights and peers' shards also while others only run forward. Parts of a
-trainer that engine.residency names come for the calls that need them.
+the same storage and nothing is redundant but norms and alignment. The KV cache is allocated while
+its model generates; a copy's weights and peers' shards also while other models only run forward.
+Parts of a trainer that engine.residency names are on the device only for calls that need them.
 
 | file | what |
 |---|---|
@@ -28,5 +28,5 @@ trainer that engine.residency names come for the calls that need them.
 | `stream` | a plan's messages over the job's groups; whole Hugging Face tensors out of shards |
 | `export` | a model as a Hugging Face folder, written by many ranks |
 | `reshard` | which boxes settings give to each rank, and plans of them |
-| `bucket` | what a plan has under way at the same time, in bounded buckets |
+| `bucket` | what a plan has in flight at the same time, in bounded buckets |
 """

@@ -1,7 +1,7 @@
-"""`Bucket`: weights that are under way at the same time, and how a plan is packed into buckets.
+"""`Bucket`: weights that are in flight at the same time, and how a plan is packed into buckets.
 
-No rank packs or receives more than a limit of a bucket (a single row of a tensor that is larger
-goes alone). Integers only.
+No rank packs or receives more than a limit per bucket (a single row of a tensor that is larger
+than the limit goes alone). Integers only.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What may be under way at the same time."""
+    """Moves that may be in flight at the same time."""
 
     moves: tuple[tuple[str, Moves], ...]
     """By tensor, in the order of the model."""
@@ -96,8 +96,9 @@ class TensorPlan(NamedTuple):
 
 
 def chunks_of(moves: Sequence[Move], places: Mapping[int, int], limit: int) -> list[Chunk]:
-    """Few chunks, none of which has a rank pack or receive more than a quarter of limit (or of one
-    row), so that buckets fill; destinations take turns."""
+    """Moves in few chunks. In none does a rank pack or receive more than a quarter of limit (in
+    elements; or one row), so that buckets fill up; destinations take turns. places: rank -> column
+    of `Chunk.load`."""
     most = max(1, limit // 4)
     sent: dict[int, list[Move]] = {}
     for move in sorted(moves):
@@ -157,7 +158,7 @@ def _bucket(some: Named, *, relayed: bool = False) -> Bucket:
 
 
 def _filled(chunks: Iterable[tuple[str, Chunk]], limit: int) -> Iterator[Named]:
-    """Neighbours that no rank packs or receives more than limit elements of, or one."""
+    """Runs of chunks of which no rank packs or receives over limit elements; at least one each."""
     some: Named = []
     load: Any = 0
     for name, chunk in chunks:

@@ -46,7 +46,7 @@ def plan_files(
 ) -> list[PlannedFile]:
     """Files of about equal size, each of at most most_bytes; as many writers as get least_bytes.
 
-    A file with one tensor may be larger. have: by all ranks.
+    A file with one tensor may be larger. have: the boxes that each rank holds.
     """
     facts, ranks = sorted(facts, key=lambda each: -each.dtype.itemsize), sorted(have)
     total = sum(each.num_bytes for each in facts)
@@ -55,7 +55,7 @@ def plan_files(
     chosen: dict[str, int] = {}
     for each in sorted(facts, key=lambda each: -each.num_bytes):
         parts = {rank: sum(box.size for box in have[rank].get(each.name, ())) for rank in loads}
-        most = max(parts.values())  # of uneven shares the smaller ones are as good
+        most = max(parts.values())  # any rank with half of the largest share will do
         writer = min((r for r in loads if 2 * parts[r] >= most), key=lambda r: (loads[r], r))
         chosen[each.name], loads[writer] = writer, loads[writer] + each.num_bytes
     files: list[PlannedFile] = []
@@ -72,7 +72,7 @@ def plan_files(
 
 
 def export_of(engine: TrainEngine, *, seconds: float) -> Callable[[Path], None]:
-    """What writes the engine's model into a folder, in the precision that forward computes with.
+    """A function that writes the engine's model into a folder, in forward's compute precision.
 
     Collective, as each call of the result is; the folder is whole when every rank has returned.
     seconds: limit of one message.
@@ -90,7 +90,7 @@ def export_of(engine: TrainEngine, *, seconds: float) -> Callable[[Path], None]:
 
 
 class FolderExport:
-    """The planned way of one model's weights into a folder, made once and gone each time."""
+    """Writes one model's weights into a folder, by a plan that is made once for all exports."""
 
     def __init__(
         self,
@@ -103,7 +103,8 @@ class FolderExport:
         seconds: float,
         **sizes: int,
     ) -> None:
-        """have: by all ranks of the pool, which is a group of groups; sizes: see `plan_files`."""
+        """have: by rank, for the whole pool, whose process group is in groups; sizes: limits of
+        `plan_files`."""
         self._rank, self._is_first = rank, rank == min(have)
         self.files = plan_files(facts, have, **sizes)
         wanted: dict[torch.dtype, dict[int, list[Shape]]] = {}
@@ -135,7 +136,7 @@ class FolderExport:
             if file.writer == self._rank:
                 mine = (values for _, values in islice(arriving, len(file.tensors)))
                 write_file(folder / name, file.tensors, mine, {"format": "pt"})
-        for _ in arriving:  # while others still receive
+        for _ in arriving:  # goes on sending while others still receive
             raise AssertionError("a tensor for no file")
         if self._is_first:
             weights = {

@@ -1,4 +1,4 @@
-"""Chooses how weights get from trainer to generator, and builds it: the package's table of ways."""
+"""Chooses how weights get from trainer to generator, and builds the parts of that way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spmdflow.workers.engine import TrainEngine
 def sync_mode(cfg: Any, layout: Layout) -> str:
     """blocks, flat or copy: what rollout.weights of an actor's settings means here.
 
-    auto, which a plan on devices has chosen before, is blocks where they apply, else copy.
+    auto is blocks where they apply, else copy; on devices the plan has replaced auto before.
     ConfigError if blocks or flat do not apply.
     """
     asked = cfg.rollout.weights
@@ -54,7 +54,7 @@ def hybrid_of(
     *,
     storage: SharedStorage | None,
 ) -> WeightSync:
-    """The way for this trainer and generator. Collective over the pool."""
+    """The weight sync of this trainer and generator. Collective over the pool."""
     every = cfg.rollout.verify_every
     if storage is not None:
         assert isinstance(generator, VllmGenerator)

@@ -10,13 +10,13 @@ are planned once. A plan stays inside the smallest scope that holds all that is 
     shard      the ranks of FSDP or ZeRO that hold one copy together
     pool       every rank: t_g > t, a separate rollout pool
 
-Where the nodes of ranks are known, what several ranks of a node lack enters it once: one of them
-receives it, in a later bucket passes it on, and reads it from its generator's weights. Not where
-all ranks of a group need the same: a group's broadcast enters each node once by itself.
+Where the node of each rank is known, data that several ranks of a node lack enters the node once:
+one of them receives it, and in a later bucket passes it on, out of its generator's weights. Not
+where all ranks of a group need the same: their broadcast enters each node once anyway.
 
 Every rank of `plan.ranks` executes a `ReshardPlan` bucket by bucket: for each message that the rank
 sends or receives, in order, its source packs the parts (the values of each box, row-major, one
-behind the other, in the generator's precision) and sends them: a broadcast where a process group
+after the other, in the generator's precision) and sends them: a broadcast where a process group
 over `message.ranks` exists, else point to point to each destination. When all messages of the
 bucket have arrived, a destination writes each box to every place where its generation table has it
 (`weights.move.Blocks`). What a rank keeps is written first, from its own shards. All ranks derive
@@ -66,7 +66,7 @@ class ReshardPlan:
     """The groups of the scope: no message leaves its group."""
     buckets: tuple[Bucket, ...]
     kept: tuple[tuple[str, Mapping[int, Boxes]], ...]
-    """Tensor and rank: what it needs and has; moved inside the rank, if at all."""
+    """Tensor, then by rank: boxes that it needs and has; copied inside the rank, if at all."""
     element_bytes: int
 
     @property
@@ -90,7 +90,7 @@ class ReshardPlan:
         ]
 
     def moves(self) -> Iterator[tuple[Move, int]]:
-        """Every move, and of how many tensors it is."""
+        """Every distinct move, and for how many tensors it is made."""
         found = [moves for bucket in self.buckets for _, moves in bucket.moves]
         times = Counter(map(id, found))
         for key, moves in {id(moves): moves for moves in found}.items():
@@ -124,8 +124,8 @@ def plan_reshard(
 
     Tensors go in the order of their first appearance in need (ranks ascending). scopes: candidates
     from the smallest to the largest (`scopes_of`); the first one in whose groups everything needed
-    is held is taken. node_of: None if all ranks share a node. rank: whose group alone is planned;
-    None: all groups are. PlanError if no scope holds everything.
+    is held is taken. node_of: None if all ranks share a node. rank: only the group of this rank is
+    planned; None: all groups are. PlanError if no scope holds everything.
     """
     assert bucket_bytes > 0 and element_bytes > 0, (bucket_bytes, element_bytes)
     limit = max(1, bucket_bytes // element_bytes)
@@ -226,7 +226,7 @@ def boxes_of(tables: RankTables) -> BoxesByRank:
 
 
 def boxes_by_name(blocks: Iterable[tuple[str, object, Box]]) -> dict[str, Boxes]:
-    """What a rank holds, from its live blocks; equal boxes are one object (and one when sent)."""
+    """What a rank holds, from its live blocks; equal boxes are one object, also once pickled."""
     found: dict[str, list[Box]] = {}
     for name, _, box in blocks:
         if box.size:
@@ -331,7 +331,7 @@ def _plan_of_places(
 ) -> tuple[Moves, Moves, Mapping[int, Boxes]]:
     """(moves, moves after them, kept) in one group, ranks as places in it.
 
-    Groups of different replicas ask the same: the answer is kept.
+    Cached, as the groups of different replicas need the same plan.
     """
     held, needed = (dict(enumerate(side)) for side in (have, need))
     if nodes is None:

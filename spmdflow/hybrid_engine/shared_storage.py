@@ -57,7 +57,7 @@ class SharedStorage:
         """Flat tensors by member; a peer's may be without memory."""
 
     def adopt(self, ddp: Any, names: Mapping[Tensor, str]) -> None:
-        """Give the parameters of a Megatron DDP model their row (its buffers exist, no optimizer).
+        """Move a Megatron DDP model's parameters into this rank's row, before its optimizer exists.
 
         With the distributed optimizer the row is laid out as Megatron's own buffer, which then
         is the row; otherwise parameter after parameter.
@@ -86,7 +86,7 @@ class SharedStorage:
     ) -> None:
         """Make the rows. Collective over the group.
 
-        places, size: of this rank's row. own: it, where rows are apart and it exists already.
+        places, size: of this rank's row. own: its tensor, if rows are apart and it exists already.
         """
         row = Row(self._stage, size, places)
         found: list[Any] = [row] * len(self._ranks)
@@ -113,7 +113,7 @@ class SharedStorage:
     def fill(self, *, gathers: bool | None = None) -> int:
         """Bring the peers' rows here; returns the bytes received. Collective over the group.
 
-        gathers: flat rows, with their padding, by one all-gather in place; None: on devices. Else
+        gathers: flat rows, padding included, by one all-gather in place; None: unless on gloo. Else
         every member broadcasts its row, in place: on gloo faster than a gather, and no temporary.
         """
         if self._group is None:
@@ -136,7 +136,7 @@ class SharedStorage:
         return sum(values.nbytes for values in self.values) - self.values[self.own].nbytes
 
     def free(self) -> bool:
-        """Give the memory of the peers' rows back if possible; True: they must be filled again."""
+        """Free the memory of the peers' rows if possible; True: they must be filled again."""
         if self._group is None or self._is_flat:
             return False
         for member, values in enumerate(self.values):

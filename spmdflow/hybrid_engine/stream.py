@@ -2,9 +2,8 @@
 Hugging Face tensors out of the shards of many ranks, a chunk at a time.
 
 What a rank keeps is copied inside it; what it lacks comes in messages of packed boxes, in the
-receivers' precision. A large box travels alone: out of the live tensor and into the live tensor
-where it lies there in one piece. Works inside one pool and between two. Knows no engine and no
-generator.
+receivers' precision. A large box travels alone, straight from and into the live tensors where it
+is contiguous there. Works inside one pool and between two. Knows no engine and no generator.
 """
 
 from __future__ import annotations
@@ -39,17 +38,18 @@ _Transfer = tuple[Message, Tensor | None]
 
 
 class Wire(Protocol):
-    """One rank's end."""
+    """How one rank sends and receives messages."""
 
     def start(self, transfers: Sequence[tuple[Message, Tensor]]) -> list[dist.Work]:
-        """Send values (1-D, contiguous) if this rank is a message's source, else fill them."""
+        """Start to send values (1-D, contiguous) if this rank is a message's source, else to fill
+        them; gives what to wait for."""
 
 
 class GroupWire:
-    """The process groups of a job."""
+    """A wire over the process groups of a job."""
 
     def __init__(self, groups: GroupTable, plan: ReshardPlan, *, rank: int) -> None:
-        """groups: has those of the plan that have several ranks."""
+        """groups: must have the plan's groups of more than one rank."""
         self._groups, self._rank = groups, rank
         self._scope = next((group for group in plan.groups if rank in group), (rank,))
 
@@ -172,7 +172,7 @@ class WeightStream:
 
 
 def _pack(parts: Iterable[Part], reader: Blocks, values: Tensor) -> None:
-    """Boxes one behind the other, in the precision of values."""
+    """Copy boxes one after the other into values (1-D), in its precision."""
     with torch.no_grad():
         for part, place in _places(parts, values):
             for held, box in reader.pieces(part.name, part.box):
@@ -259,7 +259,7 @@ class WholeTensors:
 
 
 def _chunks(tensors: Iterable[Shape], limit: int) -> Iterator[list[Shape]]:
-    """Neighbours of at most limit elements together, or one."""
+    """Runs of tensors of at most limit elements together; a larger tensor alone."""
     chunk: list[Shape] = []
     size = 0
     for name, shape in tensors:

@@ -6,7 +6,7 @@ on every bit and its place (blocks.hash), so a wrong, stale, shifted or skipped 
 
 `BoxSync` keeps two copies; `SharedSync` has the generator read the trainer's shards where they lie
 (paper section 5.3). A `WeightSender` on the policy's ranks and a `WeightReceiver` on the
-generator's run one call together: before the boxes goes a header of two facts that only the policy
+generator's run in the same call: a header goes ahead of the boxes, with what only the policy
 knows, the version of its weights and the hash of every tensor. Knows no engine by name.
 """
 
@@ -196,7 +196,7 @@ class SharedSync(WeightSync):
 
 
 class _Way:
-    """What both ends of a way to other ranks derive from the two layouts."""
+    """What both ends of a copy to other ranks derive from the two layouts."""
 
     def __init__(
         self, context: WorkerContext, cfg: Any, *, training: Layout, generation: Layout
@@ -226,7 +226,7 @@ class _Way:
         self._group, self._source = context.groups.get(plan.ranks), training.ranks[0]
 
     def _shared(self, header: Sequence[int] = ()) -> list[int]:
-        """What the policy's first rank says: the version, whether hashes follow, the hashes."""
+        """Broadcast the policy's header from its first rank: version, whether hashed, hashes."""
         told = torch.zeros(2 + len(self._names), dtype=torch.int64, device=self._device)
         if header:
             told[: len(header)] = torch.tensor(header)
@@ -245,7 +245,7 @@ class WeightSender(_Way):
         self._engine, self._every, self._count = engine, cfg.rollout.verify_every, 0
 
     def send(self) -> None:
-        """Send everything."""
+        """Send the header and every box; all ranks of policy and generator together."""
         header = [self._engine.weights_version]
         if self._every > 0 and self._count % self._every == 0:
             hashes = self._engine.shard_hashes(self._dtype)
@@ -296,7 +296,7 @@ def _shards_of(
             name, view = names[place], storage.view(member, place)
             if not is_whole(name):
                 found.setdefault(name, []).append(view)
-            elif member == storage.own or name not in found:  # the same everywhere: the own if here
+            elif member == storage.own or name not in found:  # equal everywhere: own one if here
                 found[name] = [view]
     return found
 

@@ -34,7 +34,7 @@ class Backend:
 
     @property
     def cuts_model(self) -> bool:
-        """Whether several ranks have one model together."""
+        """Whether several ranks hold one model together."""
         return bool(self.axes)
 
 
@@ -69,13 +69,13 @@ class EngineOption:
     needs: str = ""
     """Axis that must be larger than 1."""
     excludes: str = ""
-    """Option that cannot be asked for besides."""
+    """Option that cannot be set together with it."""
     sharding: Sharding | None = None
     """In place of the kind's own."""
     chosen: str = ""
-    """When it is asked for though no setting does. memory: a plan has room; device: on no CPU."""
+    """When it is on by default. memory: if the plan finds room; device: on all but CPUs."""
     unless: str = ""
-    """Option that keeps it from being chosen."""
+    """Option that turns this default off."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ class EngineKind(Backend):
         return self.float32_weights and num_ranks == 1 and dtype == "float32"
 
     def chosen_options(self, why: str, options: Collection[str]) -> tuple[str, ...]:
-        """Those that are chosen for this reason where the settings have these."""
+        """Options that are on by default for this reason (`EngineOption.chosen`), besides those of
+        the settings."""
         return tuple(
             name
             for name, option in self.options.items()
@@ -122,7 +123,7 @@ class EngineKind(Backend):
         )
 
     def sharding_with(self, options: Iterable[str]) -> Sharding:
-        """What is divided under these options."""
+        """What data-parallel ranks shard and send under these options."""
         found = (self.options[name].sharding for name in options if name in self.options)
         return next((sharding for sharding in found if sharding is not None), self.sharding)
 
@@ -148,7 +149,7 @@ class Kinds(Registry[Kind]):
         return tuple(self)
 
     def that_cut(self) -> tuple[str, ...]:
-        """Those that have one model on several ranks together."""
+        """Names of the kinds that cut one model over several ranks."""
         return tuple(name for name, kind in self.items() if kind.cuts_model)
 
 
@@ -162,18 +163,18 @@ engine_kind = _ENGINES.find
 
 
 def engines_that_shard() -> tuple[str, ...]:
-    """Those whose data-parallel ranks divide the parameters."""
+    """Names of the engines whose data-parallel ranks divide the parameters."""
     return tuple(name for name, kind in _ENGINES.items() if kind.sharding.parameters)
 
 
 def engines_of(worker_class: str) -> tuple[str, ...]:
-    """Those of one family; its default, the one that was registered last, comes first."""
+    """Names of one family's engines; its default, the one registered last, comes first."""
     found = [name for name, kind in _ENGINES.items() if kind.worker_class == worker_class]
     return tuple(reversed(found))
 
 
 def option_names() -> tuple[str, ...]:
-    """What any engine knows as an option."""
+    """Every option that some engine knows."""
     return tuple(dict.fromkeys(name for kind in _ENGINES.values() for name in kind.options))
 
 

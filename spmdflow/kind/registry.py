@@ -17,7 +17,8 @@ class Registry(dict[str, T]):
     """Name -> entry, in the order of registration; `find` and `add` say what is wrong."""
 
     def __init__(self, noun: str, key: str, *, decorator: str = "") -> None:
-        """noun: of an entry; key: the setting; decorator: adds a script's own, for {name!r}."""
+        """For errors. noun: what an entry is; key: the setting; decorator: how to add one, with
+        {name!r} in it."""
         super().__init__()
         self._noun, self._key, self._decorator = noun, key, decorator
         self._modules: dict[str, str] = {}
@@ -67,7 +68,7 @@ def resolve(reference: Reference) -> Any:
 
 
 def home_of(reference: Reference) -> str:
-    """The module of an object, or of what is named."""
+    """Name of the module of an object, or of a "module:name"."""
     if isinstance(reference, str):
         return reference.partition(":")[0]
     return str(reference.__module__)

@@ -2,8 +2,8 @@
 
 A generator needs a Hugging Face folder, sampling settings and one seed per row; it gives, for
 every row, the response's token ids, a mask and the log-probability of each chosen token. Its
-*replica*, one rank or several, holds a full copy of the weights, which `hybrid_engine` overwrites
-after each update, or reads the trainer's shards in place.
+*replica*, one rank or several, generates with a full copy of the weights, which `hybrid_engine`
+overwrites after each update, or with the trainer's shards in place.
 
 The recorded log-probabilities are those of logits / temperature over the whole vocabulary,
 before top-k and top-p: the quantity that the trainer computes for the same token. They are
@@ -11,23 +11,23 @@ recomputed by the trainer all the same (`compute_log_prob`), because the two for
 round differently; the gap between the two is a metric of every step (rollout/drift).
 
 The ranks of a replica are the trainer's generation groups (parallel.layout), and vLLM works on
-their process groups: tensor-parallel t_g, pipeline p_g, strided or not, of a part of the world.
+their process groups: tensor-parallel t_g, pipeline p_g, strided or not, over any ranks of the job.
 Each rank schedules the same requests and draws the same tokens from the same logits and seeds;
 prompts and tokens are compared by hash in each call. Pipeline stages are vLLM's own: the last
-stage broadcasts its logits. One batch is in one stage at a time, so p_g > 1 spares memory, not
+stage broadcasts its logits. One batch is in one stage at a time, so p_g > 1 saves memory, not
 time. The built-in generator is for replicas of one rank.
 
 Rows come and go one by one (`RequestGenerator`: add, abort, step); `generate` is built on that.
 
-  generator      the surface, a replica's ranks and groups, `generator_of`, what all check and give
+  generator      the interface, a replica's ranks and groups, `generator_of`, checks and columns
   sampling       settings and the draw: pure functions of (seed, position, logits)
   builtin        rows decoded together over a cached forward, refilled as they end
-  forward        the surface of a cached forward, and that of any family by transformers
-  llama          the flat one of Llama, Mistral, Qwen2 and Qwen3
+  forward        the interface of a cached forward, and one of any family by transformers
+  llama          the fast one, for Llama, Mistral, Qwen2 and Qwen3
   vllm           the generator on vLLM in process, one engine per rank
-  vllm_engine    the seam to vLLM: its engine inside our process, and our sampler in it
+  vllm_engine    starts vLLM's engine inside our process, with our sampler in it
   vllm_process   its parallel state on our groups; what it changes in the process; CUDA
-  vllm_contract  the names of its inside that are used, checked before an engine is built
+  vllm_contract  vLLM's internal names that are used, checked before an engine is built
   vllm_weights   what its layers read, by Hugging Face name, and the hashes of it
   vllm_blocks    layers that compute with the trainer's shards instead of their own weights
 """

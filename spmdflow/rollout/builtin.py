@@ -1,9 +1,10 @@
 """The built-in generator: rows decoded together over a KV cache, on a copy of the full weights.
 
-At most `max_batch_size` rows are under way. Rows that have ended leave, and others take their place
-once enough have (continuous batching, Yu et al. 2022). Samples of one prompt are prefilled once.
-The host looks which rows have ended after every token on a CPU, else after every few; until then
-they stand still. Needs no engine beside torch; the model's arithmetic is rollout.forward's.
+At most `max_batch_size` rows are decoded together. Rows that have ended leave, and others take
+their place once enough have (continuous batching, Yu et al. 2022). Samples of one prompt are
+prefilled once. The host checks which rows have ended after every token on a CPU without stop
+strings, else after every few; until then an ended row is decoded on, and those tokens are dropped.
+Needs no inference engine; the forward pass is in rollout.forward.
 """
 
 from __future__ import annotations
@@ -35,38 +36,39 @@ _REFILL = 8
 """New rows are prefilled when 1/8 of the rows is free: a prefill costs about as much as a step."""
 _PREFILL_TOKENS = 8192
 _LOOK_EVERY = 8
-"""Tokens between two looks of the host where it would wait for the device, or for texts."""
+"""Tokens between two checks by the host, where it would wait for the device or decode text."""
 
 
 @dataclass(frozen=True)
 class _Live:
-    """A request under way."""
+    """A request that is being decoded."""
 
     id: int
     request: Request
     born: int
-    """Draws before its first one."""
+    """The clock (draws so far) when it joined."""
 
     @property
     def limit(self) -> int:
-        """Most tokens."""
+        """Most tokens of the response."""
         return self.request.sampling.max_new_tokens
 
 
 @dataclass
 class _Rows:
-    """What is known of the rows under way on the device; (n,) or (n, N + 1) each."""
+    """State of the rows being decoded, on the device: (n,), or (n, N + 1) with N the most tokens of
+    a response."""
 
     starts: Tensor
     """Prompt lengths."""
     seeds: Tensor
     limits: Tensor
     counts: Tensor
-    """Tokens that were drawn; of a row that has ended it stays."""
+    """Tokens drawn so far; no longer changes once the row has ended."""
     running: Tensor
-    """False behind the last token."""
+    """False once the last token is drawn."""
     tokens: Tensor
-    """A row that has ended goes on drawing into the place behind its last token."""
+    """A row that has ended keeps writing to the slot after its last token."""
     log_probs: Tensor
 
     def pick(self, rows: Tensor) -> _Rows:
@@ -74,7 +76,7 @@ class _Rows:
         return _Rows(*(value[rows] for value in vars(self).values()))
 
     def join(self, other: _Rows) -> _Rows:
-        """These rows and others behind them; the wider N counts."""
+        """These rows, then others; both padded to the larger N."""
         width = max(self.tokens.shape[1], other.tokens.shape[1])
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return _Rows(
@@ -93,7 +95,7 @@ class BuiltinGenerator(RequestGenerator):
         self.dtype = getattr(torch, cfg.precision)
         self.device, self.replica = device, Replica.alone()
         self.has_folder_weights = loads_folder(model_path)
-        """Else all are zeros until they are synced, or read by `take_folder_weights`."""
+        """False: all are zeros until they are synced, or read by `take_folder_weights`."""
         self._forward = forward_of(
             model_path, dtype=self.dtype, device=device, empty=not self.has_folder_weights
         )
@@ -108,7 +110,7 @@ class BuiltinGenerator(RequestGenerator):
 
     @property
     def max_positions(self) -> int:
-        """Of the model."""
+        """Context length of the model, in tokens."""
         return self._forward.max_positions
 
     def add(self, request: Request) -> int:
@@ -127,7 +129,7 @@ class BuiltinGenerator(RequestGenerator):
                 self._leave(ended)
 
     def step(self) -> list[Finished]:
-        """See RequestGenerator.step: tokens up to the next look of the host."""
+        """See RequestGenerator.step: draws tokens until the host's next check."""
         self.wake()
         with torch.inference_mode():
             free = self._max_batch_size - len(self._live)
@@ -176,7 +178,7 @@ class BuiltinGenerator(RequestGenerator):
             waiting = waiting[most:]
 
     def _join(self, groups: list[list[_Live]]) -> None:
-        """Prefill the rows of some prompts behind those under way."""
+        """Prefill the rows of some prompts, and append them to those being decoded."""
         new = [row for group in groups for row in group]
         source = [place for place, group in enumerate(groups) for _ in group]
         facts = [(len(r.request.prompt), r.request.seed, r.limit, 0) for r in new]
@@ -204,7 +206,7 @@ class BuiltinGenerator(RequestGenerator):
         self._oldest = min(row.born for row in self._live)
 
     def _draw(self) -> Tensor:
-        """One token (n,) for every row, written down."""
+        """Draw one token (n,) for every row, and record it."""
         rows, sampling = self._rows, self._live[0].request.sampling
         chosen, log_probs = draw(self._logits, sampling, rows.seeds, rows.counts)
         rows.tokens.scatter_(1, rows.counts[:, None], chosen[:, None])
@@ -216,14 +218,14 @@ class BuiltinGenerator(RequestGenerator):
         return chosen
 
     def _advance(self, chosen: Tensor) -> None:
-        """Logits behind these tokens (n,); a row that has ended overwrites its last slot."""
+        """Compute logits after these tokens (n,); an ended row overwrites its last cache slot."""
         rows = self._rows
         places = rows.starts + rows.counts - 1
         span = min(self._clock - self._oldest, self._slots)  # the oldest row may have ended
         self._logits = self._forward.step(chosen, places, span)
 
     def _counts_of_ended(self, draws: int) -> dict[int, int]:
-        """Rows that have ended since the last look, and the tokens of each."""
+        """Rows that have ended since the last check, and the number of tokens of each."""
         rows = self._rows
         if self.stop is None and bool(rows.running.all()):
             return {}
@@ -239,7 +241,7 @@ class BuiltinGenerator(RequestGenerator):
         return ended
 
     def _leave(self, ended: list[int]) -> Tensor:
-        """Drop these rows; the last ones take their places. The rows that stay, in their order."""
+        """Drop these rows; the last ones take their places. Gives the old indices of the rest."""
         size, gone = len(self._live) - len(ended), set(ended)
         movers = (place for place in range(size, len(self._live)) if place not in gone)
         order = [next(movers) if place in gone else place for place in range(size)]

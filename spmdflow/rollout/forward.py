@@ -28,7 +28,7 @@ class CachedForward(Protocol):
     """Whether rows can join others that are under way."""
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Make room for so many rows of so many tokens behind prompts; what they have stays."""
+        """Make room for `rows` rows with `slots` tokens each after the prompt; keep the content."""
 
     def prefill(self, prompts: list[Tensor], source: list[int], first: int) -> Tensor:
         """Logits (n, V) after the prompts of the new rows first to first + n - 1.
@@ -39,7 +39,7 @@ class CachedForward(Protocol):
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
         """Logits (n, V) after one more token (n,) of every row, at its position (n,).
 
-        span: no row has more tokens behind its prompt, this one counted.
+        span: at least the tokens that any row has after its prompt, this one included.
         """
 
     def keep(self, rows: list[int]) -> None:
@@ -106,7 +106,7 @@ class HuggingFaceForward:
         """The cache grows by itself."""
 
     def prefill(self, prompts: list[Tensor], source: list[int], first: int) -> Tensor:
-        """See CachedForward; left-padded, as windows of attention count slots."""
+        """See CachedForward; left-padded, because sliding windows count cache slots."""
         from transformers import DynamicCache
 
         assert first == 0, "others are under way"

@@ -1,9 +1,9 @@
-"""The surface of a generator: prompts in, responses out, weights replaced between calls.
+"""The interface of a generator: prompts in, responses out, weights replaced between calls.
 
 `Replica`: the ranks that hold one copy of its weights and generate the same rows together. Their
 groups are the trainer's: made by GroupTable before, strided or contiguous, of some ranks.
 
-`weights_version` is the version of the trainer's weights that it has, NEVER before the first.
+`weights_version` is the version of the trainer's weights that it has, NEVER before the first sync.
 hybrid_engine.sync compares it with the trainer's own before it generates.
 """
 
@@ -72,7 +72,7 @@ class Replica:
 
     @property
     def place(self) -> int:
-        """Of this rank among all."""
+        """Index of this rank in `ranks`."""
         return self.ranks.index(self.rank)
 
     @property
@@ -104,7 +104,7 @@ class Replica:
         return self.groups.get(ranks, backend=backend)
 
     def gather(self, values: Tensor, ranks: tuple[int, ...] = ()) -> list[Tensor]:
-        """The values of each of these ranks (default: all), in order; of one shape."""
+        """All-gather over these ranks (default: all): their values in order, of one shape."""
         ranks = ranks or self.ranks
         if len(ranks) == 1:
             return [values]
@@ -113,7 +113,7 @@ class Replica:
         return found
 
     def check_equal(self, what: str, facts: Callable[[], object], device: torch.device) -> None:
-        """ProtocolError unless all ranks hold the same facts, whose texts are compared by hash."""
+        """ProtocolError unless all ranks have equal facts; compares hashes of their repr."""
         if self.size == 1:
             return
         digest = hashlib.blake2b(repr(facts()).encode(), digest_size=8).digest()
@@ -207,12 +207,12 @@ class RequestGenerator(ABC):
     replica: Replica
     device: torch.device
     stop: StopStrings | None = None
-    """Of the requests under way."""
+    """Stop strings of the requests that are being generated."""
 
     @property
     @abstractmethod
     def max_positions(self) -> int:
-        """Longest prompt with its response."""
+        """Most tokens of a prompt and its response together."""
 
     @abstractmethod
     def add(self, request: Request) -> int:
@@ -341,13 +341,13 @@ def response_columns(tokens: Tensor, log_probs: Tensor, lengths: Tensor) -> Tens
 
 
 def loads_folder(model_path: str) -> bool:
-    """Whether a generator must read the folder itself: without a table of its tensors nobody knows
-    that all are synced."""
+    """Whether a generator must read the folder itself: without a table of its tensors, nothing
+    tells whether a sync has covered them all."""
     return bool(Architecture.sizes_from_folder(model_path).obstacle)
 
 
 def take_folder_weights(generator: Generator, path: str, *, verify: bool) -> int:
-    """Let it generate with the weights of the folder that it was built from: nothing trains it.
+    """Give a generator that nothing trains the weights of the folder that it was built from.
 
     verify: compare the hash of each tensor that both know by name. Returns how many were
     compared. All ranks of a generation replica call it. WeightSyncError for one that differs.

@@ -4,7 +4,7 @@ A transformers module spends most of a small model's decode step in Python; this
 arithmetic with fewer, larger operations (one product for q, k and v, one for gate and up). Equal to
 transformers within 1e-5 in float32, which tests/unit/rollout/test_builtin_generator.py checks.
 
-Every row has slots of its own for what comes behind its prompt, filled from 0, so that rows of any
+Every row has its own cache slots for what follows its prompt, filled from 0, so that rows of any
 age are decoded together and a row that has ended makes room for another. Keys and values of a
 prompt are computed, kept and read once for all rows that begin with it: their queries go through
 one product (as in Hydragen, Juravsky et al. 2024). A decode step reads little but the cache.
@@ -47,7 +47,7 @@ def _layer_types(config: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class _Linear:
-    """One product; views of weight and bias have the rows of several layers."""
+    """One matrix product; weight and bias may stack the rows of several layers."""
 
     weight: Tensor
     bias: Tensor | None
@@ -74,17 +74,17 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Prompts:
-    """Which of n rows begin with which of G prompts, M rows with one at most."""
+    """Which of G prompts each of n rows begins with; at most M rows share one."""
 
     lengths: list[int]
-    """Of the prompts."""
+    """Tokens of each prompt."""
     of_row: list[int]
     """The prompt of each row."""
     starts: Tensor
-    """(n,) int64: its length."""
+    """(n,) int64: length of the prompt of each row."""
     by_prompt: Tensor
     """(G * KV * M * g,) int64: places of query heads (n * KV * g,), prompt by prompt. A prompt with
-    fewer rows than M has one of them several times."""
+    fewer rows than M repeats its first one."""
     by_row: Tensor
     """(n * KV * g,) int64: places of query heads in by_prompt, row by row."""
 
@@ -148,7 +148,7 @@ class LlamaForward:
     _most_slots: int
 
     def __init__(self, module: Any, device: torch.device) -> None:
-        """module: of transformers, on the device; of the meta device: the weights are zeros."""
+        """module: of transformers, on the device, or on the meta device: weights are then zeros."""
         config = module.config
         self.weights: dict[str, Tensor] = {}
         """Every tensor the forward reads, by Hugging Face name; views where stored fused."""
@@ -173,7 +173,7 @@ class LlamaForward:
         self.release()
 
     def reserve(self, rows: int, slots: int) -> None:
-        """See CachedForward. Room for `slots` comes bit by bit: gaps slow attention."""
+        """See CachedForward. The cache grows towards `slots` in steps: unused slots cost time."""
         self._most_slots = max(slots, self._most_slots)
         self._grow(max(rows, self._cache[0].shape[1]), self._cache[0].shape[3])
 
@@ -190,7 +190,7 @@ class LlamaForward:
                 self._cache[number] = new
 
     def prefill(self, prompts: list[Tensor], source: list[int], first: int) -> Tensor:
-        """See CachedForward; right-padded: a token never sees what stands behind it."""
+        """See CachedForward; right-padded: a token never attends to later ones."""
         assert first == len(self._prompts.of_row), (first, len(self._prompts.of_row))
         ids = to_device(pad_sequence(prompts, batch_first=True), self._device)
         sizes, (batch, width) = [len(prompt) for prompt in prompts], ids.shape
@@ -222,7 +222,7 @@ class LlamaForward:
         return self._logits(hidden).index_select(0, rows)
 
     def _share(self, number: int, fresh: Tensor) -> None:
-        """Keys and values (2, B, KV, P, head_dim) of new prompts behind those of a layer."""
+        """Append keys and values (2, B, KV, P, head_dim) of new prompts to those of a layer."""
         known = self._shared[number]
         width = max(known.shape[3], fresh.shape[3])
         parts = [F.pad(x, (0, 0, 0, width - x.shape[3])) for x in (known, fresh)]
@@ -304,7 +304,7 @@ class LlamaForward:
         return query, key, value
 
     def _finish(self, layer: _Layer, hidden: Tensor, mixed: Tensor) -> Tensor:
-        """What a layer does behind its attention."""
+        """What a layer does after its attention."""
         hidden = hidden + layer.output(mixed)
         gate, up = layer.gate_up(self._rms_norm(hidden, layer.mlp_norm)).chunk(2, -1)
         return hidden + layer.down(F.silu(gate).mul_(up))
@@ -334,7 +334,7 @@ class LlamaForward:
         )
 
     def _fused(self, state: dict[str, Tensor], *layers: str) -> _Linear:
-        """The rows of several layers one after another; `weights` gets the views of them."""
+        """One product of several layers, their rows stacked; `weights` gets views of each."""
         found: dict[str, Tensor | None] = {}
         for kind in ("weight", "bias"):
             parts = [state[f"{x}.{kind}"] for x in layers if f"{x}.{kind}" in state]

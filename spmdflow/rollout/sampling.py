@@ -27,7 +27,7 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 _UNIFORM_BITS = 48
 _UNIFORM_MASK = (1 << _UNIFORM_BITS) - 1
-"""u * total is below total in float64: a draw never falls behind the last token."""
+"""u * total is below total in float64: a draw never lands beyond the last token."""
 _BLOCK = 256
 """Tokens whose probabilities are summed before the search; float32 sums of so few are exact to
 1e-7."""
@@ -43,7 +43,7 @@ _SETTINGS = tuple(
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn; the same for every row of a call. ConfigError for what cannot be."""
+    """How responses are drawn; the same for every row of a call. ConfigError for a wrong value."""
 
     max_new_tokens: int
     """Longest response, the end-of-sequence token included."""
@@ -101,11 +101,11 @@ class Sampling:
         max_new_tokens: int | None = None,
         stop: Sequence[str] | None = None,
     ) -> Sampling:
-        """What a call asks for; None: as in the settings.
+        """These settings with those that a call replaces; None: as they are here.
 
         The recorded log-probabilities stay those of the policy at the settings' temperature, which
-        the trainer computes again and learns: a call says which tokens are taken, not what they
-        are worth.
+        the trainer recomputes and optimizes: a call changes how tokens are chosen, not the policy
+        whose probabilities are recorded.
         """
         is_list = isinstance(stop, list | tuple) and all(isinstance(x, str) and x for x in stop)
         if stop is not None and not is_list:
@@ -148,7 +148,7 @@ def draw(
 
 
 def log_probs_of(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probabilities (B,) of tokens (B,) under the policy that the trainer learns."""
+    """Log-probabilities (B,) float32 of tokens (B,) under the policy that the trainer optimizes."""
     scaled = scale(logits, sampling.policy_temperature or sampling.temperature)
     return scaled.gather(-1, tokens[:, None]).squeeze(-1) - scaled.logsumexp(-1)
 
@@ -162,7 +162,7 @@ def invert(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """The first tokens (B,) whose cumulative probability exceeds u times the total; the totals.
 
     probs (B, V) float32, u (B,) float64 in (0, 1). Searches blocks of tokens, then the block; sums
-    over blocks and inside of one are float64. A token of probability 0 is never given.
+    over blocks and inside of one are float64. A token of probability 0 is never chosen.
     """
     size = probs.shape[-1] - probs.shape[-1] % _BLOCK
     sums = probs[:, :size].unflatten(-1, (-1, _BLOCK)).sum(-1)

@@ -1,8 +1,8 @@
 """The vLLM generator: one engine in each process, the weights cut over the generation replica.
 
-Takes vLLM's scheduler, paged KV cache and kernels; draws tokens with the same function as the
-built-in generator, so the same seeds give the same responses but where logits differ in their
-last bits. vLLM itself is touched in this file and in the files rollout.vllm_* only.
+Uses vLLM's scheduler, paged KV cache and kernels; draws tokens with the same function as the
+built-in generator, so the same seeds give the same responses except where logits differ in their
+last bits. vLLM itself is used in this file and in the files rollout.vllm_* only.
 
 All ranks of a replica make the same calls with the same rows, and get the same tokens; both are
 checked by hash. Each runs its own scheduler over the same requests and draws every token for
@@ -52,7 +52,7 @@ from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Block, Storages
 
 _LOOK_EVERY = 8
-"""Steps between two looks at the texts of responses, where stop strings are set."""
+"""Steps between two checks of the responses' text, where stop strings are set."""
 _RUNNER = "engine_core.model_executor.driver_worker.worker.model_runner"
 
 
@@ -71,7 +71,7 @@ class VllmGenerator(RequestGenerator):
         """All ranks of the replica build it together.
 
         ConfigError if this vLLM lacks what is needed here, or cannot run the model or its
-        sizes; one token is generated to see that, as some fail in their first forward only.
+        sizes; one token is generated to check, as some fail only in their first forward.
         """
         self.weights_version = NEVER
         self.dtype = getattr(torch, cfg.precision)
@@ -93,7 +93,7 @@ class VllmGenerator(RequestGenerator):
             undo.pop_all()
         self._reading = stock_reading(self.model, model_path, replica)
         self.has_folder_weights = loads_folder(model_path)
-        """Else all are zeros until they are synced, or read by `take_folder_weights`."""
+        """False: all are zeros until they are synced, or read by `take_folder_weights`."""
         if not self.has_folder_weights:
             with torch.no_grad():  # not random numbers: padding is never synced
                 for parameter in self.model.parameters():
@@ -124,7 +124,7 @@ class VllmGenerator(RequestGenerator):
 
     @property
     def max_positions(self) -> int:
-        """Of the engine."""
+        """Context length of the engine, in tokens."""
         return int(self._runner.max_model_len)
 
     def add(self, request: Request) -> int:
@@ -160,7 +160,7 @@ class VllmGenerator(RequestGenerator):
             self._sampler.drop(request_id)
 
     def step(self) -> list[Finished]:
-        """See RequestGenerator.step: one step of the engine, a few where texts are looked at."""
+        """See RequestGenerator.step: one step of the engine, several if there are stop strings."""
         self.wake()
         engine, requests = self._llm.llm_engine, self._sampler.requests
         numbers = list(requests) if self.stop else []
@@ -201,7 +201,7 @@ class VllmGenerator(RequestGenerator):
             tp_size=tp_size,
             vocab_multiple=vocab_multiple,
         )
-        if not self._on_cpu:  # there the memory went with the weights
+        if not self._on_cpu:  # on a CPU the memory was freed with the weights
             trim_weights()
         self.weights_version, self._shared = NEVER, True
 
@@ -258,7 +258,7 @@ class VllmGenerator(RequestGenerator):
     def close(self) -> None:
         """Free the engine and its private group, never the trainer's; another can be built."""
         if not self._on_cpu:
-            self.wake()  # vLLM would unmap a second time what sleeps when it is freed
+            self.wake()  # on freeing memory that sleeps, vLLM would unmap it a second time
         module = import_module("vllm.v1.engine.core")
         with replaced(module, "cleanup_dist_env_and_memory", release):
             self._core.shutdown()
@@ -273,7 +273,7 @@ class VllmGenerator(RequestGenerator):
 
 
 class BatchSampledVllm(VllmGenerator):
-    """vLLM with its own sampler. The log-probabilities are the policy's all the same."""
+    """vLLM with its own sampler. The recorded log-probabilities are still the policy's."""
 
     keeps_noise = True
 

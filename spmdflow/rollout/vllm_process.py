@@ -1,12 +1,12 @@
-"""vLLM beside a trainer in one process: its groups, and what it changes, which is put back.
+"""vLLM beside a trainer in one process: its process groups, and restoring what it changes.
 
-vLLM makes a world and its groups for itself. Here its coordinators are real ones, but the two
-groups that each would create (device, host) are handed to it: the trainer's tp and pp groups of
-the generation replica, this rank's own for every axis of size 1. vLLM's world is the
+vLLM creates its own world and groups. Here its coordinators are real ones, but the two process
+groups that each would create (device, host) are passed in: the trainer's tp and pp groups of
+the generation replica, a group of this rank alone for every axis of size 1. vLLM's world is the
 replica, whatever the default process group is; replicas know nothing of each other.
 
 It also reseeds the random states, sets environment variables and, on CPU, replaces functions of
-torch. What it needs on CUDA was read in 0.32 and never run.
+torch. What it needs on CUDA was read in 0.32 and ran on simulated devices only.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _SINGLE = ("_DCP", "_PCP", "_DP")
 """Axes that always have one rank here; some exist in some versions only."""
 _ALL = ("_WORLD", "_TP", "_ETP", "_PP", *_SINGLE, "_NODE_COUNT")
 _PREFIX = "spmdflow_"
-"""Of the coordinators' names: those that begin with tp or pp get shared memory on CPU, whose name
-is the same in every job of a node."""
+"""Of the coordinators' names: on CPU, names that begin with tp or pp get shared memory under a name
+that is the same in every job on a node."""
 _REPLACED_IN_TORCH: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch, ("Event", "set_num_threads")),
     (torch.cuda, ("Event", "Stream", "set_stream", "current_stream", "stream")),
@@ -155,10 +155,10 @@ def _state() -> Any:
 
 @contextmanager
 def process_state_kept(*, own_variables: str) -> Iterator[None]:
-    """Random states, threads, environment and torch's functions are afterwards as before.
+    """Restores random states, thread count, environment and torch's functions afterwards.
 
-    Environment variables that begin with own_variables stay as they were set meanwhile. Nothing
-    is garbage-collected meanwhile: that is a fifth of the time to import vLLM and build an engine.
+    Environment variables that begin with own_variables keep what they were set to inside. Garbage
+    collection is off inside: it takes a fifth of the time to import vLLM and build an engine.
     """
     with ExitStack() as stack:
         stack.callback(_restore_environment, dict(os.environ), own_variables)
@@ -189,9 +189,10 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def keep_caches_apart(device: torch.device) -> None:
-    """Compiled code belongs to one device, and vLLM's cache tells engines apart by rank alone.
+    """Give each device its own folder of vLLM's compile cache; call before an engine is built.
 
-    Before an engine is built; every replica's ranks count from 0.
+    Compiled code belongs to one device, but vLLM's cache tells engines apart by rank alone, and
+    the ranks of every replica count from 0.
     """
     root = import_module("vllm.envs").VLLM_CACHE_ROOT
     leaf = f"{socket.gethostname()}-{device.index}"
@@ -200,18 +201,18 @@ def keep_caches_apart(device: torch.device) -> None:
 
 
 class SleepingMemory:
-    """What vLLM's sleeping allocator holds under a tag; freed and taken again as `Storages` are.
+    """Memory with a tag in vLLM's sleep-mode allocator; freed and reallocated like `Storages`.
 
     vLLM's own sleep frees all tags at once, and keeps the scheduler from running.
     """
 
     def __init__(self, tag: str, tensors: Iterable[Tensor], kept: Iterable[Tensor] = ()) -> None:
-        """tensors: of that memory; kept: others, whose values are in host memory meanwhile."""
+        """tensors: of that memory; kept: others, whose values are kept in host memory meanwhile."""
         self._tag, self._tensors = tag, list(tensors)
         self._kept = [(tensor, tensor.cpu()) for tensor in kept]
 
     def free(self) -> None:
-        """Give the memory back; the addresses stay."""
+        """Free the memory; the addresses stay."""
         unmap = import_module("vllm.device_allocator.cumem").unmap_and_release
         torch.accelerator.synchronize()
         for held in _allocator().pointer_to_data.values():
@@ -220,7 +221,7 @@ class SleepingMemory:
                 held.is_asleep = True
 
     def restore(self) -> None:
-        """Take the memory again, filled with zeros."""
+        """Reallocate the memory: zeros, and the values of the kept tensors."""
         _allocator().wake_up([self._tag])
         for tensor in self._tensors:
             tensor.data.zero_()
@@ -233,7 +234,7 @@ def _allocator() -> Any:
 
 
 def trim_weights() -> None:
-    """Make vLLM's sleep allocator give back the memory of weights that were freed.
+    """Make vLLM's sleep-mode allocator release the memory of weights that were freed.
 
     Their blocks return to a private pool, which torch keeps as long as the pool lives. The
     allocator has one pool of weights in vLLM 0.30 and before, a list of them since.

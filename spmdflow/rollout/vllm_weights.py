@@ -2,7 +2,7 @@
 
 The boxes come from the tables of `weights`: `vllm_shards` for vLLM's own parameters, the
 trainer's `megatron_shards` where its shards replace them (`vllm_blocks`). A family without a
-table is read on one rank only, by what its modules say of themselves. Knows modules, not vLLM.
+table is read on one rank only, by its modules' attributes. Knows modules, not vLLM.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spmdflow.weights.ranks import vllm_shards
 from spmdflow.weights.table import LocalTensor, ShardTable, parameters
 
 Slot = tuple[str, Box]
-"""(Hugging Face name, box): what is hashed as one."""
+"""(Hugging Face name, box): what is hashed as a unit."""
 
 
 @dataclass(frozen=True)

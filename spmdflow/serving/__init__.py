@@ -1,6 +1,6 @@
-"""Serving: the trainer's weights to a vLLM that runs elsewhere, in another program.
+"""Serving: sends the trainer's weights to a vLLM server that is another program.
 
-    connect     the trainer's first rank asks the server; every rank meets every vLLM worker
+    connect     the trainer's first rank asks the server; every rank connects to every vLLM worker
     publish     the server pauses; each rank sends its boxes; the workers load them as a checkpoint
     compare     hashes of what the workers' forward reads, against those of the trainer's shards
     resume      only if they are equal

@@ -1,15 +1,14 @@
-"""The seam to vLLM's weight-transfer interface: backends that vLLM runs, made of our receivers.
+"""Backends for vLLM's weight-transfer interface, which wrap our receivers.
 
-vLLM asks a backend by name (`weight_transfer_config`), in each of its workers, and drives it by
-init_weight_transfer_engine, then start, update and finish for each update. Here such a backend is
-a shell around a `Receiver`, which comes from above: it says how the weights come. What only the
-worker's model can say is in `ServedModel`: loading whole tensors, as a checkpoint is loaded, and
-the hash of what its forward reads.
+vLLM builds a backend by name (`weight_transfer_config`) in each of its workers, and calls it with
+init_weight_transfer_engine, then start, update and finish for each update. Here such a backend
+wraps a `Receiver`, which the caller passes in and which gets the weights. `ServedModel` is the
+worker's model: it loads whole tensors, as from a checkpoint, and hashes what its forward reads.
 
-Loading uses vLLM's layer-wise reload, so packed and converted layers work. Two things it leaves to
-us on CPU: a tied output layer keeps a packed copy of the embedding, which is packed again; and
-packed weights can be read by computing with them only, which `ServedModel.hashes` does: a layer's
-output for the identity matrix is its weight, bit for bit.
+Loading uses vLLM's layer-wise reload, so packed and converted layers work. On CPU two things are
+left to us: a tied output layer keeps a packed copy of the embedding, which is packed again; and
+packed weights can be read only by computing with them, which `ServedModel.hashes` does: applying a
+layer to the identity matrix gives its weight, bit for bit.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _NAMES = {
     ),
     "vllm.distributed.parallel_state": ("get_world_group", "get_tensor_model_parallel_rank"),
 }
-"""What a backend is made of."""
+"""vLLM's names that a backend uses."""
 _METHODS = frozenset(
     {
         "init_transfer_engine",
@@ -54,23 +53,23 @@ _METHODS = frozenset(
         "shutdown",
     }
 )
-"""All that WeightTransferEngine leaves to a backend; vLLM 0.27 wants more of it."""
+"""The abstract methods of WeightTransferEngine that our backend has; vLLM 0.27 has more."""
 
 
 class Receiver(Protocol):
-    """How weights come to one worker."""
+    """How one worker receives weights."""
 
     def start(self) -> None:
         """An update begins."""
 
     def receive(self, facts: Mapping[str, Any]) -> None:
-        """One round of it; facts: what the other side says of it, plain data."""
+        """One round of the update; facts: what the trainer says about it, plain data."""
 
     def finish(self) -> None:
-        """All has come."""
+        """All weights have arrived; use them."""
 
     def close(self) -> None:
-        """Let go of the other side."""
+        """Close the connection to the trainer."""
 
 
 class ServedModel:
@@ -84,7 +83,7 @@ class ServedModel:
         self.dtype: torch.dtype = config.model_config.dtype
         self.device: torch.device = engine.device
         self.place = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        """Among all workers, replicas of the server included."""
+        """Index among all workers, replicas of the server included."""
         self.tp_size, self.pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
 
     def architecture(self) -> Architecture:
@@ -92,7 +91,7 @@ class ServedModel:
         return Architecture.from_config(self.model_config.hf_config.to_dict())
 
     def start_reload(self) -> None:
-        """Whole tensors will be loaded."""
+        """Prepare the model for loading whole tensors."""
         _reload().initialize_layerwise_reload(self._engine.model)
 
     def load_chunk(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -100,7 +99,7 @@ class ServedModel:
         self._engine.model.load_weights(tensors)
 
     def finish_reload(self) -> None:
-        """Everything was loaded: the forward uses it from now on."""
+        """After the last chunk: let the forward use the new weights."""
         _reload().finalize_layerwise_reload(self._engine.model, self.model_config)
         for _, layer in self._packed_layers():
             if layer.weight.numel():  # kept beside its packed copy: shared with the embedding
@@ -190,7 +189,7 @@ class Facts:
 
 
 def register_backend(name: str, open_receiver: OpenReceiver) -> None:
-    """Make vLLM know a backend in this process; again does nothing.
+    """Register a backend with vLLM in this process; a second call does nothing.
 
     ConfigError if the installed vLLM lacks the interface.
     """
@@ -215,7 +214,7 @@ def check_reload() -> None:
 
 
 def _unknown_methods() -> list[str]:
-    """What this version leaves to a backend and ours does not have."""
+    """Abstract methods of this version that our backend does not have, in words for the error."""
     engine = import_module("vllm.distributed.weight_transfer").WeightTransferEngine
     unknown = sorted(getattr(engine, "__abstractmethods__", set()) - _METHODS)
     return [f"a WeightTransferEngine without abstract {name}" for name in unknown]
@@ -263,7 +262,7 @@ def _engine_class(base: Any, open_receiver: OpenReceiver) -> Any:
 
 
 def _unpacked(layer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The weight (outputs, inputs) of a layer: what it makes of the identity matrix."""
+    """The weight (outputs, inputs) of a packed layer, by applying it to the identity matrix."""
     rows = torch.eye(shape[1], dtype=dtype)
     return layer.cpu_linear(rows, layer.weight, None).t()
 

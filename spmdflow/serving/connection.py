@@ -1,8 +1,8 @@
 """`Connection`: what a trainer and the workers of another program's vLLM agree on.
 
 The trainer says it once, as plain data, through vLLM's own interface (vllm_server); from it each
-side derives the same plan. Over both is one numbering: the trainer's ranks keep their numbers, the
-workers follow. The data goes over sockets between them, past the job's process groups.
+side derives the same plan. Both sides share one numbering: the trainer's ranks keep theirs, the
+workers follow. The data goes over sockets between them, not over the job's process groups.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HOST = torch.device("cpu")
 _ADDRESS_BYTES = 64
 _PAUSE_SECONDS = 0.01
-"""Between two looks for the workers."""
+"""Between two checks whether the workers have come."""
 _WAIT_SECONDS = 1e-3
-"""Between two looks at a wait that something else may end."""
+"""Between two checks of a transfer that `meanwhile` may end."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ class Connection:
         *,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> SocketWire:
-        """Meet the others. store: the one that the trainer's first rank listens with.
+        """Connect to the other ranks. store: the one that the trainer's first rank listens with.
 
-        meanwhile: called again and again until the workers have come; what it raises ends that.
-        WeightSyncError if somebody does not come in time.
+        meanwhile: called repeatedly until the workers have come; what it raises ends the wait.
+        WeightSyncError if a rank does not connect in time.
         """
         limit = timedelta(seconds=self.seconds)
         store = store or dist.TCPStore(self.host, self.port, timeout=limit)
@@ -101,7 +101,7 @@ class Connection:
         return SocketWire(store, everyone, rank=rank, address=address, seconds=self.seconds)
 
     def _await_workers(self, store: dist.Store, meanwhile: Callable[[], None]) -> None:
-        """A worker that refuses never comes: only what is asked meanwhile can say why."""
+        """Wait for the workers. One that failed never comes: only `meanwhile` can raise why."""
         end = time.monotonic() + self.seconds
         while missing := [each for each in self.workers if not store.check([f"here/{each}"])]:
             meanwhile()
@@ -113,7 +113,7 @@ class Connection:
             time.sleep(_PAUSE_SECONDS)
 
     def tensors(self, rank: int, wire: SocketWire, dtype: torch.dtype) -> WholeTensors:
-        """How weights reach every worker."""
+        """This rank's part in bringing every whole tensor to every worker."""
         have = boxes_of(training_tables(self.model, self.training, kind=self.kind))
         return WholeTensors(
             have,
@@ -144,12 +144,12 @@ def check_model(connection: Connection, served: Architecture) -> None:
 
 
 def header_of(connection: Connection) -> Tensor:
-    """Empty: the version of the weights, whether hashes follow, every tensor's hash; int64."""
+    """(2 + tensors,) int64 zeros, for: the weights' version, whether hashes follow, every hash."""
     return torch.zeros(2 + len(connection.names), dtype=torch.int64)
 
 
 def verdict_of(connection: Connection) -> Tensor:
-    """Empty: whether the weights were taken, every tensor's hash; int64."""
+    """(1 + tensors,) int64 zeros, for: whether the weights were loaded, every tensor's hash."""
     return torch.zeros(1 + len(connection.names), dtype=torch.int64)
 
 
@@ -159,7 +159,7 @@ def packed_hashes(connection: Connection, hashes: Mapping[str, int]) -> Tensor:
 
 
 def unpacked_hashes(connection: Connection, values: Tensor) -> dict[str, int]:
-    """The inverse."""
+    """Hashes by name: the inverse of `packed_hashes`."""
     found = [value % MODULUS for value in values.tolist()]
     return dict(zip(connection.names, found, strict=True))
 
@@ -170,7 +170,7 @@ class SocketWire:
     def __init__(
         self, store: dist.Store, ranks: Sequence[int], *, rank: int, address: str, seconds: float
     ) -> None:
-        """Meet the others, who give the same ranks; address: this host's, as they reach it.
+        """Connect to the others, who pass the same ranks; address: this host's, as they reach it.
 
         seconds: limit of every wait. WeightSyncError if they have not come by then.
         """
@@ -185,7 +185,7 @@ class SocketWire:
             raise self._apart(f"no connection within {seconds:g} s at {address}") from err
 
     def start(self, transfers: Sequence[tuple[Message, Tensor]]) -> list[dist.Work]:
-        """Point to point."""
+        """See stream.Wire: point to point."""
         place, works = self._ranks.index, []
         for message, values in transfers:
             if message.source != self._rank:
@@ -199,7 +199,7 @@ class SocketWire:
     ) -> None:
         """The source's values on every rank, in place; collective.
 
-        meanwhile: called again and again until it is done; what it raises ends the wait.
+        meanwhile: called repeatedly until it is done; what it raises ends the wait.
         WeightSyncError if the other side is gone.
         """
         options = dist.BroadcastOptions()
@@ -220,7 +220,7 @@ class SocketWire:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This host's address on the way to another; nothing is sent. OSError if there is no way."""
+    """This host's address on its route to another; nothing is sent. OSError if there is none."""
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)

@@ -1,7 +1,7 @@
 """`NcclPublisher`: weights to a vLLM that has vLLM's own NCCL backend and no spmdflow beside it.
 
-Whole tensors come to the trainer's first rank, chunk by chunk by the planner; vLLM's trainer
-engine broadcasts them to the workers. There are no checksums: nothing of ours runs over there.
+Whole tensors are gathered on the trainer's first rank, chunk by chunk; vLLM's trainer engine
+broadcasts them to the workers. There are no checksums: none of our code runs in the server.
 Written against vLLM 0.32 and never run, as it needs a GPU on both sides.
 """
 
@@ -39,11 +39,11 @@ _NAMES = {
         "NCCLTrainerWeightTransferEngine.send_weights",
     ),
 }
-"""Of vLLM, the trainer's side."""
+"""vLLM's names on the trainer's side."""
 
 
 class NcclPublisher:
-    """One rank's end."""
+    """One rank's end of the connection to a server with the backend nccl."""
 
     def __init__(self, engine: TrainEngine, context: WorkerContext, cfg: Any, url: str) -> None:
         """cfg: the actor's settings, whose rollout.dtype travels; url: the server's.

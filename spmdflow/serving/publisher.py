@@ -12,7 +12,7 @@ from spmdflow.workers.engine import TrainEngine
 
 
 class Publisher(Protocol):
-    """One rank's end."""
+    """One rank's end of the connection to a server."""
 
     def publish(self) -> dict[str, Metric]:
         """Bring the trainer's weights to the server; all ranks of the trainer together."""

@@ -1,4 +1,4 @@
-"""The receiving end in a worker of another program's vLLM, and how vLLM comes to know it.
+"""The receiving end in a worker of another program's vLLM, and its registration with vLLM.
 
 `register` is an entry point of the package (vllm.general_plugins): a vLLM with spmdflow installed
 beside it takes `--weight-transfer-config '{"backend": "spmdflow"}'`. It loads whole tensors as a
@@ -66,7 +66,7 @@ class OutsideReceiver:
         self._target.start_reload()
 
     def receive(self, facts: Mapping[str, Any]) -> None:
-        """Load what the trainer sends; takes all of it, also where loading fails."""
+        """Load what the trainer sends; receives all of it even if loading fails."""
         self._wire.share(self._header, self._connection.training.ranks[0])
         tensors = self._tensors.run(())
         try:
@@ -92,5 +92,5 @@ class OutsideReceiver:
             compare_hashes(unpacked_hashes(connection, self._header[2:]), found, version)
 
     def close(self) -> None:
-        """Let go of the trainer."""
+        """Close the connection to the trainer."""
         del self._wire, self._tensors

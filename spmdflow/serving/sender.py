@@ -1,7 +1,7 @@
 """`WeightPublisher`: the trainer's end of a connection to a vLLM that runs elsewhere.
 
 Every rank of the trainer sends its boxes straight to every worker of the server, in chunks of
-whole tensors; the first rank also speaks to the server, through vLLM's own interface. The server
+whole tensors; the first rank also makes the HTTP requests of vLLM's own interface. The server
 stops while it is updated and resumes only if the checksums agree: hashes of what its workers'
 forward reads, and of the trainer's shards.
 """
@@ -36,12 +36,13 @@ from spmdflow.workers.engine import TrainEngine
 
 
 class WeightPublisher:
-    """One rank's end."""
+    """One rank's end of the connection to a server with the backend spmdflow."""
 
     def __init__(self, engine: TrainEngine, context: WorkerContext, cfg: Any, url: str) -> None:
         """cfg: the actor's settings; url: the server's. All ranks of the trainer together.
 
-        WeightSyncError if the server does not take part, ConfigError if it serves another model.
+        WeightSyncError if the server does not answer, serves another model, or its workers do not
+        connect.
         """
         self._engine, self._every, self._count = engine, cfg.rollout.verify_every, 0
         self._rank, layout = context.rank, context.layout
@@ -65,7 +66,7 @@ class WeightPublisher:
             architecture=asdict(Architecture.from_folder(cfg.model.path)),
             seconds=seconds,
         )
-        self._store = store  # what the workers connect to, as long as they may
+        self._store = store  # workers connect to it: it must live as long as they do
         facts = {"facts": self._connection.to_facts()}
         with _Asked(self._is_first, lambda: self._server.init_weight_transfer_engine(facts)) as ask:
             self._wire = self._connection.join(self._rank, store, meanwhile=ask.check)
@@ -121,7 +122,7 @@ class WeightPublisher:
 
 
 class _Asked:
-    """A request that runs beside what this rank does meanwhile; on one rank only."""
+    """A request to the server in a thread of its own, while the rank goes on; on one rank only."""
 
     def __init__(self, is_mine: bool, request: Callable[[], None]) -> None:
         self._is_mine, self._request = is_mine, request

@@ -8,10 +8,10 @@ only but for `move`, `file` and `folder`; no processes, no Megatron, no vLLM.
 
 | file | what |
 |---|---|
-| `architecture` | `Architecture`: sizes and features, read from config.json, or why not |
+| `architecture` | `Architecture`: sizes and features read from config.json, or why no table fits |
 | `table` | `parameters`: name and shape of every tensor; `Piece`, `LocalTensor`; the ways to cut |
 | `ranks` | the tables of all ranks of a layout: Megatron's, vLLM's, rows in equal chunks (FSDP2) |
-| `move` | fill local tensors through a reader; views by box; memory that is freed and taken again |
+| `move` | fill local tensors through a reader; views by box; memory freed and reallocated |
 | `file` | safetensors files that are hashed while they are written, and read in parts |
 | `folder` | a reader of boxes over safetensors files, and the writing of such a folder |
 

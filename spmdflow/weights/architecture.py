@@ -17,7 +17,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind, engine_names
 
 Head = Literal["causal_lm", "scalar"]
-"""Logits over the vocabulary, or one value a token from a bias-free row named score."""
+"""Logits over the vocabulary, or one value per token from a bias-free linear layer `score`."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class Architecture:
 
     @property
     def packs(self) -> bool:
-        """Whether its tokens see others through causal attention alone, in all its layers: then
-        rows may lie end to end. Of other families that is not known."""
+        """Whether rows may be packed end to end: known only of families whose tokens interact
+        through causal attention alone, in all layers."""
         return self.family in FAMILIES
 
     @property
@@ -142,13 +142,13 @@ class Architecture:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of the matrices of one layer."""
+        """Number of weights in the matrices of one layer."""
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
         return attention + (2 + self.gated) * self.hidden_size * self.ffn_size
 
     @property
     def num_parameters(self) -> int:
-        """All weights: matrices, biases and norms; a tied head is no weight of its own."""
+        """Number of weights: matrices, biases and norms; a tied head is not counted twice."""
         biases = self.qkv_bias * (self.q_size + 2 * self.kv_size) + self.o_bias * self.hidden_size
         biases += self.mlp_bias * (2 * self.ffn_size + self.hidden_size)
         norms = 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
@@ -165,7 +165,7 @@ class Architecture:
 def packs_rows(kind: str, options: Collection[str], path: str | Path) -> bool:
     """Whether an engine with these options packs rows of the model in this folder.
 
-    A folder that is not there is refused by those who read it.
+    False for a folder that does not exist: whoever reads it raises the error.
     """
     if not engine_kind(kind).packs_with(options) or not (Path(path) / "config.json").exists():
         return False
@@ -194,12 +194,12 @@ def read_json(file: Path, *, key: str) -> dict[str, Any]:
 
 
 _Rule = bool | str
-"""Whether a family has something; a name: as that value of config.json says, no if it is silent."""
+"""Whether a family has something, or the key of config.json that says so (absent: no)."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What tells one family from the others."""
+    """What distinguishes a family from the others."""
 
     qkv_bias: _Rule = False
     o_bias: _Rule = False
@@ -249,7 +249,7 @@ def _has(rule: _Rule, facts: Mapping[str, Any]) -> bool:
 
 
 def _unfit(got: object, expected: object) -> ConfigError:
-    """What no engine with tables computes."""
+    """The error for a model that no engine with tables computes."""
     do = f"choose another model, or engine.kind={engine_names()[0]}, which runs what transformers"
     return ConfigError.of("model", got, expected, f"{do} can load")
 

@@ -61,7 +61,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """What stands before the tensors' bytes."""
+    """The header: what comes before the tensors' bytes."""
 
     num_bytes: int
     sha256: str
@@ -75,7 +75,7 @@ def write_file(
 ) -> None:
     """Write tensors (any device) in the order of facts, one at a time in host memory.
 
-    Wider dtypes come first, so that each tensor's bytes are aligned; not synced.
+    Wider dtypes come first, so that each tensor's bytes are aligned. Does not fsync.
     """
     widths = [each.dtype.itemsize for each in facts]
     assert widths == sorted(widths, reverse=True), "wider dtypes come first"
@@ -94,7 +94,7 @@ def write_file(
 
 
 def read_head(path: Path) -> Head | None:
-    """None if the file is not one of `write_file`."""
+    """The header of a file; None if `write_file` did not write it."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if file.read(len(_START)) != _START or length > path.stat().st_size - 8:

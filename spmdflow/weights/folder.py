@@ -1,7 +1,7 @@
 """Hugging Face folders: boxes read straight from safetensors files, also for a transformers module
-that has no weights yet; what lies beside weights.
+that has no weights yet; the files beside the weights.
 
-Reading maps the files: a rank touches only the bytes of its own boxes. Knows no engine.
+Files are memory-mapped: a rank touches only the bytes of its own boxes. Knows no engine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HuggingFaceFolder:
         """ConfigError unless the folder has each tensor in its shape.
 
         wanted: the architecture, or a shape by name. new_head: a scalar head that the folder lacks
-        reads as zeros (a fresh critic). stored: the name in the files of what has another there.
+        reads as zeros (a fresh critic). stored: the name in the files, where it is another one.
         kind: of the model, for errors.
         """
         self._path, self._files, self._stored = Path(path), dict[Path, Any](), stored or {}
@@ -67,7 +67,7 @@ class HuggingFaceFolder:
 
     @property
     def names(self) -> Set[str]:
-        """Of all tensors in the files."""
+        """Names of all tensors in the files."""
         return self._file_of.keys()
 
     def _slice(self, name: str) -> Any:

@@ -4,7 +4,7 @@ fill(local, table, read)          boxes -> local tensors (loading, resharding, a
 blocks(local, table)              local tensors -> live views by box (the inverse)
 Blocks(blocks).read               boxes out of such views: fill's third argument
 
-`Storages`: memory that is given back for a while.
+`Storages`: memory that is freed for a while.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _local(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> 
 
 
 class Storages:
-    """The storages below some tensors, each once; freed and taken again together.
+    """The storages of some tensors, each once; freed and reallocated together.
 
     A storage that is resized to nothing keeps its tensors: views, addresses in Python and aliases
     stay valid, and reading them is an error until the storage has its size back.
@@ -163,10 +163,10 @@ class Storages:
         return sum(storage.nbytes() for storage, _ in self._storages)
 
     def to_host(self, version: int | None = None) -> None:
-        """Free the memory and keep the values in host memory: one buffer, pinned where there is a
-        GPU and used again, so that the host waits for no copy.
+        """Free the memory and keep the values in one host buffer, which is reused and, beside a
+        GPU, pinned, so that the host waits for no copy.
 
-        version: of the values; what the host has of that version is not copied again.
+        version: of the values; if the host still has that version, nothing is copied.
         """
         if self._is_on_host:
             return
@@ -184,13 +184,13 @@ class Storages:
             kept.copy_(_bytes_of(storage), non_blocking=True)
 
     def free(self) -> None:
-        """Give the memory back; the values are lost, unless they are on the host."""
+        """Free the memory; the values are lost, unless they are on the host."""
         for storage, _ in self._storages:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Take the memory again: with the values kept on the host, else filled with zeros (NaN in
-        unused slots would spread)."""
+        """Reallocate the memory: with the values kept on the host, else zeros (NaN in unused slots
+        would spread)."""
         for number, (storage, num_bytes) in enumerate(self._storages):
             if storage.nbytes() == num_bytes:
                 continue

@@ -52,11 +52,11 @@ from spmdflow.weights.table import (
 RankTables = Mapping[int, ShardTable]
 """By global rank; ranks that hold the same share one table object."""
 BUCKET_BYTES = 64 << 20
-"""Bytes of weights that one rank packs, and that reach it, at a time between two layouts."""
+"""Most bytes of weights that a rank packs, or receives, at a time between two layouts."""
 SHARED_EMBEDDING = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Of a tied Megatron model over several stages: the first stage's, and the last stage's copy."""
 OVERLAP_BUCKET = 40_000_000
-"""Elements that close a bucket of Megatron's first stage where it overlaps reductions."""
+"""Elements at which Megatron closes a bucket of the first stage where it overlaps reductions."""
 VLLM_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this, whatever the tensor-parallel size."""
 
@@ -189,7 +189,7 @@ def megatron_shards(
     """Local tensors of one rank, by the parameter names of `GPTModel`.
 
     vocab_multiple: the vocabulary is padded to a multiple of it; tp_size divides that.
-    ConfigError if the architecture cannot be cut so, or has biases that Megatron has not.
+    ConfigError if the architecture cannot be cut so, or has biases that Megatron lacks.
     """
     check_cut("megatron", arch, tp_size=tp_size, pp_size=pp_size)
     if arch.o_bias != arch.mlp_bias or (arch.mlp_bias and not arch.qkv_bias):
@@ -227,8 +227,8 @@ def buffer_places(
     shared_embedding: bool,
     bucket_size: int | None = None,
 ) -> tuple[dict[str, int], int]:
-    """Where the flat buffer in which Megatron's DDP lays a rank's parameters has each, and its
-    elements. A bucket ends when it has bucket_size of them; None: there is one.
+    """Offset of each of a rank's parameters in the flat buffer of Megatron's DDP, and the buffer's
+    size, in elements. A bucket ends when it has bucket_size of them; None: there is one bucket.
 
     aligned_over: dp_size under the distributed optimizer, which begins each parameter at a
     multiple of 64 and ends each bucket at one of lcm(dp_size, 128); None without it: no padding.

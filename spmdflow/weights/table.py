@@ -90,9 +90,9 @@ def shapes_by_name(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
 def stage_layers(num_layers: int, *, pp_size: int, pp_rank: int) -> range:
     """Layers of a pipeline stage: neighbours, the first stages one more if they do not divide.
 
-    Stage boundaries are ceil(stage * num_layers / pp_size). So the stages of a pp_size lie whole
-    inside those of its divisors, and for two stages vLLM divides the same way by itself; for more
-    uneven ones it is told by VLLM_PP_LAYER_PARTITION (the lengths of these ranges).
+    Stage boundaries are ceil(stage * num_layers / pp_size), so the stages of a pp_size lie whole
+    inside those of its divisors. vLLM is made to divide layers in this way too
+    (`rollout.vllm_engine`).
     """
     assert 0 <= pp_rank < pp_size, (pp_rank, pp_size)
     start, stop = (-(-stage * num_layers // pp_size) for stage in (pp_rank, pp_rank + 1))
@@ -151,7 +151,7 @@ ShardTable = Mapping[str, LocalTensor]
 
 
 def stack(parts: Iterable[tuple[str, Box]], *, num_rows: int = 0) -> LocalTensor:
-    """Boxes laid beneath one another, in order; num_rows pads the end. Empty boxes vanish.
+    """Boxes stacked along dimension 0, in order; num_rows pads the end. Empty boxes are left out.
 
     All boxes have the same shape but for dimension 0.
     """
@@ -169,7 +169,7 @@ def stack(parts: Iterable[tuple[str, Box]], *, num_rows: int = 0) -> LocalTensor
 
 
 def row_box(shape: Sequence[int], start: int, stop: int) -> Box:
-    """Rows start .. stop - 1 of a tensor of that shape, cut to the rows that there are."""
+    """Rows start .. stop - 1 of a tensor of that shape, clipped to the rows that exist."""
     start, stop = min(start, shape[0]), min(stop, shape[0])
     return Box(((start, stop), *((0, size) for size in shape[1:])))
 

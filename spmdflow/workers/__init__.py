@@ -1,4 +1,4 @@
-"""Train engines: what roles are written against, and the engines behind it.
+"""Train engines: the interface that roles use, and the engines that implement it.
 
 `engine.TrainEngine` is the contract and what all engines share: forward (no gradient), train_step
 (one optimizer step), blocks (weights out), state_blocks and load_blocks
@@ -8,11 +8,12 @@
 |---|---|---|---|
 | forward, train_step | what transformers loads | the same | architectures of `weights`; 1F1B |
 | shard_hashes | summed over the pool | own copy | summed over a replica |
-| state_blocks, load_blocks | this rank's rows | all, moments of what it steps | boxes it steps |
-| own_state_blocks | the same | its part, and these moments | its part |
+| state_blocks, load_blocks | this rank's rows | all weights, own moments | boxes it steps |
+| own_state_blocks | the same | 1/n of the weights, own moments | its part of these boxes |
 | residency | parameters and moments | the same | gradient buffers too |
 
-Without tp and pp every rank is on the last stage; elsewhere `forward` gives None.
+Own moments: those of the tensors that this rank steps. `forward` gives None on ranks before the
+last pipeline stage; without pp every rank is on the last one.
 
 Files: `model` what an engine is built from, the only file that imports transformers; `micro_batch`
 rows -> the tensors of a forward; `attention` over packed rows; `optimizer` the schedule, and AdamW

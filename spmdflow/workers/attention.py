@@ -1,11 +1,11 @@
 """Causal attention over rows that lie end to end, without padding: a row attends to itself alone.
 
-A mask over all tokens would cost the square of their sum; here the cost is the sum of the rows'
-squares. Where PyTorch has kernels for rows of any length (half precision on CUDA), one of them
-takes all rows; elsewhere neighbours of equal length go through the dense kernels together.
+One mask over all tokens would cost the square of the total length; here the cost is the sum of the
+squared row lengths. Where PyTorch has kernels for rows of any length (half precision on CUDA), one
+of them takes all rows; elsewhere neighbours of equal length go through the dense kernels together.
 
-Rows may begin with the same prompt (samples of GRPO, pairs of DPO): then it lies and is computed
-once, as a row of its own, and theirs are what follows, whose queries also see the prompt's keys.
+Rows may share a prompt (samples of GRPO, pairs of DPO). It is then packed and computed once, as a
+row of its own; the rows that share it hold only what follows, and also attend to its keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Where rows lie that follow one another."""
+    """Where each row lies among the packed tokens."""
 
     lengths: tuple[int, ...]
     """Tokens of each row, at least 1."""
@@ -39,7 +39,7 @@ class PackedRows:
         return cls(tuple(lengths), _offsets(lengths))
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> PackedRows:
-        """With tensors moved."""
+        """The same rows, each tensor passed through `move`."""
         seen = self.seen
         if seen is not None:
             seen = SeenKeys(seen.lengths, move(seen.offsets), move(seen.places))
@@ -47,7 +47,7 @@ class PackedRows:
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
-        """(number of rows, tokens of each, keys that it sees) of neighbours that are alike."""
+        """(number of rows, tokens per row, keys per row) of each run of rows of equal sizes."""
         keys = self.lengths if self.seen is None else self.seen.lengths
         pairs = groupby(zip(self.lengths, keys, strict=True))
         return [(len(list(run)), *sizes) for sizes, run in pairs]
@@ -59,13 +59,13 @@ class SeenKeys:
 
     lengths: tuple[int, ...]
     offsets: Tensor
-    """(b + 1,) int32."""
+    """(b + 1,) int32: where the keys of each row begin, and the end of the last."""
     places: Tensor
-    """(sum of lengths,) int64: of each among the packed tokens."""
+    """(sum of lengths,) int64: index of each key among the packed tokens."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], places: Tensor) -> SeenKeys:
-        """In host memory."""
+        """The keys at these places, row by row, in host memory."""
         return cls(tuple(lengths), _offsets(lengths), places)
 
 
@@ -84,7 +84,7 @@ def packed_attention(
 ) -> Tensor:
     """query (N, heads, d), key and value (N, kv heads, d) of all rows -> (N, heads, d).
 
-    window: a token attends to the last so many tokens up to itself; None: to all before it.
+    window: a token attends to itself and the window - 1 tokens before it; None: no limit.
     """
     seen = rows.seen
     if seen is not None:
@@ -131,7 +131,7 @@ def dense_attention(
 
 
 def _band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """(T, S) bool: the last `window` positions up to each query's; None if causality is all."""
+    """(T, S) bool: True for the last `window` positions up to each query's; None: plain causal."""
     if queries == keys and (window is None or keys <= window):
         return None
     places = torch.arange(keys, device=device)
@@ -142,7 +142,7 @@ def _band(queries: int, keys: int, window: int | None, device: torch.device) -> 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary embedding (Su et al. 2021) of (b, heads, T, d) each, by cos and sin (b, T, d).
 
-    sin is negative in its first half: with the halves of x swapped, x * cos + swapped * sin.
+    sin is negated in its first half: the result is x * cos + (x with its halves swapped) * sin.
     """
     cos, sin = cos[:, None], sin[:, None]
     turned: list[Tensor] = [_Rotation.apply(x, cos, sin) for x in (query, key)]  # type: ignore[no-untyped-call]
@@ -150,7 +150,7 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 class _Rotation(torch.autograd.Function):
-    """Two passes over x and none of it kept; dx = g * cos + swapped (g * sin)."""
+    """Reads x twice, saves none of it for backward; dx = g * cos + (g * sin, halves swapped)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Of x alone."""
+        """Gradient of x alone; see the class."""
         cos, sin = ctx.saved_tensors
         return _rotated(grad, cos, _halves(sin).flip(-2)), None, None
 

@@ -52,7 +52,7 @@ class TrainEngine(ABC):
     """
 
     optimizer: Scheduled | None = None
-    """What steps the weights; none: it only runs forward."""
+    """What steps the weights; None: the engine only runs forward."""
 
     def __init__(
         self, model: LoadedModel | ModelSource, cfg: EngineConfig, context: WorkerContext
@@ -82,9 +82,9 @@ class TrainEngine(ABC):
     ) -> TensorDict | None:
         """Columns of fn for each row of batch, in order, without gradient.
 
-        None on ranks before the last pipeline stage. (b, R) answers become ragged by the rows'
-        response lengths. Every rank of the dp group makes num_micro_batches forwards, also with no
-        rows. Answers leave the device micro-batch by micro-batch; the host waits for the last.
+        None on ranks before the last pipeline stage. (b, R) results become ragged, cut to the
+        response lengths. Every rank of the dp group runs num_micro_batches forwards, even without
+        rows. Results are copied to the host per micro-batch; the host waits once, at the end.
         """
         micros = self.micro_batches(batch, num_micro_batches)
 
@@ -151,7 +151,7 @@ class TrainEngine(ABC):
     # -- weights ------------------------------------------------------------------------------
 
     weight_group: dist.ProcessGroup | None = None
-    """The ranks that hold the weights between them; None: this one has every weight whole."""
+    """The ranks that hold one copy of the weights together; None: this rank holds a whole copy."""
 
     replica_group: dist.ProcessGroup | None = None
     """The ranks that hold the same weights as this one, where the engine keeps several copies and
@@ -166,7 +166,7 @@ class TrainEngine(ABC):
         """(Hugging Face name, live tensor, its box of the whole), tied ones once, fixed order."""
 
     def own_blocks(self) -> Iterable[Block]:
-        """Those of `blocks` that count: over the weight group every element once."""
+        """The blocks that are hashed: each element on exactly one rank of the weight group."""
         return self.blocks()
 
     @property
@@ -207,8 +207,8 @@ class TrainEngine(ABC):
         by Hugging Face name, its moments as "<name>.exp_avg" and the like; see `blocks`."""
 
     def own_state_blocks(self) -> Iterator[Block]:
-        """The parts of `state_blocks` that this rank saves: over the pool every element once, what
-        several ranks hold in equal parts. The first call is collective."""
+        """The parts of `state_blocks` that this rank saves: over the pool every element once; what
+        several ranks hold is divided equally among them. The first call is collective."""
         held = list(self.state_blocks())
         if self._own_boxes is None:
             everyone = self.from_all(describe((name, box) for name, _, box in held))
@@ -216,9 +216,9 @@ class TrainEngine(ABC):
         return own_parts(held, self._own_boxes)
 
     def load_blocks(self, read: Read, steps_done: int) -> None:
-        """Restore a state, bit for bit: boxes of what `own_state_blocks` gave on any layout.
+        """Restore a state bit for bit. read: boxes of what `own_state_blocks` gave, on any layout.
 
-        steps_done: of the optimizer. CheckpointError for a box that is missing.
+        steps_done: optimizer steps. CheckpointError for a box that is missing.
         """
         self.weights_version += 1
         with torch.no_grad():
@@ -235,7 +235,7 @@ class TrainEngine(ABC):
     # -- for engines --------------------------------------------------------------------------
 
     def from_all(self, mine: Any) -> list[Any]:
-        """What each rank of the pool gives, in their order; from host to host."""
+        """The values that all ranks of the pool pass, in rank order. Collective, over gloo."""
         everyone = [mine] * self.layout.size
         if self.layout.size > 1:
             group = self.groups.get(self.layout.ranks, backend="gloo")
@@ -243,9 +243,9 @@ class TrainEngine(ABC):
         return everyone
 
     def move(self, where: Place, part: Part, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        """Move the storages of a part, as they were found first: for `residency`.
+        """Move the storages of a part, for `residency`; `tensors` is called the first time only.
 
-        What has not changed since it came from the host is not copied back; gradients are never.
+        Values unchanged since they were last on the host are not copied again; gradients are freed.
         """
         if part not in self._storages:
             self._storages[part] = Storages(tensors())
@@ -258,7 +258,7 @@ class TrainEngine(ABC):
             storages.to_host(self.weights_version)
 
     def micro_batches(self, batch: TensorDict, num_micro_batches: int) -> list[MicroBatch]:
-        """The rows of batch as the settings cut them, on the device."""
+        """The rows of batch on the device, split into micro-batches as the settings say."""
         by_tokens = self.cfg.max_micro_batch_tokens is not None
         return micro_batches(
             batch,
@@ -270,8 +270,8 @@ class TrainEngine(ABC):
         )
 
     def count_micro_batches(self, batch: TensorDict) -> int:
-        """Forwards of rows that a role has made of its call's, which the controller has not
-        counted: as the settings cut them, on the dp rank that needs most. Collective."""
+        """Number of micro-batches for rows that a role derived from those of its call, which the
+        controller could not count: the most that any dp rank needs. Collective over dp."""
         tokens = (lengths_of(batch["prompts"]) + lengths_of(batch["responses"])).tolist()
         rows, limit = self.cfg.micro_batch_size_per_rank, self.cfg.max_micro_batch_tokens
         mine = num_micro_batches([tokens], max_rows=rows, max_tokens=limit, packed=self.packs)
@@ -302,8 +302,8 @@ def engine_of(
     """The engine `cfg.engine.kind` with the weights of cfg.model.
 
     head: causal_lm, scalar (a trained one-label head) or critic (a zero head if the
-    folder has none). With `cfg.optimizer` it can train. adopt: gives the weights of an engine that
-    shares its storage their memory (megatron_optimizer.Adopt). Collective over the pool.
+    folder has none). With `cfg.optimizer` it can train. adopt: places the weights in the storage
+    that a generator shares (megatron_optimizer.Adopt). Collective over the pool.
     """
     total_steps, update = context.total_steps, getattr(cfg, "update", None)
     if update is not None and update.samples_per_step:

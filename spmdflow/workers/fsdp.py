@@ -6,7 +6,7 @@ ZeRO stage 3 (Rajbhandari et al. 2020). With a layout's shard_size s < n, groups
 have a copy each (HSDP): gathers and reduce-scatters stay in the group, and an all-reduce over the
 groups sums the shards' gradients once a step. Kinds that keep a unit gathered through a train step, or
 reduce gradients once per step instead of once per micro-batch, send less and need more memory:
-`Sharding` of their kind says so. Stage 1 is from torch's own parts:
+`Sharding` of their kind says so. The ZeRO stages use torch's own parts:
 
 | kind | divided over the n ranks | parts | sent by a rank in a step of m micro-batches, P bytes float32 |
 |---|---|---|---|
@@ -14,11 +14,12 @@ reduce gradients once per step instead of once per micro-batch, send less and ne
 | zero2 | moments, gradients, parameters between steps | FSDP2, gathered until the step ends | (1 + m) P |
 | zero3 | moments, gradients, parameters | FSDP2, resharded after each layer | 3 m P |
 
-Stage 1 gives each rank whole tensors to step, largest first to the lightest rank, and broadcasts
-them afterwards; its FSDP2 mesh of one shard casts to the compute precision and all-reduces float32
-gradients once per step, after the last micro-batch. Bytes: large n, parameters sent in float32.
-A pool of one rank that computes in float32 has nothing to gather, cast or reduce: its module is
-plain. Knows no roles: what an output means is up to `fn` and `loss`.
+Stage 1 gives each rank whole tensors to step, largest first, each to the rank with the fewest
+elements so far, and broadcasts them afterwards; its FSDP2 mesh of one shard casts to the compute
+precision and all-reduces float32 gradients once per step, after the last micro-batch. Bytes: for
+large n, parameters sent in float32. A pool of one rank that computes in float32 has nothing to
+gather, cast or reduce: FSDP2 does not wrap its module. Knows no roles: what an output means is up
+to `fn` and `loss`.
 """  # noqa: E501 a table row is one line
 
 from __future__ import annotations
@@ -57,9 +58,6 @@ class FSDPEngine(TrainEngine):
 
     All ranks of context.layout.ranks build it together. total_optimizer_steps is for schedules
     that end. ConfigError if the layout is not purely data-parallel.
-
-    Where several ranks hold the same, each tensor of the state is saved by one of them, which sends
-    it to the others when it is loaded.
     """
 
     model: LoadedModel
@@ -123,7 +121,7 @@ class FSDPEngine(TrainEngine):
         return math.sqrt(float(square))
 
     def update(self, norm: float) -> None:
-        """See `TrainEngine.update`; every rank steps its rows."""
+        """See `TrainEngine.update`; every rank steps its shards."""
         assert self.optimizer is not None
         gradients = self._gradients()
         clip_(gradients.values(), norm, self.optimizer.cfg.clip_norm)
@@ -137,7 +135,7 @@ class FSDPEngine(TrainEngine):
         return self.own_blocks()
 
     def own_blocks(self) -> Iterator[Block]:
-        """The same: hashes do not depend on what became of the blocks that were sent."""
+        """The same rows, not taken from `blocks`: hashes cannot repeat an error in what is sent."""
         return ((name, shard.local, shard.box) for name, shard in self._shards().items())
 
     @property
@@ -190,7 +188,7 @@ class FSDPEngine(TrainEngine):
 
 
 class ZeROEngine(FSDPEngine):
-    """Whole weights on every rank, moments divided: a rank has those of the tensors it steps."""
+    """ZeRO stage 1: every rank holds all weights, and moments only of the tensors it steps."""
 
     def _optimizer_of(self, cfg: OptimizerConfig, total_steps: int) -> ShardedOptimizer:
         if self.layout.size == 1:
@@ -199,7 +197,7 @@ class ZeROEngine(FSDPEngine):
 
 
 class PartitionedOptimizer(ShardedOptimizer):
-    """Over whole tensors that every rank has: each is stepped by one rank, then broadcast."""
+    """Steps whole tensors that every rank holds: one rank steps each, then broadcasts it."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
 """`MegatronEngine`: tensor, pipeline and data parallelism by Megatron-Core (paper section 2.1).
 
-Every rank holds a stage's share of each tensor; micro-batches flow through the stages in 1F1B
+Every rank holds 1/t of the tensors of its stages; micro-batches flow through the stages in 1F1B
 order (Narayanan et al. 2021). Works on any subset of ranks and beside other models in the process.
 There is no context parallelism: Megatron's attention lacks it without TransformerEngine, and
-layouts have no such axis. The embedding of a padding token learns like any other (Hugging Face
+layouts have no such axis. The embedding of a padding token is trained like any other (Hugging Face
 stops its gradient). Knows no roles: what an output means is up to `fn` and `loss`.
 """
 
@@ -258,7 +258,7 @@ class MegatronEngine(TrainEngine):
         return found
 
     def micro_batches(self, batch: TensorDict, num_micro_batches: int) -> list[MicroBatch]:
-        """See `TrainEngine.micro_batches`; stages of several parts take p of them at a time."""
+        """See `TrainEngine.micro_batches`; virtual stages need a multiple of p of them."""
         size = self.layout.pp_size if self.layout.virtual_size > 1 else 1
         return super().micro_batches(batch, -(-num_micro_batches // size) * size)
 
@@ -308,17 +308,17 @@ class MegatronEngine(TrainEngine):
 
 
 class _StageMessages(P2PCommunicator):
-    """Megatron's messages between stages, without the shape that it sends ahead of each.
+    """Megatron's messages between stages, without the message with the shape ahead of each.
 
-    Every stage has every micro-batch, so it knows what comes: in 1F1B order activations come from
-    the stage before in the order of micro-batches, and so do gradients from the stage after.
+    Every stage has every micro-batch and so knows the shapes: in 1F1B order, activations arrive
+    from the stage before in the order of micro-batches, and so do gradients from the stage after.
     """
 
     def expect(self, micros: list[MicroBatch]) -> None:
         """The micro-batches of the next pass.
 
-        Of several parts of a stage: the first stage has the activations of all but the last part of
-        the last stage, and the last stage the gradients of all but the first part of the first.
+        With virtual stages, the first stage receives activations of all but the last part of the
+        last stage, and the last stage receives gradients of all but the first part of the first.
         """
         config = self.config
         parts = config.tensor_model_parallel_size if config.sequence_parallel else 1

@@ -1,7 +1,7 @@
 """A Megatron-Core GPT model for an `Architecture` and one rank's place in a layout. No weights.
 
 Settings that follow from how the engine runs: no dropout, sums instead of means over micro-
-batches and dp (`calculate_per_token_loss`), shapes sent along between stages, so that micro-
+batches and dp (`calculate_per_token_loss`), variable lengths between stages, so that micro-
 batches may differ in rows and length. Layers are TransformerEngine's where it can run; else
 Megatron's local ones, with a norm, an attention and a scalar head of our own.
 
@@ -57,7 +57,8 @@ def build_model(
 ) -> GPTModel:
     """One of this rank's parts of the model, weights undefined; collective over pipelines if tied.
 
-    options: engine.options. part: it is stage part p + s of p num_parts (weights.ranks).
+    options: engine.options. part: on stage s of p it is virtual stage part * p + s of
+    p * num_parts (`weights.ranks`).
     """
     tp_size, pp_size, pp_rank = groups.tp.size(), groups.pp.size(), groups.pp.rank()
     stage, num_stages = part * pp_size + pp_rank, pp_size * num_parts
@@ -106,7 +107,7 @@ def _hidden_of_head(
     group: torch.distributed.ProcessGroup,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """(T or T/t, b, H) -> (T, b, H), in place of an output layer: heads run where they are asked.
+    """(T or T/t, b, H) -> (T, b, H), in place of logits: heads run later, where they are needed.
 
     All ranks of the group give these hidden states the same gradient.
     """
@@ -342,7 +343,7 @@ class GroupedSelfAttention(SelfAttention):
 class ScalarHead(nn.Module):
     """Weight of a linear head with one output, whole on every rank and in float32.
 
-    8 bits of mantissa would ruin a value.
+    bfloat16's 8 bits of mantissa are too few for a value.
     """
 
     def __init__(self, config: TransformerConfig) -> None:

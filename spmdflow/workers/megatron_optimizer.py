@@ -37,9 +37,9 @@ from spmdflow.workers.megatron_runtime import megatron_runtime, only_among
 from spmdflow.workers.optimizer import TorchOptimizer, clip_, squared_norm
 
 Adopt = Callable[[DistributedDataParallel, Mapping[Tensor, str]], None]
-"""Called between the making of the buffers and of the optimizer: the last moment at which
-parameters may be given other storage (buffer.param_data, bucket.param_data, parameter.data).
-Gets the local name of every parameter too."""
+"""(DDP, local name of each parameter) -> None. Called after DDP has made its buffers and before
+the optimizer is made: the last moment at which parameters may be given other storage
+(buffer.param_data, bucket.param_data, parameter.data)."""
 
 
 class StageOptimizer(TorchOptimizer):
@@ -106,7 +106,7 @@ class StageOptimizer(TorchOptimizer):
         self._replace_adam()
 
     def gather(self) -> None:
-        """Have all weights on every rank, where `step` left it to the next forward."""
+        """All-gather the updated weights now, if `step` left that to the next forward."""
         if self._is_behind:
             self._start_gather()
 
@@ -119,7 +119,8 @@ class StageOptimizer(TorchOptimizer):
     def gradient_norm(self) -> float:
         """Norm of the whole model's summed gradient; call once, after the last micro-batch.
 
-        Megatron leaves out what another rank counts: copies over tp and a tied embedding's.
+        Megatron leaves out what another rank already counts: copies over tp, and the second copy
+        of a tied embedding.
         """
         self._inner.prepare_grads()
         square = squared_norm(self._counted_gradients(), self._device)
@@ -139,8 +140,8 @@ class StageOptimizer(TorchOptimizer):
     def owned(self) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
         """What this rank steps, in a fixed order; over dp each element once if distributed.
 
-        (Megatron's local name, first element in the flattened local tensor, flat live float32
-        tensors: "" what is stepped, and the moments by name).
+        Gives (Megatron's local name, first element in the flattened local tensor, flat live float32
+        tensors by name: "" for the weights that are stepped, and the names of the moments).
         """
         for parameter, main, start in self._mains():
             moments = {name: x.view(-1) for name, x in self.moments_at(main).items()}
@@ -156,7 +157,7 @@ class StageOptimizer(TorchOptimizer):
                 self._start_gather()
 
     def states(self) -> Iterator[Tensor]:
-        """Moments, and masters that are no part of the weights."""
+        """Moments, and float32 masters that are stored apart from the weights."""
         weights = {p.untyped_storage()._cdata for p in self._names}
         for parameter in self._stepped():
             if parameter.untyped_storage()._cdata not in weights:
@@ -171,7 +172,7 @@ class StageOptimizer(TorchOptimizer):
         """Have torch's class step what Megatron's Adam would."""
         stepped = [p for group in self._inner.optimizer.param_groups for p in group["params"]]
         inner = self.torch_class([nn.Parameter(torch.zeros(0))], **self.arguments)
-        inner.param_groups[0]["params"] = stepped  # views, which only groups that are there take
+        inner.param_groups[0]["params"] = stepped  # add_param_group refuses views of parameters
         self._inner.optimizer = inner
         self.use(inner)
 
@@ -184,7 +185,7 @@ class StageOptimizer(TorchOptimizer):
         return [p for group in self.inner.param_groups for p in group["params"]]
 
     def _mains(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
-        """(model parameter, float32 tensor that is stepped, its first element in the flattened)."""
+        """(model parameter, float32 tensor that is stepped, its offset in the flat parameter)."""
         inner = self._inner
         if self.distributed:
             weights = _flat(inner.model_fp32_groups) + _flat(inner.model_float16_groups)

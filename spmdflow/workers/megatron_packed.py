@@ -1,7 +1,7 @@
-"""Packed rows as Megatron's layers are told of them: to turn by positions, to attend by offsets.
+"""Packed rows for Megatron's layers: positions for the rotary embedding, offsets for attention.
 
-Megatron's rotary embedding reads offsets on the host in every layer, unless TransformerEngine's
-fused kernel takes them. Elsewhere it is given angles by position.
+Given offsets, Megatron's rotary embedding reads them on the host in every layer, unless
+TransformerEngine's fused kernel takes them. Without that kernel it gets angles by position.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from spmdflow.workers.attention import PackedRows
 
 @dataclass
 class PackedParams(PackedSeqParams):
-    """What travels with a micro-batch of packed rows: offsets, or for rotary angles positions."""
+    """Megatron's packed_seq_params: offsets if the rotary kernel is fused, else positions."""
 
     rows: Any = None
     """The `PackedRows`."""
     positions: Any = None
-    """(N,) int64: of each token in its row."""
+    """(N,) int64: position of each token in its row."""
 
     @classmethod
     def of(cls, rows: PackedRows, positions: Tensor, *, fused: bool) -> PackedParams:
@@ -37,7 +37,7 @@ class PackedParams(PackedSeqParams):
 
 
 class PackedRotary(RotaryEmbedding):
-    """Megatron's, which also takes positions in place of a length."""
+    """Megatron's rotary embedding, which also takes positions in place of a length."""
 
     def get_rotary_seq_len(self, *given: Any, **named: Any) -> Any:
         """A length, or positions (N,)."""

@@ -3,10 +3,10 @@
 No global parallel state: several models with different layouts live in one process, each with its
 own collection. All groups exist already (the worker's needed_groups); nothing is created here.
 
-On a CPU, the CUDA names that Megatron uses literally are answered by the CPU. Measured against
-0.16.1 and 0.19.2. Everything is an attribute swap that is undone when the last user leaves; where
-CUDA is available nothing is swapped. The swaps change nothing for code that does not ask for CUDA,
-so other threads may run meanwhile. Knows no models.
+On a CPU, the CUDA functions that Megatron calls by name are replaced by CPU ones (checked with
+0.16.1 and 0.19.2). Each is an attribute that is set back when the last user leaves; where CUDA is
+available nothing is replaced. Code that does not ask for CUDA sees no change, so other threads may
+run meanwhile. Knows no models.
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ def megatron_runtime() -> Iterator[None]:
 
 
 _LOCK, _USERS, _ORIGINALS = threading.Lock(), list[int](), ExitStack()
-"""Who is inside, of all threads; what was replaced for the first of them."""
+"""Who is inside `megatron_runtime`, over all threads; the originals to set back after the last."""
 
 
 def _initialise_process() -> None:
-    """Scratch memory and a random-number tracker, once a process; what a host made is kept."""
+    """Scratch memory and a random-number tracker, once a process; those of a host program stay."""
     logging.getLogger(distributed_data_parallel.__name__).addFilter(_is_news)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
@@ -115,12 +115,12 @@ def _initialise_process() -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """False for what 0.19 logs on every model: that it lays out the buffer by itself, as 0.16."""
+    """False for a line that 0.19 logs for every model: it lays out the buffer itself, as before."""
     return "full_param_layout not provided" not in str(record.msg)
 
 
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
-    """(owner, attribute, what answers on a CPU)."""
+    """(owner, attribute, its replacement on a CPU)."""
     for name in _FACTORIES:
         yield torch, name, _without_cuda(getattr(torch, name))
     yield Tensor, "type", _type_of(Tensor.type)
@@ -136,7 +136,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _without_cuda(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The factory, which takes a CUDA device for the CPU."""
+    """The factory, with a CUDA device replaced by the CPU."""
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Tensor:

@@ -90,11 +90,12 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """The rows of batch in exactly num_micro_batches parts; an empty part is one padding row.
 
-    shares_prompts: what packed rows begin with alike lies there once, where that saves enough.
+    shares_prompts: a prompt that packed rows share is packed once, where that saves enough
+    (`SHARED_FROM`).
 
     batch is in host memory, the micro-batches on device. Needs ragged prompts (no empty one) and
     responses; other columns are ragged of the responses' lengths, dense, or text (left out).
-    Response_mask is all True if the batch has none.
+    response_mask is all True if the batch has none. ColumnError if prompts or lengths do not fit.
     """
     rows = _read_rows(batch)
     lengths = lengths_of(rows["prompts"])
@@ -211,7 +212,7 @@ class _Places:
     prompts: Tensor
     """(b,) int64: of the first token of each prompt; rows may share one."""
     responses: Tensor
-    """(b,) int64: of the first token of each response, were there one."""
+    """(b,) int64: of the first token of each response, or where it would be."""
     packed: PackedRows | None
 
 
@@ -245,7 +246,7 @@ def _shared_prompts(prompts: Tensor, totals: list[int]) -> list[list[int]]:
 
 
 def _shared_places(groups: list[list[int]], prompts: list[int], totals: list[int]) -> _Places:
-    """The prompts of the groups first, then the rows: what follows such a prompt, or all of it."""
+    """Shared prompts first, then every row: what follows its shared prompt, or the whole row."""
     at = 0
     starts: dict[int, int] = {}
     sizes, keys = [], []  # of each packed row: tokens; of what it sees: (place, tokens)

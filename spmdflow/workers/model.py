@@ -1,13 +1,13 @@
 """What an engine is built from: a module of transformers, or an architecture; both read by boxes.
 
-`LoadedModel` is a transformers module whose weights follow, `ModelSource` is for engines that build
-modules of their own; no rank reads more than its share of either. Knows no ranks. Only this file of
-the package imports transformers, when a model is loaded.
+`LoadedModel` is a transformers module whose weights are read later, `ModelSource` is for engines
+that build their own modules; no rank reads more than its share of either. Knows no ranks. Only this
+file of the package imports transformers, when a model is loaded.
 
 A causal LM gives a `CausalOutput`; a scalar model (reward, cost, critic) a `ScalarOutput`, of a
 bias-free linear head `score` on the last hidden state, with the tensor names of
-`...ForSequenceClassification`. What is asked of them is computed inside the module's forward, where
-engines that gather weights have those of the head.
+`...ForSequenceClassification`. `fn` is called inside the module's forward, where engines that
+gather weights still hold those of the head.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from spmdflow.workers.micro_batch import MicroBatch
 
 @dataclass(frozen=True, kw_only=True)
 class _Exported:
-    """What both have in common."""
+    """What `ModelSource` and `LoadedModel` have in common."""
 
     dtype: torch.dtype
     """Compute precision, of all parts that are not float32 in any case."""
@@ -66,7 +66,7 @@ class LoadedModel(_Exported):
     layers: tuple[nn.Module, ...]
     """Decoder layers, the units that are sharded and recomputed."""
     float32_modules: tuple[nn.Module, ...]
-    """Parts that compute in float32 whatever dtype is: 8 bits of mantissa ruin a value."""
+    """Parts that compute in float32 whatever dtype is: bfloat16 is too coarse for a value."""
 
 
 class ScalarModel(nn.Module):
@@ -95,10 +95,10 @@ def _inputs(micro: MicroBatch) -> dict[str, Any]:
 
 
 class _AskedHead:
-    """Stands in for the forward of a causal LM's head: it runs where it is asked, or not at all.
+    """Replaces the forward of a causal LM's head: it runs at the needed positions, or not at all.
 
-    Bias-free linear heads without a family's own cap or scale of the logits are left to
-    `CausalOutput`; others run here, and their logits of the asked tokens are there at once.
+    A bias-free linear head is left to `CausalOutput`, unless its family caps or scales the logits;
+    any other head runs here, at the positions that predict response tokens.
     """
 
     def __init__(self, model: Any) -> None:
@@ -123,7 +123,7 @@ class _AskedHead:
         return picked if self.is_plain else self._own(picked)
 
     def _leaves_logits(self, model: Any) -> bool:
-        """Whether the family's forward gives what its head gave; asked without its decoder."""
+        """Whether the family's forward returns its head's output as it is, on a dummy input."""
         decoder, whole = model.base_model, model.base_model.forward
         given: list[Tensor] = []
 
@@ -139,7 +139,7 @@ class _AskedHead:
 
 
 class _Decoded:
-    """What a decoder gives, with nothing but hidden states."""
+    """A decoder's output with hidden states alone; all other fields are None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -195,8 +195,8 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
 def _rotate_in_one_pass(decoder: Any) -> None:
     """Let this decoder's queries and keys turn by `rotate`, in a sixth of transformers' time.
 
-    Its attention calls a function of its family's module. Other decoders of the family, whose sines
-    are not marked, go on with what was there; recompute in backward sees the same sines.
+    Its attention calls a function of its family's module, which is replaced. Other decoders of the
+    family, whose sines are not marked, still get the original; recompute sees the same sines.
     """
     family: Any = sys.modules[type(decoder).__module__]
     theirs = family.apply_rotary_pos_emb
@@ -228,7 +228,7 @@ def _open_or_load(
     folder = folder_of(module, path, new_head=new_head)
     if folder is not None:
         return module, folder.read
-    # its report of missing tensors repeats on every rank; they are judged here instead
+    # its report of missing tensors repeats on every rank; they are checked here instead
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     module, info = auto.from_pretrained(
@@ -269,7 +269,7 @@ def row_attention(
     packed_rows: PackedRows | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention of the families whose rows may be packed; it needs no mask.
+    """Attention function for transformers, of families whose rows may be packed; needs no mask.
 
     query (b, heads, T, d), key and value (b, kv heads, T, d) -> (b, T, heads, d); b is 1 if the
     rows are packed.

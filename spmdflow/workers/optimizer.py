@@ -1,6 +1,6 @@
-"""The optimizer over the part of one rank, and the learning-rate schedule.
+"""The optimizer of one rank's part of the weights, and the learning-rate schedule.
 
-Classes of torch.optim that are elementwise: stepping the parts equals stepping the whole. The step
+Only elementwise classes of torch.optim: stepping the parts equals stepping the whole. The step
 works on plain tensors that share storage with the engine's parameters. Knows no collectives.
 """
 
@@ -22,9 +22,9 @@ from spmdflow.kind.table import optimizer_kind
 def learning_rate(cfg: OptimizerConfig, step: int, total_steps: int) -> float:
     """Rate of optimizer step number step (from 0).
 
-    Warm-up: lr (step + 1) / warmup_steps. Then with x in [0, 1) the done share of the remaining
-    steps: constant lr, linear lr (1 - x), cosine lr (1 + cos(pi x)) / 2; x reaches 1, and the
-    rate zero, right after the last step.
+    Warm-up: lr (step + 1) / warmup_steps. Then, with x in [0, 1) the fraction of the remaining
+    steps that is done: constant lr, linear lr (1 - x), cosine lr (1 + cos(pi x)) / 2. x would
+    reach 1, and a rate that decays 0, right after the last step.
     """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
@@ -76,8 +76,8 @@ class Scheduled:
 
 
 class TorchOptimizer(Scheduled):
-    """A class of torch.optim and its state, which is there from the start: memory is known, and
-    checkpoints look alike."""
+    """A class of torch.optim with its state allocated from the start, so that memory is known and
+    checkpoints always hold the same tensors."""
 
     inner: torch.optim.Optimizer
     """The one that has this rank's state."""
@@ -92,7 +92,7 @@ class TorchOptimizer(Scheduled):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of the class, besides the parameters."""
+        """Keyword arguments of the class, from the settings."""
         cfg, kind = self.cfg, optimizer_kind(self.cfg.name)
         wanted = {"betas": tuple(cfg.betas), kind.first: cfg.betas[0], kind.second: cfg.betas[1]}
         wanted |= {"lr": cfg.lr, "weight_decay": cfg.weight_decay}
@@ -101,7 +101,7 @@ class TorchOptimizer(Scheduled):
         return {name: value for name, value in wanted.items() if name in known}
 
     def use(self, inner: torch.optim.Optimizer) -> None:
-        """Make the state of an optimizer of torch_class that has not stepped yet."""
+        """Adopt an optimizer of torch_class that has not stepped yet, and allocate its state."""
         self.inner = inner
         parameters = [p for group in inner.param_groups for p in group["params"]]
         if not parameters:
@@ -127,7 +127,8 @@ class TorchOptimizer(Scheduled):
         return {moment: state[moment] for moment in self.moment_names if state}
 
     def restored(self, steps_done: int) -> None:
-        """See `Scheduled.restored`: what the class counts beside the steps, it counts again."""
+        """See `Scheduled.restored`. Other counters of the class are computed by a replay of the
+        steps on a small tensor (`_probe`)."""
         super().restored(steps_done)
         for parameter, state in self.inner.state.items():
             if state.keys() - {"step", *self.moment_names}:
@@ -140,7 +141,7 @@ class TorchOptimizer(Scheduled):
                 state[name] = counters[name].to(state[name], copy=True)
 
     def _probe(self, steps: int, device: torch.device) -> dict[str, Tensor]:
-        """State of two elements after steps without gradient: (2,) moments, scalar counters."""
+        """State of two elements after steps with zero gradient: (2,) moments, scalar counters."""
         probe = nn.Parameter(torch.zeros(2, device=device))
         probe.grad = torch.zeros_like(probe)
         found: Any = self.torch_class([probe], **self.arguments)
@@ -180,5 +181,5 @@ class ShardedOptimizer(TorchOptimizer):
         return self.moments_at(self._parameters[name])
 
     def _stepper_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """What steps all parameters; its `optim`, if it has one, steps this rank's."""
+        """The optimizer of all parameters; its `optim`, if it has one, holds this rank's state."""
         return self.torch_class(parameters, **self.arguments)

@@ -25,8 +25,8 @@ def mesh_of(sharding: Sharding, context: WorkerContext) -> DeviceMesh:
     """Mesh of the pool, last axis "shard": all of its ranks, or (replicate, shard).
 
     Shards lie on the layout's shard_size neighbours; parameters that stay whole have shards of 1.
-    Meshes are equal if ranks and names are; with the group's name in its own, this one is no mesh
-    of a host program, nor of an earlier launch.
+    torch takes meshes of equal ranks and axis names for the same mesh. The pool's group name in the
+    axis names tells this one from a host program's, or from that of an earlier launch.
     """
     layout, device = context.layout, context.device.type
     pool = context.groups.get(layout.ranks)
@@ -91,7 +91,7 @@ def read_weights(model: LoadedModel, device: torch.device) -> nn.Module:
 
 
 def set_last_micro_batch(root: nn.Module, sharding: Sharding, *, last: bool) -> None:
-    """Before a micro-batch: what may wait until the last one of the step waits."""
+    """Call before each micro-batch: reductions that can wait run in the step's last one only."""
     if not isinstance(root, FSDPModule):
         return
     if sharding.micro_batch_reductions:
