@@ -59,19 +59,19 @@ _NAMES = {
     "spmdflow.transfer.register": "map_function register",
     "spmdflow.transfer.worker": "Max Mean Sum Worker WorkerContext",
 }
-"""Module -> its public names; it is loaded at their first use, so that refusals need no torch."""
+"""Module -> its public names. Imported at first use, so checking settings does not load torch."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:
-    """The public object `name`, imported from its home at first use."""
+    """The public object `name`, imported from its module at first use."""
     if name not in _HOMES:
         raise AttributeError(f"spmdflow has no public name {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    """The public names, which are not there before their first use, and the module's own."""
+    """The public names, also those not imported yet, and the module's own."""
     return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -1,20 +1,20 @@
-"""Every error a user can meet, as one tree. Each message says got, expected, do.
+"""Every error a user can meet, as one tree. Each message: what it got, what it expected, what to do.
 
 `ConfigError.of(key, got, expected, do)` writes a message of the usual form; where one of the parts
-needs a sentence of its own, the message is written out, which takes no more lines then.
+needs a sentence of its own, the message is written out in full.
 
 SpmdflowError
 |-- ConfigError       a setting, size or placement that cannot work
 |-- DataError         an input file or row that cannot be read
-|-- ColumnError       a batch lacks, repeats or misshapes a column
+|-- ColumnError       a column is missing, there twice, or of the wrong shape
 |-- RowError          row ids or row counts that do not fit together
 |-- PlanError         a script or a transfer that cannot be planned, or a plan that is wrong
 |-- ProtocolError     a worker method or transfer protocol is used wrongly
 |-- TransferError     bytes that did not arrive as planned
-|-- MessageError      a command or reply that is too large or no plain data
-|-- RewardError       a reward function raised, hung or returned nonsense
+|-- MessageError      a command or reply that is too large or not plain data
+|-- RewardError       a reward function raised, hung or returned an invalid value
 |-- WeightSyncError   rollout weights differ from the trainer's
-|-- CheckpointError   a checkpoint that is missing, damaged or foreign
+|-- CheckpointError   a checkpoint that is missing, damaged or from another layout or program
 |-- DeadlineError     a wait that reached its limit
 `-- RunFailed         a rank failed; carries the first cause
 """
@@ -26,7 +26,7 @@ from typing import Any, Self
 
 
 class SpmdflowError(Exception):
-    """Root of the tree: `except SpmdflowError` catches every error made here."""
+    """Root of the tree: `except SpmdflowError` catches every error that spmdflow raises."""
 
     @classmethod
     def of(cls, where: object, got: object, expected: object, do: str) -> Self:
@@ -49,7 +49,7 @@ class DataError(SpmdflowError):
 
 
 class ColumnError(SpmdflowError):
-    """A batch lacks, repeats or misshapes a column."""
+    """A column of a batch is missing, there twice, or of the wrong shape."""
 
 
 class RowError(SpmdflowError):
@@ -57,7 +57,7 @@ class RowError(SpmdflowError):
 
 
 class PlanError(SpmdflowError):
-    """A script or a transfer that cannot be planned, or a plan that does not do what it must."""
+    """A script or a transfer that cannot be planned, or a plan that fails its checks."""
 
 
 class ProtocolError(SpmdflowError):
@@ -73,7 +73,7 @@ class MessageError(SpmdflowError):
 
 
 class RewardError(SpmdflowError):
-    """A reward function raised, hung or returned nonsense; names the sample."""
+    """A reward function raised, hung or returned an invalid value; names the sample."""
 
 
 class WeightSyncError(SpmdflowError):
@@ -81,7 +81,7 @@ class WeightSyncError(SpmdflowError):
 
 
 class CheckpointError(SpmdflowError):
-    """A checkpoint that is missing, damaged or made by another layout."""
+    """A checkpoint that is missing, damaged, or written by another layout or program."""
 
 
 class DeadlineError(SpmdflowError):

@@ -7,7 +7,7 @@ import sys
 import warnings
 
 _CHATTY_MODULES = ("megatron", "vllm", r"torch\.distributed")
-"""Warn on every rank about their own settings, which users of spmdflow do not have."""
+"""Libraries that warn on every rank about settings which users of spmdflow cannot change."""
 _CHATTY_LOGGERS = ("torch.fx._symbolic_trace", "torch._library.triton")
 
 
@@ -36,7 +36,7 @@ def set_up_logging(rank: int, *, level: int = logging.INFO) -> logging.Handler:
 
 
 def quiet_libraries() -> None:
-    """Keep what libraries say to their developers out of the log of a run; errors stay."""
+    """Hide warnings that libraries address to their own developers; errors stay."""
     for module in _CHATTY_MODULES:
         warnings.filterwarnings("ignore", module=module, category=UserWarning)
         warnings.filterwarnings("ignore", module=module, category=FutureWarning)

@@ -1,6 +1,7 @@
-"""A run inside a program: `load_settings` and `launch`; `spmdflow.run` starts here too.
+"""Runs started by a Python program: `load_settings` and `launch`. `spmdflow.run` builds on it too.
 
-Torch is imported when a run begins: settings that cannot work are refused without it.
+Torch is imported late, so that `load_settings` and `spmdflow.run` report most invalid settings
+without it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from spmdflow.runtime.launch import Outcome, Surroundings
 
 _MOST_STOPPED_RANKS = 64
-"""Of a run that is compared after SIGTERM: torchrun kills 30 s after it."""
+"""Larger runs write no prediction.txt after SIGTERM: torchrun sends SIGKILL 30 s later."""
 
 
 def load_settings(
@@ -44,7 +45,7 @@ def load_settings(
 ) -> Any:
     """The settings of a script as `spmdflow.run` would load them: an object of its settings class.
 
-    script and config are paths or bundled names; without config, the script's own YAML counts.
+    script and config are paths or bundled names; without config, the script's own YAML is used.
     overrides are "dotted.key=value". num_ranks: also check them for a run on so many ranks, and
     place it if placement=auto. Changes made afterwards are checked by `spmdflow.launch`.
     ConfigError for anything that does not fit.
@@ -58,8 +59,8 @@ def prepare(
 ) -> tuple[Loaded, str | None]:
     """Place and check settings for a run on world_size ranks, node_size on each node.
 
-    Also the text that says what `auto` means here, and why. Every rank finds it by itself, and the
-    same. ConfigError if something does not fit.
+    Also returns a text: what each `auto` setting became, and why; None without any. Every rank
+    computes the same result by itself. ConfigError if something does not fit.
     """
     _refuse_anywhere(loaded.cfg, world_size)
     from spmdflow.parallel.device import own_device
@@ -93,7 +94,7 @@ def prepare(
 
 
 def _refuse_anywhere(cfg: Any, world_size: int) -> None:
-    """ConfigError for what no device could run: torch, which knows the device, is slow to load."""
+    """ConfigError for settings that are wrong on every device, before torch (slow) is loaded."""
     if getattr(cfg, "placement", None) == "auto":
         return
     found = []
@@ -107,7 +108,7 @@ def _refuse_anywhere(cfg: Any, world_size: int) -> None:
 
 
 def _as_before(run: RunConfig) -> dict[str, Any]:
-    """Settings by key with which the run began that goes on from a checkpoint; else none."""
+    """The saved settings, by key, if this run resumes from a checkpoint; else empty."""
     path = run_dir_of(run)
     if run.resume == "never" or not (path / "checkpoints" / "latest").is_file():
         return {}
@@ -138,7 +139,7 @@ def launch(
     inproc: bool = False,
     wait: Literal[False],
 ) -> Outcome:
-    """Return an `Outcome`, on ranks outside of the run before it has begun."""
+    """Return an `Outcome`; on ranks outside of the run, before the run has begun."""
 
 
 def launch(
@@ -152,17 +153,17 @@ def launch(
 ) -> int | Outcome:
     """Run a script's main(flow, cfg) on `ranks` (default: all). 0: finished, 3: stopped by SIGTERM.
 
-    Collective over the default process group, which must exist unless inproc. With devices
-    every rank has called torch.accelerator.set_device_index before. cfg is of the script's settings
+    Collective over the default process group, which must exist unless inproc. On accelerators
+    every rank must have called torch.accelerator.set_device_index. cfg is of the script's settings
     class, made by `load_settings` or in Python; or settings are "dotted.key=value" over the
-    script's own YAML. They are completed and checked first: ConfigError on every rank, and nothing
-    was started.
+    script's own YAML. They are completed and checked before anything starts: ConfigError on every
+    rank.
 
-    Every rank returns when the run has ended, ranks outside of it too. wait=False gives them an
-    `Outcome` as soon as its groups are made, to be asked later. If the run fails, every rank gets
-    RunFailed and the program can go on; only if a process is lost (dead, or stuck in a call that
-    others have left) are the processes of the run ended. After a run, also one that was stopped,
-    its first rank writes RUN_DIR/prediction.txt.
+    Every rank returns when the run has ended, also ranks outside of it. With wait=False these get
+    an `Outcome` as soon as the run's process groups exist, and can ask it later. If the run fails,
+    every rank gets RunFailed and the program can go on; only if a process is lost (dead, or stuck
+    in a call that others have left) are the processes of the run ended. After a run, also one that
+    was stopped, its first rank writes RUN_DIR/prediction.txt.
     """
     import torch.distributed as dist
 
@@ -179,7 +180,7 @@ def launch(
 
 
 def _loaded(script: ModuleType | str | Path, cfg: Any, settings: Sequence[str]) -> Loaded:
-    """What `launch` was given, completed; a script that is imported already is not run again."""
+    """`launch`'s script and completed settings; an imported script is not imported again."""
     if cfg is None:
         if isinstance(script, ModuleType):
             got = f"module {script.__name__} without settings"
@@ -208,9 +209,9 @@ def run_prepared(
     inproc: bool = False,
     surroundings: Surroundings | None = None,
 ) -> Outcome:
-    """Run on these ranks with settings that were checked; then the first one compares the run.
+    """Run with checked settings on these ranks; then the first one writes prediction.txt.
 
-    Any: an object of the script's settings class.
+    cfg: an object of the script's settings class.
     """
     import torch.distributed as dist
 
@@ -223,12 +224,12 @@ def run_prepared(
         outcome = controller.start_flow(script, cfg, ranks=ranks, surroundings=surroundings)
     if not inproc and dist.get_rank() != ranks[0]:
         return outcome
-    from spmdflow.plan.comparison import compare_run  # after the run: its start is shorter
+    from spmdflow.plan.comparison import compare_run  # late: a run starts sooner without it
 
     if outcome.wait() == controller.FINISHED:
         compare_run(cfg)
     elif len(ranks) <= _MOST_STOPPED_RANKS and (
-        threading.current_thread() is threading.main_thread()  # signals belong to it
+        threading.current_thread() is threading.main_thread()  # only it may set handlers
     ):
         earlier = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers repeat it
         try:

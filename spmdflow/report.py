@@ -72,7 +72,7 @@ def read_metrics(run_dir: Path) -> Records:
 
 
 def drawn_keys(records: Records, wanted: Sequence[str] | None) -> list[str]:
-    """The keys to draw: those wanted (DataError for one no step has), or the defaults in use."""
+    """The keys to draw: those wanted (DataError if no step has one), or the defaults there are."""
     present = {name for record in records for name in record if name != "step"}
     if wanted is None:
         return [key for key in DEFAULT_KEYS if key in present]
@@ -87,7 +87,7 @@ def drawn_keys(records: Records, wanted: Sequence[str] | None) -> list[str]:
 
 
 def _nearest(key: str, present: Collection[str]) -> str:
-    """The metric that was probably meant: like it, or with the same words in it."""
+    """A hint at the metric that was probably meant: spelled alike, or with the same words."""
     words = set(key.replace("/", "_").split("_"))
     alike = [name for name in sorted(present) if words <= set(name.replace("/", "_").split("_"))]
     near = difflib.get_close_matches(key, present, 1, 0.7) or alike
@@ -112,7 +112,7 @@ def run_text(run_dir: Path, records: Records, keys: Sequence[str]) -> str:
 
 
 def write_png(records: Records, keys: Sequence[str], path: Path) -> str:
-    """Draw the keys below one another into a PNG; its path, or why there is none."""
+    """Draw the keys below one another into a PNG; returns its path, or why there is none."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -13,13 +13,13 @@ Exit codes of a rank (torchrun itself exits with 0 or 1):
     2  refused: settings or script cannot work; nothing was started
     3  stopped by SIGTERM, after a checkpoint
 
-When a rank dies, the others learn it within seconds (from the controller, or by missing it), write
-what they know and exit; torchrun stops what is left. No rank waits for a dead one. When torchrun
+When a rank dies, the others learn it within seconds (from the controller, or because it is gone),
+write what they know and exit; torchrun stops what is left. No rank waits for a dead one. When torchrun
 itself is killed, its ranks end too, at every moment from the first line of `main` on. With
 `--max-restarts` torchrun starts the ranks again, and run.resume=auto goes on from the checkpoint.
 
-A refusal is printed once per node. The ranks that stay silent wait a moment before they exit,
-because torchrun stops every rank as soon as one has failed, the speaking one too.
+An error in settings is printed once per node. The node's other ranks wait 5 s before they exit:
+torchrun stops every rank as soon as one has failed, and would stop the one that prints.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _SILENT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Arguments:
-    """The command line, taken apart."""
+    """The parsed command line."""
 
     script: str | None
     config: str | None
@@ -96,7 +96,7 @@ class Place:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run this rank to its end; `words` are the command line's. Returns the exit code."""
+    """Run this rank and return its exit code; words: the arguments, by default sys.argv's."""
     has_agent = AGENT_MARK in os.environ
     launcher = die_with_launcher() if has_agent else None
     if has_agent and launcher is None:
@@ -189,7 +189,7 @@ def _tell_torchrun(message: str) -> None:
 
 
 def _launch(loaded: Loaded, place: Place, launcher: int | None, *, inproc: bool) -> int:
-    """Join the other ranks and run; imports late, as a refusal needs no torch."""
+    """Join the other ranks and run. Imports are here: errors in settings need no torch."""
     import torch.distributed as dist
 
     from spmdflow.log import quiet_libraries, set_up_logging
@@ -223,7 +223,7 @@ def _launch(loaded: Loaded, place: Place, launcher: int | None, *, inproc: bool)
 
 
 def _join_group(run: RunConfig) -> None:
-    """Make the default process group in a part of torchrun's store that is this start's alone."""
+    """Create the default process group, under a prefix of torchrun's store that only we use."""
     import torch.distributed as dist
 
     from spmdflow.parallel.device import CPU, own_device
@@ -242,7 +242,7 @@ def _join_group(run: RunConfig) -> None:
 
 
 def _take_device(place: Place) -> None:
-    """The device of the local rank, or the only one there is; ConfigError if they do not suffice.
+    """Select the local rank's device, or the only one there is; ConfigError if there are too few.
 
     NCCL's watchdog is told to leave failures to this program, which writes their cause first and
     then ends every process (runtime/comm.py).
@@ -259,5 +259,5 @@ def _take_device(place: Place) -> None:
 
 
 if __name__ == "__main__":
-    gc.disable()  # while libraries are imported, where nothing is garbage: a fifth of that time
+    gc.disable()  # imports leave hardly any garbage: saves a fifth of their time
     sys.exit(main())

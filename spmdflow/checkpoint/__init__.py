@@ -1,20 +1,20 @@
-"""Checkpoints: a folder is either whole or not there. Knows files and names, no models.
+"""Checkpoints: a sealed folder is complete or does not exist. Knows files and names, no models.
 
     RUN_DIR/checkpoints/step-N.tmp    while every rank writes its files (`Checkpoints.begin`)
     RUN_DIR/checkpoints/step-N        sealed: never changed again, removed only as a whole
         manifest.json                 step, meta, each file's size and sha256, its own sha256
         <group>/rank-K.safetensors    what a rank wrote (`write_state`): boxes + JSON metadata
-        <group>/hugging_face          a trained model as other programs read it
+        <group>/hugging_face          a trained model in the Hugging Face format
     RUN_DIR/checkpoints/latest        name of the folder that a resumed run loads
     RUN_DIR/export/<group>            link to the hugging_face folder of the newest checkpoint
 
-Order of sealing: each rank hashes its files while it writes them, syncs them and says so -> all of
-them are seen by the controller's rank, which reads none -> manifest -> rename -> `latest` -> links
-of export -> old ones removed.
+Order of sealing: each rank hashes its files while it writes them, fsyncs and reports them -> the
+controller's rank sees each at its full size (it reads none) -> manifest -> rename -> `latest` ->
+links in export -> old checkpoints removed.
 A kill between any two of these leaves the old or the new checkpoint loadable. `run_dir` holds
-the rules of RUN_DIR itself: who may start, who continues, which settings; `disk` tells at the start
-whether every rank sees it. Frozen models are not saved: the manifest has their folders and hashes
-(`tensors.model_hash`), and a resumed run reads them again.
+the rules of RUN_DIR itself: who may start, who continues, which settings; `disk` checks at the
+start that every rank sees it. Frozen models are not saved: the manifest has their folders and
+hashes (`tensors.model_hash`), and a resumed run reads them again.
 """
 
 from spmdflow.checkpoint.tensors import StateFiles, read_tensors, write_state, write_tensors

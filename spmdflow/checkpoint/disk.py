@@ -1,8 +1,8 @@
-"""RUN_DIR as a place on a disk: writes that survive a power cut, its lock, who sees it.
+"""RUN_DIR on disk: writes that survive a power cut, the lock, and whether every rank sees it.
 
 The lock is advisory and dropped by the kernel when the process ends: one live run for each
-RUN_DIR. That ranks share the folder is shown by a token: the controller's rank writes it, every
-rank reads it.
+RUN_DIR. Whether ranks share the folder is tested with a token: the controller's rank writes it,
+every rank reads it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the system put a file's bytes, or a folder's entries, on the disk."""
+    """fsync a file, or a folder for its entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -44,7 +44,7 @@ def sync(path: Path) -> None:
 def disk_errors(doing: str, path: Path, what: str = "checkpoint") -> Iterator[None]:
     """Turn an OSError into an error that names the path and the bytes free.
 
-    what: "checkpoint" makes it a CheckpointError. The error's own file is named if it has one.
+    what: "checkpoint" makes it a CheckpointError, anything else a SpmdflowError.
     """
     try:
         yield
@@ -77,7 +77,7 @@ class RunDirLock:
                 f"run.dir: {run_dir} is in use by a live run (process {holder}), expected a "
                 f"folder of its own; end that run, or set run.name or run.dir to another"
             ) from err
-        except OSError as err:  # a file system without locks: go on, as most do
+        except OSError as err:  # a file system without locks: go on without
             logger.warning("%s cannot be locked (%s): start only one run in it", path, err)
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, str(os.getpid()).encode(), 0)
@@ -95,7 +95,7 @@ _LOOK_SECONDS = 0.2
 
 @contextmanager
 def shared_token(run_dir: Path) -> Iterator[str]:
-    """Meanwhile RUN_DIR holds a random token; CheckpointError if the disk refuses."""
+    """Keep a random token in RUN_DIR within the context; CheckpointError if writing it fails."""
     token, path = secrets.token_hex(16), run_dir / TOKEN_FILE
     with disk_errors("write", path):
         write_atomically(path, token.encode())
@@ -106,7 +106,7 @@ def shared_token(run_dir: Path) -> Iterator[str]:
 
 
 def sees_token(run_dir: Path, token: str, *, seconds: float) -> bool:
-    """Whether this rank finds the token in run_dir; a network file system has `seconds` for it."""
+    """Whether this rank finds the token in run_dir within `seconds` (network file systems lag)."""
     limit = time.monotonic() + seconds
     while not (seen := _holds(run_dir / TOKEN_FILE, token)) and time.monotonic() < limit:
         time.sleep(_LOOK_SECONDS)

@@ -1,10 +1,10 @@
 """manifest.json: what a sealed checkpoint consists of, and what each rank says it wrote into it.
 
-A rank writes below a folder of its own first, so that what lies there is what it wrote, whatever
-its role writes. A file whose header has the hashes of all that follows (`weights.file`) was hashed
-while it was written: its hash is that of the header. Others are read and hashed. Nodes that do not
-share RUN_DIR each have files that the others lack: a checkpoint is made of what the ranks say, and
-it is an error if one of these files cannot be seen.
+A rank first writes into a folder of its own, so that every file found there is one of its files.
+A file whose header holds the hashes of its tensors (`weights.file`) was hashed while it was
+written: here only its header is hashed. Other files are read and hashed. A checkpoint consists of
+the files that the ranks report; it is an error if the controller's rank cannot see one of them,
+as when nodes do not share RUN_DIR.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FileFacts:
     num_bytes: int
     sha256: str
     head_bytes: int | None = None
-    """The hash is over so many first bytes, which have the hashes of the others; None: over all."""
+    """sha256 is of this many first bytes, the header, which has the tensors' hashes; None: of all."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ class CheckpointInfo:
 
 
 def order_of(name: str) -> tuple[int, int] | None:
-    """(step, attempt) of a sealed folder's name, step-N or step-N.attempt; None of others."""
+    """(step, attempt) of a sealed folder's name, step-N or step-N.attempt; None for other names."""
     match = _FOLDER.fullmatch(name)
     return (int(match[1]), int(match[2] or 1)) if match else None
 
 
 def facts_of(folder: Path, names: Iterable[str], *, is_synced: bool) -> dict[str, FileFacts]:
-    """Size and hash of files below folder, which are synced to the disk if asked for.
+    """Size and hash of files below folder; is_synced: fsync them too.
 
-    Nothing is read but headers of files that were hashed while they were written.
+    Of files that were hashed while they were written, only the header is read.
     """
 
     def read(name: str) -> FileFacts:
@@ -102,7 +102,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> CheckpointInfo:
-    """The checkpoint in folder; CheckpointError if its manifest is missing, damaged or foreign."""
+    """The checkpoint in folder; CheckpointError if its manifest is missing, damaged or not ours."""
     path = folder / NAME
     with disk_errors("read", path):
         data = path.read_bytes()
@@ -149,7 +149,7 @@ def _describes_file(name: str, facts: Any) -> bool:
 
 
 def check_file_sizes(info: CheckpointInfo) -> None:
-    """CheckpointError naming the first file that is missing, of another size, or foreign."""
+    """CheckpointError naming the first file that is missing, of another size, or unlisted."""
     here = set(file_names(info.folder))
     for name, facts in info.files.items():
         path = info.folder / name
@@ -167,8 +167,8 @@ def check_file_sizes(info: CheckpointInfo) -> None:
 
 
 def verify_share(folder: Path, *, place: int, count: int) -> None:
-    """On rank `place` of `count`: verify its share of the files in folder, a role's of a sealed
-    checkpoint, that nobody verifies while reading them."""
+    """Verify this rank's share (`place` of `count`) of the files of a role's folder in a sealed
+    checkpoint, except files that are verified tensor by tensor while they are read."""
     info = read_manifest(folder.parent)
     whole = [name for name, facts in info.files.items() if facts.head_bytes is None]
     mine = [name for name in whole if name.startswith(f"{folder.name}/")][place::count]
@@ -178,8 +178,8 @@ def verify_share(folder: Path, *, place: int, count: int) -> None:
 def verify_files(folder: Path, files: Mapping[str, FileFacts]) -> None:
     """Read and hash files below folder. CheckpointError naming one that has changed.
 
-    Of files that were hashed while they were written only the header: who reads a tensor of them
-    verifies it.
+    Of files that were hashed while they were written, only the header: their tensors are verified
+    when they are read.
     """
     with disk_errors("read", folder):
         found = facts_of(folder, files, is_synced=False)
@@ -205,7 +205,7 @@ def check_layout(info: CheckpointInfo, layout: Mapping[str, Any]) -> None:
 
 
 def check_plain(value: object, where: str) -> None:
-    """CheckpointError unless JSON keeps the value: it would turn an int key into a str."""
+    """CheckpointError unless JSON keeps the value (but tuples): an int key would become a str."""
     items: dict[str, object] = {}
     if isinstance(value, Mapping):
         for key in value:
@@ -261,8 +261,8 @@ class Written:
 def write_part(folder: Path, rank: int, write: Callable[[Path], None]) -> dict[str, FileFacts]:
     """Have write(empty folder) write this rank's files, then move them into folder.
 
-    Returns size and hash of each, by name relative to folder; they are synced. CheckpointError if
-    the disk refuses.
+    Returns size and hash of each, by name relative to folder; they are fsynced. CheckpointError if
+    writing fails.
     """
     own = folder / f".rank-{rank}"
     with disk_errors("make", own):
@@ -279,10 +279,10 @@ def write_part(folder: Path, rank: int, write: Callable[[Path], None]) -> dict[s
 
 
 def seen_files(folder: Path, written: Iterable[Written], *, seconds: float) -> dict[str, FileFacts]:
-    """All files that ranks wrote into folder, once they are seen here with their sizes.
+    """All files that ranks wrote into folder, once they are visible here at their full size.
 
     Waits at most `seconds` for a network file system to show them. CheckpointError naming rank,
-    node and file if one cannot be seen, if two ranks wrote one, or if nobody wrote one.
+    node and file if one cannot be seen, if two ranks wrote one, or if no rank reports one.
     """
     owners: dict[str, Written] = {}
     for part in written:
@@ -315,7 +315,7 @@ def seen_files(folder: Path, written: Iterable[Written], *, seconds: float) -> d
 
 
 def _unseen(folder: Path, files: Mapping[str, FileFacts]) -> dict[str, str]:
-    """Files that are not there with their size -> what is there."""
+    """Files that are missing or of another size -> what is there instead."""
     for place in {(folder / name).parent for name in files}:
         if place.is_dir():
             os.listdir(place)  # NFS: asks the server again

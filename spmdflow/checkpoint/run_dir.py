@@ -1,12 +1,12 @@
 """RUN_DIR: which folder a run uses, the settings it was started with, its checkpoints and exports.
 
 One process seals checkpoints (the controller's); every rank writes into the folder that `begin`
-made, on a file system they share. Order of the steps and what a kill leaves: the package's page.
+made, on a file system they share. Order of the steps, and what a kill leaves: see the package.
 
 RUN_DIR/export/<role> is always the Hugging Face folder of the newest checkpoint: a stable path for
 another run's `actor.model.path`, an evaluation, a server. It is a relative symbolic link, so a
 RUN_DIR may be moved as a whole. The link is replaced in one operation: it names the old or the new
-folder, also after a kill, and follows within a step if the kill came between `latest` and the link.
+folder, also after a kill. If the kill came between `latest` and the link, the next save updates it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def open_run_dir(run: RunConfig, yaml_text: str) -> RunDir:
 
     yaml_text: every setting, resolved. With other settings than before, the differences are logged
     as a warning and the old file is kept beside the new one. ConfigError if the folder cannot be
-    used, is used and run.resume is never, or a live run has it.
+    written, holds an earlier run while run.resume=never, or is in use by a live run.
     """
     path = path_of(run)
     used = [mark for mark in _MARKS if (path / mark).exists()]
@@ -97,7 +97,7 @@ def open_run_dir(run: RunConfig, yaml_text: str) -> RunDir:
 
 
 def differences(old_yaml: str, new_yaml: str) -> list[str]:
-    """One "key: old -> new" for each setting that differs; a setting of one side only is absent."""
+    """One "key: old -> new" for each setting that differs; "(absent)": that side lacks it."""
     old, new = (flat(yaml.safe_load(text)) for text in (old_yaml, new_yaml))
     absent = "(absent)"
     return [
@@ -157,7 +157,7 @@ class Checkpoints:
         self._keep, self._patience_seconds = keep, patience_seconds
 
     def clean(self) -> list[str]:
-        """Remove what a killed run left half done; returns the names. Call once, at start."""
+        """Remove unfinished checkpoints of a killed run; returns their names. Call once, at start."""
         left = [
             path.name
             for path in (self.folder.iterdir() if self.folder.is_dir() else ())
@@ -171,7 +171,7 @@ class Checkpoints:
         return sorted(left)
 
     def begin(self, step: int) -> Path:
-        """An empty folder into which every rank writes its files; then `seal`."""
+        """Make an empty folder into which every rank writes its files; then call `seal`."""
         unsealed = self.folder / f"step-{step}{_TMP}"
         with disk_errors("make", unsealed):
             _remove(unsealed)
@@ -184,8 +184,8 @@ class Checkpoints:
         """Make what ranks wrote since `begin(step)` the latest checkpoint, then remove old ones.
 
         meta: JSON data; meta["layout"] is what `manifest.check_layout` compares. A step that is
-        sealed already (a run set back by hand) gets a new folder, step-N.2. CheckpointError if
-        the disk refuses or a file that a rank wrote is not seen here: the unsealed folder is
+        sealed already (`latest` was set back by hand) gets a new folder, step-N.2. CheckpointError
+        if writing fails or a file that a rank wrote is not seen here: the unsealed folder is
         removed, `latest` stays as it was and no old checkpoint is removed.
         """
         unsealed = self.folder / f"step-{step}{_TMP}"
@@ -216,7 +216,7 @@ class Checkpoints:
     def _remove_old(self, latest: str) -> None:
         """Remove all but the newest up to `latest`; later steps (a run set back) are left alone.
 
-        The run has its checkpoint already, so a folder that resists is only reported.
+        The run has its checkpoint already, so a folder that cannot be removed is only logged.
         """
         sealed = _sealed(self.folder)
         for name in sealed[: max(0, sealed.index(latest) + 1 - self._keep)]:
@@ -256,7 +256,7 @@ EXPORT, FOLDER = "export", "hugging_face"
 def _link_exports(run_dir: Path, sealed: Path) -> None:
     """Point export/<role> at every <role>/hugging_face of a sealed checkpoint.
 
-    The checkpoint is whole without them, so a disk that refuses is only reported.
+    The checkpoint is complete without them, so an error is only logged.
     """
     for source in sorted(sealed.glob(f"*/{FOLDER}")):
         link = run_dir / EXPORT / source.parent.name

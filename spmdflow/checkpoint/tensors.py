@@ -1,7 +1,7 @@
 """A rank's tensors on disk, bit for bit; a role's state as boxes; the hash of a frozen model.
 
-Files are safetensors files whose header holds the sha256 of every tensor (`weights.file`). What a
-role saves are boxes of whole tensors, under keys such as "model.norm.weight[0:64]" and
+Files are safetensors files whose header holds the sha256 of every tensor (`weights.file`). A role
+saves boxes (slices) of whole tensors, under keys such as "model.norm.weight[0:64]" and
 "model.norm.weight.exp_avg[0:64]": any layout can read the part that it needs (`StateFiles`), and
 verifies what it reads. The `plain` data of each file has the shapes of the whole tensors.
 
@@ -34,14 +34,14 @@ from spmdflow.weights.move import Block
 
 _KEY = re.compile(r"(.+)\[([\d:,]*)\]")
 _MAX_BOX_BYTES = 64 << 20
-"""A larger box is written in parts: so much is in host memory, and read to be verified, at once."""
+"""A larger box is written in parts; bounds the host memory to write one and to verify one."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
     """Write tensors (any shape, also () and empty; local, not DTensor) and JSON data, synced.
 
-    plain needs str keys, its tuples come back as lists. CheckpointError if the disk refuses: then
-    no part of the file is left.
+    plain needs str keys, its tuples come back as lists. CheckpointError if writing fails: then no
+    part of the file is left.
     """
     check_plain(plain, "plain")
     metadata = {"plain": json.dumps(plain)}
@@ -102,7 +102,7 @@ def write_state(path: Path, blocks: Iterable[Block], plain: Mapping[str, Any]) -
 
 
 def _parts(box: Box, itemsize: int) -> Iterator[Box]:
-    """Slabs along the first dimension of at most `_MAX_BOX_BYTES`, if a row is not larger."""
+    """Slabs along the first dimension of at most `_MAX_BOX_BYTES` (a single row may be larger)."""
     rows = max(1, _MAX_BOX_BYTES * box.shape[0] // (box.size * itemsize)) if box.bounds else 1
     while box.bounds and box.shape[0] > rows:
         part, box = box.cut(0, box.bounds[0][0] + rows)
@@ -113,11 +113,11 @@ def _parts(box: Box, itemsize: int) -> Iterator[Box]:
 class StateFiles:
     """Boxes in the files that a role's ranks wrote into a sealed checkpoint.
 
-    A file is opened when those before it lack a box: on the layout that saved, only the first.
+    Files are opened in turn until a box is complete: with the layout that saved, only the first.
     """
 
     def __init__(self, folder: Path, *, first: str) -> None:
-        """folder: of the role; first: file that is looked into first. CheckpointError without files
+        """folder: of the role; first: name of the file to open first. CheckpointError without files
         or with a damaged one."""
         self._info = read_manifest(folder.parent)
         prefix = f"{folder.name}/rank-"
@@ -180,7 +180,7 @@ _WEIGHTS = (".safetensors", ".bin")
 
 
 def model_hash(folder: Path) -> str:
-    """Hex digits; equal for the same content under another path. CheckpointError if unreadable."""
+    """Hash of a frozen model, in hex, independent of its path. CheckpointError if unreadable."""
     with disk_errors("read", folder):
         files = sorted(
             path
@@ -193,9 +193,9 @@ def model_hash(folder: Path) -> str:
 
 
 def check_frozen(role: str, now: tuple[str, str], then: tuple[str, str], checkpoint: Path) -> None:
-    """CheckpointError if a frozen model is another one than at the time of the checkpoint.
+    """CheckpointError if a frozen model differs from the one at the time of the checkpoint.
 
-    now, then: its folder and its hash.
+    now, then: (folder, hash).
     """
     if now[1] != then[1]:
         raise CheckpointError(

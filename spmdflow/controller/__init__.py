@@ -10,15 +10,15 @@ The life of a call, `batch |= actor.compute_log_prob(batch)`:
 2. `call` plans all of it, as one `CallPlan`, from the marks of the method (`transfer.register`)
    and the columns of the batch. What cannot work is refused here: the only errors that a script
    may catch.
-3. On the way `assignment` says which rows each rank is given and holds afterwards, and who
-   answers (`transfer.protocol` has the rules); of an update also the mini-batches.
+3. For this, `assignment` says which rows each rank is given and holds afterwards, and who
+   answers (`transfer.protocol` has the rules); for an update also its mini-batches.
 4. `caller` has `Transfers` (`result`) plan the rows that a rank lacks, as edges from ranks that
    hold them, sends each rank its numbered command, and returns a lazy `batch` at once.
 5. `runtime.io` collects replies. When the producer of rows has replied, `result` has their dtypes
    and lengths, and the transfers that waited for them are sent.
 6. On the rank the transfer lane moves rows, the compute lane runs the method
    (`runtime.executor`, `runtime.operation`); the reply holds lengths and metrics, never values.
-7. `step` collects the metrics when the step ends, and `transcript` keeps what was said. Only
+7. `step` collects the metrics when the step ends; `transcript` records commands and replies. Only
    `fetch` brings values of a column to the script.
 
 | file | what |
@@ -26,6 +26,7 @@ The life of a call, `batch |= actor.compute_log_prob(batch)`:
 | flow, group, batch, prompts | what a script holds |
 | step, evaluation, saving, transcript | what a step measures and writes, evaluation, checkpoints |
 | call, assignment, caller | a call: planned once, as integers, and sent |
+| waiting | calls that are delayed until something reads their result |
 | result | what is known of rows, and how they move |
 | script | builds all of this and runs `main` |
 """

@@ -21,7 +21,7 @@ R = TypeVar("R")
 _NONE = np.zeros(0, dtype=np.int64)
 _NO_LIMIT = 1 << 30
 _UNEVEN = 1.05
-"""Tokens of the heaviest share over the mean, from which rows are worth moving."""
+"""Shares are rebalanced if the heaviest has more tokens than this many times the mean."""
 
 
 class MicroLimit(NamedTuple):
@@ -32,7 +32,7 @@ class MicroLimit(NamedTuple):
     packed: bool = True
 
     def count_of(self, shares: Sequence[np.ndarray], lengths: np.ndarray | None) -> int:
-        """Forward passes that every share makes: the largest need among them."""
+        """Forward passes, the same for every share: the most that one share (positions) needs."""
         tokens = [[0] * len(s) if lengths is None else lengths[s].tolist() for s in shares]
         return num_micro_batches(
             tokens, max_rows=self.max_rows, max_tokens=self.max_tokens, packed=self.packed
@@ -51,7 +51,7 @@ class Target:
 
     @cached_property
     def limit(self) -> MicroLimit:
-        """Of its forward passes; a model without an engine has none."""
+        """Limit of one of its forward passes; none for a model without an engine."""
         engine, model = (getattr(self.settings, name, None) for name in ("engine", "model"))
         if engine is None or model is None:
             return MicroLimit(_NO_LIMIT, None)
@@ -62,7 +62,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Positions in the batch, by rank."""
+    """Positions in the batch, by rank: rows given to the call, rows held after it; who answers."""
 
     given: Mapping[int, np.ndarray]
     holds: Mapping[int, np.ndarray]
@@ -80,7 +80,10 @@ def assign(
     lengths: np.ndarray | None = None,
     shares: Sequence[np.ndarray] | None = None,
 ) -> Assignment:
-    """Rows of a call without mini-batches; shares: other parts than those of even tokens."""
+    """Assign the rows of a call without mini-batches.
+
+    lengths (B,): tokens of each row, to balance the shares; shares: positions, instead of that.
+    """
     if shares is None and lengths is not None:
         parts = even_chunks(num_rows, rules.num_shares(layout))
         shares = even_tokens([_positions(part) for part in parts], lengths)
@@ -95,12 +98,12 @@ def assign(
 
 
 assign_again = lru_cache(maxsize=256)(assign)
-"""The same for calls that depend on no lengths: every step makes them, so they are worked out
-once. The arrays are shared: do not write them."""
+"""`assign` with a cache, for calls that do not depend on lengths and repeat in every step. The
+arrays are shared: do not write to them."""
 
 
 def by_share(given: Mapping[int, T], make: Callable[[T], R]) -> dict[int, R]:
-    """make(rows) for every rank; once for ranks that share one object, which share the answer."""
+    """make(rows) for every rank; called once for ranks that share one rows object."""
     made: dict[int, R] = {}
     for rows in given.values():
         if id(rows) not in made:
@@ -122,7 +125,10 @@ def assign_mini_batches(
     seed: int,
     step: int,
 ) -> Assignment:
-    """Rows of an update call. held: positions by rank of the target that are there already."""
+    """Assign the rows of an update. held: positions that each rank of the target has already.
+
+    parents (B,): the group of each row; lengths (B,): its tokens.
+    """
     layout, limit, num_shares = target.layout, target.limit, rules.num_shares(target.layout)
     probe = rules.distribute(layout, num_shares, [[share] for share in range(num_shares)])
     share_of = {rank: shares[0] for rank, shares in probe.items() if shares}
@@ -194,7 +200,7 @@ def permutation(parents: np.ndarray, *, seed: int, step: int, epoch: int) -> np.
 
 
 def cut_mini_batches(parents: np.ndarray, order: np.ndarray, size: int) -> list[np.ndarray]:
-    """Positions of each mini-batch: `size` samples, groups of one parent whole."""
+    """Positions of each mini-batch of `size` samples; groups (one parent) are never split."""
     batches: list[list[np.ndarray]] = [[]]
     filled = 0
     for group in _groups(parents[order]):
@@ -231,7 +237,7 @@ def share_near(positions: np.ndarray, holder: np.ndarray, num_shares: int) -> li
 
 
 def even_tokens(shares: list[np.ndarray], lengths: np.ndarray) -> list[np.ndarray]:
-    """These shares of rows; others of nearly equal tokens where the heaviest is too heavy."""
+    """The same shares if nearly balanced, else new ones with nearly equal numbers of tokens."""
     tokens = [int(lengths[share].sum()) for share in shares]
     if max(tokens) * len(shares) <= _UNEVEN * sum(tokens):
         return shares

@@ -114,7 +114,7 @@ class Batch:
         return self._at(places, self.ids[places], self.parents[places])
 
     def where(self, rows: str | Sequence[bool] | np.ndarray | Tensor) -> Batch:
-        """The rows at which a column of one number a row is not 0 (or False); ids stay.
+        """The rows where a column with one number per row is not 0 (or False); ids stay.
 
         rows: the column's name, which waits for its values (counted as fetched bytes), or one
         bool for each row. `without` gives the other rows.
@@ -160,7 +160,7 @@ class Batch:
         return self._at(places, self._caller.row_ids.take(len(places)), np.repeat(self.ids, n))
 
     def aligned_with(self, other: Batch) -> Batch:
-        """The same rows under the ids of another batch's, first to first; then they can join."""
+        """These rows under the row ids of another batch, in order, so that the two can join."""
         if len(self) != len(other):
             where, got = "aligned_with", f"{len(self)} rows for a batch of {len(other)}"
             raise RowError.of(where, got, "as many", "draw as many rows, or select")
@@ -172,9 +172,9 @@ class Batch:
         return self.select(np.sort(first))
 
     def shared_by(self, samples: Batch) -> Batch:
-        """This batch's one row of each group as columns of all the group's rows in `samples`.
+        """Repeat this batch's one row of each group for all rows of the group in `samples`.
 
-        The answer has the ids of samples, so that the two can join. RowError unless each of its
+        The result has the ids of samples, so that the two can join. RowError unless each of its
         groups has exactly one row here.
         """
         order = np.argsort(self.parents, kind="stable")
@@ -200,7 +200,7 @@ class Batch:
     def rename(self, **names: str) -> Batch:
         """The same columns with other names: rename(judge_scores="scores"), new name first.
 
-        Nothing travels and no rank hears of it. ColumnError for a name that is missing or taken.
+        Moves no data, sends no command. ColumnError for a name that is missing or taken.
         """
         kept = [name for name in self._columns if name not in names.values()]
         refs = {new: self.column(old) for new, old in names.items()}
@@ -212,7 +212,7 @@ class Batch:
         return self._with({name: self._columns[name] for name in kept} | refs)
 
     def map(self, function: Callable[..., Any], **settings: Any) -> Batch:
-        """Run map functions where the rows live; the answer has the columns that it writes."""
+        """Run a map function where the rows live; the result has the columns that it writes."""
         return self._caller.map(self, function, settings)
 
     def fetch(self, *names: str) -> dict[str, Tensor | list[str]]:
@@ -234,7 +234,7 @@ class Batch:
     def metrics(self) -> Mapping[str, float]:
         """What the calls that made these columns reported: batch.metrics["actor/entropy"].
 
-        Merged over ranks and calls. Waits for the calls when it is looked at.
+        Merged over ranks and calls. Reading it waits for the calls.
         """
         results = {ref.result.number: ref.result for ref in self._columns.values()}
         made = [result for result in results.values() if isinstance(result, RowResult)]

@@ -82,9 +82,10 @@ def plan_method(
 ) -> CallPlan:
     """A call of a worker method on rows, on a list (the i-th item for the i-th rank), or nothing.
 
-    draw(ids, greedy=...): how often rows were drawn for before. instead: columns that others serve
-    for; the method is given those too, and may do without these. Waits for lengths if the call is
-    cut by tokens. ColumnError, ProtocolError, MessageError, or what the method's check raises.
+    draw(ids, greedy=...) -> (B,): responses drawn for each row before. instead: column -> its
+    replacement; the method gets the replacement too, and may lack the column. Waits for lengths if
+    rows are split by tokens. ColumnError, ProtocolError, MessageError, or what the method's check
+    raises.
     """
     label, spec = f"{target.name}.{method}", method_spec(target.worker_class, method)
     if instead:
@@ -126,7 +127,7 @@ def plan_method(
 def _items(
     label: str, spec: MethodSpec, target: Target, items: Sequence[Any]
 ) -> Iterator[tuple[int, Any]]:
-    """Ranks and their items; refuses a list for a method of rows, or of another length."""
+    """Ranks and their items; ProtocolError for a method that takes rows, or another length."""
     if spec.reads or spec.writes:
         expected = f"a Batch with the columns {list(spec.reads)}"
         do = "take rows from flow.prompts, or from the call that made them"
@@ -183,7 +184,7 @@ def _plan_rows(
     assignment: Assignment,
     numbers: Mapping[str, np.ndarray],
 ) -> CallPlan:
-    """A call on rows; numbers: further ones of each row (B,), by name."""
+    """A call on rows; numbers: further arrays (B,) for its commands, by name."""
     given, held = assignment.given, by_share(assignment.holds, lambda at: ids[at])
     minis = assignment.mini_batches or {}
 
@@ -220,7 +221,7 @@ def _ascending(ids: Ids, at: np.ndarray) -> Ids:
 
 
 def _inputs_of(batch: Batch, names: Sequence[str]) -> tuple[Input, ...]:
-    """Columns by the result and the row ids that they share."""
+    """Columns grouped by the result and the row ids that they share."""
     inputs: dict[tuple[int, bytes], Input] = {}
     for name in names:
         ref = batch.column(name)
@@ -238,7 +239,7 @@ def _assign_rows(
     seed: int,
     step: int,
 ) -> Assignment:
-    """Rows by rank; waits for lengths if the call is cut by tokens."""
+    """Rows by rank; waits for lengths if rows are split by tokens."""
     rules, lengths = protocol(spec.transfer_mode), _token_lengths(batch, target, spec)
     if not spec.minibatches:
         rows = (rules, target.layout, len(batch), target.limit)
@@ -256,7 +257,7 @@ def _assign_rows(
 
 
 def _token_lengths(batch: Batch, target: Target, spec: MethodSpec) -> np.ndarray | None:
-    """Tokens that the call reads of each row, if it is cut by them (waits for the lengths)."""
+    """(B,) tokens of each row that the call reads, if rows are split by them; waits for them."""
     update = getattr(target.settings, "update", None)
     balanced = spec.minibatches and update is not None and update.balance_tokens
     known = [name for name in TOKENS if name in (*spec.reads, *spec.optional)]
@@ -320,7 +321,7 @@ def _columns_read(spec: MethodSpec, batch: Batch, label: str) -> list[str]:
 
 
 _PLAIN: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float)}
-"""Annotation -> classes of values; texts, as modules put off the evaluation of annotations."""
+"""Annotation (a string where modules postpone their evaluation) -> accepted classes."""
 
 
 def _check_arguments(
@@ -329,9 +330,9 @@ def _check_arguments(
     before: Sequence[Any],
     arguments: Mapping[str, Any],
 ) -> None:
-    """Refuse arguments that the function does not take, or that cannot be sent to a rank.
+    """ProtocolError for arguments that the function does not take, MessageError for unsendable.
 
-    before: what comes first at the call, besides them. ProtocolError or MessageError.
+    before: the positional arguments in front of them.
     """
     signature = _signature(function)
     try:

@@ -1,8 +1,8 @@
 """Turns calls of the script into numbered commands, and their answers into lazy batches.
 
-Script thread only. A call is planned completely before anything is sent (call.py). Then missing
-rows are set under way, each rank gets its command, and the answer is returned at once. `fetch` is
-the one place where rows pass the controller.
+Script thread only. A call is planned completely before anything is sent (call.py). Then transfers
+of missing rows start, each rank gets its command, and a lazy result is returned at once. `fetch`
+is the one place where rows pass through the controller.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Caller:
     ) -> Batch | Result:
         """Call a registered method of a worker group (paper section 4.1).
 
-        The call may wait until it is known that somebody reads what it makes (waiting.py).
+        The call may be delayed until something reads its result (waiting.py).
         """
         spec, waiting = method_spec(target.worker_class, method), self.waiting
         batch = given if isinstance(given, Batch) else None
@@ -119,7 +119,7 @@ class Caller:
     ) -> Batch | Result:
         """Send the transfers of missing rows and the commands; return the result, still lazy.
 
-        wait: takes the result and what sends all this later.
+        wait(result, send): delays the call; send() sends all this later.
         """
         writes, result = plan.spec.writes, None
         if batch is not None and writes:
@@ -231,7 +231,7 @@ class Caller:
         return values
 
     def _fetched(self, name: str, ref: ColumnRef) -> tuple[Column, Ids]:
-        """The rows of a column, each once, and their ids, in the order in which they come."""
+        """The rows of a column, each once, and their ids, rank by rank."""
         ids, result = np.unique(ref.ids), ref.result
         parts = {self.ranks[0]: ids}
         if isinstance(result, RowResult):
@@ -305,7 +305,7 @@ class Caller:
         return refs
 
     def _join_made(self, columns: Mapping[str, Sequence[ColumnRef]], ids: Ids) -> RowResult:
-        """A result that every rank with rows puts together from the results of the parts."""
+        """A result that each rank assembles from the rows that it holds of the parts."""
         number = self.next_number()
         commands: dict[int, dict[str, Any]] = {}
         answer: dict[int, list[Ids]] = {}
@@ -344,7 +344,7 @@ class Caller:
 
 
 class Draws:
-    """Counts by row id how often rows were drawn for, in each phase (train, eval) of a step.
+    """Counts the responses drawn for each row id, in each phase (train, eval) of a step.
 
     The numbers depend on the script alone: not on ranks, nor on how rows are cut into calls.
     """

@@ -1,6 +1,6 @@
 """Evaluation between two steps: the held-out rows through the models of the script.
 
-Script thread; one more node of the dataflow, whose calls are marked as the phase "eval".
+Script thread. Its calls are ordinary calls of the script, marked with the phase "eval".
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Evaluation:
     """Judges held-out rows, at most once a step."""
 
     def __init__(self, caller: Caller, links: Sequence[WeightLink], config: Any) -> None:
-        """links: the flow's own, which grow while its script begins."""
+        """links: the flow's list, to which `flow.connect` appends."""
         self._caller, self._links = caller, links
         self._config, self._seed = config, seed_of(config.run.seed, "bootstrap")
         self._evaluated_at = -1
@@ -80,7 +80,7 @@ class Evaluation:
         others: Sequence[WorkerGroup],
         generate: Generate | None,
     ) -> dict[str, float]:
-        """Score greedy responses, which reports by itself, and judge sampled ones."""
+        """Score greedy responses (the call reports its metrics), and judge sampled ones."""
         if len(others) != 1:
             got = f"{model} and {len(others)} more groups"
             expected = "the reward that scores its responses"
@@ -141,7 +141,7 @@ def _respond(model: WorkerGroup, generate: Generate | None, rows: Batch, *, gree
 
 
 def _places_whole(batches: Sequence[Sequence[Sequence[Judged]]]) -> list[int]:
-    """Places of the prompts of which no response was dropped; RewardError if there is none."""
+    """Indices of the prompts without a failed response; RewardError if there is none."""
     whole = [
         place
         for place, rows in enumerate(zip(*batches, strict=True))
@@ -176,7 +176,7 @@ class Judged(NamedTuple):
     right: float
     """accuracy if the function reports it, else 1 for a score of at least 1, else 0."""
     answer: str | None
-    """answer if the function reports it (None: there is none), else the text, spaces single."""
+    """answer if the function reports it (None: there is none), else the text, whitespace collapsed."""
     num_tokens: int
 
     @classmethod

@@ -54,7 +54,7 @@ class Flow:
         """config: the script's settings. backend: of compute-lane groups.
 
         has_outside: whether ranks outside of the run help to make its groups, and wait for the
-        last one. transcript: takes what was said in the first steps.
+        last one. transcript: records commands and replies of the first steps.
         """
         self.caller, self._config, self._pools, self._run_dir = caller, config, pools, run_dir
         self._saving, self._show = saving, show
@@ -129,7 +129,7 @@ class Flow:
         return group
 
     def connect(self, policy: WorkerGroup, generator: WorkerGroup) -> WeightLink:
-        """Join a policy to a generator on other ranks; `sync()` of the answer moves weights."""
+        """Connect a policy to a generator on other ranks; `sync()` of the result copies weights."""
         ranks = tuple(sorted({*policy.target.layout.ranks, *generator.target.layout.ranks}))
         self._make_groups(f"{policy.name}-{generator.name}", [ranks])
         link = WeightLink(self.caller, policy, generator)
@@ -146,7 +146,7 @@ class Flow:
     ) -> None:
         """Have every rank of the world make process groups of the compute lane.
 
-        hosts: where what lies in host memory travels, by a gloo group. A rank alone needs none.
+        hosts: ranks that also need a gloo group, for data in host memory. One rank needs none.
         """
         made = dict.fromkeys([(g, self._backend) for g in groups] + [(g, "gloo") for g in hosts])
         specs = [[list(ranks), "compute", each] for ranks, each in made if len(ranks) > 1]
@@ -157,7 +157,7 @@ class Flow:
     def prompts(self, cfg: DataSettings, *, name: str = "prompts") -> PromptStream:
         """The prompts of a data section; `next(prompts)` is a batch for one step.
 
-        Its place is part of checkpoints, under the name; a second stream gives another one.
+        Its position is saved in checkpoints under `name`; a second stream needs another name.
         """
         if name in self.kept:
             got = f"the name {name!r} besides {sorted(self.kept)}"
@@ -167,7 +167,7 @@ class Flow:
         return self.keep(**{name: stream})
 
     def keep(self, **things: T) -> T:
-        """Register a thing with state_dict and load_state_dict, so that it resumes; returns it."""
+        """Save and load an object (state_dict, load_state_dict) with checkpoints; returns it."""
         if len(things) != 1 or set(things) & set(self.kept):
             got = f"{sorted(things)} besides {sorted(self.kept)}"
             expected = "one thing with a name of its own"
@@ -177,7 +177,7 @@ class Flow:
         return thing
 
     def assume(self, examples: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Examples of what only a run knows, for `spmdflow.plan`; Ignored by a run.
+        """Examples of values that only a run knows, for `spmdflow.plan`; ignored by a run.
 
         Name -> a number (of a metric, or of every row of a column), a list that rows take in
         turn, tokens (prompts, responses), a plain answer ("group.method"), or how a column looks
@@ -221,9 +221,8 @@ class Flow:
         Called before the first step, it evaluates as step 0 when the steps begin, unless the run
         continues from a checkpoint.
 
-        generate: the script's own way from held-out rows to rows with responses, such as several
-        turns with a tool: generate(rows) -> rows. One that has a parameter `greedy` is told whether
-        to sample.
+        generate: the script's own generation, such as several turns with a tool: generate(rows) ->
+        rows with responses. If it has a parameter `greedy`, that says whether not to sample.
         """
         _check_every("evaluate", every)
         if not every or (self.step is not None and not is_due(self.step.number, every)):
@@ -314,7 +313,7 @@ class Flow:
 
 
 def _check_every(what: str, every: object) -> None:
-    """Refuse a number of steps that is none. ProtocolError."""
+    """ProtocolError unless `every` is an integer of at least 0."""
     if isinstance(every, bool) or not isinstance(every, int) or every < 0:
         raise ProtocolError(
             f"flow.{what}: got every={every!r}, expected a number of steps (0: never); write "

@@ -52,7 +52,7 @@ class WorkerGroup:
         method_spec(self.target.worker_class, method)
 
         def call(*given: Any, **arguments: Any) -> Batch | Result:
-            """The method on every rank: at most a batch (or a list) by place, the rest by name."""
+            """The method on every rank: a batch (or a list) by position, all else by name."""
             if len(given) > 1:
                 function = getattr(self.target.worker_class, method)
                 raise too_many(f"{self.name}.{method}", function, given)
@@ -72,7 +72,7 @@ class WorkerGroup:
 
 
 class WeightLink:
-    """Made by `flow.connect`. `sync` is one call, in call order on both pools."""
+    """Copies weights between pools; made by `flow.connect`. `sync` keeps call order on both."""
 
     def __init__(self, caller: Caller, policy: WorkerGroup, generator: WorkerGroup) -> None:
         """ConfigError if the two share ranks."""
@@ -87,7 +87,7 @@ class WeightLink:
         generator.open_weights(peer=asdict(policy.target.layout))
 
     def sync(self) -> None:
-        """Bring the policy's weights, after its earlier calls, to the generator's later ones."""
+        """Copy the weights that the policy's earlier calls left, for the generator's later calls."""
         ends = ((self._policy, "send_weights"), (self._generator, "receive_weights"))
         head = {"operation": "call", "step": self._caller.step, "arguments": {}}
         commands = {

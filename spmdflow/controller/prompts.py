@@ -83,7 +83,7 @@ class PromptStream(Iterator[Batch]):
         return self._held_out(eval_prompts_of(self._cfg.eval_prompts).num_samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor."""
+        """The position in the data."""
         return {} if self._order is None else self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ class PromptStream(Iterator[Batch]):
         numbers = np.repeat(np.asarray(rows, dtype=np.int64), len(ids) // len(rows))
         parts = [(_COLUMNS[self._cfg.rows], numbers)]
         if self._cfg.rows == "labels":
-            # each row brings the answer of the one before too, with which KTO measures the KL
+            # KTO estimates the KL from mismatched pairs: each row with the answer of the one before
             parts.append((("answers",), np.roll(numbers, 1)))
         caller = self._caller
         columns: dict[str, ColumnRef] = {}
@@ -157,7 +157,7 @@ class DynamicSampling:
         return self._num_kept >= self._num_rows
 
     def add(self, drawn: Batch) -> None:
-        """Take the groups of one round that differ; RowError if the last round was not enough."""
+        """Keep groups whose scores differ; RowError if too few after the last allowed round."""
         self._kept.append(drawn.filter_groups("scores", _differ))
         self._num_drawn += len(drawn)
         if len(self._kept) >= self._cfg.max_rounds and not self.is_full:

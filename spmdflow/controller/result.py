@@ -41,7 +41,7 @@ class ColumnFacts:
 
 
 def facts_of(replies: Replies, answer: Mapping[int, Ids]) -> dict[str, ColumnFacts]:
-    """Join what the answering ranks said of their columns."""
+    """Dtype, row shape and lengths of the columns, from the replies of the answering ranks."""
     ranks = [rank for rank, ids in answer.items() if len(ids)] or list(answer)[:1]
     said = [replies[rank]["columns"] for rank in ranks]
     ids, first = np.unique(np.concatenate([answer[rank] for rank in ranks]), return_index=True)
@@ -78,10 +78,10 @@ class RowResult:
     waiting: list[Callable[[], None]] = field(default_factory=list)
     """Releases of transfers that wait for the producer (io thread)."""
     make: Callable[[str, str], None] | None = None
-    """Of a call that waits until somebody reads (waiting.py): makes it; as `be_made`."""
+    """Set while the call is delayed (waiting.py): makes it; arguments as of `be_made`."""
 
     def be_made(self, reader: str, why: str = "") -> None:
-        """Make the call now if it waits (script thread); why: if not because somebody reads."""
+        """Make the call now if it is delayed (script thread); why: a reason other than a read."""
         if self.make is not None:
             self.make(reader, why)
 
@@ -256,7 +256,7 @@ class Transfers:
         self._outstanding: list[CallRecord] = []
 
     def need(self, result: RowResult, names: Sequence[str], need: Mapping[int, Ids]) -> None:
-        """Make the rows `need[rank]` of the columns `names` arrive everywhere (script thread).
+        """Plan transfers so that each rank gets its rows `need[rank]` of `names` (script thread).
 
         A rank that needs no rows and has never had the column gets an empty one, from itself.
         """
@@ -331,7 +331,7 @@ class Transfers:
     def _count(
         self, _kept: RowResult, label: str, planned: Counter[Edge], replies: Replies
     ) -> None:
-        """Check and count the bytes. Until here the result is kept: its holders send its rows."""
+        """Check and count the bytes. Keeps the result alive while its holders send its rows."""
         sent = {(r, to): n for r, reply in replies.items() for to, n in reply["sent"].items()}
         got = {(at, r): n for r, reply in replies.items() for at, n in reply["received"].items()}
         expected = dict(+planned)

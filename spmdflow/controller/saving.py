@@ -38,7 +38,7 @@ class Saving:
         """Whether the running step ends with a checkpoint."""
 
     def resume(self, caller: Caller, groups: Groups) -> dict[str, Any] | None:
-        """Load the checkpoint that the run continues from; the flow's own part, or None.
+        """Load the checkpoint that the run continues from; returns the flow's state, or None.
 
         Each rank verifies what it reads.
         """
@@ -70,9 +70,9 @@ class Saving:
         logger.info("saved step %s to %s", step, info.folder)
 
     def _check_frozen(self, info: CheckpointInfo, name: str, replies: Replies) -> None:
-        """CheckpointError, or a warning if that is wanted, for another model than was saved with.
+        """CheckpointError if a frozen model has changed; a warning with run.resume=reload_frozen.
 
-        A checkpoint of an earlier version has no record: that is a warning.
+        A checkpoint of an earlier version has no hash of it: also a warning.
         """
         now, then = _frozen(replies), info.meta.get("frozen", {}).get(name)
         if now is None:

@@ -62,7 +62,7 @@ class Step:
         return merge(metrics)
 
     def metrics(self, records: Iterable[CallRecord]) -> dict[str, float]:
-        """All of the step: reported by its calls, logged, and seconds."""
+        """All metrics of the step: reported by its calls, logged by the script, and seconds."""
         phases: dict[str, list[CallRecord]] = {"train": [], "eval": []}
         for record in records:
             phases[record.phase].append(record)
@@ -88,7 +88,7 @@ class Step:
 
 
 def _check_logged(result: object, place: str) -> None:
-    """Refuse what is no metric, and warn of numbers that are none; place: the script's line."""
+    """ProtocolError for what is not a metric; a warning for nan and inf. place: script's line."""
     if isinstance(result, Result):
         return
     if not isinstance(result, Mapping):
@@ -143,7 +143,7 @@ def counted_bytes(caller: Caller) -> Counter[str]:
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether what happens every so many steps (0: never) belongs to this step."""
+    """Whether something that happens every `every` steps (0: never) happens in this step."""
     return every > 0 and step % every == 0
 
 

@@ -1,9 +1,9 @@
-"""`Transcript`: what ranks were told and what they answered in the first steps of a launch.
+"""`Transcript`: the commands to ranks and their replies in the first steps of a launch.
 
-RUN_DIR/transcript has every order, by rank, as a dry run records it, with what the ranks said of
-the rows (numbers of rows and tokens, values that the script fetched, plain answers), and the bytes
-of every edge. The prediction after a run is made from it; a plan of the script can be held against
-it. Recording stops at a size limit.
+RUN_DIR/transcript has every order, by rank, as a dry run records it, with what the ranks replied
+(numbers of rows and tokens, values that the script fetched, plain answers), and the bytes of every
+edge. The prediction after a run is made from it; a plan of the script can be compared with it.
+Recording stops at a size limit.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _operation(record: CallRecord) -> str:
 
 
 def _entry(record: CallRecord, step: int) -> dict[str, Any]:
-    """An order and its answer as plain data; ranks that are told the same stand together."""
+    """An order and its answer as plain data; ranks with the same command are grouped."""
     alike: dict[Any, tuple[list[int], dict[str, Any]]] = {}
     for rank, plain in record.commands.items():
         kept = {name: value for name, value in plain.items() if name not in _LEFT_OUT}

@@ -1,20 +1,21 @@
-"""Calls that wait until somebody reads what they write, and what serves where nobody does.
+"""Calls that are delayed until something reads their columns, and what replaces those never made.
 
-`actor.compute_log_prob` is such a call: the update has a forward of its own. With
-`actor.update.old_log_probs`
+`actor.compute_log_prob` is such a call: the update computes these log-probs in its own forward.
+With `actor.update.old_log_probs`
 
 - recompute: the call is made where the script has it;
 - rollout: it is never made; old_log_probs are the generator's, rollout_log_probs;
-- auto: it waits. Whoever reads its column has it made, and so has a call that may change the model.
-  An update of all its rows as one optimizer step does without: the old log-probs are those of its
-  own forward. Several steps take the generator's while these are certified, and so does a map
-  function that says so (`MapSpec.instead`); else the call is made.
+- auto: it is delayed. It is made as soon as something reads its column, or before a call that may
+  change the model. An update of all its rows in one optimizer step does not need it: the old
+  log-probs are those of the update's own forward. An update of several steps uses the generator's
+  if these are certified, and so does a map function that allows it (`MapSpec.instead`); otherwise
+  the call is made.
 
-Certified: in the last step that measured it, the mean |log-prob gap| of generator and trainer was
-at most a hundredth of loss.clip_ratio and the largest at most half of it. So the clip of the loss
-does not act on what the gap alone does to a token's ratio, and the mean ratio is off by less than a
-hundredth of what one update may change. `compute_log_prob` measures it for the first time, then
-each update in its first optimizer step, before the weights change.
+Certified: in the last step that measured it, the mean |log-prob difference| of generator and
+trainer was at most a hundredth of loss.clip_ratio and the largest at most half of it. Then the
+difference alone never makes the loss clip a token, and shifts the mean ratio by less than a
+hundredth of what one update may change. `compute_log_prob` measures it first, then each update in
+its first optimizer step, before the weights change.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ MOST_MEAN, MOST_MAX = 0.01, 0.5
 
 
 class Waiting:
-    """The calls of a step that wait, by model, and what was chosen."""
+    """The delayed calls of a step, by model, and what `auto` chose."""
 
     def __init__(self) -> None:
         self.drift: Sequence[float] = ()
@@ -55,14 +56,14 @@ class Waiting:
         self._targets: dict[str, Target] = {}
         self._served: WeakKeyDictionary[RowResult, str] = WeakKeyDictionary()
         self.updates: WeakKeyDictionary[RowResult, Result] = WeakKeyDictionary()
-        """What updates answered that did without a call: they report its metrics."""
+        """For calls that are never made: the update's result, which reports their metrics."""
 
     def learn(self, metrics: Mapping[str, float]) -> None:
         """Take over what a step measured."""
         self.drift = [metrics[name] for name in DRIFT if name in metrics] or self.drift
 
     def is_worthwhile(self, target: Target, spec: MethodSpec, batch: Batch) -> bool:
-        """Whether a call waits, as an update of these rows could do without it."""
+        """Whether to delay a call because an update of these rows may not need it."""
         if not spec.may_wait or _mode_of(target) != AUTO:
             return False
         update = target.settings.update
@@ -90,14 +91,15 @@ class Waiting:
             result.be_made(name, why)
 
     def make_all(self) -> None:
-        """Make what still waits when the step ends: what it reports is wanted."""
+        """Make the calls that still wait when the step ends, for the metrics that they report."""
         for name in self._calls:
             self.make(name, "no update of the step learns from all their rows")
 
     def offer(self, target: Target, spec: MethodSpec, batch: Batch) -> tuple[Batch, dict[str, str]]:
-        """The rows of an update as it may take them; which columns others serve for.
+        """The rows to give to an update, and column -> replacement.
 
-        Without the column: it is of the update's own forward; with it: the generator's.
+        A replaced column is left out if the update's own forward computes it, else it holds the
+        generator's values.
         """
         found: dict[str, str] = {}
         for name, other in spec.instead.items() if spec.minibatches else ():
@@ -108,7 +110,7 @@ class Waiting:
         return batch, found
 
     def offer_map(self, batch: Batch, instead: Mapping[str, str]) -> Batch:
-        """The rows of a map function, with what serves for the columns of calls that wait."""
+        """The rows for a map function, with allowed replacements for columns of delayed calls."""
         for name, other in instead.items():
             made_by = batch.column(name).result if name in batch.columns else None
             for model, calls in self._calls.items():
@@ -119,9 +121,9 @@ class Waiting:
     def serve(
         self, target: Target, spec: MethodSpec, batch: Batch, names: Iterable[str]
     ) -> list[RowResult]:
-        """An update does without columns: the calls are never made, later readers are refused.
+        """An update does not need `names`: their calls are never made, later reads are errors.
 
-        Gives the results that such calls would have made.
+        Returns the results that these calls would have made.
         """
         found = []
         for name in names:
@@ -139,7 +141,7 @@ class Waiting:
         return found
 
     def _choice(self, target: Target, spec: MethodSpec, batch: Batch, name: str) -> str:
-        """What serves in the place of a column of a call that waits; empty: nothing."""
+        """What replaces a column of a delayed call; empty: nothing."""
         ref, other = batch.column(name), spec.instead[name]
         if _mode_of(target) == ROLLOUT and other in batch.columns:
             return ROLLOUT if ref.equals(batch.column(other)) else ""
@@ -152,7 +154,7 @@ class Waiting:
         return "" if self._lacks(target, spec.instead, batch) else ROLLOUT
 
     def _lacks(self, target: Target, instead: Mapping[str, str], batch: Batch) -> str | None:
-        """Why the generator's columns cannot serve; None: they can."""
+        """Why the generator's columns cannot be used; None: they can."""
         if not all(other in batch.columns for other in instead.values()):
             return f"a batch is several optimizer steps and has no {', '.join(instead.values())}"
         bounds = _bounds(target)
@@ -166,7 +168,7 @@ class Waiting:
         return None
 
     def _say(self, target: Target, value: str, why: str) -> None:
-        """One line at the first choice, and at another one."""
+        """Log a choice when it is first made and when it changes."""
         choice = Choice(f"{target.name}.update.old_log_probs", value, why)
         if self.choices.get(target.name) != choice:
             self.choices[target.name] = choice
@@ -183,7 +185,7 @@ def _mode_of(target: Target) -> str:
 
 
 def _bounds(target: Target) -> tuple[float, float]:
-    """Largest mean and largest gap of all at which the generator's log-probs serve."""
+    """Bounds on the mean and the largest gap up to which the generator's log-probs are used."""
     clip = target.settings.loss.clip_ratio
     return MOST_MEAN * clip, MOST_MAX * clip
 

@@ -1,6 +1,6 @@
-"""`spmdflow doctor`: what is installed, what works on this node, and what is missing for what.
+"""`spmdflow doctor`: what is installed, what works here, and what a missing package is needed for.
 
-Looks and reports; changes nothing and survives whatever is missing. Exit code 0: a run on the CPU
+Only reports; changes nothing and works whatever is missing. Exit code 0: a run on the CPU
 can work here; 1: it cannot, and the lines marked `bad` say why.
 
 | file | what |
@@ -33,5 +33,5 @@ class Check:
     def of(
         cls, topic: str, name: str, found: str, good: bool, advice: str, otherwise: str = WARNING
     ) -> Check:
-        """A line that is fine, or else says what to do."""
+        """A line in state GOOD if `good`, else in state `otherwise` with the advice."""
         return cls(topic, name, *((GOOD, found) if good else (otherwise, found, advice)))

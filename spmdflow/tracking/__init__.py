@@ -3,12 +3,13 @@
 Files in RUN_DIR, each readable at any moment, also after a kill:
 
     metrics.jsonl   one object per step: `step` first, then names in order; null: not finite
-    samples.jsonl   one object per shown sample: step, prompt, response, score
+    samples.jsonl   one object per shown sample: step, prompt, response, score, perhaps terms
     trace.json      Chrome trace format (open in ui.perfetto.dev): process = rank, thread = lane
-    profile/        of run.profile_steps: torch.profiler's record of a step of a rank
-    evaluation.jsonl   of algos/evaluate.py: one object per held-out prompt, its responses judged
+    profile/        torch.profiler's traces, one for each step and rank of run.profile_steps
+    evaluation.jsonl   of algos/evaluate.py: one object per held-out prompt and its judged responses
 
 Metric prefixes: reward/ eval/ actor/ critic/ rollout/ time/ (seconds) perf/ transfer/ (bytes)
-controller/ (bytes). `merge` turns the Mean, Sum and Max of many ranks and calls into numbers.
+controller/ (bytes); all metrics are in docs/METRICS.md. `merge` turns the Mean, Sum and Max of
+many ranks and calls into numbers.
 `estimate` turns judged samples of held-out prompts into pass@k and majority@k with intervals.
 """

@@ -1,7 +1,7 @@
 """What several samples of each prompt say about a policy: pass@k, majority@k, with intervals.
 
 Pure functions of plain numbers. A prompt has n samples; each is right or wrong (1 or 0) and has
-an answer. Estimates are means over prompts, their intervals come from resampling prompts.
+an answer. Estimates are means over prompts; their intervals are a bootstrap over prompts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COVERAGE = 0.95
 
 
 class Estimate(NamedTuple):
-    """A mean over prompts and the ends of its interval."""
+    """A mean over prompts and the ends of its interval (`COVERAGE`)."""
 
     value: float
     low: float
@@ -25,7 +25,7 @@ class Estimate(NamedTuple):
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Probability that k of a prompt's n samples, drawn without replacement, hold a right one.
+    """Probability that k of a prompt's n samples, drawn without replacement, include a right one.
 
     pass@k = 1 - C(n - c, k) / C(n, k), unbiased for k fresh samples (Chen et al. 2021, eq. 1).
     0 <= num_right <= num_samples, 1 <= k <= num_samples.
@@ -41,10 +41,10 @@ def ks_of(num_samples: int) -> list[int]:
 
 
 def majority(answers: Sequence[str | None], right: Sequence[float]) -> float:
-    """How right the answer is that most of a prompt's samples give (Wang et al. 2023).
+    """Accuracy of the answer that most samples of one prompt give (Wang et al. 2023).
 
-    answers (n,): None gives no vote. right (n,): 1 or 0. Of answers that are equally common one is
-    drawn at random: the result is the expectation, the mean over them. Without any vote: 0.
+    answers (n,): None gives no vote. right (n,): 1 or 0. On a tie the result is the mean over the
+    tied answers, as if one were drawn at random. Without any vote: 0.
     """
     votes: dict[str, list[float]] = {}
     for answer, value in zip(answers, right, strict=True):
@@ -77,7 +77,7 @@ def estimates(numbers: Mapping[str, Sequence[float]], *, seed: int) -> dict[str,
 
     Interval: from the 2.5th to the 97.5th percentile of the means of `NUM_RESAMPLES` resamples of
     the P prompts (Efron 1979). All names share the resamples; the same seed gives the same ones.
-    All names have as many numbers, at least 1.
+    Every name has the same number P >= 1 of values.
     """
     table = np.array([numbers[name] for name in numbers], dtype=np.float64)  # (names, P)
     num_prompts = table.shape[1]

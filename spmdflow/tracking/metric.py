@@ -14,9 +14,9 @@ def merge(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
     """One float for each name, names in the order in which they first occur.
 
     Mean: sum of totals / sum of weights (left out where the weights sum to 0: nothing was
-    measured). Sum: added. Max: the largest, nan if one is nan. A plain number: the mean of
-    them, exactly the number if all are equal. The order of the mappings changes no value.
-    ProtocolError if a name comes as two kinds.
+    measured). Sum: added. Max: the largest, nan if one is nan. Plain numbers: their mean,
+    exact if all are equal. The order of the mappings changes no value. ProtocolError if a name
+    is reported as two of these kinds.
     """
     gathered: dict[str, list[Metric]] = {}
     for mapping in metrics:
@@ -27,7 +27,7 @@ def merge(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
 
 
 def _merged(name: str, values: list[Any]) -> float | None:
-    """One number of values of one kind; any numbers beside Mean, Sum and Max are one kind."""
+    """One number from all values of one metric; None if the weights of a Mean sum to 0."""
     kinds = {type(v) if isinstance(v, Mean | Sum | Max) else float for v in values}
     if len(kinds) > 1:
         names = " and ".join(sorted(kind.__name__ for kind in kinds))

@@ -48,7 +48,7 @@ def progress_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
 
 
 def stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by stage, in the metrics' order, under short names: compute_values is values."""
+    """Seconds by stage, in the metrics' order, with short names: compute_values becomes values."""
     stages: dict[str, float] = {}
     for name, seconds in metrics.items():
         if name.startswith("time/") and name.endswith("_seconds") and name != _STEP:
@@ -78,7 +78,7 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
     ("critic/explained_variance", "ev", ".3f"),
     ("rollout/drift", "drift", ""),
 )
-"""Metric, label in the line, format (none: two digits); explained in docs/METRICS.md."""
+"""Metric, label in the line, format (none: two significant digits); see in docs/METRICS.md."""
 
 
 class Sample(NamedTuple):
@@ -105,9 +105,9 @@ def print_samples(
     file: TextIO | None = None,
     width: int | None = None,
 ) -> None:
-    """Print samples as a table on file (stderr), as wide as the terminal; in a log, COLUMNS or 80.
+    """Print samples as a table on file, by default stderr.
 
-    max_characters: shown of each text.
+    max_characters: of each text. width: by default the terminal's, else COLUMNS or 80.
     """
     title = f"samples of step {step}"
     table = Table(title=title, title_justify="left", box=box.ASCII2, show_lines=True, expand=True)
@@ -121,7 +121,7 @@ def print_samples(
 
 
 def printable(text: str) -> str:
-    """text with every character that is not plainly visible as its escape, on one line."""
+    """text on one line, with an escape in place of every invisible or control character."""
     return "".join(
         repr(character)[1:-1] if _is_hidden(character) else character for character in text
     )
@@ -137,7 +137,7 @@ def shortened(text: str, max_characters: int) -> str:
 
 
 def _is_hidden(character: str) -> bool:
-    """Control, format, surrogate, private, unassigned; separators but the space."""
+    """Whether it is control, format, surrogate, private, unassigned, or a separator but " "."""
     kind = unicodedata.category(character)
     return kind.startswith("C") or kind in ("Zl", "Zp") or (kind == "Zs" and character != " ")
 
@@ -148,7 +148,7 @@ Point = tuple[float, float]
 def text_curve(
     title: str, points: Sequence[Point], *, width: int = 60, height: int = 12
 ) -> list[str]:
-    """Lines of a plot of (x, y) points in rising x; points that are not finite are left out.
+    """Lines of a plot of (x, y) points with ascending x; points that are not finite are left out.
 
     The curve is drawn by linear interpolation, `o` at measured points, `.` between them (only
     `*`, the mean of a column, where there are more points than columns).

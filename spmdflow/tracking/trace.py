@@ -1,8 +1,8 @@
-"""`TraceWriter`: what every lane of every rank did when; `StepProfiler`: what a rank's thread did.
+"""`TraceWriter`: a timeline of every lane of every rank; `StepProfiler`: torch.profiler by step.
 
 Both in Chrome's trace format. A trace is one JSON array, one event per line. Each write replaces
-the closing bracket and puts a new one behind the events, in one system call: the file is valid JSON
-also if the run dies.
+the closing bracket by new events and a bracket, in one system call: the file stays valid JSON even
+if the run dies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EMPTY, _END = b"[\n]\n", b"\n]\n"
 
 
 class Span(NamedTuple):
-    """One stretch of work; seconds of one clock for all ranks of a node (time.time())."""
+    """One piece of work on a lane; start, end: time.time(), in seconds, by the node's clock."""
 
     rank: int
     lane: str
@@ -34,7 +34,7 @@ class Span(NamedTuple):
     end: float
     step: int = 0
     received_bytes: int = 0
-    """Of rows, by a transfer."""
+    """Bytes of rows that a transfer received."""
 
 
 class TraceWriter:
@@ -98,7 +98,7 @@ class TraceWriter:
         self._size = at
 
     def _continued(self) -> int:
-        """Size of the file, made empty or fixed so that it ends in a closing bracket."""
+        """Size of the file, after making it a valid JSON array if it is new or was cut off."""
         size = os.fstat(self._file).st_size
         if size >= len(_EMPTY) and os.pread(self._file, len(_END), size - len(_END)) == _END:
             return size
@@ -120,8 +120,8 @@ def _is_event(line: bytes) -> bool:
 class StepProfiler:
     """torch.profiler's record of chosen steps of one rank, for ui.perfetto.dev.
 
-    RUN_DIR/profile/step_3_rank_0.json.gz has every operator of the compute lane, which alone calls
-    it, the kernels on a device, and a range for each call of the script. A step's record begins
+    RUN_DIR/profile/step_3_rank_0.json.gz has every operator of the compute lane (the only caller),
+    the kernels on a device, and a range for each call of the script. A step's record begins
     with its first call here and is written when the first call of another step comes, or at the
     end; writing takes seconds.
     """
@@ -131,7 +131,7 @@ class StepProfiler:
         self._running: tuple[int, profile] | None = None
 
     def call(self, step: int, label: str) -> AbstractContextManager[object]:
-        """A call of this step begins: start or end a record; the context is the call's range."""
+        """Start or end a record as a call of this step begins; the context is the call's range."""
         if self._running is not None and self._running[0] != step:
             self.close()
         if self._running is None and step in self._steps:

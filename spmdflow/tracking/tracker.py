@@ -1,8 +1,8 @@
 """`Tracker`: the numbers and samples of a run on disk, and in TensorBoard or W&B on request.
 
 Files are JSON Lines: appended, read and cut back, safe against a kill at any moment. A kill can
-only tear the last line. Readers skip what is no object with an integer `step`; rewriting goes
-through a second file and a rename. TensorBoard and W&B are imported only on request.
+only tear the last line. Readers skip lines that are not an object with an integer `step`; rewriting
+goes through a second file and a rename. TensorBoard and W&B are imported only on request.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Tracker:
     """Writes RUN_DIR/metrics.jsonl and samples.jsonl; only the controller's process has one."""
 
     def __init__(self, run_dir: Path, trackers: Sequence[str] = (), *, last_step: int = -1) -> None:
-        """last_step: what lies after it is forgotten; -1, a start without checkpoint: all files are
-        set aside."""
+        """last_step: records after it are dropped; -1 (no checkpoint to continue from): old files
+        are renamed."""
         sinks: list[Callable[[Path, int], Sink]] = [
             resolve(TRACKERS.find(name)) for name in dict.fromkeys(trackers)
         ]
@@ -66,7 +66,7 @@ class Tracker:
 
 
 class Sink(Protocol):
-    """Where finite metrics go as well; made with (run_dir, last_step), see `Tracker`.
+    """A further place for finite metrics; constructed with (run_dir, last_step), see `Tracker`.
 
     Your own: `@register_tracker("name")` in the script, then run.trackers=[name].
     """
@@ -101,7 +101,7 @@ class WandbSink:
     """One W&B run for each RUN_DIR, continued on resume: its id is in RUN_DIR/wandb_id.
 
     Project, entity and mode come from W&B's own variables (WANDB_PROJECT, WANDB_MODE, ...).
-    Points of steps that a resumed run repeats stay beside the new ones: W&B cannot forget rows.
+    Points of steps that a resumed run repeats stay beside the new ones: W&B cannot delete rows.
     """
 
     def __init__(self, run_dir: Path, last_step: int) -> None:
@@ -140,21 +140,21 @@ def _imported(extra: str, module: str) -> Any:
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append one line for each record; they are with the system when this returns."""
+    """Append one line for each record; written to the kernel at return, not fsynced."""
     text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
     with disk_errors("write", path, "tracking"), path.open("ab") as file:
         file.write(text.encode())
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, without lines that are torn or no record; [] if there is no file."""
+    """The records of a file, skipping torn or invalid lines; [] if there is no file."""
     if not path.exists():
         return []
     return [record for _, record in _records(path)]
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Drop the records of steps after `step`, and lines that are torn or no record; atomic."""
+    """Drop the records of steps after `step`, and torn or invalid lines; atomic."""
     if not path.exists():
         return
     kept = b"".join(line for line, record in _records(path) if record["step"] <= step)
@@ -175,7 +175,7 @@ def set_aside(path: Path) -> None:
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each good line, with its newline, and its record; warns of the others."""
+    """Each valid line, with its newline, and its record; warns about the others."""
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         record = _record_or_none(line)
         if record is not None:
