@@ -1,4 +1,4 @@
-"""Every error a user can meet, as one tree. Each message: what it got, what it expected, what to do.
+"""Every error a user can meet, as one tree. Each message: what it got and expected, what to do.
 
 `ConfigError.of(key, got, expected, do)` writes a message of the usual form; where one of the parts
 needs a sentence of its own, the message is written out in full.

@@ -13,9 +13,9 @@ Exit codes of a rank (torchrun itself exits with 0 or 1):
     2  refused: settings or script cannot work; nothing was started
     3  stopped by SIGTERM, after a checkpoint
 
-When a rank dies, the others learn it within seconds (from the controller, or because it is gone),
-write what they know and exit; torchrun stops what is left. No rank waits for a dead one. When torchrun
-itself is killed, its ranks end too, at every moment from the first line of `main` on. With
+When a rank dies, the others learn it within seconds (from the controller, or by losing it),
+write what they know and exit; torchrun stops what is left. No rank waits for a dead one. When
+torchrun itself is killed, its ranks end too, at any time after the first line of `main`. With
 `--max-restarts` torchrun starts the ranks again, and run.resume=auto goes on from the checkpoint.
 
 An error in settings is printed once per node. The node's other ranks wait 5 s before they exit:

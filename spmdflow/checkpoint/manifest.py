@@ -38,7 +38,7 @@ class FileFacts:
     num_bytes: int
     sha256: str
     head_bytes: int | None = None
-    """sha256 is of this many first bytes, the header, which has the tensors' hashes; None: of all."""
+    """sha256 covers this many bytes, the header, which has the tensors' hashes; None: all."""
 
 
 @dataclass(frozen=True)

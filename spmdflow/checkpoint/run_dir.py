@@ -157,7 +157,7 @@ class Checkpoints:
         self._keep, self._patience_seconds = keep, patience_seconds
 
     def clean(self) -> list[str]:
-        """Remove unfinished checkpoints of a killed run; returns their names. Call once, at start."""
+        """Remove unfinished checkpoints of a killed run; returns their names. Call once, first."""
         left = [
             path.name
             for path in (self.folder.iterdir() if self.folder.is_dir() else ())

@@ -330,7 +330,7 @@ def _check_arguments(
     before: Sequence[Any],
     arguments: Mapping[str, Any],
 ) -> None:
-    """ProtocolError for arguments that the function does not take, MessageError for unsendable.
+    """ProtocolError for arguments that do not fit the function, MessageError for unsendable ones.
 
     before: the positional arguments in front of them.
     """

@@ -176,7 +176,7 @@ class Judged(NamedTuple):
     right: float
     """accuracy if the function reports it, else 1 for a score of at least 1, else 0."""
     answer: str | None
-    """answer if the function reports it (None: there is none), else the text, whitespace collapsed."""
+    """answer if the function reports it (None: there is none), else the text, single-spaced."""
     num_tokens: int
 
     @classmethod

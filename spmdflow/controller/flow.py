@@ -222,7 +222,7 @@ class Flow:
         continues from a checkpoint.
 
         generate: the script's own generation, such as several turns with a tool: generate(rows) ->
-        rows with responses. If it has a parameter `greedy`, that says whether not to sample.
+        rows with responses. If it has a parameter `greedy`, it is told whether to decode greedily.
         """
         _check_every("evaluate", every)
         if not every or (self.step is not None and not is_due(self.step.number, every)):

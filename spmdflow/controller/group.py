@@ -87,7 +87,7 @@ class WeightLink:
         generator.open_weights(peer=asdict(policy.target.layout))
 
     def sync(self) -> None:
-        """Copy the weights that the policy's earlier calls left, for the generator's later calls."""
+        """Copy the weights after the policy's earlier calls, for the generator's later calls."""
         ends = ((self._policy, "send_weights"), (self._generator, "receive_weights"))
         head = {"operation": "call", "step": self._caller.step, "arguments": {}}
         commands = {

@@ -5,10 +5,10 @@ Knows process groups, sockets, rows by number and worker classes by name; no scr
 
 | file | what |
 |---|---|
-| launch, session, rendezvous | how ranks become one session, and part |
+| launch, session, rendezvous | how ranks form one session, and leave it |
 | order | what a script gives and gets: orders, replies; run at once in one process (`--inproc`) |
 | message, wire | what is sent: plain data and names, envelopes and sockets |
 | io, peers, verdict | the controller's side: who was told what, who answered, what failed first |
-| comm, executor, operation | a rank's side: threads, lanes, and what each command does |
-| process, failure | processes and signals of the run; how a failure is told |
+| comm, executor, operation, early | a rank's side: threads, lanes, what each command does |
+| process, failure | processes and signals of the run; how a failure is reported |
 """

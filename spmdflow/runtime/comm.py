@@ -2,9 +2,9 @@
 
 Hands commands to the lanes, sends heartbeats, and watches for everything that ends a run:
 the limit of the running commands, the controller, the parent process (torchrun killed with -9
-leaves orphans), SIGTERM. When the run fails it ends the process itself: the lanes may sit in a
-collective that hears nothing. If every process of the run is alive and the program around the
-session wants to go on, the controller says UNWIND instead.
+leaves orphans), SIGTERM. When the run fails it ends the process itself: the lanes may be blocked in
+a collective. If every process of the run is alive and the program around the session wants to go
+on, the controller says UNWIND instead.
 """
 
 from __future__ import annotations

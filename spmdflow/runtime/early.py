@@ -1,7 +1,7 @@
-"""Early methods: they run before their call's turn, each in a thread, as soon as its rows are here.
+"""Early methods: run before their call's turn, each in a thread, as soon as its rows have arrived.
 
-No wait is without a limit. A thread whose rows do not come within the limit of a call gives up, and
-the call does all at its turn, when it waits for the rows itself. Every wait ends with the session.
+Every wait has a limit. If the rows do not arrive within the limit of a call, the thread gives up,
+and the call does all the work at its turn. Every wait ends with the session.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spmdflow.runtime.failure import UNWIND_SECONDS
 
 
 class Begun(Future[Any]):
-    """What an early method returns."""
+    """The future result of an early method."""
 
     def __init__(self, label: str, arrival: RowCondition, seconds: float) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class EarlyMethods:
         thread.start()
 
     def take(self, number: int) -> Begun | None:
-        """What the method of a call that has its rows will return; None: it does not run."""
+        """The future of a call's early method, at the call's turn; None: no early method runs."""
         return self._begun.pop(number, None)
 
     def end(self) -> None:
@@ -81,7 +81,7 @@ class EarlyMethods:
             except DeadlineError:
                 came = False
             if not came and self.take(number) is not None:
-                return  # calls before this one may take long
+                return  # rows are late: the call waits for them at its turn
             begun.set_result(run())  # or its turn has come, and with it its rows
         except BaseException as err:
             begun.set_exception(err)

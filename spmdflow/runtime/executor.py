@@ -31,7 +31,7 @@ _LAST_RESORT_SECONDS = 60.0
 class Unwound(BaseException):
     """The session has failed, the process goes on: leaves a lane from wherever it waits.
 
-    No Exception, so that no code on the way takes it for its own.
+    Not an Exception, so that no `except Exception` on the way catches it.
     """
 
 
@@ -85,7 +85,7 @@ class Lane:
             self._commands.put(command)
 
     def unwind(self) -> None:
-        """Drop commands that have not begun, but for those of all ranks; then end (comm thread)."""
+        """Drop commands not yet begun, except those that need all ranks; then end (comm thread)."""
         self._is_over = True
         with contextlib.suppress(queue.Empty):
             left = []
@@ -99,7 +99,7 @@ class Lane:
     def run(self) -> None:
         """Run commands in this thread until the end; what one raises ends the run."""
         is_over = False
-        while not is_over:  # once more after the session has failed, for what needs everybody
+        while not is_over:  # once more after a failure, for commands that need all ranks
             failure = None
             try:
                 while (command := self._commands.get()) is not None:
@@ -146,7 +146,7 @@ def failure_of(
 def stay_until(over: threading.Event, is_busy: Callable[[], bool] = lambda: False) -> None:
     """Wait for `over`, or for the comm or io thread to end this process; end it if they do not.
 
-    is_busy: whether something with a limit of its own is let through before.
+    is_busy: whether something that has a limit of its own must finish first.
     """
     until = time.monotonic() + _LAST_RESORT_SECONDS
     while (left := until - time.monotonic()) > 0:

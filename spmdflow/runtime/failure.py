@@ -1,8 +1,8 @@
-"""What went wrong, who did it first, and how the run's folder and the user are told.
+"""What went wrong, on which rank first, and how it is reported to the user and in RUN_DIR.
 
-Failures arrive in any order: when a rank dies its peers fail too, often sooner. For a second
-they are gathered; then a death counts as the cause before a stopped process, and that before
-what a rank said itself; within a kind the first to arrive counts.
+Failures arrive in any order: when a rank dies its peers fail too, often sooner. They are collected
+for a second. The cause is then a death if there is one, else a stopped process, else what a rank
+reported itself; within a kind, the first to arrive.
 
 Also finds the user's own code: the line that made a call, and its part of a traceback.
 """
@@ -93,7 +93,7 @@ def as_record(cause: Failure, others: Iterable[Failure]) -> dict[str, Any]:
 
 
 def run_failed(cause: Failure) -> RunFailed:
-    """What a caller of a failed session is given; the rank's own traceback is a note."""
+    """The error that a failed session raises; the failed rank's traceback is added as a note."""
     error = RunFailed(f"run failed: {cause.sentence()}", as_record(cause, ()))
     if cause.traceback:
         error.add_note(f"on rank {cause.rank}:\n{cause.traceback}")
@@ -130,7 +130,7 @@ def report(cause: Failure, others: Sequence[Failure], path: Path) -> None:
 
 
 def remove_old_reports(run_dir: Path) -> None:
-    """Failure reports of an earlier start of this run must not look like new ones."""
+    """Remove failure reports of an earlier start of this run, which would look like new ones."""
     for pattern in ("failure.json", "failure-rank*.json", "stacks-rank*.txt"):
         for path in run_dir.glob(pattern):
             path.unlink(missing_ok=True)
@@ -169,7 +169,7 @@ def script_line() -> str:
 def own_traceback(err: BaseException) -> str:
     """The lines of err's traceback in the user's code.
 
-    Without such lines the last ones of all, but none of an error that says by itself what to do.
+    Without such lines: the last three, but nothing of a SpmdflowError (it says what to do).
     """
     frames = traceback.extract_tb(err.__traceback__)
     own = [frame for frame in frames if is_own(frame.filename)]

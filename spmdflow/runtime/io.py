@@ -1,8 +1,8 @@
-"""The controller's transport: the ROUTER, and the io thread that is always there for it.
+"""The controller's transport: the ROUTER socket, and the io thread that serves it.
 
 Sends orders in the order they were submitted (per rank one FIFO stream for both lanes), collects
 the replies, runs `on_done` when an order is complete, and keeps watch (runtime/verdict.py) while
-the script computes. One lock makes all of that one thing after the other.
+the script computes. One lock serializes all of that.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ class Io:
             self._verdict.unwind(self._pending())
 
     def _end_run(self, failure: Failure | None) -> None:
-        """Name the cause, tell every rank, end this process; failure: one more of them."""
+        """Name the cause, tell every rank, end this process; failure: one to add first."""
         try:
             if failure:
                 self._verdict.add(failure)

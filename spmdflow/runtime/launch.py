@@ -1,13 +1,13 @@
 """Starts a run on the ranks of a process group: groups, session, the controller's thread.
 
 `start_run` is called by every rank of the default process group. Ranks outside `ranks` only help
-to make process groups (every rank of the world must call `new_group`) and hear of the end
+to make process groups (every rank of the world must call `new_group`) and learn how the run ended
 (`Outcome`). The groups of the host program stay as they are, and nothing of the run is left
 afterwards: no group, no thread, no descriptor.
 
 For ranks outside, the run's first rank writes into the world's store which groups its ranks make,
 then that there are no more, and at last how the run ended (`Announcements`). Waiting for the end
-costs a look into the store per second, has no limit (runs are long), and lets signals through.
+polls the store once a second, has no time limit (runs are long), and can be interrupted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Surroundings:
     secret: str | None = None
     """SPMDFLOW_SECRET."""
     launcher: int | None = None
-    """Pid of torchrun's agent, with which this process ends; None in a host program."""
+    """Pid of torchrun's agent: this process ends when it does. None in a host program."""
     owns_process: bool = False
     """A failure may end the process at once; in a host program only if a process is lost."""
 
@@ -148,7 +148,7 @@ class _Membership:
         return self._state.operations()
 
     def _release(self) -> None:
-        """Give back what the run had here: workers, then groups (again: nothing)."""
+        """Close the run's workers, then destroy its groups; a second call does nothing."""
         if self._state is not None:
             try:
                 self._state.close()
@@ -202,7 +202,7 @@ def _state(
 
 
 _FIRST_SECONDS, _GROUP_SECONDS, _END_SECONDS = 0.01, 0.1, 1.0
-"""Time between two looks into the store: at first, for more groups, for the end of the run."""
+"""Poll intervals of the store: the first; the longest for more groups, and for the run's end."""
 
 Specs = Sequence[tuple[Sequence[int], str, str]]
 """Ranks, lane, backend of process groups."""
@@ -279,7 +279,7 @@ class Outcome:
 
 
 def _look_until(condition: Callable[[], bool], *, at_most: float) -> None:
-    """Wait for condition, with up to at_most seconds between two looks.
+    """Wait for condition, polled at growing intervals of up to at_most seconds.
 
     `Store.wait` would hold the store for this rank's other threads, and warn at each timeout.
     """

@@ -50,7 +50,7 @@ def encode(obj: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """The object that `encode` made data of. MessageError for anything else."""
+    """The object that `encode` turned into data. MessageError for anything else."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise MessageError(
             f"message: {len(data)} bytes arrived; expected at most {MAX_MESSAGE_BYTES}; "
@@ -180,9 +180,9 @@ def name_of(thing: Callable[..., Any]) -> str:
 
 
 def find(name: str) -> Any:
-    """The inverse of `name_of`; of modules that are not imported yet only spmdflow's own are.
+    """The inverse of `name_of`. Imports only spmdflow's own modules; others must be imported.
 
-    A command can so run no module's code before it is known that what it names is marked.
+    So a command cannot run a module's code before its target is known to be registered.
     """
     module, _, path = name.partition(":")
     if module not in sys.modules and module.partition(".")[0] != "spmdflow":

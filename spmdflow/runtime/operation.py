@@ -105,7 +105,7 @@ class RankState:
         return timed | {"begin": self._begin}
 
     def _timed(self, operation: Operation) -> Operation:
-        """Free what the command says, run it, and say when it began and ended."""
+        """The operation with more: frees results that the command lists, reports start and end."""
 
         def run(plain: Plain, number: int) -> dict[str, Any]:
             started = time.time()
@@ -196,7 +196,7 @@ class RankState:
         """Start the early method of a call that waits its turn, in a thread (comm thread)."""
         made = [part for part in plain["inputs"] if "source" not in part]
         named = {part["source"] for part in plain["inputs"] if "source" in part}
-        if not made:  # nothing to be earlier than
+        if not made:  # no rows to wait for: it would start no earlier
             return {}
 
         def is_there() -> bool:
@@ -244,7 +244,7 @@ class RankState:
     def _batch(self, plain: Plain, given: Unchanged) -> TensorDict:
         """The rows of a command as a TensorDict in host memory; waits for transfers.
 
-        given: remembers what the rows were.
+        given: remembers the rows, to notice a method that changes them in place.
         """
         ids = plain["ids"]
         batch = TensorDict({}, batch_size=[len(ids)])
@@ -367,7 +367,7 @@ class RankState:
 
 @contextmanager
 def _explaining_lengths(label: str) -> Iterator[None]:
-    """Say what torch means if ragged columns of different row lengths meet in one operation."""
+    """Explain torch's error if ragged columns of different row lengths meet in one operation."""
     try:
         yield
     except RuntimeError as err:

@@ -192,7 +192,7 @@ class InprocTransport(ImmediateTransport):
 
 @contextlib.contextmanager
 def stop_on_sigterm(transport: InprocTransport) -> Iterator[None]:
-    """Meanwhile SIGTERM asks the script to save and end after its step, as it does under torchrun.
+    """Within the context SIGTERM asks the script to save and end after its step, as under torchrun.
 
     Only a main thread may handle signals; in another one nothing changes.
     """

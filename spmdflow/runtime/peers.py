@@ -1,4 +1,4 @@
-"""What is known of other ranks: whose process is there, silent or gone, and what each still owes.
+"""What is known of other ranks: which processes live, are silent or gone; which replies they owe.
 
 Each lane of a rank runs its commands in the order they were sent, so the oldest unanswered one
 is the one that runs, and it started when it was sent or when the one before it was answered.
@@ -51,7 +51,7 @@ class Peers:
                 waiter.watch(pidfd)
 
     def unwatch(self, waiter: Waiter, ready: Collection[int] | None = None) -> bool:
-        """Stop watching: all, or those whose descriptor is ready (they ended). True: some."""
+        """Stop watching: all, or those whose descriptor is ready (they ended). True: any did."""
         done = [pidfd for pidfd in self._pidfds if ready is None or pidfd in ready]
         for pidfd in done:
             waiter.forget(pidfd)
@@ -165,7 +165,7 @@ class Ledger:
     def answer(
         self, rank: int, ticket: int, payload: dict[str, object], *, now: float
     ) -> Sent | None:
-        """Note an answer, which must be the next that its lane owes; the order if that was all."""
+        """Note an answer, the next that its lane owes; returns the order once all have answered."""
         sent = self.open[ticket]
         lane = (rank, sent.order.lane)
         assert self._owed[lane] and self._owed[lane][0] == ticket, (lane, ticket, sent.order.label)

@@ -12,8 +12,8 @@ The kernel sends that signal when the *thread* that started the child ends. torc
 its ranks from the thread that then waits for them, so that thread ends with the agent. Other
 parents promise nothing of the kind, so the signal is asked for only where an agent started us:
 not under srun without torchrun (slurmstepd ends the tasks of a step itself), not under mpirun
-(whose daemon may start ranks from a passing thread), not with --inproc (the parent is a shell, and
-nohup must work), not by `spmdflow.launch` in a host program (how that one ends is its own affair).
+(whose daemon may start ranks from a short-lived thread), not with --inproc (the parent is a shell,
+and nohup must work), not by `spmdflow.launch` in a host program (which decides itself how to end).
 With a wrapper between torchrun and the rank the wrapper counts as the parent.
 """
 
@@ -239,7 +239,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 AGENT_MARK = "TORCHELASTIC_RUN_ID"
-"""An environment variable that every rank of an agent has and the agent itself has not."""
+"""An environment variable that torchrun's agent sets for its ranks but does not have itself."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -247,8 +247,8 @@ _PR_SET_PDEATHSIG = 1
 def die_with_launcher() -> int | None:
     """From now on this process ends when its parent does; the parent's pid.
 
-    Called by the main thread as early as possible. None: the parent has ended already, and who
-    looks like one is the process that adopts orphans.
+    Called by the main thread as early as possible. None: the parent has ended already, and this
+    process was adopted by another one.
     """
     parent = os.getppid()
     _set_death_signal(signal.SIGKILL)
@@ -261,7 +261,7 @@ def outlive_launcher() -> None:
 
 
 def _set_death_signal(number: int) -> None:
-    """Of the calling thread; a new thread has none."""
+    """Set the parent-death signal of the calling thread; new threads do not inherit it."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0)
 
 
@@ -269,8 +269,8 @@ def _can_be_launcher(pid: int) -> bool:
     """Whether pid is an agent (a Python program) or a wrapper that an agent started.
 
     Orphans are adopted by process 1 or by the nearest "subreaper", such as `systemd --user`; these
-    are neither. An agent may be process 1 itself (in a container). Process 1 of somebody else
-    cannot be looked at, and is none.
+    are neither. An agent may be process 1 itself (in a container). Process 1 of another user
+    cannot be inspected and does not count.
     """
     process = Path(f"/proc/{pid}")
     try:

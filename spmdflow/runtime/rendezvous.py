@@ -4,10 +4,10 @@
 one store over all attempts of `--max-restarts`, and a store on a fixed port can be reached by
 ranks of an earlier start or of a node that came back with another count of restarts. Nothing in
 the environment is equal on all ranks of a start and on no other. So rank 0 draws a random name,
-and tells it only to ranks that ask now: each asks with a random number of its own, and what dead
-ranks left behind in the store asks in vain. All keys of the run, those of its process groups too,
-carry the name. Ranks of one node must come from one torchrun: `origin` (torchrun's random folder
-for error files) tells two of them apart.
+and tells it to ranks that ask: each asks with a random number of its own, and must confirm the
+name. Requests left in the store by dead ranks are never confirmed. All keys of the run, also of its
+process groups, carry the name. Ranks of one node must come from one torchrun: `origin` (its random
+folder for error files) tells two of them apart.
 
 `meet`: every rank writes down its process and how it is reached; the controller binds the
 interfaces that reach the others, each on a port that the system chooses, and publishes the
@@ -47,7 +47,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """Facts that every rank of a session is given alike."""
+    """Settings of a session; the same on every rank, except launcher and on_failure."""
 
     run_dir: Path
     """Receives failure.json, failure-rank<k>.json and stacks-rank<k>.txt."""
@@ -64,7 +64,7 @@ class SessionSettings:
     secret: str | None = None
     """Turns on CURVE; the same on every rank (SPMDFLOW_SECRET)."""
     launcher: int | None = None
-    """Pid of the parent with which the process ends (runtime/process.py); None: who it is."""
+    """Pid of the parent whose end ends this process (runtime/process.py); None: the current one."""
     unwinds: bool = False
     """A failure that leaves every process alive ends the session (RunFailed), not the processes."""
     on_failure: Callable[[RunFailed], None] | None = None
@@ -185,7 +185,7 @@ def _store_host(store: Store) -> str | None:
 
 
 def _source_ip(host: str) -> str | None:
-    """Own address on the way to host (nothing is sent); None if it is only a loopback."""
+    """This node's address on the route to host (nothing is sent); None if only a loopback."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
@@ -272,7 +272,7 @@ def _call_roll(store: Store, me: StartingRank, name: str, world_size: int, until
 
 
 def _check_origin(new: StartingRank, heard: dict[int, StartingRank]) -> None:
-    """All ranks of a node are from one torchrun."""
+    """ConfigError unless all ranks of a node come from one torchrun."""
     for other in heard.values():
         if other.node == new.node and other.origin != new.origin:
             got = f"rank {new.rank} from {new.origin} and rank {other.rank} from "

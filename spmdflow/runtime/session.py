@@ -2,8 +2,8 @@
 
 Every rank calls `run_session`. The calling (main) thread becomes the compute lane; transfer and
 comm threads are started beside it, on the controller's rank also io and controller (the script).
-Signal handling, threads, sockets and interpreter settings are given back at the end, so that a
-session can run inside any torchrun program. A session that fails does not return: each process
+Signal handling and interpreter settings are restored, threads and sockets ended, so that a session
+can run inside any torchrun program. A session that fails does not return: each process
 ends with status 1 after the cause has been written (runtime/verdict.py, comm.py), or, with
 `SessionSettings.unwinds` and if no process is lost, every rank gets RunFailed.
 """

@@ -1,7 +1,7 @@
-"""What the io thread looks at between messages, and how the controller ends a failed run.
+"""What the io thread checks between messages, and how the controller ends a failed run.
 
 `Watch` sees limits, deaths, silence and SIGTERM. `Verdict` gathers failures, names the first
-cause, tells everybody and leaves. Nothing here waits for the script or for a lane: a thread inside
+cause, tells every rank and exits. Nothing here waits for the script or for a lane: a thread inside
 a collective hears nothing, but a process that exits frees its peers at once. A run inside a host
 program whose processes are all alive is unwound instead (runtime/io.py).
 """
@@ -55,7 +55,7 @@ class Verdict:
         self.cause: Failure | None = None
         """Why the session ended, where the process goes on."""
         self.unwound = threading.Event()
-        """That has been told to all ranks."""
+        """Set once all ranks have been told to unwind."""
         self.unwinding = set(settings.ranks)
         """Ranks that have not left their lanes yet."""
         self._due = float("inf")
@@ -96,7 +96,7 @@ class Verdict:
 
     @property
     def is_of_script(self) -> bool:
-        """Whether only the script failed. Then what it has sent is let through before the end.
+        """Whether only the script failed. Then the calls that it has sent finish before the end.
 
         A rank that drops a call would leave the others of that call waiting for it.
         """
@@ -151,7 +151,7 @@ class Verdict:
             telling.join(_SEND_SECONDS)
 
     def _add_stopped_ranks(self, now: float) -> None:
-        """Whoever owes an answer and is stopped explains why others are late."""
+        """Add stopped ranks that owe an answer: they explain why others are late."""
         late = first_cause(self.failures).kind == "deadline"
         for rank in sorted(self.ledger.owing()):
             stopped = self._stopped(rank, now, silence_counts=late)
@@ -172,7 +172,7 @@ class Verdict:
         return Failure(kind, rank, cause + also, order.label, order.number, order.lane)
 
     def _with_line(self, failure: Failure) -> Failure:
-        """With the script's line that gave what the rank was running."""
+        """The failure with the script's line of the call that the rank was running."""
         for order in self.ledger.running(failure.rank):
             if (order.number, order.lane) == (failure.number, failure.lane):
                 return replace(failure, line=order.line)
@@ -222,7 +222,7 @@ class Watch:
         self._is_closing, self._close_by = True, now + _CLOSE_SECONDS
 
     def term_arrived(self, rank: int, now: float) -> None:
-        """A rank received SIGTERM: a failed run, or a wish to end."""
+        """A rank received SIGTERM: because another rank failed, or as a request to stop."""
         if not self._term_seen:
             self._term_seen, self._stop_at = True, now + _SIGTERM_SECONDS
             logger.warning("rank %d received SIGTERM", rank)

@@ -112,7 +112,7 @@ class Envelopes:
 
 
 class _Socket(Envelopes):
-    """What both ends share: a socket without queue limits and reconnecting, and what it loses."""
+    """What both ends share: a socket that never reconnects, without queue limits, and a monitor."""
 
     def __init__(
         self, kind: int, run_id: bytes, *, context: zmq.Context[zmq.Socket[bytes]]
@@ -228,8 +228,8 @@ class Endpoint(_Socket):
     def send(self, envelope: bytes) -> bool:
         """Queue an envelope for the controller.
 
-        True: input may have arrived unnoticed meanwhile. Without a connection they are dropped;
-        `any_lost` has told or will tell.
+        True: input may have arrived unnoticed meanwhile. Without a connection the envelope is
+        dropped; `any_lost` reports the loss.
         """
         with contextlib.suppress(zmq.Again):
             self._socket.send(envelope, _NOW)

@@ -78,7 +78,7 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
     ("critic/explained_variance", "ev", ".3f"),
     ("rollout/drift", "drift", ""),
 )
-"""Metric, label in the line, format (none: two significant digits); see in docs/METRICS.md."""
+"""Metric, label in the line, format (none: two significant digits); see docs/METRICS.md."""
 
 
 class Sample(NamedTuple):
