@@ -20,13 +20,13 @@ or the bundled files. A bundled script or YAML is given by its name.
 | model_folder | what a model's folder says about it; models inside checkpoints |
 | check | everything that is an error before a process group exists |
 
-Types, bounds and the messages about them are checked here, on plain dataclasses: omegaconf reads
-the types and fills in `${...}`, which a second schema library would have to be kept in step with,
-and an error names the file or the word of the command line, the nearest key and an example, and
-comes together with all else that is wrong. A translation of another library's errors into these is
-as long as the checks are (`leaf.setting`, `leaf.check_bounds`).
+Types and bounds are checked here, on plain dataclasses, and not by a second schema library beside
+omegaconf, which reads the types and fills in `${...}`: the two would have to be kept in step. An
+error names the file or the word of the command line, the nearest key and an example, and all errors
+are reported together. Translating another library's errors into these would take as much code as
+the checks (`leaf.setting`, `leaf.check_bounds`).
 
-A class whose script lacks a setting that its base has says so with `ClassVar`; what only some
-scripts can set is a plain attribute of a base that is no dataclass (`PolicyLossSettings`,
-`AdvantageSettings`, `DataSettings`), which a subclass turns into a setting.
+A settings class that has no use for a setting of its base class overrides it with a `ClassVar`. A
+value that only some scripts can set is a plain attribute of a base class that is not a dataclass
+(`PolicyLossSettings`, `AdvantageSettings`, `DataSettings`); a subclass makes it a setting.
 """

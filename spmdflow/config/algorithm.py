@@ -1,4 +1,4 @@
-"""Settings of the algorithms besides PPO: PPO's parts, with the choices that they add.
+"""Settings of the algorithms other than PPO: PPO's parts and the settings that they add.
 
 A script names its settings class in `main(flow: Flow, cfg: GRPOConfig)`; its YAML lies beside it.
 """
@@ -26,7 +26,7 @@ from spmdflow.config.schema import (
 
 @dataclass
 class SurrogateLossConfig(PolicyLossConfig):
-    """The same with the policy loss and its clips as choices."""
+    """The policy loss of PPO, with a choice of the surrogate and of its clip ratios."""
 
     surrogate: str = setting(
         "Policy loss: ppo, gspo, cispo, plain, or one that the script adds.", "ppo"
@@ -43,7 +43,7 @@ class SurrogateLossConfig(PolicyLossConfig):
 
 @dataclass
 class CorrectionConfig:
-    """Weights for samples that the rollout engine drew from a slightly different policy."""
+    """Importance weights for samples that a slightly different policy generated."""
 
     kind: str = setting(
         "token or sequence: truncated importance weights; mask: leave far tokens out.",
@@ -55,7 +55,7 @@ class CorrectionConfig:
 
 @dataclass
 class SurrogateActorConfig(ActorConfig):
-    """An actor whose policy loss is a choice."""
+    """An actor whose settings choose the policy loss."""
 
     loss: SurrogateLossConfig = part(SurrogateLossConfig)
 
@@ -77,7 +77,7 @@ class GroupAdvantageConfig(AdvantageConfig):
 class RewardToGoConfig(AdvantageConfig):
     """Advantages of a script that has no critic and one estimator."""
 
-    # No setting here: without values there is nothing to mix with lambda.
+    # Not a setting: without a critic there is no GAE, so lambda has no effect.
     lam: ClassVar[float] = 1.0  # type: ignore[misc]
     whiten: bool = setting("Normalise advantages over the global batch too.", False)
 
@@ -157,7 +157,7 @@ class ClipHigherActorConfig(SurrogateActorConfig):
 class DAPOConfig(GRPOConfig):
     """Everything `algos/dapo.py` reads."""
 
-    # The KL has no place in it, so there is no reference.
+    # DAPO has no KL term, so it has no reference model.
     reference: ClassVar[None] = None  # type: ignore[assignment, misc]
 
     run: RunConfig = part(RunConfig, name="dapo")
@@ -168,7 +168,7 @@ class DAPOConfig(GRPOConfig):
 
 @dataclass
 class TextConfig(DrawnDataConfig):
-    """Pre-training text: as many texts a step as there are samples, none of them held out."""
+    """Pre-training text: one text for each sample of a step, none of them held out."""
 
     prompt_column: str = setting("Column that holds the text.", "text")
     max_prompt_tokens: int = setting("Longer texts are left out and counted.", 512, at_least=1)
@@ -177,7 +177,7 @@ class TextConfig(DrawnDataConfig):
 
 @dataclass
 class PretrainLossConfig(PolicyLossConfig):
-    """The same with the loss of pre-training text mixed in."""
+    """The policy loss of PPO, with the loss of pre-training text added (PPO-ptx)."""
 
     pretrain_coef: float = setting(
         "Weight of the cross-entropy of pre-training text (PPO-ptx).", 0.1, at_least=0
@@ -186,7 +186,7 @@ class PretrainLossConfig(PolicyLossConfig):
 
 @dataclass
 class PretrainActorConfig(ActorConfig):
-    """An actor with that loss."""
+    """An actor with the loss of PPO-ptx."""
 
     loss: PretrainLossConfig = part(PretrainLossConfig)
 
@@ -200,7 +200,7 @@ class CostCriticConfig(CriticConfig):
 
 @dataclass
 class LagrangeConfig:
-    """The multiplier of the cost."""
+    """The Lagrange multiplier of the cost."""
 
     limit: float = setting("Mean cost that is allowed.", 0.0)
     initial: float = setting("Multiplier before the first step.", 1.0, above=0)
@@ -215,7 +215,7 @@ class SafeRLHFConfig(PPOConfig):
     run: RunConfig = part(RunConfig, name="safe_rlhf")
     actor: PretrainActorConfig = part(PretrainActorConfig)
     pretrain: TextConfig = part(TextConfig)
-    cost: RewardConfig = part(RewardConfig)  # the same for costs
+    cost: RewardConfig = part(RewardConfig)  # costs have the settings of rewards
     cost_critic: CostCriticConfig = part(CostCriticConfig)
     lagrange: LagrangeConfig = part(LagrangeConfig)
 

@@ -1,13 +1,13 @@
-"""What `auto` means on a kind of device, where nothing else decides. Pure; knows no memory.
+"""What `auto` means for a device type, before a plan has looked at memory.
 
 | setting | on CPU | elsewhere |
 |---|---|---|
 | dtype | float32 | bfloat16 |
 | rollout.engine | built-in | the first whose package is installed, else built-in |
 | rollout.kv_cache, engine.residency | 64 MiB, keep | the plan decides (plan.residency) |
-| engine.options | as they are set | overlap; what the plan has memory for |
+| engine.options | as set | adds overlap, and what the plan has memory for |
 
-A run that goes on from a checkpoint keeps the dtypes and the engine that it began with.
+A run that resumes keeps the dtypes and the rollout engine that it began with.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Choice:
 
     key: str
     value: str
-    """Of options: one more of them."""
+    """For engine.options: one option to add to the list."""
     why: str
 
     def write(self, section: Any) -> None:
-        """Into the part of the settings that has it."""
+        """Set the value in `section`, the part of the settings that the key belongs to."""
         name = self.key.rpartition(".")[2]
         value = [*section.options, self.value] if name == "options" else self.value
         setattr(section, name, value)
@@ -49,9 +49,9 @@ class Choice:
 def choose_by_device(
     cfg: Any, device: str, *, here: bool = True, kept: Mapping[str, Any] | None = None
 ) -> list[Choice]:
-    """Write into cfg what `auto` means on a kind of device, such as cuda; returns what was written.
+    """Replace `auto` in cfg by what it means on a device type, such as cuda; returns the choices.
 
-    here: only packages that this machine has; kept: settings by key of the run that is resumed.
+    here: only choose packages that are installed here. kept: settings by key of the resumed run.
     """
     made = list(_choices(cfg, device, here))
     for number, choice in enumerate(made):
@@ -95,8 +95,8 @@ def _packaged(here: bool) -> str:
 
 
 def needs_plan(cfg: Any, *, on_cpu: bool = True) -> bool:
-    """Whether a plan must say what moves to the host, how large a KV cache is, or elsewhere than
-    on a CPU how weights get to a generator that may read the trainer's."""
+    """Whether a plan must decide what moves to the host, the size of a KV cache or, unless on CPU,
+    how weights reach a generator that can share the trainer's memory."""
     return any(part.residency == AUTO for _, part in parts_of(cfg, EngineConfig)) or any(
         has_open_cache(part)
         or (not on_cpu and part.weights == AUTO and generator_kind(part.generator).fixed_cache)
@@ -105,20 +105,20 @@ def needs_plan(cfg: Any, *, on_cpu: bool = True) -> bool:
 
 
 def open_options(engine: EngineConfig) -> tuple[str, ...]:
-    """Options that a plan adds where there is memory for them."""
+    """Engine options that a plan adds if there is memory for them."""
     if isinstance(engine, FrozenEngineConfig):
         return ()
     return engine_kind(engine.kind).chosen_options("memory", engine.options)
 
 
 def has_open_cache(rollout: RolloutConfig) -> bool:
-    """Whether its generator's KV cache has a size, and none is set."""
+    """Whether the generator has a KV cache of fixed size whose bytes are not set."""
     is_open = cache_of(rollout.kv_cache)[1] != "bytes"
     return is_open and generator_kind(rollout.generator).fixed_cache
 
 
 def choices_text(choices: Sequence[Choice]) -> str:
-    """A line for each reason: the values, and the sections that have them."""
+    """A line for each reason: the chosen values, and the sections that they are for."""
     lines: dict[str, dict[str, list[str]]] = {}
     for choice in choices:
         section, _, name = choice.key.rpartition(".")

@@ -1,7 +1,7 @@
-"""Everything that is refused before a process group exists. Pure: reads files, changes nothing.
+"""Every check of settings before a process group exists. Reads files, changes nothing.
 
-`check` works on any settings object made of the parts in `schema`: a rule applies where its parts
-are there. Messages say got, expected, do; all errors are raised together (one of every rule).
+`check` works on any settings object made of the parts in `schema`; a rule applies if its parts are
+there. Messages say got, expected, do; the first error of every rule is raised, all together.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _KINDS = {
     CriticConfig: CAUSAL_LM + SCORER,
     RewardConfig: SCORER,
 }
-"""Class of a section -> endings of the architectures that its model may have; else either."""
+"""Settings class of a section -> how its model's architecture must end; others: either way."""
 
 
 def check(cfg: Any, world_size: int) -> None:
@@ -82,7 +82,7 @@ def check(cfg: Any, world_size: int) -> None:
 
 
 def with_problems(err: ConfigError, world_size: int) -> ConfigError:
-    """What could not be loaded, and what is wrong with the settings that could."""
+    """The error of loading, with what is wrong with the settings that could be loaded added."""
     if not isinstance(err, SettingErrors) or err.partial is None:
         return err
     more = [each for each in problems(err.partial, world_size) if NOT_GIVEN not in str(each)]
@@ -92,8 +92,8 @@ def with_problems(err: ConfigError, world_size: int) -> ConfigError:
 def problems(cfg: Any, world_size: int, *, here: bool = True) -> Iterator[ConfigError]:
     """The first problem of every rule, in order.
 
-    Counts and names out of their bounds are told without what follows from them. here: whether
-    packages, weights and data must be on this node; a plan for another does without.
+    While a count or a name is out of bounds, placements are not checked, as they depend on it.
+    here: whether packages, weights and data must be on this node; not so for a plan.
     """
     out_of_bounds, sound = [], True
     for leaf in leaves(cfg):
@@ -103,7 +103,7 @@ def problems(cfg: Any, world_size: int, *, here: bool = True) -> Iterator[Config
     rules = _rules(cfg, world_size if sound else None, here=here)
     told: set[str] = set()
     for problem in [*out_of_bounds, *_failing(rules)]:
-        key, _, text = str(problem).partition(": ")  # a folder that models share: once
+        key, _, text = str(problem).partition(": ")  # a shared folder: once
         if not told & {key, text}:
             told |= {key, text}
             yield problem
@@ -211,7 +211,7 @@ def _check_placed(cfg: Any, world_size: int) -> None:
 
 
 def _check_optimizer(cfg: Any, role: str) -> None:
-    """A model that is trained has an optimizer; a role without weights may do as it likes."""
+    """A model that is trained has an optimizer; a role without a model is not checked."""
     part = getattr(cfg, role, None)
     is_trained = hasattr(part, "model") and hasattr(part, "update")
     if is_trained and _only(part, OptimizerConfig) is None:
@@ -287,7 +287,7 @@ def _check_tokenizer(key: str, data: DataSettings) -> None:
 
 
 def _check_vocabularies(cfg: Any, folders: list[tuple[str, str]]) -> None:
-    """Every model reads the ids of every tokenizer; said of models that pass their own rules."""
+    """Every model knows the ids of every tokenizer; only if all models pass their own checks."""
     models = [_check_model(cfg, key, path) for key, path in folders]
     for key, data in parts_of(cfg, DataSettings):
         tokenizer = Path(data.tokenizer_path)

@@ -7,10 +7,10 @@
     train_path:                                          a mixture: drawn 3 to 1
       sums: 3 * sums.jsonl
       gsm8k: openai/gsm8k:main/train(prompt=question)
-    eval_prompts: 512 x 8 samples                        the first 512, and samples for pass@k
+    eval_prompts: 512 x 8 samples                        the first 512, 8 samples each: pass@k
 
-Names of a mixture are those of its metrics and stand in every row as `source`; null takes a
-source away. Text only, but for the checks.
+The names of a mixture name its metrics, and every row has its own as `source`; null removes a
+source. Only `check_sources` looks at files.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import NamedTuple
 from spmdflow.errors import ConfigError
 
 FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-"""Of files; all else is a folder that the library `datasets` reads."""
+"""Endings of files of rows; anything else is a folder that the library `datasets` reads."""
 SOURCE_COLUMN = "source"
-"""Column of a mixture's rows with the name of their source."""
+"""Column that holds the name of the source in the rows of a mixture."""
 
 _FORM = re.compile(r"(\s*(?:([^*()/]*?)\s*\*\s*)?)([^()]+?)(\s*(?:\((.*)\))?\s*)", re.DOTALL)
 _COLUMN = re.compile(r"\s*([^\s=,]+)\s*=\s*([^=,]+?)\s*")
@@ -45,7 +45,7 @@ class DataSource:
     """A file, or FOLDER[:[config/]split]."""
     weight: float = 1.0
     columns: tuple[tuple[str, str], ...] = ()
-    """(name, the name that the source has for it) of the columns that are renamed."""
+    """(name here, name in the source) of the columns that are renamed."""
 
 
 def data_sources(key: str, setting: object) -> tuple[DataSource, ...]:
@@ -64,7 +64,7 @@ def data_sources(key: str, setting: object) -> tuple[DataSource, ...]:
 def texts_of(key: str, setting: object, *, expected: str, do: str) -> dict[str, object]:
     """Name -> text of a setting that is one text (its name is "") or a map of them.
 
-    Null takes a text away. ConfigError for what is neither.
+    Entries that are null are left out. ConfigError for what is neither.
     """
     if not isinstance(setting, str | dict | None):
         raise ConfigError.of(key, f"{setting!r} ({type(setting).__name__})", expected, do)
@@ -73,7 +73,7 @@ def texts_of(key: str, setting: object, *, expected: str, do: str) -> dict[str, 
 
 
 def weight_of(key: str, text: str | None, least: float, expected: str, do: str) -> float:
-    """The number in front of a text, 1 without one; ConfigError unless finite and above least."""
+    """The weight in front of a text (None: 1); ConfigError unless finite and above `least`."""
     try:
         weight = 1.0 if text is None else float(text)
     except ValueError:
@@ -94,7 +94,7 @@ def with_places(setting: object, change: Callable[[str], str]) -> object:
 
 
 def split_place(place: str) -> tuple[str, str]:
-    """ "saved:main/train" -> ("saved", ":main/train"); a file or folder that is there stays."""
+    """ "saved:main/train" -> ("saved", ":main/train"); an existing path is not split."""
     if place.endswith(FILE_ENDINGS) or ":" not in place or os.path.exists(place):
         return place, ""
     path, _, split = place.rpartition(":")
@@ -166,7 +166,7 @@ class EvalPrompts(NamedTuple):
     """Held-out prompts of one evaluation."""
 
     num_prompts: int | None
-    """The first so many; none: all."""
+    """Only the first so many; None: all."""
     num_samples: int
     """Responses sampled for each besides the greedy one; 0: none, so no pass@k."""
 

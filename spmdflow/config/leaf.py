@@ -35,12 +35,12 @@ class Bounds:
 
     @property
     def one_of(self) -> tuple[str, ...]:
-        """The choices there are now: a script may register kinds of its own."""
+        """The choices at this moment: a script may have registered more."""
         return self.choices() if callable(self.choices) else self.choices
 
     @property
     def limits(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
-        """(in words, the comparison that holds, the limit) of those that are set."""
+        """(in words, comparison that must hold, limit) of each limit that is set."""
         table = (
             ("at least", operator.ge, self.at_least),
             ("more than", operator.gt, self.above),
@@ -74,17 +74,17 @@ def setting(
 def follows(key: str, default: Any) -> Any:
     """A dataclass field that is no setting: `load` and `complete` give it the value at `key`.
 
-    So a role sees what it shares with another section in its own. A subclass that declares the
-    field with `setting` can be set apart, and one with another `follows` takes it from elsewhere.
-    default: where the settings have no such key.
+    A role thus finds in its own section what it shares with another one. A subclass may declare
+    the field with `setting`, to set it separately, or with another `follows`, to take it from
+    another key. default: the value if the settings have no such key.
     """
     return field(default=default, metadata={_FOLLOWS: key})
 
 
 def part(cls: type, **defaults: Any) -> Any:
-    """A dataclass field that is itself a group of settings; defaults: other ones than the class's.
+    """A dataclass field that is itself a group of settings.
 
-    Any: each is of its setting's type.
+    defaults: replace defaults of the class; Any, as each has the type of its setting.
     """
     return field(default_factory=partial(cls, **defaults))
 
@@ -109,7 +109,7 @@ def profiled_of(text: str, key: str = "run.profile_steps") -> tuple[range, tuple
 
 
 PARTS = ("parameters", "gradients", "optimizer")
-"""What a trained model has on its device."""
+"""What a model in training keeps on its device, and may move to the host."""
 
 
 def moved_parts(text: str, key: str = "residency") -> tuple[str, ...]:
@@ -186,7 +186,7 @@ def check_bounds(leaf: Leaf) -> None:
 
 
 def follow(tree: Any) -> None:
-    """Give every field of `follows` its value; one that was given in Python stays."""
+    """Set every `follows` field; a value that was given in Python is kept."""
     for _, part in parts_of(tree, object):
         for each in fields(part):  # type: ignore[arg-type]
             found = tree if _FOLLOWS in each.metadata else None
@@ -254,10 +254,10 @@ NOT_GIVEN = "(not given)"
 
 
 class SettingErrors(ConfigError):
-    """Some errors, in a list under one heading."""
+    """Several errors of settings as one numbered list."""
 
     def __init__(self, errors: Sequence[ConfigError], partial: Any = None) -> None:
-        """partial: the settings without what is wrong, for more checks (Any: the user's class)."""
+        """partial: the settings that could be read, for more checks (Any: the user's class)."""
         self.errors, self.partial = tuple(errors), partial
         shown = [str(error).replace("\n", "\n     ") for error in self.errors]
         lines = [f"{number:3}. {text}" for number, text in enumerate(shown, 1)]
@@ -268,26 +268,26 @@ class SettingErrors(ConfigError):
 
 
 class Errors:
-    """Errors as they are found, until `raise_all`."""
+    """Collects errors until `raise_all`."""
 
     def __init__(self) -> None:
         self._found: list[ConfigError] = []
 
     def add(self, error: ConfigError) -> None:
-        """Note one, unless it was said before."""
+        """Record an error, unless one with the same message is there."""
         if str(error) not in map(str, self._found):
             self._found.append(error)
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """A ConfigError inside is noted, and what follows goes on."""
+        """Record a ConfigError that is raised inside and go on after the block."""
         try:
             yield
         except ConfigError as err:
             self.add(err)
 
     def raise_all(self, partial: Any = None) -> None:
-        """Raise what was noted, if anything was. Any: see `SettingErrors`."""
+        """Raise all recorded errors as one, if there are any. partial: see `SettingErrors`."""
         if self._found:
             raise SettingErrors(self._found, partial)
 

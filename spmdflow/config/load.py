@@ -1,6 +1,6 @@
 """Script + YAML + overrides -> one typed object. With `source`, the only user of omegaconf.
 
-Every error names the key, the source it came from and the nearest key; all are told together.
+Every error names the key, its source and the nearest key; all errors are raised together.
 """
 
 from __future__ import annotations
@@ -168,15 +168,15 @@ def _read(yaml_path: str | Path | None, overrides: Sequence[str]) -> list[Source
 
 
 class _Known(NamedTuple):
-    """What a settings class has."""
+    """The keys of a settings class."""
 
     settings: dict[str, Leaf]
     groups: list[str]
-    """Their dotted keys, such as actor.model."""
+    """Dotted keys of the groups of settings, such as actor.model."""
 
 
 def _known(schema: type) -> _Known:
-    """The settings of a class; from now on `${first_of:...}` can be read."""
+    """The keys of a settings class; also registers the resolver of `${first_of:...}`."""
     OmegaConf.register_resolver("first_of", _first_of, replace=True)
     settings = {leaf.key: leaf for leaf in leaves(defaults(schema))}
     return _Known(settings, sorted({group for key in settings for group in _groups_of(key)}))
@@ -195,7 +195,7 @@ def _set(tree: DictConfig, key: str, value: Any, source: str, known: _Known) -> 
     if key in known.groups and not isinstance(value, dict | None):  # also a ${reference}
         raise _wrong_type(source, key, value, known)
     if value == REQUIRED:
-        return  # it says nothing
+        return  # "???" in a file leaves the setting without a value
     try:
         for group in _groups_of(key):
             if OmegaConf.select(tree, group) is None:  # an optional one
@@ -254,7 +254,7 @@ def _resolve(tree: Any, known: _Known, errors: Errors) -> Any:
 
 
 def _unresolved(tree: DictConfig, key: str, written: Any) -> ConfigError | None:
-    """What is wrong with the ${reference} that was written for a key; None: nothing. Any: it."""
+    """The error of a ${reference} that was written for a key; None if it resolves."""
     group, _, name = key.rpartition(".")
     try:
         part = OmegaConf.select(tree, group) if group else tree

@@ -5,13 +5,13 @@
     owner/name[@revision]                   a folder of the hub's cache
     owner/name:config/split[@revision]      the same of a data set
 
-After `resolve_paths` no name is left. A run that resumes takes the revisions that it began with:
-its config.yaml names them, as `to_yaml` writes folders of the cache as names with their commit.
+`resolve_paths` replaces every name by a folder. A run that resumes takes the revisions that it
+began with from its config.yaml, where `to_yaml` wrote folders of the cache as name@commit.
 
-The seam to huggingface_hub: its cache (HF_HOME, HF_HUB_CACHE), its HF_HUB_OFFLINE, its tokens. A
-name without a revision means what the cache has; the newest revision if it has none. One process
-of a node downloads while the others wait at a lock beside the cache. The README.md of a data set
-names its configs and their files; only those of the config that is asked for are downloaded.
+The only file that imports huggingface_hub; its cache (HF_HOME, HF_HUB_CACHE), HF_HUB_OFFLINE and
+tokens apply. A name without a revision means the one in the cache, else the newest on the hub. One
+process of a node downloads, the others wait for its lock in the cache. The README.md of a data set
+names its configs and their files; only the files of the requested config are downloaded.
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ from spmdflow.errors import ConfigError
 
 
 def resolve_paths(cfg: Any, *, download: bool) -> None:
-    """Make every model, tokenizer and data set of a settings object a folder.
+    """Replace every model, tokenizer and data set of a settings object by its local folder.
 
     download: whether a name that the hub's cache lacks may be downloaded (HF_HUB_OFFLINE
     forbids it); if not, a model's config.json is enough and data may be missing. ConfigError
-    for a name or a checkpoint that is not to be found; a path that is not there is left to the
-    checks.
+    for a name or a checkpoint that cannot be found; a missing path is left to `check`.
     """
     find = _Finder(next((part for _, part in parts_of(cfg, RunConfig)), RunConfig()), download)
     for key, part in parts_of(cfg, ModelConfig):
@@ -75,7 +74,7 @@ def to_yaml(cfg: Any) -> str:
 
 
 def named(value: Any) -> Any:
-    """Settings as plain data with folders of the hub's cache as names with their commit."""
+    """Plain settings in which folders of the hub's cache are replaced by name@commit."""
     if isinstance(value, dict):
         return {key: named(part) for key, part in value.items()}
     return (
@@ -98,19 +97,19 @@ _SNAPSHOT = re.compile(
     r"/snapshots/(?P<revision>[0-9a-f]{40})"
 )
 _IGNORED = ("*/*", "*.bin", "*.pth", "consolidated*")
-"""Of a model: the same weights in other forms, and what lies in folders."""
+"""Files that a model does not need: the weights in other formats, and subfolders."""
 _SHOWN = 300  # characters of an error of the hub
 _SHARD = re.compile(r"(.*)-\d+-of-(\d+)(\..*)?")
 
 
 @dataclass(frozen=True)
 class HubName:
-    """What a name asks for."""
+    """A name on the hub, taken apart."""
 
     repo: str
     """owner/name."""
     revision: str | None = None
-    """A branch, tag or commit; none: what the cache has, else the newest."""
+    """A branch, tag or commit; None: what the cache has, else the newest."""
     kind: str = "model"
     """model or dataset."""
 
@@ -125,17 +124,17 @@ class HubName:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The files that are needed of a name."""
+    """The files that are needed of a repository on the hub."""
 
     files: tuple[str, ...]
-    """Patterns, or several with | between; a folder is complete if every one has a file."""
+    """Patterns, alternatives joined by |; a folder is complete if each matches a file."""
     more: tuple[str, ...] = ()
-    """Patterns of files that are downloaded too, if there are any."""
+    """Patterns of files that are downloaded too, but may be missing."""
     ignored: tuple[str, ...] = ()
 
     @property
     def patterns(self) -> list[str]:
-        """Of every file that is downloaded."""
+        """Patterns of all files that are downloaded."""
         return [part for pattern in (*self.files, *self.more) for part in pattern.split("|")]
 
 
@@ -159,7 +158,7 @@ def hub_name_of(text: str, kind: str = "model") -> HubName | None:
 
 @dataclass(frozen=True)
 class _Finder:
-    """Finds what a run names; ConfigError if it is not to be found."""
+    """Finds the models and data sets that settings name; ConfigError if one is not found."""
 
     run: RunConfig
     download: bool
@@ -172,7 +171,7 @@ class _Finder:
         return path if name is None else str(self._folder(key, self._as_before(key, name), wanted))
 
     def data(self, key: str, place: str) -> str:
-        """A place of rows with its data set as a folder; of a plan, if it is there."""
+        """A place of rows, a name on the hub replaced by its folder; a plan keeps a missing one."""
         path, split = split_place(place)
         split, _, revision = split.partition("@")
         name = hub_name_of(f"{path}@{revision}" if revision else path, "dataset")
@@ -187,11 +186,11 @@ class _Finder:
         except ConfigError:
             if self.download:
                 raise
-            return place  # a plan says what it takes instead
+            return place  # the plan reports what it assumes instead
         return f"{folder}{split}"
 
     def _as_before(self, key: str, name: HubName) -> HubName:
-        """The revision with which the run that is resumed began, unless another is asked for."""
+        """The name with the revision that the resumed run began with, unless it has its own."""
         file = run_dir_of(self.run) / "config.yaml"
         if name.revision is not None or not file.is_file():
             return name
@@ -278,7 +277,7 @@ def _download(name: HubName, wanted: Wanted) -> Path:
 
 @contextlib.contextmanager
 def _one_of_a_node(key: str, name: HubName, seconds: float) -> Iterator[None]:
-    """Hold the name's lock; ConfigError if another process has it for that long."""
+    """Hold the lock of a repository; ConfigError if another process keeps it for `seconds`."""
     folder = _cache() / ".locks"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"spmdflow-{name.cached.replace('s--', '--', 1)}.lock"
@@ -290,7 +289,7 @@ def _one_of_a_node(key: str, name: HubName, seconds: float) -> Iterator[None]:
             got += f"{seconds:g} s"
             do = "raise run.start_seconds, or download it before the run"
             raise ConfigError.of(key, got, "it by then", do) from err
-        yield  # the lock goes with the file, also if this process dies
+        yield  # the kernel releases the lock if this process dies
 
 
 def _cache() -> Path:

@@ -1,4 +1,4 @@
-"""What a model's folder says about it, and which folder of a checkpoint is a model's.
+"""Facts about a model from its folder, and which folder of a checkpoint holds a model.
 
 Reads JSON only, no transformers. A size that a file does not state is 0 and is not checked.
 
@@ -39,9 +39,9 @@ class ModelFacts:
 
 
 def read_model_folder(key: str, path: str, *, weights: bool = True) -> ModelFacts:
-    """Facts of the Hugging Face folder named by the setting `key`; ConfigError if it is none.
+    """Facts of the Hugging Face folder `path`; ConfigError if it is none.
 
-    weights: whether they must be there too.
+    key: the setting, for messages. weights: whether the folder must hold weights too.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -147,10 +147,10 @@ _STEP = re.compile(r"step-\d+(\.\d+)?")
 
 
 def exported_folder(key: str, path: str) -> str:
-    """The Hugging Face folder that `path` means; any other path as it is.
+    """The Hugging Face folder in the checkpoint or RUN_DIR `path`; any other path as it is.
 
-    key: the setting, such as "actor.model.path", whose role chooses among several models of a
-    checkpoint. ConfigError for a checkpoint that is unsealed, damaged or has no such model.
+    key: the setting, such as "actor.model.path", whose role chooses between several models of a
+    checkpoint. ConfigError for a checkpoint that is incomplete, damaged or has no such model.
     """
     step = _step_folder(key, Path(path))
     if step is None:

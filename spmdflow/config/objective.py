@@ -8,7 +8,7 @@ from spmdflow.config.leaf import follows, setting
 
 
 class PolicyLossSettings:
-    """What the policy loss reads besides PPO's settings; `algorithm` makes it settings."""
+    """What the policy loss reads besides PPO's settings; subclasses make these settings."""
 
     surrogate: str = "ppo"
     pretrain_coef: float = 0.0
@@ -48,7 +48,7 @@ class ValueLossConfig:
 
 
 class AdvantageSettings:
-    """What advantages are computed with besides PPO's settings; `algorithm` makes it settings."""
+    """What advantages depend on besides PPO's settings; subclasses make these settings."""
 
     estimator: str = "gae"
     best_of: int = 0
@@ -75,13 +75,13 @@ class UpdateConfig:
         "Permute samples before cutting mini-batches, derived from run.seed.", True
     )
     balance_tokens: bool = setting("Even out tokens of ranks that differ by over 5%.", True)
-    # Rows of a step say when a schedule ends; 0: a step is one optimizer step.
+    # With it the length of a learning-rate schedule is computed; 0: one optimizer step per step.
     samples_per_step: int = follows("data.samples_per_step", 0)
 
 
 @dataclass
 class PolicyUpdateConfig(UpdateConfig):
-    """The same of a policy that learns from what it generated."""
+    """The updates of a policy that learns from its own samples."""
 
     old_log_probs: str = setting(
         "Log-probs of before the update: recompute: by a forward of their own; rollout: the "

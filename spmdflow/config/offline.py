@@ -1,6 +1,6 @@
-"""Settings without training by generation: imitation, preferences, reward models, evaluation alone.
+"""Settings of scripts that do not train on generated text: SFT, DPO, reward models, evaluation.
 
-Rows of the first three bring their answers along: `prompts_per_step` counts whole rows.
+The rows of the first three hold their answers; `prompts_per_step` counts rows.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class PreferenceDataConfig(PairDataConfig):
 
 @dataclass
 class SupervisedConfig:
-    """A policy that imitates: it trains and does not generate."""
+    """A policy that learns from given responses (SFT): it trains and does not generate."""
 
     model: ModelConfig = part(ModelConfig)
     engine: EngineConfig = part(EngineConfig)
@@ -158,7 +158,7 @@ class DPOConfig(ScriptConfig):
 def check_preferences(key: str, loss: PreferenceLossConfig, data: PreferenceDataConfig) -> None:
     """Refuse a loss that cannot use the rows, or settings that the loss does not have.
 
-    key: of the loss, such as "actor.loss". ConfigError.
+    key: of the loss, such as "actor.loss". Raises ConfigError.
     """
     if (loss.name == "kto") != (data.label_column is not None):
         rows = "pairs (data.label_column none)" if data.label_column is None else "labelled rows"
@@ -183,7 +183,7 @@ def check_preferences(key: str, loss: PreferenceLossConfig, data: PreferenceData
 
 @dataclass
 class HeldOutConfig(DataSettings):
-    """Held-out prompts alone: nothing is drawn for training."""
+    """Held-out prompts only, none for training."""
 
     eval_path: str = setting("File or data set of prompts.")
     prompt_column: str = setting("Column that holds the prompt (text, or chat messages).", "prompt")
@@ -200,7 +200,7 @@ class HeldOutConfig(DataSettings):
 class EvaluatedRolloutConfig(RolloutConfig):
     """Generation without a trainer beside it."""
 
-    # No setting here: there are no weights but the generator's own.
+    # Not settings: nothing is trained, so no weights are synchronised or compared.
     weights: ClassVar[str] = "copy"  # type: ignore[misc]
     max_drift: ClassVar[None] = None  # type: ignore[misc]
 
@@ -213,7 +213,7 @@ class EvaluatedRolloutConfig(RolloutConfig):
 class EvaluatedConfig:
     """A policy that generates and is never trained: no gradients, no optimizer."""
 
-    # No setting here: what has no engine is a part of another role's settings.
+    # Not a setting: a section with an engine would be a role (placement.has_engine).
     engine: ClassVar[EngineConfig] = EngineConfig()
 
     model: ModelConfig = part(ModelConfig)
@@ -238,10 +238,10 @@ class EvaluateConfig:
 
     @classmethod
     def take_over(cls, settings: dict[str, Any], file: Path) -> dict[str, Any]:
-        """What an evaluation takes of a file's settings; all, unless they are of training.
+        """The settings of a file that an evaluation uses: all, unless it is a training run's file.
 
-        Those of training have data.train_path. Taken are the ones of data, actor and reward that
-        are settings here too, and run.seed. The model of RUN_DIR/config.yaml is RUN_DIR's newest.
+        Such a file has data.train_path; of it are used run.seed and those of data, actor and reward
+        that exist here. With RUN_DIR/config.yaml, the newest checkpoint of RUN_DIR is evaluated.
         """
         if not settings.get("data.train_path"):
             return settings

@@ -1,15 +1,15 @@
-"""Which ranks share a model and a batch: layouts, batch sizes, and both as a run's first lines.
+"""How ranks share a model and a batch: layouts, batch sizes, and the lines about both at the start.
 
-"t2p2" is tensor-parallel size 2 and pipeline-parallel size 2; what is left of a pool's ranks is
-data-parallel. "p4v2" gives each of 4 stages two parts of the model, which lie 4 stages apart; "s8"
-shards what ranks hold over groups of 8 neighbours and replicates it over the groups. Pure: text and
-integers, no process groups.
+"t2p2" is tensor-parallel size 2 and pipeline-parallel size 2; the remaining ranks of a pool are
+data-parallel. "p4v2" gives each of 4 pipeline stages two parts of the model (interleaved 1F1B);
+"s8" shards over groups of 8 neighbouring ranks and replicates over the groups (hybrid sharding).
+Pure: text and integers, no process groups.
 
 samples         = prompts_per_step * samples_per_prompt        (one step)
 mini-batches    = samples / mini_batch_size                    (must divide)
 optimizer steps = mini-batches * num_epochs                    (per step)
 rows per rank   = ceil or floor of mini_batch_size / ranks     (may be uneven)
-micro-batches   = ceil(most rows of a rank / rows of engine.micro_batch)
+micro-batches   = ceil(largest rows per rank / rows of engine.micro_batch)
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Sizes(NamedTuple):
     virtual: int = 1
     """Parts of the model on each pipeline stage."""
     shard: int = 0
-    """Ranks that share one copy of what is sharded; 0: all data-parallel ranks."""
+    """Ranks over which one copy is sharded; 0: all data-parallel ranks."""
 
     @property
     def replica(self) -> int:
-        """Ranks that hold one copy."""
+        """Ranks that hold one copy of the model by tensor and pipeline parallelism."""
         return self.tp * self.pp
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ def generation_sizes(role: str, part: Any) -> Sizes:
 
 
 def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
-    """The engine can have these sizes on so many ranks (ConfigError)."""
+    """The training sizes of a role; ConfigError if its engine cannot have them on num_ranks."""
     sizes, kind = training_sizes(role, engine), engine_kind(engine.kind)
     if sizes.shard and not kind.sharding.parameters:
         got = f"{engine.layout} with engine.kind={engine.kind}"
@@ -106,7 +106,7 @@ def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
 
 
 def check_generation_sizes(role: str, part: Any, *, num_ranks: int) -> Sizes:
-    """The generator can have these sizes on so many ranks (ConfigError)."""
+    """The generation sizes; ConfigError if the generator cannot have them on num_ranks."""
     sizes = generation_sizes(role, part)
     key = f"{role}.rollout.layout"
     if sizes.replica > 1 and not generator_kind(part.rollout.generator).cuts_model:
@@ -118,7 +118,7 @@ def check_generation_sizes(role: str, part: Any, *, num_ranks: int) -> Sizes:
 
 
 def check_model_sizes(key: str, facts: ModelFacts, sizes: Sizes) -> None:
-    """The sizes fit the model: tp divides its heads, no stage is without a layer."""
+    """ConfigError unless tp divides the model's heads and every pipeline part has a layer."""
     arch = facts.arch
     if arch.num_heads % sizes.tp:
         raise ConfigError(
@@ -168,16 +168,16 @@ def _check_options(role: str, engine: Any, sizes: Sizes) -> None:
 
 @dataclass(frozen=True)
 class Algebra:
-    """One role's way from samples to optimizer steps."""
+    """How the samples of a step become optimizer steps of one role."""
 
     samples: int
     mini_batches: int
     optimizer_steps: int
-    """Of one step of the run."""
+    """In one step of the run, over all epochs."""
     rows_per_rank: tuple[int, int]
     """Fewest and most rows of a mini-batch on one rank."""
     micro_batches: int
-    """Forward passes of a mini-batch on every rank, cut by rows."""
+    """Forward passes of a mini-batch on every rank, if engine.micro_batch counts rows."""
 
 
 def batch_algebra_of(
@@ -232,7 +232,7 @@ def batch_algebra(cfg: Any, world_size: int) -> str:
 
 
 def _updates(cfg: Any, role: str, num_ranks: int) -> Iterator[str]:
-    """Two lines: optimizer steps of a role's update, and the passes of a mini-batch."""
+    """Two lines: the optimizer steps of a role's update, and the micro-batches of a mini-batch."""
     part: Any = getattr(cfg, role)
     update, engine = part.update, part.engine
     num_ranks //= training_sizes(role, engine).replica

@@ -1,9 +1,9 @@
 """Placement: which role lives on which ranks. Integers and names only (paper section 4.1).
 
 A placement is `colocate` (every role on all ranks), `split` (actor and reference on the first half,
-the rest on the second; with a generator of its own, that on the second and all else on the first),
+the rest on the second; if the generator is a model of its own, it alone is on the second half),
 `standalone` (a pool per role, ranks shared out evenly) or a map `pool -> {roles: [...], ranks:
-[...]}`. Roles of one pool take turns; pools are disjoint and overlap by themselves.
+[...]}`. Roles on one pool take turns; pools are disjoint and run at the same time.
 
 Every section of the settings that has an `engine` is a role, under the section's name, and gets a
 place. A model runs on the pool that names it: its own name first (`flow.spawn(RewardWorker,
@@ -40,7 +40,7 @@ class Pool:
 def roles_of(cfg: Any) -> tuple[str, ...]:
     """Names of the models a settings object describes: its parts that have an engine.
 
-    `more_roles` of its class names models that live on another part's settings.
+    `more_roles` of its class names further models, which are spawned with another role's settings.
     """
     parts = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
     models = [name for name, part in parts.items() if has_engine(part)]
@@ -53,7 +53,7 @@ def has_engine(part: Any) -> bool:
 
 
 def pools_of(cfg: Any, ranks: Sequence[int]) -> dict[str, Pool]:
-    """The pools of a settings object, whose placement counts within `ranks`, as global ranks.
+    """The pools of a settings object as global ranks; its placement holds indices into `ranks`.
 
     A map may also name sections that have no engine.
     """
@@ -61,7 +61,7 @@ def pools_of(cfg: Any, ranks: Sequence[int]) -> dict[str, Pool]:
     others = [name for name, part in parts.items() if is_dataclass(part)]
     roles = roles_of(cfg)
     if cfg.placement == "split" and set(roles) <= set(_POLICY_ROLES):
-        # no model with an engine is left for the second half: the script's own sections are
+        # no model with an engine is left for the second half: take sections of the script's own
         own = [name for name in others if not type(parts[name]).__module__.startswith("spmdflow.")]
         roles = (*roles, *(name for name in own if name not in roles))
     placed = resolve_placement(cfg.placement, roles, len(ranks), others=others)
@@ -94,7 +94,7 @@ def resolve_placement(
 ) -> dict[str, Pool]:
     """Pool name -> Pool; every role is in exactly one pool. ConfigError for what cannot work.
 
-    others: what a map may name besides.
+    others: sections without an engine, which a map may name too.
     """
     roles = tuple(roles)
     if isinstance(placement, Mapping):

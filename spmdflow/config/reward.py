@@ -8,8 +8,8 @@
       judge: 0.5 * model                             the score of reward.model
     on_error: drop 25%                               rows whose function fails are dropped
 
-The name of a term is that of its metric. A weight of 0 only reports; null takes a term away.
-Functions are looked up in their source; nothing of it is imported.
+The name of a term is the name of its metric. A term of weight 0 is only reported; null removes a
+term. Functions are looked up in the source file, which is parsed but not imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spmdflow.errors import ConfigError
 
 MODEL = "model"
 RESERVED = ("answer", "dropped", "dropped_share", "errors", "mean", "overlong", "score")
-"""Names that metrics of a reward have already."""
+"""Names that terms may not have, as other metrics of a reward have them."""
 
 _TERM = re.compile(r"(?:([^*]*?)\s*\*\s*)?(model|.+?:[\w.]+)\s*(\(.*\))?", re.DOTALL)
 _FORMS = (
@@ -124,15 +124,15 @@ def _arguments(key: str, call: str | None) -> tuple[tuple[str, Any], ...]:
 _PARAMETERS = ("prompt", "response", "row")
 _LISTS = {f"{name}s" for name in (*_PARAMETERS, "completion", "sample", "answer", "data_source")}
 _LISTS |= {"solution_strs", "solutions", "ground_truths", "extra_infos", "batch"}
-"""Names that say that a function wants all samples at once, as those of other libraries do."""
+"""Parameter names of functions that take lists of samples, as in other libraries."""
 _NEEDS = {"spmdflow.rewards.math": ("math_verify", "math")}
 """Module -> the library it needs, and the extra that brings it."""
 
 
 def check_rewards(key: str, reward: Any) -> None:
-    """Each function can be called; the model's score is a term exactly if there is both.
+    """Each function can be called; a model beside functions needs a term that weights its score.
 
-    reward: the section (Any: a class of the user's).
+    reward: the section (Any: the user's class). Raises ConfigError.
     """
     terms = reward_terms(f"{key}.function", reward.function)
     has_model = reward.model is not None
@@ -214,7 +214,7 @@ def _top_level_names(tree: ast.Module) -> dict[str, ast.stmt]:
 
 
 def _check_parameters(key: str, file: Path, statement: ast.stmt, given: Collection[str]) -> None:
-    """Only of a plain function; what is imported or assigned shows itself when it is called."""
+    """Checks a plain function; what is imported or assigned is only known when it is called."""
     if not isinstance(statement, ast.FunctionDef):
         return
     arguments = statement.args
@@ -248,7 +248,7 @@ def _check_parameters(key: str, file: Path, statement: ast.stmt, given: Collecti
 
 
 DROPPED_PERCENT = 10.0
-"""Failed rows of one call that a run with "drop" bears, unless the setting says otherwise."""
+"""Share of failed rows in one call above which a run with "drop" ends, unless it is set."""
 _ON_ERROR = re.compile(r"raise|zero|drop(?: (?P<percent>\d{1,3}(?:\.\d+)?) ?%)?")
 
 
@@ -258,7 +258,7 @@ class OnError(NamedTuple):
     kind: str
     """raise, zero or drop."""
     max_dropped_percent: float
-    """Of the rows of one call, over all ranks; more failed ones end the run (drop)."""
+    """Percent of the rows of one call, over all ranks; if more fail, the run ends (drop)."""
 
 
 def on_error_of(text: str, key: str = "reward.on_error") -> OnError:

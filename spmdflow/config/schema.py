@@ -64,7 +64,7 @@ class RunConfig:
 
 
 class DataSettings:
-    """What is read of a data section: a class of settings has some of it as settings."""
+    """What the code reads of a data section; subclasses make some of it settings."""
 
     train_path: Any = None
     eval_path: str | None = None
@@ -81,18 +81,18 @@ class DataSettings:
     label_column: str | None = None
 
     kind: ClassVar[str] = "prompts"
-    """What a row is, unless it has a label: prompts, examples or pairs."""
+    """Kind of rows without a label column: prompts, examples or pairs."""
     answers: ClassVar[tuple[str, ...]] = ()
-    """The settings that name its columns with answers, unless it has a label."""
+    """Names of the settings that name answer columns, if rows have no label column."""
 
     @property
     def rows(self) -> str:
-        """What a row is: prompts; examples, pairs and labels (`offline`) bring answers."""
+        """Kind of the rows: prompts; or examples, pairs, labels (`offline`), which hold answers."""
         return self.kind if self.label_column is None else "labels"
 
     @property
     def answer_columns(self) -> tuple[str, ...]:
-        """Columns with answers, the better one first; or the answer's column and the label's."""
+        """Columns with answers, the better one first; or the columns of answer and label."""
         labelled = ("completion_column", "label_column")
         names = self.answers if self.label_column is None else labelled
         return tuple(getattr(self, name) for name in names if getattr(self, name) is not None)
@@ -118,7 +118,7 @@ class DrawnDataConfig(DataSettings):
 
 @dataclass
 class AnswerDataConfig(DrawnDataConfig):
-    """The same with held-out rows."""
+    """Rows that steps draw, and held-out rows for evaluation."""
 
     eval_path: str | None = setting("The same of held-out prompts; none: no evaluation.", None)
     chat_template: bool = setting("Render prompts with the tokenizer's chat template.", False)
@@ -130,22 +130,22 @@ class AnswerDataConfig(DrawnDataConfig):
 
 @dataclass
 class DataConfig(AnswerDataConfig):
-    """Prompts, each with so many samples."""
+    """Prompts to generate from, and the number of samples of each."""
 
     prompt_column: str = setting("Column that holds the prompt (text, or chat messages).", "prompt")
     samples_per_prompt: int = setting("Responses generated for each prompt.", 1, at_least=1)
 
 
 class Precise:
-    """What has weights of a dtype."""
+    """A part of the settings that has a dtype."""
 
     dtype: str
     max_model_len: int | None = None
-    """Of a generator: longest prompt with its response, if not as the settings say."""
+    """Of a generator: tokens of prompt and response together; None: as the settings say."""
 
     @property
     def precision(self) -> str:
-        """dtype; of auto, before a run or a plan has chosen: float32."""
+        """dtype, or float32 while it is auto (before a run or a plan has chosen)."""
         return DTYPES[1] if self.dtype == AUTO else self.dtype
 
 
@@ -193,7 +193,7 @@ class EngineConfig:
 
     @property
     def moved(self) -> tuple[str, ...]:
-        """Parts that live on the host; of auto, before a run or a plan has chosen: none."""
+        """Parts that are offloaded to the host between calls; none while residency is auto."""
         return () if self.residency == AUTO else moved_parts(self.residency)
 
     @property
@@ -203,7 +203,7 @@ class EngineConfig:
 
     @property
     def micro_batch_size_per_rank(self) -> int:
-        """Rows of one forward on one rank; practically no limit if tokens limit it."""
+        """Rows of one forward on one rank; NO_LIMIT if tokens limit it instead."""
         count, unit = micro_batch_of(self.micro_batch)
         return count if unit == "rows" else NO_LIMIT
 
@@ -216,10 +216,10 @@ class EngineConfig:
 
 @dataclass
 class FrozenEngineConfig(EngineConfig):
-    """The same for a model that is never trained: nothing to say about its backward."""
+    """How a model that is never trained is distributed: no options for its backward."""
 
     of_actor: list[str] | None = follows("actor.engine.options", None)
-    # No setting here: an engine reads the same names from every role.
+    # Not a setting: of the actor's options only padded applies to a forward.
     options: ClassVar[Any] = property(  # type: ignore[misc]
         lambda engine: [name for name in engine.of_actor or () if name == "padded"]
     )
@@ -286,23 +286,23 @@ class RolloutConfig(Precise):
     max_drift: float | None = setting(
         "Mean |log-prob| gap, rollout against trainer, that ends the run.", None, above=0
     )
-    tokenizer_path: str = follows("data.tokenizer_path", "")  # reads stop strings
+    tokenizer_path: str = follows("data.tokenizer_path", "")  # to find stop strings
     max_prompt_tokens: int = follows("data.max_prompt_tokens", 0)
 
     @property
     def generator(self) -> str:
-        """engine; of auto, before a run or a plan has chosen: the built-in one."""
+        """engine, or the built-in one while it is auto (before a run or a plan has chosen)."""
         return generator_names()[0] if self.engine == AUTO else self.engine
 
     @property
     def cache_bytes(self) -> int:
-        """Of a size; else, before a run or a plan has chosen one: 64 MiB."""
+        """Bytes of kv_cache if it is a size, else (before a run or a plan has chosen) 64 MiB."""
         size, unit = cache_of(self.kv_cache)
         return int(size) if unit == "bytes" else CPU_CACHE_BYTES
 
     @property
     def longest_row(self) -> int | None:
-        """Tokens of the longest prompt with its response; None: as many as the model reads."""
+        """Most tokens of prompt and response together; None: the model's context length."""
         if self.max_model_len is None and self.max_prompt_tokens:
             return self.max_prompt_tokens + self.max_new_tokens
         return self.max_model_len
@@ -333,7 +333,7 @@ class CriticConfig:
 
 @dataclass
 class ReferenceConfig:
-    """The frozen policy that the KL is measured against; the actor's start."""
+    """The frozen policy that the KL is measured against; by default the actor's initial one."""
 
     model: ModelConfig = part(ModelConfig, path="${actor.model.path}")
     engine: FrozenEngineConfig = part(FrozenEngineConfig)
@@ -362,7 +362,7 @@ class RewardConfig:
         "function's score is 0.",
         "raise",
     )
-    tokenizer_path: str = follows("data.tokenizer_path", "")  # makes responses text
+    tokenizer_path: str = follows("data.tokenizer_path", "")  # to decode responses
 
 
 @dataclass

@@ -29,7 +29,7 @@ ASSUME = "assume"
 
 @dataclass(frozen=True)
 class Source:
-    """Settings of one origin, not yet checked."""
+    """Settings of one file or of one word of the command line, not yet checked."""
 
     name: str
     tree: dict[str, Any]
@@ -63,7 +63,7 @@ def read_yaml(path: Path) -> Source:
 
 
 def _unreadable(path: Path, err: OmegaConfBaseException) -> ConfigError:
-    """What is wrong in a file that is YAML, but holds a key or a ${reference} that cannot be."""
+    """The error for a file that is YAML but has an invalid key or ${reference}."""
     key, tree = str(err.full_key or "").partition("[")[0], yaml.safe_load(path.read_text("utf-8"))
     if not isinstance(tree, dict):
         return ConfigError.of(path, type(tree).__name__, "key: value lines", "write settings there")
@@ -77,7 +77,7 @@ def _unreadable(path: Path, err: OmegaConfBaseException) -> ConfigError:
 
 
 def _locate_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Paths that are not in the current directory but in the YAML's, or bundled, become those."""
+    """Replaces paths that exist beside the YAML or bundled, but not in the current directory."""
     located = {}
     for name, value in tree.items():
         if name == "function":
@@ -135,7 +135,7 @@ def sort_words(words: Sequence[str]) -> tuple[str | None, str | None, tuple[str,
 
 
 def take_examples(sources: Sequence[Source]) -> dict[str, Any]:
-    """Take the section `assume` out of every source; the last word on a name counts."""
+    """Take the section `assume` out of every source; a later source wins."""
     found: dict[str, Any] = {}
     for source in sources:
         section = source.tree.pop(ASSUME, None)
@@ -181,7 +181,7 @@ def find_file(name: str | Path, suffix: str) -> Path:
 
 
 def broken_installation(err: ImportError, script: Path) -> str | None:
-    """What to say if an import failed below one of spmdflow's own; None if the script's did."""
+    """The message if a module of spmdflow failed to import; None if the script itself did."""
     files = [Path(frame.filename).resolve() for frame in traceback.extract_tb(err.__traceback__)]
     script = script.resolve()
     below = files[files.index(script) + 1 :] if script in files else []

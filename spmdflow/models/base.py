@@ -2,10 +2,10 @@
 
 A role that derives from `EngineWorker` runs on the engine that its settings name (engine.kind).
 `FSDPWorker`, `ZeROWorker` and `ThreeDParallelWorker` (the paper's 3DParallelWorker, section 4.1)
-bind one: `class MyCritic(FSDPWorker)` is a role of its own, `class MyActor(ZeROWorker,
-ActorWorker)` the given role on that engine. A class may also combine roles with one head, as
-`class MyActor(ActorWorker, PreferenceWorker)`: one model with the methods of both; of methods with
-one name it has the first base's.
+fix the engine: `class MyCritic(FSDPWorker)` is a new role, `class MyActor(ZeROWorker, ActorWorker)`
+the actor on ZeRO. A class may also combine roles that have the same head: `class
+MyActor(ActorWorker, PreferenceWorker)` is one model with the methods of both. If both define a
+method, the first base class wins, as in any Python class.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class EngineWorker(Worker):
     head: ClassVar[str] = "causal_lm"
     """What the model has on top: causal_lm, critic (its value head, trained) or scalar."""
     engine_kinds: ClassVar[tuple[str, ...]] = ()
-    """Engines that this class is bound to, its own choice first; none: any that settings name."""
+    """Engines that this class may run on, its default first; (): any that settings name."""
     generates: ClassVar[bool] = False
-    """Whether it generates where it trains: rollout.layout then cuts its pool too."""
+    """Whether it generates on its training ranks; rollout.layout is then a part of the layout."""
     exports: ClassVar[bool] = False
     """Whether a checkpoint holds the model as a Hugging Face folder too."""
 
@@ -74,10 +74,10 @@ class EngineWorker(Worker):
 
     @classmethod
     def needed_groups(cls, cfg: Any, layout: Layout) -> list[tuple[int, ...]]:
-        """The pool; also every axis' groups where the engine or layout has axes.
+        """The pool and the groups of every axis that the layout has.
 
-        Engines that shard parameters over fewer ranks than all need the groups of both axes; those
-        of first and last stages have a tied embedding.
+        If it is data-parallel alone: shard and replicate groups, where parameters are sharded over
+        a part of the pool. Pipelines with tied embeddings: also first with last stage.
         """
         if layout.dp_size == layout.generation_dp_size == layout.size:
             sharding = engine_kind(cls.bind_engine(cfg).engine.kind).sharding
@@ -90,12 +90,12 @@ class EngineWorker(Worker):
 
     @classmethod
     def host_groups(cls, cfg: Any, layout: Layout) -> list[tuple[int, ...]]:
-        """The pool, replicas (metrics), dp (sums of map functions), and those that generate."""
+        """The pool, replicas (for metrics), dp (sums of map functions), and generation's groups."""
         return axis_groups(layout, ("replica", "dp", *(_GENERATION_AXES if cls.generates else ())))
 
     @classmethod
     def bind_engine(cls, cfg: Any) -> Any:
-        """The role's settings with an engine of this class where engine.kind has its default.
+        """The role's settings; if engine.kind has its default, with the engine of this class.
 
         ConfigError if engine.kind names an engine that the class is not bound to.
         """
@@ -110,7 +110,7 @@ class EngineWorker(Worker):
         return replace(cfg, engine=replace(cfg.engine, kind=kinds[0]))
 
     def __init__(self, cfg: Any, context: WorkerContext, *, head: str | None = None) -> None:
-        """head: another than the class'. ConfigError if it combines roles with several heads."""
+        """head: replaces the class's. ConfigError if a class combines roles with several heads."""
         bases = [each for each in type(self).__mro__ if each is not EngineWorker]
         heads = {vars(x)["head"]: x.__name__ for x in bases if "head" in vars(x)}
         if len(heads) > 1 and "head" not in vars(type(self)):
@@ -128,7 +128,7 @@ class EngineWorker(Worker):
         self._move("host", self._moved)
 
     def adopter(self) -> Callable[..., None] | None:
-        """What gives the weights a storage of its own, where they stay; None: the engine does."""
+        """Function that moves the weights to a storage where they stay; None: the engine's own."""
         return None
 
     def score(self, batch: TensorDict, fn: Score) -> TensorDict | None:
@@ -145,7 +145,7 @@ class EngineWorker(Worker):
         return self.take_steps(batch, step, prefix=prefix)
 
     def take_steps(self, batch: TensorDict, step: Step, *, prefix: str) -> dict[str, float]:
-        """As `train`, by steps of the caller's own; prefix: of metrics that have none."""
+        """As `train`, with the caller's step function; prefix: for metric names without one."""
         steps = []
         with self.resident("parameters", "gradients", "optimizer"):
             for mini in self.call.mini_batches:
@@ -155,7 +155,7 @@ class EngineWorker(Worker):
 
     @contextmanager
     def resident(self, *parts: Part) -> Iterator[None]:
-        """Have parts of the engine on the device; what lives on the host goes back afterwards."""
+        """Keep parts of the engine on the device; offloaded ones move back to the host on exit."""
         self._move("device", parts)
         try:
             yield
@@ -168,11 +168,11 @@ class EngineWorker(Worker):
         return None if hasattr(self.cfg, "optimizer") else Path(self.cfg.model.path)
 
     def save_state(self, folder: Path) -> None:
-        """This rank's part of parameters, moments and schedule, bit for bit: over all ranks each
-        element once; nothing of a frozen model.
+        """Write this rank's share of parameters, moments and schedule, bit for bit.
 
-        Beside it, if the class exports its model, a Hugging Face folder. A class that changes a
-        model without an optimizer saves and loads it by itself.
+        Over all ranks each element is written once; of a frozen model nothing. If the class
+        exports its model, a Hugging Face folder is written too. A class that changes a model
+        without an optimizer must save and load it itself.
         """
         if self.frozen_folder is None:
             with self.resident("parameters", "optimizer"):
@@ -220,7 +220,7 @@ class EngineWorker(Worker):
 
 
 def axis_groups(layout: Layout, axes: Sequence[str]) -> list[tuple[int, ...]]:
-    """The pool and the groups of some axes, each once; none of a single rank, which needs none."""
+    """The pool and the groups of some axes, each once; groups of a single rank are left out."""
     groups = [group for axis in axes for group in layout.axis_groups(axis)]
     return [ranks for ranks in dict.fromkeys([layout.ranks, *groups]) if len(ranks) > 1]
 

@@ -1,4 +1,4 @@
-"""The critic: estimates the return before each response token, and learns it (paper Table 4).
+"""The critic: estimates and learns the return from each response token on (paper Table 4).
 
 Safe RLHF's critic of the cost (Dai et al. 2024) is the same code under other column names.
 """
@@ -19,7 +19,7 @@ from spmdflow.workers.micro_batch import MicroBatch
 
 
 class CriticWorker(EngineWorker):
-    """A scalar head on a language model. From a reward model, or an actor with a zero head."""
+    """A language model with a scalar head: a reward model's, or a zero one on a causal LM."""
 
     role = "critic"
     head = "critic"
@@ -30,7 +30,7 @@ class CriticWorker(EngineWorker):
         writes=("values",),
     )
     def compute_values(self, batch: TensorDict) -> TensorDict | None:
-        """values: the critic's output at the position before each response token."""
+        """values (ragged float32): the critic's output one position before each response token."""
 
         def values(output: ScalarOutput, micro: MicroBatch) -> dict[str, Tensor]:
             return {"values": micro.spread(output.at(micro.predicting))}
@@ -52,7 +52,7 @@ class CriticWorker(EngineWorker):
 
 
 class CostCriticWorker(CriticWorker):
-    """Estimates the cost to come before each response token, and learns it."""
+    """Estimates and learns the cost from each response token on."""
 
     role = "cost_critic"
 
@@ -62,7 +62,7 @@ class CostCriticWorker(CriticWorker):
         writes=("cost_values",),
     )
     def compute_cost_values(self, batch: TensorDict) -> TensorDict | None:
-        """cost_values: the critic's output at the position before each response token."""
+        """cost_values (ragged float32): the output one position before each response token."""
         made = self.compute_values(batch)
         if made is None:
             return None

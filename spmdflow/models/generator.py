@@ -1,8 +1,8 @@
 """The generator: a rollout engine on ranks of its own (disaggregated generation).
 
 `SamplingWorker` is what it shares with `ActorWorker`, which generates on the trainer's ranks. Its
-weights come from a `PolicyWorker` on other ranks, which `flow.connect` joins it to, or from the
-model's folder (`load_weights`), where nothing is trained.
+weights come from a `PolicyWorker` on other ranks (`flow.connect`), or from the model's folder if
+nothing is trained (`load_weights`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from spmdflow.weights.architecture import Architecture
 def row_seeds(context: WorkerContext, call: CallInfo) -> list[int]:
     """A seed for each row of a call, from (seed, step, row id, generation), never from a rank.
 
-    generation: which one of the step it is for the row; the first one adds no number. Held-out
+    generation: how often the row was generated from before in this step; 0 is left out. Held-out
     rows have the same seeds at every step: evaluations differ by their weights only.
-    ProtocolError if the method is not marked as drawing.
+    ProtocolError if the method is not registered with draws=True.
     """
     if call.generation is None:
         raise ProtocolError(
@@ -54,7 +54,7 @@ def row_seeds(context: WorkerContext, call: CallInfo) -> list[int]:
 
 
 def check_sampling(label: str, cfg: Any, arguments: Mapping[str, Any]) -> None:
-    """ConfigError for what `generate_sequences` cannot do, by the bounds of the settings."""
+    """ConfigError if arguments of `generate_sequences` are outside the bounds of the settings."""
     if not set(arguments) - {"greedy"}:
         return  # the settings have checks of their own, which tell all that is wrong
     try:
@@ -96,15 +96,15 @@ class SamplingWorker(Worker):
         max_new_tokens: int | None = None,
         stop: Sequence[str] | None = None,
     ) -> TensorDict:
-        """One response for each row; the answer keeps the columns of the prompts.
+        """One response for each row; the result keeps the columns of the prompts.
 
         Arguments replace settings of actor.rollout for this call. stop: a response ends with the
-        token that makes its text have one of these strings; that token stays, and with it what it
-        says beyond the string (vLLM's include_stop_str_in_output). temperature, top_p, top_k and
-        greedy say which tokens are taken; rollout_log_probs are of the policy at the settings'
-        temperature in any case, which is what `compute_log_prob` gives and `update_actor` learns.
+        token that completes one of these strings in its text. The whole token stays, also its text
+        after the string (vLLM's include_stop_str_in_output). temperature, top_p, top_k and greedy
+        decide which tokens are sampled; rollout_log_probs are always the policy's at the settings'
+        temperature, as those of `compute_log_prob` and `update_actor` are.
 
-        An actor generates with the weights of its last update, a generator with those that came
+        An actor generates with the weights of its last update, a generator with those it received
         last.
         """
         sampling = self.sampling.for_call(

@@ -1,8 +1,8 @@
 """The policy in training, and the frozen reference it is compared with (paper Table 4).
 
-A policy scores its own tokens and learns. `ActorWorker` adds generation on the same ranks. A policy
-alone trains while a `GeneratorWorker` on other ranks generates (disaggregated generation);
-`flow.connect` brings it the weights. `SupervisedWorker` is the policy before any RL: it learns by
+`PolicyWorker` computes log-probabilities and trains. `ActorWorker` adds generation on the same
+ranks; without it a `GeneratorWorker` on other ranks generates (disaggregated generation), to which
+`flow.connect` brings the weights. `SupervisedWorker` is the policy before any RL: it learns by
 cross-entropy on examples (supervised fine-tuning).
 """
 
@@ -41,7 +41,7 @@ UPDATE_READS = ("prompts", "responses", "response_mask", "old_log_probs", "advan
 UPDATE_MAY = ("ref_log_probs", "rollout_weights", "pretrain_ids", *VALID)
 """Columns of `update_actor`: those it needs, and those it uses if they are there."""
 INSTEAD = {"old_log_probs": "rollout_log_probs"}
-"""What may serve where nothing but the update reads the policy's own (controller/waiting.py)."""
+"""Column that may replace old_log_probs if only the update reads them (controller/waiting.py)."""
 
 
 class PolicyWorker(EngineWorker):
@@ -84,7 +84,7 @@ class PolicyWorker(EngineWorker):
 
     @register(transfer_mode="ONE_TO_ALL")
     def publish_weights(self) -> None:
-        """Bring the weights to the connected server, which stops for that long."""
+        """Send the weights to the connected server, which pauses generation meanwhile."""
         assert self._publisher is not None, "connect_server comes first"
         with self.resident("parameters"):
             self.report(self._publisher.publish())
@@ -97,7 +97,7 @@ class PolicyWorker(EngineWorker):
         instead=INSTEAD,
     )
     def compute_log_prob(self, batch: TensorDict) -> TensorDict | None:
-        """old_log_probs: the trainer's log-probability of each response token."""
+        """old_log_probs (ragged float32): the trainer's log-probability of each response token."""
         temperature = self.cfg.rollout.temperature
 
         def score(output: CausalOutput, micro: MicroBatch) -> dict[str, Tensor]:
@@ -120,10 +120,10 @@ class PolicyWorker(EngineWorker):
         writes=("pretrain_ids", "pretrain_losses"),
     )
     def compute_loss(self, batch: TensorDict) -> TensorDict | None:
-        """The loss of pre-training texts, which are the prompts of these rows.
+        """Cross-entropy of pre-training texts, which are the prompts of these rows.
 
-        pretrain_losses (B,): nats of each text; pretrain_ids: the texts, which `update_actor` mixes
-        into its loss where they come along with samples (PPO-ptx).
+        pretrain_losses (B,): nats of each text. pretrain_ids: the texts; rows that have this
+        column make `update_actor` add the texts' loss to its own (PPO-ptx).
         """
         texts = batch["prompts"]
         made = self.score(
@@ -147,7 +147,7 @@ class PolicyWorker(EngineWorker):
     def update_actor(self, batch: TensorDict) -> dict[str, Any]:
         """One optimizer step for each mini-batch; metrics are means over the steps.
 
-        With pretrain_ids, each sample's text is in the same steps, weighted by loss.pretrain_coef.
+        With pretrain_ids, a step also learns its samples' texts, weighted by loss.pretrain_coef.
         Rows that failed (valid is False) are not learnt from.
         """
         batch = without_failed(batch)
@@ -197,7 +197,7 @@ class ActorWorker(SamplingWorker, PolicyWorker):
     """Generates with the rollout engine, learns with the train engine, on the same ranks."""
 
     generates = True
-    evaluation = None  # its responses are scored, whatever else it learns from
+    evaluation = None  # evaluated by its responses, also if combined with another role
 
     def __init__(self, cfg: ActorConfig, context: WorkerContext) -> None:
         super().__init__(cfg, context)
@@ -210,7 +210,7 @@ class ActorWorker(SamplingWorker, PolicyWorker):
         self.sampling = Sampling.from_config(cfg.rollout)
 
     def adopter(self) -> Callable[..., None] | None:
-        """What gives the weights a storage that the generator shares; None: it has its own."""
+        """Function that moves the weights to a storage shared with the generator; None: no such."""
         self._mode = sync_mode(self.cfg, self.context.layout)
         self._storage = storage_of(self._mode, self.context)
         return None if self._storage is None else self._storage.adopt

@@ -1,8 +1,8 @@
 """Models that learn from preferences: a policy, its frozen reference, a reward model.
 
-A row of data brings two sequences: a pair its chosen and its rejected answer, a labelled row its
-answer and, on the same prompt, the answer of another row, for KTO's estimate of the KL. Both become
-rows of their own (`models.rows`); see `objectives.preference.PairLoss`.
+A row of data gives two sequences. Of a pair: the prompt with the chosen and with the rejected
+answer. Of a labelled row: the prompt with its own and with another row's answer, for KTO's estimate
+of the KL. Each sequence becomes a row (`models.rows`); see `objectives.preference.PairLoss`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from spmdflow.workers.micro_batch import MicroBatch
 
 ANSWERS = ("prompts", "loss_mask")
 KINDS = ("chosen_tokens", "answers", "desirable")
-"""Columns of a row of preferences: of every kind, and those of pairs or of labelled rows."""
+"""Columns of rows of preferences: ANSWERS of all, KINDS of pairs or of labelled rows only."""
 Slopes = tuple[Tensor, Tensor]
-"""Losses of n pairs (n,), and their derivatives (2n,) at the scores of 2n sequences."""
+"""Losses of n pairs (n,), and their derivatives (2n,) by the scores of the 2n sequences."""
 
 
 class PairWorker(EngineWorker):
@@ -75,8 +75,8 @@ class PairWorker(EngineWorker):
     ) -> Mapping[str, Metric]:
         """One step on n pairs, given as 2n sequences, after a forward without gradient.
 
-        slopes_of: scores (n, 2) -> losses (n,) and their slopes (2n,) at the scores. Before the
-        last pipeline stage, which has the loss, they may hold anything.
+        slopes_of: scores (n, 2) -> losses (n,) and their derivatives (2n,) by the scores. Earlier
+        pipeline stages than the last have no loss and use zeros.
         """
         forwards = self.engine.count_micro_batches(rows)
         scores = self._scores(rows, forwards)
@@ -110,8 +110,8 @@ class AnswerReferenceWorker(PairWorker):
 class PreferenceWorker(PairWorker):
     """Updates and held-out margins of a policy that learns from preferences.
 
-    Its loss is the section `preference` of its settings, or else `loss`: so that a class that is an
-    ActorWorker too has both.
+    Its loss is the section `preference` of its settings, or else `loss`; a class that is also an
+    ActorWorker has both sections.
     """
 
     role = "actor"
@@ -127,7 +127,7 @@ class PreferenceWorker(PairWorker):
 
     @register(transfer_mode="3D_PROTO", reads=reads, optional=KINDS, writes=("margins",))
     def compute_preference(self, batch: TensorDict, *, prefix: str = "actor") -> TensorDict | None:
-        """margins (B,): implicit reward of chosen - rejected; of a labelled answer +- its own.
+        """margins (B,): implicit reward of chosen - rejected; of a labelled row +- its answer's.
 
         Pairs report loss, accuracy (equal rewards count half), margin and both rewards; labelled
         rows the mean rewards of both kinds and the KL estimate, which may be negative here.
@@ -161,8 +161,8 @@ class PreferenceWorker(PairWorker):
     def update_preference(self, batch: TensorDict) -> dict[str, Any]:
         """One optimizer step for each mini-batch; metrics are means over the steps.
 
-        A step first scores its rows once without gradient: of pairs both answers, to know how each
-        counts, of labelled rows those that measure the KL.
+        A step first scores its rows without gradient: of pairs both answers, for the derivatives of
+        the loss by their scores; of labelled rows other rows' answers, for the KL.
         """
         if not is_pairs(batch):
             return self.take_steps(batch, self._label_step, prefix="actor")
@@ -227,7 +227,7 @@ class RewardModelWorker(PairWorker):
     def update_reward_model(self, batch: TensorDict) -> dict[str, Any]:
         """One optimizer step for each mini-batch; metrics are means over the steps.
 
-        A step scores its pairs once without gradient to know how each score counts.
+        A step first scores its pairs without gradient, for the derivatives of the loss by scores.
         """
 
         def slopes_of(scores: Tensor) -> Slopes:

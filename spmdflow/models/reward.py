@@ -1,7 +1,7 @@
 """Reward and cost: a score for each response (paper Table 4).
 
-It comes from a model, from functions, or from both weighted. Safe RLHF's second signal, the cost
-(Dai et al. 2024), is the same code under other column names, so that a batch has room for both.
+It comes from a model, from functions, or from a weighted sum of both. Safe RLHF's second signal,
+the cost (Dai et al. 2024), is the same code with other column names, so a batch can hold both.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _COST_WRITES = ("costs", "token_level_costs", "cost_valid")
 class RewardWorker(Worker):
     """Scores responses with `cfg.model`, `cfg.function` or a sum of both; the settings say which.
 
-    A function's prompt and response join to the text of all tokens (`datasets.decode`). Its `row`
-    has the fields of the data row and `response_tokens`, their number.
+    A function is given prompt and response as texts that together are the text of all tokens
+    (`datasets.tokenizer`), and `row`: the fields of the data row and `response_tokens`, a number.
     """
 
     role = "reward"
@@ -52,7 +52,7 @@ class RewardWorker(Worker):
 
     @classmethod
     def host_groups(cls, cfg: RewardConfig, layout: Layout) -> list[tuple[int, ...]]:
-        """Also tp: one rank of it asks the functions."""
+        """Also tp: one rank of each such group calls the functions and broadcasts the results."""
         return axis_groups(layout, ("replica", "dp", "tp"))
 
     def __init__(self, cfg: RewardConfig, context: WorkerContext) -> None:
@@ -63,7 +63,7 @@ class RewardWorker(Worker):
         self._model = _ModelScorer(cfg, context) if cfg.model else None
         self._has_functions = len(self._model_terms) < len(terms)
         place = context.layout.coordinate(context.rank)
-        # one rank of a tp group asks: a function that takes too long on one must not score twice
+        # one rank of a tp group calls: a timeout may hit on one rank and not on another
         asks = place.tp == 0 and place.pp == context.layout.pp_size - 1
         self._pool = RewardPool.from_config(cfg) if self._has_functions and asks else None
         self._on_error = on_error_of(cfg.on_error, f"{self.role}.on_error")
@@ -78,8 +78,8 @@ class RewardWorker(Worker):
         """scores (B,) float32; token_level_rewards: the score at the last response token.
 
         valid (B,) bool: False, and the score nan, where a function failed under on_error=drop;
-        RewardError if too many did. score_terms: what the score is made of, as JSON. prefix: of the
-        metrics, which are means over valid rows, for rows that are not those of the training batch.
+        RewardError if too many did. score_terms: the terms of each score, as JSON. prefix: of the
+        metrics (means over valid rows); give another for rows other than the training batch.
         """
         scores_by_model = None if self._model is None else self._model_scores(batch)
         if scores_by_model is None and self._model is not None:
@@ -111,7 +111,7 @@ class RewardWorker(Worker):
         return made
 
     def judge(self, batch: TensorDict, call: CallInfo) -> tuple[list[str], list[Result] | None]:
-        """Texts of the responses and, on the rank that asks, {"score": weighted sum, ...} of each.
+        """Response texts and, on the rank that calls functions, {"score": weighted sum, ...} each.
 
         Runs beside other calls, while models generate or score: see `register`.
         """

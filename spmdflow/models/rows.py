@@ -1,9 +1,9 @@
 """Rows of data -> the rows of prompt and response that engines read. Pure; knows no ranks.
 
-A row of data is a sequence (`prompts`) with marks (`loss_mask`) of its learnt tokens. It is cut
-before the first of them: what comes before is the prompt, the rest the response, with holes where
-others speak. A row of preferences brings two sequences, which become rows of their own, each in
-any micro-batch of any rank. Of a pre-training text all but the first token is the response.
+A row of data is a sequence (`prompts`) with a mask (`loss_mask`) of its learnt tokens. It is cut
+before the first of them: what comes before is the prompt, the remainder the response, whose mask is
+False at other speakers' turns. A row of preferences gives two sequences, each a row of its own that
+may be in any micro-batch. Of a pre-training text all but the first token is the response.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spmdflow.data.ragged import (
 from spmdflow.transfer.worker import CallInfo, MiniBatch
 
 Sequence = tuple[Tensor, Tensor, Tensor]
-"""Ids of the prompt (P,), of the response (R,), and which of those are learnt (R,) bool."""
+"""Token ids of prompt (P,) and response (R,), and which of the response are learnt, (R,) bool."""
 _COLUMNS = {"prompts": torch.int64, "responses": torch.int64, "response_mask": torch.bool}
 
 
@@ -92,10 +92,10 @@ def text_rows(texts: Tensor) -> TensorDict:
 
 
 def with_text_rows(batch: TensorDict, call: CallInfo) -> tuple[TensorDict, CallInfo]:
-    """Samples that bring a text along (pretrain_ids) -> samples and texts as rows of their own.
+    """n samples with a text each (pretrain_ids) -> 2n rows: the samples, then their texts.
 
-    Sample i's text is row n + i, in the same mini-batches as the sample; is_text marks it, and no
-    token of it counts as chosen. Each mini-batch has twice the rows, and forwards to be counted.
+    Sample i's text is row n + i, in the same mini-batches as the sample; is_text marks it, and its
+    response_mask is False. Mini-batches have twice the rows: count their micro-batches again.
     """
     count = batch.batch_size[0]
     texts = text_rows(batch["pretrain_ids"])

@@ -1,4 +1,4 @@
-"""What a script maps over scored rows before the update: advantages, returns, reward penalties.
+"""Map functions of scored rows before the update: advantages, returns, reward penalties.
 
 The functions run where the rows live (`batch.map(compute_advantages, ...)`); only whitening and
 sums over a prompt's samples cross ranks. Estimators by name are in `estimator`.
@@ -43,7 +43,7 @@ from spmdflow.transfer.worker import Mean, Metric
 
 
 def _not_weighted(cfg: AdvantageConfig) -> tuple[str, ...]:
-    """Columns that only the metrics need, which the update reports otherwise."""
+    """Columns that only metrics need (kl_coef 0); without them the update reports these metrics."""
     return ("old_log_probs",) if cfg.kl_coef == 0 else ()
 
 
@@ -67,11 +67,11 @@ def compute_advantages(
     """Ragged float32 advantages and returns of each row; 0 where the policy chose nothing.
 
     r_t = token_level_reward_t - kl_coef * KL_t, then the estimator, then whitening over the
-    global batch if cfg.whiten. Rows that failed (valid is False) have 0 and are in no baseline,
-    whitening or metric; so does a row whose baseline needs others of its group, if all failed.
+    global batch if cfg.whiten. Rows that failed (valid is False) get 0 and are in no baseline,
+    whitening or metric. A row also gets 0 if its baseline is missing because other rows failed.
     Reports reward/penalised_mean and, if the columns are there, the KL to the reference (k1):
     actor/reference_kl in nats per token, ..._per_response in nats per response. ConfigError for an
-    unknown estimator, ColumnError if the KL has a weight and no columns.
+    unknown estimator, ColumnError if kl_coef is not 0 and a column of the KL is missing.
     """
     lengths = lengths_of(batch["response_mask"])
     mask, valid = chosen_mask(batch), valid_rows(batch)  # (B, R), (B,)
@@ -121,10 +121,10 @@ def _zero_failed_rows(columns: Mapping[str, Tensor], valid: Tensor) -> dict[str,
 def _find_comparable_rows(
     valid: Tensor, columns: Mapping[str, Tensor], groups: RowGroups | None
 ) -> Tensor:
-    """(B,) bool: valid rows whose baseline is there.
+    """(B,) bool: valid rows that have a baseline.
 
-    It is missing if the greedy response that is its baseline failed (baseline_scores is nan), or
-    if groups are given and all other rows of its group failed.
+    A row has none if the greedy response that it is compared with failed (baseline_scores is nan),
+    or if groups are given and all other rows of its group failed.
     """
     if "baseline_scores" in columns:
         valid = valid & ~columns["baseline_scores"].isnan()
@@ -175,7 +175,7 @@ def compute_safe_advantages(
 ) -> TensorDict:
     """Ragged float32 advantages of reward and cost together, and the returns of each.
 
-    The KL to the reference is shared between both signals, r_t - kl/2 and c_t + kl/2 with
+    The KL to the reference is split between both signals, r_t - kl/2 and c_t + kl/2 with
     kl = kl_coef * KL_t (ibid., appendix B); each has its own GAE, and the mixture is whitened over
     the global batch if cfg.whiten.
     """

@@ -4,12 +4,12 @@ An estimator is a function `(samples, cfg) -> (advantages, returns)`, both (B, R
 script adds its own with the decorator at module level; every rank imports the script, so the name
 is known everywhere.
 
-`gae` uses a critic's values; the others have a baseline from other samples, or none at all. s_i is
+`gae` uses a critic's values; the others have a baseline from other samples, or none. s_i is
 the sum of row i's token-level rewards, G the rows that are samples of the same prompt (n of them).
 Every token of a row gets the same advantage unless the formula has a t. A prompt with one sample
-has no group to compare with: where the baseline is the group's, its row keeps A = s. Rows that
-failed (`Samples.groups` leaves them out) are in no baseline; `compute_advantages` gives a row 0
-whose group has no other row left.
+has no group to compare with: estimators with a baseline of the group give it A = s. Rows that
+failed are in no baseline (`Samples.groups` leaves them out). If all other rows of a group failed,
+`compute_advantages` gives the remaining row an advantage of 0.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ ESTIMATORS: Registry[Estimator] = Registry(
 def advantage(
     name: str, *, reads: Iterable[str] = (), groups: bool = False
 ) -> Callable[[EstimatorFunction], EstimatorFunction]:
-    """Register an estimator by name; its own module may define it again.
+    """Register an estimator by name; the same module may register it again.
 
-    groups: it compares a row with the other samples of its prompt; a row that the others' failures
-    left alone then has advantage 0. ConfigError if the name belongs to a function of another
-    module.
+    reads: columns it needs besides token_level_rewards and response_mask. groups: it compares a row
+    with the other samples of its prompt; if all of these failed, the row's advantage is 0.
+    ConfigError if a function of another module has the name.
     """
 
     def add(estimate: EstimatorFunction) -> EstimatorFunction:
@@ -137,11 +137,11 @@ def grpo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
 @advantage("dr_grpo", groups=True)
 @advantage("reinforce_pp_baseline", groups=True)
 def dr_grpo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
-    """A_i = s_i - mean_G s, without the division that favours easy and hard prompts.
+    """A_i = s_i - mean_G s: no division by std_G, which favours very easy and very hard prompts.
 
     Liu et al. 2025, "Understanding R1-Zero-like training"; its loss sums over tokens and divides
     by a constant (loss.aggregation: sequence-mean-token-sum-by-budget). REINFORCE++-baseline (Hu
-    2025) is whitened over the global batch; its KL belongs into the loss (loss.kl_coef, k2).
+    2025) is whitened over the global batch; its KL belongs in the loss (loss.kl_coef, k2).
     """
     return _repeat_per_token(samples, _subtract_group_mean(samples))
 

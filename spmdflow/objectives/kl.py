@@ -1,11 +1,11 @@
-"""Two policies compared on the samples of one: KL estimates, an adaptive KL weight, corrections.
+"""KL estimates, an adaptive KL weight, and importance weights of the generator's samples.
 
 Estimates of KL(policy || other) from the policy's own samples (Schulman, "Approximating KL
-divergence", 2020). With d = log pi(y) - log q(y), y ~ pi: k1 = d is unbiased and noisy;
-k2 = d^2 / 2 is biased and quiet; k3 = e^-d - 1 + d is unbiased, quiet and never negative;
-abs = |d| is a distance, no KL.
+divergence", 2020). With d = log pi(y) - log q(y), y ~ pi: k1 = d is unbiased with high variance;
+k2 = d^2 / 2 is biased with low variance; k3 = e^-d - 1 + d is unbiased with low variance and never
+negative; abs = |d| is a distance and does not estimate the KL.
 
-`AdaptiveKL` moves the weight of the KL in the reward after the KL that is measured:
+`AdaptiveKL` adapts the weight of the KL in the reward to the measured KL:
 
 weight = flow.keep(weight=AdaptiveKL(cfg.advantage, target=6.0))
 ...
@@ -14,9 +14,9 @@ weight.update(batch.mean("reference_kl"))
 applied = weight.applied_to(cfg.advantage)
 batch |= batch.map(compute_advantages, estimator=applied.estimator, cfg=applied)
 
-`compute_rollout_weights` is truncated importance sampling. Tokens are drawn from the generator's
-mu, gradients are the trainer's pi_old: another kernel or precision, or weights that are a step
-behind. The weight rho_t = pi_old(y_t) / mu(y_t) makes the estimate unbiased; truncated at a cap C
+`compute_rollout_weights` is truncated importance sampling. Tokens are sampled from the generator's
+policy mu, gradients are taken at the trainer's pi_old; they differ by kernels, by precision, or
+because mu is a step behind. The weight rho_t = pi_old(y_t) / mu(y_t) makes the estimate unbiased; truncated at a cap C
 its variance is bounded (Yao et al. 2025, "Your efficient RL framework secretly brings you
 off-policy RL training"; the truncation of IMPALA, Espeholt et al. 2018). Weights are constants:
 `update_actor` multiplies each token's policy loss by them.
@@ -49,7 +49,7 @@ from spmdflow.transfer.register import map_function
 from spmdflow.transfer.worker import Mean
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 before exp: a ratio of 4.8e8 is an error, but a finite one."""
+"""Log-ratios are clamped to +-20 before exp, so that every ratio (at most 4.8e8) is finite."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
@@ -58,12 +58,12 @@ def bounded(log_ratio: Tensor) -> Tensor:
 
 
 def kl_estimate(name: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Per-token estimate, same shape as log_probs; ConfigError naming the choices."""
+    """Per-token estimate, same shape as log_probs; ConfigError if there is no such estimator."""
     return KL_ESTIMATORS.find(name)(log_probs - ref_log_probs)
 
 
 def _k3(difference: Tensor) -> Tensor:
-    # expm1: e^-d - 1 loses all digits for the tiny d of the first steps
+    # expm1, as e^-d - 1 loses all its digits when d is tiny, as in the first steps
     return torch.expm1(-bounded(difference)) + bounded(difference)
 
 
@@ -88,7 +88,7 @@ A = TypeVar("A", bound=AdvantageConfig)
 def measure_kl(batch: TensorDict, *, reduce: Reduce, report: Report) -> TensorDict:
     """reference_kl (B,) float32: each response's KL to the reference in nats, k1 over its tokens.
 
-    Reports its mean as advantage/measured_kl. A row that failed has 0 and is in no mean.
+    Reports its mean as advantage/measured_kl. A row that failed has 0 and is not in the mean.
     """
     mask, valid = chosen_mask(batch), valid_rows(batch)
     old, ref = (pad(batch[name]).double() for name in ("old_log_probs", "ref_log_probs"))
@@ -117,7 +117,7 @@ class AdaptiveKL(KeptNumber):
 
     e = clip(KL / target - 1, -0.2, 0.2),  kl_coef <- kl_coef (1 + 0.1 e)
 
-    Ziegler et al. 2019, section 2.2, eq. 4; their gain of 0.1 is for one update a step.
+    Ziegler et al. 2019, section 2.2, eq. 4; their gain of 0.1 is for one update per step.
     """
 
     def __init__(self, cfg: AdvantageConfig, *, target: float) -> None:
@@ -142,7 +142,7 @@ class AdaptiveKL(KeptNumber):
 
 
 def _serving(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Weights of tokens are near 1 where log-probs hardly differ; those of sequences need not."""
+    """Token weights are near 1 if log-probs hardly differ, whichever is used; products need not be."""
     by_token = getattr(arguments.get("cfg"), "kind", "sequence") != "sequence"
     return {"old_log_probs": "rollout_log_probs"} if by_token else {}
 
@@ -177,7 +177,7 @@ Weights = tuple[Tensor, Tensor]
 
 
 def by_token(log_ratio: Tensor, mask: Tensor, cap: float) -> Weights:
-    """w_t = min(rho_t, C): biased where the cap counts, never noisier than C."""
+    """w_t = min(rho_t, C): the cap adds a bias where it acts and bounds the variance."""
     ratio = inside(torch.exp(bounded(log_ratio)), mask)
     return ratio.clamp(max=cap), ratio > cap
 

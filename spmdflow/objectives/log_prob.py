@@ -1,16 +1,18 @@
-"""What a model's head says at the tokens that are asked for, without a (tokens, V) tensor.
+"""Log-probabilities, entropies and scalars from a model's head, without a (tokens, V) tensor.
 
-`CausalOutput` is what losses and `fn` get of a causal LM: hidden states where a response token is
-predicted, and the head's weight. Log-probabilities log p(y) = z_y / tau - logsumexp(z / tau), with
-z = W h, and the entropy come from blocks of columns of the vocabulary, in float32 whatever the
-weights' dtype (bfloat16 log-probs would bias the ratio). Backward computes a block's logits again
-and makes that block's part of the weight's gradient; only the last one is kept from forward.
+`CausalOutput` is what losses and the functions of `engine.forward` get from a causal LM: hidden
+states where a response token is predicted, and the head's weight. Log-probabilities log p(y) =
+z_y / tau - logsumexp(z / tau), with z = W h, and the entropy are computed in blocks of columns of
+the vocabulary, in float32 whatever the weights' dtype (bfloat16 log-probs would bias the ratio).
+Backward recomputes the logits of each block but the last (`_Task.kept`), and that block's part of
+the weight's gradient.
 
-Under tensor parallelism each rank has some columns (`first`, `group`). Forward all-reduces a few
-numbers a token, backward the gradient of the hidden states, which all of them have alike.
+Under tensor parallelism each rank has a range of the columns (`first`, `group`). Forward
+all-reduces a few numbers per token, backward the gradient of the hidden states, which are
+replicated over these ranks.
 
-liger-kernel's fused heads do not fit: they take their gradient in the forward of a loss that they
-know, with neither a token's log-probability for any loss nor its entropy.
+liger-kernel's fused heads do not fit: they compute gradients in the forward of a loss of their own,
+and give neither per-token log-probabilities for other losses nor the entropy.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch import Tensor
 CHUNK_ELEMENTS = 1 << 24
 """Logits of one block, of all tokens together: 64 MB of float32."""
 HOST_PARTS = 8
-"""On a CPU a block is this part of it, so that caches hold it, and so many are kept."""
+"""On a CPU blocks are smaller by this factor, to fit the caches, and so many are kept."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,12 @@ class CausalOutput:
     hidden: Tensor
     """(n, H): last hidden states; logits (n, V) if there is no weight."""
     weight: Tensor | None
-    """(V/t, H): rows first, first + 1, ... of the head; None: `hidden` has been through it."""
+    """(V/t, H): rows first, first + 1, ... of the head; None: `hidden` holds logits."""
     targets: Tensor
-    """(n,) int64: the tokens that came."""
+    """(n,) int64: the response tokens at these positions."""
     first: int = 0
     vocab_size: int | None = None
-    """Words from here on are padding: they take no part in the softmax. None: all are words."""
+    """Ids from here on are padding and not in the softmax. None: there is no padding."""
     group: dist.ProcessGroup | None = None
     """Ranks that hold the other rows of the head; None: there are no others."""
 
@@ -76,7 +78,7 @@ class CausalOutput:
 
 @dataclass(frozen=True)
 class ScalarOutput:
-    """A model with a scalar head (critic, reward), which runs where it is asked."""
+    """A model with a scalar head (critic, reward), which is applied to chosen positions only."""
 
     hidden: Tensor
     """(positions of all rows, H): last hidden states."""
@@ -91,18 +93,18 @@ class ScalarOutput:
 
 @dataclass(frozen=True)
 class _Task:
-    """What the maths needs to know besides tensors."""
+    """What `_Head` needs to know besides tensors."""
 
     temperature: float
     first: int
     width: int
-    """Columns held here that are no padding."""
+    """Columns held here that are not padding."""
     group: dist.ProcessGroup | None
     entropy: bool
     elements: int
     """Logits of a block."""
     kept: int
-    """Blocks that backward need not compute again."""
+    """How many last blocks are kept from forward, so that backward need not recompute them."""
 
     def blocks(self, hidden: Tensor) -> list[slice]:
         """Columns of each block."""
@@ -141,7 +143,7 @@ class _Head(torch.autograd.Function):
         kept: deque[Tensor] = deque(maxlen=task.kept)
         for columns in task.blocks(hidden):
             if len(kept) == kept.maxlen:
-                kept.popleft()  # before there is another
+                kept.popleft()  # freed before the next is allocated
             kept.append(scaled := task.scaled(hidden, weight, columns))
             place, here = task.column(targets, columns)
             sums[2] += torch.where(here, scaled.gather(1, place), 0.0)[:, 0]
@@ -186,7 +188,7 @@ class _Head(torch.autograd.Function):
             if of_entropy is None:
                 slope = log_probs.exp_().mul_(-of_log_prob[:, None])
             else:
-                # a word of probability 0 has log-prob -inf and no weight
+                # a token of probability 0 has log-prob -inf: 0 * -inf would be nan
                 log_probs.clamp_(min=-1e4)
                 slope = log_probs.exp().neg_()
                 log_probs.add_(entropy[:, None]).mul_(of_entropy[:, None])

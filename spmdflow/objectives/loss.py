@@ -1,6 +1,4 @@
-"""What an engine asks of a loss, what a loss may ask of a micro-batch, and means over masks.
-
-`Registry` holds what algorithms choose by name: policy losses, estimators, aggregations.
+"""The interfaces of losses (`Loss`) and of micro-batches (`Micro`), and means over masks.
 
 A train step sums `loss(output, micro, totals)` over the micro-batches of all ranks. Every term is
 divided by a *global* denominator, so the sum is the mean over the whole mini-batch, however the
@@ -54,7 +52,7 @@ class Micro(Protocol):
 
 
 class Loss(Protocol):
-    """A loss object for `train_step`. The base counts tokens and leaves metrics as they are."""
+    """A loss for `train_step`. By default it counts tokens and leaves metrics as they are."""
 
     def denominators(self, batch: TensorDict) -> dict[str, float]:
         """Sums over this rank's rows of the mini-batch; the engine adds up those of all ranks.
@@ -78,7 +76,7 @@ class Loss(Protocol):
 
 
 Report = Callable[[Mapping[str, Metric]], None]
-"""Takes metrics of a map function."""
+"""Receives the metrics of a map function."""
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a float64 tensor over the ranks that share a batch; all of them must call it."""
@@ -114,8 +112,8 @@ class Aggregation:
     weights: Callable[[Tensor], Tensor]
     """(B, R) mask -> (B, R) weights, 0 outside the mask."""
     total: str
-    """The global denominator: "tokens", "sequences" with at least one masked token, or "budget",
-    the tokens that these sequences might have had."""
+    """The global denominator: "tokens", "sequences" with at least one token in the mask, or
+    "budget", which is sequences times the longest response allowed."""
 
 
 def _each_token(mask: Tensor) -> Tensor:
@@ -134,7 +132,7 @@ AGGREGATIONS |= {
     "sequence-mean-token-mean": Aggregation(_each_sequence, "sequences"),
     # 1/N sum_i sum_t l_it: no length bias (Dr. GRPO, Liu et al. 2025)
     "sequence-mean-token-sum": Aggregation(_each_token, "sequences"),
-    # 1/(N L) sum_i sum_t l_it, L constant: the same without lengths in the step size (ibid., code)
+    # 1/(N L) sum_i sum_t l_it, L constant: the same divided by the longest response (ibid., code)
     "sequence-mean-token-sum-by-budget": Aggregation(_each_token, "budget"),
 }
 
@@ -142,7 +140,8 @@ AGGREGATIONS |= {
 def aggregate(x: Tensor, mask: Tensor, totals: Mapping[str, float], mode: str) -> Tensor:
     """This part's share of the global mean of x (B, R) -> scalar; shares add up to the mean.
 
-    totals: global "tokens" and "sequences" (`mask_totals` summed over all rows of all ranks).
+    totals: global "tokens" and "sequences" (`mask_totals` summed over all ranks), and "budget" for
+    the mode that divides by it. mode: a name in AGGREGATIONS.
     """
     chosen = AGGREGATIONS.find(mode)
     return (inside(x, mask) * chosen.weights(mask)).sum() / max(totals[chosen.total], 1.0)

@@ -31,7 +31,7 @@ class Surrogate(NamedTuple):
     loss: Tensor
     ratio: Tensor
     clipped: Tensor
-    """bool: a clip is what counts, so the ratio passes no gradient (CISPO: it is held)."""
+    """bool: clipped, so the token passes no gradient (CISPO: its weight is clipped)."""
 
 
 PolicyTerms = Callable[
@@ -110,7 +110,7 @@ def plain(
     mask: Tensor,
     cfg: PolicyLossConfig,
 ) -> Surrogate:
-    """-A log pi (REINFORCE, Williams 1992): for one optimizer step on samples of the policy."""
+    """-A log pi (REINFORCE, Williams 1992): for a single optimizer step on on-policy samples."""
     ratio = torch.exp(bounded(log_probs - old_log_probs))
     return Surrogate(-advantages * log_probs, ratio, torch.zeros_like(mask))
 
@@ -132,11 +132,11 @@ def _range(cfg: PolicyLossConfig) -> tuple[float, float]:
 
 
 class Before:
-    """What an update's own forwards say of the policy before it: sums over a rank's rows.
+    """Metrics of the policy before an update, from the forwards of the update's first step.
 
-    Metrics, those of a forward of its own: actor/entropy; rollout/drift and drift_max if the rows
-    bring rollout_log_probs; actor/reference_kl (k1) per token and per response if with_reference
-    and they bring ref_log_probs. No waits for a device before `metrics`.
+    The same as `compute_log_prob` would report: actor/entropy; rollout/drift and drift_max if there
+    are rollout_log_probs; actor/reference_kl (k1) per token and per response if with_reference and
+    there are ref_log_probs. Sums over a rank's rows; only `metrics` synchronises with the device.
     """
 
     def __init__(self, *, with_reference: bool) -> None:
@@ -145,7 +145,7 @@ class Before:
         self._largest: list[Tensor] = []
 
     def add(self, log_probs: Tensor, entropy: Tensor, micro: Micro) -> None:
-        """A micro-batch; log_probs and entropy: (b, R), of the trainer, without gradient."""
+        """Add a micro-batch; log_probs and entropy: (b, R), of the trainer, without gradient."""
         mask, columns = micro.response_mask, micro.columns
         found = {"tokens": mask.sum(), "rows": mask.any(-1).sum()}
         found["actor/entropy"] = masked_sum(entropy, mask)
@@ -173,19 +173,21 @@ class Before:
 
 
 LARGEST_RATIO = 2.0
-"""Of a token's probability to the generator's, where this is the old one (as correction.cap)."""
+"""Cap of pi / mu if old_log_probs are the generator's mu; the default of correction.cap too."""
 
 
 class PolicyLoss(Loss):
-    """Policy loss - entropy_coef * H + kl_coef * KL(pi || ref), all aggregated alike.
+    """Policy loss - entropy_coef * H + kl_coef * KL(pi || ref), all aggregated in the same way.
 
-    Reads old_log_probs and advantages, and ref_log_probs if kl_coef is not 0; if rollout_weights
-    are there, each token's policy loss is multiplied by its weight. Without old_log_probs they are
-    the log-probs themselves, detached: right for the only optimizer step of a batch. If
-    it truncates, they are the generator's: the ratio is then an importance weight, and a token's
-    loss is that of a ratio of at most LARGEST_RATIO (truncated importance sampling, Espeholt et al.
-    2018; rollout/weight_clipped is the share of tokens with a larger one). budget: the L of
-    aggregation by budget, the longest response that may be generated. Metrics:
+    Reads old_log_probs and advantages, and ref_log_probs if kl_coef is not 0. If there are
+    rollout_weights, each token's policy loss is multiplied by its weight. Without old_log_probs the
+    detached log-probs take their place, which is exact if a batch is a single optimizer step.
+
+    `truncates`: old_log_probs are the generator's, so that the ratio is an importance weight, which
+    is capped at LARGEST_RATIO (truncated importance sampling, Espeholt et al. 2018);
+    rollout/weight_clipped is the share of capped tokens.
+
+    budget: L of aggregation by budget, the longest response that may be generated. Metrics:
     actor/pg_loss, clip_fraction, approx_kl (k3 against old_log_probs), ratio_mean, ratio_std;
     actor/entropy if it is in the loss; actor/kl_loss if kl_coef is not 0. All but the losses are
     token means.
@@ -202,9 +204,9 @@ class PolicyLoss(Loss):
             )
         self.cfg, self.temperature, self._budget = cfg, temperature, budget
         self.truncates = False
-        """Whether old_log_probs are the generator's, however far it is from the trainer."""
+        """Whether old_log_probs are always the generator's (update.old_log_probs=rollout)."""
         self.before: Before | None = None
-        """Takes what each micro-batch says of the policy, as long as that has not changed."""
+        """Collects metrics of the policy until the weights change; None: after that, or not at all."""
 
     def __call__(
         self, output: CausalOutput, micro: Micro, totals: Mapping[str, float]
@@ -316,9 +318,9 @@ def clipped_value_loss(
 class ValueLoss(Loss):
     """Token mean of the clipped value loss.
 
-    Reads values (of before the update) and returns. Metrics: critic/loss, clip_fraction,
-    value_mean, return_mean, and explained_variance = 1 - Var(R - V_old) / Var(R), of the values
-    that were predicted before the returns were seen (0 if the returns do not vary).
+    Reads values (from before the update) and returns. Metrics: critic/loss, clip_fraction,
+    value_mean, return_mean, and explained_variance = 1 - Var(R - V_old) / Var(R) with the values
+    from before the update (0 if the returns do not vary).
     """
 
     def __init__(self, cfg: ValueLossConfig) -> None:

@@ -1,11 +1,11 @@
-"""Losses of preferences, by name: of pairs of answers, and of answers with a label (KTO).
+"""Preference losses by name: of pairs of answers, and of answers with a label (KTO).
 
 A loss of pairs is a function `(pair, cfg) -> (n,)`, one loss for each pair, whose arguments are
 summed log-probabilities in nats; a script adds its own at module level. With h = beta * (log pi(y)
 - log pi_ref(y)) a policy's implicit reward of a whole answer (Rafailov et al. 2023, eq. 5, without
 the term of the prompt, which cancels between two answers), h_c and h_r are those of the chosen and
-the rejected answer. A reward model compares its scores instead (`bradley_terry`). None of the
-losses takes an exp: extreme log-ratios stay finite.
+the rejected answer. A reward model compares its scores instead (`bradley_terry`). Losses use
+logsigmoid and sigmoid, never exp, so they are finite for any log-ratio.
 
 `PairLoss` and `LabelLoss` are what an engine trains with: pairs whose two sequences may lie in
 different micro-batches, and rows that stand alone.
@@ -45,7 +45,7 @@ class AnswerPair(NamedTuple):
 PREFERENCE_LOSSES: Registry[Callable[..., Tensor]] = Registry(
     "preference loss", "loss.name", decorator="preference_loss({name!r})"
 )
-"""Losses of pairs, and kto, which `LabelLoss` calls."""
+"""Losses of pairs; and kto, which has other arguments and is called by `LabelLoss`."""
 
 preference_loss = PREFERENCE_LOSSES.register
 """`@preference_loss("name")` makes a loss of pairs known."""
@@ -55,7 +55,7 @@ preference_loss = PREFERENCE_LOSSES.register
 def dpo(pair: AnswerPair, cfg: PreferenceLossConfig) -> Tensor:
     """-(1 - e) log sigmoid(h_c - h_r) - e log sigmoid(h_r - h_c), e = label_smoothing.
 
-    DPO (Rafailov et al. 2023, eq. 7), log 2 at pi = pi_ref. e: the share of labels that are wrong
+    DPO (Rafailov et al. 2023, eq. 7); log 2 at pi = pi_ref. e: the assumed share of wrong labels
     (conservative DPO, Mitchell 2023).
     """
     margin, smoothing = cfg.beta * pair.log_ratio, cfg.label_smoothing
@@ -131,7 +131,7 @@ def last_score(output: ScalarOutput, micro: Micro) -> Tensor:
 
 
 def implicit_rewards(log_probs: Tensor, ref_log_probs: Tensor, cfg: PreferenceLossConfig) -> Tensor:
-    """beta (log pi - log pi_ref): what a policy is taken to score (Rafailov et al. 2023, eq. 5)."""
+    """beta (log pi - log pi_ref), of any shape: implicit rewards (Rafailov et al. 2023, eq. 5)."""
     return cfg.beta * (log_probs - ref_log_probs)
 
 
@@ -142,9 +142,9 @@ SequenceScore = Callable[[Any, Micro], Tensor]
 class PairLoss(Loss):
     """The mean loss of pairs whose two sequences may lie in different micro-batches.
 
-    Each pair's loss and its slope at both scores come along as columns (`score_slopes`), taken at
-    the same weights: loss_i / 2 + slope_i * (s_i - stop(s_i)) of each sequence adds up to the
-    pair's loss, and to its exact gradient. Reads pair_losses and score_slopes, each (B,).
+    A forward without gradient at the same weights has given each pair's loss and its derivatives
+    by both scores (`score_slopes`). Then loss / 2 + slope_i * (s_i - stop(s_i)) of both sequences
+    add up to the pair's loss and its exact gradient. Reads pair_losses and score_slopes, each (B,).
     """
 
     def __init__(self, score: SequenceScore = last_score) -> None:
@@ -168,9 +168,9 @@ class PairLoss(Loss):
 def score_slopes(
     chosen: Tensor, rejected: Tensor, loss: Callable[[Tensor, Tensor], Tensor] = bradley_terry
 ) -> tuple[Tensor, Tensor]:
-    """Losses (n,) of pairs, and their derivatives at (chosen, rejected), (2n,).
+    """Losses (n,) of pairs, and their derivatives (2n,) by the scores: chosen, then rejected.
 
-    loss: (n,), (n,) -> (n,), each pair by itself. Nothing of it reaches the graph.
+    loss: (n,), (n,) -> (n,), each pair by itself. The results are detached.
     """
     scores = torch.cat([chosen, rejected]).detach().requires_grad_()
     with torch.enable_grad():
@@ -182,7 +182,7 @@ def score_slopes(
 def pair_losses(
     log_probs: Tensor, ref_log_probs: Tensor, tokens: Tensor, cfg: PreferenceLossConfig
 ) -> tuple[Tensor, Tensor]:
-    """Losses (n,) of pairs and their slopes (n, 2) at log_probs; all arguments (n, 2).
+    """Losses (n,) of pairs and their derivatives (n, 2) by log_probs; all arguments (n, 2).
 
     Columns: chosen, rejected. tokens: learnt tokens of each answer, by which per_token divides.
     """

@@ -27,7 +27,7 @@ from spmdflow.objectives.policy import PolicyLoss
 
 
 def row_losses(output: CausalOutput, micro: Micro) -> Tensor:
-    """(b,): nats of the learnt tokens of each row."""
+    """(b,): cross-entropy of each row in nats, summed over its learnt tokens."""
     return -inside(micro.spread(output.log_probs()), micro.response_mask).sum(-1)
 
 
@@ -69,5 +69,5 @@ class PretrainedPolicyLoss(Loss):
         return loss + self._coef * text, metrics | {"actor/pretrain_loss": text.detach()}
 
     def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Those of the policy loss, finished."""
+        """Finalizes the metrics of the policy loss."""
         return self._policy.finalize(metrics)
