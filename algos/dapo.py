@@ -4,9 +4,9 @@ GRPO's advantages without a critic and without a reference.
 
 Departures from the paper:
 1. every round of dynamic sampling draws data.prompts_per_step prompts; rows beyond a full batch
-   are dropped, and sampling.max_rounds rounds without one end the run;
+   are dropped, and the run ends if sampling.max_rounds rounds do not fill one;
 2. the length penalty's buffer is a setting of the task (overlong.buffer_tokens; the paper: 4,096
-   of 20,480 tokens), and is added after dynamic sampling has looked at the scores.
+   of 20,480 tokens), and is added after dynamic sampling, which compares the bare scores.
 
     torchrun --nproc-per-node 4 -m spmdflow.run algos/dapo.py
 """

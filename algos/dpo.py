@@ -11,8 +11,8 @@ Departures from the papers:
 3. IPO sums log-probabilities over an answer's tokens, as printed; its authors' runs divide by them
    (actor.loss.per_token=true);
 4. SLiC has no term that keeps the policy near its start;
-5. KTO's KL is the mean over the mini-batch of prompts with the answer of the row before in the
-   step; rows of the same prompt should not be neighbours (data.shuffle).
+5. KTO's KL is the mean over the mini-batch, each prompt with the answer of the row before it in
+   the step; rows of the same prompt should not be neighbours (data.shuffle).
 
     torchrun --nproc-per-node 2 -m spmdflow.run algos/dpo.py
 """

@@ -4,8 +4,8 @@ pass@k as in Chen et al. 2021 (equation 1), majority@k as in Wang et al. 2023 (s
 Departures from the papers:
 1. intervals: a bootstrap over prompts (1000 resamples, 95 %), derived from run.seed;
 2. equally common answers share a prompt's majority@k instead of one being drawn;
-3. a sample's noise depends on run.seed, its prompt's line and its number alone, so that a run's own
-   evaluations draw the same samples.
+3. a sample's random numbers depend only on run.seed, its prompt's line and its number: a run's own
+   evaluations sample with the same ones.
 
     torchrun --nproc-per-node 2 -m spmdflow.run algos/evaluate.py actor.model.path=runs/ppo
 """

@@ -4,7 +4,7 @@ The generator has ranks and weights of its own. Departures from `grpo.py`:
 1. samples come from the policy before the last update (never older: weights pass at the end of
    every step), and truncated importance weights correct for it (Espeholt et al. 2018; Yao et al.
    2025);
-2. on resume the samples that were under way are lost; their prompts are not drawn again.
+2. on resume the samples that were being generated are lost; their prompts are not drawn again.
 
     torchrun --nproc-per-node 4 -m spmdflow.run algos/grpo_async.py
 """

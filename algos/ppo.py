@@ -3,7 +3,8 @@
 Departures from the papers:
 1. the KL to the reference is part of the reward (advantage.kl_coef), none is in the policy loss;
 2. advantages are normalised over the global batch, once, before the mini-batches are cut;
-3. the critic starts from the actor with a zero value head unless critic.model names another model.
+3. without a reward model the critic starts from the actor, with a zero value head (critic.model
+   names another model).
 
     torchrun --nproc-per-node 4 -m spmdflow.run algos/ppo.py
 """

@@ -1,7 +1,7 @@
 """Safe RLHF: PPO under a limit on the mean cost, PPO-Lagrangian with PPO-ptx (Dai et al. 2024).
 
 Departures from the paper:
-1. the bundled demonstration's cost is a stated rule and no model: 1 if a response holds the digit
+1. the bundled demonstration's cost is a rule, not a model: 1 if a response holds the digit
    7, else 0 (spmdflow.rewards.arithmetic:unwanted_digit); cost.model.path names a cost model;
 2. the multiplier follows the mean cost of the step's batch, from the first step on; the paper's
    code uses a moving mean and starts later;

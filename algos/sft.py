@@ -1,9 +1,9 @@
 """Supervised fine-tuning on prompts with responses, or conversations (Ouyang et al. 2022).
 
 Departures from the paper:
-1. every learnt token counts the same, so that long answers weigh more than short ones;
-2. no dropout, as everywhere here, and rows are padded instead of packed;
-3. the bundled examples are sums with their answers, and the start has seen such text already.
+1. the loss is the mean over all learnt tokens, so long answers weigh more than short ones;
+2. no dropout, as everywhere here (the paper: 0.2);
+3. the bundled examples are sums with answers, and the model has been pre-trained on such text.
 
     torchrun --nproc-per-node 2 -m spmdflow.run algos/sft.py
 """

@@ -10,7 +10,7 @@
     eval_prompts: 512 x 8 samples                        the first 512, 8 samples each: pass@k
 
 The names of a mixture name its metrics, and every row has its own as `source`; null removes a
-source. Only `check_sources` looks at files.
+source. Opens no file, only looks whether paths exist.
 """
 
 from __future__ import annotations

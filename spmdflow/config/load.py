@@ -195,7 +195,7 @@ def _set(tree: DictConfig, key: str, value: Any, source: str, known: _Known) -> 
     if key in known.groups and not isinstance(value, dict | None):  # also a ${reference}
         raise _wrong_type(source, key, value, known)
     if value == REQUIRED:
-        return  # "???" in a file leaves the setting without a value
+        return  # "???" sets nothing
     try:
         for group in _groups_of(key):
             if OmegaConf.select(tree, group) is None:  # an optional one

@@ -3,7 +3,8 @@
 A batch is a set of rows with ids unique in a run (held-out rows: unique in an evaluation, the same
 in each; `row_id`) and a set of named columns. A column is dense (fixed row shape), ragged (values
 and lengths) or text (utf-8 bytes and lengths). The controller knows ids, shapes and lengths; the
-values live in each rank's `RowStore` until the controller's last reference to them is gone.
+values are in each rank's `RowStore` until the controller drops its last reference to them.
+docs/COLUMNS.md lists all columns; the main ones:
 
 | column | kind | what |
 |---|---|---|
@@ -20,7 +21,7 @@ values live in each rank's `RowStore` until the controller's last reference to t
 | scores | dense float32 (B,) | one score per response |
 | baseline_scores | dense float32 (B,) | the score of the greedy response (ReMax) |
 | response_text | text | the decoded response |
-| score_terms | text | what the score is made of, as JSON |
+| score_terms | text | the terms of the score, as JSON |
 
 `input_ids` and `position_ids` exist only inside an engine, for one micro-batch (prompt and response
 joined, rows end to end).

@@ -80,14 +80,14 @@ class Column:
         return Column(self.kind, self.values[first : first + int(lengths.sum())], lengths)
 
     def to_value(self) -> Tensor | list[str]:
-        """What a worker sees: a tensor, a jagged tensor or a list of str, in host memory."""
+        """What a worker gets, in host memory: a tensor, a jagged tensor or a list of str."""
         if self.kind == "text":
             return _decode(self.values, self.lengths)
         return self.values if self.lengths is None else ragged(self.values, self.lengths)
 
 
 def column_of(name: str, value: Any, num_rows: int) -> Column:
-    """The stored form of what a worker returned, in memory of its own; checks the row count."""
+    """A copy of what a worker returned, as a column; ColumnError for a wrong type or row count."""
     texts = value.tolist() if hasattr(value, "tolist") and not isinstance(value, Tensor) else value
     if is_ragged(value):
         column = Column("ragged", _copied(value.values()), lengths_of(value).cpu())
@@ -106,14 +106,14 @@ def column_of(name: str, value: Any, num_rows: int) -> Column:
 
 
 def _copied(values: Tensor) -> Tensor:
-    """In host memory that nobody else holds, so that the worker may go on using its tensor."""
+    """A copy in host memory, so that the worker may go on writing into its tensor."""
     return empty_values(values.shape, values.dtype).copy_(values.detach())
 
 
 def empty_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Contiguous host memory for values that are written next.
+    """Contiguous uninitialised host memory.
 
-    Large ones use huge pages: faulting small pages in costs as much as moving the rows.
+    From 16 MiB on with huge pages: page faults of small ones cost as much as the copy itself.
     """
     num_bytes = prod(shape) * dtype.itemsize
     if num_bytes < _HUGE_BYTES:

@@ -2,8 +2,8 @@
 
 The controller decides the number (the largest need among the ranks, because every rank of a dp
 group must run equally many forwards); each engine then cuts its own rows into exactly that many
-parts. Packed rows of a part lie end to end, so it costs the sum of their tokens; padded ones are as
-long as the longest, so it costs rows x longest row.
+parts. A part of packed rows costs the sum of their tokens; a part of padded rows costs the number
+of rows x the longest row.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def num_micro_batches(
     """Forward passes that every share must make: the largest need among shares, at least 1.
 
     lengths_per_share: for each rank the lengths (prompt + response tokens) of its rows.
-    max_tokens, if given, bounds the tokens of a part and replaces max_rows; where a row alone
-    exceeds it, parts may cost what that row costs. ConfigError if a limit is below 1.
+    max_tokens, if given, limits the tokens of a part instead of max_rows; if a single row has more,
+    its length is the limit. packed: see above. ConfigError if a limit is below 1.
     """
     if max_rows < 1 or (max_tokens is not None and max_tokens < 1):
         raise ConfigError(
@@ -46,9 +46,9 @@ def num_micro_batches(
 def cut(lengths: Sequence[int], parts: int, *, by_tokens: bool, packed: bool) -> list[list[int]]:
     """Positions of the rows of each of exactly `parts` parts; trailing parts may be empty.
 
-    By rows: contiguous, sizes differ by at most one, larger parts first. By tokens: the costliest
-    part is cheap, and never dearer than with fewer parts; of padded rows those of similar length
-    are together. Positions ascend inside a part.
+    By rows: contiguous, sizes differ by at most one, larger parts first. By tokens: the largest
+    cost of a part is kept low, and never higher than with fewer parts; padded rows of similar
+    length are together. Positions ascend inside a part.
     """
     assert parts >= 1, parts
     if by_tokens and packed:

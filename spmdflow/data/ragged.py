@@ -1,7 +1,7 @@
 """Ragged columns: one jagged nested tensor per column, rows of any length.
 
 A jagged tensor is the pair (values, lengths) that the wire and the store use; `pad` gives the
-dense (B, T) that the maths uses. At the end: rows of a TensorDict that has such columns.
+dense (B, T) for computations. At the end: functions of a TensorDict with such columns.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ def ragged(values: Tensor, lengths: Tensor) -> Tensor:
     """Jagged tensor of B rows from values (sum of lengths, ...) and lengths (B,) int64."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=values.device)
     torch.cumsum(lengths.to(values.device), 0, out=offsets[1:])
-    if values.is_cpu:  # there the host would wait for the device
+    if values.is_cpu:  # on another device this would make the host wait
         assert int(offsets[-1]) == len(values), (int(offsets[-1]), len(values))
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
 def with_offsets(jagged: Tensor, known: list[Tensor]) -> Tensor:
-    """The same column with offsets of `known` if they are equal; else its own join the list.
+    """The column with the equal offsets in `known` if there are any; else adds its own to them.
 
     torch adds, multiplies and compares jagged tensors only if they share one tensor of offsets.
     """
@@ -89,12 +89,12 @@ def take_rows(values: Tensor, lengths: Tensor, index: Tensor) -> tuple[Tensor, T
 
 
 VALID = ("valid", "cost_valid")
-"""Dense bool columns: False on a row that failed (its reward function did), which is kept so that
-the number of rows stays as planned, but counts nowhere."""
+"""Dense bool columns: False for a row whose reward or cost function failed. Such a row is kept, so
+that the number of rows does not change, but it is in no loss, baseline or metric."""
 
 
 def valid_rows(batch: TensorDict) -> Tensor | None:
-    """(B,) bool: the rows that count, in host memory; None if the batch does not say."""
+    """(B,) bool: rows that did not fail; None if the batch has no column of `VALID`."""
     marks = [batch[name].bool() for name in VALID if name in batch.keys()]
     return torch.stack(marks).all(0) if marks else None
 

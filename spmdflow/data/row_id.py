@@ -1,8 +1,8 @@
-"""Row ids, groups and seeds: who a row is, in every column and on every rank.
+"""Row ids, groups and seeds: the identity of a row in every column and on every rank.
 
 Rows of training are numbered as they are drawn. A held-out row's id is made of its number in the
-file and its sample's number: an evaluation takes no id from training, whose random streams derive
-from row ids, and draws the same noise for a row whenever and beside whatever it is evaluated.
+file and the number of its sample. So an evaluation takes no ids from training, whose random streams
+depend on row ids, and samples a row with the same random numbers every time.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def seed_of(seed: int, purpose: str, *numbers: int) -> int:
 
     Every stream of a run (shuffles, permutations, samples) takes its seed here, never from a rank
     or from the process's generator: results do not depend on the layout, and a resumed run
-    continues the same streams. The same arguments give the same seed on every machine and Python
+    continues the same streams. The same arguments give the same seed on every node and Python
     version (blake2b over the arguments' text); different ones give unrelated seeds.
     """
     text = repr((int(seed), purpose, *map(int, numbers)))

@@ -6,9 +6,8 @@ and a method gets them there; engines bring their micro-batches to the device.
 
 Rows that were returned never change: what is returned is copied once (`column.column_of`), as a
 method may return a buffer or a parameter of its own; what is given out is the stored tensor
-itself, and a method that writes into it is refused (`Unchanged`). Refused and not copied, because
-every method reads and few would write: copies of all inputs made a round trip of 64 MB twice as
-long.
+itself, and writing into it is an error (`Unchanged`). Inputs are not copied, because every method
+reads and few would write: with copies a round trip of 64 MB took twice as long.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ class RowStore:
             )
 
     def _lacking(self, result: int, names: Sequence[str], ids: np.ndarray) -> list[str]:
-        """The columns that are not here at all, or without some of the rows."""
+        """The columns of which at least one of the rows is not here."""
         with self._lock:
             kept = self._results.get(result, {})
             return [name for name in names if name not in kept or len(kept[name].missing(ids))]
@@ -152,10 +151,10 @@ class RowStore:
 
 
 class Unchanged:
-    """Whether columns that a method was given are still what they were.
+    """Checks that a method did not write into the columns that it was given.
 
     Torch counts writes, also those through views. Writes that it does not see (NumPy, `.data`)
-    change the sum of the words, unless they only move words about.
+    are noticed by the sum of the 8-byte words, unless they only reorder words.
     """
 
     def __init__(self) -> None:

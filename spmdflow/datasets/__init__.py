@@ -1,22 +1,22 @@
-"""Prompts: files of them, read and tokenised where they are needed, in an order of plain numbers.
+"""Data sets: files of rows, which ranks read and tokenise by row number when they need them.
 
 | extension | a row is |
 |---|---|
-| .jsonl, .jsonl.gz | a line: one JSON object; blank lines are none |
-| .jsonl.zst | the same (needs the extra `parquet`, which unpacks it) |
+| .jsonl, .jsonl.gz | a line: one JSON object; blank lines are skipped |
+| .jsonl.zst | the same (needs the extra `parquet`, which decompresses it) |
 | .parquet | a row; dates and decimals become text (needs the extra `parquet`) |
 
 The column `data.prompt_column` is text or, with `data.chat_template`, text or a list of messages
-{"role", "content"}. All other fields travel as the column `row`, a JSON object. The number of a
-row is its line (or Parquet row) counted from 0; messages count from 1.
+{"role", "content"}. All other fields are in the column `row`, a JSON object. The number of a row
+is its line (or Parquet row) counted from 0; error messages count from 1.
 
 Rank 0 scans a file once (`scan`): the numbers of the good rows are fixed before step 1. The
 controller draws numbers (`PromptOrder`); ranks turn numbers into columns (`PromptSource`).
 
 | file | does |
 |---|---|
-| line_file | any of the formats as lines that can be read by number |
-| tokenizer | the seam to transformers: ids, chats, the text of responses |
+| line_file | any of the formats, and folders of `datasets`, as lines that are read by number |
+| tokenizer | transformers' tokenizers: ids, chats, the text of responses |
 | encode | a row -> texts -> token ids and columns, or what is wrong with it |
 | scan | file -> `ScanReport`: good rows, over-long ones, bad ones; numbers -> columns |
 | stream | shuffled epochs with a cursor; resumable |

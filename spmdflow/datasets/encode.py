@@ -1,7 +1,7 @@
 """A line of a file -> a row's texts and its other fields; texts -> token ids and columns.
 
-A row with answers is cut into segments that are tokenised each by itself, as prompt and response
-are when the model generates. What is learnt is marked: the answers, with the token that ends them.
+A row with answers is cut into segments that are tokenised separately, as prompt and response are
+when the model generates. The answers, with the token that ends them, are marked as learnt.
 
 | rows | columns |
 |---|---|
@@ -11,8 +11,8 @@ are when the model generates. What is learnt is marked: the answers, with the to
 | labels | `prompts`: prompt + answer; `desirable`: the label; `answers`: its tokens alone |
 
 The last three have `loss_mask`, True at the learnt tokens, and empty `responses`: the tokens of a
-row count once, as prompt tokens. Of a conversation that is judged the answer is the last turn
-alone: what the assistant said before is part of the prompt.
+row count once, as prompt tokens. In pairs and labels the answer of a conversation is its last turn
+alone: earlier assistant turns are part of the prompt.
 
 Errors are `DataError`s that say what is wrong with one row; the caller adds file and line.
 """
@@ -41,9 +41,9 @@ Marked = tuple[list[int], list[bool]]
 
 
 def row_of(line: bytes, source: DataSource) -> Row:
-    """The JSON object of a line, with columns under other names as its source says.
+    """The JSON object of a line, with the columns renamed that its source renames.
 
-    Rows of a mixture have the source's name too. The order of the fields stays.
+    Rows of a mixture also get the source's name. The order of the fields is kept.
     """
     row = _json_of(line)
     names: dict[str, list[str]] = {}
@@ -97,7 +97,7 @@ class PromptEncoder:
         self._column = data.prompt_column or ""
 
     def text(self, row: Row) -> Any:
-        """What the model is to read; DataError if the row is not of this kind."""
+        """The text to tokenise; DataError if the row is not of this kind."""
         return self.prompt(row)
 
     def prompt(self, row: Row) -> str:
@@ -113,7 +113,7 @@ class PromptEncoder:
         return _sound(value, column)
 
     def ids(self, texts: list[Any]) -> list[list[int]]:
-        """Token ids of each text; none: the row cannot be used."""
+        """Token ids of each text; a row with an empty list cannot be used."""
         encode = template_ids if self._chat else plain_ids
         return encode(self._tokenizer, texts)
 
@@ -127,9 +127,9 @@ class PromptEncoder:
 
 
 class AnswerEncoder(PromptEncoder):
-    """Rows that carry their answers. A row's text: segments of its one or two sequences, a label.
+    """Rows that hold their answers. A row's text: (segments of its one or two sequences, label).
 
-    Of examples there is no label: True.
+    Rows without a label column have the label True.
     """
 
     def __init__(self, tokenizer: Any, data: DataSettings) -> None:
@@ -144,7 +144,7 @@ class AnswerEncoder(PromptEncoder):
         return self._read(row)
 
     def ids(self, texts: list[Any]) -> list[list[int]]:
-        """Token ids of each row, of both sequences of a pair."""
+        """Token ids of each row; those of a pair are both sequences, joined."""
         return [ids for ids, _ in self._tokens(texts)[0]]
 
     def columns(self, texts: list[Any]) -> dict[str, Tensor | list[str]]:
@@ -165,7 +165,7 @@ class AnswerEncoder(PromptEncoder):
         return columns
 
     def _tokens(self, texts: list[Any]) -> tuple[list[Marked], list[Marked]]:
-        """Of each row, its sequences one after the other; and of its first sequence alone."""
+        """(each row's sequences joined, each row's first sequence alone)."""
         made = self._encoded([segments for sequences, _ in texts for segments in sequences])
         if self._kind != "pairs":
             return made, made
@@ -185,7 +185,7 @@ class AnswerEncoder(PromptEncoder):
             for _, learnt in segments[1:]:
                 more = next(following) + ([] if self._chat else [self._eos])
                 tokens, mask = tokens + more, mask + [learnt] * len(more)
-            made.append((tokens, mask) if head else ([], []))  # nothing predicts a first token
+            made.append((tokens, mask) if head else ([], []))  # no prompt to predict from
         return made
 
     def _example(self, row: Row) -> tuple[tuple[Segments, ...], bool]:
@@ -206,9 +206,9 @@ class AnswerEncoder(PromptEncoder):
         return (chosen, rejected), True
 
     def _label(self, row: Row) -> tuple[tuple[Segments, ...], bool]:
-        """A single answer with a label; the columns' names are those of answer and label."""
+        """A single answer with a label."""
         answer, label = self._answers
-        if row.get(label) not in (True, False):  # 1 and 0 are as good; a missing one is None
+        if row.get(label) not in (True, False):  # 1 and 0 are allowed; a missing label is None
             raise _wrong(row, label, "true or false (whether the answer is good)")
         return (self._judged(row, answer),), bool(row[label])
 
@@ -270,7 +270,7 @@ class AnswerEncoder(PromptEncoder):
         return ((text[:end], False), (text[end:], True))
 
     def _turns(self, messages: Messages, column: str) -> Segments:
-        """Segments of a column's messages: what an assistant turn is generated after, the turn."""
+        """Segments of messages: each assistant turn (learnt), and the text before it (not)."""
         segments: list[tuple[str, bool]] = []
         done = ""
         for number, message in enumerate(messages):
@@ -307,7 +307,7 @@ def _answer_of(row: Row, column: str) -> str:
 
 
 def _messages_of(value: object, column: str) -> Messages:
-    """The messages that a column holds; a text is what the user says."""
+    """The messages that a column holds; a text is one message of the user."""
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(messages, list) or not messages:
         raise _wrong({column: value}, column, "text or messages")
@@ -338,7 +338,7 @@ def _wrong(row: Row, column: str, expected: str) -> DataError:
 
 
 def _kind_of(value: object) -> str:
-    """A JSON value's kind, and the keys of an object."""
+    """The type of a JSON value in words, and the keys of an object."""
     if isinstance(value, dict):
         return f"object with {', '.join(map(repr, value)) or 'nothing'}"
     names = {list: "list", str: "text", bool: "boolean", type(None): "null"}

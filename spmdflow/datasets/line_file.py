@@ -1,9 +1,9 @@
 """A file of rows as lines of JSON that can be read in one pass or by number. Knows no columns.
 
-Packed files (gzip, zstd, Parquet) and data sets are unpacked once into an unnamed temporary file,
-never into memory. The seam to pyarrow (extra `parquet`) and to the library `datasets` (extra
+Compressed files (gzip, zstd), Parquet and data sets are converted once into an unnamed temporary
+file, never into memory. The only file that uses pyarrow (extra `parquet`) and `datasets` (extra
 `datasets`), both imported late. A data set's folder is one that `save_to_disk` wrote, or files as
-the hub has them (Parquet, JSON, CSV, text) with the configs and splits of its README.md.
+on the hub (Parquet, JSON, CSV, text) with the configs and splits of its README.md.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _ROWS_AT_A_TIME = 1024
 
 
 class LineFile:
-    """The lines of a JSONL file, packed or not, or of the rows of a Parquet file or a data set.
+    """Lines of JSON: of a JSONL file (compressed or not), a Parquet file or a data set.
 
     Numbered from 0, blank ones included.
     """
 
     def __init__(self, place: str | Path) -> None:
         """place: a file, or FOLDER[:[config/]split]. DataError if there is no such file or folder,
-        or its extension or packing is unknown."""
+        its extension is unknown, or it is damaged; ConfigError if a library is missing."""
         self.path = Path(place)
         path, split = split_place(str(place))
         if Path(path).is_dir() and not path.endswith(FILE_ENDINGS):
@@ -81,7 +81,7 @@ class LineFile:
 
 
 def _open(path: Path) -> BinaryIO:
-    """The file, or an unnamed one with what is packed in it."""
+    """The file, or an unnamed temporary file with its rows as lines."""
     ending = next((ending for ending in FILE_ENDINGS if path.name.endswith(ending)), None)
     if ending is None:
         got = f"the extension {path.suffix!r}"
@@ -102,7 +102,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def unzip(path: Path, target: BinaryIO) -> None:
-    """Append what a gzip file holds to target; DataError if it is none or cut off."""
+    """Decompress a gzip file and append it to target; DataError if it is damaged."""
     try:
         with gzip.open(path) as packed:
             shutil.copyfileobj(packed, target)
@@ -111,7 +111,7 @@ def unzip(path: Path, target: BinaryIO) -> None:
 
 
 def unpack_zstd(path: Path, target: BinaryIO) -> None:
-    """The same of zstd. ConfigError if pyarrow is not installed."""
+    """The same for zstd. ConfigError if pyarrow is not installed."""
     pyarrow = _pyarrow(path, "a zstd file")
     try:
         with pyarrow.input_stream(str(path), compression="zstd") as packed:

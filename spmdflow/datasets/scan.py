@@ -1,7 +1,7 @@
 """Files of rows: scanned once on rank 0, then read by number on every rank.
 
-A scan says which rows are good, which too long, which unreadable. `PromptSource` turns numbers
-into columns.
+A scan finds out which rows are good, too long or unreadable. `PromptSource` turns row numbers into
+columns.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _SHOWN = 5  # bad rows named in a message
 
 @dataclass(frozen=True)
 class ScannedFile(DataSource):
-    """Facts of one source of a mixture, or of the only one; plain data."""
+    """What a scan found out about one source; plain data."""
 
     num_bytes: int = 0
-    """Size of the file on disk, or of a data set's rows; an error on a rank that sees another."""
+    """Size of the file, or of a data set's rows as lines; it must be the same on every rank."""
     first: int = 0
-    """The number that its first line has in the mixture."""
+    """Number of its first line; the lines of a mixture are numbered through all files."""
 
 
 @dataclass(frozen=True)
 class ScanReport:
-    """Facts of a file, or of a mixture's files, under given settings; plain data."""
+    """What a scan found in a file, or in the files of a mixture; plain data."""
 
     path: str
     num_bytes: int
@@ -63,12 +63,12 @@ class ScanReport:
     bad_rows: list[str]
     """"file:line reason" of each unreadable row."""
     fingerprint: str
-    """Changes with the file's content and with the set of good rows."""
+    """Hash of the files' content and of the numbers of good rows."""
     files: tuple[ScannedFile, ...] = ()
-    """The sources; none of a file that was not read (spmdflow.plan)."""
+    """The sources; empty if no file was read (spmdflow.plan)."""
 
     def file_of(self, numbers: Sequence[int]) -> np.ndarray:
-        """(n,) int64: which of the files has each of the rows `numbers`."""
+        """(n,) int64: index in `files` of the file that has each of the rows `numbers`."""
         first = [file.first for file in self.files]
         return np.searchsorted(first, numbers, side="right") - 1
 
@@ -139,9 +139,9 @@ class _Pass:
         self._bad: list[tuple[int, str]] = []
 
     def run(self) -> None:
-        """Read the file once; DataError beyond the bad rows that are tolerated, or if none is left.
+        """Read the file once; DataError for more than max_bad_rows bad rows, or if no row is left.
 
-        Every bad row goes into the log.
+        Every bad row is logged.
         """
         texts = self._texts()
         while some := list(islice(texts, _TOKENISED_AT_A_TIME)):
@@ -223,9 +223,9 @@ class PromptSource:
         self._encoder = encoder_of(load_tokenizer(data.tokenizer_path), data)
 
     def read_rows(self, numbers: Sequence[int]) -> TensorDict:
-        """`prompts` (ragged int64), `row` (text) and the kind's other columns, in this order.
+        """The rows `numbers`, in this order: `prompts` (ragged int64), `row` (text), and others.
 
-        DataError if a row is not what the scan saw: the file has changed.
+        Others: columns of this kind of rows (`encode`). DataError if the file has changed.
         """
         rows = [self._row(number) for number in numbers]
         columns = self._encoder.columns([text for text, _ in rows])

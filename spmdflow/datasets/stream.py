@@ -1,9 +1,9 @@
-"""The order in which prompts are drawn: epochs of row numbers with a cursor. Integers only.
+"""The order in which rows are drawn: epochs of row numbers with a cursor. Integers only.
 
 An epoch is a permutation of the good rows, derived from (seed, epoch). A step takes the next
 prompts_per_step numbers and may span two epochs: no row is lost, none repeated within an epoch.
-Of a mixture every prompt's source is drawn by weight, derived from (seed, step); each source then
-gives its rows in the order that it would have alone. Knows no texts and no tokens.
+In a mixture the source of every prompt is drawn by weight, derived from (seed, step); each source
+gives its rows in the order that it would have without the others. Knows no texts and no tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spmdflow.errors import CheckpointError, DataError
 
 
 class PromptOrder:
-    """Endless row numbers of one scanned file."""
+    """Endless row numbers of one scanned file or mixture."""
 
     def __init__(
         self, report: ScanReport, *, prompts_per_step: int, seed: int, shuffle: bool = True
@@ -54,14 +54,14 @@ class PromptOrder:
         return [epochs.take(1)[0] for epochs in drawn]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, and of what; plain data."""
+        """The position, and what identifies the stream; plain data."""
         if len(self._epochs) == 1:
             return self._identity() | self._epochs[0].state_dict()
         files = [epochs.state_dict() for epochs in self._epochs]
         return self._identity() | {"step": self._step, "files": files}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where the state was taken; CheckpointError if it is another stream's."""
+        """Continue where the state was saved; CheckpointError if it is another stream's."""
         for key, mine in self._identity().items():
             if state.get(key) != mine:
                 got = f"a saved position of prompts with {key} {state.get(key)!r}"
@@ -73,7 +73,7 @@ class PromptOrder:
             epochs.load_state_dict(saved)
 
     def _identity(self) -> dict[str, Any]:
-        """All that the order depends on; not the path, which may move."""
+        """Everything that the order depends on; not the path, as files may be moved."""
         weights = {file.name: file.weight for file in self._report.files}
         return {
             "num_rows": len(self._report.rows),

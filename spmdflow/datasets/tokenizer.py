@@ -1,14 +1,13 @@
-"""The seam to transformers' tokenizers, imported late and only here: ids, chats, text of responses.
+"""Tokenizers of transformers, imported late and only here: ids, chats, the text of responses.
 
-A trap: some tokenizers have eos = bos (one id opens and ends a story). Find the end of a response
-by its position, never by masking every id that equals eos: that hits the leading token as well.
+Some tokenizers have eos = bos (one id begins and ends a story). Find the end of a response by its
+position, never by masking every id that equals eos: that would mask the leading token as well.
 
-A tokenizer decodes tokens by what stands before them: many drop the space that a text begins with.
-So a response's text is the text of prompt and response without that of the prompt, and both join
-to the text as it was. Special tokens (the end of a sequence, marks of a chat) have no text. A
-character whose bytes are spread over several tokens is shown once it is complete; one that is cut
-by the end of the response is shown as U+FFFD. Where the prompt's tokens end inside a character,
-the whole character belongs to the response.
+How tokens decode depends on those before them: many tokenizers drop a leading space. So the text of
+a response is that of prompt and response together, less that of the prompt. Special tokens (end of
+sequence, marks of a chat) have no text. A character whose bytes are spread over several tokens is
+shown once it is complete; one that is cut by the end of the response is shown as U+FFFD. If the
+prompt ends inside a character, the whole character belongs to the response.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def eos_token_id(tokenizer: Any) -> int:
 
 
 def plain_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Token ids as the tokenizer makes them, its leading tokens included, trailing ones not."""
+    """Token ids with special tokens that the tokenizer puts before a text, not those after it."""
     if not texts:
         return []
     rows = tokenizer(texts, verbose=False).input_ids  # over-long ones are counted, not warned of
@@ -73,9 +72,9 @@ def template_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 
 
 def render_chat(tokenizer: Any, messages: list[dict[str, Any]], *, answered: bool = False) -> str:
-    """The messages in the chat template, up to where the answer begins; answered: as they are.
+    """The messages in the chat template, with the generation prompt unless answered.
 
-    DataError if the template refuses them; the caller adds file and line.
+    DataError if the template raises an error; the caller adds file and line.
     """
     try:
         return tokenizer.apply_chat_template(
@@ -96,7 +95,7 @@ def _num_trailing(tokenizer: Any) -> int:
 
 
 _CONTEXT = 16
-"""Tokens of a prompt that are decoded: what stands further back changes no text."""
+"""Last tokens of a prompt that are decoded; earlier ones do not change a response's text."""
 _CUT = "\ufffd"
 """A character that is not complete."""
 
@@ -115,17 +114,17 @@ def response_texts(
 
 
 class StopStrings:
-    """Whether a response ends, as its text now has one of some strings."""
+    """Finds where a response ends because its text contains a stop string."""
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
         self._tokenizer, self._strings = tokenizer, strings
         self._special = frozenset(tokenizer.all_special_ids)
         self._window = max(len(text.encode()) for text in strings) + 1
-        """Tokens that a string can be spread over: each has a byte of it at least."""
+        """Most tokens that a string can span: each holds at least one byte of it."""
 
     def first_ends(self, rows: Sequence[tuple[list[int], list[int], int]]) -> list[int | None]:
-        """For (prompt, response, tokens that were asked about before): the response's tokens up to
-        the one that completed a string, or None. Texts are decoded in one batch first."""
+        """For each (prompt, response, number of tokens checked before): the response's length up to
+        the token that completed a string, or None. Texts are decoded in one batch first."""
         windows = []
         for prompt, response, known in rows:
             shown = [x for x in (*prompt[-_CONTEXT:], *response) if x not in self._special]
@@ -139,9 +138,9 @@ class StopStrings:
         ]
 
     def ends(self, prompt: Sequence[int], response: Sequence[int]) -> bool:
-        """Whether the last token of response completed a string; the tokens before did not.
+        """Whether the last token of response completed a string.
 
-        To be asked after each token.
+        The tokens before it must not have: call it after each token.
         """
         if response[-1] in self._special:
             return False
@@ -157,9 +156,9 @@ class StopStrings:
 def _texts_after(
     tokenizer: Any, before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]
 ) -> list[str | None]:
-    """The text that the tokens `after` add to those `before`, row by row; None: it cannot be told.
+    """The text that the tokens `after` add to those `before`, row by row; None: unknown.
 
-    Samples of a prompt share what is before: it is decoded once.
+    Prompts that several samples share are decoded once.
     """
     heads = list(dict.fromkeys(map(tuple, before)))
     both = [[*head, *ids] for head, ids in zip(before, after, strict=True)]

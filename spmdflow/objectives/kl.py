@@ -16,10 +16,10 @@ batch |= batch.map(compute_advantages, estimator=applied.estimator, cfg=applied)
 
 `compute_rollout_weights` is truncated importance sampling. Tokens are sampled from the generator's
 policy mu, gradients are taken at the trainer's pi_old; they differ by kernels, by precision, or
-because mu is a step behind. The weight rho_t = pi_old(y_t) / mu(y_t) makes the estimate unbiased; truncated at a cap C
-its variance is bounded (Yao et al. 2025, "Your efficient RL framework secretly brings you
-off-policy RL training"; the truncation of IMPALA, Espeholt et al. 2018). Weights are constants:
-`update_actor` multiplies each token's policy loss by them.
+because mu is a step behind. The weight rho_t = pi_old(y_t) / mu(y_t) makes the estimate unbiased;
+truncated at a cap C its variance is bounded (Yao et al. 2025, "Your efficient RL framework secretly
+brings you off-policy RL training"; the truncation of IMPALA, Espeholt et al. 2018). Weights are
+constants: `update_actor` multiplies each token's policy loss by them.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class AdaptiveKL(KeptNumber):
 
 
 def _serving(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Token weights are near 1 if log-probs hardly differ, whichever is used; products need not be."""
+    """rollout_log_probs may serve for weights of tokens, near 1; not for a response's product."""
     by_token = getattr(arguments.get("cfg"), "kind", "sequence") != "sequence"
     return {"old_log_probs": "rollout_log_probs"} if by_token else {}
 

@@ -4,8 +4,8 @@
 states where a response token is predicted, and the head's weight. Log-probabilities log p(y) =
 z_y / tau - logsumexp(z / tau), with z = W h, and the entropy are computed in blocks of columns of
 the vocabulary, in float32 whatever the weights' dtype (bfloat16 log-probs would bias the ratio).
-Backward recomputes the logits of each block but the last (`_Task.kept`), and that block's part of
-the weight's gradient.
+Backward recomputes the logits of each block, except of the last (`_Task.kept`), and computes that
+block's part of the weight's gradient.
 
 Under tensor parallelism each rank has a range of the columns (`first`, `group`). Forward
 all-reduces a few numbers per token, backward the gradient of the hidden states, which are

@@ -206,7 +206,7 @@ class PolicyLoss(Loss):
         self.truncates = False
         """Whether old_log_probs are always the generator's (update.old_log_probs=rollout)."""
         self.before: Before | None = None
-        """Collects metrics of the policy until the weights change; None: after that, or not at all."""
+        """Collects metrics of the policy until its weights change; None: after that, or never."""
 
     def __call__(
         self, output: CausalOutput, micro: Micro, totals: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""Rewards of the bundled arithmetic task, its cost, and the control that teaches nothing.
+"""Rewards of the bundled arithmetic task, its cost, and a random reward as control.
 
 Score range of all: 0 to 1. `row["answer"]` is the exact answer as text.
 """
@@ -20,20 +20,20 @@ def exact_match(prompt: str, response: str, row: dict[str, Any]) -> dict[str, fl
 
 
 def unwanted_digit(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """The stated cost of the safe RLHF demonstration: 1 if the response holds a 7, else 0.
+    """The cost of the safe RLHF demonstration: 1 if the response holds a 7, else 0.
 
     About one right answer in five has a 7, so a limit below that costs accuracy: reward and cost
-    pull apart, as helpfulness and harmlessness do.
+    conflict, as helpfulness and harmlessness do.
     """
     return float("7" in response)
 
 
 def shuffled(prompt: str, response: str, row: dict[str, Any]) -> dict[str, float]:
-    """The control: a score that says nothing about the response; accuracy is the true one.
+    """The control: a score that is independent of whether the response is right.
 
-    The score is a pseudo-random number in [0, 1) fixed by prompt and response, so that every
-    response is worth the same on average. Judging against another problem's answer would not do:
-    some digits are commoner than others, the policy learns them and unlearns addition.
+    The score is a pseudo-random number in [0, 1) fixed by prompt and response, so that the
+    expected score is the same for every response. accuracy is the true one. Comparing with another
+    problem's answer is no control: the policy would learn the more frequent digits.
     """
     key = f"{prompt}\n{response.strip()}".encode(errors="surrogatepass")
     draw = int.from_bytes(blake2b(key, digest_size=8).digest(), "little") / 2**64

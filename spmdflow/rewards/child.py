@@ -3,11 +3,11 @@
 Messages are lines of JSON. In: {"functions": [[name, arguments], ...]}, then chunks
 [[[function numbers], prompt, response, row], ...]. Out: {"ready": [file:line, ...]},
 {"refused": text} or {"broken": [name, text]}; then for each function of each sample
-{"scores": {...}} or {"failed": text}, and {"forked": number} from a process that the function
-forked and let return. Imports the user's modules and little else: no torch.
+{"scores": {...}} or {"failed": text}, and {"forked": number} from a child that the function forked
+and that returned from it. Imports the user's modules and little else: no torch.
 
-A function is found by "path/file.py:name" or "module:name" (`load_function`), which runs its
-module, and its result read as numbers (`scores_of`).
+`load_function` finds a function by "path/file.py:name" or "module:name", which runs its module;
+`scores_of` reads its result as numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from spmdflow.errors import ConfigError
 RewardFunction = Callable[[str, str, dict[str, Any]], Any]
 _FORM = '"path/file.py:name" or "module:name"'
 _TRACEBACK_LETTERS = 4000
-_MEMORY_SHARE = 0.5  # of the node's: beyond it a function gets a MemoryError
+_MEMORY_SHARE = 0.5  # of the node's memory: beyond it a function gets a MemoryError
 _OUR_MODULES = (__name__, "importlib")
 
 
@@ -62,18 +62,18 @@ def main(socket_fd: int, lifeline_fd: int, stack_fd: int) -> None:
         for numbers, *sample in json.loads(line):
             for number in numbers:
                 answer = _answer(functions[number], sample)
-                if os.getpid() != own_pid:  # a child of the function's, which came back to here
+                if os.getpid() != own_pid:  # a child that the function forked, and that returned
                     _send(channel, {"forked": number})
                     os._exit(1)
                 _send(channel, answer)
 
 
 def _set_up_signals() -> None:
-    """A rank blocks SIGTERM in all threads, and the mask is inherited: start from none.
+    """Ignore SIGTERM and SIGINT, and unblock signals: the mask is inherited from the rank.
 
     A batch system may signal every process of a job and let the ranks save a checkpoint; this
-    process must go on serving meanwhile. The handler is not inherited through exec, and steps
-    aside in a fork, so that the function's own children can be terminated.
+    process must go on serving meanwhile. Children of the function can be terminated: exec drops
+    the handler, and after a fork it restores the default.
     """
     own_pid = os.getpid()
 
@@ -88,10 +88,10 @@ def _set_up_signals() -> None:
 
 
 def _end_with_pool(lifeline_fd: int) -> None:
-    """End this process group when the pool's process is gone and its pipe end with it.
+    """Kill this process group when the pool's process has ended, which closes its end of a pipe.
 
-    The kernel sends SIGKILL itself (fcntl(2), F_SETSIG): a function that never gives up the GIL
-    would starve a thread. The thread is for file systems and kernels without O_ASYNC on pipes.
+    The kernel sends SIGKILL itself (fcntl(2), F_SETSIG): a function that never releases the GIL
+    would starve a thread. The thread is for kernels without O_ASYNC on pipes.
     """
     os.set_inheritable(lifeline_fd, False)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpid())  # negative: the whole group
@@ -100,7 +100,7 @@ def _end_with_pool(lifeline_fd: int) -> None:
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
 
     def watch() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # it asks for main's stack
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # main's, to show stacks
         os.read(lifeline_fd, 1)  # nothing is ever written: returns at the end of the pipe
         os.killpg(os.getpid(), signal.SIGKILL)
 
@@ -110,7 +110,7 @@ def _end_with_pool(lifeline_fd: int) -> None:
 def _show_stacks(stack_fd: int) -> None:
     """Write the stack of the main thread to the pool on SIGUSR1 and on a crash.
 
-    C code does it at once, so it also shows a function that never gives up the GIL.
+    faulthandler writes from C, so it also shows a function that never releases the GIL.
     """
     os.set_inheritable(stack_fd, False)
     faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=False)
@@ -118,7 +118,7 @@ def _show_stacks(stack_fd: int) -> None:
 
 
 def _limit_memory() -> None:
-    """Too large a process gets a MemoryError, and the kernel ends it before it ends the rank."""
+    """Limit memory (then MemoryError), and let the OOM killer end this process before the rank."""
     limit = int(_MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limits = [each for each in (limit, soft, hard) if each != resource.RLIM_INFINITY]
@@ -158,7 +158,7 @@ def _answer(function: RewardFunction, sample: Sequence[Any]) -> dict[str, Any]:
 
 
 def _try(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseException | None]:
-    """What the user's code returned, or what it raised, sys.exit included."""
+    """(result, None), or (None, what the user's code raised), SystemExit included."""
     try:
         return call(*arguments), None
     except BaseException as err:
@@ -188,8 +188,8 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
 def load_function(name: str, arguments: Mapping[str, Any] | None = None) -> RewardFunction:
     """The function of that name, with its keyword arguments bound.
 
-    ConfigError if it is missing or cannot be called with three and these. What the user's module
-    itself raises while it is imported passes through.
+    ConfigError if it is missing or cannot be called with (prompt, response, row) and these. What
+    the user's module raises while it is imported is not caught.
     """
     source, colon, attribute = name.rpartition(":")
     if not (source and colon and attribute):
@@ -202,7 +202,7 @@ def load_function(name: str, arguments: Mapping[str, Any] | None = None) -> Rewa
 
 
 def place_of(function: RewardFunction) -> str:
-    """file:line where a function is defined; "" for what Python did not compile."""
+    """file:line where a function is defined; "" if it is not Python code, such as a builtin."""
     while isinstance(function, partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None)
@@ -277,9 +277,9 @@ class BadAnswer(ValueError):
 def scores_of(value: object) -> dict[str, Any]:
     """{"score": float, ...} of a float or a dict; BadAnswer if there is no finite score.
 
-    Further entries of a dict are kept if they are numbers, and must then be finite. "answer", what
-    the response answers in a form in which equal answers are equal, is kept as text (None: there
-    is none); evaluations vote on it.
+    Further entries of a dict are kept if they are numbers, which must be finite. "answer" is kept
+    as text (None: there is none): the final answer, normalised so that equal answers are equal
+    texts, for majority voting in evaluations.
     """
     if not isinstance(value, dict):
         return {"score": _number("", value)}

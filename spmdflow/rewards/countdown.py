@@ -1,8 +1,8 @@
 """Countdown: make a number from some others with + - * / and brackets, each used once at most.
 
 Score range: 0 to 1. `row["numbers"]` and `row["target"]` are the problem. Python's parser reads an
-expression; sums and products of numbers are then computed in exact fractions, and anything else is
-no expression: nothing of a response is ever executed.
+expression, which is then computed in exact fractions; only numbers and + - * / are accepted, and no
+part of a response is ever executed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from spmdflow.rewards.format import answer_part, grade, last_box
 
-_MAX_LETTERS = 200  # of an expression: deeper nesting than that no answer needs
+_MAX_LETTERS = 200  # of an expression: limits nesting; no answer needs more
 _LETTERS = re.compile(r"(?:[-+*/()\s]|(?<!\d)\d{1,9}(?!\d))*", re.A)
 _LEADING_ZEROS = re.compile(r"\b0+(?=\d)")
 _SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "[": "(", "]": ")"})
@@ -58,8 +58,8 @@ def score(
 def expression_of(response: str) -> tuple[Fraction | None, list[int]] | None:
     """(value, numbers used) of the answer's expression; None without one, value None for x / 0.
 
-    It stands between <answer> tags, in the last box or alone on the last line that has nothing
-    else; what follows an = is not looked at.
+    It stands in the last box, else between <answer> tags, else on the last line that holds nothing
+    but an expression; what follows an = is ignored.
     """
     part = answer_part(response)
     text = last_box(part)

@@ -1,6 +1,6 @@
-"""The form of a response: whether it is what the prompt asked for, and where it says its answer.
+"""The format of a response: whether it is as the prompt asked, and where its answer is.
 
-The rewards score 0 or 1 and read no column of the row. An answer stands behind ####, in a box or
+The rewards score 0 or 1 and read no column of the row. An answer stands after ####, in a box or
 between tags; finding it takes time linear in the response's length and never raises.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 def think_answer(prompt: str, response: str, row: dict[str, Any], *, opened: bool = False) -> float:
     """1 for "<think>...</think> <answer>...</answer>", each tag once, nothing around it but spaces.
 
-    The form of DeepSeek-R1-Zero (2025, table 1). opened: the prompt ends with <think>, so the
+    The format of DeepSeek-R1-Zero (2025, table 1). opened: the prompt ends with <think>, so the
     response starts inside it.
     """
     text = "<think>" + response if opened else response
@@ -32,14 +32,14 @@ def boxed(prompt: str, response: str, row: dict[str, Any]) -> float:
 
 
 def matches(prompt: str, response: str, row: dict[str, Any], *, pattern: str) -> float:
-    r"""1 if the regular expression fits somewhere (\A and \Z bind it; a dot takes newlines too)."""
+    r"""1 if the regular expression matches anywhere (\A, \Z anchor it; a dot matches newlines)."""
     return float(re.search(pattern, response, re.DOTALL) is not None)
 
 
 def grade(answer: str | None, is_right: bool, *, score: float | None = None) -> dict[str, Any]:
-    """What a rule says of an answer (None: there is none); score: 0 or 1, unless it is another.
+    """The result of a reward function for an answer (None: there is none).
 
-    accuracy is 1 if it is right; "answer" is the same text for equal answers.
+    score: by default 1 if it is right, else 0, as accuracy. Equal answers must be equal texts.
     """
     right, answered = float(is_right), float(answer is not None)
     earned = right if score is None else score
@@ -50,7 +50,7 @@ _BOX_PARTS = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
 
 def answer_part(text: str) -> str:
-    """What counts as the answer: the last <answer>...</answer>, else all behind the last </think>.
+    """The part with the answer: the last <answer>...</answer>, else all after the last </think>.
 
     The whole text if it has neither.
     """
@@ -62,7 +62,7 @@ def answer_part(text: str) -> str:
 
 
 def behind_mark(text: str) -> str | None:
-    """The rest of the line behind the last ####; None without one."""
+    """The remainder of the line after the last ####; None without one."""
     before, mark, behind = text.rpartition("####")
     return behind.strip().partition("\n")[0].strip() if mark else None
 

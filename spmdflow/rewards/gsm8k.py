@@ -31,8 +31,8 @@ def score(
 ) -> dict[str, Any]:
     """score = accuracy = 1 if the final number equals the row's, else 0; answered: it has one.
 
-    The final number stands behind the last ####, or in the last box, or is the last one of the
-    answer; strict: only the first two count. ValueError if the row has no number.
+    The final number stands after the last ####, else in the last box, else it is the last one of
+    the answer; strict: only the first two count. ValueError if the row has no number.
     """
     right = final_number(str(row[column]))
     if right is None:

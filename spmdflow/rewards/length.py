@@ -1,7 +1,7 @@
 """Penalties for long responses. Score range of all: -1 to 0, so weights are positive.
 
 `row["response_tokens"]` is the number of tokens, end of sequence included; the reward worker adds
-it to every row. DAPO's own penalty, on token rewards, is in `overlong`.
+it to every row. DAPO's penalty, on token rewards, is `objectives.advantage.add_overlong_penalty`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 r"""Answers of mathematical problems (MATH, Hendrycks et al. 2021): LaTeX, equal by its meaning.
 
 Score range: 0 or 1. `row["answer"]` is the reference, as LaTeX or as a solution with \boxed{...}.
-Needs the extra "math": the library math-verify reads both answers and compares them. It stops
-itself by SIGALRM, which a worker process of the pool allows: functions run in its main thread.
-The only file that imports it.
+Needs the extra "math": the library math-verify, which only this file imports, reads both answers
+and compares them. Its timeouts use SIGALRM, which works as worker processes run functions in their
+main thread.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def score(
 ) -> dict[str, Any]:
     """score = accuracy = 1 if the final answer equals the row's, else 0; answered: it has one.
 
-    The final answer is the last box, or stands behind the last ####; failing both, the library
-    searches the end of the text, unless strict. seconds: limit for reading and comparing, within
-    a second or two; what takes longer is not equal.
+    The final answer is in the last box, else after the last ####, else (unless strict) the library
+    searches the end of the text. seconds: approximate limit for reading and comparing; answers
+    that take longer count as not equal.
     """
     given = answer_of(response)
     if given is None and not strict:
@@ -48,7 +48,7 @@ def score(
 
 
 def answer_of(text: str) -> str | None:
-    """The final answer in a box of its own; None without one of 1 to 1000 letters."""
+    """The final answer as $\\boxed{answer}$; None unless there is one of 1 to 1000 characters."""
     part = answer_part(text)
     said = last_box(part)
     if said is None:
@@ -57,12 +57,12 @@ def answer_of(text: str) -> str | None:
 
 
 def _put_into_box(answer: str) -> str:
-    """An answer in the form that the library surely reads."""
+    """An answer in the form that the library is sure to read."""
     return rf"$\boxed{{{answer}}}$"
 
 
 def _plain(answer: str) -> str:
-    """The answer without what does not change it, for the common case of equal text."""
+    """The answer without LaTeX that does not change its meaning, to compare texts first."""
     return _ORNAMENTS.sub("", answer).replace("dfrac", "frac").replace("tfrac", "frac")
 
 

@@ -1,8 +1,8 @@
 """A pool of worker processes that run one reward function, or several, on many samples.
 
-The order of samples is kept; each process has all functions. A sample on which a function raises,
-returns no score, takes too long or ends its process is named with its cause, its text and the
-place in the function; a lost process is replaced and the other samples go on.
+The order of samples is kept; each process has all functions. If a function raises, returns no
+score, takes too long or ends its process, the error names the sample, the cause and the place in
+the function; a lost process is replaced and the other samples go on.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _OUTCOMES = {"raise": "", "zero": "scored 0", "drop": "dropped"}
 class RewardPool:
     """Worker processes of one rank; started at construction, gone at `close` or with the rank.
 
-    function is what the setting reward.function may be; the term model is left to the caller.
+    function: as the setting reward.function; a term `model` is ignored, the caller adds it.
     ConfigError if a function cannot be found; RewardError if its module cannot be imported
-    within start_seconds. From any thread: calls of `score` take turns, `close` ends them.
+    within start_seconds. Thread-safe: calls of `score` take turns, `close` ends them.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class RewardPool:
     ) -> list[Result]:
         """For each sample {"score": float, ...}, in order. Lengths must agree; may be 0.
 
-        Several functions: the score is their weighted sum, and each one's own is there under its
-        name. on_error=raise: RewardError for the first failed sample. zero, drop: where a function
-        failed its score is 0, and every sample has "errors", how many of them failed. row_ids
-        name samples in messages.
+        Of several functions the score is the weighted sum; each function's own score is there under
+        the name of its term. on_error=raise: RewardError for the first failed sample. zero, drop:
+        a function that failed counts as score 0, and every sample has "errors", the number of
+        functions that failed. row_ids name samples in messages.
         """
         assert len(prompts) == len(responses) == len(rows), (len(prompts), len(responses))
         ids = [""] * len(rows) if row_ids is None else [f" {number}" for number in row_ids]
@@ -175,7 +175,7 @@ class RewardPool:
                 self._replace(process, f"did not end within {self._start_seconds:g} s", work)
 
     def _wait(self) -> None:
-        """Until a process may have something to say, or its time is over."""
+        """Wait until a process may have answered, or its time is over."""
         poll = select.poll()
         for process in self._processes:
             poll.register(process, select.POLLIN | (select.POLLOUT if process.has_unsent else 0))
@@ -272,12 +272,12 @@ _MAX_CHUNK = 64
 
 
 class Work:
-    """Bookkeeping of num_samples samples over num_workers workers."""
+    """Bookkeeping: which calls (function x sample) wait, are answered or have failed."""
 
     def __init__(self, num_samples: int, num_workers: int, *, strict: bool) -> None:
         self.scores: dict[int, dict[str, Any]] = {}
         self.failures: dict[int, str] = {}
-        """Sample number -> what went wrong, with the traceback if there is one."""
+        """Call number -> what went wrong, with the traceback if there is one."""
         self._waiting = deque(range(num_samples))
         self._num_samples, self._num_workers, self._strict = num_samples, num_workers, strict
 
@@ -289,17 +289,17 @@ class Work:
         return len(self.scores) + len(self.failures) == self._num_samples
 
     def next_chunk(self) -> list[int]:
-        """Sample numbers for an idle worker; empty if none is waiting."""
+        """Call numbers for an idle worker; empty if none is waiting."""
         size = min(_MAX_CHUNK, -(-len(self._waiting) // (2 * self._num_workers)))
         return [self._waiting.popleft() for _ in range(size)]
 
     def fail(self, number: int, cause: str) -> None:
-        """Record a failed sample; in strict mode later ones no longer wait."""
+        """Record a failed call; in strict mode later ones need not run any more."""
         self.failures[number] = cause
         self._forget_pointless()
 
     def give_back(self, numbers: Sequence[int]) -> None:
-        """Samples of a worker that is gone wait again, before all others."""
+        """Put calls of a lost worker back, before all that wait."""
         self._waiting.extendleft(reversed(numbers))
         self._forget_pointless()
 
@@ -310,7 +310,7 @@ class Work:
 
 
 Result = dict[str, Any]
-"""What is known of a sample by name: floats, and "answer" as text or None."""
+"""Scores and further numbers of a sample by name, and "answer" as text or None."""
 
 
 def weighted(terms: Sequence[RewardTerm], results: Sequence[Result]) -> Result:

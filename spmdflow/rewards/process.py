@@ -1,6 +1,6 @@
-"""The pool's end of one worker process: start, feed, read, kill. Knows no other process.
+"""One worker process as the pool sees it: start, send, read, kill. Knows no other process.
 
-Nothing here blocks but `kill`, which waits for the kernel to take a killed process away.
+Nothing here blocks but `stack` (0.5 s at most) and `kill`, which waits for the process to end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _READ_BYTES = 1 << 16
 _REAP_SECONDS = 5.0
 _STACK_SECONDS = 0.5
 _OURS = "/spmdflow/rewards/child.py"
-"""In a stack: here the user's frames end, and all of them have come."""
+"""First frame of a stack that is not the user's; once it is read, the stack is complete."""
 
 
 class RewardProcess:
@@ -44,7 +44,7 @@ class RewardProcess:
         """functions: name and keyword arguments of each."""
         self.ready = False
         self.pending: deque[int] = deque()
-        """Numbers of the calls it has not answered yet; it is running the first of them."""
+        """Numbers of the calls it has not answered; it is running the first of them."""
         self._sample_seconds = sample_seconds
         self._deadline = time.monotonic() + start_seconds
         self._unread, self._unsent = b"", memoryview(b"")
@@ -153,7 +153,7 @@ class RewardProcess:
 
 
 def _start() -> tuple[subprocess.Popen[bytes], socket.socket, int, int]:
-    """The process, our end of its socket, the pipe whose closing kills it, the one of its stack."""
+    """(process, socket to it, pipe end whose closing kills it, pipe end to read its stack)."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     watched, lifeline = os.pipe()

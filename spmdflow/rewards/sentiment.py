@@ -52,7 +52,7 @@ def lexicon_score(text: str, lexicon: Mapping[str, float]) -> float:
 
 
 def _valence(words: list[str], place: int, lexicon: Mapping[str, float]) -> float:
-    """Valence of a word, scaled by an intensifier before it, turned by a negation up to 3 back."""
+    """Valence of a word, scaled by an intensifier before it, negated by a word up to 3 before."""
     valence = lexicon.get(words[place], 0.0)
     if not valence:
         return 0.0
