@@ -287,13 +287,22 @@ def _check_tokenizer(key: str, data: DataSettings) -> None:
 
 
 def _check_vocabularies(cfg: Any, folders: list[tuple[str, str]]) -> None:
-    """Every model knows the ids of every tokenizer; only if all models pass their own checks."""
+    """Every model knows the ids of every tokenizer; only if all models pass their own checks.
+
+    A reward model may have a tokenizer of its own: texts are encoded again. Not those of chats,
+    which would keep the marks of the actor's template.
+    """
     models = [_check_model(cfg, key, path) for key, path in folders]
     for key, data in parts_of(cfg, DataSettings):
         tokenizer = Path(data.tokenizer_path)
         vocabulary = model_folder.read_vocabulary(f"{key}.tokenizer_path", tokenizer)
         for facts in models if vocabulary else ():
-            model_folder.check_vocabulary(facts, tokenizer, vocabulary or {})
+            part, own = getattr(cfg, facts.key.split(".")[0]), None
+            if isinstance(part, RewardConfig) and not data.chat_template:
+                actor_tokenizer = Path(part.tokenizer_path)
+                own = model_folder.own_vocabulary(facts.key, facts.path, actor_tokenizer)
+            read = (facts.path, own) if own else (tokenizer, vocabulary or {})
+            model_folder.check_vocabulary(facts, *read)
 
 
 def _only(tree: Any, cls: type[T]) -> T | None:

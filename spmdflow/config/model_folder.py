@@ -74,6 +74,15 @@ def read_vocabulary(key: str, folder: Path) -> dict[str, int] | None:
     return {**tokens, **added}
 
 
+def own_vocabulary(key: str, folder: Path, tokenizer: Path) -> dict[str, int] | None:
+    """Token -> id of a model folder's tokenizer; None where ids are those of folder `tokenizer`."""
+    ours, theirs = tokenizer / "tokenizer.json", folder / "tokenizer.json"
+    if not ours.is_file() or not theirs.is_file() or theirs.read_bytes() == ours.read_bytes():
+        return None
+    vocabulary, other = read_vocabulary(key, tokenizer), read_vocabulary(key, folder)
+    return None if vocabulary is None or other == vocabulary else other
+
+
 def check_kind(facts: ModelFacts, endings: tuple[str, ...]) -> None:
     """The architecture ends in one of `endings`; a scorer has exactly one label."""
     names = tuple(facts.config.get("architectures") or ())  # of its classes in transformers
@@ -129,11 +138,8 @@ def check_vocabulary(facts: ModelFacts, tokenizer: Path, vocabulary: dict[str, i
         expected = f"at least {last + 1}, the ids of the tokenizer {tokenizer}"
         do = "give a model with that tokenizer"
         raise ConfigError.of(facts.key, f"a vocabulary of {words}", expected, do)
-    ours, theirs = tokenizer / "tokenizer.json", facts.path / "tokenizer.json"
-    if not theirs.is_file() or theirs.read_bytes() == ours.read_bytes():
-        return
-    other = read_vocabulary(facts.key, facts.path)
-    if other is None or other == vocabulary:
+    other = own_vocabulary(facts.key, facts.path, tokenizer)
+    if other is None:
         return
     token = min(dict(other.items() ^ vocabulary.items()))
     got = f"another tokenizer ({token!r} is {other.get(token)}, in {tokenizer} "

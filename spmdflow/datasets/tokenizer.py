@@ -66,6 +66,17 @@ def plain_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     return [row[: len(row) - added] for row in rows]
 
 
+def encode_again(tokenizer: Any, other: Any, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Ids by the tokenizer `other` of the texts of rows (ids), special tokens as it adds them.
+
+    A text that is empty becomes its end-of-sequence token.
+    """
+    if not rows:
+        return []
+    found = other(_decode(tokenizer, rows), verbose=False).input_ids
+    return [ids or [eos_token_id(other)] for ids in found]
+
+
 def template_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """Token ids of rendered chats: the template has written the special tokens already."""
     return tokenizer(texts, add_special_tokens=False, verbose=False).input_ids if texts else []

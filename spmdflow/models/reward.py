@@ -7,6 +7,7 @@ the cost (Dai et al. 2024), is the same code with other column names, so a batch
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,18 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
+from spmdflow.config.model_folder import own_vocabulary
 from spmdflow.config.reward import MODEL, RewardTerm, on_error_of, reward_terms
 from spmdflow.config.schema import RewardConfig
 from spmdflow.data.ragged import lengths_of, ragged, rows_of
-from spmdflow.datasets.tokenizer import load_tokenizer, response_texts
+from spmdflow.datasets.tokenizer import encode_again, load_tokenizer, response_texts
 from spmdflow.errors import RewardError
 from spmdflow.models.base import EngineWorker, axis_groups
 from spmdflow.parallel.layout import Layout
 from spmdflow.rewards.pool import Result, RewardPool, weighted
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import CallInfo, Mean, Metric, Sum, Worker, WorkerContext
+from spmdflow.weights.architecture import Architecture
 
 READS = ("prompts", "responses", "prompt_text", "row")
 _WRITES = ("scores", "token_level_rewards", "valid", "response_text", "score_terms")
@@ -187,17 +190,28 @@ class RewardWorker(Worker):
 
 
 class _ModelScorer(EngineWorker):
-    """A sequence-classification model: its output at the last token is the score."""
+    """A sequence-classification model: its output at the last token is the score.
+
+    A model whose tokenizer has other ids than `cfg.tokenizer_path` reads the texts encoded again.
+    """
 
     role = "reward"
     head = "scalar"
 
+    def __init__(self, cfg: RewardConfig, context: WorkerContext) -> None:
+        super().__init__(cfg, context)
+        folder, actor = Path(self.cfg.model.path), Path(cfg.tokenizer_path)
+        self._encodes = own_vocabulary(f"{context.name}.model.path", folder, actor) is not None
+        self._max_positions = Architecture.sizes_from_folder(folder).max_positions
+
     def scores(self, batch: TensorDict) -> Tensor | None:
         """(B,) scores; None before the last pipeline stage."""
-        made = self.score(
-            batch.select("prompts", "responses"),
-            lambda output, micro: {"scores": output.at(micro.ends)},
-        )
+        rows = batch.select("prompts", "responses")
+        if self._encodes:
+            rows = self._encode_again(rows)
+            count = self.engine.count_micro_batches(rows)
+            self.call = replace(self.call, num_micro_batches=count)
+        made = self.score(rows, lambda output, micro: {"scores": output.at(micro.ends)})
         if made is None:
             return None
         scores = made["scores"].float().cpu()
@@ -207,6 +221,23 @@ class _ModelScorer(EngineWorker):
             do = f"check the weights of {path}, or set model.dtype=float32"
             raise RewardError.of("reward model", got, "finite scores", do)
         return scores
+
+    def _encode_again(self, rows: TensorDict) -> TensorDict:
+        """Each row's text in the model's own tokens: a prompt without a response."""
+        pairs = zip(rows_of(rows["prompts"]), rows_of(rows["responses"]), strict=True)
+        tokens = [[*prompt.tolist(), *response.tolist()] for prompt, response in pairs]
+        path, most = self.cfg.model.path, self._max_positions
+        own = load_tokenizer(path)
+        found = encode_again(load_tokenizer(self.cfg.tokenizer_path), own, tokens)
+        lengths = torch.tensor([len(ids) for ids in found], dtype=torch.int64)
+        if most and bool((lengths > most).any()):
+            got = f"a text of {int(lengths.max())} tokens by the tokenizer of {path}"
+            do = "lower data.max_prompt_tokens or actor.rollout.max_new_tokens"
+            raise RewardError.of("reward model", got, f"at most the model's {most} positions", do)
+        values = torch.tensor([word for ids in found for word in ids], dtype=torch.int64)
+        nothing = ragged(values[:0], torch.zeros_like(lengths))
+        columns = {"prompts": ragged(values, lengths), "responses": nothing}
+        return TensorDict(columns, batch_size=rows.batch_size)
 
 
 def _average_terms(results: list[Result]) -> dict[str, Metric]:

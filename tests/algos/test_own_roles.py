@@ -9,11 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 
 from spmdflow import ActorWorker, ConfigError, FSDPWorker, ThreeDParallelWorker, ZeROWorker
+from spmdflow.config.check import check
 from spmdflow.config.load import load
 from spmdflow.config.location import to_yaml
 from spmdflow.config.schema import ActorConfig, EngineConfig
@@ -21,9 +29,11 @@ from spmdflow.controller.script import run_flow
 from spmdflow.parallel.layout import Layout
 from spmdflow.workers.optimizer import learning_rate
 from tests.algos.runs import ROOT, SCRIPT, SMALL, finish, log_of, steps_of, torchrun
+from tests.rollout_reference import LLAMA
 
 OWN = ROOT / "tests" / "algos" / "programs" / "own_roles.py"
 APART = OWN.with_name("set_apart.py")
+JUDGES = OWN.with_name("two_judges.py")
 MODEL = ROOT / "algos" / "arithmetic" / "model"
 SETTINGS = ("total_steps=2", "eval_every=0", "critic.loss.clip_range=null")
 
@@ -100,6 +110,72 @@ def test_second_actor_reference_and_reward_have_the_settings_of_their_own_sectio
     for seen, part, steps in ((first, cfg.actor, 16 // 8), (second, cfg.student, 12 // 4)):
         rates = [learning_rate(part.optimizer, number, steps) for number in range(steps)]
         assert seen["update"]["actor/lr"] == pytest.approx(sum(rates) / steps)  # a step's mean
+
+
+def write_judge(folder: Path, words: str, merges: list[tuple[str, str]], *, seed: int) -> Path:
+    """A random reward model and its tokenizer: characters and merges, between <s> and </s> if any
+    are merged."""
+    vocabulary = [*("<unk>", "<s>", "</s>"), *words, *map("".join, merges)]
+    ids = {word: number for number, word in enumerate(vocabulary)}
+    plain = tokenizers.Tokenizer(tokenizers.models.BPE(ids, merges, unk_token="<unk>"))
+    plain.add_special_tokens(vocabulary[:3])
+    if merges:
+        marks = [(word, ids[word]) for word in ("<s>", "</s>")]
+        single = tokenizers.processors.TemplateProcessing("<s> $A </s>", special_tokens=marks)
+        plain.post_processor = single
+    ends = {"bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=plain, **ends).save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = LlamaConfig(**LLAMA | {"vocab_size": len(ids), "num_labels": 1})
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def judged(folder: Path, texts: list[str]) -> tuple[Tensor, list[int]]:
+    """(B,) scores and token counts of texts, by transformers, one at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    rows = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
+    return torch.cat([model(ids).logits[:, 0] for ids in rows]), [ids.numel() for ids in rows]
+
+
+def test_two_reward_models_with_tokenizers_of_their_own_score_as_transformers_does(
+    tmp_path: Path,
+) -> None:
+    pairs = [(a, b) for a in "0123456789" for b in "02468"]
+    helpful = write_judge(tmp_path / "helpful", "=+9876543210", [], seed=1)
+    harmless = write_judge(tmp_path / "harmless", "0123456789+=", pairs, seed=2)
+    words = [
+        *("total_steps=1", "eval_every=0", f"run.dir={tmp_path / 'run'}", "run.sample_every=0"),
+        *(f"data.train_path={MODEL.parent / 'train.jsonl'}", "data.prompts_per_step=8"),
+        *("data.samples_per_prompt=4", "data.max_prompt_tokens=8", f"actor.model.path={MODEL}"),
+        *("actor.rollout.max_new_tokens=6", "actor.update.mini_batch_size=32"),
+        *(f"helpful.model.path={helpful}", f"harmless.model.path={harmless}"),
+        *("helpful.engine.micro_batch=5 rows", "harmless.engine.micro_batch=40 tokens"),
+        *("harmless.function={danger: -0.5 * model}", "actor.loss.kl_coef=0"),
+    ]
+    loaded = load(JUDGES, None, words)
+    check(loaded.cfg, 1)
+    loaded.script.SEEN.clear()
+
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
+
+    (seen,) = loaded.script.SEEN
+    actor = AutoTokenizer.from_pretrained(MODEL)
+    rows = zip(seen["prompts"], seen["responses"], strict=True)
+    texts = [actor.decode(torch.cat(pair), skip_special_tokens=True) for pair in rows]
+    first, by_character = judged(helpful, texts)
+    second, by_pair = judged(harmless, texts)
+    # 1e-5: float32 sums in another order
+    torch.testing.assert_close(seen["helpful"], first, rtol=0, atol=1e-5)
+    torch.testing.assert_close(seen["harmless"], -0.5 * second, rtol=0, atol=1e-5)
+    torch.testing.assert_close(seen["scores"], first - 0.5 * second, rtol=0, atol=1e-5)
+    for row, score in zip(seen["token_level_rewards"], seen["scores"], strict=True):
+        assert row[-1] == score and not row[:-1].any()
+    assert len(set(by_pair)) > 1 and first.std() > 0.01 and second.std() > 0.01
+    # pairs are merged, beside <s> and </s>
+    assert any(one > other - 2 for one, other in zip(by_character, by_pair, strict=True))
 
 
 def test_role_has_the_values_it_shares_in_its_own_section_and_the_file_has_them_once() -> None:

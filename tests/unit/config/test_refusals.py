@@ -123,6 +123,11 @@ SIZES = {
     "critic.model.path=foreign": "critic.model.path: got another tokenizer ('c' is 4, in actor "
     "None), expected the same ids, as every model reads the actor's tokens; give a model with that "
     "tokenizer",
+    "reward.function=null reward.model.path=judge data.chat_template=true": "reward.model.path: "
+    "got another tokenizer ('c' is 4, in actor None), expected the same ids, as every model reads "
+    "the actor's tokens; give a model with that tokenizer",
+    "reward.function=null reward.model.path=little": "reward.model.path: got a vocabulary of 3, "
+    "expected at least 5, the ids of the tokenizer little; give a model with that tokenizer",
 }
 FILES = {
     "data.train_path=nope.jsonl": "data.train_path: no file nope.jsonl in {folder}, expected "
@@ -212,6 +217,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "narrow", {**ACTOR, "num_attention_heads": 8, "num_key_value_heads": 8})
     write_model(tmp_path / "small", {**ACTOR, "vocab_size": 3})
     write_model(tmp_path / "foreign", ACTOR, {**TOKENS, "c": 4})
+    write_model(tmp_path / "judge", SCORER, {**TOKENS, "c": 4})
+    write_model(tmp_path / "little", {**SCORER, "vocab_size": 3}, {**TOKENS, "c": 4})
     write_model(tmp_path / "labels", {**SCORER, "id2label": {"0": "bad", "1": "good"}})
     write_model(tmp_path / "broken", ACTOR)
     (tmp_path / "broken/config.json").write_text("{")
@@ -229,6 +236,16 @@ def test_setting_that_cannot_work_is_refused_with_got_expected_and_do(overrides:
 
     words = [overrides] if "[" in overrides or "{" in overrides else shlex.split(overrides)
     with pytest.raises(ConfigError, match=f"^{re.escape(expected)}$"):
+        accept(*words)
+
+
+def test_reward_model_with_a_tokenizer_of_its_own_is_accepted_and_a_critic_from_it_refused() -> (
+    None
+):
+    words = ("reward.function=null", "reward.model.path=judge")
+
+    accept(*words, "critic.model.path=actor")
+    with pytest.raises(ConfigError, match=r"^critic\.model\.path: got another tokenizer"):
         accept(*words)
 
 
