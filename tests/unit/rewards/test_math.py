@@ -72,7 +72,8 @@ def test_answer_that_takes_long_to_compare_is_not_equal_within_the_limit(answer:
     found = score("", rf"\boxed{{{answer}}}", {"answer": "9"}, seconds=1)
 
     assert found["score"] == 0
-    assert time.monotonic() - start < 8  # three limits of 1 s, and the library's import
+    # three limits of 1 s and the library's import on a busy machine; without one: for ever
+    assert time.monotonic() - start < 20
 
 
 @needs_library
