@@ -197,7 +197,6 @@ class BuiltinGenerator(RequestGenerator):
         logits = self._forward.prefill(
             [group[0].request.prompt for group in groups],
             source,
-            len(self._live),
         )
         if self._live:
             rows, logits = self._rows.join(rows), torch.cat([self._logits, logits])

@@ -30,8 +30,8 @@ class CachedForward(Protocol):
     def reserve(self, rows: int, slots: int) -> None:
         """Make room for `rows` rows with `slots` tokens each after the prompt; keep the content."""
 
-    def prefill(self, prompts: list[Tensor], source: list[int], first: int) -> Tensor:
-        """Logits (n, V) after the prompts of the new rows first to first + n - 1.
+    def prefill(self, prompts: list[Tensor], source: list[int]) -> Tensor:
+        """Logits (n, V) after the prompts of n new rows, which come behind those there are.
 
         prompts: different ones, on the host; source: which one each new row begins with.
         """
@@ -105,11 +105,10 @@ class HuggingFaceForward:
     def reserve(self, rows: int, slots: int) -> None:
         """The cache grows by itself."""
 
-    def prefill(self, prompts: list[Tensor], source: list[int], first: int) -> Tensor:
+    def prefill(self, prompts: list[Tensor], source: list[int]) -> Tensor:
         """See CachedForward; left-padded, because sliding windows count cache slots."""
         from transformers import DynamicCache
 
-        assert first == 0, "others are under way"
         ones = [torch.ones_like(prompt) for prompt in prompts]
         ids, self._mask = (
             pad_sequence(rows, batch_first=True, padding_side="left").to(self._module.device)

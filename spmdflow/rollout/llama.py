@@ -189,9 +189,8 @@ class LlamaForward:
                 new[:, : old.shape[1], :, : old.shape[3]] = old
                 self._cache[number] = new
 
-    def prefill(self, prompts: list[Tensor], source: list[int], first: int) -> Tensor:
+    def prefill(self, prompts: list[Tensor], source: list[int]) -> Tensor:
         """See CachedForward; right-padded: a token never attends to later ones."""
-        assert first == len(self._prompts.of_row), (first, len(self._prompts.of_row))
         ids = to_device(pad_sequence(prompts, batch_first=True), self._device)
         sizes, (batch, width) = [len(prompt) for prompt in prompts], ids.shape
         places = torch.arange(width, device=ids.device)

@@ -128,6 +128,7 @@ def lengthened(micro: MicroBatch, multiple: int) -> MicroBatch:
     if not extra:
         return micro
     device, packed = micro.input_ids.device, micro.packed
+    assert packed is None or packed.seen is None, "rows that share prompts end with their own keys"
     first = length if packed is None else 0
     more = torch.arange(first, first + extra, device=device).expand(rows, -1)
     return replace(

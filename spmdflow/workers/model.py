@@ -195,26 +195,26 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
 def _rotate_in_one_pass(decoder: Any) -> None:
     """Let this decoder's queries and keys turn by `rotate`, in a sixth of transformers' time.
 
-    Its attention calls a function of its family's module, which is replaced. Other decoders of the
-    family, whose sines are not marked, still get the original; recompute sees the same sines.
+    Its attention calls a function of its family's module, which is replaced. The sines of this
+    decoder carry signed ones for `rotate`; with others, or should they be lost, the original runs.
     """
     family: Any = sys.modules[type(decoder).__module__]
     theirs = family.apply_rotary_pos_emb
 
-    def rotate_marked(query: Tensor, key: Tensor, cos: Tensor, sin: Any, *more: Any) -> Any:
-        ours = hasattr(sin, "has_negative_half")
-        return rotate(query, key, cos, sin) if ours else theirs(query, key, cos, sin, *more)
+    def rotate_signed(query: Tensor, key: Tensor, cos: Tensor, sin: Any, *more: Any) -> Any:
+        signed = getattr(sin, "spmdflow_signed", None)
+        if signed is None:
+            return theirs(query, key, cos, sin, *more)
+        return rotate(query, key, cos, signed)
 
-    def mark(module: nn.Module, _: Any, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        cos, sin = angles
+    def sign(module: nn.Module, _: Any, angles: tuple[Tensor, Any]) -> None:
+        _, sin = angles
         half = sin.shape[-1] // 2
-        signed: Any = torch.cat([-sin[..., :half], sin[..., half:]], -1)
-        signed.has_negative_half = True
-        return cos, signed
+        sin.spmdflow_signed = torch.cat([-sin[..., :half], sin[..., half:]], -1)
 
-    decoder.rotary_emb.register_forward_hook(mark)
-    if theirs.__name__ != rotate_marked.__name__:
-        family.apply_rotary_pos_emb = rotate_marked
+    decoder.rotary_emb.register_forward_hook(sign)
+    if theirs.__name__ != rotate_signed.__name__:
+        family.apply_rotary_pos_emb = rotate_signed
 
 
 def _open_or_load(

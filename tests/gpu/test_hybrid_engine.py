@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from spmdflow.blocks.hash import positional_hash
 from spmdflow.rollout.sampling import Sampling, draw
 from spmdflow.weights.move import Storages
+from spmdflow.workers.attention import PackedRows, SeenKeys, packed_attention
 from tests.distributed.ranks import run_ranks
 from tests.gpu.rounds import KV_CACHE_BYTES, follow, phases, stale
 from tests.rollout_reference import write_family
@@ -55,6 +57,29 @@ def check(path: str, settings: dict[str, str], *, dtype: str, num_devices: int) 
             assert found["gap"] <= TOLERANCE[dtype]
             assert found["worse"] <= TOLERANCE[dtype]
             assert found["ahead"] == ("vllm" in settings.values())
+
+
+def test_rows_behind_one_prompt_attend_as_rows_that_each_have_it() -> None:
+    """In half precision: the kernel for rows of any length, with fewer queries than keys."""
+    torch.manual_seed(0)
+    prompt, answers = 37, (21, 5, 64)
+    starts = [prompt + sum(answers[:number]) for number in range(len(answers))]
+    rows = [
+        torch.cat([torch.arange(prompt), torch.arange(start, start + size)])
+        for start, size in zip(starts, answers, strict=True)
+    ]
+    keys = torch.cat([torch.arange(prompt), *rows])
+    seen = SeenKeys.of([prompt, *map(len, rows)], keys)
+    shared = replace(PackedRows.of([prompt, *answers]), seen=seen).moved(torch.Tensor.cuda)
+    alone = PackedRows.of([len(row) for row in rows]).moved(torch.Tensor.cuda)
+    size = prompt + sum(answers)
+    parts = [torch.randn(size, heads, 64).bfloat16().cuda() for heads in (4, 2, 2)]
+    places = torch.cat(rows).cuda()
+
+    found = packed_attention(*parts, shared)[places]
+    expected = packed_attention(*(x[places] for x in parts), alone)
+
+    assert float((found - expected).abs().max()) <= 2e-2  # 8 bits of mantissa, numbers up to 3
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

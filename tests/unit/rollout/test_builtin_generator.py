@@ -130,13 +130,13 @@ def test_own_llama_forward_equals_transformers_within_1e_5_at_every_step(
 
     gaps: list[float] = []
     with torch.no_grad():
-        check(ours.prefill([rows[0], rows[1], rows[3], rows[4]], [0, 1, 1, 2, 3], 0))
+        check(ours.prefill([rows[0], rows[1], rows[3], rows[4]], [0, 1, 1, 2, 3]))
         for _ in range(3):
             step()
         ours.keep([0, 4, 2])
         rows = [rows[0], rows[4], rows[2]]
         ours.reserve(4, 16)
-        new = ours.prefill([late], [0], 3)
+        new = ours.prefill([late], [0])
         gaps.append(float((new[0] - module(input_ids=late[None]).logits[0, -1]).abs().max()))
         rows = [*rows, late]
         for _ in range(4):

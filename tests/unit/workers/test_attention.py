@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from torch import Tensor
 
+from spmdflow.config.schema import ModelConfig
+from spmdflow.data.ragged import ragged_from_rows
+from spmdflow.workers import model as models
 from spmdflow.workers.attention import PackedRows, SeenKeys, packed_attention, rotate
+from spmdflow.workers.micro_batch import micro_batches
+from spmdflow.workers.sharding import read_weights
+from tests.rollout_reference import load, write_family
 
 
 def masked(
@@ -111,6 +119,38 @@ def test_rotation_equals_that_of_transformers(family: str) -> None:
         [*found, *(x.grad for x in ours)], [*expected, *(x.grad for x in theirs)], strict=True
     ):
         assert torch.allclose(a, b, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_loaded_model_rotates_by_itself_and_leaves_other_models_of_its_family_alone(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelConfig(path=write_family(tmp_path / family, family), dtype="float32")
+    rotated = []
+
+    def counted(*parts: Tensor) -> tuple[Tensor, Tensor]:
+        rotated.append(parts[0].shape)
+        return rotate(*parts)
+
+    monkeypatch.setattr(models, "rotate", counted)
+    module = models.load_model(config, head="causal_lm")
+    read_weights(module, torch.device("cpu"))
+    columns = {
+        name: ragged_from_rows([torch.arange(3, 9)] * 2) for name in ("prompts", "responses")
+    }
+    batch = TensorDict(columns, batch_size=[2])
+    (micro,) = micro_batches(
+        batch, num_micro_batches=1, by_tokens=True, device=torch.device("cpu"), packed=True
+    )
+
+    found = module.module(micro, lambda output, _: output.log_probs())
+
+    assert len(rotated) == len(module.layers)
+    row = torch.arange(3, 9).repeat(2)[None]
+    logits = load(config.path)(input_ids=row).logits[0, 5:-1].log_softmax(-1)
+    expected = logits.gather(-1, row[0, 6:, None])[:, 0].repeat(2)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-5)
+    assert len(rotated) == len(module.layers)
 
 
 def test_neighbours_of_equal_length_go_through_the_kernel_together() -> None:
