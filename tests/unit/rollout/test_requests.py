@@ -113,9 +113,9 @@ def test_samples_of_a_prompt_are_prefilled_once(
     generator, passes = _generator(folder / "grouped"), []
     prefill = generator._forward.prefill
 
-    def count(prompts: list[Tensor], source: Tensor, first: int) -> Tensor:
+    def count(prompts: list[Tensor], source: list[int]) -> Tensor:
         passes.append((len(prompts), len(source)))
-        return prefill(prompts, source, first)
+        return prefill(prompts, source)
 
     monkeypatch.setattr(generator._forward, "prefill", count)
     generator.generate(ragged_from_rows([torch.tensor([5, 6])] * 8), SAMPLED, SEEDS[:8])
