@@ -64,12 +64,12 @@ def line() -> str:
     frame, library = sys._getframe(2), ""
     while frame is not None:
         code = frame.f_code
+        *root, path = code.co_filename.split("/site-packages")  # which may lie in the checkout
         for folder in _FOLDERS:
-            if folder in code.co_filename and "/simcuda/device/" not in code.co_filename:
-                path = code.co_filename[code.co_filename.rfind(folder) + 1 :]
-                return f"{path}:{code.co_name}"
-        if not library and "site-packages" in code.co_filename:
-            library = f"{code.co_filename.split('site-packages/')[1]}:{code.co_name}"
+            if folder in path and "/simcuda/device/" not in path:
+                return f"{path[path.rfind(folder) + 1 :]}:{code.co_name}"
+        if not library and root:
+            library = f"{path[1:]}:{code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return library
 
