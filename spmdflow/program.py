@@ -17,14 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import yaml
-
 from spmdflow.config.auto import choices_text, choose_by_device, needs_plan
 from spmdflow.config.check import check, problems
 from spmdflow.config.leaf import SettingErrors, flat
 from spmdflow.config.load import SCRIPT_MODULE, Loaded, complete, load, load_script
 from spmdflow.config.location import run_dir_of
-from spmdflow.config.schema import RunConfig
 from spmdflow.config.source import find_file
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.hardware import load_hardware
@@ -63,22 +60,29 @@ def prepare(
     computes the same result by itself. ConfigError if something does not fit.
     """
     _refuse_anywhere(loaded.cfg, world_size)
+    from spmdflow.checkpoint.run_dir import settings_before
     from spmdflow.parallel.device import own_device
 
     cfg = copy.deepcopy(loaded.cfg)
     device = own_device().type
-    choices = choose_by_device(cfg, device, kept=_as_before(cfg.run))
+    before = None if cfg.run.resume == "never" else settings_before(run_dir_of(cfg.run))
+    saved, num_ranks = before or ({}, 0)
+    choices = choose_by_device(cfg, device, kept=flat(saved))
     loaded, placed = replace(loaded, cfg=cfg), ""
     hardware_name = cfg.run.hardware
     if hardware_name is not None:
         load_hardware(hardware_name)
     if getattr(loaded.cfg, "placement", None) == "auto":
-        from spmdflow.plan.auto import placed_text, resolve
+        from spmdflow.plan.auto import keep_placed, placed_text, resolve
         from spmdflow.plan.workload import hardware_of
 
-        hardware = hardware_of(hardware_name, node_size or world_size, world_size=world_size)
-        found = resolve(loaded.script, loaded.cfg, world_size, hardware, examples=loaded.assume)
-        loaded, placed = replace(loaded, cfg=found.cfg), placed_text(found)
+        if before is not None:
+            placed = keep_placed(cfg, saved, num_ranks, world_size)
+        if cfg.placement == "auto":
+            hardware = hardware_of(hardware_name, node_size or world_size, world_size=world_size)
+            found = resolve(loaded.script, cfg, world_size, hardware, examples=loaded.assume)
+            loaded = replace(loaded, cfg=found.cfg)
+            placed = "\n".join(filter(None, (placed, placed_text(found))))
     cfg = loaded.cfg
     check(cfg, world_size)
     if needs_plan(cfg, on_cpu=device == "cpu"):
@@ -105,15 +109,6 @@ def _refuse_anywhere(cfg: Any, world_size: int) -> None:
             return
     if common := [problem for text, problem in found[0].items() if text in found[1]]:
         raise SettingErrors(common)
-
-
-def _as_before(run: RunConfig) -> dict[str, Any]:
-    """The saved settings, by key, if this run resumes from a checkpoint; else empty."""
-    path = run_dir_of(run)
-    if run.resume == "never" or not (path / "checkpoints" / "latest").is_file():
-        return {}
-    text = (path / "config.yaml").read_text(encoding="utf-8")
-    return flat(yaml.safe_load(text))
 
 
 @overload

@@ -300,3 +300,21 @@ def find_cover_error(
             return FALSE, box
     missing = subtract_all(disjoint(need), [*kept, *arriving])
     return (MISSING, missing[0]) if missing else None
+
+
+_READER = -1
+
+
+@lru_cache(maxsize=4096)
+def plan_reads(held: Boxes, needed: Boxes) -> tuple[tuple[int, Box], ...]:
+    """(place in held, part of that box): `redistribute` for one reader that holds nothing of what
+    lies in files. Each needed element once, proved by `find_cover_error`.
+
+    PlanError if nobody holds one. Cached, because the layers of a model repeat the arguments.
+    """
+    plan = redistribute({place: (box,) for place, box in enumerate(held)}, {_READER: needed})
+    reads = tuple((move.source, move.box) for move in plan.moves)
+    error = find_cover_error(needed, (), (), tuple(part for _, part in reads))
+    assert error is None, (error, held, needed)
+    assert all(held[place].contains(part) for place, part in reads), (reads, held)
+    return reads

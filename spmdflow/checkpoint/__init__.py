@@ -17,6 +17,7 @@ start that every rank sees it. Frozen models are not saved: the manifest has the
 hashes (`tensors.model_hash`), and a resumed run reads them again.
 """
 
-from spmdflow.checkpoint.tensors import StateFiles, read_tensors, write_state, write_tensors
+from spmdflow.checkpoint.state import StateFiles
+from spmdflow.checkpoint.tensors import read_tensors, write_state, write_tensors
 
 __all__ = ["StateFiles", "read_tensors", "write_state", "write_tensors"]

@@ -188,20 +188,32 @@ def verify_files(folder: Path, files: Mapping[str, FileFacts]) -> None:
             raise damaged(folder / name, f"has sha256 {found[name].sha256}", expected)
 
 
-def check_layout(info: CheckpointInfo, layout: Mapping[str, Any]) -> None:
-    """CheckpointError unless the run that saved had this layout (group -> its ranks and sizes).
+def moved_groups(
+    info: CheckpointInfo, layout: Mapping[str, Any], by_rank: Mapping[str, str]
+) -> list[str]:
+    """Groups whose state was saved on another layout than they have now (group -> its ranks and
+    sizes). The saved one is meta["layout"], JSON data; tuples and lists count as equal.
 
-    The saved one is meta["layout"], JSON data; tuples and lists count as equal.
+    by_rank: group -> class, of those that load only what the same rank saved. CheckpointError if
+    one of these has moved, or if the run lacks a group that saved a state.
     """
-    saved = info.meta.get("layout", {})
-    now = json.loads(json.dumps(layout))
-    for group in sorted(set(saved) | set(now)):
-        if saved.get(group) != now.get(group):
-            raise CheckpointError(
-                f"checkpoint: {info.folder} has {group} with layout {saved.get(group)}, this run "
-                f"has {now.get(group)}, expected the same; resume with the world size and "
-                f"placement that wrote it, or start afresh in another run.dir"
-            )
+    saved, now = info.meta.get("layout", {}), json.loads(json.dumps(layout))
+    stateful = {name.partition("/")[0] for name in info.files if "/" in name}
+    for group in sorted(stateful - now.keys()):
+        got = f"a run without {group}, whose state {info.folder} holds"
+        do = "resume with the script that wrote it, or start afresh in another run.dir"
+        raise CheckpointError.of("checkpoint", got, "every model that it was trained with", do)
+    moved = [group for group in sorted(now) if now[group] != saved.get(group)]
+    for group in moved:
+        if group not in by_rank or group not in stateful and group in saved:
+            continue
+        raise CheckpointError(
+            f"checkpoint: {info.folder} has {group} with layout {saved.get(group)}, this run has "
+            f"{now[group]}, expected the same, as {by_rank[group]}.load_state is not marked with "
+            f"any_layout; resume with the world size and placement that wrote it, or have it read "
+            f"boxes (docs/CHECKPOINTS.md)"
+        )
+    return [group for group in moved if group in stateful]
 
 
 def check_plain(value: object, where: str) -> None:

@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,21 @@ def find_latest(run_dir: Path) -> CheckpointInfo | None:
     return info
 
 
+def settings_before(run_dir: Path) -> tuple[dict[str, Any], int] | None:
+    """Settings and number of ranks of the run that wrote the checkpoint to resume from, else None.
+
+    Of the newest one with a readable manifest: one that is damaged is named by who loads it.
+    """
+    folder = run_dir / "checkpoints"
+    names = [*_sealed(folder), *filter(None, [_latest_or_none(folder)])]
+    for name in reversed(names):
+        with suppress(CheckpointError):
+            meta = read_manifest(folder / name).meta
+            if "settings" in meta:  # of an older version: they have none
+                return yaml.safe_load(meta["settings"]), meta["num_ranks"]
+    return None
+
+
 class Checkpoints:
     """The checkpoints of one run; keeps the newest `keep` and never removes the latest."""
 
@@ -183,7 +199,7 @@ class Checkpoints:
     ) -> CheckpointInfo:
         """Make what ranks wrote since `begin(step)` the latest checkpoint, then remove old ones.
 
-        meta: JSON data; meta["layout"] is what `manifest.check_layout` compares. A step that is
+        meta: JSON data; meta["layout"] is what `manifest.moved_groups` compares. A step that is
         sealed already (`latest` was set back by hand) gets a new folder, step-N.2. CheckpointError
         if writing fails or a file that a rank wrote is not seen here: the unsealed folder is
         removed, `latest` stays as it was and no old checkpoint is removed.

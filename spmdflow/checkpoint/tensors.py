@@ -2,7 +2,7 @@
 
 Files are safetensors files whose header holds the sha256 of every tensor (`weights.file`). A role
 saves boxes (slices) of whole tensors, under keys such as "model.norm.weight[0:64]" and
-"model.norm.weight.exp_avg[0:64]": any layout can read the part that it needs (`StateFiles`), and
+"model.norm.weight.exp_avg[0:64]": any layout can read the part that it needs (`state`), and
 verifies what it reads. The `plain` data of each file has the shapes of the whole tensors.
 
 A frozen model's weights are not saved, but read again on resume. Its hash is over the name and the
@@ -15,24 +15,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from spmdflow.blocks.box import Box, subtract_all
+from spmdflow.blocks.box import Box
 from spmdflow.checkpoint.disk import disk_errors, sync
-from spmdflow.checkpoint.manifest import check_plain, damaged, read_manifest
+from spmdflow.checkpoint.manifest import check_plain, damaged
 from spmdflow.errors import CheckpointError
 from spmdflow.weights.file import Facts, Head, Stored, read_bytes, read_head, write_file
 from spmdflow.weights.move import Block
 
-_KEY = re.compile(r"(.+)\[([\d:,]*)\]")
 _MAX_BOX_BYTES = 64 << 20
 """A larger box is written in parts; bounds the host memory to write one and to verify one."""
 
@@ -63,12 +60,12 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     CheckpointError if the file is missing, damaged or from another program.
     """
-    head, plain = _open(path)
-    return {name: _read(path, each) for name, each in head.tensors.items()}, plain
+    head, plain = open_tensors(path)
+    return {name: read_tensor(path, each) for name, each in head.tensors.items()}, plain
 
 
-def _open(path: Path) -> tuple[Head, dict[str, Any]]:
-    """Header and plain data of a file of `write_tensors`."""
+def open_tensors(path: Path) -> tuple[Head, dict[str, Any]]:
+    """Header and plain data of a file of `write_tensors`; CheckpointError as `read_tensors`."""
     with disk_errors("read", path):
         head = read_head(path)
         end = max((each.stop for each in head.tensors.values()), default=0) if head else 0
@@ -81,7 +78,8 @@ def _open(path: Path) -> tuple[Head, dict[str, Any]]:
     return head, plain
 
 
-def _read(path: Path, stored: Stored) -> Tensor:
+def read_tensor(path: Path, stored: Stored) -> Tensor:
+    """One tensor of a file on the host; CheckpointError if its bytes have changed."""
     with disk_errors("read", path):
         values, digest = read_bytes(path, stored)
     if digest != stored.sha256:
@@ -110,73 +108,9 @@ def _parts(box: Box, itemsize: int) -> Iterator[Box]:
     yield box
 
 
-class StateFiles:
-    """Boxes in the files that a role's ranks wrote into a sealed checkpoint.
-
-    Files are opened in turn until a box is complete: with the layout that saved, only the first.
-    """
-
-    def __init__(self, folder: Path, *, first: str) -> None:
-        """folder: of the role; first: name of the file to open first. CheckpointError without files
-        or with a damaged one."""
-        self._info = read_manifest(folder.parent)
-        prefix = f"{folder.name}/rank-"
-        names = sorted(n for n in self._info.files if n.startswith(prefix))
-        if not names:
-            raise CheckpointError(
-                f"checkpoint: {folder} has no state, expected files of ranks; resume with the "
-                f"roles and settings that wrote it"
-            )
-        names.sort(key=lambda name: name != f"{folder.name}/{first}")
-        self._unopened = names
-        self._held: dict[str, list[tuple[Box, Path, Stored]]] = {}
-        self._last: tuple[Stored | None, Tensor] = (None, torch.empty(0))
-        self.plain = self._open_next()
-        """JSON data of the first file."""
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """The values of a box on the host. CheckpointError if no file has all of it."""
-        while missing := subtract_all([box], [held for held, *_ in self._held.get(name, ())]):
-            if not self._unopened:
-                raise CheckpointError(
-                    f"checkpoint: {self._info.folder} lacks {name}{list(missing[0].bounds)}, "
-                    f"expected all of {list(box.bounds)}; resume with the model and the optimizer "
-                    f"that wrote it"
-                )
-            self._open_next()
-        result: Tensor | None = None
-        for held, path, stored in self._held[name]:
-            common = held.intersect(box)
-            if common is None:
-                continue
-            if self._last[0] is not stored:
-                self._last = (stored, _read(path, stored))
-            values = self._last[1][common.slices(held)]
-            if common == box:
-                return values
-            result = values.new_empty(box.shape) if result is None else result
-            result[common.slices(box)] = values
-        assert result is not None, (name, box)
-        return result
-
-    def _open_next(self) -> dict[str, Any]:
-        name = self._unopened.pop(0)
-        path, facts = self._info.folder / name, self._info.files[name]
-        head, plain = _open(path)
-        if head.sha256 != facts.sha256:
-            raise damaged(path, f"has sha256 {head.sha256}", facts)
-        for key, stored in head.tensors.items():
-            match = _KEY.fullmatch(key)
-            assert match is not None, (path, key)
-            pairs = (pair.split(":") for pair in match[2].split(",") if pair)
-            box = Box(tuple((int(start), int(stop)) for start, stop in pairs))
-            self._held.setdefault(match[1], []).append((box, path, stored))
-        return plain
-
-
 _BLOCK_BYTES, _NUM_BLOCKS = 1 << 20, 64
 _NUM_THREADS = 8
-_WEIGHTS = (".safetensors", ".bin")
+_WEIGHTS = (".safetensors", ".bin", ".distcp", ".metadata")
 
 
 def model_hash(folder: Path) -> str:

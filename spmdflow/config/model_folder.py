@@ -50,7 +50,7 @@ def read_model_folder(key: str, path: str, *, weights: bool = True) -> ModelFact
             f"download the model and give its folder"
         )
     config = read_config(folder, key=key)
-    if weights and not any(folder.glob("*.safetensors")):
+    if weights and not any(folder.glob("*.safetensors")) and not (folder / ".metadata").is_file():
         raise ConfigError(
             f"{key}: no *.safetensors in {path}, expected weights beside config.json; "
             f"save the model with safetensors"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdflow.checkpoint.disk import shared_token
-from spmdflow.checkpoint.manifest import CheckpointInfo, FileFacts, Written, check_layout
+from spmdflow.checkpoint.manifest import CheckpointInfo, FileFacts, Written, moved_groups
 from spmdflow.checkpoint.run_dir import Checkpoints
 from spmdflow.checkpoint.tensors import check_frozen
 from spmdflow.config.schema import RunConfig
@@ -16,6 +16,7 @@ from spmdflow.controller.caller import Caller
 from spmdflow.controller.group import WorkerGroup
 from spmdflow.errors import CheckpointError, ConfigError
 from spmdflow.runtime.order import Order, Replies, Transport
+from spmdflow.transfer.worker import loads_any_layout
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,11 @@ Groups = Mapping[str, WorkerGroup]
 class Saving:
     """The checkpoints of a run, seen from the script thread."""
 
-    def __init__(self, run_dir: Path, checkpoint: CheckpointInfo | None, run: RunConfig) -> None:
-        """checkpoint: what the run continues from."""
+    def __init__(
+        self, run_dir: Path, checkpoint: CheckpointInfo | None, run: RunConfig, settings: str
+    ) -> None:
+        """checkpoint: what the run continues from. settings: all of them, as YAML."""
+        self._settings = settings
         self._checkpoints = Checkpoints(run_dir, keep=run.keep_checkpoints)
         self._checkpoints.clean()
         self._resumed_from, self._reloads_frozen = checkpoint, run.resume == "reload_frozen"
@@ -45,7 +49,10 @@ class Saving:
         info = self._resumed_from
         if info is None:
             return None
-        check_layout(info, _layout(groups))
+        classes = {name: group.target.worker_class for name, group in groups.items()}
+        by_rank = {n: x.__name__ for n, x in classes.items() if not loads_any_layout(x)}
+        if moved := moved_groups(info, _layout(groups), by_rank):
+            logger.info("%s: saved on another layout, loaded box by box", ", ".join(moved))
         for reply in self._on_every_rank("load", info.folder, caller, groups).items():
             self._check_frozen(info, *reply)
         logger.info("continuing after step %s from %s", info.step, info.folder)
@@ -65,7 +72,13 @@ class Saving:
                 files = {f"{name}/{file}": FileFacts(*f) for file, f in reply["files"].items()}
                 written.append(Written(rank, reply["node"], files))
         frozen = {name: _frozen(of_ranks) for name, of_ranks in replies.items()}
-        meta = {"layout": _layout(groups), "flow": dict(state), "frozen": frozen}
+        meta = {
+            "layout": _layout(groups),
+            "flow": dict(state),
+            "frozen": frozen,
+            "settings": self._settings,
+            "num_ranks": len(caller.ranks),
+        }
         info = self._checkpoints.seal(step, meta, written)
         logger.info("saved step %s to %s", step, info.folder)
 

@@ -78,7 +78,8 @@ def run_script(
     has_outside: bool,
 ) -> int:
     """Build the flow and run the script; returns the exit status."""
-    run_dir = open_run_dir(cfg.run, to_yaml(cfg))
+    settings = to_yaml(cfg)
+    run_dir = open_run_dir(cfg.run, settings)
     check_shared(transport, ranks, run_dir.path)
     nodes = [transport.node_of(rank) for rank in ranks]
     caller = Caller(transport, cfg.run, ranks)
@@ -88,7 +89,7 @@ def run_script(
         cfg,
         pools_of(cfg, ranks),
         run_dir.path,
-        Saving(run_dir.path, run_dir.checkpoint, cfg.run),
+        Saving(run_dir.path, run_dir.checkpoint, cfg.run, settings),
         show,
         backend=backend_of(own_device()),
         has_outside=has_outside,

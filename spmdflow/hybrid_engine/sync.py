@@ -56,7 +56,7 @@ class WeightSync:
     def __init__(self, engine: TrainEngine, generator: Generator, *, verify_every: int) -> None:
         """verify_every: the first sync and every n-th after it compare hashes; 0: none does."""
         self._engine, self._generator = engine, generator
-        self._verify_every, self._num_syncs = verify_every, 0
+        self._verify_every, self.num_syncs, self._is_first = verify_every, 0, True
 
     def _move(self, version: int) -> int:
         """Bring the trainer's weights to the generator; bytes that this rank received."""
@@ -78,14 +78,15 @@ class WeightSync:
         then counts as never synced.
         """
         start, version = time.perf_counter(), self._engine.weights_version
-        verify = self._verify_every > 0 and self._num_syncs % self._verify_every == 0
+        is_due = self._is_first or self.num_syncs % max(1, self._verify_every) == 0
+        verify = self._verify_every > 0 and is_due
         self._generator.weights_version = NEVER
         self._engine.settle()
         num_bytes = self._move(version)
         if verify:
             expected = self._engine.shard_hashes(self._generator.dtype)
             _verify(self._generator, expected, version)
-        self._num_syncs += 1
+        self.num_syncs, self._is_first = self.num_syncs + 1, False
         seconds = time.perf_counter() - start
         logger.debug("synced weights of version %d, verified: %s", version, verify)
         return {

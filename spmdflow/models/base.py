@@ -31,7 +31,7 @@ from spmdflow.kind.engine import engine_kind, engines_of
 from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.layout import Layout
 from spmdflow.tracking.metric import merge
-from spmdflow.transfer.worker import Metric, Worker, WorkerContext
+from spmdflow.transfer.worker import Metric, Worker, WorkerContext, any_layout
 from spmdflow.weights.architecture import Architecture
 from spmdflow.workers.engine import Part, Place, engine_of
 from spmdflow.workers.micro_batch import MicroBatch
@@ -177,16 +177,17 @@ class EngineWorker(Worker):
         if self.frozen_folder is None:
             with self.resident("parameters", "optimizer"):
                 blocks, path = self.engine.own_state_blocks(), folder / self._file
-                write_state(path, blocks, {"steps_done": self._steps_done, "shapes": self._shapes})
+                write_state(path, blocks, self.plain_state())
         if self.exports:
             with self.resident("parameters"), disk_errors("write", folder):
                 self._export(folder / "hugging_face")
 
+    @any_layout
     def load_state(self, folder: Path) -> None:
         """Restore what `save_state` wrote, on any layout; CheckpointError for another model."""
         if self.frozen_folder is not None:
             return
-        files = StateFiles(folder, first=self._file)
+        files = StateFiles(folder, place=self._place, count=self.context.layout.size)
         saved, mine = files.plain["shapes"], self._shapes
         for name in sorted(saved.keys() | mine.keys()):
             if saved.get(name) != mine.get(name):
@@ -195,7 +196,15 @@ class EngineWorker(Worker):
                     f"{mine.get(name)}; resume with the model that wrote it"
                 )
         with self.resident("parameters", "optimizer"):
-            self.engine.load_blocks(files.read, files.plain["steps_done"])
+            self.engine.load_blocks(files.fill, files.plain["steps_done"])
+        self.load_plain(files.plain)
+
+    def plain_state(self) -> dict[str, Any]:
+        """What is saved beside the boxes: JSON data, equal on every rank."""
+        return {"steps_done": self._steps_done, "shapes": self._shapes}
+
+    def load_plain(self, plain: Mapping[str, Any]) -> None:
+        """Restore what a role adds to `plain_state`; called after the boxes are loaded."""
 
     @cached_property
     def _export(self) -> Callable[[Path], None]:
@@ -211,7 +220,11 @@ class EngineWorker(Worker):
 
     @property
     def _file(self) -> str:
-        return f"rank-{self.context.layout.group_rank(self.context.rank)}.safetensors"
+        return f"rank-{self._place}.safetensors"
+
+    @property
+    def _place(self) -> int:
+        return self.context.layout.group_rank(self.context.rank)
 
     def _move(self, where: Place, parts: tuple[Part, ...]) -> None:
         for part in parts:

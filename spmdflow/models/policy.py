@@ -29,7 +29,7 @@ from spmdflow.objectives.loss import Loss
 from spmdflow.objectives.policy import Before, PolicyLoss
 from spmdflow.objectives.supervised import PretrainedPolicyLoss, SupervisedLoss, row_losses
 from spmdflow.parallel.layout import Layout
-from spmdflow.rollout.generator import Replica, generator_of
+from spmdflow.rollout.generator import NEVER, Replica, generator_of
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.serving.publisher import Publisher, publisher_of
 from spmdflow.transfer.register import register
@@ -214,6 +214,19 @@ class ActorWorker(SamplingWorker, PolicyWorker):
         self._mode = sync_mode(self.cfg, self.context.layout)
         self._storage = storage_of(self._mode, self.context)
         return None if self._storage is None else self._storage.adopt
+
+    def plain_state(self) -> dict[str, Any]:
+        """Also whether the generator has these weights: then a resumed run has them there too."""
+        synced, count = not self.hybrid.needs_sync, self.hybrid.num_syncs
+        return super().plain_state() | {"is_synced": synced, "num_syncs": count}
+
+    def load_plain(self, plain: Mapping[str, Any]) -> None:
+        """Sync the generator if it was: the next step measures what it would have measured."""
+        self.generator.weights_version = NEVER
+        if plain.get("is_synced"):
+            with self.resident("parameters"):
+                self.hybrid.sync()
+        self.hybrid.num_syncs = plain.get("num_syncs", 0)
 
     def respond(self, prompts: Tensor, sampling: Sampling, seeds: list[int]) -> TensorDict:
         """Syncs the generator's weights first if an update has changed the trainer's."""

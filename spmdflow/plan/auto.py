@@ -14,7 +14,7 @@ import copy
 import math
 import shlex
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import ModuleType
@@ -69,10 +69,45 @@ def resolve(
     changed: dict[str, Any] = {"placement": _placement(cfg, best)}
     for key, text in best.engine_overrides().items():
         changed |= _override(cfg, key, text)
-    for key, value in changed.items():
-        path, _, name = key.rpartition(".")
-        setattr(attrgetter(path)(found) if path else found, name, value)
+    _set(found, changed)
     return Automatic(found, mapping, changed)
+
+
+def keep_placed(cfg: Any, saved: Mapping[str, Any], num_ranks: int, world_size: int) -> str:
+    """Have cfg with placement=auto resume as it was placed; a line that says so, or why not.
+
+    saved: settings of the run that wrote the checkpoint, on num_ranks ranks. Pools and sizes hold
+    where ranks and engines are the same; else cfg is left as it is.
+    """
+    kept, differ = {"placement": saved.get("placement")}, []
+    if num_ranks != world_size:
+        differ = [f"{num_ranks} ranks, now {world_size}"]
+    parts: Iterable[tuple[str, Any]] = (*parts_of(cfg, EngineConfig), *parts_of(cfg, RolloutConfig))
+    for key, part in parts:
+        was: Any = saved
+        for name in key.split("."):
+            was = was.get(name, {}) if isinstance(was, dict) else {}
+        name = "kind" if isinstance(part, EngineConfig) else "engine"
+        if was.get(name) != getattr(part, name):
+            differ.append(f"{key}.{name}={was.get(name)}, now {getattr(part, name)}")
+            continue
+        if part.layout == type(part).layout:
+            kept[f"{key}.layout"] = was["layout"]
+        if isinstance(part, EngineConfig) and {*part.options} <= {*was.get("options", ())} != set():
+            kept[f"{key}.options"] = was["options"]
+    if differ or kept["placement"] in (None, "auto"):
+        return f"auto   placement afresh: the checkpoint's run had {', '.join(differ) or 'none'}"
+    _set(cfg, kept)
+    layouts = [f"{key}={value}" for key, value in kept.items() if key.endswith("layout")]
+    return (
+        f"auto   placement and sizes of the checkpoint's run: {', '.join(layouts) or 'no layouts'}"
+    )
+
+
+def _set(cfg: Any, values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        path, _, name = key.rpartition(".")
+        setattr(attrgetter(path)(cfg) if path else cfg, name, value)
 
 
 def dataflow_of(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Dataflow:

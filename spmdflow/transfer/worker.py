@@ -6,11 +6,11 @@ methods in call order. Knows nothing of sockets or other models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,22 @@ class Max(NamedTuple):
 
 
 Metric = float | Mean | Sum | Max
+
+Load = TypeVar("Load", bound=Callable[..., None])
+
+
+def any_layout(load_state: Load) -> Load:
+    """Mark a `load_state` that restores what other ranks, more or fewer, have saved.
+
+    `checkpoint.StateFiles` reads any box of what their `checkpoint.write_state` wrote.
+    """
+    load_state.any_layout = True  # type: ignore[attr-defined]
+    return load_state
+
+
+def loads_any_layout(worker_class: type[Worker]) -> bool:
+    """Whether its `load_state` is marked with `any_layout`."""
+    return getattr(worker_class.load_state, "any_layout", False)
 
 
 @dataclass(frozen=True)
@@ -151,8 +167,13 @@ class Worker:
     def save_state(self, folder: Path) -> None:
         """Write this rank's state into folder; stateless workers write nothing."""
 
+    @any_layout
     def load_state(self, folder: Path) -> None:
-        """Restore what `save_state` wrote, bit for bit."""
+        """Restore what `save_state` wrote, bit for bit.
+
+        A class with one of its own resumes on the ranks and sizes that saved, and on no others,
+        unless that one is marked too (`any_layout`).
+        """
 
     def close(self) -> None:
         """Free engines and processes; called once at the end of a run."""

@@ -1,5 +1,5 @@
-"""Hugging Face folders: boxes read straight from safetensors files, also for a transformers module
-that has no weights yet; the files beside the weights.
+"""Hugging Face folders: boxes read straight from safetensors files (or torch's distributed
+checkpoint), also for a transformers module that has no weights yet; the files beside the weights.
 
 Files are memory-mapped: a rank touches only the bytes of its own boxes. Knows no engine.
 """
@@ -21,12 +21,16 @@ from torch import Tensor
 from spmdflow.blocks.box import Box
 from spmdflow.errors import ConfigError
 from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.dcp import METADATA, TorchCheckpoint
 from spmdflow.weights.table import shapes_by_name
 
 logger = logging.getLogger(__name__)
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+_NOT_COPIED = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json"),
+    *(METADATA, ".distcp"),
+)
 
 
 class HuggingFaceFolder:
@@ -98,6 +102,8 @@ class HuggingFaceFolder:
         if index.is_file():
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             return {name: self._path / file for name, file in weight_map.items()}
+        if (self._path / METADATA).is_file() and not single.is_file():
+            single = self._path / METADATA
         if not single.is_file():
             got, do = f"{self._path} with neither {_SINGLE} nor {_INDEX}", "save with safetensors"
             raise ConfigError.of("model", got, "a Hugging Face folder", do)
@@ -107,9 +113,10 @@ class HuggingFaceFolder:
 def folder_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) of every file of a folder, one at a time, on the host.
 
-    ConfigError for a file that does not read as safetensors.
+    ConfigError for a file that does not read as safetensors, nor as torch's checkpoint.
     """
-    for file in sorted(Path(path).glob("*.safetensors")):
+    files = sorted(Path(path).glob("*.safetensors"))
+    for file in files or sorted(Path(path).glob(METADATA)):
         opened = _open(file)
         for name in opened.keys():
             yield name, opened.get_tensor(name)
@@ -167,7 +174,8 @@ def _stored_names(module: Any, path: str | Path) -> dict[str, str]:
 
     if getattr(module.config, "quantization_config", None):
         raise _NotByBoxes("its weights are quantized")
-    if not any(Path(path).glob("*.safetensors")):
+    is_torch = (Path(path) / METADATA).is_file()
+    if not is_torch and not any(Path(path).glob("*.safetensors")):
         raise _NotByBoxes("it has no safetensors files")
     state, changes = module.state_dict(), get_model_conversion_mapping(module)
     converters = [change for change in changes if isinstance(change, WeightConverter)]
@@ -185,7 +193,7 @@ def _stored_names(module: Any, path: str | Path) -> dict[str, str]:
         aliases.setdefault(id(parameter), []).append(name)
     for names in aliases.values():
         there = [name for name in names if name in found]
-        if len(there) > 1:
+        if len(there) > 1 and not is_torch:  # torch saves a tied tensor under each name
             raise _NotByBoxes(f"{' and '.join(there)} are tied, but two tensors in the files")
         if there:
             found[names[0]] = found[there[0]]
@@ -220,6 +228,8 @@ def write_beside(
 
 
 def _open(path: Path) -> Any:
+    if path.name == METADATA:
+        return TorchCheckpoint(path.parent)
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as err:

@@ -30,7 +30,7 @@ from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.device import CPU, to_device, to_host
 from spmdflow.transfer.worker import Metric, WorkerContext
 from spmdflow.weights.architecture import packs_rows
-from spmdflow.weights.move import Block, Read, Storages, own_parts
+from spmdflow.weights.move import Block, Storages, own_parts
 from spmdflow.workers.micro_batch import MicroBatch, join_answers, micro_batches
 from spmdflow.workers.model import LoadedModel, ModelSource, load_model, open_model
 from spmdflow.workers.optimizer import Scheduled
@@ -70,7 +70,8 @@ class TrainEngine(ABC):
         self.dtype = model.dtype
         """Compute precision; master parameters, gradients and optimizer are float32."""
         self.weights_version = 0
-        """Goes up whenever the weights change: at each optimizer step and at load_blocks."""
+        """Goes up whenever the weights change: at each optimizer step, and at load_blocks unless
+        the engine is new: then it is the number of steps, as if it had taken them."""
         self.dp_group = self.groups.get(self.layout.axis_group(self.rank, "dp"))
         self._storages: dict[Part, Storages] = {}
         self._own_boxes: list[list[Box]] | None = None
@@ -215,16 +216,16 @@ class TrainEngine(ABC):
             self._own_boxes = own_boxes(everyone, self.layout.group_rank(self.rank))
         return own_parts(held, self._own_boxes)
 
-    def load_blocks(self, read: Read, steps_done: int) -> None:
-        """Restore a state bit for bit. read: boxes of what `own_state_blocks` gave, on any layout.
+    def load_blocks(self, load: Callable[[Iterable[Block]], None], steps_done: int) -> None:
+        """Restore a state bit for bit, which must be on the device. load: writes into the views
+        what `own_state_blocks` gave on any layout.
 
         steps_done: optimizer steps. CheckpointError for a box that is missing.
         """
-        self.weights_version += 1
+        self._storages = {n: x for n, x in self._storages.items() if n == "gradients"}  # outdated
+        self.weights_version = max(self.weights_version + (self.weights_version > 0), steps_done)
         with torch.no_grad():
-            for name, view, box in self.state_blocks():
-                if box.size:
-                    view.copy_(read(name, box))
+            load(self.state_blocks())
             if self.optimizer is not None:
                 self.optimizer.restored(steps_done)
 

@@ -113,8 +113,8 @@ def check_prediction(run_dir: Path) -> None:
 
 
 def numbers_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Every metric but what a clock or a restart changes."""
-    skipped = ("time/", "perf/", "rollout/weights_", "rollout/synced_bytes")
+    """Every metric but those of a clock."""
+    skipped = ("time/", "perf/")
     return [
         {name: value for name, value in step.items() if not name.startswith(skipped)}
         for step in steps_of(run_dir)

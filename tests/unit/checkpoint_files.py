@@ -12,6 +12,7 @@ from spmdflow.checkpoint.manifest import (
     verify_files,
     write_part,
 )
+from spmdflow.checkpoint.run_dir import Checkpoints
 
 
 def write_as_rank(folder: Path, files: Mapping[str, bytes], *, rank: int = 0) -> Written:
@@ -23,6 +24,14 @@ def write_as_rank(folder: Path, files: Mapping[str, bytes], *, rank: int = 0) ->
             (own / name).write_bytes(data)
 
     return Written(rank, f"node-of-{rank}", write_part(folder, rank, write))
+
+
+def seal_settings(run_dir: Path, settings: str, *, num_ranks: int) -> None:
+    """A sealed checkpoint that a run with these settings wrote; `latest` is lost."""
+    checkpoints, meta = Checkpoints(run_dir, keep=1), {"settings": settings, "num_ranks": num_ranks}
+    written = write_as_rank(checkpoints.begin(1), {"flow.json": b"{}"})
+    checkpoints.seal(1, meta, [written])
+    (checkpoints.folder / "latest").unlink()
 
 
 def verify_checkpoint(info: CheckpointInfo) -> None:

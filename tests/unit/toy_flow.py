@@ -228,5 +228,5 @@ def rank_of_one(run_dir: Path, **data: Any) -> Iterator[Rank]:
 def _flow(state: RankState, show: Show, run_dir: Path, config: Config) -> Flow:
     transport = InprocTransport(state.operations())
     caller = Caller(transport, config.run, (0,))
-    pools, saving = {"all": Pool(("toy",), (0,))}, Saving(run_dir, None, config.run)
+    pools, saving = {"all": Pool(("toy",), (0,))}, Saving(run_dir, None, config.run, "")
     return Flow(caller, config, pools, run_dir, saving, show, backend="gloo")

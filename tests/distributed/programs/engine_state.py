@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +15,7 @@ from torch import Tensor
 from spmdflow.blocks.box import Box
 from spmdflow.hybrid_engine.export import export_of, plan_files
 from spmdflow.weights.folder import folder_tensors
-from spmdflow.weights.move import Blocks
+from spmdflow.weights.move import Block, Blocks
 from spmdflow.workers.engine import TrainEngine
 
 State = dict[tuple[str, Box], Tensor]
@@ -28,8 +28,13 @@ def state_of(engine: TrainEngine) -> State:
 
 def load_state(engine: TrainEngine, state: State, *, steps_done: int) -> None:
     """Load a copy that `state_of` an engine of this layout gave after so many steps."""
-    blocks = Blocks((name, values, box) for (name, box), values in state.items())
-    engine.load_blocks(blocks.read, steps_done)
+    saved = Blocks((name, values, box) for (name, box), values in state.items())
+
+    def load(blocks: Iterable[Block]) -> None:
+        for name, view, box in blocks:
+            view.copy_(saved.read(name, box))
+
+    engine.load_blocks(load, steps_done)
 
 
 def full_tensors(engine: TrainEngine) -> Iterator[tuple[str, Tensor]]:

@@ -6,12 +6,14 @@ Every one of four ranks calls `save_all` and `load_all`.
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -60,9 +62,10 @@ def save_all(out: str, names: tuple[str, ...]) -> None:
         dist.barrier()
 
 
-def engine_for(name: str, out: Path) -> TrainEngine:
-    """A new actor's engine on the case's layout."""
+def engine_for(name: str, out: Path, *, model: Path | None = None) -> TrainEngine:
+    """A new actor's engine on the case's layout; model: another folder than the settings'."""
     rank, cfg = dist.get_rank(), settings_of(name, out).cfg.actor
+    cfg.model.path = str(model or cfg.model.path)
     layout = ActorWorker.layout_of(cfg, tuple(range(NUM_RANKS)))
     groups = GroupTable(rank, timeout_seconds=60)
     needed = ActorWorker.needed_groups(cfg, layout)
@@ -99,8 +102,8 @@ def load_all(out: str, names: tuple[str, ...]) -> dict[str, list[str]]:
         engine = engine_for(name, Path(out))
         for saved in names:
             folder = Path(out) / saved / "checkpoints" / "step-1" / "actor"
-            files = StateFiles(folder, first=f"rank-{engine.rank}.safetensors")
-            engine.load_blocks(files.read, files.plain["steps_done"])
+            files = StateFiles(folder, place=engine.rank, count=NUM_RANKS)
+            engine.load_blocks(files.fill, files.plain["steps_done"])
             wholes = whole_tensors(folder)
             wrong = [
                 key
@@ -112,8 +115,28 @@ def load_all(out: str, names: tuple[str, ...]) -> dict[str, list[str]]:
     return found
 
 
+def load_from_torch(out: str, names: tuple[str, ...]) -> dict[str, list[str]]:
+    """Case, loaded as model.path from what torch's distributed checkpoint wrote of FSDP's shards ->
+    weights of this rank that are not those of the checkpoint."""
+    saved, folder = Path(out) / "fsdp" / "checkpoints" / "step-1" / "actor", Path(out) / "torch"
+    engine, files = engine_for("fsdp", Path(out)), StateFiles(saved)
+    engine.load_blocks(files.fill, files.plain["steps_done"])
+    module: Any = engine._module  # type: ignore[attr-defined]
+    dcp.save({"model": dict(module.named_parameters())}, checkpoint_id=folder)
+    if engine.rank == 0:
+        for path in (saved / "hugging_face").glob("*.json"):
+            shutil.copy(path, folder)
+    dist.barrier()
+    wholes, found = whole_tensors(saved), {}
+    for name in names:
+        engine = engine_for(name, Path(out), model=folder)
+        wrong = [n for n, x, box in engine.blocks() if not torch.equal(x, wholes[n][box.slices()])]
+        found[f"{name} of torch"] = wrong
+    return found
+
+
 def run_all(out: str, names: tuple[str, ...]) -> dict[str, list[str]]:
     """What every rank does."""
     sys.modules.pop("spmdflow_script", None)
     save_all(out, names)
-    return load_all(out, names)
+    return load_all(out, names) | load_from_torch(out, names)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from spmdflow.checkpoint.manifest import (
     CheckpointInfo,
     check_file_sizes,
-    check_layout,
+    moved_groups,
     read_manifest,
 )
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest
@@ -224,16 +225,21 @@ def flips(path: Path) -> Iterator[None]:
             os.pwrite(file.fileno(), whole[at : at + 1], at)
 
 
-def test_another_layout_is_refused_with_both(tmp_path):
-    info = save(tmp_path, 1, meta={"layout": {"actor": {"ranks": [0, 1], "dp_size": 2}}})
-    check_layout(info, {"actor": {"ranks": (0, 1), "dp_size": 2}})
+def test_state_on_another_layout_moves_unless_its_class_keeps_it_by_rank(tmp_path):
+    was = {"actor": {"ranks": [0, 1], "dp_size": 2}, "reference": {"ranks": [0, 1], "dp_size": 2}}
+    info = save(tmp_path, 1, meta={"layout": was})
+    other = {"actor": {"ranks": (0, 1, 2, 3), "dp_size": 4}, "generator": {"ranks": [4]}}
 
-    with pytest.raises(CheckpointError, match=r"actor with layout .*\[0, 1\].*\[0, 1, 2, 3\]"):
-        check_layout(info, {"actor": {"ranks": (0, 1, 2, 3), "dp_size": 4}})
-    with pytest.raises(CheckpointError, match=r"critic with layout None, this run has .*\[2\]"):
-        check_layout(info, {"actor": {"ranks": [0, 1], "dp_size": 2}, "critic": {"ranks": [2]}})
-    with pytest.raises(CheckpointError, match=r"actor with layout .*this run has None"):
-        check_layout(info, {})
+    assert moved_groups(info, was, {"actor": "Mine"}) == []
+    assert moved_groups(info, other, {"reference": "Mine"}) == ["actor"]
+    with pytest.raises(
+        CheckpointError, match=r"\[0, 1\].*\[0, 1, 2, 3\].* Mine\.load_state is not"
+    ):
+        moved_groups(info, other, {"actor": "Mine"})
+    with pytest.raises(CheckpointError, match=r"actor with layout None, this run has .*\[0, 1\]"):
+        moved_groups(replace(info, meta={}), was, {"actor": "Mine"})
+    with pytest.raises(CheckpointError, match="got a run without actor, whose state .* holds"):
+        moved_groups(info, {"reference": was["reference"]}, {})
 
 
 def test_meta_that_json_would_change_is_refused_and_leaves_the_old_checkpoint(tmp_path):

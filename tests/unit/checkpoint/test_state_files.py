@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spmdflow.blocks.box import Box
+from spmdflow.blocks.box import Box, subtract_all
+from spmdflow.blocks.plan import plan_reads
 from spmdflow.checkpoint import StateFiles, tensors, write_state
 from spmdflow.checkpoint.manifest import Written, write_part
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest
@@ -44,18 +46,62 @@ bound = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda x: (min(x), m
 @given(st.lists(st.integers(0, 10), max_size=3), st.lists(bound, min_size=2, max_size=2))
 def test_any_box_is_read_from_any_layout(tmp_path_factory, cuts, wanted):
     folder = seal(tmp_path_factory.mktemp("run"), cuts)
-    files, box = StateFiles(folder, first="rank-2.safetensors"), Box(tuple(wanted))
+    files, box = StateFiles(folder, place=1, count=2), Box(tuple(wanted))
 
     for name, whole in WHOLE.items():
         assert torch.equal(files.read(name, box), whole[box.slices()])
     assert files.plain == {"steps_done": 3}
 
 
+boxes = st.lists(st.lists(bound, min_size=2, max_size=2).map(lambda x: Box(tuple(x))), max_size=4)
+
+
+@settings(deadline=None, max_examples=100)
+@given(boxes, boxes)
+def test_plan_reads_each_needed_element_once_from_who_holds_it(held, needed):
+    rest = subtract_all([Box(((0, 7), (0, 7)))], held)
+    everything = (*held, *rest)
+
+    reads = plan_reads(everything, tuple(needed))
+
+    count = torch.zeros(7, 7, dtype=torch.int64)
+    wanted = torch.zeros(7, 7, dtype=torch.int64)
+    for place, part in reads:
+        assert everything[place].contains(part)
+        count[part.slices()] += 1
+    for box in needed:
+        wanted[box.slices()] = 1
+    assert torch.equal(count, wanted)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.integers(0, 10), max_size=3), boxes)
+def test_overlapping_views_are_filled_and_each_tensor_in_a_file_is_read_once(
+    tmp_path_factory, cuts, needed
+):
+    needed = [Box(tuple((low, min(high, 6)) for low, high in box.bounds)) for box in needed]
+    files = StateFiles(seal(tmp_path_factory.mktemp("run"), cuts))
+    views = [(name, torch.zeros(box.shape), box) for name in WHOLE for box in needed]
+
+    files.fill(views)
+
+    for name, view, box in views:
+        assert torch.equal(view, WHOLE[name][box.slices()])
+    edges = [0, *sorted(cuts), 10]
+    touched = [
+        (high - low) * 6 * 4
+        for low, high in itertools.pairwise(edges)
+        if any(box.size and box.bounds[0][0] < high and low < box.bounds[0][1] for box in needed)
+        and low < high
+    ]
+    assert files.bytes_read == len(WHOLE) * sum(touched)
+
+
 def test_a_rank_that_finds_all_in_its_own_file_opens_no_other(tmp_path):
     folder = seal(tmp_path, [4])
     (folder / "rank-0.safetensors").write_bytes(b"damaged")
 
-    files = StateFiles(folder, first="rank-1.safetensors")
+    files = StateFiles(folder, place=1, count=2)
 
     assert torch.equal(files.read("w", Box(((4, 10), (0, 6)))), WHOLE["w"][4:])
     with pytest.raises(CheckpointError, match=r"rank-0\.safetensors is damaged"):
@@ -69,7 +115,7 @@ def test_any_flipped_bit_is_found_by_who_reads_it(tmp_path):
     for at in range(len(whole)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
         with pytest.raises(CheckpointError, match=r"rank-0\.safetensors (is|has)"):
-            files = StateFiles(folder, first="rank-0.safetensors")
+            files = StateFiles(folder, place=0, count=2)
             for name in WHOLE:
                 files.read(name, Box(((0, 4), (0, 6))))
 
@@ -82,12 +128,12 @@ def test_a_large_box_is_written_in_parts(tmp_path, monkeypatch):
 
     assert len(parts) == 10 and "w.exp_avg[2:4,0:6]" in parts
     assert max(part.nbytes for part in parts.values()) == 48
-    files = StateFiles(folder, first="rank-0.safetensors")
+    files = StateFiles(folder)
     assert torch.equal(files.read("w", Box(((1, 9), (2, 3)))), WHOLE["w"][1:9, 2:3])
 
 
 def test_what_nobody_saved_is_refused_with_the_box(tmp_path):
-    files = StateFiles(seal(tmp_path, [4]), first="rank-0.safetensors")
+    files = StateFiles(seal(tmp_path, [4]))
 
     with pytest.raises(CheckpointError, match=r"lacks w\[\(10, 12\), \(0, 6\)\], expected all of"):
         files.read("w", Box(((8, 12), (0, 6))))
@@ -107,7 +153,7 @@ def test_scalars_and_views_come_back(tmp_path):
     facts = write_part(folder / "a", 0, lambda own: write_state(own / "rank-0.x", blocks, {}))
     info = checkpoints.seal(1, {}, [Written(0, "n", {f"a/{n}": f for n, f in facts.items()})])
 
-    files = StateFiles(info.folder / "a", first="rank-0.x")
+    files = StateFiles(info.folder / "a")
 
     assert float(files.read("step", Box(()))) == 7.0
     assert torch.equal(files.read("w", Box(((3, 5), (2, 4)))), WHOLE["w"][3:5, 2:4])

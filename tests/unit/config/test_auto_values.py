@@ -14,6 +14,7 @@ from spmdflow.config.load import load
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.errors import ConfigError
 from spmdflow.program import load_settings, prepare
+from tests.unit.checkpoint_files import seal_settings
 from tests.unit.planned import ALGORITHMS
 
 PPO = ALGORITHMS / "ppo.py"
@@ -119,11 +120,8 @@ def test_way_of_weights_that_is_left_open_is_planned_on_devices_alone() -> None:
 
 def test_resumed_run_keeps_the_precision_of_its_checkpoint(tmp_path: Path) -> None:
     words = [f"run.dir={tmp_path}"]
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "latest").write_text("step-1\n")
-    (tmp_path / "config.yaml").write_text(
-        "actor:\n  model: {dtype: bfloat16}\n  rollout: {dtype: bfloat16, engine: vllm}\n"
-    )
+    text = "actor:\n  model: {dtype: bfloat16}\n  rollout: {dtype: bfloat16, engine: vllm}\n"
+    seal_settings(tmp_path, text, num_ranks=1)
 
     loaded, text = prepare(load(PPO, None, [*words, "actor.rollout.engine=builtin"]), 1)
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from spmdflow import run
-from spmdflow.checkpoint.manifest import CheckpointInfo, check_layout
+from spmdflow.checkpoint.manifest import CheckpointInfo, moved_groups
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest, open_run_dir
 from spmdflow.config.check import check
 from spmdflow.config.load import load
@@ -177,9 +177,9 @@ def run_dir_without_rights() -> None:
     open_run_dir(RunConfig(dir="/proc/none"), "run: {}\n")
 
 
-def _checkpoint() -> CheckpointInfo:
+def _checkpoint(file: str = "weights.safetensors") -> CheckpointInfo:
     checkpoints = Checkpoints(Path.cwd() / "run", keep=1)
-    written = write_as_rank(checkpoints.begin(3), {"weights.safetensors": b"12345"})
+    written = write_as_rank(checkpoints.begin(3), {file: b"12345"})
     return checkpoints.seal(3, {"layout": {"actor": {"ranks": [0, 1]}}}, [written])
 
 
@@ -213,7 +213,12 @@ def earlier_version() -> None:
 
 
 def other_layout() -> None:
-    check_layout(_checkpoint(), {"actor": {"ranks": [0, 1, 2, 3]}})
+    now = {"actor": {"ranks": [0, 1, 2, 3]}}
+    moved_groups(_checkpoint("actor/count.json"), now, {"actor": "CountingWorker"})
+
+
+def other_models() -> None:
+    moved_groups(_checkpoint("actor/count.json"), {"critic": {"ranks": [0, 1]}}, {})
 
 
 def unseen_file() -> None:
@@ -232,7 +237,8 @@ SITUATIONS: dict[str, Callable[[], None]] = {
     "resume with a changed byte": changed_byte,
     "resume with a changed manifest": changed_manifest,
     "resume with a checkpoint of another version": earlier_version,
-    "resume on other ranks": other_layout,
+    "resume on other ranks with a worker that keeps its state by rank": other_layout,
+    "resume without a model that was trained": other_models,
 }
 WAYS: dict[str, Callable[[str], str]] = {
     "Command line": command_line,

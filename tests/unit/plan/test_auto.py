@@ -27,6 +27,7 @@ from spmdflow.plan.comparison import compare_run
 from spmdflow.plan.report import plan
 from spmdflow.program import prepare
 from spmdflow.runtime.message import encode
+from tests.unit.checkpoint_files import seal_settings
 from tests.unit.plan.test_command import large
 from tests.unit.plan.test_trace import SCRIPTS
 from tests.unit.planned import ALGORITHMS, SMALL, SMALL_GROUPS, settings_of, write_script
@@ -211,6 +212,25 @@ def test_run_resolves_it_before_its_checks_and_says_what_it_found(
     assert all(to_yaml(other.cfg) == to_yaml(first.cfg) for other, _ in placed)
     assert len(pools_of(first.cfg, 4)) >= 1
     check(first.cfg, 4)
+
+
+def test_resumed_run_keeps_its_placement_and_another_world_is_placed_afresh(tmp_path: Path) -> None:
+    words = ["placement=auto", *SMALL, *MEGATRON, "run.hardware=h100", f"run.dir={tmp_path}"]
+    first, _ = prepare(load(ALGORITHMS / "ppo.py", None, words), 4)
+    pools = {"all": {"roles": list(roles_of(first.cfg)), "ranks": [0, 1, 2, 3]}}
+    first.cfg.placement, first.cfg.actor.engine.layout = pools, "t4"
+    seal_settings(tmp_path, to_yaml(first.cfg), num_ranks=4)
+
+    resumed, said = prepare(load(ALGORITHMS / "ppo.py", None, words), 4)
+    other, said_other = prepare(load(ALGORITHMS / "ppo.py", None, words), 2)
+    engine = [*words, "actor.engine.kind=fsdp"]
+    _, said_engine = prepare(load(ALGORITHMS / "ppo.py", None, engine), 4)
+
+    assert to_yaml(resumed.cfg) == to_yaml(first.cfg)
+    assert "placement and sizes of the checkpoint's run: actor.engine.layout=t4" in str(said)
+    assert set(next(iter(pools_of(other.cfg, 2).values())).ranks) <= {0, 1}
+    assert "placement afresh: the checkpoint's run had 4 ranks, now 2" in str(said_other)
+    assert "had actor.engine.kind=megatron, now fsdp\nauto   {" in str(said_engine)
 
 
 def test_auto_that_nobody_resolved_is_refused_with_what_to_do() -> None:
