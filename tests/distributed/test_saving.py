@@ -11,7 +11,9 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from tests.distributed.moved import check_bits, check_losses
 from tests.distributed.programs import saving
+from tests.distributed.programs.layout_matrix import run_all_and_cells
 
 pytest.importorskip("megatron.core", reason="the megatron extra is not installed")
 
@@ -21,6 +23,9 @@ CLASSES = {"actor": AutoModelForCausalLM, "critic": AutoModelForSequenceClassifi
 HEADER = 128 << 10
 """Most bytes of a rank's file that are no tensor's: names, places and hashes."""
 
+
+CELLS = (("fsdp-d1", "t2p2d1"), ("t2p2d1", "zero1-d2"))
+"""Of the matrix of layouts: those that save and resume."""
 
 Runs = tuple[dict[str, Path], list[dict[str, list[str]]]]
 
@@ -35,7 +40,8 @@ def runs(
 ) -> Runs:
     """Folder of each case's checkpoint, and what each rank found when it loaded all of them."""
     out, names = tmp_path_factory.mktemp("saving"), request.param
-    found = spawn_ranks(saving.run_all, saving.NUM_RANKS, str(out), names, seconds=280)
+    asked = (saving.NUM_RANKS, str(out), names, CELLS)
+    found = spawn_ranks(run_all_and_cells, *asked, seconds=280)
     return {name: out / name / "checkpoints" / "step-1" for name in names}, found
 
 
@@ -92,3 +98,10 @@ def test_every_layout_loads_what_every_other_and_torch_saved_bit_for_bit(runs: R
     for found in runs[1]:
         assert len(found) == len(runs[0]) ** 2 + len(runs[0])
         assert {pair: wrong for pair, wrong in found.items() if wrong} == {}
+
+
+def test_a_run_goes_on_under_another_layout_and_world_size(runs: Runs):
+    folder = runs[0]["fsdp"].parents[2] / "cells"
+
+    check_bits(folder, CELLS)
+    check_losses(folder, CELLS)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.transfer.worker import any_layout
-from tests.distributed.programs.saving import ROOT, whole_tensors
+from tests.distributed.programs.saving import ROOT, run_all, whole_tensors
 
 LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "fsdp-d1": (1, "colocate", ("kind=fsdp",)),
@@ -142,12 +141,16 @@ def run_case(layout: str, run_dir: Path, *more: str) -> None:
     dist.barrier()
 
 
-def run_cells(out: str, cells: Iterable[tuple[str, str]]) -> None:
+Cells = tuple[tuple[str, str], ...]
+"""(layout that saves, layout that resumes)."""
+
+
+def run_cells(out: str, cells: Cells) -> None:
     """What every rank does: OUT/A is uninterrupted, OUT/A-to-B continues after its step 2."""
-    folder, cells = Path(out), list(cells)
-    run_case("fsdp-d1", folder / "recorded", "save_every=0")
-    for saved in dict.fromkeys(saved for saved, _ in cells):
-        run_case(saved, folder / saved, f"save_every={SAVED}")
+    folder = Path(out)
+    folder.mkdir(exist_ok=True)
+    for saved in dict.fromkeys(("fsdp-d1", *(saved for saved, _ in cells))):
+        run_case(saved, folder / saved, f"save_every={SAVED}")  # the first one records
     for saved, layout in cells:
         whole, moved = folder / saved, folder / f"{saved}-to-{layout}"
         if dist.get_rank() == 0:
@@ -159,3 +162,10 @@ def run_cells(out: str, cells: Iterable[tuple[str, str]]) -> None:
             (moved / "checkpoints" / "latest").write_text(name)
         dist.barrier()
         run_case(layout, moved, "save_every=0")
+
+
+def run_all_and_cells(out: str, names: tuple[str, ...], cells: Cells) -> dict[str, list[str]]:
+    """What every rank does: `saving.run_all`, then a few cells in OUT/cells."""
+    found = run_all(out, names)
+    run_cells(f"{out}/cells", cells)
+    return found
