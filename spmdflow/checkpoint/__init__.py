@@ -18,6 +18,6 @@ hashes (`tensors.model_hash`), and a resumed run reads them again.
 """
 
 from spmdflow.checkpoint.state import StateFiles
-from spmdflow.checkpoint.tensors import read_tensors, write_state, write_tensors
+from spmdflow.checkpoint.tensors import HostCopies, read_tensors, write_state, write_tensors
 
-__all__ = ["StateFiles", "read_tensors", "write_state", "write_tensors"]
+__all__ = ["HostCopies", "StateFiles", "read_tensors", "write_state", "write_tensors"]

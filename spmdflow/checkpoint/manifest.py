@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 
 from spmdflow.checkpoint.disk import disk_errors
 from spmdflow.errors import CheckpointError
-from spmdflow.weights.file import read_head
+from spmdflow.weights.file import changed_bytes, read_head
 
 NAME = "manifest.json"
 FORMAT = "spmdflow-checkpoint-2"
@@ -59,7 +59,9 @@ def order_of(name: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2] or 1)) if match else None
 
 
-def facts_of(folder: Path, names: Iterable[str], *, is_synced: bool) -> dict[str, FileFacts]:
+def facts_of(
+    folder: Path, names: Iterable[str], *, is_synced: bool = False
+) -> dict[str, FileFacts]:
     """Size and hash of files below folder; is_synced: fsync them too.
 
     Of files that were hashed while they were written, only the header is read.
@@ -104,6 +106,8 @@ def write_manifest(
 def read_manifest(folder: Path) -> CheckpointInfo:
     """The checkpoint in folder; CheckpointError if its manifest is missing, damaged or not ours."""
     path = folder / NAME
+    if not path.is_file():
+        raise damaged(path, "is missing")
     with disk_errors("read", path):
         data = path.read_bytes()
     try:
@@ -122,7 +126,7 @@ def read_manifest(folder: Path) -> CheckpointInfo:
             f"spmdflow that wrote it, or start another run from the model in RUN_DIR/export"
         )
     if kind != FORMAT or place is None or step != place[0]:
-        raise CheckpointError(
+        raise DamagedError(
             f"checkpoint: {path} is foreign: format {kind!r}, step {step}; "
             f"expected {FORMAT!r} and the step of its folder; resume from the run that wrote it"
         )
@@ -153,7 +157,7 @@ def check_file_sizes(info: CheckpointInfo) -> None:
     here = set(file_names(info.folder))
     for name, facts in info.files.items():
         path = info.folder / name
-        if name not in here:
+        if name not in here or not path.exists():
             raise damaged(path, "is missing", facts)
         num_bytes = path.stat().st_size
         if num_bytes != facts.num_bytes:
@@ -166,26 +170,15 @@ def check_file_sizes(info: CheckpointInfo) -> None:
         )
 
 
-def verify_share(folder: Path, *, place: int, count: int) -> None:
-    """Verify this rank's share (`place` of `count`) of the files of a role's folder in a sealed
-    checkpoint, except files that are verified tensor by tensor while they are read."""
-    info = read_manifest(folder.parent)
-    whole = [name for name, facts in info.files.items() if facts.head_bytes is None]
-    mine = [name for name in whole if name.startswith(f"{folder.name}/")][place::count]
-    verify_files(info.folder, {name: info.files[name] for name in mine})
-
-
 def verify_files(folder: Path, files: Mapping[str, FileFacts]) -> None:
-    """Read and hash files below folder. CheckpointError naming one that has changed.
-
-    Of files that were hashed while they were written, only the header: their tensors are verified
-    when they are read.
-    """
+    """Read and hash every byte of files below folder. DamagedError naming one that has changed."""
     with disk_errors("read", folder):
-        found = facts_of(folder, files, is_synced=False)
-    for name, expected in files.items():
-        if found[name] != expected:
-            raise damaged(folder / name, f"has sha256 {found[name].sha256}", expected)
+        found = facts_of(folder, files)
+        for name, expected in files.items():
+            if found[name] != expected:
+                raise damaged(folder / name, f"has sha256 {found[name].sha256}", expected)
+            if expected.head_bytes is not None and (place := changed_bytes(folder / name)):
+                raise damaged(folder / name, f"has other bytes in {place}", expected)
 
 
 def moved_groups(
@@ -241,10 +234,14 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def damaged(path: Path, problem: str, facts: FileFacts | None = None) -> CheckpointError:
+class DamagedError(CheckpointError):
+    """A checkpoint is not as it was sealed: a resumed run looks for an older one."""
+
+
+def damaged(path: Path, problem: str, facts: FileFacts | None = None) -> DamagedError:
     """The error for a file of a checkpoint that is not as it was sealed."""
     expected = f"{facts.num_bytes} bytes, sha256 {facts.sha256}" if facts else "the file as sealed"
-    return CheckpointError(
+    return DamagedError(
         f"checkpoint: {path} {problem}, expected {expected}; restore it, or name an older "
         f"checkpoint of this run in {path_of_latest(path)}"
     )
@@ -270,16 +267,20 @@ class Written:
     """By name relative to the checkpoint's folder."""
 
 
-def write_part(folder: Path, rank: int, write: Callable[[Path], None]) -> dict[str, FileFacts]:
-    """Have write(empty folder) write this rank's files, then move them into folder.
-
-    Returns size and hash of each, by name relative to folder; they are fsynced. CheckpointError if
-    writing fails.
-    """
+def part_of(folder: Path, rank: int) -> Path:
+    """The folder below `folder` for the files that a rank writes now; made if it is not there."""
     own = folder / f".rank-{rank}"
     with disk_errors("make", own):
-        own.mkdir(parents=True)
-    write(own)
+        own.mkdir(parents=True, exist_ok=True)
+    return own
+
+
+def finish_part(folder: Path, own: Path) -> dict[str, FileFacts]:
+    """Move what a rank wrote into `part_of` it into folder.
+
+    Returns size and hash of each file, by name relative to folder; they are fsynced.
+    CheckpointError if that fails.
+    """
     with disk_errors("write", folder):
         files = facts_of(own, file_names(own), is_synced=True)
         for name in files:

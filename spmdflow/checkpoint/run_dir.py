@@ -6,7 +6,7 @@ made, on a file system they share. Order of the steps, and what a kill leaves: s
 RUN_DIR/export/<role> is always the Hugging Face folder of the newest checkpoint: a stable path for
 another run's `actor.model.path`, an evaluation, a server. It is a relative symbolic link, so a
 RUN_DIR may be moved as a whole. The link is replaced in one operation: it names the old or the new
-folder, also after a kill. If the kill came between `latest` and the link, the next save updates it.
+folder, also after a kill. If the kill came between `latest` and the link, the next start mends it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import itertools
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ import yaml
 from spmdflow.checkpoint.disk import RunDirLock, disk_errors, sync, write_atomically
 from spmdflow.checkpoint.manifest import (
     CheckpointInfo,
+    DamagedError,
     Written,
     check_file_sizes,
     order_of,
@@ -65,12 +66,19 @@ def path_of(run: RunConfig) -> Path:
     return run_dir_of(run).absolute()
 
 
-def open_run_dir(run: RunConfig, yaml_text: str) -> RunDir:
+def open_run_dir(
+    run: RunConfig,
+    yaml_text: str,
+    *,
+    check: Callable[[Path], None] = lambda _: None,
+    verify: Callable[[CheckpointInfo], None] = lambda _: None,
+) -> RunDir:
     """Make or continue RUN_DIR and write config.yaml; only the controller's process calls it.
 
     yaml_text: every setting, resolved. With other settings than before, the differences are logged
-    as a warning and the old file is kept beside the new one. ConfigError if the folder cannot be
-    written, holds an earlier run while run.resume=never, or is in use by a live run.
+    as a warning and the old file is kept beside the new one. check: whether all ranks can use
+    the folder; verify: of `newest_whole`. ConfigError if the folder cannot be written, holds an
+    earlier run while run.resume=never, had checkpoints that are gone, or is in use by a live run.
     """
     path = path_of(run)
     used = [mark for mark in _MARKS if (path / mark).exists()]
@@ -83,7 +91,16 @@ def open_run_dir(run: RunConfig, yaml_text: str) -> RunDir:
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = RunDirLock(path)
-        checkpoint = find_latest(path)
+        check(path)
+        checkpoint = newest_whole(path, verify)
+        if checkpoint is not None:
+            _link_exports(path, checkpoint.folder)
+        elif (path / EXPORT).exists() and run.resume != "afresh":
+            raise ConfigError(
+                f"run.dir: got {path}, where an earlier run saved checkpoints that are gone, "
+                f"expected them in {path / 'checkpoints'}; restore that folder, set run.resume="
+                f"afresh to begin again at step 1, or set run.name or run.dir to another"
+            )
         _write_config(path / "config.yaml", yaml_text, checkpoint)
     except BaseException as err:
         if lock is not None:
@@ -163,14 +180,68 @@ def settings_before(run_dir: Path) -> tuple[dict[str, Any], int] | None:
     return None
 
 
-class Checkpoints:
-    """The checkpoints of one run; keeps the newest `keep` and never removes the latest."""
+def newest_whole(run_dir: Path, verify: Callable[[CheckpointInfo], None]) -> CheckpointInfo | None:
+    """The checkpoint that `latest` names or, if it is damaged, the newest older one that is whole.
 
-    def __init__(self, run_dir: Path, *, keep: int, patience_seconds: float = 10.0) -> None:
-        """patience_seconds: how long `seal` waits for files that ranks of other nodes wrote."""
+    verify: raises DamagedError for a checkpoint whose hashes are not as sealed. A damaged one is
+    logged as an error and renamed, so that nothing counts, continues from or removes it. None if
+    nothing is sealed; CheckpointError if no whole one is left (then nothing is renamed).
+    """
+    folder = run_dir / "checkpoints"
+    sealed, latest = _sealed(folder), _latest_or_none(folder)
+    problems: dict[str, str] = {}
+    if sealed and latest is not None and latest not in sealed:
+        problems["latest"] = f"{folder / 'latest'} names {latest!r}, expected one of {sealed}"
+    until = order_of(latest or "")
+    older = [name for name in sealed if until is None or (order_of(name) or until) <= until]
+    if older and len(older) < len(sealed):
+        logger.warning("%s names %s, older than %s", folder / "latest", latest, sealed[-1])
+    for name in reversed(older or sealed):
+        try:
+            info = read_manifest(folder / name)
+            check_file_sizes(info)
+            verify(info)
+        except DamagedError as err:
+            problems[name] = str(err)
+            continue
+        _set_aside(folder, problems, whole=name)
+        return info
+    if problems:
+        found = "; ".join(problems.values())
+        do = "restore one of them, or set run.name or run.dir to another"
+        raise CheckpointError.of("checkpoint", f"no whole one in {folder} ({found})", "one", do)
+    return None
+
+
+def _set_aside(folder: Path, problems: Mapping[str, str], *, whole: str) -> None:
+    """Rename damaged checkpoints to NAME.damaged, and say so."""
+    for name, problem in problems.items():
+        logger.error("%s; THE RUN CONTINUES FROM %s, the newest whole one", problem, whole)
+        if name == "latest":
+            continue
+        kept, others = folder / f"{name}.damaged", itertools.count(2)
+        while kept.exists():
+            kept = folder / f"{name}.damaged.{next(others)}"
+        with disk_errors("rename", folder / name):
+            (folder / name).rename(kept)
+        logger.error(
+            "%s is kept as %s: rename it back once it is repaired, or delete it", name, kept
+        )
+
+
+class Checkpoints:
+    """The checkpoints of one run: keeps the newest, the latest and the best; counts and removes
+    no damaged one."""
+
+    def __init__(
+        self, run_dir: Path, *, keep: int, best: str | None = None, patience_seconds: float = 10.0
+    ) -> None:
+        """keep: number of the newest. best: also the one with the highest value of a metric, of
+        -NAME the lowest. patience_seconds: how long `seal` waits for files that ranks of other
+        nodes wrote."""
         assert keep >= 1, keep
         self.folder = run_dir / "checkpoints"
-        self._keep, self._patience_seconds = keep, patience_seconds
+        self._keep, self._best, self._patience_seconds = keep, best, patience_seconds
 
     def clean(self) -> list[str]:
         """Remove unfinished checkpoints of a killed run; returns their names. Call once, first."""
@@ -226,8 +297,19 @@ class Checkpoints:
 
     def has(self, step: int) -> bool:
         """Whether the latest checkpoint is of this step: saving it again changes nothing."""
-        place = order_of(_latest_or_none(self.folder) or "")
-        return place is not None and place[0] == step
+        latest = _latest_or_none(self.folder) or ""
+        place = order_of(latest)
+        return place is not None and place[0] == step and (self.folder / latest).is_dir()
+
+    def _best_of(self, names: Iterable[str]) -> str | None:
+        """The checkpoint with the best value of the metric; of equals the first."""
+        values: dict[str, float] = {}
+        for name in names if self._best else ():
+            with suppress(CheckpointError):
+                metric, value = read_manifest(self.folder / name).meta.get("metric") or ("", 0.0)
+                if metric == self._best:
+                    values[name] = -value if metric.startswith("-") else value
+        return max(values, key=values.__getitem__, default=None)
 
     def _remove_old(self, latest: str) -> None:
         """Remove all but the newest up to `latest`; later steps (a run set back) are left alone.
@@ -235,7 +317,11 @@ class Checkpoints:
         The run has its checkpoint already, so a folder that cannot be removed is only logged.
         """
         sealed = _sealed(self.folder)
-        for name in sealed[: max(0, sealed.index(latest) + 1 - self._keep)]:
+        sealed = sealed[: sealed.index(latest) + 1]
+        best = self._best_of(sealed)
+        for name in sealed[: -self._keep]:
+            if name == best:
+                continue
             trash = self.folder / (name + _TRASH)
             try:
                 _remove(trash)
@@ -272,16 +358,17 @@ EXPORT, FOLDER = "export", "hugging_face"
 def _link_exports(run_dir: Path, sealed: Path) -> None:
     """Point export/<role> at every <role>/hugging_face of a sealed checkpoint.
 
-    The checkpoint is complete without them, so an error is only logged.
+    The checkpoint is complete without them, so an error is only logged. A killed save may have
+    left older links: the next start mends them.
     """
-    for source in sorted(sealed.glob(f"*/{FOLDER}")):
-        link = run_dir / EXPORT / source.parent.name
-        beside = link.with_name(link.name + ".tmp")
-        try:
-            link.parent.mkdir(exist_ok=True)
+    folder = run_dir / EXPORT
+    try:
+        folder.mkdir(exist_ok=True)  # also says that a checkpoint has been sealed here
+        for source in sorted(sealed.glob(f"*/{FOLDER}")):
+            link, beside = folder / source.parent.name, folder / f"{source.parent.name}.tmp"
             beside.unlink(missing_ok=True)
-            beside.symlink_to(os.path.relpath(source, link.parent), target_is_directory=True)
+            beside.symlink_to(os.path.relpath(source, folder), target_is_directory=True)
             beside.replace(link)
-            sync(link.parent)
-        except OSError as err:
-            logger.warning("checkpoint: cannot link %s to %s: %s", link, source, err)
+        sync(folder)
+    except OSError as err:
+        logger.warning("checkpoint: cannot link %s to %s: %s", folder, sealed, err)

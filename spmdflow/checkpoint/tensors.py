@@ -21,12 +21,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from spmdflow.blocks.box import Box
 from spmdflow.checkpoint.disk import disk_errors, sync
 from spmdflow.checkpoint.manifest import check_plain, damaged
 from spmdflow.errors import CheckpointError
+from spmdflow.parallel.device import CPU
 from spmdflow.weights.file import Facts, Head, Stored, read_bytes, read_head, write_file
 from spmdflow.weights.move import Block
 
@@ -97,6 +99,32 @@ def write_state(path: Path, blocks: Iterable[Block], plain: Mapping[str, Any]) -
         for part in _parts(box, view.dtype.itemsize)
     }
     write_tensors(path, tensors, plain)
+
+
+class HostCopies:
+    """Copies of live blocks in host memory, to be written while the live ones change.
+
+    What comes from a device is copied into pinned memory, which is kept for the next time.
+    """
+
+    def __init__(self) -> None:
+        self._pinned: dict[tuple[str, Box], Tensor] = {}
+
+    def take(self, blocks: Iterable[Block]) -> list[Block]:
+        """The same blocks on the host; valid until the next call."""
+        copies, device = [], CPU
+        for name, view, box in blocks:
+            if view.device == CPU:
+                copy = view.detach().clone(memory_format=torch.contiguous_format)
+            else:
+                device, key = view.device, (name, box)
+                if key not in self._pinned:
+                    self._pinned[key] = torch.empty(view.shape, dtype=view.dtype, pin_memory=True)
+                copy = self._pinned[key].copy_(view.detach(), non_blocking=True)
+            copies.append((name, copy, box))
+        if device != CPU:
+            torch.accelerator.synchronize(device)
+        return copies
 
 
 def _parts(box: Box, itemsize: int) -> Iterator[Box]:

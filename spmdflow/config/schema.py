@@ -37,9 +37,10 @@ class RunConfig:
     seed: int = setting("Seed from which every random stream is derived.", 0, at_least=0)
     resume: str = setting(
         "auto: continue from the latest checkpoint; reload_frozen: also if a frozen model "
-        "(reference, reward) is another one; never: refuse a used RUN_DIR.",
+        "(reference, reward) is another one; afresh: also if its checkpoints are gone, at step 1; "
+        "never: refuse a used RUN_DIR.",
         "auto",
-        one_of=("auto", "never", "reload_frozen"),
+        one_of=("auto", "never", "reload_frozen", "afresh"),
     )
     start_seconds: float = setting(
         "Limit for all ranks to meet and models to be built.", 600.0, above=0
@@ -51,6 +52,8 @@ class RunConfig:
         above=0,
     )
     keep_checkpoints: int = setting("Newest checkpoints that are kept.", 2, at_least=1)
+    keep_best: str | None = setting("Metric whose best checkpoint stays; -NAME: its lowest.", None)
+    max_seconds: float | None = setting("Limit of processes; the run saves before.", None, above=0)
     trackers: list[str] = setting(
         "Besides metrics.jsonl: tensorboard, wandb or your own.", [], one_of=lambda: tuple(TRACKERS)
     )

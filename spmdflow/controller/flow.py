@@ -32,7 +32,10 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """The run was asked to stop; the step that was running is checkpointed."""
+    """The run ends before its last step and can be continued."""
+
+    is_time_up = False
+    """Because of run.max_seconds: the processes have ended as they should."""
 
 
 class Flow:
@@ -66,6 +69,7 @@ class Flow:
         self._evaluation = Evaluation(caller, self._links, config)
         self._first_evaluation: Callable[[int], dict[str, float]] | None = None
         self._counted: Counter[str] = Counter()
+        self._metrics: Mapping[str, float] = {}
 
     @property
     def seed(self) -> int:
@@ -191,18 +195,38 @@ class Flow:
         if self._has_outside:
             command = {"operation": "groups", "specs": None}
             self.caller.submit("last.groups", {self.caller.ranks[0]: command})
+        self.caller.transport.on_stop(self._saving.ending.ask)
         last = self._resume()
         if last is None:
             self._before_first_step()
             last = 0
         for number in range(last + 1, total + 1):
             self.step, self.caller.step = Step(number), number
+            self._saving.ending.begin_step()
             yield self.step
             self._finish(self.step)
+            self._saving.ending.end_step()
+            if number < total and self._saving.ending.is_due():
+                self._stop(f"run.max_seconds: step {number} is the last one in time")
             if self.caller.transport.stop_requested:
-                self._saving.due = True
-                self._save(number)
-                raise Stopped(f"stopped after step {number}, which is checkpointed")
+                self._stop(f"stopped after step {number}", is_time_up=False)
+
+    def _stop(self, why: str, *, is_time_up: bool = True) -> None:
+        """Save if there is time for it, then raise Stopped."""
+        assert self.step is not None
+        saving = self._saving
+        if saving.ending.can_save():
+            self._save(self.step.number)
+        saving.finish()
+        if saving.has(self.step.number):
+            stopped = Stopped(f"{why}; it is checkpointed")
+        else:
+            stopped = Stopped(
+                f"{why}; saving it takes about {saving.ending.save_seconds:.0f} s, longer than "
+                f"until torchrun kills all ranks: the next start continues from the last checkpoint"
+            )
+        stopped.is_time_up = is_time_up
+        raise stopped
 
     def evaluate(
         self,
@@ -273,7 +297,7 @@ class Flow:
         for record in transfers:
             record.pending.result()
         counted, before = counted_bytes(caller), self._counted
-        metrics = step.metrics(caller.records)
+        self._metrics = metrics = step.metrics(caller.records)
         metrics |= {name: float(count - before[name]) for name, count in counted.items()}
         self._counted = counted
         caller.waiting.learn(metrics)
@@ -284,6 +308,7 @@ class Flow:
         self._show.spans(step.number, [*caller.records, *transfers])
         self._show.samples(step.number, caller.scored)
         caller.scored, caller.records = None, []
+        self._saving.finish(wait=False)
         if self._saving.due:
             self._save(step.number)
 
@@ -309,7 +334,7 @@ class Flow:
         }
         state = {"step": number, "next_id": self.caller.row_ids.next_id, "kept": kept}
         state["drift"] = list(self.caller.waiting.drift)
-        self._saving.save(number, self.caller, self.groups, state)
+        self._saving.save(number, self.caller, self.groups, state, self._metrics)
 
 
 def _check_every(what: str, every: object) -> None:

@@ -1,21 +1,41 @@
-"""Checkpoints and resume as numbered commands: every rank writes, then the folder is sealed."""
+"""Checkpoints and resume as commands: every rank copies its state, then writes it beside training.
+
+When all ranks have written, a thread of the controller's process seals the folder. One checkpoint
+is written at a time: the next one, and the end of the run, wait for it.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import astuple
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
 from spmdflow.checkpoint.disk import shared_token
-from spmdflow.checkpoint.manifest import CheckpointInfo, FileFacts, Written, moved_groups
+from spmdflow.checkpoint.manifest import (
+    CheckpointInfo,
+    DamagedError,
+    FileFacts,
+    Written,
+    moved_groups,
+)
 from spmdflow.checkpoint.run_dir import Checkpoints
 from spmdflow.checkpoint.tensors import check_frozen
 from spmdflow.config.schema import RunConfig
 from spmdflow.controller.caller import Caller
+from spmdflow.controller.ending import Ending
 from spmdflow.controller.group import WorkerGroup
-from spmdflow.errors import CheckpointError, ConfigError
-from spmdflow.runtime.order import Order, Replies, Transport
+from spmdflow.errors import CheckpointError, ConfigError, RunFailed
+from spmdflow.runtime.executor import FILES
+from spmdflow.runtime.order import Order, Pending, Replies, Transport
+from spmdflow.runtime.process import Process
 from spmdflow.transfer.worker import loads_any_layout
 
 logger = logging.getLogger(__name__)
@@ -23,6 +43,7 @@ logger = logging.getLogger(__name__)
 _TOKEN_SECONDS = 5.0
 """What a network file system may take to show a new file on another node."""
 _REPLY_SECONDS = 60.0
+_RANK_FILE = re.compile(r"/rank-(\d+)\.safetensors$")
 
 Groups = Mapping[str, WorkerGroup]
 
@@ -35,11 +56,15 @@ class Saving:
     ) -> None:
         """checkpoint: what the run continues from. settings: all of them, as YAML."""
         self._settings = settings
-        self._checkpoints = Checkpoints(run_dir, keep=run.keep_checkpoints)
+        self._checkpoints = Checkpoints(run_dir, keep=run.keep_checkpoints, best=run.keep_best)
         self._checkpoints.clean()
+        self.ending = Ending(run.max_seconds, age=Process.of(os.getpid()).age_seconds())
+        self._metric = run.keep_best
         self._resumed_from, self._reloads_frozen = checkpoint, run.resume == "reload_frozen"
         self.due = False
         """Whether the running step ends with a checkpoint."""
+        self._sealing: Future[None] | None = None
+        self._seconds = run.call_seconds
 
     def resume(self, caller: Caller, groups: Groups) -> dict[str, Any] | None:
         """Load the checkpoint that the run continues from; returns the flow's state, or None.
@@ -53,34 +78,107 @@ class Saving:
         by_rank = {n: x.__name__ for n, x in classes.items() if not loads_any_layout(x)}
         if moved := moved_groups(info, _layout(groups), by_rank):
             logger.info("%s: saved on another layout, loaded box by box", ", ".join(moved))
-        for reply in self._on_every_rank("load", info.folder, caller, groups).items():
-            self._check_frozen(info, *reply)
+        for name, order in _on_every_rank("load", info.folder, caller, groups).items():
+            self._check_frozen(info, name, order.result())
         logger.info("continuing after step %s from %s", info.step, info.folder)
         state: dict[str, Any] = info.meta["flow"]
         return state
 
-    def save(self, step: int, caller: Caller, groups: Groups, state: Mapping[str, Any]) -> None:
-        """Write and seal a checkpoint; returns when it is the latest."""
+    def has(self, step: int) -> bool:
+        """Whether the latest checkpoint is of this step."""
+        return self._checkpoints.has(step)
+
+    def save(
+        self,
+        step: int,
+        caller: Caller,
+        groups: Groups,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Begin a checkpoint; it is sealed beside what follows, at the latest in `finish`.
+
+        metrics: of the step; run.keep_best compares one of them.
+        """
         self.due = False
+        self.finish()
         if self._checkpoints.has(step):
             return
-        folder = self._checkpoints.begin(step)
-        replies = self._on_every_rank("save", folder, caller, groups)
-        written = []
-        for name, of_ranks in replies.items():
-            for rank, reply in of_ranks.items():
-                files = {f"{name}/{file}": FileFacts(*f) for file, f in reply["files"].items()}
-                written.append(Written(rank, reply["node"], files))
-        frozen = {name: _frozen(of_ranks) for name, of_ranks in replies.items()}
+        started, folder, pending = time.monotonic(), self._checkpoints.begin(step), {}
+        _on_every_rank("save", folder, caller, groups)
+        for name, group in groups.items():
+            command = {"operation": "write", "group": name, "folder": str(folder / name)}
+            commands = dict.fromkeys(group.target.layout.ranks, command)
+            order = Order(0, FILES, f"{name}.write", commands, self._seconds)
+            pending[name] = caller.transport.submit(order)
         meta = {
             "layout": _layout(groups),
             "flow": dict(state),
-            "frozen": frozen,
+            "metric": self._best(metrics),
             "settings": self._settings,
             "num_ranks": len(caller.ranks),
         }
+        thread = ThreadPoolExecutor(1, "sealing")
+        self._sealing = thread.submit(self._seal, step, started, meta, pending)
+        thread.shutdown(wait=False)
+
+    def _best(self, metrics: Mapping[str, float]) -> tuple[str, float] | None:
+        """run.keep_best and its value in this step; None, with a warning, if it has none."""
+        if self._metric is None:
+            return None
+        value = metrics.get(self._metric.removeprefix("-"), nan)
+        if isfinite(value):
+            return self._metric, value
+        logger.warning(
+            "run.keep_best: got no value of %s in this step, expected one in each step that is "
+            "saved; save in steps that have it (save_every=, eval_every=), or correct the name: %s",
+            self._metric,
+            ", ".join(sorted(metrics)),
+        )
+        return None
+
+    def finish(self, *, wait: bool = True) -> None:
+        """Wait until the checkpoint that is being written is sealed; its error is raised here.
+
+        wait: otherwise only look whether it is.
+        """
+        sealing = self._sealing
+        if sealing is not None and (wait or sealing.done()):
+            self._sealing = None
+            sealing.result()
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """On the way out, also by an error, wait for the checkpoint that is being written."""
+        try:
+            yield
+        except BaseException:
+            try:
+                self.finish()
+            except (CheckpointError, RunFailed) as err:
+                logger.warning("the checkpoint that was being written is lost: %s", err)
+            raise
+        self.finish()
+
+    def _seal(
+        self, step: int, started: float, meta: dict[str, Any], pending: Mapping[str, Pending]
+    ) -> None:
+        """Wait until every rank has written, then seal (in a thread of its own)."""
+        replies = {name: each.result() for name, each in pending.items()}
+        written = [
+            Written(
+                rank,
+                reply["node"],
+                {f"{name}/{file}": FileFacts(*facts) for file, facts in reply["files"].items()},
+            )
+            for name, of_ranks in replies.items()
+            for rank, reply in of_ranks.items()
+        ]
+        meta["frozen"] = {name: _frozen(of_ranks) for name, of_ranks in replies.items()}
         info = self._checkpoints.seal(step, meta, written)
-        logger.info("saved step %s to %s", step, info.folder)
+        seconds = time.monotonic() - started
+        self.ending.save_seconds = max(self.ending.save_seconds, seconds)
+        logger.info("saved step %s to %s in %.1f s", step, info.folder, seconds)
 
     def _check_frozen(self, info: CheckpointInfo, name: str, replies: Replies) -> None:
         """CheckpointError if a frozen model has changed; a warning with run.resume=reload_frozen.
@@ -102,16 +200,17 @@ class Saving:
                 raise
             logger.warning("run.resume=reload_frozen: %s", err)
 
-    def _on_every_rank(
-        self, operation: str, folder: Path, caller: Caller, groups: Groups
-    ) -> dict[str, Replies]:
-        """The replies of the ranks of each group."""
-        pending = {}
-        for name, group in groups.items():
-            command = {"operation": operation, "group": name, "folder": str(folder / name)}
-            commands = {rank: dict(command) for rank in group.target.layout.ranks}
-            pending[name] = caller.submit(f"{name}.{operation}", commands)
-        return {name: order.result() for name, order in pending.items()}
+
+def _on_every_rank(
+    operation: str, folder: Path, caller: Caller, groups: Groups
+) -> dict[str, Pending]:
+    """Order an operation from the ranks of each group."""
+    pending = {}
+    for name, group in groups.items():
+        command = {"operation": operation, "group": name, "folder": str(folder / name)}
+        commands = {rank: dict(command) for rank in group.target.layout.ranks}
+        pending[name] = caller.submit(f"{name}.{operation}", commands)
+    return pending
 
 
 def check_shared(transport: Transport, ranks: tuple[int, ...], run_dir: Path) -> None:
@@ -127,6 +226,26 @@ def check_shared(transport: Transport, ranks: tuple[int, ...], run_dir: Path) ->
         got += f"{ranks[0]} on node {replies[ranks[0]]['node']} wrote there"
         expected = "one folder that every node shares (checkpoints are written into it)"
         raise ConfigError.of("run.dir", got, expected, "set run.dir to a shared folder")
+
+
+def verify_on_ranks(
+    transport: Transport, ranks: tuple[int, ...], info: CheckpointInfo, *, seconds: float
+) -> None:
+    """DamagedError naming a file that has changed; every rank reads a share of all bytes.
+
+    The K-th rank reads rank-K's files: with the layout that saved it loads them next.
+    """
+    shares: dict[int, dict[str, Any]] = {rank: {} for rank in ranks}
+    for number, (name, facts) in enumerate(sorted(info.files.items())):
+        match = _RANK_FILE.search(name)
+        place = int(match[1]) if match else number
+        shares[ranks[place % len(ranks)]][name] = list(astuple(facts))
+    where = {"operation": "verify", "folder": str(info.folder)}
+    commands = {rank: where | {"files": files} for rank, files in shares.items()}
+    order = Order(0, "compute", "verify", commands, seconds)
+    for reply in transport.submit(order).result().values():
+        if reply["damage"] is not None:
+            raise DamagedError(reply["damage"])
 
 
 def _frozen(replies: Replies) -> tuple[str, str] | None:

@@ -16,7 +16,7 @@ from spmdflow.config.location import to_yaml
 from spmdflow.config.placement import pools_of
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.flow import Flow, Stopped
-from spmdflow.controller.saving import Saving, check_shared
+from spmdflow.controller.saving import Saving, check_shared, verify_on_ranks
 from spmdflow.controller.step import Show
 from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
 from spmdflow.errors import ConfigError
@@ -79,28 +79,34 @@ def run_script(
 ) -> int:
     """Build the flow and run the script; returns the exit status."""
     settings = to_yaml(cfg)
-    run_dir = open_run_dir(cfg.run, settings)
-    check_shared(transport, ranks, run_dir.path)
+    run_dir = open_run_dir(
+        cfg.run,
+        settings,
+        check=partial(check_shared, transport, ranks),
+        verify=partial(verify_on_ranks, transport, ranks, seconds=cfg.run.call_seconds),
+    )
     nodes = [transport.node_of(rank) for rank in ranks]
     caller = Caller(transport, cfg.run, ranks)
     show = Show(cfg, run_dir.path, last_step=run_dir.last_step)
+    saving = Saving(run_dir.path, run_dir.checkpoint, cfg.run, settings)
     flow = Flow(
         caller,
         cfg,
         pools_of(cfg, ranks),
         run_dir.path,
-        Saving(run_dir.path, run_dir.checkpoint, cfg.run, settings),
+        saving,
         show,
         backend=backend_of(own_device()),
         has_outside=has_outside,
         transcript=Transcript(run_dir.path / TRANSCRIPT_FILE, ranks, nodes),
     )
     try:
-        script.main(flow, cfg)
+        with saving.finishing():
+            script.main(flow, cfg)
         status = FINISHED
     except Stopped as stop:
         logger.warning("%s", stop)
-        status = STOPPED
+        status = FINISHED if stop.is_time_up else STOPPED
     finally:
         show.close()
         run_dir.lock.release()

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.checkpoint import StateFiles, write_state
+from spmdflow.checkpoint import HostCopies, StateFiles, write_state
 from spmdflow.checkpoint.disk import disk_errors
 from spmdflow.config.parallel import generation_sizes, training_sizes
 from spmdflow.config.schema import EngineConfig
@@ -123,6 +123,7 @@ class EngineWorker(Worker):
         super().__init__(cfg, context)
         adopt = self.adopter()
         self.engine = engine_of(cfg, context, head=head or self.head, adopt=adopt)
+        self._copies = HostCopies()
         stay = () if adopt is None else ("parameters",)
         self._moved = tuple(part for part in cfg.engine.moved if part not in stay)
         self._move("host", self._moved)
@@ -167,20 +168,21 @@ class EngineWorker(Worker):
         """Folder of a model whose settings have no optimizer: it is never trained."""
         return None if hasattr(self.cfg, "optimizer") else Path(self.cfg.model.path)
 
-    def save_state(self, folder: Path) -> None:
-        """Write this rank's share of parameters, moments and schedule, bit for bit.
+    def save_state(self, folder: Path) -> Callable[[], None] | None:
+        """Copy this rank's share of parameters, moments and schedule; returns what writes them.
 
-        Over all ranks each element is written once; of a frozen model nothing. If the class
-        exports its model, a Hugging Face folder is written too. A class that changes a model
-        without an optimizer must save and load it itself.
+        Over all ranks each element is written once, bit for bit; of a frozen model nothing. If
+        the class exports its model, a Hugging Face folder is written too. A class that changes a
+        model without an optimizer must save and load it itself.
         """
-        if self.frozen_folder is None:
-            with self.resident("parameters", "optimizer"):
-                blocks, path = self.engine.own_state_blocks(), folder / self._file
-                write_state(path, blocks, self.plain_state())
         if self.exports:
             with self.resident("parameters"), disk_errors("write", folder):
                 self._export(folder / "hugging_face")
+        if self.frozen_folder is not None:
+            return None
+        with self.resident("parameters", "optimizer"):
+            copies = self._copies.take(self.engine.own_state_blocks())
+        return partial(write_state, folder / self._file, copies, self.plain_state())
 
     @any_layout
     def load_state(self, folder: Path) -> None:

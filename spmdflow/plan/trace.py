@@ -17,6 +17,7 @@ from spmdflow.config.schema import DataSettings, RolloutConfig, RunConfig
 from spmdflow.controller.assignment import Target
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
+from spmdflow.controller.ending import Ending
 from spmdflow.controller.flow import Flow
 from spmdflow.controller.result import Result, RowResult
 from spmdflow.controller.step import Step
@@ -209,6 +210,7 @@ class _Unwritten:
 
     def __init__(self, start: Mapping[str, Any] | None) -> None:
         self._start, self.due = start, False
+        self.ending = Ending(None, age=0.0)
 
     def resume(self, *_: object) -> dict[str, Any] | None:
         """The state that the run had."""
@@ -218,10 +220,10 @@ class _Unwritten:
         """Nothing is written."""
         self.due = False
 
-    def show(self, *_: object) -> None:
+    def show(self, *_: object, **__: object) -> None:
         """Nothing was measured."""
 
-    step = spans = samples = show
+    step = spans = samples = finish = show
 
 
 class _TracedCaller(Caller):

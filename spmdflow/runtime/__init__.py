@@ -9,6 +9,6 @@ Knows process groups, sockets, rows by number and worker classes by name; no scr
 | order | what a script gives and gets: orders, replies; run at once in one process (`--inproc`) |
 | message, wire | what is sent: plain data and names, envelopes and sockets |
 | io, peers, verdict | the controller's side: who was told what, who answered, what failed first |
-| comm, executor, operation, early | a rank's side: threads, lanes, what each command does |
+| comm, executor, operation, rank_files, early | a rank's threads, lanes and commands |
 | process, failure | processes and signals of the run; how a failure is reported |
 """

@@ -20,6 +20,7 @@ from spmdflow.data.store import RowCondition
 from spmdflow.errors import MessageError
 from spmdflow.runtime.executor import (
     COMPUTE,
+    FILES,
     TRANSFER,
     Command,
     Lane,
@@ -58,10 +59,11 @@ class Comm:
         settings: SessionSettings,
         signals: Signals,
     ) -> None:
-        self.compute, self.transfers = Lane(COMPUTE, rank, self), Lane(TRANSFER, rank, self)
+        self.compute = Lane(COMPUTE, rank, self)
+        self.beside = (Lane(TRANSFER, rank, self), Lane(FILES, rank, self))
         self.arrival = RowCondition()
         """How the compute lane waits for rows."""
-        self._lanes = {lane.name: lane for lane in (self.compute, self.transfers)}
+        self._lanes = {lane.name: lane for lane in (self.compute, *self.beside)}
         self._endpoint = endpoint
         self._socket = threading.Lock()  # several threads may use it by turns
         self._waiter = Waiter()
@@ -255,7 +257,7 @@ class Comm:
     # ---- the end of a failed run
 
     def _unwind(self, cause: Failure) -> None:
-        """UNWIND: let go of both lanes; CLOSE says that every rank has, and the process goes on."""
+        """UNWIND: let go of all lanes; CLOSE says that every rank has, and the process goes on."""
         self.cause = cause
         self._failures.insert(0, cause)
         self._give_up_at = time.monotonic() + UNWIND_SECONDS + _ABORT_SECONDS

@@ -1,8 +1,9 @@
 """A lane: the loop that runs a rank's commands one after the other.
 
-The compute lane runs on the main thread, the transfer lane in a thread of its own. A lane knows
-operations by name, not what they do. An operation that raises ends the run: the lane reports it
-and stays where it is until the comm thread ends the process, or only the session (`Unwound`).
+The compute lane runs on the main thread; the transfer lane and the files lane, which writes
+checkpoints beside training, run in threads of their own. A lane knows operations by name, not
+what they do. An operation that raises ends the run: the lane reports it and stays where it is
+until the comm thread ends the process, or only the session (`Unwound`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from spmdflow.runtime.process import leave
 Operation = Callable[[dict[str, Any], int], dict[str, Any]]
 """operation(payload, number) -> reply payload; both plain data (runtime/message.py)."""
 
-COMPUTE, TRANSFER = "compute", "transfer"
+COMPUTE, TRANSFER, FILES = "compute", "transfer", "files"
 
 _LAST_RESORT_SECONDS = 60.0
 

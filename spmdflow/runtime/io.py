@@ -69,6 +69,10 @@ class Io:
         """Whether the run was asked to save and end."""
         return self._watch.stop_requested
 
+    def on_stop(self, say: Callable[[], str]) -> None:
+        """Call say() when the run is asked to save and end, and log what it returns."""
+        self._watch.on_stop = say
+
     @property
     def has_failed(self) -> bool:
         """Whether a failure is known."""

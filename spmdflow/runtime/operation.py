@@ -7,12 +7,11 @@ send back what they return. A method sees a TensorDict; its result stays here, i
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,24 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.checkpoint.disk import sees_token
-from spmdflow.checkpoint.manifest import verify_share, write_part
-from spmdflow.checkpoint.tensors import model_hash
 from spmdflow.data.column import Column, column_of, join, to_message
 from spmdflow.data.ragged import is_ragged, with_offsets
 from spmdflow.data.row_id import Ids, RowGroups
 from spmdflow.data.store import RowCondition, RowStore, Unchanged
 from spmdflow.datasets.scan import PromptSource, scan
 from spmdflow.datasets.tokenizer import load_tokenizer
-from spmdflow.errors import ColumnError, DeadlineError, ProtocolError, SpmdflowError
+from spmdflow.errors import (
+    ColumnError,
+    DeadlineError,
+    ProtocolError,
+    SpmdflowError,
+)
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.runtime.early import EarlyMethods
 from spmdflow.runtime.message import find
 from spmdflow.runtime.order import names_in
+from spmdflow.runtime.rank_files import RankFiles
 from spmdflow.tracking.trace import StepProfiler
 from spmdflow.transfer.lane import CountedTransport, run_release
 from spmdflow.transfer.register import map_spec, method_spec
@@ -63,7 +65,8 @@ class RankSettings:
 
 
 class RankState:
-    """Groups, workers and rows of one rank. The two lanes share only the store."""
+    """Groups, workers and rows of one rank. Lanes share only the store, and what is to be
+    saved."""
 
     def __init__(
         self,
@@ -79,15 +82,15 @@ class RankState:
         folder = settings.run_dir / "profile"
         self._profiler = StepProfiler(settings.profiled, folder, settings.rank)
         self._workers: dict[str, Worker] = {}
-        self._frozen: dict[str, tuple[str, str]] = {}
-        """Folder and hash of frozen models, by worker, on the first rank of each."""
+        self._files = RankFiles(
+            self._workers, arrival, rank=settings.rank, seconds=settings.call_seconds
+        )
         self._sources: dict[str, PromptSource] = {}
         self._reading = threading.Lock()
 
     def operations(self) -> dict[str, Operation]:
         """Operations by the name that commands use."""
         named: dict[str, Operation] = {
-            "run_dir": self._see_run_dir,
             "groups": self._make_groups,
             "spawn": self._spawn,
             "scan": self._scan,
@@ -97,8 +100,7 @@ class RankState:
             "join": self._join,
             "fetch": self._fetch,
             "transfer": self._transfer,
-            "save": self._save,
-            "load": self._load,
+            **self._files.operations(),
             "close": self._close,
         }
         timed = {name: self._timed(operation) for name, operation in named.items()}
@@ -117,11 +119,6 @@ class RankState:
         return run
 
     # Building
-
-    def _see_run_dir(self, plain: Plain, number: int) -> dict[str, Any]:
-        """Whether the token of the controller's rank is here, where this rank would write."""
-        sees = sees_token(Path(plain["run_dir"]), plain["token"], seconds=plain["seconds"])
-        return {"sees": sees, "node": socket.gethostname()}
 
     def _make_groups(self, plain: Plain, number: int) -> dict[str, Any]:
         specs = plain["specs"]
@@ -151,10 +148,9 @@ class RankState:
         is_first = settings.rank == context.layout.ranks[0]
         if is_first:
             logger.info("%s: building %s, %s", context.name, worker_class.__name__, context.layout)
-        worker = self._workers[plain["name"]] = worker_class(plain["config"], context)
-        folder = worker.frozen_folder
-        if folder is not None and is_first:
-            self._frozen[plain["name"]] = (str(folder), model_hash(folder))
+        self._workers[plain["name"]] = worker_class(plain["config"], context)
+        if is_first:
+            self._files.hash_frozen(plain["name"])
         return {}
 
     def _scan(self, plain: Plain, number: int) -> dict[str, Any]:
@@ -326,22 +322,7 @@ class RankState:
         run_release(number, plain, self.store, self._transport)
         return self._transport.take_counts()
 
-    # Checkpoints and the end
-
-    def _save(self, plain: Plain, number: int) -> dict[str, Any]:
-        """The reply is what this rank wrote: the checkpoint is sealed from it."""
-        worker = self._workers[plain["group"]]
-        files = write_part(Path(plain["folder"]), self._settings.rank, worker.save_state)
-        plain_files = {name: list(astuple(facts)) for name, facts in files.items()}
-        frozen = self._frozen.get(plain["group"])
-        return {"node": socket.gethostname(), "files": plain_files, "frozen": frozen}
-
-    def _load(self, plain: Plain, number: int) -> dict[str, Any]:
-        worker, folder = self._workers[plain["group"]], Path(plain["folder"])
-        layout = worker.context.layout
-        verify_share(folder, place=layout.group_rank(worker.context.rank), count=layout.size)
-        worker.load_state(folder)
-        return {"frozen": self._frozen.get(plain["group"])}
+    # The end
 
     def _close(self, plain: Plain, number: int) -> dict[str, Any]:
         self.close()

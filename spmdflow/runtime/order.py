@@ -108,6 +108,9 @@ class Transport(Protocol):
     def stop_requested(self) -> bool:
         """Whether the run was asked to save and end (SIGTERM); read it between steps."""
 
+    def on_stop(self, say: Callable[[], str]) -> None:
+        """Call say() when the run is asked to save and end, and log what it returns."""
+
     def submit(self, order: Order) -> Pending:
         """Send an order; MessageError, before anything is sent, if it is not plain data."""
 
@@ -142,6 +145,7 @@ class ImmediateTransport:
         self._is_running = False
         self.stop_requested = False
         """Set by `stop_on_sigterm`; the script reads it between steps."""
+        self.say_stop: Callable[[], str] = lambda: "saving and stopping"
 
     def post(self, function: Callable[[], None]) -> None:
         """Run function after everything submitted before."""
@@ -155,6 +159,10 @@ class ImmediateTransport:
         finally:
             self._is_running = False
             self._queue.clear()
+
+    def on_stop(self, say: Callable[[], str]) -> None:
+        """Call say() when the run is asked to save and end, and log what it returns."""
+        self.say_stop = say
 
     def close(self) -> None:
         """Nothing is left to end."""
@@ -201,7 +209,7 @@ def stop_on_sigterm(transport: InprocTransport) -> Iterator[None]:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        logger.warning("received SIGTERM: the run is saved and ends after this step")
+        logger.warning("asked to end by SIGTERM: %s", transport.say_stop())
         transport.stop_requested = True
 
     before = signal.signal(signal.SIGTERM, stop)

@@ -177,7 +177,7 @@ class Ledger:
 
     def running(self, rank: int) -> list[Order]:
         """What rank is running, as far as is known: at most one order per lane."""
-        owed = (self._owed.get((rank, lane)) for lane in ("compute", "transfer"))
+        owed = (self._owed.get((rank, lane)) for lane in ("compute", "transfer", "files"))
         return [self.open[tickets[0]].order for tickets in owed if tickets]
 
     def overdue(self, now: float) -> Iterator[tuple[int, Order]]:

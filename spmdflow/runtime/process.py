@@ -57,6 +57,11 @@ class Process:
         fields = _stat_fields(pid)
         return cls(pid, int(fields[19]) if fields else 0, node_identity())
 
+    def age_seconds(self) -> float:
+        """Seconds since it began; it runs on this node."""
+        began = self.start_ticks / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+
     def is_local(self) -> bool:
         """Whether this process can be watched and killed from here."""
         return self.node == node_identity()

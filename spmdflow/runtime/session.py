@@ -1,10 +1,10 @@
 """One controller and N executors, from the ranks of a process group that already exists.
 
-Every rank calls `run_session`. The calling (main) thread becomes the compute lane; transfer and
-comm threads are started beside it, on the controller's rank also io and controller (the script).
-Signal handling and interpreter settings are restored, threads and sockets ended, so that a session
-can run inside any torchrun program. A session that fails does not return: each process
-ends with status 1 after the cause has been written (runtime/verdict.py, comm.py), or, with
+Every rank calls `run_session`. The calling (main) thread becomes the compute lane; the threads
+transfer, files and comm are started beside it, on the controller's rank also io and controller
+(the script). Signal handling and interpreter settings are restored, threads and sockets ended, so
+that a session can run inside any torchrun program. A session that fails does not return: each
+process ends with status 1 after the cause has been written (runtime/verdict.py, comm.py), or, with
 `SessionSettings.unwinds` and if no process is lost, every rank gets RunFailed.
 """
 
@@ -48,7 +48,8 @@ def run_session(
     """Run main(transport) on the first rank and operations on all; returns exit status 0.
 
     Collective over settings.ranks; the default process group must exist. main runs in the thread
-    "controller", operations in the calling thread and the thread "transfer".
+    "controller", operations in the calling thread and the threads
+    "transfer" and "files".
     operations_of(rank, arrival) gives them; arrival: how the compute lane waits for rows.
 
     DeadlineError if ranks do not come to the rendezvous; ProtocolError outside the main thread;
@@ -86,7 +87,7 @@ def run_session(
         comm.start()
         if settings.launcher is not None:
             outlive_launcher()  # comm watches it, and can say that it ended
-        threads = [_run_lanes(comm, rank, operations_of), comm.thread, *threads]
+        threads = [*_run_lanes(comm, rank, operations_of), comm.thread, *threads]
         if comm.cause is not None:
             release()
         for thread in threads:
@@ -138,16 +139,19 @@ def _run_lanes(
     comm: Comm,
     rank: int,
     operations_of: Callable[[int, RowCondition], Mapping[str, Operation]],
-) -> threading.Thread:
-    """Run the compute lane until the controller closes; returns the transfer lane's thread."""
-    transfer = threading.Thread(target=comm.transfers.run, name="transfer", daemon=True)
+) -> list[threading.Thread]:
+    """Run the compute lane until the controller closes; returns the threads of the other lanes."""
+    lanes = comm.beside
+    threads = [threading.Thread(target=lane.run, name=lane.name, daemon=True) for lane in lanes]
     operations: Mapping[str, Operation] = {}
     try:
         operations = operations_of(rank, comm.arrival)
     except BaseException as err:
         comm.fail(failure_of(err, rank))
         comm.stay()
-    comm.compute.operations = comm.transfers.operations = operations
-    transfer.start()
+    for lane in (comm.compute, *lanes):
+        lane.operations = operations
+    for thread in threads:
+        thread.start()
     comm.compute.run()
-    return transfer
+    return threads

@@ -216,6 +216,8 @@ class Watch:
         self._probe_until = 0.0
         self.stop_requested = False
         """Whether the run was asked to save and end."""
+        self.on_stop: Callable[[], str] = lambda: "saving and stopping"
+        """Called when it is; says what will happen."""
 
     def closing(self, now: float) -> None:
         """CLOSE was sent: from here on ranks leave."""
@@ -246,7 +248,7 @@ class Watch:
         self._peers.warn_about_silence(now)
         if now >= self._stop_at and not self._verdict.failures:
             self._stop_at, self.stop_requested = float("inf"), True
-            logger.warning("asked to end by SIGTERM: saving and stopping")
+            logger.warning("asked to end by SIGTERM: %s", self.on_stop())
 
     def _describe_missing(self) -> Failure:
         missing = sorted(self._peers.missing)

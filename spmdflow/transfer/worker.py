@@ -164,8 +164,18 @@ class Worker:
         trains: that call trains its model.
         """
 
-    def save_state(self, folder: Path) -> None:
-        """Write this rank's state into folder; stateless workers write nothing."""
+    def save_state(self, folder: Path) -> Callable[[], None] | None:
+        """Write this rank's state into folder; stateless workers write nothing.
+
+        A function that it returns is called in a thread while training goes on: it writes what
+        has been copied before.
+        """
+
+    def export(self, saved: Path, folder: Path) -> None:
+        """Write more files into folder, out of what ranks have written into `saved`.
+
+        Called in a thread while training goes on, after this rank has written its state.
+        """
 
     @any_layout
     def load_state(self, folder: Path) -> None:

@@ -33,6 +33,7 @@ _NAME_OF = {
     torch.bool: "BOOL",
 }
 _DTYPE_OF = {name: dtype for dtype, name in _NAME_OF.items()}
+_READ_BYTES = 1 << 20
 _START = b'{"__metadata__":{"sha256":'
 
 
@@ -75,7 +76,8 @@ def write_file(
 ) -> None:
     """Write tensors (any device) in the order of facts, one at a time in host memory.
 
-    Wider dtypes come first, so that each tensor's bytes are aligned. Does not fsync.
+    One may come in several parts: some rows, then the next ones. Wider dtypes come first, so that
+    each tensor's bytes are aligned. Does not fsync.
     """
     widths = [each.dtype.itemsize for each in facts]
     assert widths == sorted(widths, reverse=True), "wider dtypes come first"
@@ -83,12 +85,22 @@ def write_file(
     num_bytes = len(_head(facts, digests, metadata))
     with path.open("wb") as file, ThreadPoolExecutor(1) as thread:
         file.seek(num_bytes)
-        for place, (fact, tensor) in enumerate(zip(facts, tensors, strict=True)):
-            assert (tensor.dtype, tuple(tensor.shape)) == (fact.dtype, tuple(fact.shape)), fact
-            values = _bytes_of(tensor)
-            digest = thread.submit(hashlib.sha256, values)
-            file.write(values)
-            digests[place] = digest.result().hexdigest()
+        parts = iter(tensors)
+        for place, fact in enumerate(facts):
+            digest, left, shape = hashlib.sha256(), fact.num_bytes, tuple(fact.shape)
+            while True:
+                part = next(parts)
+                assert (part.dtype, tuple(part.shape[1:])) == (fact.dtype, shape[1:]), fact
+                values = _bytes_of(part)
+                hashed = thread.submit(digest.update, values)
+                file.write(values)
+                hashed.result()
+                left -= len(values)
+                assert left >= 0, fact
+                if left == 0:
+                    break
+            digests[place] = digest.hexdigest()
+        assert next(parts, None) is None, path
         file.seek(0)
         file.write(_head(facts, digests, metadata))
 
@@ -115,6 +127,23 @@ def read_head(path: Path) -> Head | None:
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
     return Head(len(data), hashlib.sha256(data).hexdigest(), metadata, tensors)
+
+
+def changed_bytes(path: Path) -> str | None:
+    """The first tensor of a file whose bytes have not the hash in its header: name[start:stop]."""
+    head = read_head(path)
+    assert head is not None, path
+    buffer = bytearray(_READ_BYTES)
+    with path.open("rb", buffering=0) as file:
+        for name, stored in head.tensors.items():
+            digest, left = hashlib.sha256(), stored.stop - stored.start
+            file.seek(stored.start)
+            while left and (count := file.readinto(memoryview(buffer)[:left])):
+                digest.update(memoryview(buffer)[:count])
+                left -= count
+            if digest.hexdigest() != stored.sha256:
+                return f"{name} (bytes {stored.start}:{stored.stop})"
+    return None
 
 
 def read_bytes(path: Path, stored: Stored) -> tuple[Tensor, str]:

@@ -9,21 +9,20 @@ from spmdflow.checkpoint.manifest import (
     CheckpointInfo,
     Written,
     check_file_sizes,
+    finish_part,
+    part_of,
     verify_files,
-    write_part,
 )
 from spmdflow.checkpoint.run_dir import Checkpoints
 
 
 def write_as_rank(folder: Path, files: Mapping[str, bytes], *, rank: int = 0) -> Written:
     """What a rank says that wrote these files into an unsealed checkpoint."""
-
-    def write(own: Path) -> None:
-        for name, data in files.items():
-            (own / name).parent.mkdir(parents=True, exist_ok=True)
-            (own / name).write_bytes(data)
-
-    return Written(rank, f"node-of-{rank}", write_part(folder, rank, write))
+    own = part_of(folder, rank)
+    for name, data in files.items():
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        (own / name).write_bytes(data)
+    return Written(rank, f"node-of-{rank}", finish_part(folder, own))
 
 
 def seal_settings(run_dir: Path, settings: str, *, num_ranks: int) -> None:

@@ -162,7 +162,7 @@ def test_a_missing_manifest_is_named(tmp_path):
     info = save(tmp_path, 1)
     (info.folder / "manifest.json").unlink()
 
-    with pytest.raises(CheckpointError, match=r"manifest\.json: No such file"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing, expected"):
         find_latest(tmp_path)
 
 

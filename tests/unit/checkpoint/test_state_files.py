@@ -15,7 +15,7 @@ from torch import Tensor
 from spmdflow.blocks.box import Box, subtract_all
 from spmdflow.blocks.plan import plan_reads
 from spmdflow.checkpoint import StateFiles, tensors, write_state
-from spmdflow.checkpoint.manifest import Written, write_part
+from spmdflow.checkpoint.manifest import Written, finish_part, part_of
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest
 from spmdflow.errors import CheckpointError
 
@@ -31,10 +31,9 @@ def seal(run_dir: Path, cuts: list[int]) -> Path:
     for rank, (low, high) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
         box = Box(((low, high), (0, 6)))
         rows = [(name, whole[low:high], box) for name, whole in WHOLE.items() if high > low]
-        write = lambda own, rank=rank, rows=rows: write_state(  # noqa: E731
-            own / f"rank-{rank}.safetensors", rows, {"steps_done": 3}
-        )
-        facts = write_part(folder / "actor", rank, write)
+        own = part_of(folder / "actor", rank)
+        write_state(own / f"rank-{rank}.safetensors", rows, {"steps_done": 3})
+        facts = finish_part(folder / "actor", own)
         written.append(Written(rank, "node", {f"actor/{n}": f for n, f in facts.items()}))
     return checkpoints.seal(1, {}, written).folder / "actor"
 
@@ -150,7 +149,8 @@ def test_scalars_and_views_come_back(tmp_path):
         ("step", torch.tensor(7.0), Box(())),
         ("w", WHOLE["w"][:, 2:4], Box(((0, 10), (2, 4)))),
     ]
-    facts = write_part(folder / "a", 0, lambda own: write_state(own / "rank-0.x", blocks, {}))
+    write_state((own := part_of(folder / "a", 0)) / "rank-0.x", blocks, {})
+    facts = finish_part(folder / "a", own)
     info = checkpoints.seal(1, {}, [Written(0, "n", {f"a/{n}": f for n, f in facts.items()})])
 
     files = StateFiles(info.folder / "a")

@@ -56,8 +56,8 @@ VALUES = {
     "write '3', '3-5' or '3-5 on 0, 2'",
     "'run.profile_steps=3 on 0, 9'": "run.profile_steps: got rank 9, expected ranks 0 to 3; name "
     "ranks of the run",
-    "run.resume=maybe": "run.resume: got 'maybe', expected auto or never or reload_frozen; set "
-    "run.resume=auto",
+    "run.resume=maybe": "run.resume: got 'maybe', expected auto or never or reload_frozen or "
+    "afresh; set run.resume=auto",
     "run.trackers=[comet]": "run.trackers: got 'comet', expected tensorboard or wandb; set "
     "run.trackers=[tensorboard]",
     "actor.engine.kind=gpipe": "actor.engine.kind: got 'gpipe', expected fsdp or zero1 or "

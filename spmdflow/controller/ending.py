@@ -1,0 +1,64 @@
+"""When a run ends before its last step: at run.max_seconds, or because it was asked to (SIGTERM).
+
+Both need a checkpoint in time, so both count with what was measured: the longest of the last steps
+and the longest save. Knows no transport.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+GRACE_SECONDS = 28.0
+"""torchrun kills its ranks 30 s after SIGTERM; the session knows after 2 s that it was asked."""
+_CLOSING_SECONDS = 10.0
+"""For what comes after the last checkpoint: models are closed, prediction.txt is written."""
+_NUM_STEPS = 10
+
+
+class Ending:
+    """Whether there is time for what comes next. Times are in seconds."""
+
+    def __init__(self, max_seconds: float | None, *, age: float) -> None:
+        """max_seconds: limit of the run's processes, of which `age` are over."""
+        now = time.monotonic()
+        self._limit = float("inf") if max_seconds is None else now - age + max_seconds
+        self._steps = deque[float](maxlen=_NUM_STEPS)
+        self._longest_step, self._began = 0.0, now
+        self._kill_at = float("inf")
+        self.save_seconds = 0.0
+        """Of the longest save, until it was sealed; 0: none was measured."""
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self._began = time.monotonic()
+
+    def end_step(self) -> None:
+        """The step that began ends."""
+        self._steps.append(time.monotonic() - self._began)
+        self._longest_step = max(self._steps)
+
+    def is_due(self) -> bool:
+        """Whether another step and its checkpoint might end after the limit.
+
+        A quarter is added to what was measured; an unmeasured save counts as a step.
+        """
+        needed = self._longest_step + (self.save_seconds or self._longest_step)
+        return time.monotonic() + 1.25 * needed + _CLOSING_SECONDS > self._limit
+
+    def ask(self) -> str:
+        """The run is asked to end now; says what will happen (any thread)."""
+        now = time.monotonic()
+        self._kill_at = now + GRACE_SECONDS
+        step = max(0.0, self._began + self._longest_step - now)
+        needed = f"this step needs about {step:.0f} s more, saving {self.save_seconds:.0f} s"
+        if step + self.save_seconds <= GRACE_SECONDS:
+            return f"saving after this step and stopping ({needed})"
+        return (
+            f"{needed}, but torchrun kills all ranks in {GRACE_SECONDS:.0f} s: unless they are "
+            f"faster, the next start continues from the last checkpoint"
+        )
+
+    def can_save(self) -> bool:
+        """Whether a save that begins now ends before the ranks are killed."""
+        return time.monotonic() + self.save_seconds <= self._kill_at

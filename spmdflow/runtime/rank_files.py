@@ -1,0 +1,86 @@
+"""What a rank does with files: save and load its workers, verify checkpoints, look at RUN_DIR.
+
+Saving has two parts: `save`, on the compute lane, copies; `write`, on the files lane, writes the
+copies beside what follows.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from spmdflow.checkpoint.disk import sees_token
+from spmdflow.checkpoint.manifest import FileFacts, finish_part, part_of, verify_files
+from spmdflow.checkpoint.tensors import model_hash
+from spmdflow.data.store import RowCondition
+from spmdflow.errors import CheckpointError
+from spmdflow.transfer.worker import Worker
+
+Plain = Mapping[str, Any]
+
+
+class RankFiles:
+    """Operations on files of one rank, by the name that commands use."""
+
+    def __init__(
+        self, workers: Mapping[str, Worker], arrival: RowCondition, *, rank: int, seconds: float
+    ) -> None:
+        """workers: of the rank, by name. arrival: is woken after each command. seconds: the limit
+        of a command."""
+        self._workers, self._arrival = workers, arrival
+        self._rank, self._seconds = rank, seconds
+        self._frozen: dict[str, tuple[str, str]] = {}
+        self._unwritten: dict[str, Callable[[], None] | None] = {}
+
+    def operations(self) -> dict[str, Callable[[Plain, int], dict[str, Any]]]:
+        """As `RankState.operations`."""
+        return {
+            "run_dir": self._see_run_dir,
+            "save": self._save,
+            "write": self._write,
+            "verify": self._verify,
+            "load": self._load,
+        }
+
+    def hash_frozen(self, name: str) -> None:
+        """Note folder and hash of a worker's model, if it is frozen."""
+        folder = self._workers[name].frozen_folder
+        if folder is not None:
+            self._frozen[name] = (str(folder), model_hash(folder))
+
+    def _see_run_dir(self, plain: Plain, number: int) -> dict[str, Any]:
+        """Whether the token of the controller's rank is here, where this rank would write."""
+        sees = sees_token(Path(plain["run_dir"]), plain["token"], seconds=plain["seconds"])
+        return {"sees": sees, "node": socket.gethostname()}
+
+    def _save(self, plain: Plain, number: int) -> dict[str, Any]:
+        name, own = plain["group"], part_of(Path(plain["folder"]), self._rank)
+        self._unwritten[name] = self._workers[name].save_state(own)
+        return {}
+
+    def _write(self, plain: Plain, number: int) -> dict[str, Any]:
+        """The reply is what this rank wrote: the checkpoint is sealed from it."""
+        name, folder = plain["group"], Path(plain["folder"])
+        self._arrival.wait_until(lambda: name in self._unwritten, self._seconds)
+        write = self._unwritten.pop(name)
+        if write is not None:
+            write()
+        facts = finish_part(folder, part_of(folder, self._rank))
+        files = {file: list(astuple(each)) for file, each in facts.items()}
+        return {"node": socket.gethostname(), "files": files, "frozen": self._frozen.get(name)}
+
+    def _verify(self, plain: Plain, number: int) -> dict[str, Any]:
+        """Read a share of a checkpoint's files; what of them has changed, or None."""
+        files = {name: FileFacts(*facts) for name, facts in plain["files"].items()}
+        try:
+            verify_files(Path(plain["folder"]), files)
+        except CheckpointError as err:
+            return {"damage": str(err)}
+        return {"damage": None}
+
+    def _load(self, plain: Plain, number: int) -> dict[str, Any]:
+        self._workers[plain["group"]].load_state(Path(plain["folder"]))
+        return {"frozen": self._frozen.get(plain["group"])}
