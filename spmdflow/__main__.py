@@ -16,6 +16,7 @@ COMMANDS = {
     "run": ("spmdflow.run", "train or evaluate: one rank of a run; torchrun starts it"),
     "plan": ("spmdflow.plan.__main__", "a dry run on no device: errors, bytes, memory, seconds"),
     "report": ("spmdflow.report", "the curves and figures of a RUN_DIR"),
+    "status": ("spmdflow.status", "what a live run does: calls, ranks, lines of code, stacks"),
     "doctor": (
         "spmdflow.doctor.__main__",
         "what is installed, what works here, what is missing for what",

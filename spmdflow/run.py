@@ -38,12 +38,14 @@ from pathlib import Path
 from spmdflow.config.check import with_problems
 from spmdflow.config.leaf import schema_help
 from spmdflow.config.load import Loaded, load, load_script, schema_of
+from spmdflow.config.location import run_dir_of
 from spmdflow.config.parallel import batch_algebra
 from spmdflow.config.schema import PPOConfig, RunConfig
 from spmdflow.config.source import sort_words
 from spmdflow.errors import ConfigError, SpmdflowError
 from spmdflow.program import prepare
 from spmdflow.runtime.process import AGENT_MARK, allow_open_files, die_with_launcher
+from spmdflow.runtime.start_watch import StartWatch
 
 FINISHED, FAILED, REFUSED = 0, 1, 2
 
@@ -105,6 +107,7 @@ def main(words: Sequence[str] | None = None) -> int:
             f"while its ranks started: start the command again\n"
         )
         return FAILED
+    watch = StartWatch(launcher) if launcher is not None else None
     allow_open_files()
     place = Place.from_environment()
     try:
@@ -117,7 +120,9 @@ def main(words: Sequence[str] | None = None) -> int:
         loaded = _prepare(arguments, place)
     except ConfigError as err:
         return _refuse(err, place)
-    return _launch(loaded, place, launcher, inproc="inproc" in arguments.flags)
+    if watch is not None:
+        watch.run_dir = run_dir_of(loaded.cfg.run)
+    return _launch(loaded, place, watch, inproc="inproc" in arguments.flags)
 
 
 def parse_arguments(words: Sequence[str]) -> Arguments:
@@ -188,7 +193,7 @@ def _tell_torchrun(message: str) -> None:
         Path(file).write_text(text, encoding="utf-8")
 
 
-def _launch(loaded: Loaded, place: Place, launcher: int | None, *, inproc: bool) -> int:
+def _launch(loaded: Loaded, place: Place, watch: StartWatch | None, *, inproc: bool) -> int:
     """Join the other ranks and run. Imports are here: errors in settings need no torch."""
     import torch.distributed as dist
 
@@ -205,12 +210,16 @@ def _launch(loaded: Loaded, place: Place, launcher: int | None, *, inproc: bool)
         gc.enable()
     try:
         if inproc:
+            if watch is not None:
+                watch.end()
             return run_prepared(loaded.script, loaded.cfg, ranks=(0,), inproc=True).wait()
         if own_device() != CPU:
             _take_device(place)
         _join_group(loaded.cfg.run)
         secret = os.environ.get("SPMDFLOW_SECRET")
-        surroundings = Surroundings(secret, launcher, owns_process=True)
+        on_met = watch.end if watch else lambda: None
+        launcher = watch.launcher if watch else None
+        surroundings = Surroundings(secret, launcher, owns_process=True, on_met=on_met)
         ranks = tuple(range(place.world_size))
         outcome = run_prepared(loaded.script, loaded.cfg, ranks=ranks, surroundings=surroundings)
         dist.destroy_process_group()
@@ -238,7 +247,7 @@ def _join_group(run: RunConfig) -> None:
     store.set_timeout(start)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=start)
     if own_device() != CPU:  # NCCL's communicators are made in the first calls
-        store.set_timeout(timedelta(seconds=max(run.start_seconds, run.call_seconds)))
+        store.set_timeout(timedelta(seconds=max(run.start_seconds, run.longest_call)))
 
 
 def _take_device(place: Place) -> None:

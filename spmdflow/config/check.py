@@ -150,6 +150,7 @@ def _rules(cfg: Any, world_size: int | None, *, here: bool) -> Iterator[Rule]:
 
 def _check_run(cfg: Any, *, here: bool) -> None:
     for key, run in parts_of(cfg, RunConfig):
+        _ = run.call_limit  # refuses what is neither auto nor seconds
         if not run.name or Path(run.name).name != run.name:
             where, do = f"{key}.name", f"set {key}.dir for a path"
             raise ConfigError.of(where, repr(run.name), "a plain folder name", do)

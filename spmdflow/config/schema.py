@@ -17,6 +17,7 @@ from spmdflow.config.objective import (
     UpdateConfig,
     ValueLossConfig,
 )
+from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_names, engines_that_shard, option_names, options_doc
 from spmdflow.kind.generator import generator_names, generators_doc
 from spmdflow.kind.registry import TRACKERS
@@ -45,9 +46,13 @@ class RunConfig:
     start_seconds: float = setting(
         "Limit for all ranks to meet and models to be built.", 600.0, above=0
     )
-    call_seconds: float = setting("Limit for one worker method.", 3600.0, above=0)
+    call_seconds: str = setting(
+        "Limit for one worker method: seconds, or auto (10 times the median of its earlier calls, "
+        "at least 75 s; an hour before there are three).",
+        AUTO,
+    )
     transfer_seconds: float = setting(
-        "Limit for one released transfer; a rank that is silent twice as long is warned of.",
+        "Limit for one released transfer; a rank that is silent as long is warned of.",
         60.0,
         above=0,
     )
@@ -64,6 +69,24 @@ class RunConfig:
         "file of scripts/calibrate.py; none: this node's kind.",
         None,
     )
+
+    @property
+    def call_limit(self) -> float | None:
+        """call_seconds as a number; None for auto. ConfigError for anything else."""
+        if self.call_seconds == AUTO:
+            return None
+        try:
+            if (seconds := float(self.call_seconds)) > 0:
+                return seconds
+        except ValueError:
+            pass
+        key, expected = "run.call_seconds", "auto or seconds, more than 0"
+        raise ConfigError.of(key, repr(self.call_seconds), expected, f"set {key}=600, or leave it")
+
+    @property
+    def longest_call(self) -> float:
+        """Limit in seconds of all that waits for calls; an hour if call_seconds is auto."""
+        return self.call_limit or 3600.0
 
 
 class DataSettings:

@@ -45,7 +45,7 @@ class Caller:
     def __init__(self, transport: Transport, run: RunConfig, ranks: tuple[int, ...]) -> None:
         """run: its seed and limits. ranks: every rank of the run, the controller's first."""
         self.transport, self.ranks = transport, ranks
-        self._seed, self._seconds = run.seed, run.call_seconds
+        self._seed, self._seconds = run.seed, run.longest_call
         self.transfers = Transfers(transport, seconds=run.transfer_seconds)
         self.step = 0
         self.phase = "train"

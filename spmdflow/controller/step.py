@@ -116,15 +116,14 @@ def _reported(records: Iterable[CallRecord]) -> dict[str, float]:
 
 
 def _seconds_by_method(records: Iterable[CallRecord]) -> dict[str, float]:
-    """time/<method>_seconds: from the first rank's start to the last one's end, per method."""
+    """time/<method>_seconds: of the rank that took longest, by its own clock; calls are added."""
     seconds: dict[str, float] = {}
     for record in records:
         method = record.label.partition(".")[2]  # none: a fetch
         spans = [reply["span"] for reply in record.replies.values() if "span" in reply]
         if spans and method:
             key = f"time/{method}_seconds"
-            length = max(end for _, end in spans) - min(start for start, _ in spans)
-            seconds[key] = seconds.get(key, 0.0) + length
+            seconds[key] = seconds.get(key, 0.0) + max(end - start for start, end in spans)
     return seconds
 
 

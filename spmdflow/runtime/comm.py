@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 from spmdflow.data.store import RowCondition
@@ -29,14 +30,21 @@ from spmdflow.runtime.executor import (
     stay_until,
 )
 from spmdflow.runtime.failure import UNWIND_SECONDS, Failure, as_record, write_failure
+from spmdflow.runtime.pace import LIMIT_SECONDS, LOOK_SECONDS
 from spmdflow.runtime.peers import Peers
-from spmdflow.runtime.process import Process, Signals, dump_stacks, leave
+from spmdflow.runtime.place import ROWS
+from spmdflow.runtime.process import STATES, Process, Signals, leave
 from spmdflow.runtime.rendezvous import SessionSettings
+from spmdflow.runtime.stacks import dump_stacks, line_in_stacks, stacks_path
 from spmdflow.runtime.wire import Endpoint, Kind, Waiter
 
 logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
+_FROZEN_SECONDS = 10.0
+"""So long between two ticks: this process was stopped."""
+_SILENT_SECONDS = 600.0
+"""How long a controller that is not known to be stopped may be silent, if nothing is set."""
 _ABORT_SECONDS = 5.0
 """After reporting a failure a rank waits this long for ABORT, then ends by itself."""
 _STOPPED_SECONDS = 1.0
@@ -78,7 +86,7 @@ class Comm:
         self._neighbours: Peers | None = None
         """Ranks of this node; known from the moment when all ranks are connected."""
         self._heard = time.monotonic()
-        self._controller_lost = False
+        self._controller_lost = self._saw_stopped = False
         self._failures: list[Failure] = []
         self.cause: Failure | None = None
         """Why the session failed, if this process outlives it."""
@@ -86,6 +94,7 @@ class Comm:
         self._all_unwound = False
         self._give_up_at = float("inf")
         self._next_tick = self._next_beat = 0.0
+        self._last_tick, self._look_at = self._heard, LOOK_SECONDS
 
     # ---- called by the lanes and the session
 
@@ -94,9 +103,9 @@ class Comm:
         self._send(Kind.HELLO)
         self.thread.start()
 
-    def reply(self, ticket: int, payload: dict[str, Any]) -> None:
+    def reply(self, ticket: int, payload: dict[str, Any], took: list[float]) -> None:
         """Answer a command. MessageError if payload is not plain data."""
-        self._send(Kind.REPLY, [ticket, payload])
+        self._send(Kind.REPLY, [ticket, payload, took])
 
     def fail(self, failure: Failure) -> None:
         """End the run: tell the controller, then obey it or leave (any thread)."""
@@ -104,7 +113,8 @@ class Comm:
             logger.debug("after the end: %s", failure.sentence())
             return
         self._failures.append(failure)
-        wait = _STOPPED_SECONDS if self._controller.is_stopped() else _ABORT_SECONDS
+        self._saw_stopped |= self._controller.is_stopped()  # a neighbour may wake and kill it
+        wait = _STOPPED_SECONDS if self._saw_stopped else _ABORT_SECONDS
         self._give_up_at = min(self._give_up_at, time.monotonic() + wait)
         self._send(Kind.FAILURE, failure)
 
@@ -183,6 +193,8 @@ class Comm:
                 lane.put(None)
         elif kind is Kind.UNWIND:
             self._unwind(body)
+        elif kind is Kind.LOOK:
+            self._show_stacks(body, "a call takes long")
         elif kind is Kind.ABORT:
             self._obey(body)
 
@@ -200,9 +212,14 @@ class Comm:
                 self._send(Kind.ENDED, list(ended))
 
     def _tick(self, now: float) -> None:
+        passed, self._last_tick = now - self._last_tick, now
+        frozen = passed > _FROZEN_SECONDS  # this process was stopped: nobody else was silent
+        self._heard += passed if frozen else 0.0
+        for lane in self._lanes.values():
+            lane.sample(passed, as_idle=frozen)
         if now >= self._next_beat:
             self._next_beat = now + self._settings.beat_seconds
-            self._send(Kind.BEAT)
+            self._beat()
         self._check_signals()
         if now >= self._give_up_at:
             self._leave_alone()
@@ -222,6 +239,30 @@ class Comm:
             elif not self._failures:
                 self.fail(self._about("interrupt", self._rank, "SIGINT (Ctrl-C)"))
 
+    def _beat(self) -> None:
+        """Say what the lanes do (`Doing` in runtime/stall.py)."""
+        doing, state = [], Process.of(os.getpid()).state()
+        for lane in self._lanes.values():
+            if (running := lane.running) and (place := lane.place()):
+                known = STATES[state] if state == "D" else ""
+                number, waited = running[0].number, lane.waits[ROWS]
+                doing.append([number, lane.name, waited, place.kind, place.line, known])
+        self._send(Kind.BEAT, doing)
+
+    def _show_stacks(self, silent: list[int], why: str) -> None:
+        """Write down where every thread is; ranks of this node that do not answer are signalled."""
+        for rank, process in self._neighbours.processes.items() if self._neighbours else ():
+            if rank in silent and rank != self._rank:
+                process.show_stacks()
+        doing = self._about(
+            "", self._rank, f"{why} (the controller silent for {self._silent():.0f} s)"
+        )
+        dump_stacks(stacks_path(self._settings.run_dir, self._rank), doing.sentence())
+        self._beat()
+
+    def _silent(self) -> float:
+        return time.monotonic() - self._heard
+
     def _check_lanes(self, now: float) -> None:
         for lane in self._lanes.values():
             if running := lane.running:
@@ -229,6 +270,7 @@ class Comm:
                 if now > start + command.seconds:
                     cause = f"still running after its limit of {command.seconds:g} s"
                     about = command.label, command.number, lane.name
+                    self._beat()
                     self.fail(Failure("deadline", self._rank, cause, *about))
 
     def _check_controller(self, now: float) -> None:
@@ -236,8 +278,27 @@ class Comm:
             return
         if self._controller.has_ended():
             self._lost_controller(self._controller.end_cause_or_none() or "ended")
-        elif self._neighbours and now - self._heard > self._settings.call_seconds:
-            self._lost_controller(f"has been silent for {now - self._heard:.0f} s", kind="stopped")
+        elif self._silent() < LOOK_SECONDS:
+            self._look_at = LOOK_SECONDS
+        elif self._neighbours and self._silent() > self._look_at:
+            self._look_at = 2 * self._silent()
+            controller = self._settings.controller_rank
+            if self._rank == min({*self._neighbours.processes} - {controller}):
+                text = "rank %d, the controller, has been silent for %.0f s: %s; stacks: %s"
+                where = self._settings.run_dir / "stacks-rank*.txt"
+                about = self._controller.describe()
+                logger.warning(text, controller, self._silent(), about, where)
+            self._show_stacks([controller], "the controller is silent")
+        elif self._neighbours and self._silent() > self._silence_limit():
+            known = STATES.get(self._controller.state() or "", "in an unknown state")
+            how = f"is {known}, silent for {self._silent():.0f} s"
+            self._lost_controller(how, kind="stopped")
+
+    def _silence_limit(self) -> float:
+        """How long the controller may be silent."""
+        if self._settings.call_seconds is not None:
+            return self._settings.call_seconds
+        return LIMIT_SECONDS if self._controller.is_stopped() else _SILENT_SECONDS
 
     def _lost_controller(self, how: str, *, kind: str = "death") -> None:
         """The controller cannot end the run any more, so every rank does."""
@@ -268,23 +329,29 @@ class Comm:
 
     def _obey(self, to_kill: list[int]) -> None:
         """ABORT: write down where every thread is, end stopped neighbours, leave."""
-        for rank in to_kill:
-            if rank != self._rank and self._neighbours:
-                self._neighbours.kill(rank)
-        dump_stacks(self._settings.run_dir / f"stacks-rank{self._rank}.txt")
+        if self._neighbours:
+            self._neighbours.kill([rank for rank in to_kill if rank != self._rank])
+        self._show_stacks([], "the end")
         leave(1)
 
     def _leave_alone(self) -> None:
         """No ABORT came: name the cause in a file of our own and leave."""
         controller = self._settings.controller_rank
-        if not self._is_controller and self._controller.is_stopped():
+        self._saw_stopped |= self._controller.is_stopped()
+        known_lost = self._failures[0].rank == controller and self._failures[0].kind == "stopped"
+        if not self._is_controller and not known_lost and self._saw_stopped:
             cause = f"the controller's process {self._controller.pid} is stopped"
-            self._failures.insert(0, Failure("stopped", controller, cause))
+            self._failures.insert(0, self._about("stopped", controller, cause))
+        if not self._is_controller and self._neighbours:
+            self._neighbours.kill([controller])
+            if self._failures[0].kind == "stopped":
+                line = line_in_stacks(stacks_path(self._settings.run_dir, controller))
+                self._failures[0] = replace(self._failures[0], where=line)
         cause_first = self._failures[0]
         record = as_record(cause_first, self._failures)
         write_failure(self._settings.run_dir / f"failure-rank{self._rank}.json", record)
         logger.error("run failed: %s", cause_first.sentence())
-        self._obey([] if self._is_controller else [controller])
+        self._obey([])
 
     def _about(self, kind: str, rank: int, cause: str) -> Failure:
         """A failure with what this rank is running."""

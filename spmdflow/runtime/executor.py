@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from spmdflow.errors import ProtocolError
 from spmdflow.runtime.failure import Failure, own_traceback
+from spmdflow.runtime.place import PEERS, ROWS, Place, place_of
 from spmdflow.runtime.process import leave
 
 Operation = Callable[[dict[str, Any], int], dict[str, Any]]
@@ -53,8 +54,8 @@ class Command:
 class Reporter(Protocol):
     """Where a lane sends replies and failures (runtime/comm.py)."""
 
-    def reply(self, ticket: int, payload: dict[str, Any]) -> None:
-        """Answer a command."""
+    def reply(self, ticket: int, payload: dict[str, Any], took: list[float]) -> None:
+        """Answer a command. took: the fields of a `Took`."""
 
     def fail(self, failure: Failure) -> None:
         """End the run."""
@@ -75,6 +76,9 @@ class Lane:
         """What this rank can do, by name; set before the first command runs."""
         self.running: tuple[Command, float] | None = None
         """The command that runs and its start (time.monotonic()); read by the comm thread."""
+        self.waits = {PEERS: 0.0, ROWS: 0.0}
+        """Seconds of it in which the lane waited, as sampled by the comm thread."""
+        self._thread = 0
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._is_over = False
 
@@ -84,6 +88,19 @@ class Lane:
             if command is not None and "early" in command.payload and "begin" in self.operations:
                 self.operations["begin"](command.payload, command.number)
             self._commands.put(command)
+
+    def place(self, *, with_line: bool = True) -> Place | None:
+        """Where the lane's thread is inside the command that runs; None between two commands."""
+        return place_of(self._thread, Lane.run.__code__, with_line=with_line)
+
+    def sample(self, seconds: float, *, as_idle: bool = False) -> None:
+        """Count the seconds since the last sample as what the lane does now (comm thread).
+
+        as_idle: they are nobody's, as those in which it waits for rows.
+        """
+        place = self.place(with_line=False) if self.running else None
+        if place is not None and (as_idle or place.kind in self.waits):
+            self.waits[ROWS if as_idle else place.kind] += seconds
 
     def unwind(self) -> None:
         """Drop commands not yet begun, except those that need all ranks; then end (comm thread)."""
@@ -99,16 +116,19 @@ class Lane:
 
     def run(self) -> None:
         """Run commands in this thread until the end; what one raises ends the run."""
-        is_over = False
+        is_over, self._thread = False, threading.get_ident()
         while not is_over:  # once more after a failure, for commands that need all ranks
             failure = None
             try:
                 while (command := self._commands.get()) is not None:
-                    self.running = (command, time.monotonic())
+                    started, self.waits = time.monotonic(), {PEERS: 0.0, ROWS: 0.0}
+                    self.running = (command, started)
                     operation = find_operation(self.operations, command.label, command.payload)
-                    self._reporter.reply(command.ticket, operation(command.payload, command.number))
+                    payload = operation(command.payload, command.number)
+                    own = max(0.0, time.monotonic() - started - self.waits[ROWS])
+                    self._reporter.reply(command.ticket, payload, [own, self.waits[PEERS]])
                     self.running = None
-                    del command  # it may hold much while the next one is awaited
+                    del command, payload  # they may hold much while the next one is awaited
                 is_over = True
             except Unwound:
                 pass

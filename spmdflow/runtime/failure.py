@@ -63,6 +63,8 @@ class Failure:
     """The part of it in the user's code."""
     line: str = ""
     """The script's line that made the call: "file:line: text"."""
+    where: str = ""
+    """Where the rank's Python was, if it was in the call: "file:line in function: text"."""
     time: float = field(default_factory=time.time)
     """Seconds since 1970 on the node that noticed it."""
 
@@ -107,12 +109,15 @@ def write_failure(path: Path, record: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     except OSError as err:
         logger.error("cannot write %s: %s", path, err)
+        with contextlib.suppress(OSError):
+            path.unlink()  # a full disk leaves an empty file
 
 
 def report(cause: Failure, others: Sequence[Failure], path: Path) -> None:
     """Tell the user on stderr, as one block: the cause, the lines of their code, where more is."""
     lines = ["", "=" * 88, f"RUN FAILED: {cause.sentence()}"]
     lines += [f"called at {cause.line}"] if cause.line else []
+    lines += [f"its Python was at {cause.where}"] if cause.where not in cause.cause else []
     lines += cause.own_traceback.rstrip().splitlines()
     ranks: dict[str, list[int]] = {}
     for other in others:
@@ -131,7 +136,7 @@ def report(cause: Failure, others: Sequence[Failure], path: Path) -> None:
 
 def remove_old_reports(run_dir: Path) -> None:
     """Remove failure reports of an earlier start of this run, which would look like new ones."""
-    for pattern in ("failure.json", "failure-rank*.json", "stacks-rank*.txt"):
+    for pattern in ("failure.json", "failure-rank*.json", "stacks-*", "status.json"):
         for path in run_dir.glob(pattern):
             path.unlink(missing_ok=True)
 

@@ -20,9 +20,11 @@ from spmdflow.errors import RunFailed
 from spmdflow.runtime.executor import failure_of, stay_until
 from spmdflow.runtime.failure import Failure
 from spmdflow.runtime.order import Order, Pending, refuse_to_wait
+from spmdflow.runtime.pace import Took
 from spmdflow.runtime.peers import Ledger, Peers, Sent
 from spmdflow.runtime.process import leave
 from spmdflow.runtime.rendezvous import SessionSettings
+from spmdflow.runtime.status_file import StatusFile
 from spmdflow.runtime.verdict import LOST, Verdict, Watch
 from spmdflow.runtime.wire import Hub, Kind
 
@@ -46,6 +48,10 @@ class Io:
         self._ledger = Ledger()
         self._verdict = Verdict(hub, peers, self._ledger, settings=settings)
         self._watch = Watch(self._verdict)
+        self._stalls = self._verdict.stalls
+        self._status = StatusFile(
+            settings.run_dir, lambda: self.post(partial(self._verdict.show_stacks, []))
+        )
         self.met = Pending("start", self._await)
         """Done when every rank is connected."""
         self._closed = Pending("end", self._await)
@@ -55,7 +61,7 @@ class Io:
             Kind.HELLO: self._on_hello,
             Kind.REPLY: self._on_reply,
             Kind.FAILURE: lambda rank, failure: self._verdict.add(failure),
-            Kind.BEAT: lambda rank, body: None,
+            Kind.BEAT: lambda rank, body: self._stalls.heard(rank, body, time.monotonic()),
             Kind.TERM: lambda rank, body: self._watch.term_arrived(rank, time.monotonic()),
             Kind.ENDED: lambda rank, body: self._peers.ended_elsewhere(*body),
             Kind.UNWOUND: self._on_unwound,
@@ -147,6 +153,7 @@ class Io:
                 self._peers.unwatch(self._hub.waiter)
                 self._hub.close()
                 self._ledger.open.clear()  # their errors hold the script's frames and its groups
+            self._status.close()
         except BaseException as err:
             logger.exception("the io thread failed")
             with self._lock:
@@ -240,11 +247,13 @@ class Io:
         self.met.resolve({})
 
     def _on_reply(self, rank: int, body: Any) -> None:
-        ticket, payload = body
+        ticket, payload, took = body
         if self._verdict.cause is not None:
             return
-        done = self._ledger.answer(rank, ticket, payload, now=time.monotonic())
+        now = time.monotonic()
+        done = self._ledger.answer(rank, ticket, payload, now=now, took=Took(*took))
         if done is not None:
+            self._stalls.finished(done, now)
             if done.order.on_done:
                 done.order.on_done(done.replies)
             done.pending.resolve(done.replies)
@@ -281,7 +290,10 @@ class Io:
                 self._next_beat = now + self._settings.beat_seconds
                 for rank in self._peers.staying():
                     self._probe(rank)
+                self._status.put(self._stalls.state(now))
             self._guarded(self._watch.look, now, self._probe)
+            if not self._verdict.failures:
+                self._guarded(self._stalls.look, now)
             if self._verdict.is_due(now):
                 self._end_failed_run(now)
 

@@ -56,6 +56,8 @@ class Surroundings:
     """Pid of torchrun's agent: this process ends when it does. None in a host program."""
     owns_process: bool = False
     """A failure may end the process at once; in a host program only if a process is lost."""
+    on_met: Callable[[], None] = lambda: None
+    """Called once all ranks have met: from here on the session names who dies."""
 
 
 def start_run(
@@ -74,7 +76,7 @@ def start_run(
     """
     rank, world_size, run = dist.get_rank(), dist.get_world_size(), cfg.run
     ranks = tuple(range(world_size)) if ranks is None else ranks
-    groups = GroupTable(rank, timeout_seconds=run.call_seconds)
+    groups = GroupTable(rank, timeout_seconds=run.longest_call)
     limit = timedelta(seconds=run.transfer_seconds)
     lane = dist.new_group(list(ranks), timeout=limit, backend="gloo")
     announcements = Announcements(dist.distributed_c10d._get_default_store(), rank)
@@ -125,11 +127,12 @@ class _Membership:
             run_dir=path_of(run),
             ranks=ranks,
             start_seconds=run.start_seconds,
-            call_seconds=run.call_seconds,
+            call_seconds=run.call_limit,
             transfer_seconds=run.transfer_seconds,
-            heartbeat_seconds=2 * run.transfer_seconds,
+            heartbeat_seconds=run.transfer_seconds,
             secret=around.secret,
             launcher=around.launcher,
+            on_met=around.on_met,
             unwinds=not around.owns_process,
             on_failure=self._tell if self._announcements else None,
         )
@@ -172,7 +175,7 @@ def run_inproc(control: Control, cfg: Any) -> int:
     own_group = not dist.is_initialized()
     if own_group:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    state = _state(cfg, 0, GroupTable(0, timeout_seconds=cfg.run.call_seconds), None)
+    state = _state(cfg, 0, GroupTable(0, timeout_seconds=cfg.run.longest_call), None)
     controller = InprocTransport(state.operations())
     try:
         with stop_on_sigterm(controller):
@@ -194,7 +197,7 @@ def _state(
     run = cfg.run
     steps, ranks = profiled_of(run.profile_steps) if run.profile_steps else (range(0), ())
     settings = RankSettings(
-        *(rank, own_device(), run.seed, run.call_seconds, path_of(run), announce),
+        *(rank, own_device(), run.seed, run.longest_call, path_of(run), announce),
         profiled=steps if rank in ranks else range(0),
     )
     transport = CountedTransport(lane, seconds=run.transfer_seconds)

@@ -14,10 +14,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from spmdflow.runtime.order import Order, Pending, Replies
+from spmdflow.runtime.pace import Took
 from spmdflow.runtime.process import Process
 from spmdflow.runtime.wire import Waiter
 
 logger = logging.getLogger(__name__)
+
+_STACK_SECONDS = 0.3
+"""A process that is killed gets this long to write its stacks."""
 
 
 class Peers:
@@ -92,19 +96,30 @@ class Peers:
             if not self.processes[rank].is_local() and not probe(rank)
         ]
 
+    def silence(self, rank: int, now: float) -> float:
+        """Seconds since rank was heard."""
+        return now - self._heard[rank]
+
+    def shift(self, seconds: float) -> None:
+        """This process was stopped meanwhile: nobody else was silent for as long."""
+        self._heard = {rank: heard + seconds for rank, heard in self._heard.items()}
+
     def warn_about_silence(self, now: float) -> None:
         """One warning for each rank that has been silent for the heartbeat limit."""
         for rank in self._others:
-            silent = now - self._heard[rank]
+            silent = self.silence(rank, now)
             if silent > self._heartbeat_seconds and rank not in self._warned | self.left:
                 self._warned.add(rank)
-                logger.warning("rank %d: no sign of life for %.0f s, waiting on", rank, silent)
+                logger.warning(
+                    *("rank %d: no sign of life for %.0f s: %s; waiting on", rank, silent),
+                    self.processes[rank].describe(),
+                )
 
     def stopped(self, rank: int, now: float, *, silent_seconds: float) -> str | None:
         """Why rank counts as stopped, or None if it is alive."""
         process, silent = self.processes[rank], now - self._heard[rank]
         if process.is_stopped():
-            return f"process {process.pid} is stopped (state {process.state()})"
+            return process.describe()
         if rank in self._others and silent > silent_seconds:
             return f"process {process.pid} has been silent for {silent:.1f} s"
         return None
@@ -120,10 +135,15 @@ class Peers:
         node = self.processes[rank].node
         return {other: process for other, process in self.processes.items() if process.node == node}
 
-    def kill(self, rank: int) -> None:
-        """SIGKILL rank if it is one of these and runs on this node."""
-        if rank in self.processes and self.processes[rank].kill():
-            logger.error("rank %d (process %d): sent SIGKILL", rank, self.processes[rank].pid)
+    def kill(self, ranks: Collection[int]) -> None:
+        """SIGKILL those of ranks that run on this node, after they could write their stacks."""
+        known = {rank: self.processes[rank] for rank in ranks if rank in self.processes}
+        asked = [process.show_stacks() and process.wake() for process in known.values()]
+        if any(asked):
+            time.sleep(_STACK_SECONDS)
+        for rank, process in known.items():
+            if process.kill():
+                logger.error("rank %d (process %d): sent SIGKILL", rank, process.pid)
 
     def local_survivors(self) -> list[int]:
         """Other ranks of this node whose process has not ended."""
@@ -141,9 +161,14 @@ class Sent:
 
     order: Order
     pending: Pending
+    ticket: int = 0
     time: float = 0.0
     """When it was sent (time.monotonic())."""
     replies: Replies = field(default_factory=dict)
+    took: dict[int, Took] = field(default_factory=dict)
+    """How long each rank says that it took."""
+    answered: dict[int, float] = field(default_factory=dict)
+    """When each rank answered (time.monotonic())."""
 
 
 class Ledger:
@@ -158,12 +183,18 @@ class Ledger:
 
     def send(self, ticket: int, sent: Sent, *, now: float) -> None:
         """Note that an order was sent to its ranks."""
-        sent.time, self.open[ticket] = now, sent
+        sent.ticket, sent.time, self.open[ticket] = ticket, now, sent
         for rank in sent.order.commands:
             self._owed[rank, sent.order.lane].append(ticket)
 
     def answer(
-        self, rank: int, ticket: int, payload: dict[str, object], *, now: float
+        self,
+        rank: int,
+        ticket: int,
+        payload: dict[str, object],
+        *,
+        now: float,
+        took: Took | None = None,
     ) -> Sent | None:
         """Note an answer, the next that its lane owes; returns the order once all have answered."""
         sent = self.open[ticket]
@@ -171,6 +202,7 @@ class Ledger:
         assert self._owed[lane] and self._owed[lane][0] == ticket, (lane, ticket, sent.order.label)
         self._owed[lane].popleft()
         self._free_since[lane], sent.replies[rank] = now, payload
+        sent.took[rank], sent.answered[rank] = took or Took(0.0), now
         if len(sent.replies) < len(sent.order.commands):
             return None
         return self.open.pop(ticket)
@@ -182,12 +214,27 @@ class Ledger:
 
     def overdue(self, now: float) -> Iterator[tuple[int, Order]]:
         """Ranks and orders whose limit passed more than GRACE_SECONDS ago."""
-        for lane, tickets in self._owed.items():
+        for (rank, _), tickets in self._owed.items():
             if tickets:
                 sent = self.open[tickets[0]]
-                start = max(sent.time, self._free_since.get(lane, 0.0))
-                if now > start + sent.order.seconds + GRACE_SECONDS:
-                    yield lane[0], sent.order
+                start = self.start_or_none(rank, tickets[0])
+                if start is not None and now > start + sent.order.seconds + GRACE_SECONDS:
+                    yield rank, sent.order
+
+    def start_or_none(self, rank: int, ticket: int) -> float | None:
+        """When rank began an order (time.monotonic()); None if others come first there."""
+        sent = self.open[ticket]
+        lane = rank, sent.order.lane
+        tickets = self._owed.get(lane)
+        if not tickets or tickets[0] != ticket:
+            return None
+        return max(sent.time, self._free_since.get(lane, 0.0))
+
+    def shift(self, seconds: float) -> None:
+        """This process was stopped for so long: that does not count."""
+        for sent in self.open.values():
+            sent.time += seconds
+        self._free_since = {lane: since + seconds for lane, since in self._free_since.items()}
 
     def owing(self) -> set[int]:
         """Ranks that owe an answer."""

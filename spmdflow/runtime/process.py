@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import logging
 import os
 import resource
@@ -38,6 +37,11 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 0.5
+STACKS_SIGNAL = signal.SIGRTMIN + 7
+"""Asks a rank of a session for its stacks; no library is known to use it."""
+STATES = {"R": "running", "S": "sleeping", "D": "uninterruptible: it waits for a disk or a device"}
+STATES |= {"T": "stopped", "t": "stopped by a debugger"}
+"""What the letters of `Process.state` mean."""
 _UNKNOWN = "?"
 
 
@@ -84,6 +88,12 @@ class Process:
         """Whether a signal or a debugger holds it."""
         return self.state() in ("T", "t")
 
+    def describe(self) -> str:
+        """The process and its state in words."""
+        state = self.state()
+        known = f"is {STATES[state]} (state {state})" if state in STATES else "has an unknown state"
+        return f"process {self.pid} {known if self.is_local() else 'is on another node'}"
+
     def has_ended(self) -> bool:
         """Whether it is known to be gone (a zombie is gone); False on other nodes."""
         return self.is_local() and self.state() in (None, "Z", "X")
@@ -112,10 +122,24 @@ class Process:
 
     def kill(self) -> bool:
         """SIGKILL; False if it had ended or lives on another node."""
+        return self._send(signal.SIGKILL)
+
+    def show_stacks(self) -> bool:
+        """Let a rank of a session append its stacks to its file (runtime/stacks.py).
+
+        A stopped one does it once it goes on. False as of `kill`.
+        """
+        return self._send(STACKS_SIGNAL)
+
+    def wake(self) -> bool:
+        """Let it go on if it is stopped. False as of `kill`."""
+        return self._send(signal.SIGCONT)
+
+    def _send(self, number: int) -> bool:
         if not self.is_local() or self.has_ended():
             return False
         try:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
         except OSError:
             return False
         return True
@@ -161,14 +185,6 @@ def descendants(pid: int) -> list[int]:
     for child in found:
         found.extend(children.get(child, []))
     return found
-
-
-def dump_stacks(path: Path) -> None:
-    """Write the Python stack of every thread to path; never raises for a bad disk."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
 
 
 def leave(status: int) -> None:

@@ -47,7 +47,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """Settings of a session; the same on every rank, except launcher and on_failure."""
+    """Settings of a session; the same on every rank, except launcher and what is called."""
 
     run_dir: Path
     """Receives failure.json, failure-rank<k>.json and stacks-rank<k>.txt."""
@@ -55,8 +55,10 @@ class SessionSettings:
     """Global ranks that take part, ascending; the controller lives on the first."""
     start_seconds: float = 600.0
     """Limit for all ranks to connect."""
-    call_seconds: float = 3600.0
-    """Silence of the controller after which a rank gives up (it limits every call too)."""
+    call_seconds: float | None = None
+    """Silence of the controller after which a rank gives up (it limits every call too).
+
+    None: medians of earlier calls limit calls, and the controller may not stay stopped."""
     transfer_seconds: float = 60.0
     """Limit of one released transfer, for the operations that move bytes."""
     heartbeat_seconds: float = 120.0
@@ -65,6 +67,8 @@ class SessionSettings:
     """Turns on CURVE; the same on every rank (SPMDFLOW_SECRET)."""
     launcher: int | None = None
     """Pid of the parent whose end ends this process (runtime/process.py); None: the current one."""
+    on_met: Callable[[], None] = lambda: None
+    """Called by the main thread when all ranks have met."""
     unwinds: bool = False
     """A failure that leaves every process alive ends the session (RunFailed), not the processes."""
     on_failure: Callable[[RunFailed], None] | None = None

@@ -28,6 +28,7 @@ from spmdflow.runtime.order import Transport
 from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.process import Process, Signals, outlive_launcher
 from spmdflow.runtime.rendezvous import SessionSettings, meet
+from spmdflow.runtime.stacks import stacks_on_signal, stacks_path
 from spmdflow.runtime.wire import Endpoint, Hub
 
 logger = logging.getLogger(__name__)
@@ -69,10 +70,12 @@ def run_session(
         remove_old_reports(settings.run_dir)
     found = meet(dist.distributed_c10d._get_default_store(), rank, settings)
     hub = found.hub
+    settings.on_met()
     with contextlib.ExitStack() as at_end:
         at_end.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(_SWITCH_SECONDS)
         signals = at_end.enter_context(Signals())
+        at_end.enter_context(stacks_on_signal(stacks_path(settings.run_dir, rank)))
         endpoint = Endpoint(
             found.address,
             rank,

@@ -29,8 +29,9 @@ from spmdflow.runtime.failure import (
 )
 from spmdflow.runtime.order import Order, Pending
 from spmdflow.runtime.peers import Ledger, Peers
-from spmdflow.runtime.process import dump_stacks
 from spmdflow.runtime.rendezvous import SessionSettings
+from spmdflow.runtime.stacks import dump_stacks, line_in_stacks, stacks_path
+from spmdflow.runtime.stall import Stalls
 from spmdflow.runtime.wire import Hub, Kind
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,12 @@ class Verdict:
         self.unwinding = set(settings.ranks)
         """Ranks that have not left their lanes yet."""
         self._due = float("inf")
+        self.stalls = Stalls(peers, ledger, settings, fail=self.add, show=self.show_stacks)
+
+    def show_stacks(self, silent: list[int]) -> None:
+        """Let every rank write its stacks; those of silent ranks are asked for by a signal."""
+        for rank in self.settings.ranks:
+            self._hub.send(rank, self._hub.seal(Kind.LOOK, silent))
 
     def add(self, failure: Failure) -> None:
         """Note a failure; the first one starts the clock."""
@@ -122,15 +129,16 @@ class Verdict:
     def execute(self, pending: Iterable[Pending]) -> None:
         """End the run on every rank; pending are told, then the caller ends this process."""
         self._add_stopped_ranks(time.monotonic())
+        self._add_culprit(time.monotonic())
+        stopped = [failure.rank for failure in self.failures if failure.kind == "stopped"]
+        self.peers.kill(stopped)  # they write their stacks first
         cause, path = self._write_cause()
         report(cause, self.failures, path)
-        stopped = [failure.rank for failure in self.failures if failure.kind == "stopped"]
         abort = self._hub.seal(Kind.ABORT, stopped)
         for rank in self.settings.ranks[1:]:
             self._hub.send(rank, abort)
-        for rank in stopped:
-            self.peers.kill(rank)
-        dump_stacks(path.parent / f"stacks-rank{self.settings.controller_rank}.txt")
+        own = stacks_path(path.parent, self.settings.controller_rank)
+        dump_stacks(own, f"the end: {cause.sentence()}")
         for waiting in pending:
             waiting.fail(RunFailed(cause.sentence()))
         self._tell(cause)
@@ -158,6 +166,14 @@ class Verdict:
             if stopped and not self._is_known("stopped", rank):
                 self.add(self._about("stopped", rank, f"does not answer: {stopped}"))
 
+    def _add_culprit(self, now: float) -> None:
+        """A rank that reports its own limit may only wait for another one, which comes first."""
+        late = first_cause(self.failures)
+        if late.kind == "deadline" and not late.line:  # not named by `Stalls` itself
+            culprit = self.stalls.culprit_or_none(late, now)
+            if culprit is not None:
+                self.failures.insert(0, culprit)
+
     def _stopped(self, rank: int, now: float, *, silence_counts: bool) -> str | None:
         silent = 3 * self.settings.beat_seconds if silence_counts else float("inf")
         return self.peers.stopped(rank, now, silent_seconds=silent)
@@ -172,7 +188,10 @@ class Verdict:
         return Failure(kind, rank, cause + also, order.label, order.number, order.lane)
 
     def _with_line(self, failure: Failure) -> Failure:
-        """The failure with the script's line of the call that the rank was running."""
+        """The failure with the script's line of its call, and where its rank's Python was."""
+        if failure.kind in ("stopped", "deadline") and not failure.where:
+            path = stacks_path(self.settings.run_dir, failure.rank)
+            failure = replace(failure, where=line_in_stacks(path))
         for order in self.ledger.running(failure.rank):
             if (order.number, order.lane) == (failure.number, failure.lane):
                 return replace(failure, line=order.line)
@@ -190,8 +209,7 @@ class Verdict:
             if sent and not self.peers.local_survivors():
                 return
             time.sleep(0.02)
-        for rank in self.peers.local_survivors():
-            self.peers.kill(rank)
+        self.peers.kill(self.peers.local_survivors())
 
 
 _SIGTERM_SECONDS = 2.0

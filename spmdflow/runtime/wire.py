@@ -66,9 +66,9 @@ class Kind(enum.IntEnum):
     HELLO = 1  # r -> c: connected
     WELCOME = 2  # c -> r: everybody is connected; the peers on your node
     COMMAND = 3  # c -> r: [ticket, number, lane, label, seconds, payload]
-    REPLY = 4  # r -> c: [ticket, payload]
+    REPLY = 4  # r -> c: [ticket, payload, fields of a Took]
     FAILURE = 5  # r -> c: a Failure
-    BEAT = 6  # both: alive
+    BEAT = 6  # both: alive; r -> c: what its lanes do (runtime/stall.py)
     TERM = 7  # r -> c: SIGTERM arrived here
     ABORT = 8  # c -> r: [ranks to kill]; dump stacks and exit
     CLOSE = 9  # c -> r: finish what you have, then BYE
@@ -76,6 +76,7 @@ class Kind(enum.IntEnum):
     ENDED = 11  # r -> c: [rank, how]: a neighbour's process, seen where the controller is not
     UNWIND = 12  # c -> r: the Failure that ended the run; drop what waits, leave the lanes
     UNWOUND = 13  # r -> c: both lanes have ended; CLOSE follows when all have said so
+    LOOK = 14  # c -> r: [ranks that do not answer]; write stacks, theirs on a signal
 
 
 _KINDS = {int(kind): kind for kind in Kind}

@@ -35,8 +35,10 @@ KEYS_AND_TYPES = {
     "run.seed=0",
     "data.shuffle=maybe": "command line: data.shuffle got 'maybe' (str), expected bool; give one, "
     "such as data.shuffle=true",
-    "run.call_seconds=many": "command line: run.call_seconds got 'many' (str), expected float; "
-    "give one, such as run.call_seconds=3600.0",
+    "run.start_seconds=many": "command line: run.start_seconds got 'many' (str), expected float; "
+    "give one, such as run.start_seconds=600.0",
+    "run.call_seconds=many": "run.call_seconds: got 'many', expected auto or seconds, more than 0; "
+    "set run.call_seconds=600, or leave it",
     "total_steps": "command line: got 'total_steps', expected key=value with a dotted key; give "
     "lists whole, as in actor.optimizer.betas=[0.9,0.95]",
     "run.name=[1": "command line: got 'run.name=[1', expected a value in YAML; quote it or close "

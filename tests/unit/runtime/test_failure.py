@@ -103,7 +103,13 @@ def test_failure_file_in_a_folder_that_cannot_be_made_is_no_second_failure(tmp_p
 
 
 def test_reports_of_an_earlier_start_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    old = ["failure.json", "failure-rank3.json", "stacks-rank0.txt"]
+    old = [
+        "failure.json",
+        "failure-rank3.json",
+        "stacks-rank0.txt",
+        "stacks-rank0.nccl",
+        "status.json",
+    ]
     for name in [*old, "metrics.jsonl"]:
         (tmp_path / name).touch()
 

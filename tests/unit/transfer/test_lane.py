@@ -28,7 +28,7 @@ class Told:
             raise ValueError(number)
         return {}
 
-    def reply(self, ticket: int, payload: dict[str, Any]) -> None:
+    def reply(self, ticket: int, payload: dict[str, Any], took: list[float]) -> None:
         self.answers.append(ticket)
 
     def fail(self, failure: Failure) -> None:

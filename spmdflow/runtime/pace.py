@@ -1,0 +1,92 @@
+"""How long calls take, and what follows from it: limits, and ranks that are slow. Pure.
+
+Seconds are durations, each measured by one rank on its own clock; the time that a rank waited for
+rows does not count. `Pace` keeps the last calls of each kind (label and phase).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+LOOK_SECONDS, LOOK_FACTOR = 60.0, 5.0
+"""A call is looked at after this time, or after so many medians if that is longer."""
+LIMIT_SECONDS, LIMIT_FACTOR = 75.0, 10.0
+"""The same for the end of the run (run.call_seconds=auto)."""
+FEWEST_CALLS = 3
+"""Without as many calls before it, a call has no limit of its own."""
+BOUNDED = ("call", "map", "join", "fetch")
+"""Operations whose limits come from medians; a disk, a hub or a compiler may take its time."""
+_KEPT, _SLOW_FACTOR, _SLOW_SECONDS = 10, 1.5, 10.0
+
+Key = tuple[str, str]
+"""Label and phase of a call."""
+
+
+@dataclass(frozen=True)
+class Took:
+    """How long one rank took for one call."""
+
+    seconds: float
+    """Without the time in which it waited for rows."""
+    waited: float = 0.0
+    """Of these: seconds in which it waited for other ranks, in a collective."""
+
+
+class Pace:
+    """The durations of recent calls."""
+
+    def __init__(self) -> None:
+        self._calls: defaultdict[Key, deque[Mapping[int, Took]]] = defaultdict(
+            lambda: deque(maxlen=_KEPT)
+        )
+
+    def note(self, key: Key, took: Mapping[int, Took]) -> None:
+        """Note a finished call: how long each of its ranks took."""
+        self._calls[key].append(took)
+
+    def medians(self) -> dict[Key, float]:
+        """Median seconds of every kind of call; of each call, its slowest rank counts."""
+        return {key: median(map(_longest, calls)) for key, calls in self._calls.items()}
+
+    def look_after(self, key: Key) -> float:
+        """Seconds after which a call is worth a line."""
+        known = self._calls.get(key, ())
+        return max(LOOK_SECONDS, LOOK_FACTOR * median(map(_longest, known)) if known else 0.0)
+
+    def limit_or_none(self, key: Key) -> float | None:
+        """Seconds after which a call counts as hung; None: there were too few to tell."""
+        known = self._calls.get(key, ())
+        if len(known) < FEWEST_CALLS:
+            return None
+        return max(LIMIT_SECONDS, LIMIT_FACTOR * median(map(_longest, known)))
+
+    def slow_rank_or_none(self, key: Key) -> tuple[int, float, float] | None:
+        """The rank that holds up recent calls: (rank, its own seconds, median of the others').
+
+        Own seconds are those in which a rank did not wait for others, summed over the calls on
+        record that were made on the same ranks as the last one.
+        """
+        calls = self._calls[key]
+        ranks = calls[-1].keys() if calls else ()
+        alike = [took for took in calls if took.keys() == ranks]
+        if len(ranks) < 2 or len(alike) < FEWEST_CALLS:
+            return None
+        own = {
+            rank: sum(took[rank].seconds - took[rank].waited for took in alike) for rank in ranks
+        }
+        slowest = max(own, key=lambda rank: own[rank])
+        others = median(seconds for rank, seconds in own.items() if rank != slowest)
+        if own[slowest] < max(_SLOW_FACTOR * others, others + _SLOW_SECONDS):
+            return None
+        return slowest, own[slowest], others
+
+    def forget(self, key: Key) -> None:
+        """Begin again: what is known of these calls has been told."""
+        del self._calls[key]
+
+
+def _longest(took: Mapping[int, Took]) -> float:
+    return max(each.seconds for each in took.values())

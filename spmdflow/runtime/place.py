@@ -1,0 +1,114 @@
+"""Where a lane of a rank is, and which rank a call waits for. Knows no messages.
+
+`place_of` reads the stack of a thread. `blame` is given what every rank of a call does and says
+which of them the others wait for.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+
+from spmdflow.runtime.failure import is_own
+
+CODE, PEERS, ROWS = "running", "in a collective", "waiting for rows"
+DONE, QUEUED, STOPPED, SILENT = "done", "not begun", "stopped", "silent"
+"""What a rank does in a call."""
+
+_STORE = os.path.join("data", "store.py")
+_COLLECTIVES = os.path.join("torch", "distributed", "")
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank does in a call."""
+
+    kind: str
+    text: str = ""
+    """Where its Python is; of a rank that runs no code, how it is."""
+    line: str = ""
+    """Where it was last seen: "file:line in function: text"."""
+
+
+def place_of(thread: int, until: CodeType | None, *, with_line: bool = True) -> Place | None:
+    """What a thread does in its frames inside `until` (None: in all); None if it has none.
+
+    The line is the innermost one of the user's code, else of any that is not torch.distributed's.
+    """
+    innermost = sys._current_frames().get(thread)
+    inside: list[FrameType] = []  # innermost first
+    frame = innermost
+    while frame is not None and frame.f_code is not until:
+        inside.append(frame)
+        frame = frame.f_back
+    if not inside or (frame is None and until is not None):
+        return None
+    kind = CODE
+    if _COLLECTIVES in _file(inside[0]) or ".wait(" in _text(inside[0]):
+        kind = PEERS
+    elif any(each.f_code.co_name == "wait" and _file(each).endswith(_STORE) for each in inside):
+        kind = ROWS
+    if not with_line:
+        return Place(kind)
+    own = [each for each in inside if is_own(_file(each))]
+    other = [each for each in inside if _COLLECTIVES not in _file(each)]
+    shown = (own or other or inside)[0]
+    name = shown.f_code.co_name
+    line = f"{_file(shown)}:{shown.f_lineno} in {name}: {_text(shown)}"
+    return Place(kind, line, line)
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename
+
+
+def _text(frame: FrameType) -> str:
+    return linecache.getline(_file(frame), frame.f_lineno).strip()
+
+
+def blame(doing: Mapping[int, Place]) -> tuple[list[int], str]:
+    """The ranks that a call waits for, and why; none while it waits for rows or for its turn.
+
+    doing: what every rank of the call does.
+    """
+    kinds: dict[str, list[int]] = {}
+    for rank, place in sorted(doing.items()):
+        kinds.setdefault(place.kind, []).append(rank)
+    for kind in (STOPPED, SILENT):
+        if kind in kinds:
+            return kinds[kind], f"its {doing[kinds[kind][0]].text}"
+    waiting, done, busy = kinds.get(PEERS, []), kinds.get(DONE, []), kinds.get(CODE, [])
+    if ROWS in kinds or QUEUED in kinds or not (waiting or busy):
+        return [], ""
+    where = f"{named(waiting)} in a collective at {doing[waiting[0]].text}" if waiting else ""
+    if busy:
+        others = f"; {named(waiting)} in a collective, waiting" if waiting else ""
+        return busy, f"it is at {doing[busy[0]].text}{others}"
+    if done and len(done) <= len(waiting):
+        return done, f"it has finished this call and left out a collective: {where}"
+    if done:
+        return waiting, f"it is in a collective that {named(done)} left out: {where}"
+    lines: dict[str, list[int]] = {}
+    for rank in waiting:
+        lines.setdefault(doing[rank].text, []).append(rank)
+    line, ranks = min(lines.items(), key=lambda item: len(item[1]))
+    if len(lines) == 1:
+        return ranks, f"all its ranks are in one collective (network or device): {where}"
+    other = next(other for other in lines if other != line)
+    return ranks, f"it is in a collective at {line}, {named(lines[other])} in one at {other}"
+
+
+def named(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0-2, 5"; ranks ascend."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    texts = [f"{first}-{last}" if last > first else f"{first}" for first, last in spans]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"

@@ -1,0 +1,96 @@
+"""Names a rank of this node that dies before the session stands: then nobody else could.
+
+A thread from the first lines of `main` to the rendezvous. It waits for the other children of
+torchrun's agent to end, and reads how before the agent does. The agent then sends SIGTERM to all;
+until here it is blocked, so that the thread can write RUN_DIR/failure.json first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+import time
+from pathlib import Path
+
+from spmdflow.runtime.failure import Failure, as_record, report, write_failure
+from spmdflow.runtime.process import Process, leave
+
+_LOOK_SECONDS = 0.2
+_TERM_SECONDS = 1.0
+"""SIGTERM may come a moment before the end that it follows from is seen."""
+_SETTINGS_SECONDS, _LEAVE_SECONDS = 20.0, 3.0
+_QUIET_ENDS = ("exited with status 0", "exited with status 2")
+"""A rank that refuses its settings says so itself."""
+
+
+class StartWatch:
+    """Watches the ranks of this node while they start."""
+
+    def __init__(self, launcher: int) -> None:
+        """launcher: pid of the agent. Called by the main thread before any other thread runs."""
+        self.run_dir: Path | None = None
+        """Set once it is known."""
+        self.launcher, self._begun = launcher, time.time()
+        self._over = threading.Event()
+        self._ranks: dict[int, tuple[int, Process]] = {}
+        self._poll = select.poll()
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        self._thread = threading.Thread(target=self._run, name="start", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """The session stands: it names who dies (main thread)."""
+        self._over.set()
+        self._thread.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def _run(self) -> None:
+        terminated = float("inf")
+        while not self._over.is_set():
+            self._find()
+            for descriptor, _ in self._poll.poll(1000 * _LOOK_SECONDS):
+                rank, process = self._ranks.pop(descriptor)
+                how = process.end_cause_or_none() or "ended (signal or status unknown)"
+                self._poll.unregister(descriptor)
+                os.close(descriptor)
+                if how not in _QUIET_ENDS:
+                    self._name(rank, f"process {process.pid} {how}, before all ranks had met")
+            if signal.sigtimedwait({signal.SIGTERM}, 0) is not None:
+                terminated = time.monotonic()
+            if time.monotonic() > terminated + _TERM_SECONDS:
+                leave(128 + signal.SIGTERM)
+        for descriptor in self._ranks:
+            os.close(descriptor)
+
+    def _find(self) -> None:
+        """Watch children of the agent that have become ranks."""
+        known = {process.pid for _, process in self._ranks.values()} | {os.getpid()}
+        for entry in Path(f"/proc/{self.launcher}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                for pid in map(int, entry.read_text().split()):
+                    if pid in known:
+                        continue
+                    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                    rank = next((word[5:] for word in words if word.startswith(b"RANK=")), None)
+                    if rank is not None:
+                        descriptor = os.pidfd_open(pid)
+                        self._ranks[descriptor] = int(rank), Process.of(pid)
+                        self._poll.register(descriptor, select.POLLIN)
+
+    def _name(self, rank: int, cause: str) -> None:
+        """Write and print a death, unless another rank has; then leave."""
+        until = time.monotonic() + _SETTINGS_SECONDS
+        while self.run_dir is None and time.monotonic() < until:
+            time.sleep(0.05)
+        failure = Failure("death", rank, cause)
+        path = (self.run_dir or Path()) / "failure.json"
+        if self.run_dir is None:
+            report(failure, [], path)
+        elif not (path.exists() and path.stat().st_mtime >= self._begun):
+            write_failure(path, as_record(failure, []))
+            report(failure, [], path)
+        time.sleep(_LEAVE_SECONDS)
+        leave(1)

@@ -1,0 +1,132 @@
+"""`python -m spmdflow.status RUN_DIR`: what a live run does now, seen from another terminal.
+
+Reads files in RUN_DIR only, so any node that shares the folder will do: status.json, which rank 0
+rewrites every few seconds, metrics.jsonl, failure.json and the stacks. On a node of the run it also
+asks the kernel for the state of its processes, so a rank 0 that stands is told from a slow disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spmdflow.runtime.place import named
+from spmdflow.runtime.process import Process
+from spmdflow.runtime.status_file import STATUS_FILE, WANTED_FILE
+from spmdflow.tracking.progress import stage_seconds
+from spmdflow.tracking.tracker import read_lines
+
+ALIVE, NOTHING = 0, 2
+_OLD_SECONDS, _STACK_SECONDS = 20.0, 12.0
+State = Mapping[str, Any]
+"""The content of status.json (`Stalls.state` in runtime/stall.py)."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the state of a run; exit code 2 if none is alive in RUN_DIR."""
+    parser = argparse.ArgumentParser(prog="python -m spmdflow.status", description=__doc__)
+    parser.add_argument("run_dir", type=Path, help="folder of the run")
+    parser.add_argument("--stacks", action="store_true", help="let every rank write its stacks")
+    options = parser.parse_args(arguments)
+    run_dir, state = options.run_dir, _read(options.run_dir / STATUS_FILE)
+    if options.stacks and state:
+        _ask_for_stacks(run_dir, state)
+    sys.stdout.write("\n".join(status_text(run_dir, state, time.time())) + "\n")
+    return ALIVE if state else NOTHING
+
+
+def status_text(run_dir: Path, state: State | None, now: float) -> Iterator[str]:
+    """The lines to print; now: seconds since 1970."""
+    yield _last_step(run_dir, now)
+    if state:
+        yield from _live(state, now)
+    else:
+        yield f"no run is alive: {run_dir / STATUS_FILE} is not there, expected in a live RUN_DIR"
+    for path in sorted(run_dir.glob("failure*.json")):
+        failure = _read(path) or {}
+        call = f"{failure.get('role')}.{failure.get('method')} (call {failure.get('call')})"
+        where = f"; its Python was at {failure['where']}" if failure.get("where") else ""
+        cause = f"rank {failure.get('rank')}, {call}: {failure.get('cause')}"
+        yield f"{path.name}: {cause}{where}"
+    written = [path for path in sorted(run_dir.glob("stacks-rank*.txt")) if path.stat().st_size]
+    if written:
+        yield f"stacks: {', '.join(path.name for path in written)}"
+
+
+def _live(state: State, now: float) -> Iterator[str]:
+    ranks, age = state["ranks"], now - state["written"]
+    head = f"{len(ranks)} ranks; rank {state['controller']} (the controller) wrote this {age:.0f} s"
+    yield f"{head} ago" + (": IT STANDS, or its disk does" if age > _OLD_SECONDS else "")
+    for rank, facts in ranks.items():
+        process, silent = _process(facts), state["written"] - facts["heard"]
+        is_held = process.is_local() and (process.is_stopped() or process.has_ended())
+        if is_held or silent > _OLD_SECONDS:
+            end = "has ended" if process.has_ended() else f"was silent for {silent:.0f} s then"
+            known = end if not process.is_stopped() else "does not run"
+            yield f"  rank {rank}: {known}; {process.describe()}"
+    for call in state["calls"]:
+        usual = f"{call['median']:.2g} s" if call["median"] is not None else "unknown"
+        name = f"{call['label']} (call {call['call']}, {call['lane']} lane)"
+        where = f", called at {call['line']}" if call["line"] else ""
+        yield f"{name} for {max(0.0, now - call['since']):.1f} s, median {usual}{where}"
+        groups: dict[str, list[int]] = {}
+        for rank, (kind, text) in call["ranks"].items():
+            groups.setdefault(f"{kind}: {text}", []).append(int(rank))
+        yield from (f"  {named(sorted(of))} {text}" for text, of in groups.items())
+        held_up, why = call["waits_for"]
+        if held_up:
+            yield f"  waits for {named(held_up)}: {why}"
+    if not state["calls"]:
+        yield f"no call runs; the script is at {state['script']}"
+    for rank, label in state["slow"]:
+        yield f"rank {rank} is slow in {label}"
+    if medians := state["medians"]:
+        yield "medians: " + ", ".join(f"{name} {s:.2g} s" for name, s in medians.items())
+
+
+def _last_step(run_dir: Path, now: float) -> str:
+    path = run_dir / "metrics.jsonl"
+    records = read_lines(path)
+    if not records:
+        return f"{run_dir}: no step is done"
+    last = records[-1]
+    rate = last.get("perf/tokens_per_second")
+    parts = [f"{name} {seconds:.2g} s" for name, seconds in stage_seconds(last).items()]
+    parts = [f"{last.get('time/step_seconds', 0.0):.2g} s", *parts]
+    parts += [f"{rate:.0f} tokens/s"] if rate else []
+    ago = now - path.stat().st_mtime
+    return f"{run_dir}: step {last['step']:.0f} done {ago:.0f} s ago ({', '.join(parts)})"
+
+
+def _ask_for_stacks(run_dir: Path, state: State) -> None:
+    """Signal the ranks of this node, let the controller ask the others, wait for the files."""
+    asked = time.time()
+    away = [rank for rank, facts in state["ranks"].items() if not _process(facts).show_stacks()]
+    if away:
+        (run_dir / WANTED_FILE).touch()
+    files = [run_dir / f"stacks-rank{rank}.txt" for rank in state["ranks"]]
+    while time.time() < asked + _STACK_SECONDS:
+        if all(path.exists() and path.stat().st_mtime >= asked - 1.0 for path in files):
+            return
+        time.sleep(0.2)
+
+
+def _process(facts: Mapping[str, Any]) -> Process:
+    return Process(facts["pid"], facts["start_ticks"], facts["node"])
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""A rank that is killed before all have met is named by the ranks of its node."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.algos.runs import finish, log_of, torchrun
+
+
+def _ranks(agent: int) -> dict[int, int]:
+    """Pid of each rank that an agent has started."""
+    found = {}
+    for file in Path(f"/proc/{agent}/task").glob("*/children"):
+        for pid in file.read_text().split():
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                found |= {int(word[5:]): int(pid) for word in words if word.startswith(b"RANK=")}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("victim", "seconds"),
+    [
+        (1, 1.0),
+        *[
+            pytest.param(victim, seconds, marks=pytest.mark.slow)
+            for victim in (0, 2)
+            for seconds in (0.05, 0.5, 2.0, 4.0, 6.0)
+        ],
+    ],
+)
+def test_rank_that_is_killed_in_the_start_is_named_with_its_signal(
+    tmp_path: Path, victim: int, seconds: float
+) -> None:
+    run_dir = tmp_path / "run"
+    run = torchrun(run_dir, "total_steps=2", num_ranks=3)
+    try:
+        until = time.monotonic() + 60.0
+        while len(ranks := _ranks(run.pid)) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(seconds)
+        os.kill(ranks[victim], signal.SIGKILL)
+    finally:
+        status = finish(run, seconds=60)
+
+    assert status == 1
+    failure = json.loads((run_dir / "failure.json").read_text())
+    assert (failure["rank"], failure["kind"]) == (victim, "death"), log_of(run_dir).read_text()
+    assert "killed by SIGKILL" in failure["cause"]
+    assert log_of(run_dir).read_text().count("RUN FAILED") == 1

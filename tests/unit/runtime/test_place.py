@@ -1,0 +1,120 @@
+"""Where a thread is, and which rank the others wait for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from spmdflow.data.store import RowCondition
+from spmdflow.runtime.place import (
+    CODE,
+    DONE,
+    PEERS,
+    QUEUED,
+    ROWS,
+    SILENT,
+    STOPPED,
+    Place,
+    blame,
+    named,
+    place_of,
+)
+
+LOOP, SUM = Place(CODE, "own.py:3 in loop: pass"), Place(PEERS, "own.py:9 in step: all_reduce(x)")
+
+
+def test_stopped_and_silent_ranks_explain_everything() -> None:
+    held = Place(STOPPED, "process 7 is stopped (state T)")
+
+    assert blame({0: SUM, 1: held, 2: LOOP}) == ([1], "its process 7 is stopped (state T)")
+    assert blame({0: SUM, 1: Place(SILENT, "process 7"), 2: held})[0] == [2]
+    assert blame({0: Place(QUEUED), 1: held})[0] == [1]
+
+
+def test_rank_in_its_own_code_is_waited_for_by_those_in_a_collective() -> None:
+    ranks, why = blame({0: SUM, 1: LOOP, 2: SUM})
+
+    assert ranks == [1]
+    assert why == f"it is at {LOOP.text}; ranks 0, 2 in a collective, waiting"
+
+
+def test_rank_that_finished_without_the_collective_of_the_others_is_named() -> None:
+    done = Place(DONE, "finished after 0.1 s, 60 s ago")
+
+    assert blame({0: SUM, 1: done, 2: SUM})[0] == [1]
+    ranks, why = blame({0: done, 1: SUM, 2: done})
+    assert ranks == [1] and "that ranks 0, 2 left out" in why
+    assert blame({0: done, 1: done}) == ([], "")
+
+
+def test_rank_in_another_collective_is_the_odd_one() -> None:
+    other = Place(PEERS, "own.py:12 in step: broadcast(x)")
+
+    assert blame({0: SUM, 1: SUM, 2: other})[0] == [2]
+    assert "network" in blame({0: SUM, 1: SUM})[1]
+
+
+def test_call_that_waits_for_rows_or_its_turn_waits_for_no_rank() -> None:
+    assert blame({0: SUM, 1: Place(ROWS)}) == ([], "")
+    assert blame({0: SUM, 1: Place(QUEUED)}) == ([], "")
+
+
+def test_ranks_are_named_as_spans() -> None:
+    assert [named(r) for r in ([3], [0, 1, 2, 5], [1, 3])] == [
+        *("rank 3", "ranks 0-2, 5", "ranks 1, 3"),
+    ]
+
+
+def _lane(step: object) -> None:
+    step()  # type: ignore[operator]
+
+
+def _wait_for_event(event: threading.Event) -> None:
+    event.wait(10.0)
+
+
+@pytest.fixture
+def event() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def _started(step: object) -> threading.Thread:
+    thread = threading.Thread(target=_lane, args=(step,), daemon=True)
+    thread.start()
+    return thread
+
+
+def _place_of(thread: threading.Thread, name: str) -> Place:
+    """The place of a thread once it is in the function `name` (it needs a moment)."""
+    while True:
+        place = place_of(thread.ident or 0, _lane.__code__)
+        if place is not None and f"in {name}:" in place.line:
+            return place
+
+
+def test_line_is_the_innermost_one_of_the_users_code(event: threading.Event) -> None:
+    place = _place_of(_started(lambda: _wait_for_event(event)), "_wait_for_event")
+
+    assert place.kind == CODE
+    assert place.line.startswith(__file__)
+    assert place.line.endswith("in _wait_for_event: event.wait(10.0)")
+
+
+def test_wait_for_rows_and_for_peers_are_told_apart(event: threading.Event) -> None:
+    store = dist.HashStore()
+    peers = _place_of(_started(lambda: store.wait(["never"])), "<lambda>")
+    arrival = RowCondition()
+    thread = _started(lambda: arrival.wait_until(event.is_set, 10.0))
+
+    assert peers.kind == PEERS
+    store.set("never", "now")
+    assert _place_of(thread, "<lambda>").kind == CODE  # an early method waits, not for rows
+    event.set()
+    arrival.wake()
+    thread.join(5.0)
+    assert place_of(thread.ident or 0, _lane.__code__) is None
