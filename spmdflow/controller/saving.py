@@ -64,7 +64,7 @@ class Saving:
         self.due = False
         """Whether the running step ends with a checkpoint."""
         self._sealing: Future[None] | None = None
-        self._seconds = run.call_seconds
+        self._seconds = run.longest_call
 
     def resume(self, caller: Caller, groups: Groups) -> dict[str, Any] | None:
         """Load the checkpoint that the run continues from; returns the flow's state, or None.
