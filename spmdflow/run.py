@@ -36,7 +36,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from spmdflow.config.check import with_problems
-from spmdflow.config.leaf import schema_help
+from spmdflow.config.leaf import longest_call_of, schema_help
 from spmdflow.config.load import Loaded, load, load_script, schema_of
 from spmdflow.config.location import run_dir_of
 from spmdflow.config.parallel import batch_algebra
@@ -247,7 +247,9 @@ def _join_group(run: RunConfig) -> None:
     store.set_timeout(start)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=start)
     if own_device() != CPU:  # NCCL's communicators are made in the first calls
-        store.set_timeout(timedelta(seconds=max(run.start_seconds, run.longest_call)))
+        store.set_timeout(
+            timedelta(seconds=max(run.start_seconds, longest_call_of(run.call_seconds)))
+        )
 
 
 def _take_device(place: Place) -> None:

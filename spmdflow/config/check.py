@@ -20,6 +20,7 @@ from spmdflow.config.leaf import (
     Errors,
     SettingErrors,
     cache_of,
+    call_limit_of,
     check_bounds,
     leaves,
     micro_batch_of,
@@ -150,7 +151,7 @@ def _rules(cfg: Any, world_size: int | None, *, here: bool) -> Iterator[Rule]:
 
 def _check_run(cfg: Any, *, here: bool) -> None:
     for key, run in parts_of(cfg, RunConfig):
-        _ = run.call_limit  # refuses what is neither auto nor seconds
+        call_limit_of(run.call_seconds, f"{key}.call_seconds")
         if not run.name or Path(run.name).name != run.name:
             where, do = f"{key}.name", f"set {key}.dir for a path"
             raise ConfigError.of(where, repr(run.name), "a plain folder name", do)

@@ -141,6 +141,20 @@ def cache_of(text: str, key: str = "kv_cache") -> tuple[float, str]:
     raise ConfigError.of(key, repr(text), expected, f"set {key}='0.6 of free'")
 
 
+def call_limit_of(text: str, key: str = "run.call_seconds") -> float | None:
+    """ "600" -> 600.0, auto -> None: measured medians limit calls. ConfigError for the rest."""
+    found = re.fullmatch(r"\d+(\.\d+)?", str(text).strip())
+    if text == "auto" or (found and float(text) > 0):
+        return None if text == "auto" else float(text)
+    do = f"set {key}=600, or leave it"
+    raise ConfigError.of(key, repr(text), "auto or seconds, more than 0", do)
+
+
+def longest_call_of(text: str) -> float:
+    """Limit in seconds of all that waits for calls; an hour for auto."""
+    return call_limit_of(text) or 3600.0
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One setting of a tree: where it is, what it may be, what it is."""

@@ -17,7 +17,6 @@ from spmdflow.config.objective import (
     UpdateConfig,
     ValueLossConfig,
 )
-from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_names, engines_that_shard, option_names, options_doc
 from spmdflow.kind.generator import generator_names, generators_doc
 from spmdflow.kind.registry import TRACKERS
@@ -69,24 +68,6 @@ class RunConfig:
         "file of scripts/calibrate.py; none: this node's kind.",
         None,
     )
-
-    @property
-    def call_limit(self) -> float | None:
-        """call_seconds as a number; None for auto. ConfigError for anything else."""
-        if self.call_seconds == AUTO:
-            return None
-        try:
-            if (seconds := float(self.call_seconds)) > 0:
-                return seconds
-        except ValueError:
-            pass
-        key, expected = "run.call_seconds", "auto or seconds, more than 0"
-        raise ConfigError.of(key, repr(self.call_seconds), expected, f"set {key}=600, or leave it")
-
-    @property
-    def longest_call(self) -> float:
-        """Limit in seconds of all that waits for calls; an hour if call_seconds is auto."""
-        return self.call_limit or 3600.0
 
 
 class DataSettings:

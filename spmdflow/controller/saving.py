@@ -28,6 +28,7 @@ from spmdflow.checkpoint.manifest import (
 )
 from spmdflow.checkpoint.run_dir import Checkpoints
 from spmdflow.checkpoint.tensors import check_frozen
+from spmdflow.config.leaf import longest_call_of
 from spmdflow.config.schema import RunConfig
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.ending import Ending
@@ -64,7 +65,7 @@ class Saving:
         self.due = False
         """Whether the running step ends with a checkpoint."""
         self._sealing: Future[None] | None = None
-        self._seconds = run.longest_call
+        self._seconds = longest_call_of(run.call_seconds)
 
     def resume(self, caller: Caller, groups: Groups) -> dict[str, Any] | None:
         """Load the checkpoint that the run continues from; returns the flow's state, or None.

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from spmdflow.checkpoint.run_dir import open_run_dir
+from spmdflow.config.leaf import longest_call_of
 from spmdflow.config.location import to_yaml
 from spmdflow.config.placement import pools_of
 from spmdflow.controller.caller import Caller
@@ -83,7 +84,9 @@ def run_script(
         cfg.run,
         settings,
         check=partial(check_shared, transport, ranks),
-        verify=partial(verify_on_ranks, transport, ranks, seconds=cfg.run.call_seconds),
+        verify=partial(
+            verify_on_ranks, transport, ranks, seconds=longest_call_of(cfg.run.call_seconds)
+        ),
     )
     nodes = [transport.node_of(rank) for rank in ranks]
     caller = Caller(transport, cfg.run, ranks)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from spmdflow.checkpoint.run_dir import path_of
-from spmdflow.config.leaf import profiled_of
+from spmdflow.config.leaf import call_limit_of, longest_call_of, profiled_of
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import ConfigError, RunFailed, SpmdflowError
 from spmdflow.parallel.device import own_device
@@ -76,7 +76,7 @@ def start_run(
     """
     rank, world_size, run = dist.get_rank(), dist.get_world_size(), cfg.run
     ranks = tuple(range(world_size)) if ranks is None else ranks
-    groups = GroupTable(rank, timeout_seconds=run.longest_call)
+    groups = GroupTable(rank, timeout_seconds=longest_call_of(run.call_seconds))
     limit = timedelta(seconds=run.transfer_seconds)
     lane = dist.new_group(list(ranks), timeout=limit, backend="gloo")
     announcements = Announcements(dist.distributed_c10d._get_default_store(), rank)
@@ -127,7 +127,7 @@ class _Membership:
             run_dir=path_of(run),
             ranks=ranks,
             start_seconds=run.start_seconds,
-            call_seconds=run.call_limit,
+            call_seconds=call_limit_of(run.call_seconds),
             transfer_seconds=run.transfer_seconds,
             heartbeat_seconds=run.transfer_seconds,
             secret=around.secret,
@@ -175,7 +175,9 @@ def run_inproc(control: Control, cfg: Any) -> int:
     own_group = not dist.is_initialized()
     if own_group:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    state = _state(cfg, 0, GroupTable(0, timeout_seconds=cfg.run.longest_call), None)
+    state = _state(
+        cfg, 0, GroupTable(0, timeout_seconds=longest_call_of(cfg.run.call_seconds)), None
+    )
     controller = InprocTransport(state.operations())
     try:
         with stop_on_sigterm(controller):
@@ -197,7 +199,7 @@ def _state(
     run = cfg.run
     steps, ranks = profiled_of(run.profile_steps) if run.profile_steps else (range(0), ())
     settings = RankSettings(
-        *(rank, own_device(), run.seed, run.longest_call, path_of(run), announce),
+        *(rank, own_device(), run.seed, longest_call_of(run.call_seconds), path_of(run), announce),
         profiled=steps if rank in ranks else range(0),
     )
     transport = CountedTransport(lane, seconds=run.transfer_seconds)

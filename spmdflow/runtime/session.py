@@ -14,7 +14,7 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import distributed as dist
 
@@ -93,14 +93,18 @@ def run_session(
         threads = [*_run_lanes(comm, rank, operations_of), comm.thread, *threads]
         if comm.cause is not None:
             release()
-        for thread in threads:
-            thread.join(_JOIN_SECONDS)
-            assert not thread.is_alive(), f"thread {thread.name} has not ended"
+        _join(threads)
         if hub:
             hub.terminate()
     if comm.cause is not None:
         raise run_failed(comm.cause)
     return 0
+
+
+def _join(threads: Iterable[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(_JOIN_SECONDS)
+        assert not thread.is_alive(), f"thread {thread.name} has not ended"
 
 
 def _start_controller(
