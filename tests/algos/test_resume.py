@@ -6,16 +6,21 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.runtime.order import InprocTransport
 from tests.algos.runs import (
+    ROOT,
     SCRIPT,
     SMALL,
     check_prediction,
@@ -42,9 +47,13 @@ class Interrupted(Exception):
 
 
 def run(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch | None = None, *, stop_after: int = 0
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch | None = None,
+    *,
+    stop_after: int = 0,
+    words: Sequence[str] = (),
 ) -> int:
-    loaded = load(SCRIPT, None, [*SMALL, *SETTINGS, f"run.dir={run_dir}"])
+    loaded = load(SCRIPT, None, [*SMALL, *SETTINGS, *words, f"run.dir={run_dir}"])
     if monkeypatch is not None:
         count, real = 0, InprocTransport._run_order
 
@@ -81,6 +90,17 @@ def test_a_run_interrupted_anywhere_continues_to_the_same_bits(point, whole, tmp
         {k: (a.get(k), b.get(k)) for k in a.keys() | b.keys() if a.get(k) != b.get(k)}
         for a, b in zip(numbers_of(run_dir), numbers_of(whole), strict=False)
     ]
+
+
+def test_weights_from_torchs_distributed_checkpoint_begin_the_same_run(whole, tmp_path):
+    source, folder = ROOT / "algos" / "arithmetic" / "model", tmp_path / "model"
+    dcp.save({"model": load_file(source / "model.safetensors")}, checkpoint_id=folder, no_dist=True)
+    for path in source.glob("*.json"):
+        shutil.copy(path, folder)
+
+    run(tmp_path / "run", words=("total_steps=1", f"actor.model.path={folder}"))
+
+    assert numbers_of(tmp_path / "run") == numbers_of(whole)[:2]
 
 
 def test_sigterm_in_one_process_saves_the_running_step_and_the_restart_ends_the_same(

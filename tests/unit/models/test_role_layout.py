@@ -9,10 +9,12 @@ import pytest
 
 from spmdflow.config.leaf import defaults
 from spmdflow.config.schema import ActorConfig, RewardConfig
+from spmdflow.models.critic import CriticWorker
 from spmdflow.models.generator import GeneratorWorker
-from spmdflow.models.policy import ActorWorker, PolicyWorker
+from spmdflow.models.policy import ActorWorker, PolicyWorker, ReferenceWorker
 from spmdflow.models.reward import RewardWorker
 from spmdflow.parallel.layout import Layout
+from spmdflow.transfer.worker import any_layout, loads_any_layout
 from tests.unit.weight_shapes import TINY
 
 
@@ -92,3 +94,27 @@ def test_reward_function_is_data_parallel_whatever_its_engine_says() -> None:
     cfg.engine.layout, cfg.model = "t2", None
 
     assert RewardWorker.layout_of(cfg, (0, 1)) == Layout((0, 1), dp_size=2)
+
+
+class Own(PolicyWorker):
+    """A role that loads something of its own."""
+
+    def load_state(self, folder: Path) -> None:
+        """What its ranks saved."""
+        super().load_state(folder)
+
+
+class Moving(Own):
+    """A role whose own state any rank can read."""
+
+    @any_layout
+    def load_state(self, folder: Path) -> None:
+        """What any ranks saved."""
+        super().load_state(folder)
+
+
+def test_roles_resume_on_any_layout_and_a_load_state_of_ones_own_only_if_it_is_marked() -> None:
+    roles = (ActorWorker, CriticWorker, ReferenceWorker, RewardWorker, GeneratorWorker)
+
+    assert [each for each in roles if not loads_any_layout(each)] == []
+    assert not loads_any_layout(Own) and loads_any_layout(Moving)
