@@ -17,6 +17,7 @@ COMMANDS = {
     "plan": ("spmdflow.plan.__main__", "a dry run on no device: errors, bytes, memory, seconds"),
     "report": ("spmdflow.report", "the curves and figures of a RUN_DIR"),
     "status": ("spmdflow.status", "what a live run does: calls, ranks, lines of code, stacks"),
+    "replay": ("spmdflow.replay", "run a step again that a run kept, and name what differs"),
     "doctor": (
         "spmdflow.doctor.__main__",
         "what is installed, what works here, what is missing for what",

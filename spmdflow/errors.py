@@ -14,6 +14,7 @@ SpmdflowError
 |-- MessageError      a command or reply that is too large or not plain data
 |-- RewardError       a reward function raised, hung or returned an invalid value
 |-- WeightSyncError   rollout weights differ from the trainer's
+|-- GuardError        a condition of run.guards that ends the run
 |-- CheckpointError   a checkpoint that is missing, damaged or from another layout or program
 |-- DeadlineError     a wait that reached its limit
 `-- RunFailed         a rank failed; carries the first cause
@@ -78,6 +79,10 @@ class RewardError(SpmdflowError):
 
 class WeightSyncError(SpmdflowError):
     """Rollout weights differ from the trainer's; names the tensor."""
+
+
+class GuardError(SpmdflowError):
+    """A condition of run.guards that ends the run; names the metric, its limit, what to look at."""
 
 
 class CheckpointError(SpmdflowError):

@@ -30,9 +30,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from spmdflow.config.check import with_problems
@@ -99,6 +100,14 @@ class Place:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run this rank and return its exit code; words: the arguments, by default sys.argv's."""
+    return run_rank(partial(_load, sys.argv[1:] if words is None else words))
+
+
+def run_rank(load: Callable[[Place], tuple[Loaded, bool] | None]) -> int:
+    """Run what load(place) gives: a script with its settings, and whether in this process alone.
+
+    None: nothing is to be run. Returns the exit code of this rank.
+    """
     has_agent = AGENT_MARK in os.environ
     launcher = die_with_launcher() if has_agent else None
     if has_agent and launcher is None:
@@ -111,18 +120,24 @@ def main(words: Sequence[str] | None = None) -> int:
     allow_open_files()
     place = Place.from_environment()
     try:
-        arguments = parse_arguments(sys.argv[1:] if words is None else words)
-        if "help" in arguments.flags:
-            script = arguments.script
-            schema = PPOConfig if script is None else schema_of(load_script(script))
-            _say(place, _USAGE + schema_help(schema))
-            return FINISHED
-        loaded = _prepare(arguments, place)
+        found = load(place)
     except ConfigError as err:
         return _refuse(err, place)
+    if found is None:
+        return FINISHED
     if watch is not None:
-        watch.run_dir = run_dir_of(loaded.cfg.run)
-    return _launch(loaded, place, watch, inproc="inproc" in arguments.flags)
+        watch.run_dir = run_dir_of(found[0].cfg.run)
+    return _launch(found[0], place, watch, inproc=found[1])
+
+
+def _load(words: Sequence[str], place: Place) -> tuple[Loaded, bool] | None:
+    arguments = parse_arguments(words)
+    if "help" in arguments.flags:
+        script = arguments.script
+        schema = PPOConfig if script is None else schema_of(load_script(script))
+        _say(place, _USAGE + schema_help(schema))
+        return None
+    return prepare_rank(arguments, place), "inproc" in arguments.flags
 
 
 def parse_arguments(words: Sequence[str]) -> Arguments:
@@ -140,7 +155,7 @@ def _flag(word: str) -> str:
     return _FLAGS[word]
 
 
-def _prepare(arguments: Arguments, place: Place) -> Loaded:
+def prepare_rank(arguments: Arguments, place: Place) -> Loaded:
     """Load and check everything; ConfigError for what cannot work."""
     if arguments.script is None:
         expected, do = "one such as algos/ppo.py", "--help shows the usage"

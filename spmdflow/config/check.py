@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from spmdflow.config import model_folder, parallel
 from spmdflow.config.algorithm import TextConfig
 from spmdflow.config.data_source import check_sources, eval_prompts_of
+from spmdflow.config.guard import guard_of
 from spmdflow.config.leaf import (
     NOT_GIVEN,
     Errors,
@@ -155,6 +156,8 @@ def _check_run(cfg: Any, *, here: bool) -> None:
         if not run.name or Path(run.name).name != run.name:
             where, do = f"{key}.name", f"set {key}.dir for a path"
             raise ConfigError.of(where, repr(run.name), "a plain folder name", do)
+        for guard in run.guards:
+            guard_of(guard, f"{key}.guards")
         for tracker in run.trackers:
             if here and isinstance(TRACKERS.find(tracker), str):
                 _check_installed(f"{key}.trackers", tracker, extra=tracker)

@@ -202,7 +202,6 @@ class EvaluatedRolloutConfig(RolloutConfig):
 
     # Not settings: nothing is trained, so no weights are synchronised or compared.
     weights: ClassVar[str] = "copy"  # type: ignore[misc]
-    max_drift: ClassVar[None] = None  # type: ignore[misc]
 
     verify_every: int = setting(
         "Whether the generator's weights are compared with the files (0: no).", 1, at_least=0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from spmdflow.config.guard import DEFAULT_GUARDS
 from spmdflow.config.leaf import cache_of, follows, micro_batch_of, moved_parts, part, setting
 from spmdflow.config.objective import (
     AdvantageConfig,
@@ -63,6 +64,8 @@ class RunConfig:
     )
     sample_every: int = setting("Steps between sample tables (0: none).", 10, at_least=0)
     profile_steps: str | None = setting("Steps and ranks for torch.profiler: 3-5 on 0, 2.", None)
+    capture_step: int = setting("Step that is kept for spmdflow.replay (0: none).", 0, at_least=0)
+    guards: list[str] = setting("Metrics that warn, stop or skip: NAME < 1: stop.", DEFAULT_GUARDS)
     hardware: str | None = setting(
         "Hardware that placement=auto and predictions count with: a100_80gb, h100, h200, cpu, or a "
         "file of scripts/calibrate.py; none: this node's kind.",
@@ -289,9 +292,6 @@ class RolloutConfig(Precise):
     )
     verify_every: int = setting(
         "Weight syncs between checksum comparisons (0: never).", 1, at_least=0
-    )
-    max_drift: float | None = setting(
-        "Mean |log-prob| gap, rollout against trainer, that ends the run.", None, above=0
     )
     tokenizer_path: str = follows("data.tokenizer_path", "")  # to find stop strings
     max_prompt_tokens: int = follows("data.max_prompt_tokens", 0)

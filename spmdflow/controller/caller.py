@@ -29,6 +29,7 @@ from spmdflow.controller.result import (
     SourceRows,
     Transfers,
     input_of,
+    nothing,
 )
 from spmdflow.controller.waiting import Waiting, is_rollout
 from spmdflow.data.column import Column, join, read_message
@@ -55,6 +56,12 @@ class Caller:
         """Orders of the compute lane of the running step, in the order of the script."""
         self.scored: Batch | None = None
         """The last rows with a prompt, a response and a score as text; sample tables show them."""
+        self.learnt: Batch | None = None
+        """The last rows that an update of the running step was given."""
+        self.captured: list[tuple[CallRecord, RowResult | None, object]] | None = None
+        """Orders of a step that is kept (capsule.py), what they make and their inputs."""
+        self.is_skipped: Callable[[Batch], bool] | None = None
+        """Asked before an update: whether to leave it out (guarding.py)."""
         self.fetched_bytes: Counter[str] = Counter()
         self.row_ids = RowIds()
         self.waiting = Waiting()
@@ -86,6 +93,10 @@ class Caller:
         if batch is not None and is_rollout(target, spec):
             columns = {name: batch.column(other) for name, other in spec.instead.items()}
             return Batch(self, batch.ids, batch.parents, columns)
+        if batch is not None and spec.minibatches:
+            if self.is_skipped is not None and self.is_skipped(batch):
+                return nothing(f"{target.name}.{method}")
+            self.learnt = batch
         taken, instead = (given, {}) if batch is None else waiting.offer(target, spec, batch)
         plan = plan_method(
             target,
@@ -206,6 +217,8 @@ class Caller:
             raise
         record = CallRecord(number, label, phase, commands, pending, answering, self.step)
         self.records.append(record)
+        if self.captured is not None:
+            self.captured.append((record, result, kept))
         return pending
 
     def wait_for(self, result: RowResult) -> None:
@@ -223,13 +236,16 @@ class Caller:
         """Values of columns on the controller; the bytes are counted under `purpose`."""
         values = {}
         for name in names:
-            ref = batch.column(name)
-            column, ids = self._fetched(name, ref)
-            self.fetched_bytes[purpose] += column.values.nbytes
-            order = np.argsort(ids, kind="stable")
-            place = order[np.searchsorted(ids, ref.ids, sorter=order)]
-            values[name] = column.take(torch.from_numpy(place)).to_value()
+            values[name] = self.column(name, batch.column(name), purpose=purpose).to_value()
         return values
+
+    def column(self, name: str, ref: ColumnRef, *, purpose: str) -> Column:
+        """The rows that a reference names, on the controller."""
+        column, ids = self._fetched(name, ref)
+        self.fetched_bytes[purpose] += column.values.nbytes
+        order = np.argsort(ids, kind="stable")
+        place = order[np.searchsorted(ids, ref.ids, sorter=order)]
+        return column.take(torch.from_numpy(place))
 
     def _fetched(self, name: str, ref: ColumnRef) -> tuple[Column, Ids]:
         """The rows of a column, each once, and their ids, rank by rank."""

@@ -13,16 +13,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from spmdflow.checkpoint.manifest import CheckpointInfo
 from spmdflow.config.placement import Pool, pool_name_of
 from spmdflow.config.schema import DataSettings
 from spmdflow.controller.assignment import Target
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
+from spmdflow.controller.capsule import Capsule
 from spmdflow.controller.evaluation import Evaluation, Generate
 from spmdflow.controller.group import ResourcePool, WeightLink, WorkerGroup
+from spmdflow.controller.guarding import Guarding
 from spmdflow.controller.prompts import PromptStream, no_held_out_prompts
 from spmdflow.controller.saving import Saving
-from spmdflow.controller.step import Show, Step, counted_bytes, is_due
+from spmdflow.controller.step import HostMemory, Show, Step, counted_bytes, is_due
 from spmdflow.controller.transcript import Transcript
 from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.runtime.message import name_of
@@ -53,11 +56,14 @@ class Flow:
         backend: str,
         has_outside: bool = False,
         transcript: Transcript | None = None,
+        guarding: Guarding | None = None,
+        capsule: Capsule | None = None,
     ) -> None:
         """config: the script's settings. backend: of compute-lane groups.
 
         has_outside: whether ranks outside of the run help to make its groups, and wait for the
         last one. transcript: records commands and replies of the first steps.
+        guarding: the guards of the run. capsule: keeps one of its steps.
         """
         self.caller, self._config, self._pools, self._run_dir = caller, config, pools, run_dir
         self._saving, self._show = saving, show
@@ -65,6 +71,8 @@ class Flow:
         self.groups: dict[str, WorkerGroup] = {}
         self._links: list[WeightLink] = []
         self.kept: dict[str, Any] = {}
+        self._guarding, self._memory, self._capsule = guarding, HostMemory(), capsule
+        self._last_step: int | None = None
         self.step: Step | None = None
         self._evaluation = Evaluation(caller, self._links, config)
         self._first_evaluation: Callable[[int], dict[str, float]] | None = None
@@ -200,7 +208,10 @@ class Flow:
         if last is None:
             self._before_first_step()
             last = 0
-        for number in range(last + 1, total + 1):
+        for number in range(last + 1, (self._last_step or total) + 1):
+            if self._capsule is not None and self._capsule.step == number:
+                self._saving.finish()
+                self._capsule.begin(self.caller, self.groups, self._state(number - 1))
             self.step, self.caller.step = Step(number), number
             self._saving.ending.begin_step()
             yield self.step
@@ -299,6 +310,9 @@ class Flow:
         counted, before = counted_bytes(caller), self._counted
         self._metrics = metrics = step.metrics(caller.records)
         metrics |= {name: float(count - before[name]) for name, count in counted.items()}
+        metrics |= self._memory.metrics(caller.records)
+        if self._guarding is not None:
+            metrics |= self._guarding.metrics()
         self._counted = counted
         caller.waiting.learn(metrics)
         self._show.step(step.number, metrics)
@@ -307,6 +321,11 @@ class Flow:
             self._transcript.end_step(step.number, caller.records, transfers, metrics, moved)
         self._show.spans(step.number, [*caller.records, *transfers])
         self._show.samples(step.number, caller.scored)
+        if self._capsule is not None and self._capsule.step == step.number:
+            state = self._state(step.number)
+            self._capsule.end(caller, self.groups, state, transfers, metrics)
+        if self._guarding is not None:
+            self._guarding.end_step(step.number, metrics)
         caller.scored, caller.records = None, []
         self._saving.finish(wait=False)
         if self._saving.due:
@@ -322,11 +341,21 @@ class Flow:
             self._transcript.continue_from(state)
         self.caller.row_ids.next_id = state["next_id"]
         self.caller.waiting.drift = state.get("drift", ())
+        if self._guarding is not None and "guards" in state:
+            self._guarding.load_state_dict(state["guards"])
         for name, saved in state["kept"].items():
             self.kept[name].load_state_dict(saved)
         return int(state["step"])
 
+    def replay(self, checkpoint: CheckpointInfo) -> None:
+        """Continue from this checkpoint, for one step (spmdflow.replay)."""
+        self._saving.resumed_from, self._last_step = checkpoint, checkpoint.step + 1
+
     def _save(self, number: int) -> None:
+        self._saving.save(number, self.caller, self.groups, self._state(number), self._metrics)
+
+    def _state(self, number: int) -> dict[str, Any]:
+        """What a run that continues after a step needs besides the models."""
         kept = {
             name: thing.state_dict()
             for name, thing in self.kept.items()
@@ -334,7 +363,9 @@ class Flow:
         }
         state = {"step": number, "next_id": self.caller.row_ids.next_id, "kept": kept}
         state["drift"] = list(self.caller.waiting.drift)
-        self._saving.save(number, self.caller, self.groups, state, self._metrics)
+        if self._guarding is not None:
+            state["guards"] = self._guarding.state_dict()
+        return state
 
 
 def _check_every(what: str, every: object) -> None:

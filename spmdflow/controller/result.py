@@ -155,6 +155,12 @@ class ColumnRef:
         """The rows at these places."""
         return ColumnRef(self.result, self.ids[places], self.stored)
 
+    def row_bytes(self) -> np.ndarray:
+        """(B,) bytes of each row; of rows that a call has made."""
+        assert isinstance(self.result, RowResult), self.result.label
+        fact = self.result.facts[self.stored]
+        return fact.lengths_of(self.ids) * fact.spec.item_bytes
+
     def equals(self, other: ColumnRef) -> bool:
         """Whether both are the same column of the same rows."""
         same = self.result is other.result and self.stored == other.stored
@@ -230,6 +236,13 @@ class Result(Mapping[str, float]):
     def __repr__(self) -> str:
         state = "done" if self.pending.done else "pending"
         return f"Result({self.label}, {state})"
+
+
+def nothing(label: str) -> Result:
+    """The answer of an update that was left out: no metrics."""
+    pending = Pending(label, lambda _: None)
+    pending.resolve({0: {"value": {}}})
+    return Result(label, pending, (0,))
 
 
 Edge = tuple[int, int]

@@ -61,7 +61,7 @@ class Saving:
         self._checkpoints.clean()
         self.ending = Ending(run.max_seconds, age=Process.of(os.getpid()).age_seconds())
         self._metric = run.keep_best
-        self._resumed_from, self._reloads_frozen = checkpoint, run.resume == "reload_frozen"
+        self.resumed_from, self._reloads_frozen = checkpoint, run.resume == "reload_frozen"
         self.due = False
         """Whether the running step ends with a checkpoint."""
         self._sealing: Future[None] | None = None
@@ -72,7 +72,7 @@ class Saving:
 
         Each rank verifies what it reads.
         """
-        info = self._resumed_from
+        info = self.resumed_from
         if info is None:
             return None
         classes = {name: group.target.worker_class for name, group in groups.items()}

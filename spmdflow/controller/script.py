@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +17,9 @@ from spmdflow.config.leaf import longest_call_of
 from spmdflow.config.location import to_yaml
 from spmdflow.config.placement import pools_of
 from spmdflow.controller.caller import Caller
+from spmdflow.controller.capsule import Capsule
 from spmdflow.controller.flow import Flow, Stopped
+from spmdflow.controller.guarding import Guarding
 from spmdflow.controller.saving import Saving, check_shared, verify_on_ranks
 from spmdflow.controller.step import Show
 from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
@@ -92,6 +95,8 @@ def run_script(
     caller = Caller(transport, cfg.run, ranks)
     show = Show(cfg, run_dir.path, last_step=run_dir.last_step)
     saving = Saving(run_dir.path, run_dir.checkpoint, cfg.run, settings)
+    keeps = cfg.run.capture_step
+    file = Path(str(script.__file__))
     flow = Flow(
         caller,
         cfg,
@@ -102,6 +107,8 @@ def run_script(
         backend=backend_of(own_device()),
         has_outside=has_outside,
         transcript=Transcript(run_dir.path / TRANSCRIPT_FILE, ranks, nodes),
+        guarding=Guarding(cfg.run.guards, caller, run_dir.path),
+        capsule=Capsule(cfg.run, run_dir.path, settings, file) if keeps else None,
     )
     try:
         with saving.finishing():

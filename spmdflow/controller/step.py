@@ -127,6 +127,35 @@ def _seconds_by_method(records: Iterable[CallRecord]) -> dict[str, float]:
     return seconds
 
 
+_SETTLING_STEPS = 5
+"""Steps of a launch whose largest host memory is what later memory is compared with."""
+
+
+class HostMemory:
+    """Memory of the ranks' processes, and its growth since the first steps of the launch."""
+
+    def __init__(self) -> None:
+        self._first: Counter[int] = Counter()
+        self._num_steps = 0
+
+    def metrics(self, records: Iterable[CallRecord]) -> dict[str, float]:
+        """Of the rank with most; later also of the one that has grown most."""
+        replies = [item for record in records for item in record.replies.items()]
+        now = Counter(
+            {rank: reply["host_bytes"] for rank, reply in replies if "host_bytes" in reply}
+        )
+        if not now:
+            return {}
+        found = {"perf/host_bytes": float(max(now.values()))}
+        self._num_steps += 1
+        if self._num_steps <= _SETTLING_STEPS:
+            self._first |= now
+            return found
+        growth = {rank: size / self._first[rank] for rank, size in now.items() if self._first[rank]}
+        rank = max(growth, key=lambda rank: growth[rank])
+        return found | {"perf/host_growth": growth[rank], "perf/host_rank": float(rank)}
+
+
 def counted_bytes(caller: Caller) -> Counter[str]:
     """Bytes that moved and that came to the controller since the run began, by metric."""
     transfers, fetched = caller.transfers, caller.fetched_bytes

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from spmdflow.config.schema import ActorConfig
 from spmdflow.data.ragged import VALID, chosen_mask, pad, without_failed
-from spmdflow.errors import SpmdflowError
 from spmdflow.hybrid_engine.factory import hybrid_of, storage_of, sync_mode
 from spmdflow.hybrid_engine.sync import WeightSender
 from spmdflow.models.base import EngineWorker
@@ -169,7 +168,7 @@ class PolicyWorker(EngineWorker):
 
         metrics = self.take_steps(batch, step, prefix="actor")
         if before is not None:
-            self._report(before.metrics())
+            self.report(before.metrics())
         return metrics
 
     def _report_drift(self, batch: TensorDict, old: Tensor) -> None:
@@ -178,19 +177,7 @@ class PolicyWorker(EngineWorker):
         gap = (pad(batch["rollout_log_probs"]) - pad(old)).abs() * mask
         drift = Mean(float(gap.sum()), float(mask.sum()))
         largest = float(gap.max()) if gap.numel() else 0.0
-        self._report({"rollout/drift": drift, "rollout/drift_max": Max(largest)})
-
-    def _report(self, metrics: Mapping[str, Metric]) -> None:
-        """Report, and end the run if the generator is too far from the trainer."""
-        self.report(metrics)
-        drift, limit = metrics.get("rollout/drift"), self.cfg.rollout.max_drift
-        total, tokens = drift if isinstance(drift, Mean) else (0.0, 1.0)
-        if limit is not None and total > limit * tokens:
-            raise SpmdflowError(
-                f"rollout drift: got a mean |log-prob gap| of {total / tokens:.3g} on rank "
-                f"{self.context.rank}, expected at most {limit:g} (rollout.max_drift); "
-                f"check rollout.dtype against model.dtype and the weight sync"
-            )
+        self.report({"rollout/drift": drift, "rollout/drift_max": Max(largest)})
 
 
 class ActorWorker(SamplingWorker, PolicyWorker):

@@ -37,6 +37,7 @@ from spmdflow.parallel.layout import Layout
 from spmdflow.runtime.early import EarlyMethods
 from spmdflow.runtime.message import find
 from spmdflow.runtime.order import names_in
+from spmdflow.runtime.process import host_bytes
 from spmdflow.runtime.rank_files import RankFiles
 from spmdflow.tracking.trace import StepProfiler
 from spmdflow.transfer.lane import CountedTransport, run_release
@@ -114,7 +115,8 @@ class RankState:
             self.store.free(plain.get("free", []))
             reply = operation(plain, number)
             self._arrival.wake()  # early methods wait for workers and data too
-            return reply | {"span": (started, started + time.monotonic() - begun)}
+            span = (started, started + time.monotonic() - begun)
+            return reply | {"span": span, "host_bytes": host_bytes()}
 
         return run
 

@@ -62,12 +62,28 @@ class HuggingFaceFolder:
         self._check(wanted, kind)
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The values of a box on the host, in the precision of the file."""
+        """The values of a box on the host, in the precision of the file.
+
+        ConfigError naming tensor and file if one is nan or infinite.
+        """
         if name in self._zeros:
             return self._slice(min(self.names))[:1].new_zeros(box.shape)
         values: Tensor = self._slice(name)[box.slices()]
         self.bytes_read += values.nbytes
+        if values.is_floating_point() and not values.sum(dtype=torch.float32).isfinite():
+            self._check_finite(values, name)
         return values
+
+    def _check_finite(self, values: Tensor, name: str) -> None:
+        """Who trains with such weights would be told of another model's gradient."""
+        wrong = int(values.numel() - values.float().isfinite().sum())
+        if wrong:  # else only the sum is beyond float32
+            stored = self._stored.get(name, name)
+            got = f"{wrong} of {values.numel()} numbers nan or infinite in {stored} of "
+            got += str(self._file_of[stored])
+            raise ConfigError.of(
+                "model", got, "numbers", "download the file again, or save it anew"
+            )
 
     @property
     def names(self) -> Set[str]:

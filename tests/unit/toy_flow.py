@@ -21,6 +21,7 @@ from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.flow import Flow
 from spmdflow.controller.group import WorkerGroup
+from spmdflow.controller.guarding import Guarding
 from spmdflow.controller.prompts import PromptStream
 from spmdflow.controller.saving import Saving
 from spmdflow.controller.step import Show
@@ -203,14 +204,16 @@ def numbers(batch: Batch, name: str = "number") -> list[Any]:
 
 
 @contextlib.contextmanager
-def rank_of_one(run_dir: Path, **data: Any) -> Iterator[Rank]:
+def rank_of_one(run_dir: Path, *, guards: Sequence[str] = (), **data: Any) -> Iterator[Rank]:
     """Everything that `launch(..., inproc=True)` makes for a script."""
     rows = DataConfig(
         train_path=str(TASK / "train.jsonl"),
         tokenizer_path=str(TASK / "model"),
         prompts_per_step=ROWS,
     )
-    config = Config(RunConfig(dir=str(run_dir), sample_every=0), replace(rows, **data))
+    config = Config(
+        RunConfig(dir=str(run_dir), sample_every=0, guards=list(guards)), replace(rows, **data)
+    )
     run_dir.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     settings = RankSettings(0, torch.device("cpu"), 0, 60.0, run_dir)
@@ -229,4 +232,5 @@ def _flow(state: RankState, show: Show, run_dir: Path, config: Config) -> Flow:
     transport = InprocTransport(state.operations())
     caller = Caller(transport, config.run, (0,))
     pools, saving = {"all": Pool(("toy",), (0,))}, Saving(run_dir, None, config.run, "")
-    return Flow(caller, config, pools, run_dir, saving, show, backend="gloo")
+    guarding = Guarding(config.run.guards, caller, run_dir)
+    return Flow(caller, config, pools, run_dir, saving, show, backend="gloo", guarding=guarding)

@@ -10,7 +10,8 @@ from tests.metrics_page import PAGE, unknown_metrics
 
 ROOT = Path(__file__).parents[3]
 PREFIXES = (
-    "reward|eval|actor|critic|rollout|publish|time|perf|transfer|controller|sampling|advantage"
+    "reward|eval|actor|critic|rollout|publish|time|perf|transfer|controller|sampling|advantage|"
+    "guards"
 )
 INNER = {
     "actor/ratio_square",

@@ -1,0 +1,167 @@
+"""`Capsule`: one step of a run, kept so that `spmdflow.replay` can run it again.
+
+    RUN_DIR/capsules/step-N/
+        config.yaml                 the settings
+        checkpoints/step-(N-1)      the state before the step: weights, moments, positions, seeds
+        rows.safetensors            what every call of the step made, in the order of the script
+        transcript                  the commands to ranks
+        checkpoints/step-N          the state after the step
+        capsule.json                script, ranks, versions, calls, metrics; written last
+
+Rows are in the order of their ids, whichever rank made them. Script thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from spmdflow.checkpoint.disk import disk_errors, write_atomically
+from spmdflow.checkpoint.rows import write_rows
+from spmdflow.config.schema import RunConfig
+from spmdflow.controller.batch import Batch
+from spmdflow.controller.caller import Caller
+from spmdflow.controller.group import WorkerGroup
+from spmdflow.controller.result import CallRecord, ColumnRef, Result, RowResult, SourceRows
+from spmdflow.controller.saving import Saving
+from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
+from spmdflow.data.column import Column, join
+
+logger = logging.getLogger(__name__)
+
+FOLDER, FACTS, ROWS, SETTINGS = "capsules", "capsule.json", "rows.safetensors", "config.yaml"
+_PIECE_BYTES = 32 << 20
+"""Of a column that is fetched at once: a message has a limit."""
+_PACKAGES = ("spmdflow", "torch", "numpy", "tensordict", "transformers", "safetensors")
+
+Groups = Mapping[str, WorkerGroup]
+
+
+def capsule_folder(run_dir: Path, step: int) -> Path:
+    """Where the capsule of a step is."""
+    return run_dir / FOLDER / f"step-{step}"
+
+
+class Capsule:
+    """Keeps run.capture_step while it runs."""
+
+    def __init__(self, run: RunConfig, run_dir: Path, settings: str, script: Path) -> None:
+        """settings: every setting, as YAML. script: its file."""
+        self.step, self._run, self._settings = run.capture_step, run, settings
+        self._script, self._folder = script.resolve(), capsule_folder(run_dir, run.capture_step)
+        self._saving: Saving | None = None
+        self._start: Mapping[str, Any] = {}
+
+    def begin(self, caller: Caller, groups: Groups, state: Mapping[str, Any]) -> None:
+        """Keep the state before the step; state: the flow's."""
+        with disk_errors("write", self._folder):
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True)
+            write_atomically(self._folder / SETTINGS, self._settings.encode())
+        run = replace(self._run, keep_checkpoints=2, keep_best=None)
+        self._saving, self._start = Saving(self._folder, None, run, self._settings), state
+        self._saving.save(self.step - 1, caller, groups, state, {})
+        self._saving.finish()
+        caller.captured = []
+
+    def end(
+        self,
+        caller: Caller,
+        groups: Groups,
+        state: Mapping[str, Any],
+        transfers: Iterable[CallRecord],
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Keep what the step made, and the state after it."""
+        assert self._saving is not None and caller.captured is not None, self.step
+        captured, caller.captured = caller.captured, None
+        transcript = Transcript(
+            self._folder / TRANSCRIPT_FILE,
+            caller.ranks,
+            [caller.transport.node_of(r) for r in caller.ranks],
+        )
+        transcript.continue_from(self._start)
+        moved = caller.transfers.moved_bytes
+        transcript.end_step(self.step, [each for each, *_ in captured], transfers, metrics, moved)
+        columns: dict[str, Column] = {}
+        calls: list[tuple[str, str, int]] = []
+        for label, phase, made in _calls(caller, captured):
+            columns |= {f"{len(calls):03d} {label} {name}": made[name] for name in made}
+            calls.append((label, phase, len(made)))
+        write_rows(self._folder / ROWS, columns, {})
+        self._saving.save(self.step, caller, groups, state, {})
+        self._saving.finish()
+        facts = {"step": self.step, "script": str(self._script), "ranks": list(caller.ranks)}
+        facts |= {"script_sha256": hashlib.sha256(self._script.read_bytes()).hexdigest()}
+        facts |= {"versions": _versions(), "calls": calls, "metrics": dict(metrics)}
+        data = json.dumps(facts, indent=1).encode()
+        with disk_errors("write", self._folder):
+            write_atomically(self._folder / FACTS, data)
+        logger.info("kept step %s: python -m spmdflow.replay %s", self.step, self._folder)
+
+
+Made = dict[str, Column]
+
+
+def _calls(
+    caller: Caller, captured: Iterable[tuple[CallRecord, RowResult | None, object]]
+) -> Iterator[tuple[str, str, Made]]:
+    """(label, phase, columns) of every call, and before it of the data rows that it reads first."""
+    seen: set[int] = set()
+    for record, result, given in captured:
+        for name, ref in _sources(given):
+            if ref.result.number not in seen:
+                seen.add(ref.result.number)
+                yield ref.result.label, record.phase, {name: _column(caller, name, ref)}
+        if result is not None:
+            ids = np.unique(np.concatenate([*result.answer.values()]))
+            refs = {name: ColumnRef(result, ids, name) for name in result.held}
+            made = {name: _column(caller, name, ref) for name, ref in refs.items()}
+            yield record.label, record.phase, made
+        elif record.answering:
+            values = Result(record.label, record.pending, record.answering)
+            if all(isinstance(value, dict) for value in values.values_by_rank()):
+                numbers = {
+                    name: Column("dense", torch.tensor([value], dtype=torch.float64))
+                    for name, value in values.items()
+                }
+                yield record.label, record.phase, numbers
+
+
+def _sources(given: object) -> Iterator[tuple[str, ColumnRef]]:
+    """The prompts of a data file that a call is given."""
+    if isinstance(given, Batch) and "prompts" in given.columns:
+        ref = given.column("prompts")
+        if isinstance(ref.result, SourceRows):
+            yield "prompts", ref
+
+
+def _column(caller: Caller, name: str, ref: ColumnRef) -> Column:
+    """The rows of a column, fetched in pieces."""
+    sizes = np.cumsum(
+        ref.row_bytes() if isinstance(ref.result, RowResult) else np.zeros(len(ref.ids))
+    )
+    cuts = np.flatnonzero(np.diff(sizes // _PIECE_BYTES)) + 1
+    places = np.split(np.arange(len(ref.ids)), cuts)
+    return join([caller.column(name, ref.at(part), purpose="capsule") for part in places])
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,130 @@
+"""What a run does when a guard holds: warns, ends, or leaves an update out; the batch is kept.
+
+A guard with `skip` is asked before an update, about what the calls that made the batch reported;
+then no update of these rows is made. The others are asked when a step is over, before it is
+saved. Batches are kept in RUN_DIR/guards, the newest `MOST_FILES`. Script thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from spmdflow.checkpoint.rows import write_rows
+from spmdflow.config.guard import SKIP, STOP
+from spmdflow.controller.batch import Batch
+from spmdflow.controller.caller import Caller
+from spmdflow.controller.result import RowResult
+from spmdflow.errors import CheckpointError, ConfigError, GuardError
+from spmdflow.tracking.guard import Guards, Trip
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "guards"
+MOST_FILES = 8
+MOST_BYTES = 32 << 20
+"""Of the rows that are kept of a batch; it is cut after as many rows as fit."""
+
+
+class Guarding:
+    """The guards of a run; kept with checkpoints."""
+
+    def __init__(self, texts: Sequence[str], caller: Caller, run_dir: Path) -> None:
+        self._guards, self._caller, self._folder = Guards(texts), caller, run_dir / FOLDER
+        self.state_dict, self.load_state_dict = (
+            self._guards.state_dict,
+            self._guards.load_state_dict,
+        )
+        self._skips = {each.name for each in self._guards.guards if each.action == SKIP}
+        self._known: set[str] = set()
+        self._num_asked = self._num_skipped = 0
+        if self._skips:
+            caller.is_skipped = self._is_skipped
+
+    def _is_skipped(self, batch: Batch) -> bool:
+        """Whether no update learns from these rows; waits for the calls that made them."""
+        self._num_asked += 1
+        refs = (batch.column(name) for name in batch.columns)
+        made = {ref.result for ref in refs if isinstance(ref.result, RowResult)}
+        metrics = self._caller.metrics_of(each for each in made if each.make is None)
+        if self._skips - metrics.keys():  # calls that wait may report the others
+            metrics = batch.metrics
+        self._known |= metrics.keys()
+        trips = self._guards.trips(metrics, skipping=True)
+        if trips:
+            self._num_skipped += 1
+            self._warn(self._caller.step, trips, batch, "no update learns from its batch")
+        return bool(trips)
+
+    def metrics(self) -> dict[str, float]:
+        """Updates of the step that were left out, if there are guards for it."""
+        return {"guards/skipped": float(self._num_skipped)} if self._num_asked else {}
+
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Ask the guards about a step, before it is saved.
+
+        GuardError if one ends the run. ConfigError if a metric of a skip comes from the update.
+        """
+        late = sorted((self._skips & metrics.keys()) - self._known)
+        if late and self._num_skipped < self._num_asked:
+            expected = f"one that is known before the update ({', '.join(sorted(self._known))})"
+            do = "write warn or stop"
+            raise ConfigError.of("run.guards", f"skip for {late[0]}", expected, do)
+        self._num_asked = self._num_skipped = 0
+        trips = self._guards.trips(metrics, skipping=False)
+        batch, self._caller.learnt = self._caller.learnt or self._caller.scored, None
+        stops = [trip for trip in trips if trip.guard.action == STOP]
+        self._warn(step, [trip for trip in trips if trip not in stops], batch, "the run goes on")
+        if stops:
+            kept = self._keep(step, stops, batch)
+            got = "; ".join(f"{trip.got} in step {step}" for trip in stops)
+            expected = "; ".join(trip.expected for trip in stops)
+            do = f"{stops[0].advice}; {kept}step {step} is not saved; earlier checkpoints are kept"
+            raise GuardError.of("run.guards", got, expected, do)
+        self._guards.learn(metrics)
+
+    def _warn(self, step: int, trips: Sequence[Trip], batch: Batch | None, result: str) -> None:
+        """Say what holds the first, second, fourth, eighth, ... time, and keep the batch then."""
+        told = [trip for trip in trips if trip.is_told]
+        kept = self._keep(step, told, batch) if told else ""
+        for trip in told:
+            text = (
+                "run.guards: got %s in step %s, expected %s; %s (time %s): %s; %sthe next warning "
+            )
+            text += "comes after as many times again"
+            logger.warning(
+                text, trip.got, step, trip.expected, result, trip.times, trip.advice, kept
+            )
+
+    def _keep(self, step: int, trips: Sequence[Trip], batch: Batch | None) -> str:
+        """Write the batch's first rows; says where they are, in a part of a message."""
+        if batch is None:
+            return ""
+        path = self._folder / f"step-{step}.safetensors"
+        refs = {name: batch.column(name) for name in batch.columns}
+        sizes = np.ones(len(batch))
+        for name, ref in list(refs.items()):
+            if isinstance(ref.result, RowResult) and ref.result.make is None:
+                self._caller.wait_for(ref.result)
+                sizes += ref.row_bytes()
+            else:  # of the data file, or never made
+                del refs[name]
+        fitting = np.flatnonzero(np.cumsum(sizes) <= MOST_BYTES)
+        columns = {
+            name: self._caller.column(name, ref.at(fitting), purpose="guards")
+            for name, ref in refs.items()
+        }
+        facts = {"step": step, "guards": [trip.guard.text for trip in trips]}
+        try:
+            write_rows(path, columns, facts)
+            for old in sorted(self._folder.iterdir(), key=lambda file: file.stat().st_mtime)[
+                :-MOST_FILES
+            ]:
+                old.unlink()
+        except (CheckpointError, OSError) as err:
+            logger.warning("cannot keep the batch of step %s: %s", step, err)
+            return ""
+        return f"{len(fitting)} of its {len(batch)} rows are in {path}; "

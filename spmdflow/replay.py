@@ -1,0 +1,245 @@
+"""Runs a kept step again and says what differs: `... -m spmdflow.replay CAPSULE [key=value ...]`.
+
+A capsule is a step that a run kept (run.capture_step, controller/capsule.py). The script runs
+again from the state before the step, for this step alone, in CAPSULE/replay, and is kept there in
+the same way. Then both are compared: what the calls made, in the order of the script, and the
+state after the step. On the layout of the run they are equal in every bit; on another one to
+rounding (`TOLERANCE`). With --inproc everything runs in one process, and breakpoint() works.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from torch import Tensor
+
+from spmdflow.blocks.box import Box
+from spmdflow.checkpoint.manifest import read_manifest
+from spmdflow.checkpoint.rows import read_columns
+from spmdflow.checkpoint.state import StateFiles
+from spmdflow.config.leaf import flat
+from spmdflow.config.load import Loaded
+from spmdflow.controller.capsule import FACTS, ROWS, SETTINGS, capsule_folder
+from spmdflow.controller.flow import Flow
+from spmdflow.data.column import Column
+from spmdflow.errors import ConfigError
+from spmdflow.run import FAILED, FINISHED, Arguments, Place, prepare_rank, run_rank
+from spmdflow.tracking.progress import shortened
+from spmdflow.weights.file import read_head
+
+TOLERANCE = 1e-3
+"""On another layout: largest difference, as a share of the largest number of the tensor."""
+_REPLAY, _STATE = "replay", "*/rank-*.safetensors"
+_USAGE = """\
+usage: torchrun --standalone --nproc-per-node N -m spmdflow.replay CAPSULE [key=value ...]
+       python -m spmdflow.replay --inproc CAPSULE [key=value ...]
+
+Runs a step that was kept with run.capture_step=STEP again and names the first tensor that differs.
+N ranks as in the run: every bit is compared. --inproc: one process, for a debugger; numbers may
+differ by rounding. key=value changes a setting.
+exit codes: 0 equal, 1 something differs or the run failed, 2 refused
+"""
+_OWN = ("run.resume=auto", "run.guards=[]", "run.trackers=[]", "run.sample_every=0")
+"""Settings of a replay: nothing but the step itself."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Replay on this rank and return its exit code; words: the arguments, by default sys.argv's."""
+    words = sys.argv[1:] if words is None else words
+    if not words or {"--help", "-h"} & set(words):
+        sys.stdout.write(_USAGE)
+        return FINISHED
+    folder = Path(next((w for w in words if not w.startswith("-") and "=" not in w), ".")).resolve()
+    status = run_rank(partial(_prepare, folder, words))
+    if status != FINISHED or Place.from_environment().rank:
+        return status
+    return _report(folder)
+
+
+def _prepare(folder: Path, words: Sequence[str], place: Place) -> tuple[Loaded, bool]:
+    """The script and settings of a capsule, to run its step; and whether in one process."""
+    facts = read_facts(folder)
+    step = int(facts["step"])
+    overrides = [f"run.dir={folder / _REPLAY}", f"run.capture_step={step}", *_OWN]
+    if place.world_size != len(facts["ranks"]):
+        settings = flat(yaml.safe_load((folder / SETTINGS).read_text(encoding="utf-8")))
+        overrides += ["placement=colocate"] if place.world_size == 1 else []
+        overrides += [f"{key}=t1" for key in settings if key.endswith(".engine.layout")]
+        overrides += [f"{key}=auto" for key in settings if key.endswith(".rollout.layout")]
+    overrides += [word for word in words if "=" in word]
+    flags = frozenset("inproc" for word in words if word == "--inproc")
+    if place.rank == 0:
+        shutil.rmtree(folder / _REPLAY, ignore_errors=True)
+    arguments = Arguments(facts["script"], str(folder / SETTINGS), tuple(overrides), flags)
+    loaded = prepare_rank(arguments, place)
+    script = ModuleType(loaded.script.__name__)
+    script.__file__ = loaded.script.__file__
+    script.main = partial(_run, loaded.script, folder, step)  # type: ignore[attr-defined]
+    return replace(loaded, script=script), "inproc" in flags
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """capsule.json; ConfigError if there is none."""
+    try:
+        facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as err:
+        expected = "a folder with a capsule.json, such as RUN_DIR/capsules/step-3"
+        do = "keep a step with run.capture_step=3"
+        raise ConfigError.of("capsule", f"{folder} ({err})", expected, do) from err
+    return facts
+
+
+def _run(script: ModuleType, folder: Path, step: int, flow: Flow, cfg: Any) -> None:
+    """The script's main, from the state of the capsule, for one step (controller's thread)."""
+    flow.replay(read_manifest(folder / "checkpoints" / f"step-{step - 1}"))
+    script.main(flow, cfg)
+
+
+def _report(folder: Path) -> int:
+    """Print what differs between the capsule and its replay; the exit code."""
+    step = int(read_facts(folder)["step"])
+    found = compare(folder, capsule_folder(folder / _REPLAY, step))
+    sys.stdout.write(found.text())
+    sys.stdout.flush()
+    return FAILED if found.first else FINISHED
+
+
+class Comparison(NamedTuple):
+    """What two capsules of one step have in common."""
+
+    num_equal: int
+    """Tensors that are equal in every bit."""
+    largest: float
+    """Largest difference of the others before the first, as a share of the tensor's largest."""
+    first: str | None
+    """The first tensor that differs by more than the tolerance, and how."""
+    notes: Sequence[str] = ()
+    """Versions, script and layout, where they differ."""
+
+    def text(self) -> str:
+        """Lines for a terminal."""
+        lines = [f"replay: {note}" for note in self.notes]
+        close = (
+            f", the others to {self.largest:.1e} of their largest number" if self.largest else ""
+        )
+        if self.first is None:
+            lines.append(f"replay: equal: {self.num_equal} tensors in every bit{close}")
+        else:
+            lines.append(f"replay: first difference: {self.first}")
+            lines.append(
+                f"replay: before it {self.num_equal} tensors are equal in every bit{close}"
+            )
+        return "\n".join(lines) + "\n"
+
+
+def compare(recorded: Path, replayed: Path) -> Comparison:
+    """Compare the tensors of two capsules in the order in which the recorded run made them."""
+    one, other = read_facts(recorded), read_facts(replayed)
+    step = one["step"]
+    before = [
+        read_manifest(folder / "checkpoints" / f"step-{step - 1}").meta["layout"]
+        for folder in (recorded, replayed)
+    ]
+    same_layout = before[0] == before[1]
+    notes = [
+        f"{name} was {old}, is {other['versions'].get(name)}"
+        for name, old in one["versions"].items()
+        if other["versions"].get(name) != old
+    ]
+    if one["script_sha256"] != other["script_sha256"]:
+        notes.append(f"{other['script']} has changed since")
+    if not same_layout:
+        notes.append(f"another layout: numbers are compared to {TOLERANCE:g}")
+    tolerance = 0.0 if same_layout else TOLERANCE
+    num_equal, largest = 0, 0.0
+    for name, old, new in _pairs(recorded, replayed, step):
+        if new is None:
+            return Comparison(num_equal, largest, f"{name} was not made again", notes)
+        difference, text = _difference(old, new)
+        if difference > tolerance:
+            return Comparison(num_equal, largest, f"{name}: {text}", notes)
+        num_equal += not difference
+        largest = max(largest, difference)
+    return Comparison(num_equal, largest, None, notes)
+
+
+def _pairs(
+    recorded: Path, replayed: Path, step: int
+) -> Iterator[tuple[str, Column, Column | None]]:
+    """(name, recorded, replayed) of what the calls made, then of the state after the step."""
+    made, again = (read_columns(folder / ROWS)[0] for folder in (recorded, replayed))
+    for name, column in made.items():
+        yield name, column, again.get(name)
+    state, other = (folder / "checkpoints" / f"step-{step}" for folder in (recorded, replayed))
+    for role in sorted({path.parent.name for path in state.glob(_STATE)}):
+        files, others = (StateFiles(folder / role) for folder in (state, other))
+        known = _shapes(other / role)
+        for name, shape in _shapes(state / role).items():
+            box, what = Box.of_shape(shape), f"{role} after the step: {name}"
+            new = Column("dense", others.read(name, box)) if known.get(name) == shape else None
+            yield what, Column("dense", files.read(name, box)), new
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the whole tensors of a role's state, by name, from the keys of their boxes."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("rank-*.safetensors")):
+        head = read_head(path)
+        for key in head.tensors if head else ():
+            name, _, box = key.removesuffix("]").rpartition("[")
+            stops = tuple(int(pair.partition(":")[2]) for pair in box.split(",") if pair)
+            shapes[name] = tuple(map(max, shapes.get(name, stops), stops))
+    return shapes
+
+
+def _difference(old: Column, new: Column) -> tuple[float, str]:
+    """(largest difference as a share of the largest number, the first row that differs as text).
+
+    Infinite: other rows, lengths, integers or texts.
+    """
+    if (old.spec, len(old)) != (new.spec, len(new)):
+        return inf, f"recorded {len(old)} rows of {old.spec}, replayed {len(new)} of {new.spec}"
+    rows = torch.arange(len(old))
+    if old.lengths is not None and new.lengths is not None:
+        longer = (old.lengths != new.lengths).nonzero()
+        if len(longer):
+            row = int(longer[0])
+            lengths = f"{int(old.lengths[row])} items, replayed {int(new.lengths[row])}"
+            return inf, f"row {row}: recorded {lengths}: {_shown(old, row)}, {_shown(new, row)}"
+        rows = rows.repeat_interleave(old.lengths)
+    one, other = (
+        each.values.double().flatten(1) if each.values.ndim > 1 else each.values.double()[:, None]
+        for each in (old, new)
+    )
+    gap = (one - other).abs().nan_to_num(nan=inf, posinf=inf)
+    gap[(one == other) | (one.isnan() & other.isnan())] = 0.0
+    wrong = (gap > 0).any(1).nonzero()[:, 0]
+    if not len(wrong):
+        return 0.0, ""
+    row, most = int(rows[wrong[0]]), float(gap.max())
+    share = most / float(one.abs().max()) if old.values.is_floating_point() else inf
+    text = f"{len(rows[wrong].unique())} of {len(old)} rows differ, the first is {row}: recorded "
+    text += f"{_shown(old, row)}, replayed {_shown(new, row)}; largest difference {most:.3g}"
+    return share, text
+
+
+def _shown(column: Column, row: int) -> str:
+    """A row as short text."""
+    value = column.take(torch.tensor([row])).to_value()
+    rows = list(value.unbind()) if isinstance(value, Tensor) else value
+    return shortened(str(rows[0].tolist() if isinstance(rows[0], Tensor) else rows[0]), 80)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""A kept step runs again to the same bits, and what was changed since is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spmdflow.config.load import load
+from spmdflow.controller.script import run_flow
+from spmdflow.replay import compare, main
+from tests.algos.runs import ROOT, SCRIPT, SMALL, steps_of
+
+SETTINGS = ("total_steps=3", "eval_every=2", "save_every=1", "run.capture_step=2")
+MODEL = ROOT / "algos" / "arithmetic" / "model"
+
+
+@pytest.fixture(scope="module")
+def capsule(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("kept") / "run"
+    loaded = load(SCRIPT, None, [*SMALL, *SETTINGS, f"run.dir={run_dir}"])
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
+    assert len(steps_of(run_dir)) == 4
+    return run_dir / "capsules" / "step-2"
+
+
+def replay(capsule: Path, *settings: str) -> int:
+    return main(["--inproc", str(capsule), *settings])
+
+
+def test_a_kept_step_runs_again_to_the_same_bits(
+    capsule: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert replay(capsule) == 0
+
+    said = capsys.readouterr().out
+    labels = [label for label, *_ in json.loads((capsule / "capsule.json").read_text())["calls"]]
+    assert said.splitlines()[-1].startswith("replay: equal: ")
+    assert labels[:2] == ["prompts.train", "actor.generate_sequences"]
+    assert labels.index("critic.update_critic") < labels.index("actor.update_actor")
+    assert compare(capsule, capsule / "replay" / "capsules" / "step-2").num_equal > 100
+
+
+def test_a_changed_reward_function_is_named_by_its_scores(
+    capsule: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "other.py"
+    file.write_text("def score(prompt, response, row):\n    return float(len(response))\n")
+
+    assert replay(capsule, f"reward.function={file}:score") == 1
+
+    said = capsys.readouterr().out
+    assert "first difference: " in said
+    assert " reward.compute_reward scores: " in said
+    assert "of 16 rows differ, the first is 0: recorded " in said
+
+
+def test_a_changed_weight_is_named_by_the_first_column_that_it_changes(
+    capsule: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors["model.norm.weight"][0] += torch.finfo(torch.float32).eps * 8
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+
+    changed = f"reference.model.path={tmp_path / 'model'}"
+    assert replay(capsule, changed, "run.resume=reload_frozen") == 1
+
+    assert " reference.compute_ref_log_prob ref_log_probs: " in capsys.readouterr().out
+
+
+def test_a_folder_without_a_capsule_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert replay(tmp_path) == 2
+
+    assert "expected a folder with a capsule.json, such as" in capsys.readouterr().err

@@ -1,0 +1,45 @@
+"""Weights that are no numbers are refused by tensor and file when they are read."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spmdflow.blocks.box import Box
+from spmdflow.errors import ConfigError
+from spmdflow.weights.folder import HuggingFaceFolder
+
+MODEL = Path(__file__).parents[3] / "algos" / "arithmetic" / "model"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weight_that_is_no_number_is_named_with_its_file(
+    tmp_path: Path, dtype: torch.dtype, value: float
+) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
+    name = sorted(tensors)[3]
+    tensors[name].view(-1)[1] = value
+    save_file(tensors, file, {"format": "pt"})
+    folder = HuggingFaceFolder(tmp_path / "model", {})
+
+    for other in sorted(tensors)[:3]:
+        folder.read(other, Box.of_shape(tensors[other].shape))
+    with pytest.raises(ConfigError) as caught:
+        folder.read(name, Box.of_shape(tensors[name].shape))
+
+    assert f"got 1 of {tensors[name].numel()} numbers nan or infinite in {name} of {file}" in str(
+        caught.value
+    )
+
+
+def test_large_numbers_whose_sum_overflows_are_numbers(tmp_path: Path) -> None:
+    save_file({"w": torch.full((8,), 3e38)}, tmp_path / "model.safetensors")
+
+    assert HuggingFaceFolder(tmp_path, {}).read("w", Box.of_shape((8,))).isfinite().all()
