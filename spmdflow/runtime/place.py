@@ -67,7 +67,8 @@ def _file(frame: FrameType) -> str:
 
 
 def _text(frame: FrameType) -> str:
-    return linecache.getline(_file(frame), frame.f_lineno).strip()
+    number: int | None = frame.f_lineno  # None between two lines, against what typeshed says
+    return linecache.getline(_file(frame), number or 0).strip()
 
 
 def blame(doing: Mapping[int, Place]) -> tuple[list[int], str]:
