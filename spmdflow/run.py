@@ -45,7 +45,12 @@ from spmdflow.config.schema import PPOConfig, RunConfig
 from spmdflow.config.source import sort_words
 from spmdflow.errors import ConfigError, SpmdflowError
 from spmdflow.program import prepare
-from spmdflow.runtime.process import AGENT_MARK, allow_open_files, die_with_launcher
+from spmdflow.runtime.process import (
+    AGENT_MARK,
+    allow_open_files,
+    die_with_launcher,
+    keep_freed_memory,
+)
 from spmdflow.runtime.start_watch import StartWatch
 
 FINISHED, FAILED, REFUSED = 0, 1, 2
@@ -223,6 +228,8 @@ def _launch(loaded: Loaded, place: Place, watch: StartWatch | None, *, inproc: b
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
+    if own_device() == CPU:
+        keep_freed_memory()
     try:
         if inproc:
             if watch is not None:

@@ -31,6 +31,9 @@ CHUNK_ELEMENTS = 1 << 24
 HOST_PARTS = 8
 """On a CPU blocks are smaller by this factor, to fit the caches, and so many are kept."""
 
+_LEAST = -1e4
+"""Log-probabilities are clamped here: e^-1e4 is 0, and times 0 it is not nan, as -inf would be."""
+
 
 @dataclass(frozen=True)
 class CausalOutput:
@@ -148,11 +151,12 @@ class _Head(torch.autograd.Function):
             place, here = task.column(targets, columns)
             sums[2] += torch.where(here, scaled.gather(1, place), 0.0)[:, 0]
             most = _rebase(sums, most, torch.maximum(most, scaled.amax(-1)))
-            powers = (scaled - most[:, None]).exp_()
+            gaps = (scaled - most[:, None]).clamp_(min=_LEAST)
+            powers = gaps.exp()
             sums[0] += powers.sum(-1)
             if task.entropy:
-                sums[1] -= torch.special.entr(powers).sum(-1)
-            del powers, scaled
+                sums[1] += gaps.mul_(powers).sum(-1)
+            del gaps, powers, scaled
         if task.group is not None:
             largest = most.clone()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=task.group)
@@ -188,8 +192,7 @@ class _Head(torch.autograd.Function):
             if of_entropy is None:
                 slope = log_probs.exp_().mul_(-of_log_prob[:, None])
             else:
-                # a token of probability 0 has log-prob -inf: 0 * -inf would be nan
-                log_probs.clamp_(min=-1e4)
+                log_probs.clamp_(min=_LEAST)
                 slope = log_probs.exp().neg_()
                 log_probs.add_(entropy[:, None]).mul_(of_entropy[:, None])
                 slope.mul_(log_probs.add_(of_log_prob[:, None]))

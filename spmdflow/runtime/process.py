@@ -43,6 +43,7 @@ STATES = {"R": "running", "S": "sleeping", "D": "uninterruptible: it waits for a
 STATES |= {"T": "stopped", "t": "stopped by a debugger"}
 """What the letters of `Process.state` mean."""
 _UNKNOWN = "?"
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,18 @@ def allow_open_files() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep up to 1 GiB of freed memory, where it would return it to the system.
+
+    Every forward frees its activations; fetching their pages anew takes a fifth of the time of a
+    small model's on a CPU. Elsewhere than under glibc nothing changes.
+    """
+    adjust = getattr(ctypes.CDLL(None), "mallopt", None)
+    if adjust is not None:
+        for setting in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            adjust(setting, 1 << 30)
 
 
 def descendants(pid: int) -> list[int]:

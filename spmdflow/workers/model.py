@@ -277,7 +277,8 @@ def row_attention(
     if packed_rows is None:
         found = dense_attention(query, key, value, scale=scaling, window=sliding_window)
         return found.transpose(1, 2), None
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
+    # a view whose gradient is one: that of x[0] would be a copy into zeros
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
     mixed = packed_attention(q, k, v, packed_rows, scale=scaling, window=sliding_window)
     return mixed[None], None
 

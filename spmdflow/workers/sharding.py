@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,9 @@ from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.move import copy_box
 from spmdflow.weights.table import row_box
 from spmdflow.workers.model import LoadedModel
+
+UNIT_BYTES = 4 << 20
+"""Least bytes of several layers that are gathered together, in compute precision."""
 
 
 def mesh_of(sharding: Sharding, context: WorkerContext) -> DeviceMesh:
@@ -47,6 +50,8 @@ def mesh_of(sharding: Sharding, context: WorkerContext) -> DeviceMesh:
 def shard_model(model: LoadedModel, sharding: Sharding, mesh: DeviceMesh) -> None:
     """Shard model.module in place over mesh: one unit per decoder layer, one for the rest.
 
+    Neighbours of small layers are one unit: gathers of less than `UNIT_BYTES` mostly wait.
+
     Master parameters stay float32; a unit is gathered in model.dtype and its gradients are
     summed in float32. Backward *sums* over the mesh: losses are divided by global totals.
     """
@@ -54,8 +59,8 @@ def shard_model(model: LoadedModel, sharding: Sharding, mesh: DeviceMesh) -> Non
     mixed = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=summed)
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     reshard = _reshards(sharding)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
+    for layers in unit_layers(model.layers, model.dtype):
+        fully_shard(layers, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
     for part in model.float32_modules:
         fully_shard(part, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard)
     fully_shard(model.module, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
@@ -63,6 +68,19 @@ def shard_model(model: LoadedModel, sharding: Sharding, mesh: DeviceMesh) -> Non
         # a plain sum; without the second line gloo is asked for PREMUL_SUM, which it lacks
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def unit_layers(layers: Sequence[nn.Module], dtype: torch.dtype) -> list[list[nn.Module]]:
+    """Neighbours together, as few as make a unit of at least `UNIT_BYTES`."""
+    found: list[list[nn.Module]] = []
+    size = UNIT_BYTES
+    for layer in layers:
+        if size >= UNIT_BYTES:
+            found.append([])
+            size = 0
+        found[-1].append(layer)
+        size += sum(parameter.numel() for parameter in layer.parameters()) * dtype.itemsize
+    return found
 
 
 def read_weights(model: LoadedModel, device: torch.device) -> nn.Module:

@@ -60,8 +60,11 @@ from spmdflow.config.schema import (
 )
 from spmdflow.data.ragged import lengths_of, rows_of
 from spmdflow.parallel.group import GroupSpec, GroupTable
+from spmdflow.workers import sharding
 from spmdflow.workers.model import load_model
 from spmdflow.workers.sharding import read_weights
+
+WHOLE_MODEL = sharding.UNIT_BYTES
 
 
 def main(folder: Path, kinds: list[str]) -> None:
@@ -80,12 +83,15 @@ def main(folder: Path, kinds: list[str]) -> None:
     results = {}
     for name, _, extent in (kind.partition(":") for kind in kinds):
         engine, _, shard = name.partition("-s")
+        if name in ("fsdp", "zero2"):  # a unit for each layer, as larger models have
+            sharding.UNIT_BYTES = 1
         extent_and_shard = extent == "all", int(shard or 0)
         world = World(rank, groups, folder, {}, references, engine, *extent_and_shard)
         for check in CHECKS:
             check(world)
             dist.barrier()
         results[name] = world.results
+        sharding.UNIT_BYTES = WHOLE_MODEL
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()

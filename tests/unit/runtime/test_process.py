@@ -68,3 +68,23 @@ def test_start_raises_the_limit_of_descriptors_as_far_as_it_may() -> None:
 
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] > 64
     assert done.returncode == 0, done.stderr
+
+
+def test_freed_memory_is_kept_for_the_next_forward() -> None:
+    done = run_python("""
+        import ctypes, resource
+        from spmdflow.runtime.process import keep_freed_memory
+        keep_freed_memory()
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+        def use(size):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            block = libc.malloc(ctypes.c_size_t(size))
+            ctypes.memset(block, 1, size)
+            libc.free(block)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        print(*(use(64 << 20) for _ in range(3)))
+    """)
+
+    first, *later = map(int, done.stdout.split())
+    assert first > 1000 and max(later) < 100, done.stderr

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from torch import nn
 
 from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import MODULUS, box_hash, positional_hash, to_signed
@@ -16,6 +17,24 @@ from spmdflow.config.schema import OptimizerConfig
 from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.transfer.register import map_function, map_spec
 from spmdflow.workers.optimizer import ShardedOptimizer, learning_rate
+from spmdflow.workers.sharding import UNIT_BYTES, unit_layers
+
+
+@given(
+    rows=st.lists(st.integers(1, 300_000), min_size=1, max_size=12),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_neighbours_of_small_layers_are_one_unit_and_large_layers_are_alone(
+    rows: list[int], dtype: torch.dtype
+) -> None:
+    layers = [nn.Linear(16, n, bias=False, device="meta") for n in rows]
+
+    units = unit_layers(layers, dtype)
+
+    sizes = [[layer.weight.numel() * dtype.itemsize for layer in unit] for unit in units]
+    assert [layer for unit in units for layer in unit] == layers
+    assert all(sum(unit[:-1]) < UNIT_BYTES for unit in sizes)
+    assert all(sum(unit) >= UNIT_BYTES for unit in sizes[:-1])
 
 
 @map_function(reads=["a"], optional=["b"], writes=["c"])
