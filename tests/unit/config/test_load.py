@@ -162,7 +162,7 @@ def test_help_names_key_type_default_and_sentence_of_every_setting() -> None:
         "    AdamW's two moment decays. (at least 0, less than 1)"
     ) in text
     assert "run.dir (str or none, default null)\n    RUN_DIR itself; overrides name." in text
-    assert "(auto | never | reload_frozen)" in text
+    assert "(auto | never | reload_frozen | afresh)" in text
     assert "reward.model.path (str, required)" in text
     assert text.count("\n    ") == len(list(leaves(defaults(PPOConfig))))
 
