@@ -8,7 +8,8 @@ a slab of at most 64 MiB, is read whole, so that its hash can be compared, and o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from spmdflow.blocks.box import Box, subtract_all
 from spmdflow.blocks.plan import Boxes, plan_reads
-from spmdflow.checkpoint.manifest import damaged, read_manifest
+from spmdflow.checkpoint.manifest import FileFacts, damaged, read_manifest
 from spmdflow.checkpoint.tensors import open_tensors, read_tensor
 from spmdflow.errors import CheckpointError
 from spmdflow.weights.file import Stored
@@ -45,18 +46,24 @@ class StateFiles:
     bytes_read = 0
     """Of tensors in the files."""
 
-    def __init__(self, folder: Path, *, place: int = 0, count: int = 1) -> None:
+    def __init__(
+        self, folder: Path, *, place: int = 0, count: int = 1, unsealed: Iterable[str] = ()
+    ) -> None:
         """folder: of the role; place, count: of the reading rank among those that read.
+        unsealed: names of the files, if there is no manifest yet.
 
         CheckpointError without files or with a damaged one.
         """
-        self._info = read_manifest(folder.parent)
-        prefix = f"{folder.name}/rank-"
-        names = {
-            int(match[1]): name
-            for name in self._info.files
-            if name.startswith(prefix) and (match := _FILE.fullmatch(Path(name).name))
-        }
+        self._folder = folder
+        self._facts: dict[str, FileFacts | None] = dict.fromkeys(unsealed)
+        if not self._facts:
+            files, prefix = read_manifest(folder.parent).files, f"{folder.name}/"
+            self._facts = {
+                name.removeprefix(prefix): facts
+                for name, facts in files.items()
+                if name.startswith(prefix)
+            }
+        names = {int(match[1]): name for name in self._facts if (match := _FILE.fullmatch(name))}
         if not names:
             raise CheckpointError(
                 f"checkpoint: {folder} has no state, expected files of ranks; resume with the "
@@ -77,6 +84,18 @@ class StateFiles:
                 wanted.setdefault(name, []).append((view, box))
         for name, targets in wanted.items():
             self._fill(name, targets)
+
+    def slabs(self, name: str, shape: Sequence[int]) -> list[Box]:
+        """A whole tensor as boxes of some rows, in order; no tensor in the files is in two."""
+        whole = Box.of_shape(shape)
+        if not whole.size or not whole.bounds:
+            return [whole]
+        starts, stop = list[int](), 0
+        for low, high in sorted(each.box.bounds[0] for each in self._look(name, (whole,))):
+            if low >= stop:
+                starts.append(low)
+            stop = max(stop, high)
+        return [Box((rows, *whole.bounds[1:])) for rows in pairwise([*starts, shape[0]])]
 
     def read(self, name: str, box: Box) -> Tensor:
         """The values of a box on the host; CheckpointError as `fill`."""
@@ -104,7 +123,7 @@ class StateFiles:
         while missing := subtract_all(needed, [each.box for each in self._held.get(name, ())]):
             if not self._unopened:
                 raise CheckpointError(
-                    f"checkpoint: {self._info.folder} lacks {name}{list(missing[0].bounds)}, "
+                    f"checkpoint: {self._folder.parent} lacks {name}{list(missing[0].bounds)}, "
                     f"expected all of {[list(box.bounds) for box in needed]}; resume with the "
                     f"model and the optimizer that wrote it"
                 )
@@ -113,9 +132,9 @@ class StateFiles:
 
     def _open_next(self) -> dict[str, Any]:
         name = self._unopened.pop(0)
-        path, facts = self._info.folder / name, self._info.files[name]
+        path, facts = self._folder / name, self._facts[name]
         head, plain = open_tensors(path)
-        if head.sha256 != facts.sha256:
+        if facts is not None and head.sha256 != facts.sha256:
             raise damaged(path, f"has sha256 {head.sha256}", facts)
         for key, stored in head.tensors.items():
             match = _KEY.fullmatch(key)

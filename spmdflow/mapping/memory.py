@@ -83,12 +83,9 @@ def sync_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
 
 
 def save_bytes(model: Model, cut: Strategy) -> Parts:
-    """What a checkpoint needs beside all residents: the offloaded parts, and for the exported
-    folder a bucket of whole tensors (or the largest one) and a bucket to receive into."""
-    largest = model.shape.vocab_size * model.shape.hidden_size * model.engine.element_bytes
-    gather = max(largest, BUCKET_BYTES) + BUCKET_BYTES
-    coming = visiting_bytes(model, "train", cut)
-    return added(coming, {"gather": gather + 0.0 * cut.dp})
+    """What a checkpoint needs beside all residents: the offloaded parts, to be copied to the host.
+    The exported folder is written out of files."""
+    return added(visiting_bytes(model, "train", cut), {"gather": 0.0 * cut.dp})
 
 
 def held_weights(model: Model, cut: Strategy, kind: Kind) -> Array:

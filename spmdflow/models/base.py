@@ -10,6 +10,7 @@ method, the first base class wins, as in any Python class.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,11 +23,11 @@ from torch import Tensor
 
 from spmdflow.checkpoint import HostCopies, StateFiles, write_state
 from spmdflow.checkpoint.disk import disk_errors
+from spmdflow.checkpoint.export import ModelExport
 from spmdflow.config.parallel import generation_sizes, training_sizes
 from spmdflow.config.schema import EngineConfig
 from spmdflow.data.ragged import select_rows
 from spmdflow.errors import CheckpointError, ConfigError
-from spmdflow.hybrid_engine.export import export_of
 from spmdflow.kind.engine import engine_kind, engines_of
 from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.layout import Layout
@@ -175,14 +176,24 @@ class EngineWorker(Worker):
         the class exports its model, a Hugging Face folder is written too. A class that changes a
         model without an optimizer must save and load it itself.
         """
-        if self.exports:
-            with self.resident("parameters"), disk_errors("write", folder):
-                self._export(folder / "hugging_face")
         if self.frozen_folder is not None:
             return None
         with self.resident("parameters", "optimizer"):
             copies = self._copies.take(self.engine.own_state_blocks())
         return partial(write_state, folder / self._file, copies, self.plain_state())
+
+    def export_state(self, saved: Path, folder: Path, wait: Callable[[list[Path]], None]) -> None:
+        """If the class exports its model: this rank's files of a Hugging Face folder."""
+        place, count = self._place, self.context.layout.size
+        if not self.exports or self.frozen_folder is not None:
+            return
+        names = [f"rank-{place}.safetensors" for place in range(count)]
+        state = StateFiles(saved, place=place, count=count, unsealed=names)
+        export = ModelExport(state.plain, place=place, count=count)
+        if export.mine:
+            wait([saved / name for name in names])
+            with disk_errors("write", folder):
+                export.write(state, folder / "hugging_face")
 
     @any_layout
     def load_state(self, folder: Path) -> None:
@@ -203,14 +214,17 @@ class EngineWorker(Worker):
 
     def plain_state(self) -> dict[str, Any]:
         """What is saved beside the boxes: JSON data, equal on every rank."""
-        return {"steps_done": self._steps_done, "shapes": self._shapes}
+        return {"steps_done": self._steps_done, "shapes": self._shapes, "model": self._model}
 
     def load_plain(self, plain: Mapping[str, Any]) -> None:
         """Restore what a role adds to `plain_state`; called after the boxes are loaded."""
 
     @cached_property
-    def _export(self) -> Callable[[Path], None]:
-        return export_of(self.engine, seconds=self.context.call_seconds)
+    def _model(self) -> dict[str, Any]:
+        """What a Hugging Face folder of the model needs besides weights."""
+        model, dtype = self.engine.model, str(self.engine.dtype).removeprefix("torch.")
+        config = json.loads(json.dumps(dict(model.config)))
+        return {"config": config, "dtype": dtype, "source": str(model.source.absolute())}
 
     @property
     def _shapes(self) -> dict[str, list[int]]:

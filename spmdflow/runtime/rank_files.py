@@ -20,6 +20,7 @@ from spmdflow.errors import CheckpointError
 from spmdflow.transfer.worker import Worker
 
 Plain = Mapping[str, Any]
+_LOOK_SECONDS = 0.05
 
 
 class RankFiles:
@@ -68,9 +69,17 @@ class RankFiles:
         write = self._unwritten.pop(name)
         if write is not None:
             write()
+        write = None  # frees the copies
         facts = finish_part(folder, part_of(folder, self._rank))
+        self._workers[name].export_state(folder, own := part_of(folder, self._rank), self._wait_for)
+        facts |= finish_part(folder, own)
         files = {file: list(astuple(each)) for file, each in facts.items()}
         return {"node": socket.gethostname(), "files": files, "frozen": self._frozen.get(name)}
+
+    def _wait_for(self, paths: list[Path]) -> None:
+        """Return when all files are there; the limit of the command bounds the wait."""
+        while not all(path.exists() for path in paths):
+            self._arrival.wait_until(lambda: False, _LOOK_SECONDS)
 
     def _verify(self, plain: Plain, number: int) -> dict[str, Any]:
         """Read a share of a checkpoint's files; what of them has changed, or None."""

@@ -171,10 +171,11 @@ class Worker:
         has been copied before.
         """
 
-    def export(self, saved: Path, folder: Path) -> None:
-        """Write more files into folder, out of what ranks have written into `saved`.
+    def export_state(self, saved: Path, folder: Path, wait: Callable[[list[Path]], None]) -> None:
+        """Write more files into folder, out of what all ranks write into `saved`.
 
         Called in a thread while training goes on, after this rank has written its state.
+        wait(paths) returns when these files are there.
         """
 
     @any_layout

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdflow.blocks.box import Box
-from spmdflow.hybrid_engine.export import export_of, plan_files
+from spmdflow.checkpoint import StateFiles, write_state
+from spmdflow.checkpoint.export import ModelExport, plan_files
 from spmdflow.weights.folder import folder_tensors
 from spmdflow.weights.move import Block, Blocks
 from spmdflow.workers.engine import TrainEngine
@@ -57,8 +58,19 @@ def full_tensors(engine: TrainEngine) -> Iterator[tuple[str, Tensor]]:
 
 def write_folder(engine: TrainEngine, folder: Path) -> None:
     """The engine's model as a folder; tiny models, too, are written by all ranks."""
+    layout = engine.layout
+    place, group = layout.group_rank(engine.rank), engine.groups.get(layout.ranks)
+    saved = folder.with_name(f"{folder.name}-state")
+    names = [f"rank-{place}.safetensors" for place in range(layout.size)]
+    dtype = str(engine.dtype).removeprefix("torch.")
+    model = {"config": dict(engine.model.config), "dtype": dtype, "source": engine.model.source}
+    plain = {"shapes": {name: list(x) for name, x in engine.shapes.items()}, "model": model}
+    write_state(saved / names[place], engine.own_state_blocks(), {})
+    dist.barrier(group)
+    state = StateFiles(saved, place=place, count=layout.size, unsealed=names)
     with mock.patch.dict(plan_files.__kwdefaults__, least_bytes=1):
-        export_of(engine, seconds=60)(folder)
+        export = ModelExport(plain, place=place, count=layout.size)
+    export.write(state, folder)
 
 
 def exported(engine: TrainEngine, folder: Path) -> dict[str, Tensor]:

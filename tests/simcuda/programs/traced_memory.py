@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -40,8 +39,6 @@ from spmdflow.blocks.box import Box
 from spmdflow.config.leaf import defaults
 from spmdflow.config.schema import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig
 from spmdflow.data.ragged import ragged
-from spmdflow.hybrid_engine import export
-from spmdflow.hybrid_engine.reshard import boxes_of, training_tables
 from spmdflow.objectives.policy import PolicyLoss, ValueLoss
 from spmdflow.parallel.group import GroupTable
 from spmdflow.transfer.worker import WorkerContext
@@ -279,25 +276,13 @@ def steps(engine: TrainEngine, case: Case) -> Iterator[tuple[str, Callable[[], A
             engine.update(engine.gradient_norm())
 
         yield "train", update
-        yield "save", lambda: save(engine, case)
+        yield "save", lambda: save(engine)
 
 
-def save(engine: TrainEngine, case: Case) -> None:
-    """What of a save is on the device: this rank's part of the state, then the exported folder.
-
-    Tensors are dropped where they would be written.
-    """
+def save(engine: TrainEngine) -> None:
+    """What of a save is on the device: this rank's part of the state; it is exported from files."""
     for _, view, _ in engine.own_state_blocks():
         view.to("cpu")
-    tables = training_tables(case.shape, case.layout, kind=case.kind)
-    have = list(boxes_of(tables).values())
-    with (
-        mock.patch.object(engine, "from_all", lambda _: have),
-        mock.patch.object(export, "write_file", lambda _, __, tensors, ___: [*map(id, tensors)]),
-        mock.patch.object(export, "write_beside"),
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        export.export_of(engine, seconds=60)(Path(folder) / "model")
 
 
 def trace(case: Case, *, why: bool = False) -> dict[str, Any]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from spmdflow.blocks.box import Box
+from spmdflow.checkpoint import StateFiles, write_state
+from spmdflow.checkpoint.export import ModelExport, plan_files
 from spmdflow.errors import ConfigError
-from spmdflow.hybrid_engine.export import FolderExport
-from spmdflow.parallel.group import GroupTable
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.file import Facts
 from spmdflow.weights.folder import HuggingFaceFolder, folder_tensors
 from spmdflow.weights.move import blocks, fill
 from spmdflow.weights.ranks import megatron_shards
@@ -33,12 +33,14 @@ def _write(folder, variant="llama", max_file_bytes=1 << 30):
     values = values_of(architecture(variant))
     written = folder / "written"
     config = {**TINY, **VARIANTS[variant], "architectures": ["LlamaForCausalLM"]}
-    facts = [Facts(name, each.dtype, each.shape) for name, each in values.items()]
     blocks = [(name, each, Box.of_shape(each.shape)) for name, each in values.items()]
-    held, device = {name: [box] for name, _, box in blocks}, torch.device("cpu")
-    rank = {"rank": 0, "device": device, "seconds": 1.0}
-    export = FolderExport(facts, {0: held}, GroupTable(0, 1.0), **rank, most_bytes=max_file_bytes)
-    export.write(written, blocks, config=config, source=source)
+    shapes = {name: list(each.shape) for name, each in values.items()}
+    model = {"config": config, "dtype": "float64", "source": str(source)}
+    plain = {"shapes": shapes, "model": model}
+    write_state(folder / "rank-0.safetensors", blocks, plain)
+    with mock.patch.dict(plan_files.__kwdefaults__, most_bytes=max_file_bytes):
+        export = ModelExport(plain)
+    export.write(StateFiles(folder, unsealed=["rank-0.safetensors"]), written)
     return written, values
 
 
