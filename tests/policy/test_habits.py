@@ -46,7 +46,7 @@ CUDA_LIBRARIES = ("spmdflow/workers/megatron", "spmdflow/rollout/vllm", "spmdflo
 
 SEAMS = {
     "omegaconf": {"spmdflow/config/load.py", "spmdflow/config/source.py"},
-    "huggingface_hub": {"spmdflow/config/location.py"},
+    "huggingface_hub": {"spmdflow/config/location.py", "spmdflow/checkpoint/hub.py"},
     "datasets": {"spmdflow/datasets/line_file.py"},
     "msgpack": 1,
     "math_verify": 1,
