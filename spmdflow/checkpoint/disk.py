@@ -1,15 +1,17 @@
 """RUN_DIR on disk: writes that survive a power cut, the lock, and whether every rank sees it.
 
 The lock is advisory and dropped by the kernel when the process ends: one live run for each
-RUN_DIR. Whether ranks share the folder is tested with a token: the controller's rank writes it,
-every rank reads it.
+RUN_DIR. While ranks meet, the controller's rank keeps the run's key there; every rank reads it,
+which also shows that all share the folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
+import re
 import secrets
 import shutil
 import time
@@ -89,32 +91,44 @@ class RunDirLock:
             self._file = -1
 
 
-TOKEN_FILE = ".token"
-_LOOK_SECONDS = 0.2
+KEY_BYTES = 32
+_KEY_NAME = re.compile(r"\.key-[0-9a-f]{16}")
+_LOOK_SECONDS = 0.05
 
 
 @contextmanager
-def shared_token(run_dir: Path) -> Iterator[str]:
-    """Keep a random token in RUN_DIR within the context; CheckpointError if writing it fails."""
-    token, path = secrets.token_hex(16), run_dir / TOKEN_FILE
-    with disk_errors("write", path):
-        write_atomically(path, token.encode())
+def shared_key(run_dir: Path) -> Iterator[tuple[str, bytes]]:
+    """Keep a random key in a file of RUN_DIR within the context; its name and the key.
+
+    Only this user may read the file, where the file system keeps such rights. SpmdflowError if it
+    cannot be written.
+    """
+    name, key = f".key-{secrets.token_hex(8)}", secrets.token_bytes(KEY_BYTES)
+    path = run_dir / name
     try:
-        yield token
+        with disk_errors("write", path, "run.dir"):
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(file, key)
+                rights = os.fstat(file).st_mode & 0o077
+            finally:
+                os.close(file)
+        if rights:
+            logger.warning("others may read %s, the key of this run: set SPMDFLOW_SECRET", path)
+        yield name, key
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
-def sees_token(run_dir: Path, token: str, *, seconds: float) -> bool:
-    """Whether this rank finds the token in run_dir within `seconds` (network file systems lag)."""
+def read_key(run_dir: Path, name: str, *, seconds: float) -> bytes | None:
+    """The key that `shared_key` keeps under that name (network file systems lag), or None."""
     limit = time.monotonic() + seconds
-    while not (seen := _holds(run_dir / TOKEN_FILE, token)) and time.monotonic() < limit:
+    while _KEY_NAME.fullmatch(name):
+        with contextlib.suppress(OSError):  # another folder, or none: the file is not there
+            if len(key := (run_dir / name).read_bytes()) == KEY_BYTES:
+                return key
+        if time.monotonic() > limit:
+            break
         time.sleep(_LOOK_SECONDS)
-    return seen
-
-
-def _holds(path: Path, text: str) -> bool:
-    try:
-        return path.read_text(encoding="ascii") == text
-    except (OSError, UnicodeError):  # another folder, or none: the token is not there
-        return False
+    return None

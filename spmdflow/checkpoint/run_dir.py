@@ -70,15 +70,14 @@ def open_run_dir(
     run: RunConfig,
     yaml_text: str,
     *,
-    check: Callable[[Path], None] = lambda _: None,
     verify: Callable[[CheckpointInfo], None] = lambda _: None,
 ) -> RunDir:
     """Make or continue RUN_DIR and write config.yaml; only the controller's process calls it.
 
     yaml_text: every setting, resolved. With other settings than before, the differences are logged
-    as a warning and the old file is kept beside the new one. check: whether all ranks can use
-    the folder; verify: of `newest_whole`. ConfigError if the folder cannot be written, holds an
-    earlier run while run.resume=never, had checkpoints that are gone, or is in use by a live run.
+    as a warning and the old file is kept beside the new one. verify: of `newest_whole`. ConfigError
+    if the folder cannot be written, holds an earlier run while run.resume=never, had checkpoints
+    that are gone, or is in use by a live run.
     """
     path = path_of(run)
     used = [mark for mark in _MARKS if (path / mark).exists()]
@@ -91,7 +90,6 @@ def open_run_dir(
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = RunDirLock(path)
-        check(path)
         checkpoint = newest_whole(path, verify)
         if checkpoint is not None:
             _link_exports(path, checkpoint.folder)

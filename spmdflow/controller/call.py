@@ -27,7 +27,7 @@ from spmdflow.controller.batch import Batch
 from spmdflow.controller.result import RowResult, SourceRows, input_of
 from spmdflow.data.row_id import Ids, places_in_groups
 from spmdflow.errors import ColumnError, MessageError, ProtocolError
-from spmdflow.runtime.message import encode
+from spmdflow.parallel.message import encode
 from spmdflow.transfer.protocol import protocol
 from spmdflow.transfer.register import MethodSpec, map_spec, method_spec
 

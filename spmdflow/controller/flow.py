@@ -28,7 +28,7 @@ from spmdflow.controller.saving import Saving
 from spmdflow.controller.step import HostMemory, Show, Step, counted_bytes, is_due
 from spmdflow.controller.transcript import Transcript
 from spmdflow.errors import ConfigError, ProtocolError
-from spmdflow.runtime.message import name_of
+from spmdflow.parallel.message import name_of
 from spmdflow.transfer.worker import Metric, Worker
 
 T = TypeVar("T")

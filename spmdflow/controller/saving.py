@@ -18,7 +18,6 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
-from spmdflow.checkpoint.disk import shared_token
 from spmdflow.checkpoint.manifest import (
     CheckpointInfo,
     DamagedError,
@@ -33,7 +32,7 @@ from spmdflow.config.schema import RunConfig
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.ending import Ending
 from spmdflow.controller.group import WorkerGroup
-from spmdflow.errors import CheckpointError, ConfigError, RunFailed
+from spmdflow.errors import CheckpointError, RunFailed
 from spmdflow.runtime.executor import FILES
 from spmdflow.runtime.order import Order, Pending, Replies, Transport
 from spmdflow.runtime.process import Process
@@ -41,9 +40,6 @@ from spmdflow.transfer.worker import loads_any_layout
 
 logger = logging.getLogger(__name__)
 
-_TOKEN_SECONDS = 5.0
-"""What a network file system may take to show a new file on another node."""
-_REPLY_SECONDS = 60.0
 _RANK_FILE = re.compile(r"/rank-(\d+)\.safetensors$")
 
 Groups = Mapping[str, WorkerGroup]
@@ -212,21 +208,6 @@ def _on_every_rank(
         commands = {rank: dict(command) for rank in group.target.layout.ranks}
         pending[name] = caller.submit(f"{name}.{operation}", commands)
     return pending
-
-
-def check_shared(transport: Transport, ranks: tuple[int, ...], run_dir: Path) -> None:
-    """ConfigError naming the ranks that do not see RUN_DIR as this process does."""
-    with shared_token(run_dir) as token:
-        where = {"run_dir": str(run_dir), "token": token, "seconds": _TOKEN_SECONDS}
-        commands = {rank: {"operation": "run_dir", **where} for rank in ranks}
-        order = Order(0, "compute", "run_dir", commands, _TOKEN_SECONDS + _REPLY_SECONDS)
-        replies = transport.submit(order).result()
-    blind = [f"rank {rank} on node {r['node']}" for rank, r in replies.items() if not r["sees"]]
-    if blind:
-        got = f"{run_dir}, where {', '.join(blind)} cannot read the file that rank "
-        got += f"{ranks[0]} on node {replies[ranks[0]]['node']} wrote there"
-        expected = "one folder that every node shares (checkpoints are written into it)"
-        raise ConfigError.of("run.dir", got, expected, "set run.dir to a shared folder")
 
 
 def verify_on_ranks(

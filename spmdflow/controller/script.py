@@ -20,7 +20,7 @@ from spmdflow.controller.caller import Caller
 from spmdflow.controller.capsule import Capsule
 from spmdflow.controller.flow import Flow, Stopped
 from spmdflow.controller.guarding import Guarding
-from spmdflow.controller.saving import Saving, check_shared, verify_on_ranks
+from spmdflow.controller.saving import Saving, verify_on_ranks
 from spmdflow.controller.step import Show
 from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
 from spmdflow.errors import ConfigError
@@ -86,7 +86,6 @@ def run_script(
     run_dir = open_run_dir(
         cfg.run,
         settings,
-        check=partial(check_shared, transport, ranks),
         verify=partial(
             verify_on_ranks, transport, ranks, seconds=longest_call_of(cfg.run.call_seconds)
         ),

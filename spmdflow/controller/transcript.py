@@ -16,7 +16,7 @@ from typing import Any
 
 from spmdflow.controller.result import CallRecord, facts_of
 from spmdflow.errors import DataError, MessageError
-from spmdflow.runtime.message import decode, encode
+from spmdflow.parallel.message import decode, encode
 
 logger = logging.getLogger(__name__)
 

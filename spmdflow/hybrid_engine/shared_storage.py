@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdflow.parallel.group import all_gather_plain
+
 Place = tuple[int, tuple[int, ...]]
 """(first element in the row, shape) of a parameter."""
 
@@ -89,10 +91,7 @@ class SharedStorage:
         places, size: of this rank's row. own: its tensor, if rows are apart and it exists already.
         """
         row = Row(self._stage, size, places)
-        found: list[Any] = [row] * len(self._ranks)
-        if self._group is not None:
-            dist.all_gather_object(found, row, group=self._group)
-        self.rows = found
+        self.rows = [row] if self._group is None else all_gather_plain(row, self._group)
         if self._is_flat:
             longest = max(row.size for row in self.rows)
             self._all = torch.zeros(len(self.rows), longest, dtype=dtype, device=device)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from spmdflow.data.ragged import lengths_of, ragged, rows_of
 from spmdflow.datasets.tokenizer import encode_again, load_tokenizer, response_texts
 from spmdflow.errors import RewardError
 from spmdflow.models.base import EngineWorker, axis_groups
+from spmdflow.parallel.group import all_gather_plain
 from spmdflow.parallel.layout import Layout
 from spmdflow.rewards.pool import Result, RewardPool, weighted
 from spmdflow.transfer.register import register
@@ -178,10 +177,8 @@ class RewardWorker(Worker):
             return by_model
         peers = self.context.layout.axis_group(self.context.rank, "tp")
         if len(peers) > 1:
-            told: list[Any] = [results]
             group = self.context.groups.get(peers, backend="gloo")
-            dist.broadcast_object_list(told, peers[0], group=group)
-            (results,) = told
+            results = all_gather_plain(results, group)[0]
         assert results is not None, "no rank of the group has asked the functions"
         for result, judged in zip(results, by_model):
             score = result["score"] + judged["score"]

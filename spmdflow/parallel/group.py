@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import _lru_cache_wrapper
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed.tensor import debug
 
 from spmdflow.errors import ProtocolError
 from spmdflow.parallel.device import backend_of, own_device
+from spmdflow.parallel.message import decode, encode
 
 LANES = ("compute", "transfer")
 
@@ -142,6 +144,19 @@ class GroupTable:
             return total.to(tensor.device)
 
         return reduce
+
+
+def all_gather_plain(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What every rank of the group passes, in order: plain data, never unpickled. Collective."""
+    device = torch.device("cpu") if dist.get_backend(group) == "gloo" else own_device()
+    data = torch.frombuffer(bytearray(encode(mine)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=group)
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
+    padded[: len(data)] = data
+    found = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(found, padded, group=group)
+    return [decode(each[: int(size)].cpu().numpy().data) for each, size in zip(found, sizes)]
 
 
 def _forget_meshes() -> None:

@@ -16,9 +16,8 @@ from spmdflow.mapping.dataflow import Kind
 from spmdflow.models.base import EngineWorker
 from spmdflow.models.generator import GeneratorWorker
 from spmdflow.parallel.layout import Layout
-from spmdflow.runtime.message import find
 from spmdflow.transfer.register import method_spec
-from spmdflow.transfer.worker import Worker
+from spmdflow.transfer.worker import Worker, find_worker_class
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,12 @@ def models_of(orders: Sequence[TracedOrder], pools: Mapping[str, Pool]) -> dict[
     for plain in (order.command for order in orders if order.operation == "spawn"):
         layout = Layout(**plain["layout"] | {"ranks": tuple(plain["layout"]["ranks"])})
         names = (name for name, pool in pools.items() if set(layout.ranks) <= set(pool.ranks))
-        facts = find(plain["class"]), plain["config"], layout, next(names, str(layout.ranks))
+        facts = (
+            find_worker_class(plain["class"]),
+            plain["config"],
+            layout,
+            next(names, str(layout.ranks)),
+        )
         found[plain["name"]] = TracedModel(plain["name"], *facts)
     return found
 

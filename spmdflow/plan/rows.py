@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from spmdflow.plan.record import TRANSFER, Problem, Trace, TracedOrder
-from spmdflow.runtime.message import find
 from spmdflow.runtime.order import names_in
-from spmdflow.transfer.register import map_spec, method_spec
+from spmdflow.transfer.register import find_map_function, map_spec, method_spec
 
 _SHIFT = 40
 _NONE = np.zeros(0, dtype=np.int64)
@@ -169,7 +168,7 @@ def _writes_of(trace: Trace, order: TracedOrder) -> tuple[str, ...]:
     if order.operation == "call" and plain.get("ids") is not None:
         return method_spec(trace.models[plain["group"]].worker_class, plain["method"]).writes
     if order.operation == "map":
-        return map_spec(find(plain["function"])).writes
+        return map_spec(find_map_function(plain["function"])).writes
     if order.operation == "join":
         return tuple(name for name, _ in names_in(plain["inputs"][0]))
     return ()

@@ -39,7 +39,6 @@ from spmdflow.plan.replay import (
     fetched_column,
     unique_ids,
 )
-from spmdflow.runtime.message import find
 from spmdflow.runtime.order import (
     ImmediateTransport,
     Order,
@@ -48,7 +47,8 @@ from spmdflow.runtime.order import (
     names_in,
     refuse_to_wait,
 )
-from spmdflow.transfer.register import map_spec, method_spec
+from spmdflow.transfer.register import find_map_function, map_spec, method_spec
+from spmdflow.transfer.worker import find_worker_class
 
 Lines = tuple[int, ...]
 """Lines of the script that were running, the innermost first: a helper's, then its caller's."""
@@ -189,7 +189,7 @@ class Answers:
         known = self.rows.learn(number, order.label, commands, said)
         match order.operation:
             case "spawn":
-                self._classes[plain["name"]] = find(plain["class"])
+                self._classes[plain["name"]] = find_worker_class(plain["class"])
             case "scan":
                 return dict.fromkeys(commands, {"report": self._scan(order.label, plain)})
             case "call":
@@ -199,7 +199,7 @@ class Answers:
                 value, values = self.examples.answer(order.label), said.get("values", {})
                 return {rank: {"value": values.get(rank, value)} for rank in commands}
             case "map":
-                writes = map_spec(find(plain["function"])).writes
+                writes = map_spec(find_map_function(plain["function"])).writes
                 return self._to_rows(number, commands, writes, known=known)
             case "join":
                 return self._to_join(number, commands)

@@ -151,9 +151,12 @@ class Comm:
             self._endpoint.close()
             self._waiter.close()
         except BaseException as err:
-            logger.exception("the comm thread failed")
-            self._failures.append(failure_of(err, self._rank))
-            self._leave_alone()
+            try:
+                logger.exception("the comm thread failed")
+                self._failures.append(failure_of(err, self._rank))
+                self._leave_alone()
+            finally:
+                leave(1)
 
     def _step(self) -> None:
         """One turn: limits and messages; then wait for more."""
@@ -329,10 +332,12 @@ class Comm:
 
     def _obey(self, to_kill: list[int]) -> None:
         """ABORT: write down where every thread is, end stopped neighbours, leave."""
-        if self._neighbours:
-            self._neighbours.kill([rank for rank in to_kill if rank != self._rank])
-        self._show_stacks([], "the end")
-        leave(1)
+        try:
+            if self._neighbours:
+                self._neighbours.kill([rank for rank in to_kill if rank != self._rank])
+            self._show_stacks([], "the end")
+        finally:
+            leave(1)
 
     def _leave_alone(self) -> None:
         """No ABORT came: name the cause in a file of our own and leave."""

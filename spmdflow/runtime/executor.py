@@ -23,7 +23,7 @@ from spmdflow.runtime.place import PEERS, ROWS, Place, place_of
 from spmdflow.runtime.process import leave
 
 Operation = Callable[[dict[str, Any], int], dict[str, Any]]
-"""operation(payload, number) -> reply payload; both plain data (runtime/message.py)."""
+"""operation(payload, number) -> reply payload; both plain data (parallel/message.py)."""
 
 COMPUTE, TRANSFER, FILES = "compute", "transfer", "files"
 

@@ -31,6 +31,7 @@ from spmdflow.runtime.wire import Hub, Kind
 logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
+_TURN_MESSAGES = 256
 
 
 class Io:
@@ -43,6 +44,7 @@ class Io:
         self.thread = threading.Thread(target=self._run, name="io", daemon=True)
         self._lock = threading.RLock()
         self._worker: int | None = None
+        self._hello = hub.seal(Kind.HELLO)
         self._inbox: deque[Callable[[], None]] = deque()
         self._tickets = itertools.count(1)
         self._ledger = Ledger()
@@ -155,9 +157,13 @@ class Io:
                 self._ledger.open.clear()  # their errors hold the script's frames and its groups
             self._status.close()
         except BaseException as err:
-            logger.exception("the io thread failed")
-            with self._lock:
-                self._end_run(failure_of(err, self._settings.controller_rank, kind="controller"))
+            try:
+                logger.exception("the io thread failed")
+                failure = failure_of(err, self._settings.controller_rank, kind="controller")
+                with self._lock:
+                    self._end_run(failure)
+            finally:
+                leave(1)
 
     def _step(self) -> None:
         """One turn: clocks, orders, messages; then wait for more."""
@@ -192,14 +198,18 @@ class Io:
         """Handle all orders and messages that are there."""
         with self._lock:
             self._guarded(self._work_through_inbox)
-            while (message := self._hub.receive()) is not None:
+            for _ in range(_TURN_MESSAGES):
+                if (message := self._hub.receive()) is None:
+                    break
                 self._guarded(self._handle, *message)
                 if self._inbox:
                     self._guarded(self._work_through_inbox)
+            else:
+                self._hub.waiter.wake()  # the clocks first, then the rest
             if self._close_wanted:
                 self._guarded(self._close_if_idle)
 
-    def _guarded(self, function: Callable[..., None], *arguments: Any) -> None:
+    def _guarded(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call function; what it raises ends the run instead of the thread."""
         outer, self._worker = self._worker, threading.get_ident()
         try:
@@ -217,8 +227,11 @@ class Io:
     # ---- messages
 
     def _handle(self, rank: int, data: bytes) -> None:
+        is_here = rank in self._members and rank not in self._peers.missing
+        if not (is_here or (rank in self._members and data == self._hello)):
+            return  # not even decoded
         envelope = self._hub.open(data, rank)
-        if envelope is not None and rank in self._members:
+        if envelope is not None:
             self._peers.heard(rank, time.monotonic())
             kind, body = envelope
             self._handlers[kind](rank, body)
@@ -244,6 +257,7 @@ class Io:
         for member, first in self._nodes.items():  # all are here: each hears who shares its node
             self._hub.send(member, by_node[first])
         self._watch.start_by = float("inf")
+        self._hub.end_listening()
         self.met.resolve({})
 
     def _on_reply(self, rank: int, body: Any) -> None:
@@ -289,7 +303,7 @@ class Io:
             if now >= self._next_beat:
                 self._next_beat = now + self._settings.beat_seconds
                 for rank in self._peers.staying():
-                    self._probe(rank)
+                    self._guarded(self._probe, rank)
                 self._status.put(self._stalls.state(now))
             self._guarded(self._watch.look, now, self._probe)
             if not self._verdict.failures:

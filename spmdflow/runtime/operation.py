@@ -26,23 +26,24 @@ from spmdflow.data.row_id import Ids, RowGroups
 from spmdflow.data.store import RowCondition, RowStore, Unchanged
 from spmdflow.datasets.scan import PromptSource, scan
 from spmdflow.datasets.tokenizer import load_tokenizer
-from spmdflow.errors import (
-    ColumnError,
-    DeadlineError,
-    ProtocolError,
-    SpmdflowError,
-)
+from spmdflow.errors import ColumnError, DeadlineError, SpmdflowError
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.runtime.early import EarlyMethods
-from spmdflow.runtime.message import find
 from spmdflow.runtime.order import names_in
 from spmdflow.runtime.process import host_bytes
 from spmdflow.runtime.rank_files import RankFiles
 from spmdflow.tracking.trace import StepProfiler
 from spmdflow.transfer.lane import CountedTransport, run_release
-from spmdflow.transfer.register import map_spec, method_spec
-from spmdflow.transfer.worker import CallInfo, Metric, MiniBatch, Worker, WorkerContext
+from spmdflow.transfer.register import find_map_function, map_spec, method_spec
+from spmdflow.transfer.worker import (
+    CallInfo,
+    Metric,
+    MiniBatch,
+    Worker,
+    WorkerContext,
+    find_worker_class,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -143,10 +144,7 @@ class RankState:
             call_seconds=settings.call_seconds,
             nodes=plain["nodes"],
         )
-        worker_class = find(plain["class"])
-        if not (isinstance(worker_class, type) and issubclass(worker_class, Worker)):
-            do = "name a worker class"
-            raise ProtocolError.of("spawn", plain["class"], "a subclass of Worker", do)
+        worker_class = find_worker_class(plain["class"])
         is_first = settings.rank == context.layout.ranks[0]
         if is_first:
             logger.info("%s: building %s, %s", context.name, worker_class.__name__, context.layout)
@@ -208,15 +206,18 @@ class RankState:
             return True
 
         def run() -> Any:
-            method = getattr(self._workers[plain["group"]], plain["early"])
-            return method(self._batch(plain, Unchanged()), _call_info(plain, number))
+            worker = self._workers[plain["group"]]
+            early = method_spec(type(worker), plain["method"]).early  # whatever the command says
+            return getattr(worker, str(early))(
+                self._batch(plain, Unchanged()), _call_info(plain, number)
+            )
 
         self._early.begin(number, f"{plain['group']}.{plain['early']}", wait, run)
         return {}
 
     def _map(self, plain: Plain, number: int) -> dict[str, Any]:
-        function = find(plain["function"])
-        spec = map_spec(function)  # refuses what is not marked
+        function = find_map_function(plain["function"])  # refuses what is not marked
+        spec = map_spec(function)
         metrics: dict[str, Metric] = {}
         reduce = self._groups.reducer(tuple(plain["ranks"]))
         arguments = dict(plain["arguments"])

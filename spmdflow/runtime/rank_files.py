@@ -1,4 +1,4 @@
-"""What a rank does with files: save and load its workers, verify checkpoints, look at RUN_DIR.
+"""What a rank does with files: save and load its workers, verify checkpoints.
 
 Saving has two parts: `save`, on the compute lane, copies; `write`, on the files lane, writes the
 copies beside what follows.
@@ -12,7 +12,6 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from spmdflow.checkpoint.disk import sees_token
 from spmdflow.checkpoint.manifest import FileFacts, finish_part, part_of, verify_files
 from spmdflow.checkpoint.tensors import model_hash
 from spmdflow.data.store import RowCondition
@@ -39,7 +38,6 @@ class RankFiles:
     def operations(self) -> dict[str, Callable[[Plain, int], dict[str, Any]]]:
         """As `RankState.operations`."""
         return {
-            "run_dir": self._see_run_dir,
             "save": self._save,
             "write": self._write,
             "verify": self._verify,
@@ -51,11 +49,6 @@ class RankFiles:
         folder = self._workers[name].frozen_folder
         if folder is not None:
             self._frozen[name] = (str(folder), model_hash(folder))
-
-    def _see_run_dir(self, plain: Plain, number: int) -> dict[str, Any]:
-        """Whether the token of the controller's rank is here, where this rank would write."""
-        sees = sees_token(Path(plain["run_dir"]), plain["token"], seconds=plain["seconds"])
-        return {"sees": sees, "node": socket.gethostname()}
 
     def _save(self, plain: Plain, number: int) -> dict[str, Any]:
         name, own = plain["group"], part_of(Path(plain["folder"]), self._rank)

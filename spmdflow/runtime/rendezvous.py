@@ -9,17 +9,20 @@ name. Requests left in the store by dead ranks are never confirmed. All keys of 
 process groups, carry the name. Ranks of one node must come from one torchrun: `origin` (its random
 folder for error files) tells two of them apart.
 
-`meet`: every rank writes down its process and how it is reached; the controller binds the
-interfaces that reach the others, each on a port that the system chooses, and publishes the
-addresses with the run's random id. Keys carry the number of the launch, so that a second launch
-in one process never reads an old address. Whoever reaches the store can read these keys:
-SPMDFLOW_SECRET is for networks that are not trusted.
+`meet`: every rank reads the run's key from RUN_DIR, writes down its process and how it is reached;
+the controller binds the interfaces that reach the others, each on a port that the system chooses,
+and publishes the addresses with the run's random id. Keys in the store carry the number of the
+launch, so that a second launch in one process never reads an old address. Whoever reaches the store
+can read and write these; the run's key is not among them. It is random, lies in RUN_DIR while
+ranks meet, in a file that only this user can read, and without it no rank and no controller talks
+to anybody (runtime/wire.py). SPMDFLOW_SECRET is a second key, for a RUN_DIR that others can read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import itertools
 import json
 import logging
@@ -28,21 +31,24 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store
 
-from spmdflow.errors import ConfigError, DeadlineError, RunFailed
-from spmdflow.runtime.message import decode, encode
+from spmdflow.checkpoint.disk import read_key, shared_key
+from spmdflow.errors import ConfigError, DeadlineError, RunFailed, SpmdflowError
+from spmdflow.parallel.message import decode, encode
 from spmdflow.runtime.process import Process, node_identity
 from spmdflow.runtime.wire import LOCAL_ADDRESS, RUN_ID_BYTES, Hub
 
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
+_KEY_SECONDS = 5.0
+"""What a network file system may take to show a new file on another node."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class SessionSettings:
     heartbeat_seconds: float = 120.0
     """Silence of a rank after which a warning is logged."""
     secret: str | None = None
-    """Turns on CURVE; the same on every rank (SPMDFLOW_SECRET)."""
+    """Needed beside the run's key to connect; the same on every rank (SPMDFLOW_SECRET)."""
     launcher: int | None = None
     """Pid of the parent whose end ends this process (runtime/process.py); None: the current one."""
     on_met: Callable[[], None] = lambda: None
@@ -94,6 +100,8 @@ class RankInfo:
     """The address from which it reaches the store; None if that is a loopback address."""
     network: str
     """Node and network namespace: equal where loopback addresses mean the same."""
+    has_key: bool = True
+    """Whether it has read the run's key in RUN_DIR."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,8 @@ class Rendezvous:
     address: str
     """Where this rank connects to the controller."""
     controller: Process
+    key: bytes
+    """What both ends of a connection must know."""
     hub: Hub | None = None
     """The controller's socket, on the controller's rank."""
     processes: Mapping[int, Process] = field(default_factory=dict)
@@ -116,16 +126,37 @@ def meet(store: Store, rank: int, settings: SessionSettings) -> Rendezvous:
     launch = store.add(f"spmdflow/{members}/launches/{rank}", 1)  # every rank counts its own
     prefix, store_host = f"spmdflow/{members}/{launch}", _store_host(store)
     network = f"{node_identity()}/{os.readlink('/proc/self/ns/net')}"
-    info = RankInfo(
-        Process.of(os.getpid()), _source_ip(store_host) if store_host else None, network
-    )
+    source_ip = _source_ip(store_host) if store_host else None
+    info = RankInfo(Process.of(os.getpid()), source_ip, network)
     if rank == settings.controller_rank:
-        return _open_hub(store, prefix, info, settings, store_host)
-    _publish(store, f"{prefix}/info/{rank}", info)
-    key = f"{prefix}/controller"
-    _wait(store, {settings.controller_rank: key}, settings.start_seconds)
-    run_id, controller, addresses = _read(store, key)
-    return Rendezvous(run_id, addresses[info.network], controller)
+        return _refusing_everywhere(
+            store, prefix, lambda: _open_hub(store, prefix, info, settings, store_host)
+        )
+    _wait(store, {settings.controller_rank: f"{prefix}/key"}, settings.start_seconds)
+    key = read_key(settings.run_dir, _read(store, f"{prefix}/key"), seconds=_KEY_SECONDS)
+    _publish(store, f"{prefix}/info/{rank}", replace(info, has_key=key is not None))
+    _wait(store, {settings.controller_rank: f"{prefix}/controller"}, settings.start_seconds)
+    run_id, controller, addresses, refusal = _read(store, f"{prefix}/controller")
+    if refusal or key is None:
+        error = ConfigError if refusal and refusal[0] else RunFailed
+        raise error(refusal[1] if refusal else f"start: rank {rank} has no key of this run")
+    return Rendezvous(run_id, addresses[info.network], controller, _mixed(key, settings.secret))
+
+
+def _refusing_everywhere(store: Store, prefix: str, work: Callable[[], Rendezvous]) -> Rendezvous:
+    """work(); what it refuses is also raised by the other ranks, which wait for the controller."""
+    try:
+        return work()
+    except SpmdflowError as err:
+        _publish(store, f"{prefix}/key", "")
+        refusal = [isinstance(err, ConfigError), str(err)]
+        _publish(store, f"{prefix}/controller", [b"", None, {}, refusal])
+        raise
+
+
+def _mixed(key: bytes, secret: str | None) -> bytes:
+    """What both ends of a connection must know: the run's key, and SPMDFLOW_SECRET if it is set."""
+    return hmac.digest((secret or "").encode(), key, hashlib.sha256)
 
 
 def _open_hub(
@@ -133,22 +164,39 @@ def _open_hub(
 ) -> Rendezvous:
     """Bind where the others can reach it and publish the addresses."""
     keys = {rank: f"{prefix}/info/{rank}" for rank in settings.ranks[1:]}
-    _wait(store, keys, settings.start_seconds)
+    with shared_key(settings.run_dir) as (name, key):
+        _publish(store, f"{prefix}/key", name)
+        _wait(store, keys, settings.start_seconds)
     others: dict[int, RankInfo] = {rank: _read(store, key) for rank, key in keys.items()}
-    run_id = os.urandom(RUN_ID_BYTES)
-    hub = Hub(run_id, secret=settings.secret)
-    hosts = {info.network: _LOOPBACK}
+    _check_shared(settings, info, others)
+    run_id, key = os.urandom(RUN_ID_BYTES), _mixed(key, settings.secret)
+    hub = Hub(run_id, key=key, most_ranks=len(settings.ranks))
+    hosts: dict[str, str] = {}
     for other in others.values():
-        if other.network not in hosts:
+        if other.network == info.network:
+            hosts[other.network] = _LOOPBACK
+        elif other.network not in hosts:
             peer = other.host_ip or store_host or socket.gethostname()
             hosts[other.network] = _source_ip(peer) or _own_ip()
     bound = {host: hub.bind(host) for host in sorted(set(hosts.values()))}
     addresses = {network: bound[host] for network, host in hosts.items()}
-    _publish(store, f"{prefix}/controller", [run_id, info.process, addresses])
-    logger.info("controller listens on %s", ", ".join(bound.values()))
+    _publish(store, f"{prefix}/controller", [run_id, info.process, addresses, []])
+    logger.info("controller listens on %s", ", ".join(bound.values()) or "no port")
     processes = {settings.controller_rank: info.process}
     processes |= {rank: other.process for rank, other in others.items()}
-    return Rendezvous(run_id, LOCAL_ADDRESS, info.process, hub, processes)
+    return Rendezvous(run_id, LOCAL_ADDRESS, info.process, key, hub, processes)
+
+
+def _check_shared(settings: SessionSettings, own: RankInfo, others: dict[int, RankInfo]) -> None:
+    """ConfigError naming the ranks that do not see RUN_DIR as this process does."""
+    node = {rank: other.process.node.rpartition("/")[2] for rank, other in others.items()}
+    blind = [f"rank {rank} on node {node[rank]}" for rank, x in others.items() if not x.has_key]
+    if blind:
+        got = f"{settings.run_dir}, where {', '.join(blind)} cannot read the file that rank "
+        got += f"{settings.controller_rank} on node {own.process.node.rpartition('/')[2]} wrote "
+        expected = "one folder that every node shares (checkpoints are written into it)"
+        do = "set run.dir to a shared folder"
+        raise ConfigError.of("run.dir", f"{got}there", expected, do)
 
 
 def _publish(store: Store, key: str, value: Any) -> None:

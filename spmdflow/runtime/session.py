@@ -80,7 +80,7 @@ def run_session(
             found.address,
             rank,
             run_id=found.run_id,
-            secret=settings.secret,
+            key=found.key,
             context=hub.context if hub else None,
         )
         comm = Comm(

@@ -3,20 +3,25 @@
 The only file that imports zmq. Every envelope starts with the run's random id; what carries
 another one is dropped with a warning. Every message is one envelope. Connections
 are never repaired: losing one means that the peer is gone (TCP keep-alive finds dead nodes; a
-stopped process stays connected). Each socket is used by one thread at a time. With a secret the
-connection is CURVE: both key pairs derive from the secret and the run's id, the public ones are
-never published, so nobody else can connect.
+stopped process stays connected). Each socket is used by one thread at a time.
+
+TCP connections are CURVE: both key pairs derive from the run's key (runtime/rendezvous.py) and its
+id. The public ones are never published, so whoever lacks the key gets no further than the greeting:
+no message of theirs is read, nothing is sent to them. A greeting may take 5 s. While too many are
+at it, and once all ranks are connected, the kernel drops whoever asks for a connection.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import enum
 import hashlib
 import hmac
 import logging
 import os
 import select
+import socket
 import struct
 import threading
 from typing import Any, cast
@@ -26,7 +31,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from spmdflow.errors import MessageError
-from spmdflow.runtime.message import MAX_MESSAGE_BYTES, decode, encode
+from spmdflow.parallel.message import MAX_MESSAGE_BYTES, decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +47,25 @@ _LOST = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_STEP: dict[int, int] = {
+    zmq.EVENT_ACCEPTED: 1,
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: -1,
+    zmq.EVENT_DISCONNECTED: -1,
+}
+"""Event -> change of the number of connections that have not shown the key."""
+_MAX_QUEUED = 100_000
+"""Messages that may wait for one peer, in either direction."""
+_GREETING_MILLISECONDS = 5000
+_MAX_STRANGERS = 64
+"""Connections that have not shown the key, at a time, besides one for each rank."""
+_MAX_NEWS = 1000
+"""Events of connections that are looked at in one turn."""
+_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""Socket filter (classic BPF) of one instruction: keep 0 bytes of every packet."""
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _OPTIONS = (
-    (zmq.SNDHWM, 0),
-    (zmq.RCVHWM, 0),
+    (zmq.SNDHWM, _MAX_QUEUED),
+    (zmq.RCVHWM, _MAX_QUEUED),
     (zmq.LINGER, _CLOSE_MILLISECONDS),
     (zmq.RECONNECT_IVL, -1),
     (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + 2**10),
@@ -113,7 +134,9 @@ class Envelopes:
 
 
 class _Socket(Envelopes):
-    """What both ends share: a socket that never reconnects, without queue limits, and a monitor."""
+    """What both ends share: a socket that never reconnects, and a monitor."""
+
+    _news = int(_LOST)
 
     def __init__(
         self, kind: int, run_id: bytes, *, context: zmq.Context[zmq.Socket[bytes]]
@@ -124,7 +147,7 @@ class _Socket(Envelopes):
             self._socket.setsockopt(option, value)
         self.descriptor = _descriptor(self._socket)
         """Readable when there may be input; only to be trusted after `receive` gave None."""
-        self._monitor = self._socket.get_monitor_socket(_LOST)
+        self._monitor = self._socket.get_monitor_socket(self._news)
         self.lost_descriptor = _descriptor(self._monitor)
         """Readable when a connection may have ended; libzmq's own thread hears of it."""
         self.any_lost()  # libzmq signals arrivals only to a reader that found nothing before
@@ -133,10 +156,13 @@ class _Socket(Envelopes):
         """Whether connections ended since the last call."""
         found = False
         with contextlib.suppress(zmq.Again):
-            while True:
-                recv_monitor_message(self._monitor, zmq.NOBLOCK)
-                found = True
+            for _ in range(_MAX_NEWS):  # strangers may cause more all the time
+                found |= self._hear(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"])
         return found
+
+    def _hear(self, event: int) -> bool:
+        """Whether this news is of a connection that ended."""
+        return bool(event & _LOST)
 
     def close(self) -> None:
         """Send what is queued (at most 2 s) and give everything back."""
@@ -148,14 +174,22 @@ class _Socket(Envelopes):
 class Hub(_Socket):
     """The controller's end: a ROUTER that knows its peers by rank."""
 
-    def __init__(self, run_id: bytes, *, secret: str | None = None) -> None:
+    _news = int(_LOST | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+    def __init__(
+        self, run_id: bytes, *, key: bytes | None = None, most_ranks: int = _MAX_STRANGERS
+    ) -> None:
+        """key: what peers over TCP must know; None: nothing. most_ranks: how many will connect."""
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.waiter = Waiter()
+        self._listeners: list[socket.socket] = []
+        self._most_strangers, self._num_strangers = most_ranks + _MAX_STRANGERS, 0
+        self._is_full = False
         super().__init__(zmq.ROUTER, run_id, context=self.context)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.BACKLOG, 4096)
-        if secret:
-            self._socket.curve_publickey, self._socket.curve_secretkey = _keys(secret, run_id, 0)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _GREETING_MILLISECONDS)
+        if key:
+            self._socket.curve_publickey, self._socket.curve_secretkey = _keys(key, run_id, 0)
             self._socket.curve_server = True
         self._socket.bind(LOCAL_ADDRESS)
         self._admitted: set[int] = set()
@@ -163,11 +197,45 @@ class Hub(_Socket):
         self.waiter.watch(self.descriptor)
 
     def bind(self, host: str) -> str:
-        """Listen on a free port of an interface; returns the address to connect to."""
-        name = f"[{host}]" if ":" in host else host
-        self._socket.setsockopt(zmq.IPV6, int(":" in host))
-        self._socket.bind(f"tcp://{name}:0")
+        """Listen on a free port of an interface; returns the address to connect to.
+
+        While too many have not shown the key, others are dropped; the kernel asks again after 1 s.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family, backlog=self._most_strangers) as mine:
+            mine.setblocking(False)
+            self._listeners.append(mine.dup())
+            self._socket.setsockopt(zmq.USE_FD, mine.fileno())
+            self._socket.setsockopt(zmq.IPV6, int(":" in host))
+            name = f"[{host}]" if ":" in host else host
+            self._socket.bind(f"tcp://{name}:{mine.getsockname()[1]}")
+            mine.detach()  # libzmq closes it
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def end_listening(self) -> None:
+        """Nobody else will connect: from now on the kernel drops what tries to."""
+        self._drop_connections(True)
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+
+    def _hear(self, event: int) -> bool:
+        if self._listeners:
+            self._num_strangers += _STEP.get(event, 0)
+            limit = self._most_strangers // 2 if self._is_full else self._most_strangers
+            if self._is_full != (self._num_strangers > limit):
+                self._drop_connections(not self._is_full)
+        return super()._hear(event)
+
+    def _drop_connections(self, drop: bool) -> None:
+        """Let the kernel drop new connections, or take them again; those that stand go on."""
+        self._is_full = drop
+        code = ctypes.create_string_buffer(_DROP_ALL)
+        program = struct.pack("HP", 1, ctypes.addressof(code))
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):  # a kernel without socket filters
+                option = _SO_ATTACH_FILTER if drop else _SO_DETACH_FILTER
+                listener.setsockopt(socket.SOL_SOCKET, option, program)
 
     def admit(self, rank: int) -> None:
         """Let rank be sent to from now on: it has shown that it knows the run's id."""
@@ -181,7 +249,12 @@ class Hub(_Socket):
             self._socket.send(_IDENTITY.pack(b"r", rank), _MORE)
             self._socket.send(envelope, _NOW)
         except zmq.ZMQError as err:
-            if err.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+            if err.errno == zmq.EAGAIN:
+                raise MessageError(
+                    f"message: {_MAX_QUEUED} wait for rank {rank}, expected it to take them; "
+                    f"let the script wait for results"
+                ) from err
+            if err.errno == zmq.EHOSTUNREACH:
                 return False
             raise
         return True
@@ -190,12 +263,13 @@ class Hub(_Socket):
         """The next message: its rank (-1: no rank of ours) and envelope; None if there is none."""
         if not _has_input(self._socket):
             return None
-        identity, *envelope = self._socket.recv_multipart(_NOW)
-        is_ours = len(identity) == _IDENTITY.size
-        return _IDENTITY.unpack(identity)[1] if is_ours else -1, b"".join(envelope)
+        identity, envelope, *more = self._socket.recv_multipart(_NOW)
+        is_ours = len(identity) == _IDENTITY.size and not more  # a message is one envelope
+        return _IDENTITY.unpack(identity)[1] if is_ours else -1, envelope
 
     def close(self) -> None:
         """Send what is queued (at most 2 s) and give everything back."""
+        self.end_listening()
         super().close()
         self.waiter.close()
 
@@ -213,16 +287,16 @@ class Endpoint(_Socket):
         rank: int,
         *,
         run_id: bytes,
-        secret: str | None = None,
+        key: bytes | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
-        """context: to share with the hub if that is in this process."""
+        """context: to share with the hub if that is in this process; key: see `Hub`."""
         self._own_context = zmq.Context() if context is None else None
         super().__init__(zmq.DEALER, run_id, context=context or self._own_context or zmq.Context())
         self._socket.setsockopt(zmq.ROUTING_ID, _IDENTITY.pack(b"r", rank))
-        if secret:
-            self._socket.curve_publickey, self._socket.curve_secretkey = _keys(secret, run_id, 1)
-            self._socket.curve_serverkey = _keys(secret, run_id, 0)[0]
+        if key:
+            self._socket.curve_publickey, self._socket.curve_secretkey = _keys(key, run_id, 1)
+            self._socket.curve_serverkey = _keys(key, run_id, 0)[0]
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
         self._socket.connect(address)
 
@@ -255,9 +329,9 @@ def _descriptor(socket: zmq.Socket[bytes]) -> int:
     return cast(int, socket.getsockopt(zmq.FD))
 
 
-def _keys(secret: str, run_id: bytes, side: int) -> tuple[bytes, bytes]:
+def _keys(key: bytes, run_id: bytes, side: int) -> tuple[bytes, bytes]:
     """CURVE key pair (public, secret) of a side: 0 controller, 1 ranks."""
-    seed = hmac.digest(secret.encode(), run_id + bytes([side]), hashlib.sha256)
+    seed = hmac.digest(key, run_id + bytes([side]), hashlib.sha256)
     private = z85.encode(seed)
     return zmq.curve_public(private), private
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from spmdflow.errors import ProtocolError
+from spmdflow.parallel.message import find
 
 F = TypeVar("F", bound=Callable)
 _ATTRIBUTE = "_spmdflow_method"
@@ -175,6 +176,16 @@ def map_spec(fn: Callable[..., Any]) -> MapSpec:
         f"map: {_name(fn)} declares no columns; expected a function marked with "
         f"@map_function(reads=(...), writes=(...)); add the mark above its definition"
     )
+
+
+def find_map_function(name: str) -> Callable[..., Any]:
+    """The map function of that name in a command; ProtocolError if it is none."""
+
+    def is_marked(thing: object) -> bool:
+        return callable(thing) and _MAP_ATTRIBUTE in getattr(thing, "__dict__", {})
+
+    found: Callable[..., Any] = find(name, is_marked, "a function marked with @map_function")
+    return found
 
 
 def _require_module_level(fn: Callable[..., Any]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
+from spmdflow.parallel.message import find
 
 
 class Mean(NamedTuple):
@@ -188,3 +189,13 @@ class Worker:
 
     def close(self) -> None:
         """Free engines and processes; called once at the end of a run."""
+
+
+def find_worker_class(name: str) -> type[Worker]:
+    """The worker class of that name in a command; ProtocolError if it is none."""
+
+    def is_worker(thing: object) -> bool:
+        return isinstance(thing, type) and issubclass(thing, Worker)
+
+    found: type[Worker] = find(name, is_worker, "a subclass of Worker")
+    return found

@@ -28,6 +28,7 @@ from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.registry import resolve
 from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.device import CPU, to_device, to_host
+from spmdflow.parallel.group import all_gather_plain
 from spmdflow.transfer.worker import Metric, WorkerContext
 from spmdflow.weights.architecture import packs_rows
 from spmdflow.weights.move import Block, Storages, own_parts
@@ -236,12 +237,10 @@ class TrainEngine(ABC):
     # -- for engines --------------------------------------------------------------------------
 
     def from_all(self, mine: Any) -> list[Any]:
-        """The values that all ranks of the pool pass, in rank order. Collective, over gloo."""
-        everyone = [mine] * self.layout.size
-        if self.layout.size > 1:
-            group = self.groups.get(self.layout.ranks, backend="gloo")
-            dist.all_gather_object(everyone, mine, group=group)
-        return everyone
+        """The values that all ranks of the pool pass, in rank order: plain data. Collective."""
+        if self.layout.size == 1:
+            return [mine]
+        return all_gather_plain(mine, self.groups.get(self.layout.ranks, backend="gloo"))
 
     def move(self, where: Place, part: Part, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """Move the storages of a part, for `residency`; `tensors` is called the first time only.

@@ -27,6 +27,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.objectives.loss import Loss
+from spmdflow.parallel.group import all_gather_plain
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.move import Block, Blocks, blocks, fill, own_parts
 from spmdflow.weights.ranks import megatron_tables, part_name
@@ -288,14 +289,13 @@ class MegatronEngine(TrainEngine):
         stage to all its ranks: the same bits everywhere."""
         replica = self.layout.axis_group(self.rank, "replica")
         source = replica[-self.layout.tp_size]
-        shared: list[Any] = [None]
+        metrics: dict[str, float] = {}
         if self.rank == source:
-            local = {name: sum(metrics[name] for metrics in found) for name in found[0]}
-            shared = [self.dp_sums(local)]
+            local = {name: sum(each[name] for each in found) for name in found[0]}
+            metrics = self.dp_sums(local)
         if len(replica) > 1:
             group = self.groups.get(replica, backend="gloo")  # from host to host
-            dist.broadcast_object_list(shared, source, group=group)
-        metrics: dict[str, float] = shared[0]
+            metrics = all_gather_plain(metrics, group)[replica.index(source)]
         return metrics
 
     def _stepped_blocks(self) -> Iterator[tuple[str, Block]]:

@@ -7,15 +7,13 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from spmdflow.checkpoint.disk import TOKEN_FILE, sees_token, shared_token
+from spmdflow.checkpoint.disk import KEY_BYTES, read_key, shared_key
 from spmdflow.checkpoint.manifest import FileFacts
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest
-from spmdflow.controller.saving import check_shared
-from spmdflow.errors import CheckpointError, ConfigError
+from spmdflow.errors import CheckpointError
 from tests.unit.checkpoint_files import verify_checkpoint, write_as_rank
 
 ACTOR, CRITIC = {"actor/rank-0": b"actor"}, {"critic/rank-0": b"the critic's weights"}
@@ -109,38 +107,16 @@ def test_a_file_of_two_ranks_and_one_of_nobody_are_refused(tmp_path: Path) -> No
         checkpoints.seal(1, {}, [written])
 
 
-def test_a_token_is_seen_where_it_was_written_and_gone_afterwards(tmp_path: Path) -> None:
+def test_the_key_of_a_run_is_for_this_user_and_gone_afterwards(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    with shared_token(tmp_path / "a") as token:
-        assert sees_token(tmp_path / "a", token, seconds=0.0)
-        assert not sees_token(tmp_path / "b", token, seconds=0.0)
-        assert not sees_token(tmp_path / "c", token, seconds=0.0)
-        (tmp_path / "b" / TOKEN_FILE).write_text("of an earlier run")
-        assert not sees_token(tmp_path / "b", token, seconds=0.3)
+    with shared_key(tmp_path / "a") as (name, key):
+        assert (tmp_path / "a" / name).stat().st_mode & 0o777 == 0o600
+        assert read_key(tmp_path / "a", name, seconds=0.0) == key
+        for elsewhere in (tmp_path / "b", tmp_path / "c"):
+            assert read_key(elsewhere, name, seconds=0.2) is None
+        (tmp_path / "b" / "32-bytes").write_bytes(bytes(KEY_BYTES))
+        for other in ("32-bytes", "../b/32-bytes", name[:-1], f"{name}\n"):
+            assert read_key(tmp_path / "b", other, seconds=0.0) is None
 
     assert list((tmp_path / "a").iterdir()) == []
-
-
-def test_ranks_that_do_not_see_run_dir_are_refused_by_rank_node_and_path(tmp_path: Path) -> None:
-    class Replied:
-        """A transport of three ranks, of which the last two are on a node with its own disk."""
-
-        def submit(self, order: Any) -> Any:
-            seen = {rank: rank == 0 for rank in order.commands}
-            self.replies = {
-                rank: {"sees": sees, "node": "a" if sees else "b"} for rank, sees in seen.items()
-            }
-            return self
-
-        def result(self) -> Any:
-            return self.replies
-
-    with pytest.raises(ConfigError) as caught:
-        check_shared(Replied(), (0, 1, 2), tmp_path)  # type: ignore[arg-type]
-
-    assert str(caught.value) == (
-        f"run.dir: got {tmp_path}, where rank 1 on node b, rank 2 on node b cannot read the file "
-        f"that rank 0 on node a wrote there, expected one folder that every node shares "
-        f"(checkpoints are written into it); set run.dir to a shared folder"
-    )

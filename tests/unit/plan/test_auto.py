@@ -20,13 +20,13 @@ from spmdflow.config.placement import resolve_placement, roles_of
 from spmdflow.controller.transcript import TRANSCRIPT_FILE
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.hardware import FOLDER, load_hardware
+from spmdflow.parallel.message import encode
 from spmdflow.plan import workload
 from spmdflow.plan.__main__ import FINE, main
 from spmdflow.plan.auto import Automatic, dataflow_of, resolve
 from spmdflow.plan.comparison import compare_run
 from spmdflow.plan.report import plan
 from spmdflow.program import prepare
-from spmdflow.runtime.message import encode
 from tests.unit.checkpoint_files import seal_settings
 from tests.unit.plan.test_command import large
 from tests.unit.plan.test_trace import SCRIPTS

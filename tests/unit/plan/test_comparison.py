@@ -19,6 +19,7 @@ from spmdflow.controller.script import STOPPED, run_flow
 from spmdflow.controller.transcript import TRANSCRIPT_FILE
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.mapping.hardware import load_hardware
+from spmdflow.parallel.message import decode, encode
 from spmdflow.plan.__main__ import FINE, REFUSED, WRONG, main
 from spmdflow.plan.comparison import (
     Comparison,
@@ -31,7 +32,6 @@ from spmdflow.plan.record import Trace, TracedOrder
 from spmdflow.plan.replay import Replay, recorded_trace
 from spmdflow.plan.trace import TraceSettings, trace
 from spmdflow.plan.weight import weight_plans
-from spmdflow.runtime.message import decode, encode
 from tests.unit.planned import ALGORITHMS, trace_replayed
 
 SETTINGS = (

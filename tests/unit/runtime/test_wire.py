@@ -11,9 +11,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+import spmdflow
 from spmdflow.errors import ProtocolError
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
+from spmdflow.parallel.message import HOMES
 from spmdflow.runtime.operation import RankSettings, RankState
 from spmdflow.runtime.wire import RUN_ID_BYTES, Endpoint, Envelopes, Hub, Kind
 from spmdflow.transfer.lane import CountedTransport
@@ -93,12 +95,23 @@ def test_command_runs_a_registered_method_and_no_other(run: Any) -> None:
 
 
 def test_only_worker_classes_are_spawned(run: Any) -> None:
-    with pytest.raises(ProtocolError, match="spawn: got os:system, expected a subclass of Worker"):
+    with pytest.raises(
+        ProtocolError, match="command: got os:system, expected a subclass of Worker"
+    ):
         spawn(run, "os:system")
 
 
 def test_only_marked_functions_are_mapped(run: Any) -> None:
     plain = {"ranks": [0], "arguments": {}, **ROWS}
 
-    with pytest.raises(ProtocolError, match="unmarked declares no columns"):
+    with pytest.raises(ProtocolError, match="expected a function marked with @map_function"):
         run("map", function=f"{__name__}:unmarked", **plain)
+
+
+def test_every_public_worker_and_map_function_may_be_named_by_a_command() -> None:
+    found = [getattr(spmdflow, name) for name in spmdflow.__all__]
+    workers = [x for x in found if isinstance(x, type) and issubclass(x, Worker) and x.role]
+    mapped = [x for x in found if hasattr(x, "_spmdflow_map_function")]
+
+    assert len(workers) > 8 and len(mapped) > 4
+    assert {thing.__module__ for thing in [*workers, *mapped]} <= HOMES

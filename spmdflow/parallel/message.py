@@ -2,9 +2,10 @@
 
 Plain data: None, bool, int (64 bit), float, str, bytes, list, tuple (comes back as list), dict
 with str or int keys, `Path` (comes back as str), numpy arrays of bool, int or float, NamedTuples
-and dataclasses. The last two travel as their import name and fields and are rebuilt only from
-modules that are already imported, so a message can neither load nor run foreign code: nothing
-is unpickled. Tuples *inside* them stay tuples: a dataclass comes back equal.
+and dataclasses. The last two travel as their import name and fields. They are rebuilt only from
+modules that are already imported, and without running a line of theirs: fields are set, `__init__`
+and `__post_init__` are not called. So decoding can neither load nor run foreign code; nothing is
+unpickled. Tuples *inside* them stay tuples: a dataclass comes back equal.
 
 Classes and functions of workers and scripts travel as "module:qualname" (`name_of`, `find`).
 """
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import PurePath
+from types import ModuleType
 from typing import Any, cast
 
 import msgpack
@@ -109,8 +111,9 @@ def _array_bytes(array: np.ndarray) -> bytes:
 
 
 def _is_record(cls: type) -> bool:
-    """Whether cls is a dataclass or a NamedTuple."""
-    return dataclasses.is_dataclass(cls) or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
+    """Whether cls is a dataclass or a NamedTuple whose objects can be made from their fields."""
+    is_tuple = issubclass(cls, tuple) and hasattr(cls, "_fields")
+    return (dataclasses.is_dataclass(cls) or is_tuple) and not hasattr(cls, "__del__")
 
 
 def _record_bytes(obj: Any) -> bytes:
@@ -124,9 +127,9 @@ def _record_bytes(obj: Any) -> bytes:
 
 @cache
 def _field_names(cls: Any) -> tuple[str, ...]:
-    """Arguments of cls, in order."""
+    """Fields of cls, in order."""
     if dataclasses.is_dataclass(cls):
-        return tuple(field.name for field in dataclasses.fields(cls) if field.init)
+        return tuple(field.name for field in dataclasses.fields(cls))
     return cast(tuple[str, ...], cls._fields)
 
 
@@ -165,7 +168,12 @@ def _record(name: str, values: list[Any]) -> Any:
             f"message: {name} with {len(values)} fields; expected {len(fields)} "
             f"({', '.join(fields)}); run the same code on every rank"
         )
-    return cls(**dict(zip(fields, values, strict=True)))
+    if issubclass(cls, tuple):
+        return tuple.__new__(cls, values)
+    made = object.__new__(cls)
+    for name, value in zip(fields, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
 
 
 def name_of(thing: Callable[..., Any]) -> str:
@@ -179,17 +187,31 @@ def name_of(thing: Callable[..., Any]) -> str:
     return name
 
 
-def find(name: str) -> Any:
-    """The inverse of `name_of`. Imports only spmdflow's own modules; others must be imported.
+_MODELS, _OBJECTIVES = "base critic generator policy preference reward", "advantage kl"
+HOMES = frozenset(
+    [f"spmdflow.models.{name}" for name in _MODELS.split()]
+    + [f"spmdflow.objectives.{name}" for name in _OBJECTIVES.split()]
+)
+"""Modules of spmdflow's own workers and map functions: imported if a command names one of them, as
+a script may use their public names, which import the module at first use, on one rank."""
 
-    So a command cannot run a module's code before its target is known to be registered.
+
+def find(name: str, is_marked: Callable[[Any], bool], expected: str) -> Any:
+    """The class or function of that `name_of`; ProtocolError unless is_marked says that it may be.
+
+    Imports nothing but `HOMES`, and runs nothing that a module or class does on access.
     """
     module, _, path = name.partition(":")
-    if module not in sys.modules and module.partition(".")[0] != "spmdflow":
+    if module not in sys.modules and module in HOMES:
+        importlib.import_module(module)
+    if module not in sys.modules:
         got = f"the module {module!r}, which this rank has not imported"
         do = "import it at the top of the script, so that every rank does"
         raise ProtocolError.of(name, got, "one that the script imports", do)
-    thing: Any = importlib.import_module(module)
+    thing: Any = sys.modules[module]
     for part in path.split("."):
-        thing = getattr(thing, part)
+        thing = vars(thing).get(part) if isinstance(thing, type | ModuleType) else None
+    if not is_marked(thing) or name_of(thing) != name:
+        do = "define it at the top level of the script, or import it there"
+        raise ProtocolError.of("command", name, expected, do)
     return thing

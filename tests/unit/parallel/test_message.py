@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdflow.errors import MessageError
-from spmdflow.runtime import message
-from spmdflow.runtime.message import MAX_MESSAGE_BYTES, decode, encode
+from spmdflow.parallel import message
+from spmdflow.parallel.message import MAX_MESSAGE_BYTES, decode, encode
 from spmdflow.runtime.wire import Envelopes, Kind
 from spmdflow.transfer.worker import Max, Mean, Sum
 
@@ -189,7 +189,7 @@ def test_record_of_a_class_that_is_no_record_or_not_imported_is_refused(name: st
 def test_record_does_not_import_its_module() -> None:
     program = (
         "import sys\n"
-        "from spmdflow.runtime.message import decode\n"
+        "from spmdflow.parallel.message import decode\n"
         "from spmdflow.errors import MessageError\n"
         f"data = {_record('colorsys:Any', [])!r}\n"
         "try:\n"
@@ -207,13 +207,15 @@ def test_name_of_a_module_that_is_not_imported_runs_nothing_of_it(tmp_path: Path
     (tmp_path / "harm.py").write_text("raise SystemExit('ran')\n")
     program = (
         "import sys\n"
-        "from spmdflow.runtime.message import find\n"
+        "from spmdflow.transfer.register import find_map_function as find\n"
         "from spmdflow.errors import ProtocolError\n"
-        "try:\n"
-        "    find('harm:function')\n"
-        "except ProtocolError as err:\n"
-        "    assert 'import it at the top of the script' in str(err)\n"
-        "assert 'harm' not in sys.modules and 'spmdflow.objectives.kl' not in sys.modules\n"
+        "for name in ('harm:function', 'spmdflow.doctor.__main__:main'):\n"
+        "    try:\n"
+        "        find(name)\n"
+        "    except ProtocolError as err:\n"
+        "        assert 'import it at the top of the script' in str(err)\n"
+        "    assert name.partition(':')[0] not in sys.modules\n"
+        "assert 'spmdflow.objectives.kl' not in sys.modules\n"
         "assert find('spmdflow.objectives.kl:measure_kl').__name__ == 'measure_kl'\n"
     )
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])

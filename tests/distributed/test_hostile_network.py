@@ -1,0 +1,260 @@
+"""What somebody on the network can do to a run: its port, torchrun's store, nothing else.
+
+The attacker is one more rank of the world, outside of the session. It reads and writes the store as
+it likes, and speaks to the controller's port through raw sockets. It cannot read RUN_DIR.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import resource
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import distributed as dist
+
+from spmdflow.parallel.message import decode, encode
+from spmdflow.runtime import session
+from spmdflow.runtime.order import Order, Transport
+from spmdflow.runtime.process import Process, node_identity
+from spmdflow.runtime.wire import RUN_ID_BYTES, Envelopes, Hub, Kind
+from tests.distributed.ranks import watch_ranks
+from tests.distributed.session_parts import operations, settings_for, to_all
+
+Spawn = Callable[..., list[Any]]
+MANY = 1500
+"""Connections, of which rank 0 could keep about 950."""
+
+GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+COMMAND, MORE, LARGE = 4, 1, 2
+
+
+def _frame(body: bytes, flags: int = 0) -> bytes:
+    """A frame of ZMTP 3.0."""
+    if len(body) > 255:
+        return bytes([flags | LARGE]) + struct.pack(">Q", len(body)) + body
+    return bytes([flags, len(body)]) + body
+
+
+def _ready(rank: int) -> bytes:
+    """What a DEALER says that calls itself the endpoint of a rank."""
+    facts = {b"Socket-Type": b"DEALER", b"Identity": struct.pack(">cI", b"r", rank)}
+    text = b"\x05READY"
+    for name, value in facts.items():
+        text += bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
+    return GREETING + _frame(text, COMMAND)
+
+
+class Attacker:
+    """Reads the store like a rank, and connects to what it names."""
+
+    def __init__(self, store: Any, ranks: tuple[int, ...], launch: int) -> None:
+        members = hashlib.blake2b(repr(ranks).encode(), digest_size=6).hexdigest()
+        self.store, self.prefix = store, f"spmdflow/{members}/{launch}"
+
+    def read(self, key: str) -> Any:
+        return decode(bytes.fromhex(self.store.get(f"{self.prefix}/{key}").decode()))
+
+    def write(self, key: str, value: Any) -> None:
+        self.store.set(f"{self.prefix}/{key}", encode(value).hex())
+
+    def wait(self, key: str, seconds: float = 60.0) -> None:
+        self.store.wait([key], timedelta(seconds=seconds))
+
+    def learn(self) -> None:
+        """All that the store tells: run id, controller, address."""
+        self.wait(f"{self.prefix}/controller")
+        self.run_id, self.controller, addresses, _ = self.read("controller")
+        (address,) = addresses.values()
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self.address = host, int(port)
+
+    def say(self, data: bytes, *, seconds: float) -> bytes:
+        """Send from a new connection; what comes back until it is closed, or seconds are over."""
+        heard, until = b"", time.monotonic() + seconds
+        with contextlib.suppress(OSError), socket.create_connection(self.address, seconds) as mine:
+            mine.sendall(data)
+            while (left := until - time.monotonic()) > 0:
+                mine.settimeout(left)
+                if not (more := mine.recv(4096)):
+                    break
+                heard += more
+        return heard
+
+    def pour(self, head: bytes, piece: bytes, *, seconds: float) -> int:
+        """Send pieces until seconds are over, reconnecting; how many bytes were taken."""
+        taken, until = 0, time.monotonic() + seconds
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError), socket.create_connection(self.address, 1) as mine:
+                mine.settimeout(1)
+                mine.sendall(head)
+                while time.monotonic() < until:
+                    mine.sendall(piece)
+                    taken += len(piece)
+        return taken
+
+    def crowd(self, first: bytes) -> list[socket.socket]:
+        """Connections that say this and no more."""
+        idle = [socket.socket() for _ in range(MANY)]
+        for mine in idle:
+            mine.setblocking(False)
+            mine.connect_ex(self.address)
+        time.sleep(0.3)
+        for mine in idle:
+            with contextlib.suppress(OSError):
+                mine.send(first)
+        return idle
+
+    def memory(self) -> float:
+        """MB that the controller's process holds."""
+        status = Path(f"/proc/{self.controller.pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.controller.pid}/fd"))
+
+
+def _attack(attacker: Attacker, release: str) -> dict[str, Any]:
+    """Before rank 2 connects: its name, an endless message, a flood, a crowd; then once more."""
+    attacker.learn()
+    found: dict[str, Any] = {}
+    envelopes, memory = Envelopes(attacker.run_id), attacker.memory()
+    hello = envelopes.seal(Kind.HELLO)
+    found["heard as rank 2"] = attacker.say(_ready(2) + _frame(hello), seconds=1.5)
+    part = _frame(bytes(2**20), MORE)
+    found["endless"] = attacker.pour(_ready(2) + _frame(b"", MORE), part, seconds=0.5)
+    flood = _frame(envelopes.seal(Kind.REPLY, [1, {}])) * 100
+    found["flood"] = attacker.pour(_ready(1), flood, seconds=0.5)
+    idle = attacker.crowd(GREETING[:1])
+    time.sleep(0.3)
+    found["descriptors"] = attacker.descriptors()
+    for mine in idle:
+        mine.close()
+    found["MB"] = attacker.memory() - memory
+    attacker.store.set(f"{release}/go", "")
+    attacker.wait(f"{release}/all here")
+    try:
+        socket.create_connection(attacker.address, 1.0).close()
+        found["still listens"] = True
+    except OSError:
+        found["still listens"] = False
+    idle = attacker.crowd(b"")
+    found["flood after"] = attacker.pour(_ready(1), flood, seconds=0.5)
+    found["descriptors after"] = attacker.descriptors()
+    attacker.store.set(f"{release}/over", "")
+    for mine in idle:
+        mine.close()
+    return found
+
+
+def _besieged(run_dir: str) -> list[dict[str, Any]]:
+    store, rank, seen = dist.distributed_c10d._get_default_store(), dist.get_rank(), []
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024) if rank == 0 else (limit, limit))
+    for launch, secret in enumerate([None, "word"], 1):
+        release = f"test/{launch}"
+        if rank == 3:
+            seen.append(_attack(Attacker(store, (0, 1, 2), launch), release))
+        else:
+            settings = settings_for(Path(run_dir), ranks=(0, 1, 2), secret=secret)
+            seen.append(_defend(settings, release, is_late=rank == 2))
+        dist.barrier()
+    return seen
+
+
+def _defend(settings: Any, release: str, *, is_late: bool) -> dict[str, Any]:
+    """A session whose rank 2 connects when it is told to, and calls until the attack is over."""
+    store, found = dist.distributed_c10d._get_default_store(), {"calls": 0, "longest": 0.0}
+    connect = session.Endpoint
+
+    def late(*arguments: Any, **more: Any) -> Any:
+        store.wait([f"{release}/go"], timedelta(seconds=60))
+        return connect(*arguments, **more)
+
+    def main(transport: Transport) -> None:
+        store.set(f"{release}/all here", "")
+        while not store.check([f"{release}/over"]):
+            began = time.monotonic()
+            found["calls"] += 1
+            everywhere = to_all(transport, {"operation": "note"})
+            order = Order(found["calls"], "compute", "a.note", everywhere, 10.0)
+            assert len(transport.submit(order).result()) == 3
+            found["longest"] = max(found["longest"], time.monotonic() - began)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "Endpoint", late if is_late else connect)
+        assert session.run_session(main, operations, settings) == 0
+    return found
+
+
+@pytest.mark.timeout(60)
+def test_whoever_reaches_the_port_gets_nothing_and_the_run_goes_on(
+    spawn_ranks: Spawn, tmp_path: Path
+) -> None:
+    defended, *_, attacks = spawn_ranks(_besieged, 4, str(tmp_path))
+
+    sys.stdout.write(f"{defended}\n{attacks}\n")
+    for attack in attacks:
+        assert len(attack["heard as rank 2"]) <= 64, "more than a greeting"
+        assert attack["MB"] < 30
+        assert attack["descriptors"] <= 1024
+        assert not attack["still listens"]
+        assert attack["flood after"] == 0
+        assert attack["descriptors after"] < 150
+    for session_ in defended:
+        assert session_["calls"] > 100 and session_["longest"] < 1.0
+    assert not list(tmp_path.iterdir())
+
+
+# ---- the store
+
+
+def _believed(run_dir: str) -> Any:
+    """Two sessions, each waiting for rank 4, which has put itself in the controllers' place."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    sessions: dict[str, Any] = {"plain": ((0, 1, 4), None), "secret": ((2, 3, 4), "word")}
+    if rank < 4:
+        folder = "plain" if rank < 2 else "secret"
+        ranks, secret = sessions[folder]
+        dist.barrier()
+        settings = settings_for(Path(run_dir) / folder, ranks=ranks, secret=secret)
+        return session.run_session(_never, operations, replace(settings, start_seconds=3.0))
+    network = f"{node_identity()}/{os.readlink('/proc/self/ns/net')}"
+    hubs = []
+    for (ranks, _), key in zip(sessions.values(), (None, b"guessed"), strict=True):
+        run_id = os.urandom(RUN_ID_BYTES)
+        hubs.append(Hub(run_id, key=key))
+        here = [run_id, Process.of(os.getpid()), {network: hubs[-1].bind("127.0.0.1")}, []]
+        Attacker(store, ranks, 1).write("controller", here)
+    dist.barrier()
+    heard, visited, until = 0, set[Hub](), time.monotonic() + 4.0
+    while time.monotonic() < until:
+        heard += sum(hub.receive() is not None for hub in hubs)
+        visited |= {hub for hub in hubs if hub.any_lost()}
+        time.sleep(0.01)
+    return {"heard": heard, "visited": len(visited)}
+
+
+def _never(transport: Transport) -> None:
+    raise AssertionError("the ranks have met")
+
+
+def test_whoever_writes_the_store_is_not_obeyed_as_controller(tmp_path: Path) -> None:
+    outcomes = watch_ranks(_believed, 5, str(tmp_path), seconds=60)
+
+    assert outcomes[4].value == {"heard": 0, "visited": 2}
+    for folder, first in (("plain", 0), ("secret", 2)):
+        assert "ranks [4] did not come within 3 s" in str(outcomes[first].error)
+        assert outcomes[first + 1].exit_code == 1
+        text = (tmp_path / folder / f"failure-rank{first + 1}.json").read_text()
+        assert "its connection is lost" in text and '"others": []' in text

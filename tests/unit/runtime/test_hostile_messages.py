@@ -1,0 +1,242 @@
+"""Random and mutated messages against the real io thread, and against what decodes them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmdflow.errors import MessageError, ProtocolError
+from spmdflow.parallel.layout import Layout
+from spmdflow.parallel.message import HOMES, decode, encode
+from spmdflow.runtime.io import Io
+from spmdflow.runtime.order import Order
+from spmdflow.runtime.peers import Peers
+from spmdflow.runtime.process import Process
+from spmdflow.runtime.rendezvous import SessionSettings
+from spmdflow.runtime.wire import RUN_ID_BYTES, Endpoint, Envelopes, Hub, Kind
+from spmdflow.transfer.register import find_map_function
+from spmdflow.transfer.worker import Sum, find_worker_class
+from tests.unit.runtime.noisy_record import CALLS, NoisyRecord
+
+KEY = b"of this run"
+DANGEROUS = ("import", "exec", "compile", "open", "os.", "subprocess.", "socket.", "ctypes.")
+watched: list[str] = []
+_watching = threading.local()
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if getattr(_watching, "on", False) and event.startswith(DANGEROUS):
+        watched.append(f"{event} {arguments[:1]}")
+
+
+sys.addaudithook(_watch)
+
+
+@contextlib.contextmanager
+def audit() -> Iterator[list[str]]:
+    """What this thread imports, executes, compiles or opens within the context."""
+    for module in HOMES:
+        importlib.import_module(module)
+    watched.clear()
+    _watching.on = True
+    try:
+        yield watched
+    finally:
+        _watching.on = False
+
+
+def samples(envelopes: Envelopes, names: list[str]) -> list[bytes]:
+    """Messages of each kind but HELLO, which makes a member of who has the key.
+
+    Commands among them name what they should not.
+    """
+    layout = {"ranks": [0], "pp_size": 1, "dp_size": 1, "tp_size": 1}
+    bodies: list[Any] = [None, [1, {"value": {"x": [Sum(1.0), Layout.data_parallel((0,))]}}]]
+    for name in names:
+        head = [1, 1, "compute", "a.spawn", 10.0]
+        bodies.append([*head, {"operation": "spawn", "class": name, "layout": layout}])
+        bodies.append([*head, {"operation": "map", "function": name, "arguments": {"x": 1}}])
+    return [
+        envelopes.seal(kind, body) for body in bodies for kind in Kind if kind is not Kind.HELLO
+    ]
+
+
+NAMES = [
+    "os:system",
+    "subprocess:Popen",
+    "builtins:eval",
+    "antigravity:fly",
+    "spmdflow.doctor.__main__:main",
+    "spmdflow.models.base:os.system",
+    "spmdflow_script:main",
+    "pathlib:Path.unlink",
+    "cProfile:run",
+]
+
+
+def mutate(data: bytes, draw: random.Random) -> bytes:
+    """Flip, cut, repeat, insert, or swap in what is dangerous."""
+    made = bytearray(data)
+    for _ in range(draw.randrange(1, 5)):
+        place = draw.randrange(len(made) + 1)
+        match draw.randrange(5):
+            case 0 if made:
+                made[place % len(made)] ^= 1 << draw.randrange(8)
+            case 1:
+                del made[place : place + draw.randrange(1, 9)]
+            case 2:
+                made[place:place] = made[place : place + draw.randrange(1, 64)]
+            case 3:
+                made[place:place] = draw.randbytes(draw.randrange(1, 17))
+            case _:
+                name = draw.choice(NAMES).encode()
+                made[place : place + len(name)] = name
+    return bytes(made)
+
+
+def memory() -> float:
+    """MB of this process."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition("VmRSS:")[2].split()[0]) / 1024
+
+
+class Session:
+    """A real io thread, whose two ranks are sockets of this test."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_id = os.urandom(RUN_ID_BYTES)
+        self.envelopes, hub = Envelopes(self.run_id), Hub(self.run_id, key=KEY)
+        me = Process.of(os.getpid())
+        peers = Peers({0: me, 1: me}, own_rank=0)
+        self.io = Io(hub, peers=peers, settings=SessionSettings(run_dir, (0, 1)))
+        self._hub, self.address = hub, hub.bind("127.0.0.1")
+        self.io.thread.start()
+
+    def connect(self, rank: int) -> Endpoint:
+        return Endpoint(self.address, rank, run_id=self.run_id, key=KEY)
+
+    def join(self) -> None:
+        self.ranks = [self.connect(rank) for rank in (0, 1)]
+        for endpoint in self.ranks:
+            endpoint.send(self.envelopes.seal(Kind.HELLO))
+        self.io.met.result()
+
+    def round_trip(self, number: int) -> dict[int, Any]:
+        """One order to both ranks, answered."""
+        commands = {rank: {"operation": "note"} for rank in (0, 1)}
+        pending = self.io.submit(Order(number, "compute", "a.note", commands, 10.0))
+        for rank, endpoint in enumerate(self.ranks):
+            ticket = self._next(endpoint, Kind.COMMAND)[0]
+            endpoint.send(self.envelopes.seal(Kind.REPLY, [ticket, {"rank": rank}]))
+        return pending.result()
+
+    def end(self) -> None:
+        self.io.post(lambda: setattr(self.io, "_close_wanted", True))
+        for endpoint in self.ranks:
+            self._next(endpoint, Kind.CLOSE)
+            endpoint.send(self.envelopes.seal(Kind.BYE))
+        self.io.thread.join(10)
+        for endpoint in self.ranks:
+            endpoint.close()
+        self._hub.terminate()
+
+    def _next(self, endpoint: Endpoint, kind: Kind) -> Any:
+        limit = time.monotonic() + 10
+        while time.monotonic() < limit:
+            data = endpoint.receive()
+            if data is None:
+                time.sleep(0.0005)
+            elif (envelope := self.envelopes.open(data, 0)) and envelope[0] is kind:
+                return envelope[1]
+        raise AssertionError(f"no {kind.name} came")
+
+
+def _storm(session: Session, stranger: Endpoint, number: int, draw: random.Random) -> float:
+    """Send so many; MB by which this process grew after the first tenth."""
+    good = samples(session.envelopes, NAMES)
+    before = 0.0
+    for sent in range(number):
+        if sent == number // 10:
+            before = memory()
+        data = draw.randbytes(draw.randrange(200)) if sent % 5 == 0 else draw.choice(good)
+        stranger.send(data if sent % 7 == 0 else mutate(data, draw))
+        if sent % 1000 == 0:
+            time.sleep(0.02)  # the io thread must not lag behind by more than the queue
+    return memory() - before
+
+
+@pytest.mark.parametrize(
+    "number", [4000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+def test_messages_from_no_member_or_before_a_member_joined_change_nothing(
+    number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw, session = random.Random(number), Session(tmp_path)
+    early, unknown = session.connect(1), session.connect(7)  # with the key: the worst case
+    grown = _storm(session, early, number // 2, draw)
+    early.close()
+    time.sleep(0.2)
+    session.join()
+    grown += _storm(session, unknown, number // 2, draw)
+    answers = [session.round_trip(turn) for turn in range(1, 51)]
+    session.end()
+    unknown.close()
+    with capsys.disabled():
+        sys.stdout.write(f"\n{number} messages: {grown:.1f} MB more\n")
+
+    assert answers == [{0: {"rank": 0}, 1: {"rank": 1}}] * 50
+    assert not session.io.has_failed
+    assert grown < 8
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "number", [4000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+def test_decoding_random_and_mutated_messages_runs_and_opens_nothing(number: int) -> None:
+    draw, envelopes = random.Random(number), Envelopes(b"r" * RUN_ID_BYTES)
+    good = [data[RUN_ID_BYTES + 1 :] for data in samples(envelopes, NAMES)]
+    decoded = refused = 0
+    with audit() as done:
+        for turn in range(number):
+            data = draw.randbytes(draw.randrange(200)) if turn % 5 == 0 else draw.choice(good)
+            try:
+                _name_everything(decode(mutate(data, draw)))
+                decoded += 1
+            except MessageError:
+                refused += 1
+
+    assert done == []
+    assert decoded > number // 50 and refused > number // 10
+
+
+def _name_everything(value: Any) -> None:
+    """Ask for every text in value as if a command named it."""
+    if isinstance(value, str):
+        for find in (find_worker_class, find_map_function):
+            with pytest.raises(ProtocolError):
+                find(value)
+    elif isinstance(value, dict):
+        _name_everything(list(value.items()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _name_everything(item)
+
+
+def test_a_record_is_rebuilt_without_a_line_of_its_class() -> None:
+    data = encode(NoisyRecord(1, (2,)))
+    CALLS.clear()
+    back = decode(data)
+
+    assert CALLS == []
+    assert (back.left, back.right, back.made) == (1, (2,), 3)
