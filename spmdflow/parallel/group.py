@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import _lru_cache_wrapper
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -146,17 +146,24 @@ class GroupTable:
         return reduce
 
 
+class _Told(NamedTuple):
+    """What a rank tells others; in the fields of a record tuples stay tuples."""
+
+    value: Any
+
+
 def all_gather_plain(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     """What every rank of the group passes, in order: plain data, never unpickled. Collective."""
     device = torch.device("cpu") if dist.get_backend(group) == "gloo" else own_device()
-    data = torch.frombuffer(bytearray(encode(mine)), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(encode(_Told(mine))), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
     dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=group)
     padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
     padded[: len(data)] = data
     found = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(found, padded, group=group)
-    return [decode(each[: int(size)].cpu().numpy().data) for each, size in zip(found, sizes)]
+    told = (each[: int(size)].cpu().numpy().data for each, size in zip(found, sizes))
+    return [decode(data).value for data in told]
 
 
 def _forget_meshes() -> None:

@@ -26,7 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
 
-from spmdflow.parallel.group import GroupTable
+from spmdflow.parallel.group import GroupTable, all_gather_plain
 from spmdflow.parallel.layout import Layout
 
 _FACTORIES = ("zeros", "ones", "empty", "tensor", "full")
@@ -62,14 +62,17 @@ def process_groups(layout: Layout, rank: int, groups: GroupTable) -> ProcessGrou
 
 @contextmanager
 def only_among(group: dist.ProcessGroup) -> Iterator[None]:
-    """Object gathers without a group stay inside this one.
+    """Object gathers stay inside this group, and unpickle nothing.
 
     get_megatron_optimizer compares parameter groups over the whole world (0.16.1,
     optimizer/__init__.py), which would wait for ranks that have no part in this model.
     """
     gather, size = dist.all_gather_object, dist.get_world_size
 
-    dist.all_gather_object = lambda out, value, group=group: gather(out, value, group=group)  # type: ignore[assignment]
+    def gather_plain(found: list[Any], mine: Any) -> None:
+        found[:] = all_gather_plain(mine, group)
+
+    dist.all_gather_object = gather_plain  # type: ignore[assignment]
     dist.get_world_size = lambda group=group: size(group)
     try:
         yield

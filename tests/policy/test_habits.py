@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from pathlib import Path
 
@@ -58,6 +59,18 @@ SEAMS = {
 }
 """Library -> the files, or the number of files, that import it."""
 
+UNPICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+"""Modules that nothing may import: reading what they wrote runs what it says."""
+OBJECT_COLLECTIVES = re.compile(r"(gather|scatter|broadcast|send|recv)_object(_list)?$")
+"""torch.distributed's functions that unpickle; `parallel.group.all_gather_plain` does not."""
+UNPICKLING = {
+    "spmdflow/workers/megatron_runtime.py": "puts all_gather_plain in the place of Megatron's call",
+    "spmdflow/weights/dcp.py": "reads torch's checkpoints with an unpickler that knows few classes",
+}
+BY_NAME = {"runtime", "parallel", "transfer", "data", "controller"}
+"""Packages that read messages: none of them imports what a text names."""
+NAMED_IMPORTS = {"spmdflow/parallel/message.py": "one of HOMES, a list written out"}
+
 FORBIDDEN_WORDS = ("master", "slave", "manager", "handler", "service", "driver", "util", "helper")
 FORBIDDEN_FILES = ("utils", "util", "common", "helpers", "misc")
 
@@ -104,6 +117,37 @@ def test_environment_is_touched_only_where_the_table_says() -> None:
     ]
 
     assert touched == []
+
+
+def test_nothing_is_unpickled() -> None:
+    found = []
+    for file in (each for each in CODE if each not in UNPICKLING):
+        found += [f"{file}:{n} {m}" for n, m, _ in imported_names(tree_of(file)) if m in UNPICKLES]
+        for node in ast.walk(tree_of(file)):
+            name = getattr(node, "attr", getattr(node, "id", ""))
+            if OBJECT_COLLECTIVES.search(name) or _is_torch_load(node):
+                found.append(f"{file}:{node.lineno} {name}")
+
+    assert found == []
+
+
+def _is_torch_load(node: ast.AST) -> bool:
+    """Whether it is torch.load, which may unpickle."""
+    owner = getattr(node, "value", None)
+    return getattr(node, "attr", "") == "load" and getattr(owner, "id", "") == "torch"
+
+
+def test_packages_that_read_messages_import_nothing_by_name() -> None:
+    found = [
+        f"{file}:{node.lineno}"
+        for file in CODE
+        if file.split("/")[1] in BY_NAME and file not in NAMED_IMPORTS
+        for node in ast.walk(tree_of(file))
+        if getattr(node, "attr", getattr(node, "id", ""))
+        in ("import_module", "__import__", "importlib", "eval", "exec")
+    ]
+
+    assert found == []
 
 
 def test_classes_avoid_the_forbidden_words() -> None:

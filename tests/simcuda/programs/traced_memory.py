@@ -156,15 +156,9 @@ def flash(
     return kernel(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
 
 
-def _broadcast_objects(objects: list[Any], *_: Any, **__: Any) -> None:
-    """A metric from another stage: any number."""
-    if objects == [None]:
-        objects[0] = {}
-
-
-def _gather_objects(found: list[Any], value: Any, group: Any = None) -> None:
-    """All other ranks say the same."""
-    found[:] = [value] * len(found)
+def _gather_plain(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """All other ranks say the same; a metric from another stage is any number."""
+    return [mine] * group.size()
 
 
 @contextmanager
@@ -182,8 +176,7 @@ def answered() -> Iterator[None]:
         (torch.Tensor, "__float__", lambda x: 1.0),
         (torch.nn.functional, "scaled_dot_product_attention", flash),
         (attention, "_has_varlen", lambda q: q.dtype == torch.bfloat16),
-        (dist, "broadcast_object_list", _broadcast_objects),
-        (dist, "all_gather_object", _gather_objects),
+        *((module, "all_gather_plain", _gather_plain) for module in _gathering()),
         (fsdp, "mesh_of", _real(fsdp.mesh_of)),
         (model, "folder_of", FakeFolder),
         (model, "HuggingFaceFolder", FakeFolder),
@@ -214,6 +207,12 @@ def one_kernel() -> Iterator[None]:
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("silu_backward", lambda gradient, x: torch.empty_like(x), "CUDA")
         yield
+
+
+def _gathering() -> list[Any]:
+    """Modules that know `all_gather_plain`, by that name."""
+    loaded = [sys.modules[name] for name in sys.modules if name.startswith("spmdflow.")]
+    return [module for module in loaded if "all_gather_plain" in vars(module)]
 
 
 _STOCK_TOLIST = torch.Tensor.tolist
