@@ -137,7 +137,7 @@ class Session:
         pending = self.io.submit(Order(number, "compute", "a.note", commands, 10.0))
         for rank, endpoint in enumerate(self.ranks):
             ticket = self._next(endpoint, Kind.COMMAND)[0]
-            endpoint.send(self.envelopes.seal(Kind.REPLY, [ticket, {"rank": rank}]))
+            endpoint.send(self.envelopes.seal(Kind.REPLY, [ticket, {"rank": rank}, [0.0, 0.0]]))
         return pending.result()
 
     def end(self) -> None:
