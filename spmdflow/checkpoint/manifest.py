@@ -184,11 +184,12 @@ def verify_files(folder: Path, files: Mapping[str, FileFacts]) -> None:
 def moved_groups(
     info: CheckpointInfo, layout: Mapping[str, Any], by_rank: Mapping[str, str]
 ) -> list[str]:
-    """Groups whose state was saved on another layout than they have now (group -> its ranks and
-    sizes). The saved one is meta["layout"], JSON data; tuples and lists count as equal.
+    """Of each group whose state was saved on another layout than it has now: both, as a text.
 
-    by_rank: group -> class, of those that load only what the same rank saved. CheckpointError if
-    one of these has moved, or if the run lacks a group that saved a state.
+    layout: group -> engine, ranks and sizes. The saved one is meta["layout"], JSON data; tuples
+    and lists count as equal. by_rank: group -> class, of those that load only what the same rank
+    saved. CheckpointError if one of these has moved, or if the run lacks a group that saved a
+    state.
     """
     saved, now = info.meta.get("layout", {}), json.loads(json.dumps(layout))
     stateful = {name.partition("/")[0] for name in info.files if "/" in name}
@@ -201,12 +202,27 @@ def moved_groups(
         if group not in by_rank or group not in stateful and group in saved:
             continue
         raise CheckpointError(
-            f"checkpoint: {info.folder} has {group} with layout {saved.get(group)}, this run has "
-            f"{now[group]}, expected the same, as {by_rank[group]}.load_state is not marked with "
-            f"any_layout; resume with the world size and placement that wrote it, or have it read "
-            f"boxes (docs/CHECKPOINTS.md)"
+            f"checkpoint: {info.folder} has {group} as {_described(saved.get(group))}, this run "
+            f"has {_described(now[group])}, expected the same, as {by_rank[group]}.load_state is "
+            f"not marked with any_layout; resume with the world size and placement that wrote it, "
+            f"or have it read boxes (docs/CHECKPOINTS.md)"
         )
-    return [group for group in moved if group in stateful]
+    both = {name: (saved.get(name), now[name]) for name in moved if name in stateful}
+    return [f"{name} {_described(a)} -> {_described(b)}" for name, (a, b) in both.items()]
+
+
+def _described(sizes: Mapping[str, Any] | None) -> str:
+    """Such as "fsdp t1p1d2 on ranks 0-1"."""
+    if sizes is None:
+        return "nothing"
+    ranks, engine = sizes["ranks"], sizes.get("engine")
+    is_span = len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1))
+    where = f"{ranks[0]}-{ranks[-1]}" if is_span else ", ".join(map(str, ranks))
+    letters = {"tp_size": "t", "pp_size": "p", "dp_size": "d"}
+    if sizes.get("shard_size", 1) not in (1, sizes.get("dp_size", 1)):
+        letters["shard_size"] = "s"
+    name = "".join(f"{letter}{sizes.get(size, 1)}" for size, letter in letters.items())
+    return f"{engine} {name} on ranks {where}" if engine else f"{name} on ranks {where}"
 
 
 def check_plain(value: object, where: str) -> None:

@@ -74,7 +74,7 @@ class Saving:
         classes = {name: group.target.worker_class for name, group in groups.items()}
         by_rank = {n: x.__name__ for n, x in classes.items() if not loads_any_layout(x)}
         if moved := moved_groups(info, _layout(groups), by_rank):
-            logger.info("%s: saved on another layout, loaded box by box", ", ".join(moved))
+            logger.info("saved on another layout, loaded box by box: %s", ", ".join(moved))
         for name, order in _on_every_rank("load", info.folder, caller, groups).items():
             self._check_frozen(info, name, order.result())
         logger.info("continuing after step %s from %s", info.step, info.folder)
@@ -237,10 +237,10 @@ def _frozen(replies: Replies) -> tuple[str, str] | None:
 
 
 def _layout(groups: Groups) -> dict[str, Any]:
-    """Ranks and sizes of every group, as the manifest keeps them."""
-    sizes = ("pp_size", "dp_size", "tp_size", "shard_size")
-    layouts = {name: group.target.layout for name, group in groups.items()}
-    return {
-        name: {"ranks": list(layout.ranks)} | {size: getattr(layout, size) for size in sizes}
-        for name, layout in layouts.items()
-    }
+    """Engine, ranks and sizes of every group, as the manifest keeps them."""
+    sizes, found = ("pp_size", "dp_size", "tp_size", "shard_size"), {}
+    for name, group in groups.items():
+        layout, engine = group.target.layout, getattr(group.target.settings, "engine", None)
+        found[name] = {"ranks": list(layout.ranks), "engine": getattr(engine, "kind", None)}
+        found[name] |= {size: getattr(layout, size) for size in sizes}
+    return found

@@ -231,12 +231,13 @@ def test_state_on_another_layout_moves_unless_its_class_keeps_it_by_rank(tmp_pat
     other = {"actor": {"ranks": (0, 1, 2, 3), "dp_size": 4}, "generator": {"ranks": [4]}}
 
     assert moved_groups(info, was, {"actor": "Mine"}) == []
-    assert moved_groups(info, other, {"reference": "Mine"}) == ["actor"]
+    moved = ["actor t1p1d2 on ranks 0-1 -> t1p1d4 on ranks 0-3"]
+    assert moved_groups(info, other, {"reference": "Mine"}) == moved
     with pytest.raises(
-        CheckpointError, match=r"\[0, 1\].*\[0, 1, 2, 3\].* Mine\.load_state is not"
+        CheckpointError, match=r"d2 on ranks 0-1.*d4 .*, as Mine\.load_state is not"
     ):
         moved_groups(info, other, {"actor": "Mine"})
-    with pytest.raises(CheckpointError, match=r"actor with layout None, this run has .*\[0, 1\]"):
+    with pytest.raises(CheckpointError, match=r"actor as nothing, this run has t1p1d2"):
         moved_groups(replace(info, meta={}), was, {"actor": "Mine"})
     with pytest.raises(CheckpointError, match="got a run without actor, whose state .* holds"):
         moved_groups(info, {"reference": was["reference"]}, {})

@@ -180,7 +180,8 @@ def run_dir_without_rights() -> None:
 def _checkpoint(file: str = "weights.safetensors") -> CheckpointInfo:
     checkpoints = Checkpoints(Path.cwd() / "run", keep=1)
     written = write_as_rank(checkpoints.begin(3), {file: b"12345"})
-    return checkpoints.seal(3, {"layout": {"actor": {"ranks": [0, 1]}}}, [written])
+    was = {"actor": {"ranks": [0, 1], "dp_size": 2, "engine": "fsdp"}}
+    return checkpoints.seal(3, {"layout": was}, [written])
 
 
 def cut_off_file() -> None:
@@ -213,7 +214,7 @@ def earlier_version() -> None:
 
 
 def other_layout() -> None:
-    now = {"actor": {"ranks": [0, 1, 2, 3]}}
+    now = {"actor": {"ranks": [0, 1, 2, 3], "dp_size": 4, "engine": "zero3"}}
     moved_groups(_checkpoint("actor/count.json"), now, {"actor": "CountingWorker"})
 
 
