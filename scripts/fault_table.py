@@ -146,10 +146,12 @@ def _cut_network(run: Run) -> None:
 
 
 CALL = r"faulty\.check \(call \d+, compute lane\)"
+ANY = r".*\(call \d+, \w+ lane\)"
 FAULTS = [
-    Fault("stop_0", "rank 0 stopped (SIGSTOP)", r"rank 0.*controller.*is stopped.*check \(call",
+    Fault("stop_0", "rank 0 stopped (SIGSTOP)", r"run failed: rank 0: the controller's .*stopped.*"
+          r"\(call \d+",
           harm=_signal(0, signal.SIGSTOP)),
-    Fault("stop_1", "rank 1 stopped (SIGSTOP)", rf"RUN FAILED: rank 1, {CALL}.*stopped",
+    Fault("stop_1", "rank 1 stopped (SIGSTOP)", rf"RUN FAILED: rank 1, {ANY}.*stopped",
           harm=_signal(1, signal.SIGSTOP)),
     Fault("endless", "endless method on rank 1", rf"RUN FAILED: rank 1, {CALL}.*faulty\.py:\d+ "
           "in _loop_forever", settings=("faulty.fault=endless",)),
@@ -161,7 +163,7 @@ FAULTS = [
           r"collective.*faulty\.py:\d+ in check", settings=("faulty.fault=skip",)),
     Fault("slow", "rank 1 slow: 8 s a call", r"rank 1 is slow: .* of faulty\.check", goes_on=True,
           settings=("faulty.fault=slow",)),
-    Fault("kill", "rank 1 killed (SIGKILL)", rf"RUN FAILED: rank 1, {CALL}.*SIGKILL",
+    Fault("kill", "rank 1 killed (SIGKILL)", rf"RUN FAILED: rank 1({ANY}|:).*SIGKILL",
           harm=_signal(1, signal.SIGKILL)),
     Fault("folder", "RUN_DIR removed", r"RUN FAILED: rank 0.*metrics\.jsonl", harm=_remove_folder),
     Fault("network", "network of 2 nodes lost", r"RUN FAILED: rank [23], .*connection is lost",
@@ -170,7 +172,7 @@ FAULTS = [
           r"never_returns", script="ppo", settings=("reward.function={here}:never_returns",)),
     Fault("nan", "reward NaN", r"RUN FAILED: rank \d, reward\.compute_reward.*nan", script="ppo",
           settings=("reward.function={here}:not_a_number",)),
-    Fault("disk", "disk full at the first checkpoint", r"RUN FAILED: rank \d, .*(No space|full)",
+    Fault("disk", "disk full at the first checkpoint", r"RUN FAILED: rank \d.*(No space|full)",
           script="ppo", settings=("save_every=1",), tmpfs_bytes=9 << 20),
 ]  # fmt: skip
 PPO = ("data.prompts_per_step=8", "actor.update.mini_batch_size=8",
@@ -301,14 +303,17 @@ def _where(run: Run) -> str:
 
 def table(found: list[Found]) -> str:
     """The table in Markdown."""
-    rows = ["| fault | named after | ended after | said |", "|---|---|---|---|"]
+    rows = ["| fault | named after | ended after | Python was at | said |", "|---|---|---|---|---|"]
     for each in found:
         times = ["-" if s is None else f"{s:.0f} s" for s in (each.named, each.out)]
         times[1] = "goes on" if each.fault.goes_on else times[1]
         text = re.sub(r"^.*?(RUN FAILED: |WARNING |ERROR )", "", each.line)
-        text = text.replace(str(ROOT), "").replace("|", "/")
+        text = text.replace(f"{ROOT}/", "").replace("|", "/")
+        where = re.sub(r": .*", "", each.where.replace(f"{ROOT}/", ""))
         problem = f" **{each.problem}**" if each.problem else ""
-        rows.append(f"| {each.fault.what} | {times[0]} | {times[1]} | {text[:300]}{problem} |")
+        rows.append(
+            f"| {each.fault.what} | {times[0]} | {times[1]} | {where} | {text[:240]}{problem} |"
+        )
     return "\n".join(rows)
 
 

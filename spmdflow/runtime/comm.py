@@ -94,7 +94,7 @@ class Comm:
         self._all_unwound = False
         self._give_up_at = float("inf")
         self._next_tick = self._next_beat = 0.0
-        self._last_tick, self._look_at = self._heard, LOOK_SECONDS
+        self._last_tick, self._look_at, self._woken = self._heard, LOOK_SECONDS, 0.0
 
     # ---- called by the lanes and the session
 
@@ -197,7 +197,8 @@ class Comm:
         elif kind is Kind.UNWIND:
             self._unwind(body)
         elif kind is Kind.LOOK:
-            self._show_stacks(body, "a call takes long")
+            if time.monotonic() > self._woken + _GONE_SECONDS:  # else a signal has shown them
+                self._show_stacks(body, "a call takes long")
         elif kind is Kind.ABORT:
             self._obey(body)
 
@@ -217,7 +218,8 @@ class Comm:
     def _tick(self, now: float) -> None:
         passed, self._last_tick = now - self._last_tick, now
         frozen = passed > _FROZEN_SECONDS  # this process was stopped: nobody else was silent
-        self._heard += passed if frozen else 0.0
+        if frozen:
+            self._heard, self._woken = self._heard + passed, now
         for lane in self._lanes.values():
             lane.sample(passed, as_idle=frozen)
         if now >= self._next_beat:
@@ -294,7 +296,7 @@ class Comm:
             self._show_stacks([controller], "the controller is silent")
         elif self._neighbours and self._silent() > self._silence_limit():
             known = STATES.get(self._controller.state() or "", "in an unknown state")
-            how = f"is {known}, silent for {self._silent():.0f} s"
+            how = f"{known}, silent for {self._silent():.0f} s"
             self._lost_controller(how, kind="stopped")
 
     def _silence_limit(self) -> float:
@@ -315,6 +317,8 @@ class Comm:
         here = self._about(kind, self._rank, cause)
         if here.label:
             cause += f"; this rank was running {here.label} (call {here.number}, {here.lane} lane)"
+        elif self.compute.last:
+            cause += f"; this rank was idle after {self.compute.last}"
         self._failures.insert(0, Failure(kind, self._settings.controller_rank, cause))
         self._give_up_at = min(self._give_up_at, time.monotonic() + _GONE_SECONDS)
 
@@ -355,7 +359,8 @@ class Comm:
         cause_first = self._failures[0]
         record = as_record(cause_first, self._failures)
         write_failure(self._settings.run_dir / f"failure-rank{self._rank}.json", record)
-        logger.error("run failed: %s", cause_first.sentence())
+        where = f"; its Python was at {cause_first.where}" if cause_first.where else ""
+        logger.error("run failed: %s%s", cause_first.sentence(), where)
         self._obey([])
 
     def _about(self, kind: str, rank: int, cause: str) -> Failure:

@@ -78,6 +78,8 @@ class Lane:
         """The command that runs and its start (time.monotonic()); read by the comm thread."""
         self.waits = {PEERS: 0.0, ROWS: 0.0}
         """Seconds of it in which the lane waited, as sampled by the comm thread."""
+        self.last = ""
+        """The command that ended last: its label and number."""
         self._thread = 0
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._is_over = False
@@ -126,8 +128,11 @@ class Lane:
                     operation = find_operation(self.operations, command.label, command.payload)
                     payload = operation(command.payload, command.number)
                     own = max(0.0, time.monotonic() - started - self.waits[ROWS])
-                    self._reporter.reply(command.ticket, payload, [own, self.waits[PEERS]])
+                    self._reporter.reply(
+                        command.ticket, payload, [own, min(own, self.waits[PEERS])]
+                    )
                     self.running = None
+                    self.last = f"{command.label} (call {command.number})"
                     del command, payload  # they may hold much while the next one is awaited
                 is_over = True
             except Unwound:

@@ -83,10 +83,6 @@ class Pace:
             return None
         return slowest, own[slowest], others
 
-    def forget(self, key: Key) -> None:
-        """Begin again: what is known of these calls has been told."""
-        del self._calls[key]
-
 
 def _longest(took: Mapping[int, Took]) -> float:
     return max(each.seconds for each in took.values())

@@ -87,20 +87,28 @@ def blame(doing: Mapping[int, Place]) -> tuple[list[int], str]:
         return [], ""
     where = f"{named(waiting)} in a collective at {doing[waiting[0]].text}" if waiting else ""
     if busy:
+        busy = _odd_ones(busy, doing)
         others = f"; {named(waiting)} in a collective, waiting" if waiting else ""
         return busy, f"it is at {doing[busy[0]].text}{others}"
     if done and len(done) <= len(waiting):
         return done, f"it has finished this call and left out a collective: {where}"
     if done:
         return waiting, f"it is in a collective that {named(done)} left out: {where}"
+    odd = _odd_ones(waiting, doing)
+    if odd == waiting:
+        return odd, f"its ranks are all in collectives (network or device): {where}"
+    rest = [rank for rank in waiting if rank not in odd]
+    there = f"{named(rest)} in one at {doing[rest[0]].text}"
+    return odd, f"it is in a collective at {doing[odd[0]].text}, {there}"
+
+
+def _odd_ones(ranks: list[int], doing: Mapping[int, Place]) -> list[int]:
+    """The fewest ranks that are at one line; all ranks if as many are at another."""
     lines: dict[str, list[int]] = {}
-    for rank in waiting:
+    for rank in ranks:
         lines.setdefault(doing[rank].text, []).append(rank)
-    line, ranks = min(lines.items(), key=lambda item: len(item[1]))
-    if len(lines) == 1:
-        return ranks, f"all its ranks are in one collective (network or device): {where}"
-    other = next(other for other in lines if other != line)
-    return ranks, f"it is in a collective at {line}, {named(lines[other])} in one at {other}"
+    fewest, *more = sorted(lines.values(), key=len)
+    return ranks if more and len(more[0]) == len(fewest) else fewest
 
 
 def named(ranks: Sequence[int]) -> str:

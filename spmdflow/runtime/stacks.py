@@ -54,15 +54,20 @@ def _write(path: Path, header: str) -> None:
 def line_in_stacks(path: Path) -> str:
     """Where the compute lane was, as the last stacks in path tell: "file:line in function".
 
-    The user's own line, if one was running; empty if the file does not tell.
+    The user's own line, if one was running. Where the lane had nothing to do: the script's.
     """
+    found = {}
     with contextlib.suppress(OSError):
-        for stack in reversed(path.read_text(encoding="utf-8", errors="replace").split("\n\n")):
+        for stack in path.read_text(encoding="utf-8", errors="replace").split("\n\n"):
             frames = _FRAME.findall(stack)
-            if any(function == "_run_lanes" for _, _, function in frames):
+            names = {function for _, _, function in frames}
+            for outer in names & {"_run_lanes", "_run_script"}:
                 own = [frame for frame in frames if is_own(frame[0])]
-                return "{}:{} in {}".format(*(own or frames)[0])
-    return ""
+                found[outer] = frames[0], (own or frames)[0]
+    inner, shown = found.get("_run_lanes", (("", "", "run"), ("", "", "")))
+    if inner[2] == "run":  # of the lane itself: it waits for a command
+        shown = found.get("_run_script", (inner, shown))[1]
+    return "{}:{} in {}".format(*shown) if shown[0] else ""
 
 
 @contextlib.contextmanager

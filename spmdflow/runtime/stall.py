@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spmdflow.runtime.failure import Failure
@@ -22,6 +22,7 @@ from spmdflow.runtime.peers import Ledger, Peers, Sent
 from spmdflow.runtime.place import (
     CODE,
     DONE,
+    PEERS,
     QUEUED,
     ROWS,
     SILENT,
@@ -226,10 +227,17 @@ class Stalls:
         is_silent = self._peers.silence(rank, now) >= LIMIT_SECONDS
         return is_silent and self._peers.processes[rank].is_stopped()
 
+    def _may_wait_for_others(self, sent: Sent, doing: Mapping[int, Place], now: float) -> bool:
+        """Whether all its ranks are in collectives while another call runs: of its ranks, maybe."""
+        others = (other for other in self._ledger.open.values() if other is not sent)
+        return {place.kind for place in doing.values()} == {PEERS} and any(
+            place.kind == CODE for other in others for place in self._doing(other, now).values()
+        )
+
     def _culprit_or_none(self, sent: Sent, cause: str, now: float) -> Failure | None:
         doing, order = self._doing(sent, now), sent.order
         ranks, why = blame(doing)
-        if not ranks:
+        if not ranks or self._may_wait_for_others(sent, doing, now):
             return None
         place = doing[ranks[0]]
         also = f" (also {named(ranks[1:])})" if ranks[1:] else ""

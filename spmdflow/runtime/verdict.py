@@ -189,12 +189,12 @@ class Verdict:
 
     def _with_line(self, failure: Failure) -> Failure:
         """The failure with the script's line of its call, and where its rank's Python was."""
-        if failure.kind in ("stopped", "deadline") and not failure.where:
-            path = stacks_path(self.settings.run_dir, failure.rank)
-            failure = replace(failure, where=line_in_stacks(path))
         for order in self.ledger.running(failure.rank):
             if (order.number, order.lane) == (failure.number, failure.lane):
-                return replace(failure, line=order.line)
+                where = failure.where
+                if failure.kind in ("stopped", "deadline") and not where:
+                    where = line_in_stacks(stacks_path(self.settings.run_dir, failure.rank))
+                return replace(failure, line=order.line, where=where)
         return failure
 
     def _is_known(self, kind: str, rank: int) -> bool:

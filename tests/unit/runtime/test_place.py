@@ -41,6 +41,13 @@ def test_rank_in_its_own_code_is_waited_for_by_those_in_a_collective() -> None:
     assert why == f"it is at {LOOP.text}; ranks 0, 2 in a collective, waiting"
 
 
+def test_of_ranks_that_all_run_code_the_fewest_at_one_line_are_named() -> None:
+    item = Place(CODE, "own.py:9 in step: loss.item()")  # on a device a collective looks like this
+
+    assert blame({0: item, 1: LOOP, 2: item})[0] == [1]
+    assert blame({0: item, 1: LOOP})[0] == [0, 1]
+
+
 def test_rank_that_finished_without_the_collective_of_the_others_is_named() -> None:
     done = Place(DONE, "finished after 0.1 s, 60 s ago")
 
@@ -54,6 +61,7 @@ def test_rank_in_another_collective_is_the_odd_one() -> None:
     other = Place(PEERS, "own.py:12 in step: broadcast(x)")
 
     assert blame({0: SUM, 1: SUM, 2: other})[0] == [2]
+    assert blame({0: SUM, 1: other})[0] == [0, 1]
     assert "network" in blame({0: SUM, 1: SUM})[1]
 
 

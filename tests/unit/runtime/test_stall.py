@@ -3,70 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from spmdflow.runtime.failure import Failure
-from spmdflow.runtime.order import Order, Pending
-from spmdflow.runtime.pace import Took
-from spmdflow.runtime.peers import Ledger, Peers, Sent
 from spmdflow.runtime.place import CODE, PEERS, ROWS
-from spmdflow.runtime.process import Process
-from spmdflow.runtime.rendezvous import SessionSettings
-from spmdflow.runtime.stall import Stalls
-
-HERE = "own.py:3 in step: pass"
-
-
-class Session:
-    """What `Stalls` needs of a session of two ranks, both of which are this process."""
-
-    def __init__(self, tmp_path: Path, **settings: Any) -> None:
-        self.failures: list[Failure] = []
-        self.shown: list[list[int]] = []
-        own = Process.of(os.getpid())
-        self.peers, self.ledger = Peers({0: own, 1: own}, own_rank=0), Ledger()
-        self.stalls = Stalls(
-            self.peers,
-            self.ledger,
-            SessionSettings(tmp_path, (0, 1), **settings),
-            fail=self.failures.append,
-            show=self.shown.append,
-        )
-        self.start = self.now = time.monotonic()
-        self._tickets = 0
-
-    def send(self, label: str = "actor.update", operation: str = "call") -> Sent:
-        self._tickets += 1
-        commands: dict[int, Any] = dict.fromkeys((0, 1), {"operation": operation})
-        order = Order(self._tickets, "compute", label, commands, 3600.0)
-        sent = Sent(order, Pending(label, lambda pending: None))
-        self.ledger.send(self._tickets, sent, now=self.now)
-        return sent
-
-    def answer(self, sent: Sent, *ranks: int, seconds: float = 0.1) -> None:
-        for rank in ranks:
-            took = Took(seconds)
-            if self.ledger.answer(rank, sent.ticket, {}, now=self.now, took=took):
-                self.stalls.finished(sent, self.now)
-
-    def measure(self, seconds: float, **named: str) -> None:
-        for _ in range(3):
-            self.answer(self.send(**named), 0, 1, seconds=seconds)
-
-    def run(self, seconds: float, kinds: dict[int, str], call: int) -> None:
-        """So many seconds in which ranks send heartbeats."""
-        for _ in range(int(seconds)):
-            self.now += 1.0
-            for rank, kind in kinds.items():
-                waited = self.now - self.start if kind == ROWS else 0.0
-                self.peers.heard(rank, self.now)
-                self.stalls.heard(rank, [[call, "compute", waited, kind, HERE, ""]], self.now)
-            self.stalls.look(self.now)
+from tests.unit.runtime.stalled import HERE, Session
 
 
 def test_call_is_printed_after_a_minute_with_stacks_and_again_when_twice_as_long_has_passed(
