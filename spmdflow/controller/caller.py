@@ -93,7 +93,7 @@ class Caller:
         if batch is not None and is_rollout(target, spec):
             columns = {name: batch.column(other) for name, other in spec.instead.items()}
             return Batch(self, batch.ids, batch.parents, columns)
-        if batch is not None and spec.minibatches:
+        if batch is not None and spec.minibatches and not spec.writes:
             if self.is_skipped is not None and self.is_skipped(batch):
                 return nothing(f"{target.name}.{method}")
             self.learnt = batch

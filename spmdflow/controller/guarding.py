@@ -34,34 +34,35 @@ class Guarding:
 
     def __init__(self, texts: Sequence[str], caller: Caller, run_dir: Path) -> None:
         self._guards, self._caller, self._folder = Guards(texts), caller, run_dir / FOLDER
-        self.state_dict, self.load_state_dict = (
-            self._guards.state_dict,
-            self._guards.load_state_dict,
-        )
+        self.state_dict = self._guards.state_dict
+        self.load_state_dict = self._guards.load_state_dict
         self._skips = {each.name for each in self._guards.guards if each.action == SKIP}
         self._known: set[str] = set()
-        self._num_asked = self._num_skipped = 0
+        self._decided: dict[bytes, bool] = {}
         if self._skips:
             caller.is_skipped = self._is_skipped
 
     def _is_skipped(self, batch: Batch) -> bool:
-        """Whether no update learns from these rows; waits for the calls that made them."""
-        self._num_asked += 1
-        refs = (batch.column(name) for name in batch.columns)
-        made = {ref.result for ref in refs if isinstance(ref.result, RowResult)}
-        metrics = self._caller.metrics_of(each for each in made if each.make is None)
-        if self._skips - metrics.keys():  # calls that wait may report the others
-            metrics = batch.metrics
-        self._known |= metrics.keys()
-        trips = self._guards.trips(metrics, skipping=True)
-        if trips:
-            self._num_skipped += 1
+        """Whether no update learns from these rows: decided once for all updates of the step.
+
+        Waits for the calls that made them.
+        """
+        rows = batch.ids.tobytes()
+        if rows not in self._decided:
+            refs = (batch.column(name) for name in batch.columns)
+            made = {ref.result for ref in refs if isinstance(ref.result, RowResult)}
+            metrics = self._caller.metrics_of(each for each in made if each.make is None)
+            if self._skips - metrics.keys():  # calls that wait may report the others
+                metrics = batch.metrics
+            self._known |= metrics.keys()
+            trips = self._guards.trips(metrics, skipping=True)
+            self._decided[rows] = bool(trips)
             self._warn(self._caller.step, trips, batch, "no update learns from its batch")
-        return bool(trips)
+        return self._decided[rows]
 
     def metrics(self) -> dict[str, float]:
-        """Updates of the step that were left out, if there are guards for it."""
-        return {"guards/skipped": float(self._num_skipped)} if self._num_asked else {}
+        """Batches of the step that no update learnt from, if there are guards for it."""
+        return {"guards/skipped": float(sum(self._decided.values()))} if self._decided else {}
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Ask the guards about a step, before it is saved.
@@ -69,11 +70,11 @@ class Guarding:
         GuardError if one ends the run. ConfigError if a metric of a skip comes from the update.
         """
         late = sorted((self._skips & metrics.keys()) - self._known)
-        if late and self._num_skipped < self._num_asked:
+        if late and not all(self._decided.values()):
             expected = f"one that is known before the update ({', '.join(sorted(self._known))})"
             do = "write warn or stop"
             raise ConfigError.of("run.guards", f"skip for {late[0]}", expected, do)
-        self._num_asked = self._num_skipped = 0
+        self._decided = {}
         trips = self._guards.trips(metrics, skipping=False)
         batch, self._caller.learnt = self._caller.learnt or self._caller.scored, None
         stops = [trip for trip in trips if trip.guard.action == STOP]
@@ -91,13 +92,9 @@ class Guarding:
         told = [trip for trip in trips if trip.is_told]
         kept = self._keep(step, told, batch) if told else ""
         for trip in told:
-            text = (
-                "run.guards: got %s in step %s, expected %s; %s (time %s): %s; %sthe next warning "
-            )
-            text += "comes after as many times again"
-            logger.warning(
-                text, trip.got, step, trip.expected, result, trip.times, trip.advice, kept
-            )
+            got = f"got {trip.got} in step {step}, expected {trip.expected}"
+            times = f"time {trip.times}, told again at time {2 * trip.times}"
+            logger.warning("run.guards: %s; %s (%s): %s%s", got, result, times, kept, trip.advice)
 
     def _keep(self, step: int, trips: Sequence[Trip], batch: Batch | None) -> str:
         """Write the batch's first rows; says where they are, in a part of a message."""
@@ -120,9 +117,8 @@ class Guarding:
         facts = {"step": step, "guards": [trip.guard.text for trip in trips]}
         try:
             write_rows(path, columns, facts)
-            for old in sorted(self._folder.iterdir(), key=lambda file: file.stat().st_mtime)[
-                :-MOST_FILES
-            ]:
+            files = sorted(self._folder.iterdir(), key=lambda file: file.stat().st_mtime)
+            for old in files[:-MOST_FILES]:
                 old.unlink()
         except (CheckpointError, OSError) as err:
             logger.warning("cannot keep the batch of step %s: %s", step, err)

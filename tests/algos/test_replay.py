@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.replay import compare, main
-from tests.algos.runs import ROOT, SCRIPT, SMALL, steps_of
+from tests.algos.runs import ROOT, SCRIPT, SMALL, finish, log_of, start, steps_of, torchrun
 
 SETTINGS = ("total_steps=3", "eval_every=2", "save_every=1", "run.capture_step=2")
 MODEL = ROOT / "algos" / "arithmetic" / "model"
@@ -79,3 +80,25 @@ def test_a_folder_without_a_capsule_is_refused(
     assert replay(tmp_path) == 2
 
     assert "expected a folder with a capsule.json, such as" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_step_of_two_ranks_runs_again_to_the_same_bits_and_in_one_process(tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "replay.log"
+    process = torchrun(run_dir, *SETTINGS, "actor.engine.kind=zero3", num_ranks=2)
+    assert finish(process, seconds=200) == 0, log_of(run_dir).read_text()[-3000:]
+    capsule = str(run_dir / "capsules" / "step-2")
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+    again = finish(
+        start([sys.executable, *words, "-m", "spmdflow.replay", capsule], log), seconds=200
+    )
+    assert again == 0, log.read_text()[-3000:]
+    words = ["-m", "spmdflow", "replay", "--inproc", capsule]
+    alone = finish(start([sys.executable, *words], log), seconds=200)
+
+    assert alone == 0, log.read_text()[-3000:]
+    reports = [line for line in log.read_text().splitlines() if line.startswith("replay: ")]
+    assert "tensors in every bit" in reports[0] and "the others" not in reports[0]
+    assert reports[1] == "replay: another layout: numbers are compared to 0.001"
+    assert "the others to" in reports[2], "sums of one rank have another order"
