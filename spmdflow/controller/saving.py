@@ -75,11 +75,12 @@ class Saving:
         by_rank = {n: x.__name__ for n, x in classes.items() if not loads_any_layout(x)}
         if moved := moved_groups(info, _layout(groups), by_rank):
             logger.info("saved on another layout, loaded box by box: %s", ", ".join(moved))
+        synced = []
         for name, order in _on_every_rank("load", info.folder, caller, groups).items():
-            self._check_frozen(info, name, order.result())
+            self._check_frozen(info, name, replies := order.result())
+            synced += [name] if any(reply["is_synced"] for reply in replies.values()) else []
         logger.info("continuing after step %s from %s", info.step, info.folder)
-        state: dict[str, Any] = info.meta["flow"]
-        return state
+        return {**info.meta["flow"], "synced": synced}
 
     def has(self, step: int) -> bool:
         """Whether the latest checkpoint is of this step."""

@@ -202,10 +202,15 @@ class ActorWorker(SamplingWorker, PolicyWorker):
         self._storage = storage_of(self._mode, self.context)
         return None if self._storage is None else self._storage.adopt
 
+    @property
+    def is_synced(self) -> bool:
+        """Whether the generator has the weights as they are now."""
+        return not self.hybrid.needs_sync
+
     def plain_state(self) -> dict[str, Any]:
         """Also whether the generator has these weights: then a resumed run has them there too."""
-        synced, count = not self.hybrid.needs_sync, self.hybrid.num_syncs
-        return super().plain_state() | {"is_synced": synced, "num_syncs": count}
+        more = {"is_synced": self.is_synced, "num_syncs": self.hybrid.num_syncs}
+        return super().plain_state() | more
 
     def load_plain(self, plain: Mapping[str, Any]) -> None:
         """Sync the generator if it was: the next step measures what it would have measured."""

@@ -174,7 +174,11 @@ def _edges(replay: Replay, traced: Trace) -> Iterator[EdgeCount]:
 
 
 def _syncs(replay: Replay, traced: Trace, ways: Sequence[WeightPlan]) -> Iterator[SyncCount]:
-    reported, expected = {way.target: way.reported for way in ways}, syncs_by_step(traced)
+    reported, synced = (
+        {way.target: way.reported for way in ways},
+        (replay.start or {}).get("synced"),
+    )
+    expected = syncs_by_step(traced, synced=synced or ())
     for step in replay.steps:
         times = expected.get(step, Counter())
         planned = sum(number * reported[name] for name, number in times.items())

@@ -100,13 +100,16 @@ def weight_plans(trace: Trace) -> list[WeightPlan]:
     return plans
 
 
-def syncs_by_step(trace: Trace, phases: Sequence[str] = ("train",)) -> dict[int, Counter[str]]:
+def syncs_by_step(
+    trace: Trace, phases: Sequence[str] = ("train",), *, synced: Iterable[str] = ()
+) -> dict[int, Counter[str]]:
     """How often weights pass to each model that generates in the calls of each step.
 
-    A model's first generation, and the first one after an update, includes a sync.
+    A model's first generation, and the first one after an update, includes a sync. synced: models
+    that had theirs when a checkpoint was loaded.
     """
     found: dict[int, Counter[str]] = {step: Counter() for step in trace.steps}
-    fresh: set[str] = set()
+    fresh = set(synced)
     for order in trace.orders:
         name = order.model
         if order.operation != "call" or name not in trace.models:

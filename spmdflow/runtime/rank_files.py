@@ -84,5 +84,7 @@ class RankFiles:
         return {"damage": None}
 
     def _load(self, plain: Plain, number: int) -> dict[str, Any]:
-        self._workers[plain["group"]].load_state(Path(plain["folder"]))
-        return {"frozen": self._frozen.get(plain["group"])}
+        worker = self._workers[plain["group"]]
+        worker.load_state(Path(plain["folder"]))
+        is_synced = getattr(worker, "is_synced", False)
+        return {"frozen": self._frozen.get(plain["group"]), "is_synced": is_synced}

@@ -204,7 +204,7 @@ def test_killed_rank_under_max_restarts_goes_on_by_itself_to_the_same_bits(
 
 def test_sigterm_saves_the_running_step_and_the_restart_continues_after_it(tmp_path):
     run_dir = tmp_path / "run"
-    settings = ("eval_every=0", "save_every=0", "placement=split")
+    settings = ("eval_every=1", "save_every=0", "placement=split")
     process = torchrun(run_dir, "total_steps=1000", *settings, num_ranks=2)
     wait_for_step(run_dir, 1, seconds=100)
     process.send_signal(signal.SIGTERM)
@@ -218,7 +218,8 @@ def test_sigterm_saves_the_running_step_and_the_restart_continues_after_it(tmp_p
     more = (f"total_steps={last + 2}", *settings)
     assert finish(torchrun(run_dir, *more, num_ranks=2), seconds=120) == 0
 
-    assert [step["step"] for step in steps_of(run_dir)] == list(range(1, last + 3))
+    assert [step["step"] for step in steps_of(run_dir)] == list(range(last + 3))
+    check_prediction(run_dir)
     compared = json.loads((run_dir / "prediction.json").read_text())
     assert compared["steps"] == [last + 1, last + 2], "those of the second launch"
     assert compared["bytes_agree"] and compared["edges"], compared
