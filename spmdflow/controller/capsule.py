@@ -63,6 +63,12 @@ class Capsule:
         self._saving: Saving | None = None
         self._start: Mapping[str, Any] = {}
 
+    def check_steps(self, first: int, last: int) -> None:
+        """Warn if the step to be kept is not one of this launch."""
+        if not first <= self.step <= last:
+            text = "run.capture_step: got %s, which is not kept: this launch has the steps %s to %s"
+            logger.warning(text, self.step, first, last)
+
     def begin(self, caller: Caller, groups: Groups, state: Mapping[str, Any]) -> None:
         """Keep the state before the step; state: the flow's."""
         with disk_errors("write", self._folder):

@@ -208,7 +208,10 @@ class Flow:
         if last is None:
             self._before_first_step()
             last = 0
-        for number in range(last + 1, (self._last_step or total) + 1):
+        total = self._last_step or total
+        if self._capsule is not None:
+            self._capsule.check_steps(last + 1, total)
+        for number in range(last + 1, total + 1):
             if self._capsule is not None and self._capsule.step == number:
                 self._saving.finish()
                 self._capsule.begin(self.caller, self.groups, self._state(number - 1))

@@ -168,7 +168,8 @@ def node_identity() -> str:
 
 def host_bytes() -> int:
     """Host memory of this process alone: without mapped files and memory shared with others."""
-    _, resident, shared, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    with open("/proc/self/statm", "rb") as file:
+        _, resident, shared, *_ = file.read().split()
     return (int(resident) - int(shared)) * resource.getpagesize()
 
 

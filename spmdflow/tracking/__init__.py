@@ -11,5 +11,6 @@ Files in RUN_DIR, each readable at any moment, also after a kill:
 Metric prefixes: reward/ eval/ actor/ critic/ rollout/ time/ (seconds) perf/ transfer/ (bytes)
 controller/ (bytes); all metrics are in docs/METRICS.md. `merge` turns the Mean, Sum and Max of
 many ranks and calls into numbers.
+`guard` says which conditions of run.guards hold for a step's metrics.
 `estimate` turns judged samples of held-out prompts into pass@k and majority@k with intervals.
 """

@@ -23,7 +23,8 @@ MODEL = ROOT / "algos" / "arithmetic" / "model"
 @pytest.fixture(scope="module")
 def capsule(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("kept") / "run"
-    loaded = load(SCRIPT, None, [*SMALL, *SETTINGS, f"run.dir={run_dir}"])
+    script = shutil.copy(SCRIPT, run_dir.parent)
+    loaded = load(script, SCRIPT.with_suffix(".yaml"), [*SMALL, *SETTINGS, f"run.dir={run_dir}"])
     assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
     assert len(steps_of(run_dir)) == 4
     return run_dir / "capsules" / "step-2"
@@ -72,6 +73,23 @@ def test_a_changed_weight_is_named_by_the_first_column_that_it_changes(
     assert replay(capsule, changed, "run.resume=reload_frozen") == 1
 
     assert " reference.compute_ref_log_prob ref_log_probs: " in capsys.readouterr().out
+
+
+def test_a_line_for_a_debugger_is_reached_and_a_changed_script_is_said(
+    capsule: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, reached = capsule.parents[2] / "ppo.py", []
+    text = script.read_text()
+    monkeypatch.setattr(sys, "breakpointhook", lambda: reached.append(sys._getframe(1).f_lineno))
+    place = "        # Stage 3: learning\n"
+    script.write_text(text.replace(place, f"{place}        breakpoint()\n"))
+
+    status = replay(capsule)
+    script.write_text(text)
+
+    said = capsys.readouterr().out
+    assert status == 0 and reached == [text[: text.index(place)].count("\n") + 2]
+    assert f"replay: {script} has changed since\n" in said and "replay: equal: " in said
 
 
 def test_a_folder_without_a_capsule_is_refused(

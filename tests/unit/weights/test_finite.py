@@ -39,7 +39,10 @@ def test_weight_that_is_no_number_is_named_with_its_file(
     )
 
 
-def test_large_numbers_whose_sum_overflows_are_numbers(tmp_path: Path) -> None:
-    save_file({"w": torch.full((8,), 3e38)}, tmp_path / "model.safetensors")
+def test_large_numbers_and_no_numbers_at_all_are_read(tmp_path: Path) -> None:
+    tensors = {"w": torch.full((8,), 3e38), "none": torch.zeros(0, 3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    folder = HuggingFaceFolder(tmp_path, {})
 
-    assert HuggingFaceFolder(tmp_path, {}).read("w", Box.of_shape((8,))).isfinite().all()
+    assert folder.read("w", Box.of_shape((8,))).isfinite().all()
+    assert folder.read("none", Box.of_shape((0, 3))).shape == (0, 3)
