@@ -181,11 +181,9 @@ def while_saving(run_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("moment", "victim"),
-    [
-        case if case == (in_a_step, 1) else pytest.param(*case, marks=pytest.mark.slow)
-        for case in itertools.product((at_start, in_a_step, while_saving), (0, 1))
-    ],
+    itertools.product((at_start, in_a_step, while_saving), (0, 1)),
 )
+@pytest.mark.slow  # test_interrupted.py has such restarts by default
 def test_killed_rank_under_max_restarts_goes_on_by_itself_to_the_same_bits(
     moment, victim, whole_on_ranks, tmp_path
 ):

@@ -1,0 +1,119 @@
+"""Runs that are harmed again and again, anywhere, end as an undisturbed run does, in every bit.
+
+A chain is one run with 12 points at which a rank or torchrun gets a signal: while ranks start,
+generate, prepare, learn, evaluate or save, under --max-restarts (which goes on by itself) or
+without (the command is given again). The points are drawn from the chain's number.
+
+    scripts/slow.sh tests/algos/test_interrupted.py     # 17 more chains, 204 points
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.algos.programs.interrupted import PHASES, Point
+from tests.algos.runs import (
+    SCRIPT,
+    SMALL,
+    finish,
+    last_checkpoint,
+    log_of,
+    numbers_of,
+    ranks_of,
+    start,
+    torchrun,
+)
+
+PROGRAM = Path(__file__).parent / "programs" / "interrupted.py"
+NUM_POINTS, CHAINS = 12, range(100, 117)
+NUM_STEPS = 2 * NUM_POINTS + 1
+"""No point is more than two steps behind the one before."""
+SETTINGS = (
+    *SMALL,
+    f"total_steps={NUM_STEPS}",
+    "save_every=1",
+    "eval_every=2",
+    "run.start_seconds=60",
+)
+SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGABRT)
+
+
+def points_of(chain: int) -> list[Point]:
+    """Each phase twice, in any order."""
+    draw = random.Random(chain)
+    phases = list(PHASES) * (NUM_POINTS // len(PHASES))
+    draw.shuffle(phases)
+    found = []
+    for phase in phases:
+        occurrence = 0 if phase == "start-up" else draw.choice((1, 2))
+        seconds = draw.uniform(0, 6) if phase == "start-up" else draw.choice((0, 0.01, 0.1))
+        victim = draw.choice(("rank", "rank", "rank", "launcher"))
+        number = draw.choice(SIGNALS[:3] if victim == "launcher" else SIGNALS)
+        found.append(Point(phase, occurrence, seconds, draw.randrange(2), victim, int(number)))
+    return found
+
+
+def harmed(run_dir: Path, chain: int) -> list[dict[str, Any]]:
+    """Carry out a chain; what was hit."""
+    draw = random.Random(chain)
+    points, hits = run_dir.with_suffix(".points"), run_dir.with_suffix(".hits")
+    points.write_text(json.dumps([vars(point) for point in points_of(chain)]))
+    hits.touch()
+    status = 1
+    for _ in range(NUM_POINTS + 1):
+        before = len(hits.read_text().splitlines())
+        restarts = draw.choice((0, 3))
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launcher += ["--nproc-per-node=2", f"--max-restarts={restarts}", str(PROGRAM)]
+        words = [str(points), str(hits), str(SCRIPT), f"run.dir={run_dir}", *SETTINGS]
+        status = finish(start([*launcher, *words], log_of(run_dir)), seconds=240)
+        limit = time.monotonic() + 20
+        while ranks_of(run_dir) and time.monotonic() < limit:
+            time.sleep(0.1)
+        assert ranks_of(run_dir) == [], log_of(run_dir).read_text()[-4000:]
+        if status == 0:
+            break
+        assert len(hits.read_text().splitlines()) > before, log_of(run_dir).read_text()[-4000:]
+    assert status == 0, log_of(run_dir).read_text()[-4000:]
+    return [json.loads(line) for line in hits.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """RUN_DIR of the same run, left alone."""
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert finish(torchrun(run_dir, *SETTINGS, num_ranks=2, small=()), seconds=200) == 0
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    "chain", [15, *(pytest.param(chain, marks=pytest.mark.slow) for chain in CHAINS)]
+)
+def test_a_run_harmed_twelve_times_anywhere_ends_in_the_same_bits(
+    chain: int, undisturbed: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+
+    hits = harmed(run_dir, chain)
+
+    print(f"\nchain {chain}:", dict(Counter(hit["reached"] for hit in hits)), end=" ")
+    print("restarted:", sum(hit["attempt"] > 0 for hit in hits))
+    assert len(hits) == NUM_POINTS
+    assert last_checkpoint(run_dir) == last_checkpoint(undisturbed)
+    assert numbers_of(run_dir) == numbers_of(undisturbed)
+
+
+def test_the_points_of_all_chains_cover_each_phase() -> None:
+    drawn = Counter(point.phase for chain in CHAINS for point in points_of(chain))
+
+    assert sum(drawn.values()) >= 200
+    assert min(drawn[phase] for phase in PHASES) >= 15
