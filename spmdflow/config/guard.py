@@ -10,6 +10,7 @@ ACTION is warn, stop or skip (docs/TROUBLESHOOTING.md).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spmdflow.errors import ConfigError
@@ -56,9 +57,14 @@ class Guard:
         return not abs(value) < float("inf") or (value > limit if self.is_above else value < limit)
 
 
-def guard_of(text: str, key: str = "run.guards") -> Guard:
-    """ "actor/kl > 10: stop" as a `Guard`; ConfigError for anything else."""
-    found = _GUARD.fullmatch(text.strip())
+def guard_of(text: str | Mapping[str, str], key: str = "run.guards") -> Guard:
+    """ "actor/kl > 10: stop" as a `Guard`, also as the map that YAML makes of it without quotes.
+
+    ConfigError for anything else.
+    """
+    if isinstance(text, Mapping):
+        text = ", ".join(f"{name}: {action}" for name, action in text.items())
+    found = _GUARD.fullmatch(str(text).strip())
     if found is None:
         expected = "NAME < LIMIT: ACTION, or with >; LIMIT a number or such as 0.5 * best - 0.1, "
         expected += "or of the median; ACTION warn, stop or skip"

@@ -83,7 +83,8 @@ class Guarding:
             kept = self._keep(step, stops, batch)
             got = "; ".join(f"{trip.got} in step {step}" for trip in stops)
             expected = "; ".join(trip.expected for trip in stops)
-            do = f"{stops[0].advice}; {kept}step {step} is not saved; earlier checkpoints are kept"
+            do = f"{stops[0].advice}; {kept}step {step} is not saved; if the newest checkpoint has "
+            do += "the fault already, write an older one's name into checkpoints/latest"
             raise GuardError.of("run.guards", got, expected, do)
         self._guards.learn(metrics)
 

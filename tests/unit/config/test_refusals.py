@@ -58,6 +58,9 @@ VALUES = {
     "write '3', '3-5' or '3-5 on 0, 2'",
     "'run.profile_steps=3 on 0, 9'": "run.profile_steps: got rank 9, expected ranks 0 to 3; name "
     "ranks of the run",
+    'run.guards=["actor/kl ~ 3: stop"]': "run.guards: got 'actor/kl ~ 3: stop', expected NAME < "
+    "LIMIT: ACTION, or with >; LIMIT a number or such as 0.5 * best - 0.1, or of the median; "
+    """ACTION warn, stop or skip; write run.guards='["eval/accuracy < 0.5 * best: stop"]'""",
     "run.resume=maybe": "run.resume: got 'maybe', expected auto or never or reload_frozen or "
     "afresh; set run.resume=auto",
     "run.trackers=[comet]": "run.trackers: got 'comet', expected tensorboard or wandb; set "

@@ -58,6 +58,10 @@ def test_anything_else_is_refused(text: str) -> None:
         guard_of(text)
 
 
+def test_condition_without_quotes_in_yaml_is_the_same() -> None:
+    assert guard_of({"actor/kl > 10": "stop"}) == guard_of("actor/kl > 10: stop")
+
+
 def test_skip_of_what_only_the_end_of_a_step_knows_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected skip only for what is known before the update"):
         guard_of("eval/accuracy < 0.5: skip")
