@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from spmdflow.errors import ConfigError, DeadlineError
-from spmdflow.runtime.rendezvous import StartingRank, own_store
+from spmdflow.runtime.process import Process
+from spmdflow.runtime.rendezvous import (
+    RankInfo,
+    SessionSettings,
+    StartingRank,
+    _check_shared,
+    own_store,
+)
 
 
 def start(
@@ -60,3 +68,20 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 def test_rank_alone_waits_for_nobody() -> None:
     own_store(dist.HashStore(), StartingRank(0, 0, ""), 1, seconds=0.1).set("key", "value")
+
+
+def test_ranks_that_cannot_read_the_key_are_refused_by_rank_node_and_path(tmp_path: Path) -> None:
+    def info(node: str, *, has_key: bool) -> RankInfo:
+        return RankInfo(Process(1, 1, f"boot/pids/{node}"), None, node, has_key=has_key)
+
+    own, blind = info("a", has_key=True), info("b", has_key=False)
+    settings = SessionSettings(tmp_path, (0, 1, 2, 3))
+
+    with pytest.raises(ConfigError) as caught:
+        _check_shared(settings, own, {1: blind, 2: own, 3: blind})
+
+    assert str(caught.value) == (
+        f"run.dir: got {tmp_path}, where rank 1 on node b, rank 3 on node b cannot read the file "
+        f"that rank 0 on node a wrote there, expected one folder that every node shares "
+        f"(checkpoints are written into it); set run.dir to a shared folder"
+    )
