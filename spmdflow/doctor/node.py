@@ -157,7 +157,7 @@ def check_environment(variables: Mapping[str, str]) -> list[Check]:
     models = len(list(cache.glob("models--*"))) if cache.is_dir() else 0
     is_offline = variables.get("HF_HUB_OFFLINE", "0") not in ("", "0")
     few = "torchrun sets 1 for several ranks; cores / ranks is best"
-    bare = "needed where the network between nodes is not trusted"
+    bare = "needed where others can read RUN_DIR as you can"
     topic, unset = "environment", "not set"
     return [
         Check.of(topic, "OMP_NUM_THREADS", threads or unset, bool(threads), few, GOOD),

@@ -7,7 +7,7 @@ Knows process groups, sockets, rows by number and worker classes by name; no scr
 |---|---|
 | launch, session, rendezvous | how ranks form one session, and leave it |
 | order | what a script gives and gets: orders, replies; run at once in one process (`--inproc`) |
-| message, wire | what is sent: plain data and names, envelopes and sockets |
+| wire | what is sent: envelopes and sockets (plain data and names: parallel/message) |
 | io, peers, verdict | the controller's side: who was told what, who answered, what failed first |
 | comm, executor, operation, rank_files, early | a rank's threads, lanes and commands |
 | process, failure | processes and signals of the run; how a failure is reported |
