@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmdflow.runtime.place import named
 from spmdflow.runtime.process import Process
 from spmdflow.runtime.status_file import STATUS_FILE, WANTED_FILE
 from spmdflow.tracking.progress import stage_seconds
@@ -59,34 +58,21 @@ def status_text(run_dir: Path, state: State | None, now: float) -> Iterator[str]
 
 
 def _live(state: State, now: float) -> Iterator[str]:
-    ranks, age = state["ranks"], now - state["written"]
-    head = f"{len(ranks)} ranks; rank {state['controller']} (the controller) wrote this {age:.0f} s"
-    yield f"{head} ago" + (": IT STANDS, or its disk does" if age > _OLD_SECONDS else "")
-    for rank, facts in ranks.items():
-        process, silent = _process(facts), state["written"] - facts["heard"]
-        is_held = process.is_local() and (process.is_stopped() or process.has_ended())
-        if is_held or silent > _OLD_SECONDS:
-            end = "has ended" if process.has_ended() else f"was silent for {silent:.0f} s then"
-            known = end if not process.is_stopped() else "does not run"
-            yield f"  rank {rank}: {known}; {process.describe()}"
-    for call in state["calls"]:
-        usual = f"{call['median']:.2g} s" if call["median"] is not None else "unknown"
-        name = f"{call['label']} (call {call['call']}, {call['lane']} lane)"
-        where = f", called at {call['line']}" if call["line"] else ""
-        yield f"{name} for {max(0.0, now - call['since']):.1f} s, median {usual}{where}"
-        groups: dict[str, list[int]] = {}
-        for rank, (kind, text) in call["ranks"].items():
-            groups.setdefault(f"{kind}: {text}", []).append(int(rank))
-        yield from (f"  {named(sorted(of))} {text}" for text, of in groups.items())
-        held_up, why = call["waits_for"]
-        if held_up:
-            yield f"  waits for {named(held_up)}: {why}"
-    if not state["calls"]:
-        yield f"no call runs; the script is at {state['script']}"
-    for rank, label in state["slow"]:
-        yield f"rank {rank} is slow in {label}"
-    if medians := state["medians"]:
-        yield "medians: " + ", ".join(f"{name} {s:.2g} s" for name, s in medians.items())
+    age = now - state["written"]
+    head = f"{len(state['ranks'])} ranks; rank {state['controller']}, the controller, wrote this"
+    yield f"{head} {age:.0f} s ago" + (
+        ": IT STANDS, or its disk does" if age > _OLD_SECONDS else ""
+    )
+    for rank, (*facts, silent) in state["ranks"].items():
+        process = Process(*facts)
+        if process.has_ended():
+            yield f"rank {rank}: process {process.pid} has ended"
+        elif process.is_stopped() or silent > _OLD_SECONDS:
+            yield f"rank {rank}: {process.describe()}, was silent for {silent:.0f} s then"
+    for first, *parts in state["calls"]:
+        yield from (first, *(f"  {part}" for part in parts))
+    yield from (f"slow: {text}" for text in state["slow"])
+    yield "medians: " + ", ".join(f"{name} {s:.2g} s" for name, s in state["medians"].items())
 
 
 def _last_step(run_dir: Path, now: float) -> str:
@@ -106,18 +92,14 @@ def _last_step(run_dir: Path, now: float) -> str:
 def _ask_for_stacks(run_dir: Path, state: State) -> None:
     """Signal the ranks of this node, let the controller ask the others, wait for the files."""
     asked = time.time()
-    away = [rank for rank, facts in state["ranks"].items() if not _process(facts).show_stacks()]
-    if away:
+    shown = [Process(*facts[:3]).show_stacks() for facts in state["ranks"].values()]
+    if not all(shown):
         (run_dir / WANTED_FILE).touch()
     files = [run_dir / f"stacks-rank{rank}.txt" for rank in state["ranks"]]
     while time.time() < asked + _STACK_SECONDS:
         if all(path.exists() and path.stat().st_mtime >= asked - 1.0 for path in files):
             return
         time.sleep(0.2)
-
-
-def _process(facts: Mapping[str, Any]) -> Process:
-    return Process(facts["pid"], facts["start_ticks"], facts["node"])
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -123,27 +123,20 @@ class Stalls:
 
     def state(self, now: float) -> dict[str, Any]:
         """What RUN_DIR/status.json holds: plain data, times in seconds since 1970."""
-        wall, medians, calls = time.time(), self._pace.medians(), []
-        for sent in self._ledger.open.values():
-            doing, order = self._doing(sent, now), sent.order
-            facts = {"label": order.label, "call": order.number, "lane": order.lane}
-            facts |= {"line": order.line, "since": wall - self._seconds(sent, now)}
-            facts |= {"median": medians.get(_key(order)), "waits_for": blame(doing)}
-            calls.append(facts | {"ranks": {r: [p.kind, p.text] for r, p in doing.items()}})
+        wall, medians = time.time(), self._pace.medians()
+        calls = [
+            self._describe(sent, self._seconds(sent, now), now)
+            for sent in self._ledger.open.values()
+        ]
         ranks = {
-            rank: {"pid": process.pid, "start_ticks": process.start_ticks, "node": process.node}
-            | {"heard": wall - self._peers.silence(rank, now)}
+            rank: [process.pid, process.start_ticks, process.node, self._peers.silence(rank, now)]
             for rank, process in self._peers.processes.items()
         }
-        return {
-            "written": wall,
-            "controller": self._settings.controller_rank,
-            "ranks": ranks,
-            "calls": calls,
-            "script": "" if calls else _script_line(),
-            "medians": {f"{label} ({phase})": s for (label, phase), s in medians.items()},
-            "slow": [[*key] for key, until in self._slow.items() if now < until],
-        }
+        slow = [f"rank {rank} in {label}" for (rank, label), t in self._slow.items() if now < t]
+        shown = {f"{label} ({phase})": seconds for (label, phase), seconds in medians.items()}
+        facts = {"written": wall, "controller": self._settings.controller_rank, "ranks": ranks}
+        idle = [] if calls else [[f"no call runs; the script is at {_script_line()}"]]
+        return facts | {"calls": calls + idle, "slow": slow, "medians": shown}
 
     # ---- one call
 
@@ -189,21 +182,26 @@ class Stalls:
             return Place(CODE, "a line not known yet")
         return Place(doing[3], line + (f" ({doing[5]})" if doing[5] else ""), line)
 
-    def _tell(self, sent: Sent, seconds: float, now: float, *, is_first: bool) -> None:
-        """One line about a call; the first time all ranks write their stacks."""
+    def _describe(self, sent: Sent, seconds: float, now: float) -> list[str]:
+        """A call in words: since when, which rank does what, whom it waits for, who called."""
         order, doing, groups = sent.order, self._doing(sent, now), dict[str, list[int]]()
         for rank, place in sorted(doing.items()):
             groups.setdefault(f"{place.kind}: {place.text}", []).append(rank)
         known, (ranks, why) = self._pace.medians().get(_key(order)), blame(doing)
         usual = "no call before it" if known is None else f"median {known:.2g} s"
-        parts = [f"{named(of)} {text}" for text, of in groups.items()]
-        parts += [f"it waits for {named(ranks)}: {why}"] if ranks else []
-        parts += [f"called at {order.line}"] if order.line else []
-        parts += [f"stacks: {self._settings.run_dir}/stacks-rank*.txt"] if is_first else []
         name = f"{order.label} (call {order.number}, {order.lane} lane)"
-        logger.warning("%s runs for %.0f s (%s): %s", name, seconds, usual, "; ".join(parts))
+        parts = [f"{name} runs for {seconds:.0f} s ({usual})"]
+        parts += [f"{named(of)} {text}" for text, of in groups.items()]
+        parts += [f"it waits for {named(ranks)}: {why}"] if ranks else []
+        return parts + ([f"called at {order.line}"] if order.line else [])
+
+    def _tell(self, sent: Sent, seconds: float, now: float, *, is_first: bool) -> None:
+        """One line about a call; the first time all ranks write their stacks."""
+        stacks = [f"stacks: {self._settings.run_dir}/stacks-rank*.txt"] if is_first else []
+        logger.warning("%s", "; ".join(self._describe(sent, seconds, now) + stacks))
         if is_first:
-            self._show([r for r, place in doing.items() if place.kind in (STOPPED, SILENT)])
+            doing = self._doing(sent, now).items()
+            self._show([rank for rank, place in doing if place.kind in (STOPPED, SILENT)])
 
     def _check_limit(self, sent: Sent, seconds: float, now: float) -> None:
         """End the run if limits are measured ones and that of this call has passed."""

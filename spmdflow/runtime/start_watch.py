@@ -38,22 +38,26 @@ class StartWatch:
         self._ranks: dict[int, tuple[int, Process]] = {}
         self._poll = select.poll()
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        self._thread = threading.Thread(target=self._run, name="start", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="start", daemon=True).start()
 
     def end(self) -> None:
         """The session stands: it names who dies (main thread)."""
         self._over.set()
-        self._thread.join()
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def _run(self) -> None:
         terminated = float("inf")
-        while not self._over.is_set():
+        while True:
             self._find()
-            for descriptor, _ in self._poll.poll(1000 * _LOOK_SECONDS):
+            ended = self._poll.poll(1000 * _LOOK_SECONDS)
+            if self._over.is_set():
+                break
+            for descriptor, _ in ended:
                 rank, process = self._ranks.pop(descriptor)
-                how = process.end_cause_or_none() or "ended (signal or status unknown)"
+                how = process.end_cause_or_none()
+                if how is None:  # the agent was faster; another rank may have been faster still
+                    how = "ended (signal or status unknown)"
+                    time.sleep(_LOOK_SECONDS)
                 self._poll.unregister(descriptor)
                 os.close(descriptor)
                 if how not in _QUIET_ENDS:
@@ -80,16 +84,25 @@ class StartWatch:
                         self._ranks[descriptor] = int(rank), Process.of(pid)
                         self._poll.register(descriptor, select.POLLIN)
 
+    def _claim(self, path: Path) -> None:
+        """FileExistsError if another rank of this start has begun to write path."""
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime < self._begun:
+                path.unlink()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(exist_ok=False)
+
     def _name(self, rank: int, cause: str) -> None:
         """Write and print a death, unless another rank has; then leave."""
         until = time.monotonic() + _SETTINGS_SECONDS
-        while self.run_dir is None and time.monotonic() < until:
+        while self.run_dir is None:
             time.sleep(0.05)
-        failure = Failure("death", rank, cause)
-        path = (self.run_dir or Path()) / "failure.json"
-        if self.run_dir is None:
-            report(failure, [], path)
-        elif not (path.exists() and path.stat().st_mtime >= self._begun):
+            if time.monotonic() > until:
+                leave(1)
+        path = self.run_dir / "failure.json"
+        with contextlib.suppress(FileExistsError):
+            self._claim(path)
+            failure = Failure("death", rank, cause)
             write_failure(path, as_record(failure, []))
             report(failure, [], path)
         time.sleep(_LEAVE_SECONDS)

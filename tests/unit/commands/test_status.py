@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -33,20 +34,20 @@ def test_live_run_is_told_with_its_step_calls_ranks_and_lines(tmp_path: Path) ->
 
     assert lines[0].startswith(f"{tmp_path}: step 7 done ")
     assert lines[0].endswith("(3 s, 250 tokens/s)")
-    assert lines[1] == "2 ranks; rank 0 (the controller) wrote this 2 s ago"
-    assert lines[2] == "actor.update (call 4, compute lane) for 32.0 s, median 0.1 s"
+    assert lines[1] == "2 ranks; rank 0, the controller, wrote this 2 s ago"
+    assert lines[2] == "actor.update (call 4, compute lane) runs for 30 s (median 0.1 s)"
     assert f"  rank 0 in a collective: {HERE}" in lines
     assert f"  rank 1 running: {HERE}" in lines
-    assert f"  waits for rank 1: it is at {HERE}; rank 0 in a collective, waiting" in lines
+    assert f"  it waits for rank 1: it is at {HERE}; rank 0 in a collective, waiting" in lines
 
 
 def test_controller_that_does_not_write_any_more_is_said_to_stand(tmp_path: Path) -> None:
     state = _stalled(tmp_path)
-    state["ranks"]["0"]["start_ticks"] += 1  # another process has its pid now
+    state["ranks"]["0"][1] += 1  # another process has its pid now
     lines = list(status.status_text(tmp_path, state, state["written"] + 90.0))
 
     assert "wrote this 90 s ago: IT STANDS" in lines[1]
-    assert lines[2].startswith("  rank 0: has ended; process ")
+    assert lines[2] == f"rank 0: process {os.getpid()} has ended"
 
 
 def test_run_that_is_over_is_told_with_its_failure_and_exit_code_2(
