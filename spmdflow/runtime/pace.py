@@ -39,50 +39,47 @@ class Pace:
     """The durations of recent calls."""
 
     def __init__(self) -> None:
-        self._calls: defaultdict[Key, deque[Mapping[int, Took]]] = defaultdict(
-            lambda: deque(maxlen=_KEPT)
-        )
+        self._longest: defaultdict[Key, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
+        """Seconds of the slowest rank of each call."""
+        self._own: dict[Key, tuple[float, dict[int, float]]] = {}
+        """Number of calls, and seconds of each rank without waiting for others; both fade."""
 
     def note(self, key: Key, took: Mapping[int, Took]) -> None:
         """Note a finished call: how long each of its ranks took."""
-        self._calls[key].append(took)
+        self._longest[key].append(max(each.seconds for each in took.values()))
+        number, own = self._own.get(key, (0.0, {}))
+        if own.keys() != took.keys():
+            number, own = 0.0, dict.fromkeys(took, 0.0)
+        kept = 0.5 if number > 2 * _KEPT else 1.0
+        own = {r: kept * own[r] + each.seconds - each.waited for r, each in took.items()}
+        self._own[key] = kept * number + 1.0, own
 
     def medians(self) -> dict[Key, float]:
         """Median seconds of every kind of call; of each call, its slowest rank counts."""
-        return {key: median(map(_longest, calls)) for key, calls in self._calls.items()}
+        return {key: median(longest) for key, longest in self._longest.items()}
 
     def look_after(self, key: Key) -> float:
         """Seconds after which a call is worth a line."""
-        known = self._calls.get(key, ())
-        return max(LOOK_SECONDS, LOOK_FACTOR * median(map(_longest, known)) if known else 0.0)
+        known = self._longest.get(key)
+        return max(LOOK_SECONDS, LOOK_FACTOR * median(known) if known else 0.0)
 
     def limit_or_none(self, key: Key) -> float | None:
         """Seconds after which a call counts as hung; None: there were too few to tell."""
-        known = self._calls.get(key, ())
+        known = self._longest.get(key, ())
         if len(known) < FEWEST_CALLS:
             return None
-        return max(LIMIT_SECONDS, LIMIT_FACTOR * median(map(_longest, known)))
+        return max(LIMIT_SECONDS, LIMIT_FACTOR * median(known))
 
     def slow_rank_or_none(self, key: Key) -> tuple[int, float, float] | None:
         """The rank that holds up recent calls: (rank, its own seconds, median of the others').
 
-        Own seconds are those in which a rank did not wait for others, summed over the calls on
-        record that were made on the same ranks as the last one.
+        Own seconds are those in which a rank did not wait for others, of all recent calls.
         """
-        calls = self._calls[key]
-        ranks = calls[-1].keys() if calls else ()
-        alike = [took for took in calls if took.keys() == ranks]
-        if len(ranks) < 2 or len(alike) < FEWEST_CALLS:
+        number, own = self._own.get(key, (0.0, {}))
+        if len(own) < 2 or number < FEWEST_CALLS:
             return None
-        own = {
-            rank: sum(took[rank].seconds - took[rank].waited for took in alike) for rank in ranks
-        }
         slowest = max(own, key=lambda rank: own[rank])
         others = median(seconds for rank, seconds in own.items() if rank != slowest)
         if own[slowest] < max(_SLOW_FACTOR * others, others + _SLOW_SECONDS):
             return None
         return slowest, own[slowest], others
-
-
-def _longest(took: Mapping[int, Took]) -> float:
-    return max(each.seconds for each in took.values())
