@@ -64,7 +64,8 @@ class Failure:
     line: str = ""
     """The script's line that made the call: "file:line: text"."""
     where: str = ""
-    """Where the rank's Python was, if it was in the call: "file:line in function: text"."""
+    """Where the rank's Python was: "file:line in function: text"; of one that has finished the call
+    (it left out a collective), where the others wait."""
     time: float = field(default_factory=time.time)
     """Seconds since 1970 on the node that noticed it."""
 

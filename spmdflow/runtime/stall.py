@@ -238,6 +238,7 @@ class Stalls:
         if not ranks or self._may_wait_for_others(sent, doing, now):
             return None
         place = doing[ranks[0]]
+        lines = [p.line for p in doing.values()] if place.kind == DONE else []
         also = f" (also {named(ranks[1:])})" if ranks[1:] else ""
         return Failure(
             "stopped" if place.kind == STOPPED else "deadline",
@@ -245,7 +246,7 @@ class Stalls:
             f"{cause}{also}: {why}",
             *(order.label, order.number, order.lane),
             line=order.line,
-            where=place.line,
+            where=place.line or next(filter(None, lines), ""),
         )
 
 

@@ -50,7 +50,7 @@ def test_rank_that_left_out_a_collective_is_named_though_it_has_finished(tmp_pat
     session.answer(sent, 1)
     session.run(80, {0: PEERS}, sent.ticket)
 
-    assert session.failures[0].rank == 1
+    assert (session.failures[0].rank, session.failures[0].where) == (1, HERE)
     assert "left out a collective" in session.failures[0].cause
 
 
