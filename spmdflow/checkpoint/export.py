@@ -28,21 +28,19 @@ def plan_files(
     least_bytes: int = _LEAST_FILE_BYTES,
     most_bytes: int = _MOST_FILE_BYTES,
 ) -> list[list[Facts]]:
-    """Tensors of each file: about `count` files within the limits, where the tensors allow it.
+    """Tensors of each file: `count` files of about equal size or, within the limits, fewer or more.
 
     Wider dtypes come first, otherwise tensors are in the given order.
     """
     ordered = sorted(facts, key=lambda each: -each.dtype.itemsize)
     total = sum(each.num_bytes for each in ordered)
-    size = min(most_bytes, max(least_bytes, -(-total // count)))
-    files: list[list[Facts]] = []
-    free = 0
-    for each in ordered:
-        if not files or each.num_bytes > free:
-            files, free = [*files, []], size
-        files[-1].append(each)
-        free -= each.num_bytes
-    return files
+    number = max(1, min(count, total // least_bytes), -(-total // most_bytes))
+    files: dict[int, list[Facts]] = {}
+    done = 0
+    for each in ordered:  # into the file in which its middle lies
+        files.setdefault((2 * done + each.num_bytes) * number // (2 * total + 1), []).append(each)
+        done += each.num_bytes
+    return list(files.values())
 
 
 class ModelExport:

@@ -104,23 +104,22 @@ def write_state(path: Path, blocks: Iterable[Block], plain: Mapping[str, Any]) -
 class HostCopies:
     """Copies of live blocks in host memory, to be written while the live ones change.
 
-    What comes from a device is copied into pinned memory, which is kept for the next time.
+    The memory is kept for the next time: getting it takes longer than to copy. Pinned for a device.
     """
 
     def __init__(self) -> None:
-        self._pinned: dict[tuple[str, Box], Tensor] = {}
+        self._kept: dict[tuple[str, Box], Tensor] = {}
 
     def take(self, blocks: Iterable[Block]) -> list[Block]:
         """The same blocks on the host; valid until the next call."""
         copies, device = [], CPU
         for name, view, box in blocks:
-            if view.device == CPU:
-                copy = view.detach().clone(memory_format=torch.contiguous_format)
-            else:
-                device, key = view.device, (name, box)
-                if key not in self._pinned:
-                    self._pinned[key] = torch.empty(view.shape, dtype=view.dtype, pin_memory=True)
-                copy = self._pinned[key].copy_(view.detach(), non_blocking=True)
+            if view.device != CPU:
+                device = view.device
+            if (name, box) not in self._kept:
+                pinned, dtype = view.device != CPU, view.dtype
+                self._kept[name, box] = torch.empty(view.shape, dtype=dtype, pin_memory=pinned)
+            copy = self._kept[name, box].copy_(view.detach(), non_blocking=True)
             copies.append((name, copy, box))
         if device != CPU:
             torch.accelerator.synchronize(device)

@@ -62,7 +62,6 @@ class RankFiles:
         write = self._unwritten.pop(name)
         if write is not None:
             write()
-        write = None  # frees the copies
         facts = finish_part(folder, part_of(folder, self._rank))
         self._workers[name].export_state(folder, own := part_of(folder, self._rank), self._wait_for)
         facts |= finish_part(folder, own)
