@@ -18,6 +18,7 @@ COMMANDS = {
     "report": ("spmdflow.report", "the curves and figures of a RUN_DIR"),
     "status": ("spmdflow.status", "what a live run does: calls, ranks, lines of code, stacks"),
     "replay": ("spmdflow.replay", "run a step again that a run kept, and name what differs"),
+    "export": ("spmdflow.export", "a trained model of a checkpoint as a Hugging Face folder"),
     "doctor": (
         "spmdflow.doctor.__main__",
         "what is installed, what works here, what is missing for what",

@@ -1,13 +1,14 @@
-"""Trained models pushed to a repository of the Hugging Face hub (or of HF_ENDPOINT).
+"""Trained models pushed to a repository of the Hugging Face hub, or of another HF_ENDPOINT.
 
-Tokens, endpoint and HF_HUB_OFFLINE are huggingface_hub's own. Knows only files.
+Token, endpoint and HF_HUB_OFFLINE are huggingface_hub's own. Knows only files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from spmdflow.checkpoint.run_dir import EXPORT
 from spmdflow.errors import ConfigError
@@ -16,43 +17,50 @@ _SHOWN = 300  # characters of an error of the hub
 
 
 def open_repository(repository: str) -> None:
-    """Make owner/name, private, if it is not there: before a run, so that it can be pushed to.
+    """Make owner/name, private, if it is not there: asked before a run, not after days.
 
     ConfigError if the hub refuses.
     """
-    with _hub_errors(f"the hub's refusal to open {repository}"):
-        from huggingface_hub import HfApi
-
-        HfApi().create_repo(repository, private=True, exist_ok=True)
+    _ask(repository, lambda api: api.create_repo(repository, private=True, exist_ok=True))
 
 
-def push(run_dir: Path, repository: str, *, step: int) -> str:
-    """Upload the models that a run exports; returns the address of the commit.
+def push(run_dir: Path, repository: str) -> str:
+    """Upload the models of RUN_DIR/export; returns the address of the last commit.
 
-    A single one goes to the top of the repository, several into folders named as their roles.
-    ConfigError if the hub refuses.
+    A single one goes to the top of the repository, several into folders named as they are.
+    ConfigError if there is none, or if the hub refuses.
     """
-    roles = sorted((run_dir / EXPORT).iterdir())
-    for role in roles:
-        with _hub_errors(f"{role}, which the hub does not take as {repository}"):
-            from huggingface_hub import HfApi
+    models = sorted((run_dir / EXPORT).iterdir()) if (run_dir / EXPORT).is_dir() else []
+    address = ""
+    for model in models:
+        folder, step = model.resolve(), model.resolve().parents[1].name
+        place = None if len(models) == 1 else model.name
+        message = f"{model.name} after {step}"
+        upload = partial(_upload, repository, folder, place, message)
+        address = _ask(repository, upload).commit_url
+    if not models:
+        got, do = f"{run_dir} without an exported model", "set save_every, then use spmdflow.export"
+        raise ConfigError.of("run.push_to_hub", got, "one in its export folder", do)
+    return address
 
-            made = HfApi().upload_folder(
-                repo_id=repository,
-                folder_path=role.resolve(),
-                path_in_repo=None if len(roles) == 1 else role.name,
-                commit_message=f"{role.name} after step {step}",
-            )
-    return made.commit_url
+
+def _upload(repository: str, folder: Path, place: str | None, message: str, api: Any) -> Any:
+    return api.upload_folder(
+        repo_id=repository, folder_path=folder, path_in_repo=place, commit_message=message
+    )
 
 
-@contextmanager
-def _hub_errors(got: str) -> Iterator[None]:
-    """Turn what the hub's client raises into a ConfigError."""
+def _ask(repository: str, request: Callable[[Any], Any]) -> Any:
+    """What the hub's client returns; ConfigError if it raises."""
+    import huggingface_hub
+    import huggingface_hub.errors
+
     try:
-        yield
-    except Exception as err:  # of the client's HTTP library, whichever it is
-        text = " ".join(str(err).split())[:_SHOWN]
+        return request(huggingface_hub.HfApi())
+    except (OSError, ValueError, RuntimeError, huggingface_hub.errors.HTTPError) as err:
+        text = " ".join(f"{type(err).__name__}: {err}".split())[:_SHOWN]
         expected = "a repository that HF_TOKEN may write to"
-        do = "see hf auth login, HF_ENDPOINT and HF_HUB_OFFLINE, or upload RUN_DIR/export by hand"
-        raise ConfigError.of("run.push_to_hub", f"{got} ({text})", expected, do) from err
+        do = (
+            "see `hf auth login`, HF_ENDPOINT and HF_HUB_OFFLINE, or upload RUN_DIR/export yourself"
+        )
+        raise ConfigError.of("run.push_to_hub", f"{repository} ({text})", expected, do) from err

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from spmdflow.checkpoint.hub import open_repository, push
 from spmdflow.checkpoint.run_dir import open_run_dir
 from spmdflow.config.leaf import longest_call_of
 from spmdflow.config.location import to_yaml
@@ -82,7 +83,9 @@ def run_script(
     has_outside: bool,
 ) -> int:
     """Build the flow and run the script; returns the exit status."""
-    settings = to_yaml(cfg)
+    settings, repository = to_yaml(cfg), cfg.run.push_to_hub
+    if repository is not None:
+        open_repository(repository)
     run_dir = open_run_dir(
         cfg.run,
         settings,
@@ -113,6 +116,8 @@ def run_script(
         with saving.finishing():
             script.main(flow, cfg)
         status = FINISHED
+        if repository is not None:
+            logger.info("pushed to %s", push(run_dir.path, repository))
     except Stopped as stop:
         logger.warning("%s", stop)
         status = FINISHED if stop.is_time_up else STOPPED

@@ -228,8 +228,8 @@ def write_beside(
     source: Path,
 ) -> None:
     """Write what belongs to the files of weights (file -> tensor -> bytes): config.json, an index
-    if there are several, and source's other files (tokenizer, generation settings)."""
-    for path in source.iterdir():
+    if there are several, and source's other files, if it is there (tokenizer, ...)."""
+    for path in source.iterdir() if source.is_dir() else ():
         if path.is_file() and path.name != "config.json" and not path.name.endswith(_NOT_COPIED):
             shutil.copyfile(path, folder / path.name)
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")

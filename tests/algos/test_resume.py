@@ -9,15 +9,23 @@ import random
 import shutil
 import signal
 import time
+import types
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers import AutoModelForSequenceClassification as SequenceClassification
 
+from spmdflow import export
+from spmdflow.blocks.box import Box
+from spmdflow.checkpoint import StateFiles
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
+from spmdflow.errors import ConfigError
 from spmdflow.runtime.order import InprocTransport
 from tests.algos.runs import (
     ROOT,
@@ -241,3 +249,65 @@ def test_3d_run_in_two_parts_equals_one_in_every_bit(tmp_path: Path) -> None:
 
     assert numbers_of(whole) == numbers_of(parts)
     assert last_checkpoint(whole) == last_checkpoint(parts)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_any_trained_model_of_a_checkpoint_is_exported(whole, tmp_path, capsys, dtype):
+    words = [] if dtype is None else ["--dtype", dtype]
+    for role, head in (("actor", AutoModelForCausalLM), ("critic", SequenceClassification)):
+        to = tmp_path / role
+        assert export.main([str(whole), "--model", role, "--to", str(to), *words]) == 0
+
+        state = StateFiles(whole / "checkpoints" / f"step-{STEPS}" / role)
+        model = head.from_pretrained(to, dtype="auto")
+        for name, values in model.named_parameters():
+            trained = state.read(name, Box.of_shape(values.shape))
+            assert torch.equal(values, trained.to(values.dtype)), name
+            assert str(values.dtype) == f"torch.{dtype or 'float32'}" or name == "score.weight"
+        if dtype is None and role == "actor":  # as the run itself has exported it
+            ours, theirs = to / "model.safetensors", whole / "export/actor/model.safetensors"
+            assert ours.read_bytes() == theirs.read_bytes()
+        assert (to / "tokenizer.json").is_file()
+    assert f"critic after step {STEPS}" in capsys.readouterr().out
+
+
+def test_what_cannot_be_exported_is_said_with_the_choices(whole, tmp_path, capsys):
+    (tmp_path / "used").touch()
+
+    assert export.main([str(whole), "--model", "reward", "--to", str(tmp_path / "to")]) == 2
+    assert "expected --model of actor or critic; choose one" in capsys.readouterr().err
+    assert export.main([str(tmp_path), "--to", str(tmp_path / "to")]) == 2
+    assert "expected a checkpoint" in capsys.readouterr().err
+    assert export.main([str(whole), "--to", str(tmp_path)]) == 2
+    assert "which holds files" in capsys.readouterr().err
+
+
+def test_a_finished_run_pushes_its_model_and_a_refused_push_is_found_before_the_run(
+    tmp_path, monkeypatch
+):
+    asked = []
+
+    class Api:
+        """Stands for the hub, which is not here."""
+
+        def create_repo(self, repository, **options):
+            asked.append(repository)
+            if repository == "no/rights":
+                raise OSError("401 Client Error")
+
+        def upload_folder(self, *, repo_id, folder_path, path_in_repo, commit_message):
+            asked.append(
+                (repo_id, path_in_repo, commit_message, (folder_path / "config.json").is_file())
+            )
+            return types.SimpleNamespace(commit_url="https://hub/commit")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    settings = [*SMALL, "total_steps=1", "save_every=1", f"run.dir={tmp_path / 'run'}"]
+    loaded = load(SCRIPT, None, [*settings, "run.push_to_hub=me/model"])
+
+    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
+
+    assert asked == ["me/model", ("me/model", None, "actor after step-1", True)]
+    loaded = load(SCRIPT, None, [*settings, "run.push_to_hub=no/rights"])
+    with pytest.raises(ConfigError, match="no/rights .*401.*expected a repository that HF_TOKEN"):
+        run_flow(loaded.script, loaded.cfg, inproc=True)
