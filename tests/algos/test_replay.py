@@ -34,17 +34,26 @@ def replay(capsule: Path, *settings: str) -> int:
     return main(["--inproc", str(capsule), *settings])
 
 
-def test_a_kept_step_runs_again_to_the_same_bits(
-    capsule: Path, capsys: pytest.CaptureFixture[str]
+def test_a_kept_step_runs_again_to_the_same_bits_with_a_line_for_a_debugger(
+    capsule: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert replay(capsule) == 0
+    script, reached = capsule.parents[2] / "ppo.py", []
+    text = script.read_text()
+    monkeypatch.setattr(sys, "breakpointhook", lambda: reached.append(sys._getframe(1).f_lineno))
+    place = "        # Stage 3: learning\n"
+    script.write_text(text.replace(place, f"{place}        breakpoint()\n"))
 
-    said = capsys.readouterr().out
+    status = replay(capsule)
+    script.write_text(text)
+
+    said = capsys.readouterr().out.splitlines()
     labels = [label for label, *_ in json.loads((capsule / "capsule.json").read_text())["calls"]]
-    assert said.splitlines()[-1].startswith("replay: equal: ")
+    assert status == 0 and reached == [text[: text.index(place)].count("\n") + 2]
+    assert f"replay: {script} has changed since" in said
+    assert said[-1].startswith("replay: equal: ") and said[-1].endswith("tensors in every bit")
+    assert compare(capsule, capsule / "replay" / "capsules" / "step-2").num_equal > 100
     assert labels[:2] == ["prompts.train", "actor.generate_sequences"]
     assert labels.index("critic.update_critic") < labels.index("actor.update_actor")
-    assert compare(capsule, capsule / "replay" / "capsules" / "step-2").num_equal > 100
 
 
 def test_a_changed_reward_function_is_named_by_its_scores(
@@ -73,23 +82,6 @@ def test_a_changed_weight_is_named_by_the_first_column_that_it_changes(
     assert replay(capsule, changed, "run.resume=reload_frozen") == 1
 
     assert " reference.compute_ref_log_prob ref_log_probs: " in capsys.readouterr().out
-
-
-def test_a_line_for_a_debugger_is_reached_and_a_changed_script_is_said(
-    capsule: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script, reached = capsule.parents[2] / "ppo.py", []
-    text = script.read_text()
-    monkeypatch.setattr(sys, "breakpointhook", lambda: reached.append(sys._getframe(1).f_lineno))
-    place = "        # Stage 3: learning\n"
-    script.write_text(text.replace(place, f"{place}        breakpoint()\n"))
-
-    status = replay(capsule)
-    script.write_text(text)
-
-    said = capsys.readouterr().out
-    assert status == 0 and reached == [text[: text.index(place)].count("\n") + 2]
-    assert f"replay: {script} has changed since\n" in said and "replay: equal: " in said
 
 
 def test_a_folder_without_a_capsule_is_refused(
