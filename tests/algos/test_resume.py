@@ -251,6 +251,18 @@ def test_3d_run_in_two_parts_equals_one_in_every_bit(tmp_path: Path) -> None:
     assert last_checkpoint(whole) == last_checkpoint(parts)
 
 
+def test_run_at_its_time_limit_saves_ends_well_and_continues_to_the_same_bits(whole, tmp_path):
+    run_dir, limit = tmp_path / "run", ("run.max_seconds=1", "save_every=3")
+
+    assert run(run_dir, words=limit) == 0  # this process is older than a second
+
+    assert [step["step"] for step in steps_of(run_dir)] == [0, 1]
+    assert (run_dir / "checkpoints" / "latest").read_text() == "step-1\n"
+    assert run(run_dir) == 0
+    assert last_checkpoint(run_dir) == last_checkpoint(whole)
+    assert numbers_of(run_dir) == numbers_of(whole)
+
+
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_any_trained_model_of_a_checkpoint_is_exported(whole, tmp_path, capsys, dtype):
     words = [] if dtype is None else ["--dtype", dtype]
