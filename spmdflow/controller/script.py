@@ -98,7 +98,7 @@ def run_script(
     show = Show(cfg, run_dir.path, last_step=run_dir.last_step)
     saving = Saving(run_dir.path, run_dir.checkpoint, cfg.run, settings)
     keeps = cfg.run.capture_step
-    file = Path(str(script.__file__))
+    file = Path(str(getattr(script, "__file__", script.__name__)))  # made in Python: no file
     flow = Flow(
         caller,
         cfg,
