@@ -251,6 +251,26 @@ def test_3d_run_in_two_parts_equals_one_in_every_bit(tmp_path: Path) -> None:
     assert last_checkpoint(whole) == last_checkpoint(parts)
 
 
+def test_run_whose_newest_checkpoint_is_damaged_continues_from_the_one_before_to_the_same_bits(
+    whole, tmp_path, caplog
+):
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir, symlinks=True)
+    path = run_dir / "checkpoints" / f"step-{STEPS}" / "critic" / "rank-0.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 4
+    path.write_bytes(data)
+
+    assert run(run_dir) == 0
+
+    assert f"{path} has other bytes in" in caplog.text
+    assert f"CONTINUES FROM step-{STEPS - 1}" in caplog.text
+    names = {path.name for path in (run_dir / "checkpoints").iterdir()}
+    assert names == {"latest", f"step-{STEPS - 1}", f"step-{STEPS}", f"step-{STEPS}.damaged"}
+    assert last_checkpoint(run_dir) == last_checkpoint(whole)
+    assert numbers_of(run_dir) == numbers_of(whole)
+
+
 def test_run_at_its_time_limit_saves_ends_well_and_continues_to_the_same_bits(whole, tmp_path):
     run_dir, limit = tmp_path / "run", ("run.max_seconds=1", "save_every=3")
 
