@@ -35,8 +35,8 @@ from tests.algos.runs import (
 
 PROGRAM = Path(__file__).parent / "programs" / "interrupted.py"
 NUM_POINTS, CHAINS = 12, range(100, 117)
-NUM_STEPS = 2 * NUM_POINTS + 1
-"""No point is more than two steps behind the one before."""
+NUM_STEPS = 4 * NUM_POINTS
+"""No point is more than three steps behind the one before, and SIGTERM ends a step."""
 SETTINGS = (
     *SMALL,
     f"total_steps={NUM_STEPS}",
@@ -55,7 +55,7 @@ def points_of(chain: int) -> list[Point]:
     found = []
     for phase in phases:
         occurrence = 0 if phase == "start-up" else draw.choice((1, 2))
-        seconds = draw.uniform(0, 6) if phase == "start-up" else draw.choice((0, 0.01, 0.1))
+        seconds = draw.uniform(0, 4) if phase == "start-up" else draw.choice((0, 0.01, 0.1))
         victim = draw.choice(("rank", "rank", "rank", "launcher"))
         number = draw.choice(SIGNALS[:3] if victim == "launcher" else SIGNALS)
         found.append(Point(phase, occurrence, seconds, draw.randrange(2), victim, int(number)))

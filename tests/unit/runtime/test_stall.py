@@ -97,3 +97,14 @@ def test_script_that_calls_nothing_for_a_minute_is_told(
         session.run(65, {}, 0)
 
     assert len(caplog.messages) == 1 and "no call runs for 60 s" in caplog.messages[0]
+
+
+def test_transfers_of_one_methods_rows_are_one_kind_of_call_however_many_there_are(
+    tmp_path: Path,
+) -> None:
+    session = Session(tmp_path)
+    for number in range(1, 101):
+        session.answer(session.send(f"transfer {number} of actor.generate_sequences"), 0, 1)
+
+    (found,) = session.stalls.state(session.now)["medians"]
+    assert "transfer of actor.generate_sequences" in str(found)
