@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -197,7 +198,7 @@ def _unpickle(path: Path) -> Any:
             return _Unpickler(file).load()
     except (
         *(pickle.UnpicklingError, EOFError, OSError, MemoryError, RecursionError),
-        *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
+        *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error),
     ) as err:
         got = f"{path}, a pickle that is not read on ({type(err).__name__}: {err})"
         expected = "records of torch.distributed.checkpoint alone; nothing of it was run"

@@ -241,7 +241,9 @@ def test_training_is_the_same_in_every_bit_with_any_evaluation(
 
 
 def training_numbers(step: dict[str, Any]) -> dict[str, Any]:
-    return {name: v for name, v in step.items() if not name.startswith(("eval/", "controller/"))}
+    """All but what evaluations measure, and syncs of weights, which they may do earlier."""
+    others = ("eval/", "controller/", "rollout/synced", "rollout/weights")
+    return {name: v for name, v in step.items() if not name.startswith(others)}
 
 
 # Paths that mean a checkpoint

@@ -189,7 +189,7 @@ def while_saving(run_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("moment", "victim"),
-    itertools.product((at_start, in_a_step, while_saving), (0, 1)),
+    list(itertools.product((at_start, in_a_step, while_saving), (0, 1))),
 )
 @pytest.mark.slow  # test_interrupted.py has such restarts by default
 def test_killed_rank_under_max_restarts_goes_on_by_itself_to_the_same_bits(
