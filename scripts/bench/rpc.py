@@ -186,7 +186,7 @@ def _answer(endpoint: Endpoint, envelopes: Envelopes) -> bool:
         assert envelope is not None
         kind, body = envelope
         if kind is Kind.COMMAND:
-            endpoint.send(envelopes.seal(Kind.REPLY, [body[0], {}]))
+            endpoint.send(envelopes.seal(Kind.REPLY, [body[0], {}, [0.0, 0.0]]))
         elif kind is Kind.CLOSE:
             endpoint.send(envelopes.seal(Kind.BYE))
             ended = True
