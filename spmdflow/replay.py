@@ -36,7 +36,6 @@ from spmdflow.data.column import Column
 from spmdflow.errors import ConfigError
 from spmdflow.run import FAILED, FINISHED, Arguments, Place, prepare_rank, run_rank
 from spmdflow.tracking.progress import shortened
-from spmdflow.weights.file import read_head
 
 TOLERANCE = 1e-3
 """On another layout: largest difference, as a share of the largest number of the tensor."""
@@ -184,23 +183,11 @@ def _pairs(
     state, other = (folder / "checkpoints" / f"step-{step}" for folder in (recorded, replayed))
     for role in sorted({path.parent.name for path in state.glob(_STATE)}):
         files, others = (StateFiles(folder / role) for folder in (state, other))
-        known = _shapes(other / role)
-        for name, shape in _shapes(state / role).items():
+        known = others.shapes()
+        for name, shape in files.shapes().items():
             box, what = Box.of_shape(shape), f"{role} after the step: {name}"
             new = Column("dense", others.read(name, box)) if known.get(name) == shape else None
             yield what, Column("dense", files.read(name, box)), new
-
-
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the whole tensors of a role's state, by name, from the keys of their boxes."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("rank-*.safetensors")):
-        head = read_head(path)
-        for key in head.tensors if head else ():
-            name, _, box = key.removesuffix("]").rpartition("[")
-            stops = tuple(int(pair.partition(":")[2]) for pair in box.split(",") if pair)
-            shapes[name] = tuple(map(max, shapes.get(name, stops), stops))
-    return shapes
 
 
 def _difference(old: Column, new: Column) -> tuple[float, str]:

@@ -1,8 +1,8 @@
 """A role's state in the files that its ranks wrote, read on any layout: planned, proved, then read.
 
 `blocks.plan.plan_reads` says which part of which tensor in the files goes where: each element that
-the rank needs comes from one file, once. A tensor in a file,
-a slab of at most 64 MiB, is read whole, so that its hash can be compared, and only once.
+the rank needs comes from one file, once. A tensor in a file, a slab of at most 64 MiB, is read
+whole, so that its hash can be compared, and only once.
 """
 
 from __future__ import annotations
@@ -84,6 +84,16 @@ class StateFiles:
                 wanted.setdefault(name, []).append((view, box))
         for name, targets in wanted.items():
             self._fill(name, targets)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every whole tensor in the files, in their order."""
+        while self._unopened:
+            self._open_next()
+        corners = {
+            name: zip(*([stop for _, stop in each.box.bounds] for each in held), strict=True)
+            for name, held in self._held.items()
+        }
+        return {name: tuple(map(max, stops)) for name, stops in corners.items()}
 
     def slabs(self, name: str, shape: Sequence[int]) -> list[Box]:
         """A whole tensor as boxes of some rows, in order; no tensor in the files is in two."""

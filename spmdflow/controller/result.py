@@ -336,7 +336,8 @@ class Transfers:
         self.planned_bytes += planned
         label = f"transfer {self._num_released} of {result.label}"
         number, done = self._num_released, partial(self._count, result, label, planned)
-        order = Order(number, "transfer", label, commands, self._seconds, done)
+        kind = f"transfer of {result.label}"
+        order = Order(number, "transfer", label, commands, self._seconds, done, kind=kind)
         pending = self._transport.submit(order)
         record = CallRecord(number, label, "train", commands, pending, lane="transfer")
         self._outstanding.append(record)

@@ -36,7 +36,7 @@ class Order:
     number: int
     """Call number (compute lane) or release number (transfer lane)."""
     lane: str
-    """compute or transfer."""
+    """compute, transfer or files."""
     label: str
     """What a user calls it, such as "actor.generate_sequences"."""
     commands: Mapping[int, dict[str, Any]]
@@ -49,6 +49,8 @@ class Order:
     """train or eval."""
     line: str = ""
     """The script's line that gave it, for messages."""
+    kind: str = ""
+    """Orders of one kind take about as long; empty: those with the same label."""
 
 
 class Pending:

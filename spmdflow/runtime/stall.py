@@ -251,8 +251,7 @@ class Stalls:
 
 
 def _key(order: Order) -> Key:
-    """The same for all transfers of a method's rows, whose labels count them."""
-    return order.label.replace(f"transfer {order.number} ", "transfer ", 1), order.phase
+    return order.kind or order.label, order.phase
 
 
 def _script_line() -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 from dataclasses import asdict, dataclass
@@ -99,5 +98,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     sys.exit(main())

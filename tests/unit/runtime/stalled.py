@@ -37,10 +37,10 @@ class Session:
         self.start = self.now = time.monotonic()
         self._tickets = 0
 
-    def send(self, label: str = "actor.update", operation: str = "call") -> Sent:
+    def send(self, label: str = "actor.update", operation: str = "call", kind: str = "") -> Sent:
         self._tickets += 1
         commands: dict[int, Any] = dict.fromkeys((0, 1), {"operation": operation})
-        order = Order(self._tickets, "compute", label, commands, 3600.0)
+        order = Order(self._tickets, "compute", label, commands, 3600.0, kind=kind)
         sent = Sent(order, Pending(label, lambda pending: None))
         self.ledger.send(self._tickets, sent, now=self.now)
         return sent
