@@ -14,6 +14,7 @@ the upper or only the lower halves of their bits differ (signs, exponents, the e
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -78,8 +79,9 @@ def to_signed(value: int) -> int:
     return value - MODULUS if value >= MODULUS // 2 else value
 
 
+@lru_cache(maxsize=256)
 def _weights(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
-    """(stop - start,) odd int64: one for each index start, ... of a dimension."""
+    """(stop - start,) odd int64: one for each index start, ... of a dimension; read only."""
     word = torch.arange(start + 1, stop + 1, device=device) * to_signed(_GOLDEN) + dim
     word = (word ^ _shift_right(word, 30)) * to_signed(_FIRST)
     word = (word ^ _shift_right(word, 27)) * to_signed(_SECOND)

@@ -31,7 +31,7 @@ from spmdflow.parallel.group import GroupTable
 from spmdflow.weights.move import Block, Blocks
 from spmdflow.weights.ranks import BUCKET_BYTES
 
-ALONE_BYTES = 64 << 10
+ALONE_BYTES = 1 << 20
 """A box of at least so many bytes is not packed with others."""
 _Transfer = tuple[Message, Tensor | None]
 """A message, and the live values that it goes from or to; None: by way of the staging buffer."""

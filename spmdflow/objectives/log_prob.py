@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdflow.parallel.product import product
+
 CHUNK_ELEMENTS = 1 << 24
 """Logits of one block, of all tokens together: 64 MB of float32."""
 HOST_PARTS = 8
@@ -119,7 +121,7 @@ class _Task:
         """(n, c): logits / temperature of a block, float32 at least; float64 stays float64."""
         if weight is None:
             return _widened(hidden[:, columns]) / self.temperature
-        return _widened(hidden @ weight[columns].T).div_(self.temperature)
+        return _widened(product(hidden, weight[columns].T)).div_(self.temperature)
 
     def column(self, targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
         """(n, 1): the target's place in a block, and whether it is there; 0 where it is not."""
@@ -203,9 +205,9 @@ class _Head(torch.autograd.Function):
                 to_hidden[:, columns] = slope
                 continue
             slope = slope.to(weight.dtype)
-            to_hidden += slope @ weight[columns]
+            to_hidden += product(slope, weight[columns])
             if to_weight is not None:
-                torch.mm(slope.T, hidden, out=to_weight[columns])
+                to_weight[columns] = product(slope.T, hidden)
         if task.group is not None:
             dist.all_reduce(to_hidden, group=task.group)
         return to_hidden.to(hidden.dtype), to_weight, None, None

@@ -118,9 +118,24 @@ def dense_attention(
 ) -> Tensor:
     """query (b, heads, T, d), key and value (b, kv heads, S, d) -> (b, heads, T, d), causal.
 
-    The queries are those of the last T of S positions.
+    The queries are those of the last T of S positions. A CPU's kernel also computes what a mask
+    leaves out: there, blocks of queries take the keys up to their own last.
     """
-    mask = _band(query.shape[2], key.shape[2], window, query.device)
+    queries, end = query.shape[2], key.shape[2]
+    is_plain = queries == end and (window is None or queries <= window)
+    num_blocks = min(4, queries // 32) if query.is_cpu and not is_plain else 1
+    mixed: list[Tensor] = []
+    end -= queries
+    for block in query.split(-(-queries // max(1, num_blocks)), 2):
+        end += block.shape[2]
+        mask = None if is_plain else _band(block.shape[2], end, window, query.device)
+        mixed.append(_masked_attention(block, key[:, :, :end], value[:, :, :end], mask, scale))
+    return mixed[0] if len(mixed) == 1 else torch.cat(mixed, 2)
+
+
+def _masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
     if query.is_cuda and (mask is not None or query.dtype == torch.float32):
         # of CUDA's kernels only flash takes grouped heads: half precision and no mask
         repeats = query.shape[1] // key.shape[1]
@@ -130,10 +145,8 @@ def dense_attention(
     )
 
 
-def _band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """(T, S) bool: True for the last `window` positions up to each query's; None: plain causal."""
-    if queries == keys and (window is None or keys <= window):
-        return None
+def _band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """(T, S) bool: True for the last `window` positions up to each query's."""
     places = torch.arange(keys, device=device)
     distance = places[keys - queries :, None] - places
     return (distance >= 0) & (distance < (window or keys))

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from spmdflow.config.schema import ModelConfig
 from spmdflow.errors import ConfigError
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
+from spmdflow.parallel.product import use_products
 from spmdflow.weights.architecture import Architecture, Head, read_config
 from spmdflow.weights.folder import HuggingFaceFolder, empty_module, folder_of
 from spmdflow.weights.move import Read
@@ -179,6 +180,7 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
     else:
         module = _scalar_model(cfg, model)
         score = module.get_submodule("score")
+    use_products(module)
     units = set(model._no_split_modules or ())
     return LoadedModel(
         dtype=getattr(torch, cfg.precision),

@@ -1,0 +1,88 @@
+"""Products of matrices on a CPU beside PyTorch's own, values and gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from spmdflow.parallel import product as products
+from spmdflow.parallel.product import product, use_products
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 5, 7), (513, 64, 172), (64, 4290, 512)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_product_of_float32_is_that_of_float64_rounded(
+    sizes: tuple[int, int, int], turned: bool
+) -> None:
+    rows, inner, columns = sizes
+    left, right = draw(rows, inner), draw(inner, columns)
+    if turned:  # strides of the transposed
+        left, right = left.T.contiguous().T, right.T.contiguous().T
+
+    assert_close(
+        product(left, right).double(), left.double() @ right.double(), rtol=1e-5, atol=2e-4
+    )
+    assert torch.equal(product(left, right), product(left.clone(), right.clone())) or turned
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions_are_left_to_pytorch_bit_by_bit(dtype: torch.dtype) -> None:
+    left, right = draw(9, 33, dtype=dtype), draw(33, 5, dtype=dtype)
+
+    assert torch.equal(product(left, right), left @ right)
+
+
+def test_products_of_nothing_are_empty_or_zero() -> None:
+    assert product(draw(0, 4), draw(4, 3)).shape == (0, 3)
+    assert torch.equal(product(draw(2, 0), draw(0, 3)), torch.zeros(2, 3))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
+def test_onednn_is_what_multiplies_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.profiler.profile() as profile:
+        product(draw(8, 16), draw(16, 4))
+
+    assert "mkldnn::_linear_pointwise" in {event.key for event in profile.key_averages()}
+    monkeypatch.setattr(products, "_has_onednn", lambda: False)
+    left, right = draw(8, 16), draw(16, 4)
+    assert torch.equal(product(left, right), left @ right)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("sizes", [(48, 96), (96, 48)])
+def test_linear_layers_have_pytorchs_values_and_gradients(
+    sizes: tuple[int, int], bias: bool
+) -> None:
+    theirs = nn.Sequential(nn.Linear(*sizes, bias=bias), nn.Tanh(), nn.Linear(sizes[1], 3))
+    ours = copy.deepcopy(theirs)
+    use_products(ours)
+    x, weights = draw(2, 65, sizes[0]), draw(2, 65, 3)
+    found = []
+    for model in (theirs, ours):
+        given = x.clone().requires_grad_()
+        out = model(given)
+        (out * weights).sum().backward()
+        found.append([out, given.grad, *(parameter.grad for parameter in model.parameters())])
+
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for expected, got in zip(*found, strict=True):
+        assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_frozen_layers_get_no_gradient() -> None:
+    layer = nn.Linear(4, 3)
+    layer.weight.requires_grad_(False)
+    use_products(layer)
+    x = draw(5, 4).requires_grad_()
+    layer(x).sum().backward()
+
+    assert layer.weight.grad is None
+    assert layer.bias.grad is not None and x.grad is not None
