@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -10,8 +11,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TOKEN = "hf_token_that_may_write"
 
 
 def write_cached(cache: Path, repo: str, files: Mapping[str, bytes], commit: str = COMMIT) -> Path:
@@ -42,14 +45,21 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 class Hub(ThreadingHTTPServer):
-    """Answers what `snapshot_download` asks; counts what was asked."""
+    """Answers what `snapshot_download`, `create_repo` and `upload_folder` ask; counts it.
+
+    An upload goes as to the real one: weights as objects by their hash, the rest in the commit.
+    """
 
     daemon_threads = True
 
     def __init__(self, repositories: Mapping[str, Mapping[str, bytes]]) -> None:
         """repositories: models/owner/name or datasets/owner/name -> its files."""
         super().__init__(("127.0.0.1", 0), _Answer)
-        self.repositories = repositories
+        self.repositories = {name: dict(files) for name, files in repositories.items()}
+        self.commits: list[str] = []
+        """Their messages."""
+        self.objects: dict[str, bytes] = {}
+        """Uploaded weights by their hash."""
         self.asked: Counter[str] = Counter()
         """ "GET models/owner/name/file" -> how often."""
 
@@ -84,6 +94,69 @@ class _Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:  # noqa: N802
         self._answer()
+
+    def do_POST(self) -> None:  # noqa: N802
+        body, words = self._body(), self.path.split("?")[0].strip("/").split("/")
+        self.server.asked[f"POST {words[-1] if words[-2] == 'repos' else words[-2]}"] += 1
+        if words[:3] == ["api", "repos", "create"]:
+            self._create(json.loads(body))
+        elif words[-2] == "preupload":
+            modes = [
+                (f["path"], "regular lfs".split()[f["path"].endswith(".safetensors")])
+                for f in json.loads(body)["files"]
+            ]
+            files = [{"path": p, "uploadMode": mode, "shouldIgnore": False} for p, mode in modes]
+            self._send_json({"files": files})
+        elif words[-2] == "objects":
+            objects = json.loads(body)["objects"]
+            for each in objects:
+                each["actions"] = {"upload": {"href": f"{self.server.endpoint}/put/{each['oid']}"}}
+            self._send_json({"transfer": "basic", "objects": objects})
+        elif words[-2] == "commit":
+            self._commit("/".join(words[1:4]), [json.loads(line) for line in body.splitlines()])
+        else:
+            self._send(404, b"")
+
+    def do_PUT(self) -> None:  # noqa: N802
+        body, digest = self._body(), self.path.rpartition("/")[2]
+        if _digest(body) == digest:
+            self.server.objects[digest] = body
+        self._send(200 if digest in self.server.objects else 400, b"")
+
+    def _body(self) -> bytes:
+        """Of known length, or in chunks."""
+        if "Content-Length" in self.headers:
+            return self.rfile.read(int(self.headers["Content-Length"]))
+        found = b""
+        while size := int(self.rfile.readline(), 16):
+            found += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return found
+
+    def _create(self, asked: Mapping[str, str]) -> None:
+        repo = f"{asked['organization']}/{asked['name']}"
+        may_write = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+        if not may_write or asked["organization"] == "no":
+            self._send(403, b"", {"X-Error-Message": "You have no rights there."})
+            return
+        is_known = f"models/{repo}" in self.server.repositories
+        self.server.repositories.setdefault(f"models/{repo}", {})
+        body = json.dumps({"url": f"{self.server.endpoint}/{repo}"}).encode()
+        self._send(409 if is_known else 200, body, {"Content-Type": "application/json"})
+
+    def _commit(self, repo: str, lines: list[dict[str, Any]]) -> None:
+        files = self.server.repositories[repo]
+        for key, value in ((line["key"], line["value"]) for line in lines):
+            if key == "header":
+                self.server.commits.append(value["summary"])
+            elif key == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            else:
+                assert key == "lfsFile", key
+                files[value["path"]] = self.server.objects[value["oid"]]
+        address = f"{self.server.endpoint}/{repo.partition('/')[2]}/commit/{COMMIT}"
+        self._send_json({"success": True, "commitUrl": address, "commitOid": COMMIT})
 
     def log_message(self, format: str, *args: object) -> None:
         """Silent."""

@@ -6,7 +6,8 @@
     owner/name:config/split[@revision]      the same of a data set
 
 `resolve_paths` replaces every name by a folder. A run that resumes takes the revisions that it
-began with from its config.yaml, where `to_yaml` wrote folders of the cache as name@commit.
+began with from its latest checkpoint, else from its config.yaml, where `to_yaml` wrote folders of
+the cache as name@commit.
 
 The only file that imports huggingface_hub; its cache (HF_HOME, HF_HUB_CACHE), HF_HUB_OFFLINE and
 tokens apply. A name without a revision means the one in the cache, else the newest on the hub. One
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import json
 import os
 import re
 import shlex
@@ -191,10 +193,9 @@ class _Finder:
 
     def _as_before(self, key: str, name: HubName) -> HubName:
         """The name with the revision that the resumed run began with, unless it has its own."""
-        file = run_dir_of(self.run) / "config.yaml"
-        if name.revision is not None or not file.is_file():
+        if name.revision is not None:
             return name
-        tree: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tree = _settings_before(run_dir_of(self.run))
         for part in key.split("."):
             tree = tree.get(part) if isinstance(tree, dict) else None
         said = re.search(rf"\b{re.escape(name.repo)}(?::[^@()]*)?@([0-9a-f]{{40}})", str(tree))
@@ -220,6 +221,19 @@ class _Finder:
             f"{_cache()} ({why}), expected one of both; correct the path, or download it where "
             f"there is a network: {_download_command(name, wanted)}"
         )
+
+
+def _settings_before(run_dir: Path) -> Any:
+    """Those of a run's latest checkpoint, else of its config.yaml; None for a new run.
+
+    A start that was refused later has written config.yaml, too, but no checkpoint.
+    """
+    folder, file = run_dir / "checkpoints", run_dir / "config.yaml"
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        latest = folder / (folder / "latest").read_text(encoding="utf-8").strip()
+        meta = json.loads((latest / "manifest.json").read_bytes())["meta"]
+        return yaml.safe_load(meta["settings"])
+    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
 def _download_command(name: HubName, wanted: Wanted) -> str:

@@ -59,7 +59,7 @@ class RunConfig:
     keep_checkpoints: int = setting("Newest checkpoints that are kept.", 2, at_least=1)
     keep_best: str | None = setting("Metric whose best checkpoint stays; -NAME: its lowest.", None)
     push_to_hub: str | None = setting("owner/name to push the finished run's models to.", None)
-    max_seconds: float | None = setting("Limit of processes; the run saves before.", None, above=0)
+    max_seconds: float | None = setting("Limit of a launch; the run saves before.", None, above=0)
     trackers: list[str] = setting(
         "Besides metrics.jsonl: tensorboard, wandb or your own.", [], one_of=lambda: tuple(TRACKERS)
     )

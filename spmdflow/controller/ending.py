@@ -20,7 +20,7 @@ class Ending:
     """Whether there is time for what comes next. Times are in seconds."""
 
     def __init__(self, max_seconds: float | None, *, age: float) -> None:
-        """max_seconds: limit of the run's processes, of which `age` are over."""
+        """max_seconds: limit of a launch, of which `age` are over."""
         now = time.monotonic()
         self._limit = float("inf") if max_seconds is None else now - age + max_seconds
         self._steps = deque[float](maxlen=_NUM_STEPS)

@@ -35,7 +35,7 @@ from spmdflow.controller.group import WorkerGroup
 from spmdflow.errors import CheckpointError, RunFailed
 from spmdflow.runtime.executor import FILES
 from spmdflow.runtime.order import Order, Pending, Replies, Transport
-from spmdflow.runtime.process import Process
+from spmdflow.runtime.process import launched_seconds
 from spmdflow.transfer.worker import loads_any_layout
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Saving:
         self._settings = settings
         self._checkpoints = Checkpoints(run_dir, keep=run.keep_checkpoints, best=run.keep_best)
         self._checkpoints.clean()
-        self.ending = Ending(run.max_seconds, age=Process.of(os.getpid()).age_seconds())
+        self.ending = Ending(run.max_seconds, age=launched_seconds(os.getpid()))
         self._metric = run.keep_best
         self.resumed_from, self._reloads_frozen = checkpoint, run.resume == "reload_frozen"
         self.due = False

@@ -296,6 +296,16 @@ def die_with_launcher() -> int | None:
     return parent if os.getppid() == parent and _can_be_launcher(parent) else None
 
 
+def launched_seconds(pid: int) -> float:
+    """Seconds since a rank's run was launched: the age of its torchrun, which restarts ranks, or of
+    the rank itself where there is none."""
+    fields = _stat_fields(pid)
+    with contextlib.suppress(OSError):
+        while fields and f"{AGENT_MARK}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+            pid, fields = int(fields[1]), _stat_fields(int(fields[1]))
+    return Process.of(pid).age_seconds()
+
+
 def outlive_launcher() -> None:
     """Undo `die_with_launcher` (main thread): somebody else watches the parent now."""
     _set_death_signal(0)

@@ -70,17 +70,8 @@ class HuggingFaceFolder:
             return self._slice(min(self.names))[:1].new_zeros(box.shape)
         values: Tensor = self._slice(name)[box.slices()]
         self.bytes_read += values.nbytes
-        if values.is_floating_point() and values.itemsize > 1 and values.numel():
-            if not torch.stack(values.aminmax()).isfinite().all():
-                raise self._not_finite(values, name)
+        check_finite(values, stored := self._stored.get(name, name), self._file_of[stored])
         return values
-
-    def _not_finite(self, values: Tensor, name: str) -> ConfigError:
-        """Without it the first gradient of any model would be blamed."""
-        stored, wrong = self._stored.get(name, name), int((~values.isfinite()).sum())
-        got = f"{wrong} of {values.numel()} numbers nan or infinite in {stored} of "
-        do = "download the file again, or save it anew"
-        return ConfigError.of("model", f"{got}{self._file_of[stored]}", "numbers", do)
 
     @property
     def names(self) -> Set[str]:
@@ -121,6 +112,20 @@ class HuggingFaceFolder:
             got, do = f"{self._path} with neither {_SINGLE} nor {_INDEX}", "save with safetensors"
             raise ConfigError.of("model", got, "a Hugging Face folder", do)
         return dict.fromkeys(_open(single).keys(), single)
+
+
+def check_finite(values: Tensor, name: str, path: str | Path) -> None:
+    """ConfigError naming a tensor and where it was read if a number of it is nan or infinite.
+
+    Without it the first gradient of any model would be blamed.
+    """
+    if not values.is_floating_point() or values.itemsize == 1 or not values.numel():
+        return
+    if not torch.stack(values.aminmax()).isfinite().all():
+        wrong = int((~values.isfinite()).sum())
+        got = f"{wrong} of {values.numel()} numbers nan or infinite in {name} of {path}"
+        do = "download the file again, or save it anew"
+        raise ConfigError.of("model", got, "numbers", do)
 
 
 def folder_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:

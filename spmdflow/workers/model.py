@@ -27,7 +27,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.parallel.product import use_products
 from spmdflow.weights.architecture import Architecture, Head, read_config
-from spmdflow.weights.folder import HuggingFaceFolder, empty_module, folder_of
+from spmdflow.weights.folder import HuggingFaceFolder, check_finite, empty_module, folder_of
 from spmdflow.weights.move import Read
 from spmdflow.workers.attention import PackedRows, dense_attention, packed_attention, rotate
 from spmdflow.workers.micro_batch import MicroBatch
@@ -245,6 +245,8 @@ def _open_or_load(
             f"model.path {path}: the folder lacks {sorted(missing)[:5]}; expected every "
             f"tensor of the model; choose the folder of a complete model of this kind"
         )
+    for name, values in module.state_dict().items():
+        check_finite(values, name, path)
     # eval for good: no dropout, and old and new log-probs come from the same function
     return module.eval(), None
 

@@ -9,13 +9,13 @@ import random
 import shutil
 import signal
 import time
-import types
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import constants
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers import AutoModelForSequenceClassification as SequenceClassification
@@ -42,6 +42,7 @@ from tests.algos.runs import (
     wait_for_step,
     wait_until,
 )
+from tests.hub import TOKEN, files_of, serve
 
 STEPS = 4
 SAMPLED = "data.eval_prompts=16 x 2 samples"
@@ -84,7 +85,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "point", [p if i < 4 else pytest.param(p, marks=pytest.mark.slow) for i, p in enumerate(POINTS)]
+    "point", [p if i < 3 else pytest.param(p, marks=pytest.mark.slow) for i, p in enumerate(POINTS)]
 )
 def test_a_run_interrupted_anywhere_continues_to_the_same_bits(point, whole, tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
@@ -317,29 +318,21 @@ def test_what_cannot_be_exported_is_said_with_the_choices(whole, tmp_path, capsy
 def test_a_finished_run_pushes_its_model_and_a_refused_push_is_found_before_the_run(
     tmp_path, monkeypatch
 ):
-    asked = []
-
-    class Api:
-        """Stands for the hub, which is not here."""
-
-        def create_repo(self, repository, **options):
-            asked.append(repository)
-            if repository == "no/rights":
-                raise OSError("401 Client Error")
-
-        def upload_folder(self, *, repo_id, folder_path, path_in_repo, commit_message):
-            asked.append(
-                (repo_id, path_in_repo, commit_message, (folder_path / "config.json").is_file())
-            )
-            return types.SimpleNamespace(commit_url="https://hub/commit")
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # needs a server of its own
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     settings = [*SMALL, "total_steps=1", "save_every=1", f"run.dir={tmp_path / 'run'}"]
     loaded = load(SCRIPT, None, [*settings, "run.push_to_hub=me/model"])
 
-    assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
+    with serve({}) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
+        assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0  # the repository is there
+        loaded = load(SCRIPT, None, [*settings, "run.push_to_hub=no/rights"])
+        with pytest.raises(ConfigError, match="no/rights .*403.*expected a repository that HF_TO"):
+            run_flow(loaded.script, loaded.cfg, inproc=True)
 
-    assert asked == ["me/model", ("me/model", None, "actor after step-1", True)]
-    loaded = load(SCRIPT, None, [*settings, "run.push_to_hub=no/rights"])
-    with pytest.raises(ConfigError, match="no/rights .*401.*expected a repository that HF_TOKEN"):
-        run_flow(loaded.script, loaded.cfg, inproc=True)
+    assert hub.commits == 2 * ["actor after step-1"]
+    assert hub.asked["POST objects"] >= 1 and len(hub.objects) == 1
+    exported = files_of(tmp_path / "run" / "export" / "actor")
+    assert hub.repositories == {"models/me/model": exported}

@@ -15,7 +15,8 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from spmdflow.checkpoint.run_dir import open_run_dir
+from spmdflow.checkpoint.manifest import FileFacts, Written
+from spmdflow.checkpoint.run_dir import Checkpoints, open_run_dir
 from spmdflow.config.check import check
 from spmdflow.config.load import load
 from spmdflow.config.location import to_yaml
@@ -110,6 +111,25 @@ def test_run_that_resumes_takes_the_revision_that_it_began_with(cache: Path) -> 
     assert settings(f"{NAME}@main").actor.model.path == str(other)
     assert settings(NAME, "run.name=another").actor.model.path == str(other)
     assert load("ppo.py", run.path / "config.yaml", []).cfg == cfg
+
+
+def test_revision_of_the_checkpoint_wins_over_that_of_a_later_start_that_was_refused(
+    cache: Path,
+) -> None:
+    first = write_cached(cache, "models/org/tiny", model_files())
+    cfg = settings(NAME)
+    run = open_run_dir(cfg.run, to_yaml(cfg))
+    points = Checkpoints(run.path, keep=1)
+    (points.begin(1) / "actor").touch()
+    files = {"actor": FileFacts(0, "")}
+    points.seal(1, {"settings": to_yaml(cfg)}, [Written(0, "node", files)])
+    run.lock.release()
+    write_cached(cache, "models/org/tiny", model_files(vocab_size=9), commit=OTHER)
+    later = settings(f"{NAME}@{OTHER}")
+
+    open_run_dir(later.run, to_yaml(later)).lock.release()
+
+    assert settings(NAME).actor.model.path == str(first)
 
 
 def test_plan_needs_the_sizes_alone_and_downloads_nothing(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
-from spmdflow.runtime.process import Process
+from spmdflow.runtime.process import AGENT_MARK, Process, launched_seconds
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,6 +32,24 @@ def test_process_that_lives_counts_as_alive_and_one_that_ended_as_gone() -> None
     child.communicate()
 
     assert lived and process.has_ended() and process.state() is None
+
+
+def test_restarted_rank_counts_from_the_start_of_its_torchrun() -> None:
+    restarted = subprocess.Popen(
+        ["sh", "-c", "sleep 60 & echo $!; wait"],  # a wrapper and a rank, of this process
+        env={**os.environ, AGENT_MARK: "run"},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert restarted.stdout is not None
+    rank = int(restarted.stdout.readline())
+    found = launched_seconds(rank)
+    os.killpg(restarted.pid, signal.SIGKILL)
+    restarted.communicate()
+
+    assert abs(found - Process.of(os.getpid()).age_seconds()) < 1.0
+    assert launched_seconds(os.getpid()) >= found
 
 
 OUT_OF_DESCRIPTORS = """

@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spmdflow.blocks.box import Box
+from spmdflow.config.schema import ModelConfig
 from spmdflow.errors import ConfigError
 from spmdflow.weights.folder import HuggingFaceFolder
+from spmdflow.workers.model import load_model
 
 MODEL = Path(__file__).parents[3] / "algos" / "arithmetic" / "model"
 
@@ -37,6 +39,19 @@ def test_weight_that_is_no_number_is_named_with_its_file(
     assert f"got 1 of {tensors[name].numel()} numbers nan or infinite in {name} of {file}" in str(
         caught.value
     )
+
+
+def test_weight_of_a_model_that_transformers_loads_whole_is_named_with_its_folder(
+    tmp_path: Path,
+) -> None:
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    tensors[name := "model.norm.weight"][3] = float("nan")
+    torch.save(tensors, folder / "pytorch_model.bin")
+
+    with pytest.raises(ConfigError, match=rf"got 1 of \d+ numbers nan or inf.* {name} of {folder}"):
+        load_model(ModelConfig(path=str(folder)), head="causal_lm")
 
 
 def test_large_numbers_and_no_numbers_at_all_are_read(tmp_path: Path) -> None:
