@@ -3,9 +3,10 @@
     .venv/bin/python scripts/fault_table.py [--at-once 3] [--only stop endless] [--keep FOLDER]
 
 Each fault is a torchrun of its own with three ranks (two for PPO). Seconds count from the harm to
-the line that names rank and call, and to the end of torchrun. The lost network needs root, ip and
-unshare; the full disk needs root. Takes 10 minutes on two cores. Exit code 1 if a fault was not
-named within 90 s, or left a process. docs/TROUBLESHOOTING.md holds the table.
+the line that names rank and call, and to the end of torchrun. Runs that end at the limit of a call
+(10 minutes) are ended here once they are named, unless --to-the-end. The lost network needs root,
+ip and unshare; the full disk needs root. Takes 8 minutes on two cores. Exit code 1 if a fault was
+not named within 90 s, or left a process. docs/TROUBLESHOOTING.md holds the table.
 
 The toy run is scripts/faults/faulty.py.
 """
@@ -32,6 +33,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TASK = ROOT / "algos" / "arithmetic"
 NAMED_SECONDS, OUT_SECONDS, START_SECONDS = 90.0, 30.0, 120.0
+LIMIT_SECONDS = 600.0
+"""Of a call, at default settings."""
 TOY = Path(__file__).parent / "faults" / "faulty.py"
 HARMED = "harmed"
 
@@ -43,6 +46,7 @@ class Run:
     folder: Path
     agents: list[list[str]]
     words: list[str]
+    waits_for_end: bool = False
     mark: str = field(default_factory=lambda: f"SPMDFLOW_FAULT={uuid.uuid4().hex}")
     torchruns: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -124,6 +128,8 @@ class Fault:
     harm: Callable[[Run], None] | None = None
     """None: the run harms itself."""
     goes_on: bool = False
+    at_limit: bool = False
+    """Named by a warning; the limit of the call ends it later."""
     machines: int = 1
     tmpfs_bytes: int = 0
 
@@ -146,33 +152,39 @@ def _cut_network(run: Run) -> None:
 
 
 CALL = r"faulty\.check \(call \d+, compute lane\)"
-ANY = r".*\(call \d+, \w+ lane\)"
+WAITS = rf"WARNING.*{CALL} runs for .* it waits for rank"
+ANY = r".*\(call \d+"
 FAULTS = [
     Fault("stop_0", "rank 0 stopped (SIGSTOP)", r"run failed: rank 0: the controller's .*stopped.*"
           r"\(call \d+",
           harm=_signal(0, signal.SIGSTOP)),
     Fault("stop_1", "rank 1 stopped (SIGSTOP)", rf"RUN FAILED: rank 1, {ANY}.*stopped",
           harm=_signal(1, signal.SIGSTOP)),
-    Fault("endless", "endless method on rank 1", rf"RUN FAILED: rank 1, {CALL}.*faulty\.py:\d+ "
-          "in _loop_forever", settings=("faulty.fault=endless",)),
-    Fault("endless_0", "the same on rank 0", rf"RUN FAILED: rank 0, {CALL}.*_loop_forever",
-          settings=("faulty.fault=endless", "faulty.victim=0")),
-    Fault("endless_c", "C code on rank 1 holds the GIL", rf"RUN FAILED: rank 1, {CALL}",
+    Fault("endless", "endless method on rank 1", rf"{WAITS} 1: it is at \S+/faulty\.py:\d+ "
+          "in _loop_forever", at_limit=True, settings=("faulty.fault=endless",)),
+    Fault("endless_0", "the same on rank 0", rf"{WAITS} 0: it is at \S+:\d+ in _loop_forever",
+          at_limit=True, settings=("faulty.fault=endless", "faulty.victim=0")),
+    Fault("endless_c", "C code on rank 1 holds the GIL", rf"{WAITS} 1: its process \d+ is running"
+          r".*last seen at \S+/faulty\.py:\d+", at_limit=True,
           settings=("faulty.fault=endless_c",)),
-    Fault("skip", "rank 1 leaves out a collective", rf"RUN FAILED: rank 1, {CALL}.*left out a "
-          r"collective.*faulty\.py:\d+ in check", settings=("faulty.fault=skip",)),
+    Fault("skip", "rank 1 leaves out a collective", rf"{WAITS} 1: it has finished.*left out a "
+          r"collective.*faulty\.py:\d+ in check", at_limit=True,
+          settings=("faulty.fault=skip",)),
     Fault("slow", "rank 1 slow: 8 s a call", r"rank 1 is slow: .* of faulty\.check", goes_on=True,
           settings=("faulty.fault=slow",)),
-    Fault("kill", "rank 1 killed (SIGKILL)", rf"RUN FAILED: rank 1({ANY}|:).*SIGKILL",
+    Fault("kill", "rank 1 killed (SIGKILL)", rf"RUN FAILED: rank 1({ANY}.*SIGKILL|:.*SIGKILL{ANY})",
           harm=_signal(1, signal.SIGKILL)),
-    Fault("folder", "RUN_DIR removed", r"RUN FAILED: rank 0.*metrics\.jsonl", harm=_remove_folder),
-    Fault("network", "network of 2 nodes lost", r"RUN FAILED: rank [23], .*connection is lost",
+    Fault("folder", "RUN_DIR removed", r"RUN FAILED: rank 0.*metrics\.jsonl.*, while ending step "
+          r"\d+", harm=_remove_folder),
+    Fault("network", "network of 2 nodes lost", rf"RUN FAILED: rank [23]({ANY}.*connection is lost"
+          rf"|:.*connection is lost{ANY})",
           harm=_cut_network, machines=2),
     Fault("reward", "endless reward function", r"RUN FAILED: rank \d, reward\.compute_reward.*"
           r"never_returns", script="ppo", settings=("reward.function={here}:never_returns",)),
     Fault("nan", "reward NaN", r"RUN FAILED: rank \d, reward\.compute_reward.*nan", script="ppo",
           settings=("reward.function={here}:not_a_number",)),
-    Fault("disk", "disk full at the first checkpoint", r"RUN FAILED: rank \d.*(No space|full)",
+    Fault("disk", "disk full at the first checkpoint", r"RUN FAILED: rank \d.*(No space|full)"
+          r".*while (saving|ending) step \d+",
           script="ppo", settings=("save_every=1",), tmpfs_bytes=9 << 20),
 ]  # fmt: skip
 PPO = ("data.prompts_per_step=8", "actor.update.mini_batch_size=8",
@@ -232,8 +244,8 @@ class Found:
     problem: str = ""
 
 
-def drill(fault: Fault, folder: Path) -> Found:
-    """Harm one run and watch it."""
+def drill(fault: Fault, folder: Path, to_the_end: bool) -> Found:
+    """Harm one run and watch it; to_the_end: also where the limit of a call ends it."""
     folder.mkdir(parents=True)
     if fault.tmpfs_bytes:
         disk = folder / "run"
@@ -251,7 +263,7 @@ def drill(fault: Fault, folder: Path) -> Found:
         ranks, settings = 2, [*PPO, *settings]
     try:
         with _agents(fault, ranks) as agents:
-            run = Run(folder, agents, [script, *settings])
+            run = Run(folder, agents, [script, *settings], to_the_end)
             try:
                 return _watch(fault, run)
             finally:
@@ -282,23 +294,25 @@ def _watch(fault: Fault, run: Run) -> Found:
         named = time.time() - harmed
     line = next((text for text in run.log().splitlines() if pattern.search(text)), "")
     problem = "" if named is not None and named <= NAMED_SECONDS else "not named in time"
-    if fault.goes_on:
-        return Found(fault, named, None, line, "", problem)
-    gone = run.wait(lambda: not run.alive(), OUT_SECONDS)
+    if fault.goes_on or (fault.at_limit and not run.waits_for_end):
+        return Found(fault, named, None, line, _where(run, line), problem)
+    gone = run.wait(lambda: not run.alive(), OUT_SECONDS + LIMIT_SECONDS * fault.at_limit)
     out = time.time() - harmed if gone else None
     statuses = [torchrun.wait(5) if gone else None for torchrun in run.torchruns]
     problem += "" if gone else " processes are left"
     problem += "" if all(statuses) else f" exit statuses {statuses}"
-    return Found(fault, named, out, line, _where(run), problem.strip())
+    return Found(fault, named, out, line, _where(run, line), problem.strip())
 
 
-def _where(run: Run) -> str:
-    """Where Python was, as failure.json says."""
+def _where(run: Run, line: str) -> str:
+    """Where Python was: as failure.json says, else the line with the fault's name."""
     for path in sorted(run.run_dir.glob("failure*.json")):
         with contextlib.suppress(ValueError):
-            if where := json.loads(path.read_text()).get("where"):
+            facts = json.loads(path.read_text())
+            if where := facts.get("where") or facts.get("line"):
                 return str(where)
-    return ""
+    *_, found = ["", *re.findall(r"(?:it is|seen|collective) at (\S+:\d+ in \w+)", line)]
+    return found
 
 
 def table(found: list[Found]) -> str:
@@ -306,7 +320,8 @@ def table(found: list[Found]) -> str:
     rows = ["| fault | named after | ended after | Python was at | said |", "|---|---|---|---|---|"]
     for each in found:
         times = ["-" if s is None else f"{s:.0f} s" for s in (each.named, each.out)]
-        times[1] = "goes on" if each.fault.goes_on else times[1]
+        if each.out is None and not each.problem:
+            times[1] = "goes on" if each.fault.goes_on else f"at {LIMIT_SECONDS:.0f} s"
         text = re.sub(r"^.*?(RUN FAILED: |WARNING |ERROR )", "", each.line)
         text = text.replace(f"{ROOT}/", "").replace("|", "/")
         where = re.sub(r": .*", "", each.where.replace(f"{ROOT}/", ""))
@@ -323,12 +338,14 @@ def drive() -> int:
     parser.add_argument("--at-once", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=[fault.name for fault in FAULTS])
     parser.add_argument("--keep", type=Path, help="folder for the runs (default: removed)")
+    parser.add_argument("--to-the-end", action="store_true", help="wait for limits of calls")
     options = parser.parse_args()
     chosen = [fault for fault in FAULTS if fault.name in options.only]
     with contextlib.ExitStack() as at_end:
         folder = options.keep or Path(at_end.enter_context(tempfile.TemporaryDirectory()))
         with ThreadPoolExecutor(options.at_once) as pool:
-            tasks = [pool.submit(drill, fault, folder / fault.name) for fault in chosen]
+            to_the_end = options.to_the_end
+            tasks = [pool.submit(drill, x, folder / x.name, to_the_end) for x in chosen]
             found = [task.result() for task in tasks]
     print(table(found))
     return int(any(each.problem for each in found))

@@ -29,6 +29,7 @@ from spmdflow.controller.step import HostMemory, Show, Step, counted_bytes, is_d
 from spmdflow.controller.transcript import Transcript
 from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.parallel.message import name_of
+from spmdflow.runtime.failure import noting
 from spmdflow.transfer.worker import Metric, Worker
 
 T = TypeVar("T")
@@ -218,7 +219,8 @@ class Flow:
             self.step, self.caller.step = Step(number), number
             self._saving.ending.begin_step()
             yield self.step
-            self._finish(self.step)
+            with noting(f"ending step {number}"):
+                self._finish(self.step)
             self._saving.ending.end_step()
             if number < total and self._saving.ending.is_due():
                 self._stop(f"run.max_seconds: step {number} is the last one in time")
@@ -355,7 +357,8 @@ class Flow:
         self._saving.resumed_from, self._last_step = checkpoint, checkpoint.step + 1
 
     def _save(self, number: int) -> None:
-        self._saving.save(number, self.caller, self.groups, self._state(number), self._metrics)
+        with noting(f"saving step {number}"):
+            self._saving.save(number, self.caller, self.groups, self._state(number), self._metrics)
 
     def _state(self, number: int) -> dict[str, Any]:
         """What a run that continues after a step needs besides the models."""

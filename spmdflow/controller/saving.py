@@ -34,6 +34,7 @@ from spmdflow.controller.ending import Ending
 from spmdflow.controller.group import WorkerGroup
 from spmdflow.errors import CheckpointError, RunFailed
 from spmdflow.runtime.executor import FILES
+from spmdflow.runtime.failure import noting
 from spmdflow.runtime.order import Order, Pending, Replies, Transport
 from spmdflow.runtime.process import launched_seconds
 from spmdflow.transfer.worker import loads_any_layout
@@ -173,7 +174,8 @@ class Saving:
             for rank, reply in of_ranks.items()
         ]
         meta["frozen"] = {name: _frozen(of_ranks) for name, of_ranks in replies.items()}
-        info = self._checkpoints.seal(step, meta, written)
+        with noting(f"saving step {step}"):
+            info = self._checkpoints.seal(step, meta, written)
         seconds = time.monotonic() - started
         self.ending.save_seconds = max(self.ending.save_seconds, seconds)
         logger.info("saved step %s to %s in %.1f s", step, info.folder, seconds)

@@ -30,7 +30,7 @@ from spmdflow.runtime.executor import (
     stay_until,
 )
 from spmdflow.runtime.failure import UNWIND_SECONDS, Failure, as_record, write_failure
-from spmdflow.runtime.pace import LIMIT_SECONDS, LOOK_SECONDS
+from spmdflow.runtime.pace import HELD_SECONDS, LIMIT_SECONDS, LOOK_SECONDS
 from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.place import ROWS
 from spmdflow.runtime.process import STATES, Process, Signals, leave
@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
 _FROZEN_SECONDS = 10.0
 """So long between two ticks: this process was stopped."""
-_SILENT_SECONDS = 600.0
-"""How long a controller that is not known to be stopped may be silent, if nothing is set."""
 _ABORT_SECONDS = 5.0
 """After reporting a failure a rank waits this long for ABORT, then ends by itself."""
 _STOPPED_SECONDS = 1.0
@@ -303,7 +301,7 @@ class Comm:
         """How long the controller may be silent."""
         if self._settings.call_seconds is not None:
             return self._settings.call_seconds
-        return LIMIT_SECONDS if self._controller.is_stopped() else _SILENT_SECONDS
+        return HELD_SECONDS if self._controller.is_stopped() else LIMIT_SECONDS
 
     def _lost_controller(self, how: str, *, kind: str = "death") -> None:
         """The controller cannot end the run any more, so every rank does."""

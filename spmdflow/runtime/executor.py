@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from spmdflow.errors import ProtocolError
-from spmdflow.runtime.failure import Failure, own_traceback
+from spmdflow.runtime.failure import Failure, own_traceback, what_was_done
 from spmdflow.runtime.place import PEERS, ROWS, Place, place_of
 from spmdflow.runtime.process import leave
 
@@ -157,10 +157,11 @@ def failure_of(
     """An exception as a Failure, with its traceback and what was running."""
     if isinstance(err, KeyboardInterrupt):
         kind = "interrupt"
+    cause = f"{type(err).__name__}: {err}" if str(err) else type(err).__name__
     return Failure(
         kind,
         rank,
-        f"{type(err).__name__}: {err}" if str(err) else type(err).__name__,
+        ", ".join([cause, *what_was_done(err)]),
         label=running[0].label if running else "",
         number=running[0].number if running else None,
         lane=lane,

@@ -19,7 +19,7 @@ import sysconfig
 import textwrap
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -149,6 +149,24 @@ def _facts(failure: Failure) -> dict[str, Any]:
     facts["call"] = facts.pop("number")
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(facts.pop("time")))
     return {"rank": facts["rank"], "role": role, "method": method} | facts | {"time": stamp}
+
+
+_WHILE = "while "
+
+
+@contextlib.contextmanager
+def noting(doing: str) -> Iterator[None]:
+    """An error of ours that leaves the context is told as one that happened while `doing`."""
+    try:
+        yield
+    except SpmdflowError as err:
+        err.add_note(_WHILE + doing)
+        raise
+
+
+def what_was_done(err: BaseException) -> list[str]:
+    """What `noting` noted of an error, innermost first."""
+    return [note for note in getattr(err, "__notes__", ()) if note.startswith(_WHILE)]
 
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep

@@ -13,8 +13,10 @@ from statistics import median
 
 LOOK_SECONDS, LOOK_FACTOR = 60.0, 5.0
 """A call is looked at after this time, or after so many medians if that is longer."""
-LIMIT_SECONDS, LIMIT_FACTOR = 75.0, 10.0
-"""The same for the end of the run (run.call_seconds=auto)."""
+LIMIT_SECONDS, LIMIT_FACTOR = 600.0, 20.0
+"""The same for the end of the run (run.call_seconds=auto): a usually fast call may stall once."""
+HELD_SECONDS = 75.0
+"""A rank that is known to be stopped for so long ends the run sooner."""
 FEWEST_CALLS = 3
 """Without as many calls before it, a call has no limit of its own."""
 BOUNDED = ("call", "map", "join", "fetch")

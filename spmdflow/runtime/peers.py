@@ -180,6 +180,8 @@ class Ledger:
         self._owed: defaultdict[tuple[int, str], deque[int]] = defaultdict(deque)
         self._free_since: dict[tuple[int, str], float] = {}
         """When a lane of a rank gave its last answer."""
+        self._last: dict[int, tuple[str, int]] = {}
+        """Label and number of what a rank answered last."""
 
     def send(self, ticket: int, sent: Sent, *, now: float) -> None:
         """Note that an order was sent to its ranks."""
@@ -203,9 +205,14 @@ class Ledger:
         self._owed[lane].popleft()
         self._free_since[lane], sent.replies[rank] = now, payload
         sent.took[rank], sent.answered[rank] = took or Took(0.0), now
+        self._last[rank] = sent.order.label, sent.order.number
         if len(sent.replies) < len(sent.order.commands):
             return None
         return self.open.pop(ticket)
+
+    def last(self, rank: int) -> str:
+        """What rank did before, in words; empty if nothing."""
+        return "after {} (call {})".format(*self._last[rank]) if rank in self._last else ""
 
     def running(self, rank: int) -> list[Order]:
         """What rank is running, as far as is known: at most one order per lane."""

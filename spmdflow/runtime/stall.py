@@ -17,7 +17,15 @@ from typing import Any
 
 from spmdflow.runtime.failure import Failure
 from spmdflow.runtime.order import Order
-from spmdflow.runtime.pace import BOUNDED, LIMIT_FACTOR, LIMIT_SECONDS, LOOK_SECONDS, Key, Pace
+from spmdflow.runtime.pace import (
+    BOUNDED,
+    HELD_SECONDS,
+    LIMIT_FACTOR,
+    LIMIT_SECONDS,
+    LOOK_SECONDS,
+    Key,
+    Pace,
+)
 from spmdflow.runtime.peers import Ledger, Peers, Sent
 from spmdflow.runtime.place import (
     CODE,
@@ -121,6 +129,11 @@ class Stalls:
                 return self._culprit_or_none(sent, failure.cause, now)
         return None
 
+    def last_line(self, rank: int, order: Order, now: float) -> str:
+        """Where rank was in a call by its last heartbeat, and when; empty if it did not tell."""
+        doing = self._heard_doing(rank, order)
+        return f"{doing[4]} ({now - self._beats[rank][0]:.0f} s before)" if doing else ""
+
     def state(self, now: float) -> dict[str, Any]:
         """What RUN_DIR/status.json holds: plain data, times in seconds since 1970."""
         wall, medians = time.time(), self._pace.medians()
@@ -197,21 +210,21 @@ class Stalls:
 
     def _tell(self, sent: Sent, seconds: float, now: float, *, is_first: bool) -> None:
         """One line about a call; the first time all ranks write their stacks."""
-        stacks = [f"stacks: {self._settings.run_dir}/stacks-rank*.txt"] if is_first else []
-        logger.warning("%s", "; ".join(self._describe(sent, seconds, now) + stacks))
+        limit = self._limit_or_none(sent.order) or sent.order.seconds
+        end = f"the run ends if it takes {limit:.0f} s"
+        more = [end, f"stacks: {self._settings.run_dir}/stacks-rank*.txt"] if is_first else []
+        logger.warning("%s", "; ".join(self._describe(sent, seconds, now) + more))
         if is_first:
             doing = self._doing(sent, now).items()
             self._show([rank for rank, place in doing if place.kind in (STOPPED, SILENT)])
 
     def _check_limit(self, sent: Sent, seconds: float, now: float) -> None:
         """End the run if limits are measured ones and that of this call has passed."""
-        if self._settings.call_seconds is not None or seconds < LIMIT_SECONDS:
+        if self._settings.call_seconds is not None or seconds < HELD_SECONDS:
             return
-        key, operations = _key(sent.order), set[Any]()
-        operations.update(plain.get("operation") for plain in sent.order.commands.values())
-        limit = self._pace.limit_or_none(key) if operations <= set(BOUNDED) else None
+        limit = self._limit_or_none(sent.order)
         if limit is not None and seconds >= limit:
-            medians = f"{LIMIT_FACTOR:g} medians of {self._pace.medians()[key]:.2g} s"
+            medians = f"{LIMIT_FACTOR:g} medians of {self._pace.medians()[_key(sent.order)]:.2g} s"
             cause = f"not finished within {limit:.0f} s ({medians}, at least {LIMIT_SECONDS:g} s)"
         elif any(self._is_held(rank, now) for rank in sent.order.commands.keys() - sent.answered):
             cause = f"not finished after {seconds:.0f} s"
@@ -220,9 +233,16 @@ class Stalls:
         if (failure := self._culprit_or_none(sent, cause, now)) is not None:
             self._fail(failure)
 
+    def _limit_or_none(self, order: Order) -> float | None:
+        """The measured limit of a call; None: it has none."""
+        operations = {plain.get("operation") for plain in order.commands.values()}
+        if self._settings.call_seconds is not None or not operations <= set(BOUNDED):
+            return None
+        return self._pace.limit_or_none(_key(order))
+
     def _is_held(self, rank: int, now: float) -> bool:
         """Whether rank is stopped since long, not only for a debugger's look."""
-        is_silent = self._peers.silence(rank, now) >= LIMIT_SECONDS
+        is_silent = self._peers.silence(rank, now) >= HELD_SECONDS
         return is_silent and self._peers.processes[rank].is_stopped()
 
     def _may_wait_for_others(self, sent: Sent, doing: Mapping[int, Place], now: float) -> bool:

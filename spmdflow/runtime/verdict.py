@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from spmdflow.errors import RunFailed
+from spmdflow.parallel.message import MAX_MESSAGE_BYTES
 from spmdflow.runtime.failure import (
     GATHER_SECONDS,
     KINDS_OF_THE_LIVING,
@@ -90,6 +91,14 @@ class Verdict:
         stopped = self._stopped(rank, now, silence_counts=True)
         kind, cause = ("stopped", f"{late}: {stopped}") if stopped else ("deadline", late)
         self.add(self._about(kind, rank, cause))
+
+    def add_endless(self, rank: int) -> None:
+        """Note that rank sent a message without end, on a connection that is closed now."""
+        text = f"sent more than {MAX_MESSAGE_BYTES >> 20} MiB as parts of one message"
+        if rank in self.peers.processes:
+            self.add(self._about("exception", rank, f"MessageError: {text}"))
+        else:
+            logger.warning("somebody who has the key of this run %s; disconnected", text)
 
     def is_due(self, now: float) -> bool:
         """Whether there is something to do about failures: the time to gather them is over."""
@@ -182,7 +191,7 @@ class Verdict:
         """A failure of rank as seen from here, with what it was running."""
         running = self.ledger.running(rank)
         if not running:
-            return Failure(kind, rank, f"{cause}, while idle")
+            return Failure(kind, rank, f"{cause}, while idle {self.ledger.last(rank)}".rstrip())
         order, *more = running
         also = f"; also running {more[0].label} in the {more[0].lane} lane" if more else ""
         return Failure(kind, rank, cause + also, order.label, order.number, order.lane)
@@ -194,6 +203,8 @@ class Verdict:
                 where = failure.where
                 if failure.kind in ("stopped", "deadline") and not where:
                     where = line_in_stacks(stacks_path(self.settings.run_dir, failure.rank))
+                if failure.kind == "death":  # a process that is gone tells nothing more
+                    where = self.stalls.last_line(failure.rank, order, time.monotonic())
                 return replace(failure, line=order.line, where=where)
         return failure
 

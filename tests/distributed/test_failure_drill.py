@@ -6,6 +6,7 @@ whole matrix is marked slow.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,8 @@ def test_rank_that_fails_is_named_and_everything_ends(
         assert (failure["role"], failure["method"]) == ("actor", "harm")
         assert (failure["call"], failure["lane"]) == (2, where)
         assert f"RUN FAILED: rank {victim}, actor.harm (call 2, {where} lane): " in drill.log()
+    if where == "idle" and how == "kill" and lives_to_tell:
+        assert re.search(r"while idle after \S+ \(call \d+\)", failure["cause"])
     if how == "exception":
         assert 'raise RuntimeError("drill in a lane")' in failure["traceback"]
 

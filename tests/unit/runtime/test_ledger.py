@@ -81,3 +81,12 @@ def test_owing_names_ranks_with_open_commands() -> None:
     ledger.answer(0, 1, {}, now=1.0)
 
     assert ledger.owing() == {3}
+
+
+def test_what_a_rank_did_last_is_known_when_nothing_runs() -> None:
+    ledger = Ledger()
+    _send(ledger, 7, 0, 1)
+
+    assert ledger.last(0) == ""
+    ledger.answer(0, 7, {}, now=1.0)
+    assert (ledger.last(0), ledger.last(1)) == ("after a.call7 (call 7)", "")

@@ -24,10 +24,10 @@ def test_call_is_looked_at_after_a_minute_or_five_medians() -> None:
     assert _pace(_even(20.0, 0), _even(30.0, 0), _even(900.0, 0)).look_after(KEY) == 150.0
 
 
-def test_call_has_no_limit_before_three_others_then_ten_medians_of_the_slowest_rank() -> None:
+def test_call_has_no_limit_before_three_others_then_20_medians_of_the_slowest_rank() -> None:
     assert _pace(_even(20.0, 0), _even(20.0, 0)).limit_or_none(KEY) is None
-    assert _pace(*[_even(0.1, 0, 1)] * 3).limit_or_none(KEY) == 75.0
-    assert _pace(*[{0: Took(1.0), 1: Took(20.0)}] * 3).limit_or_none(KEY) == 200.0
+    assert _pace(*[_even(0.1, 0, 1)] * 3).limit_or_none(KEY) == 600.0
+    assert _pace(*[{0: Took(1.0), 1: Took(40.0)}] * 3).limit_or_none(KEY) == 800.0
     assert _pace(*[_even(0.1, 0, 1)] * 3).limit_or_none(("actor.update", "eval")) is None
 
 

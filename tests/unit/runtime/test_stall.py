@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from spmdflow.runtime.place import CODE, PEERS, ROWS
+from spmdflow.runtime.process import Process
 from tests.unit.runtime.stalled import HERE, Session
 
 
@@ -29,18 +35,61 @@ def test_call_is_printed_after_a_minute_with_stacks_and_again_when_twice_as_long
 
 
 def test_call_of_many_medians_ends_the_run_and_names_the_rank_that_the_others_wait_for(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = Session(tmp_path)
     session.measure(0.1)
     sent = session.send()
-    session.run(74, {0: PEERS, 1: CODE}, sent.ticket)
+    with caplog.at_level(logging.WARNING):
+        session.run(599, {0: PEERS, 1: CODE}, sent.ticket)
     assert session.failures == []
+    assert "; the run ends if it takes 600 s; stacks: " in caplog.messages[0]
     session.run(2, {0: PEERS, 1: CODE}, sent.ticket)
 
     failure = session.failures[0]
     assert (failure.kind, failure.rank, failure.where) == ("deadline", 1, HERE)
-    assert failure.cause.startswith("not finished within 75 s (10 medians of 0.1 s, at least 75 s)")
+    assert failure.cause.startswith("not finished within 600 s (20 medians of 0.1 s, at least 600")
+
+
+def test_usually_fast_call_that_stalls_once_is_told_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = Session(tmp_path)
+    session.measure(0.1)
+    sent = session.send()
+    with caplog.at_level(logging.WARNING):
+        session.run(75, {0: PEERS, 1: CODE}, sent.ticket)
+    session.answer(sent, 0, 1, seconds=75.0)
+
+    assert session.failures == [] and session.shown == [[]]
+    assert f"it waits for rank 1: it is at {HERE}" in caplog.messages[0]
+
+
+def test_rank_that_is_stopped_ends_the_run_after_75_s(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    sent = session.send()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        session.peers.processes[1] = Process.of(child.pid)
+        os.kill(child.pid, signal.SIGSTOP)
+        while not session.peers.processes[1].is_stopped():
+            time.sleep(0.001)
+        session.run(74, {0: PEERS}, sent.ticket)
+        assert session.failures == []
+        session.run(2, {0: PEERS}, sent.ticket)
+        child.kill()
+
+    assert (session.failures[0].kind, session.failures[0].rank) == ("stopped", 1)
+
+
+def test_line_of_a_rank_that_is_gone_is_that_of_its_last_heartbeat_in_the_call(
+    tmp_path: Path,
+) -> None:
+    session = Session(tmp_path)
+    sent = session.send()
+    session.run(3, {1: CODE}, sent.ticket)
+
+    assert session.stalls.last_line(1, sent.order, session.now + 4.0) == f"{HERE} (4 s before)"
+    assert session.stalls.last_line(0, sent.order, session.now) == ""
 
 
 def test_rank_that_left_out_a_collective_is_named_though_it_has_finished(tmp_path: Path) -> None:
@@ -48,7 +97,7 @@ def test_rank_that_left_out_a_collective_is_named_though_it_has_finished(tmp_pat
     session.measure(0.1)
     sent = session.send()
     session.answer(sent, 1)
-    session.run(80, {0: PEERS}, sent.ticket)
+    session.run(610, {0: PEERS}, sent.ticket)
 
     assert (session.failures[0].rank, session.failures[0].where) == (1, HERE)
     assert "left out a collective" in session.failures[0].cause
@@ -57,10 +106,10 @@ def test_rank_that_left_out_a_collective_is_named_though_it_has_finished(tmp_pat
 @pytest.mark.parametrize(
     ("seconds", "kinds", "operation", "settings"),
     [
-        pytest.param(20.0, {0: PEERS, 1: CODE}, "call", {}, id="ten medians are 200 s"),
+        pytest.param(40.0, {0: PEERS, 1: CODE}, "call", {}, id="20 medians are 800 s"),
         pytest.param(0.1, {0: PEERS, 1: ROWS}, "call", {}, id="a rank waits for rows"),
         pytest.param(0.1, {0: CODE, 1: CODE}, "save", {}, id="a disk may take its time"),
-        pytest.param(0.1, {0: CODE, 1: CODE}, "call", {"call_seconds": 600.0}, id="a set limit"),
+        pytest.param(0.1, {0: CODE, 1: CODE}, "call", {"call_seconds": 1800.0}, id="a set limit"),
     ],
 )
 def test_call_goes_on(
@@ -73,7 +122,7 @@ def test_call_goes_on(
     session = Session(tmp_path, **settings)
     session.measure(seconds, operation=operation)
     sent = session.send(operation=operation)
-    session.run(150, kinds, sent.ticket)
+    session.run(750, kinds, sent.ticket)
 
     assert session.failures == []
 
