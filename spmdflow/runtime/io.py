@@ -300,6 +300,8 @@ class Io:
 
     def _tick(self, now: float) -> None:
         with self._lock:
+            for rank in self._hub.cut_endless():
+                self._guarded(self._verdict.add_endless, rank)
             if now >= self._next_beat:
                 self._next_beat = now + self._settings.beat_seconds
                 for rank in self._peers.staying():

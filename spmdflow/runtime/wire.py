@@ -32,6 +32,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from spmdflow.errors import MessageError
 from spmdflow.parallel.message import MAX_MESSAGE_BYTES, decode, encode
+from spmdflow.runtime.inflow import Inflow
 
 logger = logging.getLogger(__name__)
 
@@ -157,11 +158,12 @@ class _Socket(Envelopes):
         found = False
         with contextlib.suppress(zmq.Again):
             for _ in range(_MAX_NEWS):  # strangers may cause more all the time
-                found |= self._hear(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"])
+                news = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                found |= self._hear(news["event"], int(news["value"]))
         return found
 
-    def _hear(self, event: int) -> bool:
-        """Whether this news is of a connection that ended."""
+    def _hear(self, event: int, value: int) -> bool:
+        """Whether this news is of a connection that ended. value: mostly its descriptor."""
         return bool(event & _LOST)
 
     def close(self) -> None:
@@ -185,6 +187,7 @@ class Hub(_Socket):
         self._listeners: list[socket.socket] = []
         self._most_strangers, self._num_strangers = most_ranks + _MAX_STRANGERS, 0
         self._is_full = False
+        self._inflow, self._ports = Inflow(), set[int]()
         super().__init__(zmq.ROUTER, run_id, context=self.context)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, _GREETING_MILLISECONDS)
@@ -204,6 +207,7 @@ class Hub(_Socket):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, 0), family=family, backlog=self._most_strangers) as mine:
             mine.setblocking(False)
+            self._ports.add(mine.getsockname()[1])
             self._listeners.append(mine.dup())
             self._socket.setsockopt(zmq.USE_FD, mine.fileno())
             self._socket.setsockopt(zmq.IPV6, int(":" in host))
@@ -219,13 +223,17 @@ class Hub(_Socket):
             listener.close()
         self._listeners.clear()
 
-    def _hear(self, event: int) -> bool:
+    def _hear(self, event: int, value: int) -> bool:
+        if event == zmq.EVENT_ACCEPTED:
+            self._inflow.opened(value)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._inflow.closed(value)
         if self._listeners:
             self._num_strangers += _STEP.get(event, 0)
             limit = self._most_strangers // 2 if self._is_full else self._most_strangers
             if self._is_full != (self._num_strangers > limit):
                 self._drop_connections(not self._is_full)
-        return super()._hear(event)
+        return super()._hear(event, value)
 
     def _drop_connections(self, drop: bool) -> None:
         """Let the kernel drop new connections, or take them again; those that stand go on."""
@@ -263,9 +271,20 @@ class Hub(_Socket):
         """The next message: its rank (-1: no rank of ours) and envelope; None if there is none."""
         if not _has_input(self._socket):
             return None
-        identity, envelope, *more = self._socket.recv_multipart(_NOW)
+        first, envelope, *more = self._socket.recv_multipart(_NOW, copy=not self._listeners)
+        identity = first if isinstance(first, bytes) else first.bytes
         is_ours = len(identity) == _IDENTITY.size and not more  # a message is one envelope
-        return _IDENTITY.unpack(identity)[1] if is_ours else -1, envelope
+        rank = _IDENTITY.unpack(identity)[1] if is_ours else -1
+        self._inflow.num_messages[rank] += 1
+        if isinstance(envelope, bytes):
+            return rank, envelope
+        with contextlib.suppress(zmq.ZMQError):  # not over TCP
+            self._inflow.belongs_to(int(envelope.get(zmq.SRCFD)), rank)
+        return rank, envelope.bytes
+
+    def cut_endless(self) -> list[int]:
+        """Close connections on which a message without end comes; their ranks (-1: unknown)."""
+        return self._inflow.cut_endless(self._ports)
 
     def close(self) -> None:
         """Send what is queued (at most 2 s) and give everything back."""

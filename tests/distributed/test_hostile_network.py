@@ -11,7 +11,6 @@ import hashlib
 import os
 import resource
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -30,29 +29,11 @@ from spmdflow.runtime.process import Process, node_identity
 from spmdflow.runtime.wire import RUN_ID_BYTES, Envelopes, Hub, Kind
 from tests.distributed.ranks import watch_ranks
 from tests.distributed.session_parts import operations, settings_for, to_all
+from tests.zmtp import GREETING, MORE, frame, ready
 
 Spawn = Callable[..., list[Any]]
 MANY = 1500
 """Connections, of which rank 0 could keep about 950."""
-
-GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-COMMAND, MORE, LARGE = 4, 1, 2
-
-
-def _frame(body: bytes, flags: int = 0) -> bytes:
-    """A frame of ZMTP 3.0."""
-    if len(body) > 255:
-        return bytes([flags | LARGE]) + struct.pack(">Q", len(body)) + body
-    return bytes([flags, len(body)]) + body
-
-
-def _ready(rank: int) -> bytes:
-    """What a DEALER says that calls itself the endpoint of a rank."""
-    facts = {b"Socket-Type": b"DEALER", b"Identity": struct.pack(">cI", b"r", rank)}
-    text = b"\x05READY"
-    for name, value in facts.items():
-        text += bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
-    return GREETING + _frame(text, COMMAND)
 
 
 class Attacker:
@@ -130,11 +111,11 @@ def _attack(attacker: Attacker, release: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     envelopes, memory = Envelopes(attacker.run_id), attacker.memory()
     hello = envelopes.seal(Kind.HELLO)
-    found["heard as rank 2"] = attacker.say(_ready(2) + _frame(hello), seconds=1.5)
-    part = _frame(bytes(2**20), MORE)
-    found["endless"] = attacker.pour(_ready(2) + _frame(b"", MORE), part, seconds=0.5)
-    flood = _frame(envelopes.seal(Kind.REPLY, [1, {}])) * 100
-    found["flood"] = attacker.pour(_ready(1), flood, seconds=0.5)
+    found["heard as rank 2"] = attacker.say(ready(2) + frame(hello), seconds=1.5)
+    part = frame(bytes(2**20), MORE)
+    found["endless"] = attacker.pour(ready(2) + frame(b"", MORE), part, seconds=0.5)
+    flood = frame(envelopes.seal(Kind.REPLY, [1, {}])) * 100
+    found["flood"] = attacker.pour(ready(1), flood, seconds=0.5)
     idle = attacker.crowd(GREETING[:1])
     time.sleep(0.3)
     found["descriptors"] = attacker.descriptors()
@@ -149,7 +130,7 @@ def _attack(attacker: Attacker, release: str) -> dict[str, Any]:
     except OSError:
         found["still listens"] = False
     idle = attacker.crowd(b"")
-    found["flood after"] = attacker.pour(_ready(1), flood, seconds=0.5)
+    found["flood after"] = attacker.pour(ready(1), flood, seconds=0.5)
     found["descriptors after"] = attacker.descriptors()
     attacker.store.set(f"{release}/over", "")
     for mine in idle:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,13 @@ import spmdflow
 from spmdflow.errors import ProtocolError
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.parallel.message import HOMES
+from spmdflow.parallel.message import HOMES, MAX_MESSAGE_BYTES
 from spmdflow.runtime.operation import RankSettings, RankState
 from spmdflow.runtime.wire import RUN_ID_BYTES, Endpoint, Envelopes, Hub, Kind
 from spmdflow.transfer.lane import CountedTransport
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import Worker
+from tests.zmtp import MORE, frame, ready
 
 ROWS = {"ids": torch.zeros(0, dtype=torch.int64).numpy(), "inputs": []}
 
@@ -47,6 +51,67 @@ def test_nothing_is_sent_to_a_rank_before_it_has_shown_the_run_id() -> None:
     after = hub.send(rank, envelopes.seal(Kind.BEAT))
 
     assert (before, after) == (False, True)
+    endpoint.close()
+    hub.close()
+    hub.terminate()
+
+
+def send_without_end(address: str, rank: int, hello: bytes, taken: list[int]) -> None:
+    """HELLO, then parts of one message until the connection is closed."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    part = frame(bytes(2**20), MORE)
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 5) as mine:
+        mine.sendall(ready(rank))
+        heard = b""
+        while b"READY" not in heard:
+            heard += mine.recv(4096)
+        mine.sendall(frame(hello))
+        while True:
+            mine.sendall(part)
+            taken.append(len(part))
+
+
+def test_message_without_end_is_cut_and_others_are_heard() -> None:
+    run_id, taken = os.urandom(RUN_ID_BYTES), list[int]()
+    hub, envelopes = Hub(run_id), Envelopes(run_id)
+    address, hello = hub.bind("127.0.0.1"), envelopes.seal(Kind.HELLO)
+    arguments = address, 1, hello, taken
+    attacker = threading.Thread(target=send_without_end, args=arguments, daemon=True)
+    attacker.start()
+    assert wait_for_message(hub) == (1, hello)
+
+    limit = time.monotonic() + 20
+    while not (cut := hub.cut_endless()) and time.monotonic() < limit:
+        hub.any_lost()
+        assert hub.receive() is None
+        time.sleep(0.05)
+    attacker.join(5)
+    endpoint = Endpoint(address, 2, run_id=run_id)
+    endpoint.send(hello)
+
+    assert cut == [1] and not attacker.is_alive()
+    assert MAX_MESSAGE_BYTES < sum(taken) < 20 * MAX_MESSAGE_BYTES
+    assert wait_for_message(hub) == (2, hello)
+    endpoint.close()
+    hub.close()
+    hub.terminate()
+
+
+def test_large_messages_that_end_are_not_cut() -> None:
+    run_id = os.urandom(RUN_ID_BYTES)
+    hub, envelopes = Hub(run_id), Envelopes(run_id)
+    endpoint = Endpoint(hub.bind("127.0.0.1"), 1, run_id=run_id)
+    large = envelopes.seal(Kind.REPLY, bytes(MAX_MESSAGE_BYTES - 2**10))
+    for _ in range(3):
+        endpoint.send(large)
+    cut, sizes, limit = [], [], time.monotonic() + 20
+    while len(sizes) < 3 and time.monotonic() < limit:
+        hub.any_lost()
+        cut += hub.cut_endless()
+        if (message := hub.receive()) is not None:
+            sizes.append(len(message[1]))
+
+    assert cut == [] and sizes == [len(large)] * 3
     endpoint.close()
     hub.close()
     hub.terminate()
