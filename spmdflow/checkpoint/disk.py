@@ -100,13 +100,16 @@ _LOOK_SECONDS = 0.05
 def shared_key(run_dir: Path) -> Iterator[tuple[str, bytes]]:
     """Keep a random key in a file of RUN_DIR within the context; its name and the key.
 
-    Only this user may read the file, where the file system keeps such rights. SpmdflowError if it
+    Keys that starts left there which were killed are removed: nobody uses them again. Only this
+    user may read the file, where the file system keeps such rights. SpmdflowError if it
     cannot be written.
     """
     name, key = f".key-{secrets.token_hex(8)}", secrets.token_bytes(KEY_BYTES)
     path = run_dir / name
     try:
         with disk_errors("write", path, "run.dir"):
+            for old in run_dir.glob(".key-*"):
+                old.unlink(missing_ok=True)
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 os.write(file, key)

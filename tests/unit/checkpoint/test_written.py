@@ -120,3 +120,13 @@ def test_the_key_of_a_run_is_for_this_user_and_gone_afterwards(tmp_path: Path) -
             assert read_key(tmp_path / "b", other, seconds=0.0) is None
 
     assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_the_key_of_a_start_that_was_killed_is_removed_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / ".key-0123456789abcdef").write_bytes(bytes(KEY_BYTES))
+    (tmp_path / ".keynote").touch()
+    with shared_key(tmp_path) as (name, key):
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, ".keynote"])
+        assert key != bytes(KEY_BYTES)
+
+    assert [path.name for path in tmp_path.iterdir()] == [".keynote"]
