@@ -146,8 +146,8 @@ def plan_map(
     """A map function on the ranks that hold most of the columns that it reads."""
     marks = map_spec(function)
     label = f"map.{function.__name__}"
-    given_later = dict.fromkeys(("reduce", "report", *(["groups"] if marks.groups else [])))
-    _check_arguments(label, partial(function, **given_later), [batch], arguments)
+    given_later = ("reduce", "report", *(["groups"] if marks.groups else []))
+    _check_arguments(label, function, [batch], arguments, given_later)
     reads = marks.reads_with(arguments)
     spared = _waiting(batch, marks.spares(arguments) if marks.spares else ())
     optional = tuple(name for name in marks.optional if name not in {*reads, *spared})
@@ -329,12 +329,13 @@ def _check_arguments(
     function: Callable[..., Any],
     before: Sequence[Any],
     arguments: Mapping[str, Any],
+    later: tuple[str, ...] = (),
 ) -> None:
     """ProtocolError for arguments that do not fit the function, MessageError for unsendable ones.
 
-    before: the positional arguments in front of them.
+    before: the positional arguments in front of them. later: names that the ranks give.
     """
-    signature = _signature(function)
+    signature = _signature(function, later)
     try:
         signature.bind(*before, **arguments)
     except TypeError as err:
@@ -364,5 +365,5 @@ def too_many(label: str, function: Callable[..., Any], given: Sequence[Any]) -> 
 
 
 @lru_cache(maxsize=256)
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)
+def _signature(function: Callable[..., Any], later: tuple[str, ...] = ()) -> inspect.Signature:
+    return inspect.signature(partial(function, **dict.fromkeys(later)))
