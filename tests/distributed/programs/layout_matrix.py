@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 
 from spmdflow import (
-    ActorWorker,
     AdaptiveKL,
     CriticWorker,
     Flow,
@@ -27,12 +25,11 @@ from spmdflow import (
     RewardWorker,
     compute_advantages,
     measure_kl,
-    register,
 )
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
-from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.transfer.worker import any_layout
+from tests.distributed.programs.recorded import RecordedActor
 from tests.distributed.programs.saving import ROOT, run_all, whole_tensors
 
 LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
@@ -47,7 +44,6 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
 }
 """Number of ranks, placement, engine of actor, critic and reference."""
 SAVED, STEPS = 2, 5
-_COLUMNS = ("responses", "response_mask", "rollout_log_probs")
 
 
 class Checked:
@@ -71,29 +67,8 @@ class MovedCritic(Checked, CriticWorker):
     """A critic that checks what it loads."""
 
 
-class MovedActor(Checked, ActorWorker):
-    """Records its responses if nobody has, else replays them; checks what it loads."""
-
-    @register(
-        transfer_mode="3D_ALL_MICRO_DP",
-        reads=("prompts",),
-        writes=_COLUMNS,
-        extends=True,
-        draws=True,
-    )
-    def generate_sequences(self, batch: TensorDict, *, greedy: bool = False) -> TensorDict:
-        made = super().generate_sequences(batch, greedy=greedy)
-        path = Path(str(self.context.run_dir)).parent / f"rollouts-{self.call.step}.pt"
-        ids = self.call.row_ids.tolist()
-        if not path.exists():
-            rows = {name: rows_of(made[name]) for name in _COLUMNS}
-            torch.save({row: [rows[n][i] for n in _COLUMNS] for i, row in enumerate(ids)}, path)
-            return made
-        recorded, replayed = torch.load(path), TensorDict({}, batch_size=batch.batch_size)
-        for place, name in enumerate(_COLUMNS):
-            rows_now = [recorded[row][place] for row in ids]
-            replayed[name] = ragged_from_rows(rows_now, dtype=made[name].dtype)
-        return replayed
+class MovedActor(Checked, RecordedActor):
+    """Replays its responses and checks what it loads."""
 
 
 def main(flow: Flow, cfg: PPOConfig) -> None:

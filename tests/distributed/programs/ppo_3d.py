@@ -13,19 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
-from spmdflow.data.ragged import ragged_from_rows, rows_of
-from spmdflow.models.policy import ActorWorker
-from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import Max, Sum
 from tests.distributed.programs.old_log_probs import run_modes
+from tests.distributed.programs.recorded import RecordedActor, Rows
 
 ROOT = Path(__file__).parents[3]
 STEPS = 3
-_COLUMNS = ("responses", "response_mask", "rollout_log_probs")
 
 
 class Case(NamedTuple):
@@ -75,44 +71,21 @@ T2 = tuple(
 LARGE = {"t2p2d2-t2": Case(8, "t2p2", "t2", "blocks")}
 
 
-class ReplayActor(ActorWorker):
-    """Records its responses in the first case and replays them in the others."""
+class ReplayActor(RecordedActor):
+    """Counts the rows that it would have made otherwise."""
 
-    @register(
-        transfer_mode="3D_ALL_MICRO_DP",
-        reads=("prompts",),
-        writes=_COLUMNS,
-        extends=True,
-        draws=True,
-    )
-    def generate_sequences(self, batch: TensorDict, *, greedy: bool = False) -> TensorDict:
-        made = super().generate_sequences(batch, greedy=greedy)
-        run_dir = self.context.run_dir
-        assert run_dir is not None
-        path, ids = self._record(run_dir), self.call.row_ids.tolist()
-        rows = {name: rows_of(made[name]) for name in _COLUMNS}
-        if run_dir.name in ("one", "one-judged"):
-            torch.save({row: [rows[n][i] for n in _COLUMNS] for i, row in enumerate(ids)}, path)
-            return made
-        recorded = torch.load(path)
-        self._compare(rows, recorded, ids)
-        replayed = TensorDict({}, batch_size=batch.batch_size)
-        for place, name in enumerate(_COLUMNS):
-            dtype = made[name].dtype
-            rows_now = [recorded[row][place] for row in ids]
-            replayed[name] = ragged_from_rows(rows_now, dtype=dtype)
-        return replayed
+    def kind_of(self, run_dir: Path) -> str:
+        """With a reward model or a function."""
+        return "judged-" if run_dir.name in MIXED else "plain-"
 
-    def _record(self, run_dir: Path) -> Path:
-        kind = "judged" if run_dir.name in MIXED else "plain"
-        return run_dir.parent / f"rollouts-{kind}-{self.call.step}.pt"
-
-    def _compare(self, rows: dict[str, Any], recorded: dict[int, Any], ids: list[int]) -> None:
-        same = [torch.equal(rows["responses"][i], recorded[row][0]) for i, row in enumerate(ids)]
+    def compare(self, made: Rows, recorded: Rows) -> None:
+        """Rows of other tokens, and the largest gap in log-probs of the equal ones."""
+        pairs = list(zip(made, recorded, strict=True))
+        same = [torch.equal(own["responses"], kept["responses"]) for own, kept in pairs]
         gaps = [
-            float((rows["rollout_log_probs"][i] - recorded[row][2]).abs().max())
-            for i, row in enumerate(ids)
-            if same[i]
+            float((own["rollout_log_probs"] - kept["rollout_log_probs"]).abs().max())
+            for (own, kept), is_same in zip(pairs, same, strict=True)
+            if is_same
         ]
         self.report({"replay/other_rows": Sum(same.count(False)), "replay/gap": Max(max(gaps))})
 

@@ -10,16 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
-from spmdflow.data.ragged import ragged_from_rows, rows_of
-from spmdflow.models.policy import ActorWorker
-from spmdflow.transfer.register import register
 from tests.distributed.programs.old_log_probs import run_modes
+from tests.distributed.programs.recorded import RecordedActor
 
 ROOT = Path(__file__).parents[3]
 STEPS = 3
@@ -38,43 +34,13 @@ CASES: dict[str, tuple[str, int]] = {
 ENGINES = ("fsdp", "zero2")
 """Of two ranks, for each choice of old log-probs."""
 S2 = tuple(f"{role}.engine.layout=s2" for role in ("actor", "critic", "reference"))
-_COLUMNS = ("responses", "response_mask", "rollout_log_probs")
-
-
-class ReplayActor(ActorWorker):
-    """Records its responses in the first case and replays them in the others."""
-
-    @register(
-        transfer_mode="3D_ALL_MICRO_DP",
-        reads=("prompts",),
-        writes=_COLUMNS,
-        extends=True,
-        draws=True,
-    )
-    def generate_sequences(self, batch: TensorDict, *, greedy: bool = False) -> TensorDict:
-        made = super().generate_sequences(batch, greedy=greedy)
-        if greedy:
-            return made
-        path = Path(str(self.context.run_dir)).parent / f"rollouts-{self.call.step}.pt"
-        ids = self.call.row_ids.tolist()
-        if Path(str(self.context.run_dir)).name == "colocate-1":
-            rows = {name: rows_of(made[name]) for name in _COLUMNS}
-            torch.save({row: [rows[n][i] for n in _COLUMNS] for i, row in enumerate(ids)}, path)
-            return made
-        recorded = torch.load(path)
-        replayed = TensorDict({}, batch_size=batch.batch_size)
-        for place, name in enumerate(_COLUMNS):
-            dtype = made[name].dtype
-            rows_now = [recorded[row][place] for row in ids]
-            replayed[name] = ragged_from_rows(rows_now, dtype=dtype)
-        return replayed
 
 
 def main(flow: Any, cfg: Any) -> None:
     """The bundled PPO script with the replaying actor, in the actor's place."""
     import spmdflow_script
 
-    spmdflow_script.ActorWorker = ReplayActor
+    spmdflow_script.ActorWorker = RecordedActor
     spmdflow_script.main(flow, cfg)
 
 
