@@ -12,9 +12,12 @@ from __future__ import annotations
 import json
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +37,12 @@ from tests.algos.runs import (
 )
 
 PROGRAM = Path(__file__).parent / "programs" / "interrupted.py"
-NUM_POINTS, CHAINS = 12, range(100, 117)
-NUM_STEPS = 4 * NUM_POINTS
-"""No point is more than three steps behind the one before, and SIGTERM ends a step."""
+NUM_POINTS, DEFAULT, CHAINS = 12, 27, range(100, 117)
+NUM_STEPS = dict.fromkeys(CHAINS, 4 * NUM_POINTS) | {DEFAULT: 32}
+"""No point is more than three steps behind the one before, and SIGTERM lets two seconds pass: it
+comes to a rank once in the default chain."""
 SETTINGS = (
     *SMALL,
-    f"total_steps={NUM_STEPS}",
     "save_every=1",
     "eval_every=2",
     "run.start_seconds=60",
@@ -62,6 +65,11 @@ def points_of(chain: int) -> list[Point]:
     return found
 
 
+def settings_of(chain: int) -> tuple[str, ...]:
+    """Of its run."""
+    return (*SETTINGS, f"total_steps={NUM_STEPS[chain]}")
+
+
 def harmed(run_dir: Path, chain: int) -> list[dict[str, Any]]:
     """Carry out a chain; what was hit."""
     draw = random.Random(chain)
@@ -74,7 +82,7 @@ def harmed(run_dir: Path, chain: int) -> list[dict[str, Any]]:
         restarts = draw.choice((0, 3))
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         launcher += ["--nproc-per-node=2", f"--max-restarts={restarts}", str(PROGRAM)]
-        words = [str(points), str(hits), str(SCRIPT), f"run.dir={run_dir}", *SETTINGS]
+        words = [str(points), str(hits), str(SCRIPT), f"run.dir={run_dir}", *settings_of(chain)]
         status = finish(start([*launcher, *words], log_of(run_dir)), seconds=240)
         limit = time.monotonic() + 20
         while ranks_of(run_dir) and time.monotonic() < limit:
@@ -87,29 +95,37 @@ def harmed(run_dir: Path, chain: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in hits.read_text().splitlines()]
 
 
+Undisturbed = Callable[[int], tuple[Path, subprocess.Popen[str]]]
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """RUN_DIR of the same run, left alone."""
-    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert finish(torchrun(run_dir, *SETTINGS, num_ranks=2, small=()), seconds=200) == 0
-    return run_dir
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """RUN_DIR of a chain's run that is left alone, and its process, which runs beside the chain."""
+
+    @cache
+    def begin(settings: tuple[str, ...]) -> tuple[Path, subprocess.Popen[str]]:
+        run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+        return run_dir, torchrun(run_dir, *settings, num_ranks=2, small=())
+
+    return lambda chain: begin(settings_of(chain))
 
 
 @pytest.mark.parametrize(
-    "chain", [15, *(pytest.param(chain, marks=pytest.mark.slow) for chain in CHAINS)]
+    "chain", [DEFAULT, *(pytest.param(chain, marks=pytest.mark.slow) for chain in CHAINS)]
 )
 def test_a_run_harmed_twelve_times_anywhere_ends_in_the_same_bits(
-    chain: int, undisturbed: Path, tmp_path: Path
+    chain: int, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    run_dir = tmp_path / "run"
+    run_dir, (alone, process) = tmp_path / "run", undisturbed(chain)
 
     hits = harmed(run_dir, chain)
+    assert finish(process, seconds=200) == 0
 
     print(f"\nchain {chain}:", dict(Counter(hit["reached"] for hit in hits)), end=" ")
     print("restarted:", sum(hit["attempt"] > 0 for hit in hits))
     assert len(hits) == NUM_POINTS
-    assert last_checkpoint(run_dir) == last_checkpoint(undisturbed)
-    assert numbers_of(run_dir) == numbers_of(undisturbed)
+    assert last_checkpoint(run_dir) == last_checkpoint(alone)
+    assert numbers_of(run_dir) == numbers_of(alone)
 
 
 def test_the_points_of_all_chains_cover_each_phase() -> None:
