@@ -344,6 +344,8 @@ def _llama(hidden: int, ffn: int, layers: int, *, heads: int) -> torch.nn.Module
     """Random weights and hardly a vocabulary."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from spmdflow.parallel.product import use_products
+
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=ffn,
@@ -352,14 +354,17 @@ def _llama(hidden: int, ffn: int, layers: int, *, heads: int) -> torch.nn.Module
         num_hidden_layers=layers,
         vocab_size=32,
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    use_products(model)
+    return model
 
 
 def _matrix_rate(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> float:
+    from spmdflow.parallel.product import product
+
     left = torch.ones(m, k, dtype=dtype, device=device)
     right = torch.ones(k, n, dtype=dtype, device=device)
-    out = torch.empty(m, n, dtype=dtype, device=device)
-    return 2 * m * k * n / best_of(lambda: torch.mm(left, right, out=out), device, least=30)
+    return 2 * m * k * n / best_of(lambda: product(left, right), device, least=30)
 
 
 def _ping(word: torch.Tensor, rank: int) -> None:
