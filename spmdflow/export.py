@@ -1,9 +1,10 @@
 """`python -m spmdflow.export CHECKPOINT_OR_RUN_DIR --to FOLDER`: a trained model of a checkpoint as
 a sharded Hugging Face folder.
 
-Any model that was trained, also one that the run does not export, as the critic. Needs no device
-and no more memory than some rows of a tensor; may run beside training. Every byte that is read is
-verified. A RUN_DIR means its latest checkpoint.
+Any model that was trained, also one that the run does not export, as the critic. Adapters are
+merged into the weights of the folder that the run had, or written alone, as a folder of peft's.
+Needs no device and no more memory than some rows of a tensor; may run beside training. Every byte
+that is read is verified. A RUN_DIR means its latest checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from spmdflow.checkpoint import StateFiles
 from spmdflow.checkpoint.disk import disk_errors
-from spmdflow.checkpoint.export import ModelExport
+from spmdflow.checkpoint.export import MergedState, ModelExport
 from spmdflow.checkpoint.manifest import CheckpointInfo, order_of, read_manifest
 from spmdflow.checkpoint.run_dir import FOLDER, find_latest
 from spmdflow.errors import CheckpointError, SpmdflowError
@@ -32,11 +33,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("checkpoint", type=Path, help="RUN_DIR or RUN_DIR/checkpoints/step-N")
     parser.add_argument("--model", help="actor, critic, ...: its name in the run (default: actor)")
     parser.add_argument("--to", type=Path, required=True, help="new or empty folder")
+    parser.add_argument("--adapter", action="store_true", help="adapters alone, not merged")
     parser.add_argument("--dtype", choices=DTYPES, help="default: what the run computes with")
     options = parser.parse_args(words)
     try:
         info = checkpoint_at(options.checkpoint)
-        role = export(info, options.to, model=options.model, dtype=options.dtype)
+        role = export(
+            info, options.to, model=options.model, dtype=options.dtype, adapter=options.adapter
+        )
     except SpmdflowError as err:
         sys.stderr.write(f"spmdflow: {err}\n")
         return REFUSED
@@ -57,12 +61,18 @@ def checkpoint_at(path: Path) -> CheckpointInfo:
 
 
 def export(
-    info: CheckpointInfo, folder: Path, *, model: str | None = None, dtype: str | None = None
+    info: CheckpointInfo,
+    folder: Path,
+    *,
+    model: str | None = None,
+    dtype: str | None = None,
+    adapter: bool = False,
 ) -> str:
     """Write a model of a checkpoint into folder; returns its name.
 
-    model: by default the actor, or the only one. CheckpointError if the checkpoint has no such
-    model, is damaged or of an earlier version, or if folder holds files.
+    model: by default the actor, or the only one. adapter: leave adapters apart from the weights.
+    CheckpointError if the checkpoint has no such model, no adapters, is damaged or of an earlier
+    version, or if folder holds files. ConfigError if the weights of adapters are gone.
     """
     trained = sorted({name.split("/")[0] for name in info.files if "/rank-" in name})
     role = model or (trained[0] if len(trained) == 1 else "actor")
@@ -83,7 +93,12 @@ def export(
         if beside is None:
             sys.stderr.write(f"spmdflow: no tokenizer in {folder}: {source} is not there\n")
         precision = None if dtype is None else getattr(torch, dtype)
-        ModelExport(state.plain, precision).write(state, folder, beside=beside)
+        has_adapters = "lora" in state.plain["model"]
+        if adapter and not has_adapters:
+            got = f"--adapter for {role} of {info.folder}, which was trained whole"
+            raise CheckpointError.of("export", got, "adapters", "leave --adapter out")
+        read = MergedState(state, source) if has_adapters and not adapter else state
+        ModelExport(read.plain, precision).write(read, folder, beside=beside)
     return role
 
 

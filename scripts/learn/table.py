@@ -56,6 +56,13 @@ BUNDLED_ENTRIES = (
         script="grpo",
         seeds=(0,),
     ),
+    _bundled(
+        "grpo_lora",
+        "actor.model.lora.rank=16",
+        "actor.optimizer.lr=2e-3",
+        "reference.shares=actor",
+        script="grpo",
+    ),
 )
 
 STORIES = ("run.keep_checkpoints=1", "run.sample_every=0", "eval_every=4", "save_every=4")

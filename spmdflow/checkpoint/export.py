@@ -7,6 +7,7 @@ a run do while it trains. Knows no engine.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmdflow.blocks.box import Box
 from spmdflow.checkpoint.state import StateFiles
+from spmdflow.errors import CheckpointError
+from spmdflow.weights.adapter import adapter_names
 from spmdflow.weights.file import Facts, write_file
-from spmdflow.weights.folder import file_names, write_beside
+from spmdflow.weights.folder import HuggingFaceFolder, file_names, write_beside
 
 _LEAST_FILE_BYTES, _MOST_FILE_BYTES = 64 << 20, 4 << 30
+_SLAB_ELEMENTS = 1 << 24
+_PEFT, _PEFT_FILES = "base_model.model.", ("adapter_model.safetensors", "adapter_config.json")
+"""What peft's files put before a tensor's name; their names."""
 
 
 def plan_files(
@@ -55,18 +62,27 @@ class ModelExport:
         count: int = 1,
     ) -> None:
         """plain: what was saved beside the boxes. dtype: other than the one of forward. place,
-        count: of this process among those that write."""
+        count: of this process among those that write.
+
+        Adapters become a folder of peft's, of one file, in float32.
+        """
         self._model, self._is_first = plain["model"], place == 0
-        self._dtype = dtype or getattr(torch, self._model["dtype"])
+        self._lora = self._model.get("lora")
+        own = "float32" if self._lora else self._model["dtype"]
+        self._dtype = dtype or getattr(torch, own)
         kept = {"score.weight": torch.float32}  # a scalar head, whatever the others are
-        facts = [Facts(n, kept.get(n, self._dtype), x) for n, x in plain["shapes"].items()]
-        files = plan_files(facts, count)
-        self._files = dict(zip(file_names(len(files)), files, strict=True))
+        shapes, prefix = plain["shapes"].items(), _PEFT if self._lora else ""
+        facts = [Facts(prefix + n, kept.get(n, self._dtype), x) for n, x in shapes]
+        files = [facts] if self._lora else plan_files(facts, count)
+        names = _PEFT_FILES[:1] if self._lora else file_names(len(files))
+        self._files = dict(zip(names, files, strict=True))
         shares = zip(self._files.items(), range(0, len(files) * count, count), strict=True)
         self.mine = dict(file for file, number in shares if number // len(files) == place)
         """Tensors by the name of the file, of those that this process writes."""
 
-    def write(self, state: StateFiles, folder: Path, *, beside: Path | None = None) -> None:
+    def write(
+        self, state: StateFiles | MergedState, folder: Path, *, beside: Path | None = None
+    ) -> None:
         """Write this process's files; the first one also writes config.json, the index and the
         other files of the model's source, or of `beside`."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,10 +93,65 @@ class ModelExport:
             config = {**self._model["config"], "dtype": str(self._dtype).removeprefix("torch.")}
             source = beside or Path(self._model["source"])
             write_beside(folder, weights, config=config, source=source)
+            if self._lora:
+                config = _peft_config(self._lora, self._model["source"])
+                (folder / "config.json").unlink()
+                (folder / _PEFT_FILES[1]).write_text(json.dumps(config, indent=2))
 
 
-def _rows(state: StateFiles, tensors: Sequence[Facts]) -> Iterator[Tensor]:
+class MergedState:
+    """The weights of a model's folder with the adapters of a checkpoint in them, read by boxes."""
+
+    def __init__(self, adapters: StateFiles, source: Path) -> None:
+        """ConfigError if the folder does not read, CheckpointError if it is of another model."""
+        self._adapters, self._base = adapters, HuggingFaceFolder(source, {})
+        self._lora = adapters.plain["model"]["lora"]
+        shapes = self._base.shapes()
+        self._adapted = {n for n in shapes if adapter_names(n)[0] in adapters.plain["shapes"]}
+        if 2 * len(self._adapted) != len(adapters.plain["shapes"]):
+            got = f"{source} without some of the weights that have adapters"
+            expected, do = "the model that was trained", "give the folder that the run had"
+            raise CheckpointError.of("export", got, expected, do)
+        model = {key: x for key, x in adapters.plain["model"].items() if key != "lora"}
+        self.plain = {**adapters.plain, "model": model, "shapes": shapes}
+        """As that of a checkpoint of the whole model."""
+
+    def slabs(self, name: str, shape: Sequence[int]) -> list[Box]:
+        """A whole tensor as boxes of some rows, in order."""
+        whole = Box.of_shape(shape)
+        rows = max(1, _SLAB_ELEMENTS * shape[0] // max(1, whole.size)) if shape else 1
+        starts = range(0, shape[0], rows) if shape else ()
+        inner = whole.bounds[1:]
+        return [Box(((n, min(n + rows, shape[0])), *inner)) for n in starts] or [whole]
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The values of a box on the host, W + alpha / rank B A where there is an adapter."""
+        values = self._base.read(name, box)
+        if name not in self._adapted:
+            return values
+        rank, (a, b) = self._lora["rank"], adapter_names(name)
+        wide = self._adapters.read(a, Box(((0, rank), box.bounds[1])))
+        tall = self._adapters.read(b, Box((box.bounds[0], (0, rank))))
+        return torch.add(values.float(), tall @ wide, alpha=self._lora["alpha"] / rank)
+
+
+def _rows(state: StateFiles | MergedState, tensors: Sequence[Facts]) -> Iterator[Tensor]:
     """The values of each tensor, some rows at a time."""
     for name, dtype, shape in tensors:
-        for box in state.slabs(name, shape):
-            yield state.read(name, box).to(dtype)
+        saved = name.removeprefix(_PEFT)
+        for box in state.slabs(saved, shape):
+            yield state.read(saved, box).to(dtype)
+
+
+def _peft_config(lora: dict[str, Any], source: str) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source,
+        "r": lora["rank"],
+        "lora_alpha": lora["alpha"],
+        "target_modules": lora["targets"],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }

@@ -29,6 +29,7 @@ from spmdflow.config.leaf import (
     parts_of,
     profiled_of,
 )
+from spmdflow.config.model import check_adapters, check_shares
 from spmdflow.config.model_folder import CAUSAL_LM, SCORER, ModelFacts
 from spmdflow.config.objective import AdvantageConfig, PolicyLossConfig
 from spmdflow.config.offline import (
@@ -129,6 +130,8 @@ def _rules(cfg: Any, world_size: int | None, *, here: bool) -> Iterator[Rule]:
         yield partial(_check_placed, cfg, world_size)
     for role in roles:
         yield partial(_check_optimizer, cfg, role)
+        if hasattr(getattr(cfg, role, None), "model"):
+            yield partial(check_adapters, role, getattr(cfg, role))
     yield partial(_check_kl, cfg, roles)
     for key, reward in parts_of(cfg, RewardConfig):
         yield partial(check_rewards, key, reward)
@@ -191,6 +194,9 @@ def _check_placed(cfg: Any, world_size: int) -> None:
         if max(profiled, default=0) >= world_size:
             got, expected = f"rank {max(profiled)}", f"ranks 0 to {world_size - 1}"
             raise ConfigError.of(f"{key}.profile_steps", got, expected, "name ranks of the run")
+    for _, reference in parts_of(cfg, ReferenceConfig):
+        if reference.shares is not None:
+            check_shares(cfg, [pool.roles for pool in pools])
     num_ranks = {role: len(pool.ranks) for pool in pools for role in pool.roles}
     generating = num_ranks.get("generator", num_ranks.get("actor", world_size))
     num_ranks = {r: n for r, n in num_ranks.items() if has_engine(getattr(cfg, r, None))}

@@ -171,6 +171,9 @@ def exported_folder(key: str, path: str) -> str:
             f"{step / (roles[0] if roles else 'actor') / _EXPORT}"
         )
     role = wanted[0] if wanted else roles[0]
+    if f"{role}/{_EXPORT}/adapter_config.json" in sizes:
+        do = f"python -m spmdflow.export {step} --to FOLDER merges them: give that folder"
+        raise ConfigError.of(key, f"{step} with adapters alone", "a whole model", do)
     for name in [name for name in sizes if name.startswith(f"{role}/{_EXPORT}/")]:
         file, size = step / name, sizes[name]
         got = file.stat().st_size if file.is_file() else None

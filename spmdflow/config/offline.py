@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from spmdflow.config.leaf import defaults, leaves, part, setting
+from spmdflow.config.model import PolicyModelConfig
 from spmdflow.config.schema import (
     AnswerDataConfig,
     DataSettings,
@@ -87,7 +88,7 @@ class PreferenceDataConfig(PairDataConfig):
 class SupervisedConfig:
     """A policy that learns from given responses (SFT): it trains and does not generate."""
 
-    model: ModelConfig = part(ModelConfig)
+    model: ModelConfig = part(PolicyModelConfig)
     engine: EngineConfig = part(EngineConfig)
     optimizer: OptimizerConfig = part(OptimizerConfig)
     update: UpdateConfig = part(UpdateConfig)
@@ -96,6 +97,8 @@ class SupervisedConfig:
 @dataclass
 class RewardModelConfig(SupervisedConfig):
     """A model with one label; a causal LM's folder gets a zero head."""
+
+    model: ModelConfig = part(ModelConfig)
 
 
 @dataclass

@@ -11,6 +11,14 @@ from typing import Any, ClassVar
 
 from spmdflow.config.guard import DEFAULT_GUARDS
 from spmdflow.config.leaf import cache_of, follows, micro_batch_of, moved_parts, part, setting
+from spmdflow.config.model import (
+    AUTO,
+    DTYPES,
+    LoRAConfig,
+    ModelConfig,
+    PolicyModelConfig,
+    Precise,
+)
 from spmdflow.config.objective import (
     AdvantageConfig,
     PolicyLossConfig,
@@ -19,13 +27,11 @@ from spmdflow.config.objective import (
     ValueLossConfig,
 )
 from spmdflow.kind.engine import engine_names, engines_that_shard, option_names, options_doc
-from spmdflow.kind.generator import generator_names, generators_doc
+from spmdflow.kind.generator import generator_names, generators_doc, generators_with_adapters
 from spmdflow.kind.registry import TRACKERS
 from spmdflow.kind.table import optimizers_doc
 
 NO_LIMIT = 1 << 30
-AUTO = "auto"
-DTYPES = (AUTO, "float32", "bfloat16")
 CPU_CACHE_BYTES = 64 << 20
 
 
@@ -147,34 +153,6 @@ class DataConfig(AnswerDataConfig):
     samples_per_prompt: int = setting("Responses generated for each prompt.", 1, at_least=1)
 
 
-class Precise:
-    """A part of the settings that has a dtype."""
-
-    dtype: str
-    max_model_len: int | None = None
-    """Of a generator: tokens of prompt and response together; None: as the settings say."""
-
-    @property
-    def precision(self) -> str:
-        """dtype, or float32 while it is auto (before a run or a plan has chosen)."""
-        return DTYPES[1] if self.dtype == AUTO else self.dtype
-
-
-@dataclass
-class ModelConfig(Precise):
-    """Which weights, in which precision."""
-
-    path: str = setting(
-        "Hugging Face folder, owner/name[@revision] on the hub, or a RUN_DIR or checkpoint."
-    )
-    dtype: str = setting(
-        "Compute precision; gradients and optimizer stay float32. auto: bfloat16 on CUDA, float32 "
-        "on CPU.",
-        AUTO,
-        one_of=DTYPES,
-    )
-
-
 @dataclass
 class EngineConfig:
     """How a model is distributed and cut into micro-batches."""
@@ -269,9 +247,11 @@ class RolloutConfig(Precise):
         "auto",
     )
     weights: str = setting(
-        "How weights get from trainer to generator; auto: blocks where they apply, or as planned.",
+        "How weights get from trainer to generator; auto: blocks where they apply, or as planned. "
+        "adapter: adapters alone, beside weights that stay, instead of merged "
+        f"({', '.join(generators_with_adapters())}).",
         "auto",
-        one_of=("auto", "copy", "blocks", "flat"),
+        one_of=("auto", "copy", "blocks", "flat", "adapter"),
     )
     dtype: str = setting(
         "Precision of the generator's weights. auto: bfloat16 on CUDA, float32 on CPU.",
@@ -296,6 +276,7 @@ class RolloutConfig(Precise):
     )
     tokenizer_path: str = follows("data.tokenizer_path", "")  # to find stop strings
     max_prompt_tokens: int = follows("data.max_prompt_tokens", 0)
+    lora: LoRAConfig | None = follows("actor.model.lora", None)  # for weights=adapter
 
     @property
     def generator(self) -> str:
@@ -320,7 +301,7 @@ class RolloutConfig(Precise):
 class ActorConfig:
     """The policy: trains and generates."""
 
-    model: ModelConfig = part(ModelConfig)
+    model: PolicyModelConfig = part(PolicyModelConfig)
     engine: EngineConfig = part(EngineConfig)
     optimizer: OptimizerConfig = part(OptimizerConfig)
     update: PolicyUpdateConfig = part(PolicyUpdateConfig)
@@ -343,6 +324,11 @@ class CriticConfig:
 class ReferenceConfig:
     """The frozen policy that the KL is measured against; by default the actor's initial one."""
 
+    shares: str | None = setting(
+        "actor: no copy of its own; it is the actor of the same ranks with its adapters off.",
+        None,
+        one_of=("actor",),
+    )
     model: ModelConfig = part(ModelConfig, path="${actor.model.path}")
     engine: FrozenEngineConfig = part(FrozenEngineConfig)
     temperature: float = follows("actor.rollout.temperature", 1.0)  # divides the logits

@@ -12,6 +12,7 @@ weights; what each way adds to the trainer's own M / (t p), its moments and grad
 | flat | the same | the same | peers' shards, at fixed addresses |
 | copy | every engine, generator and layout | what is missing | M / (t_g p_g), freed for training |
 | copy, other ranks | a generator's own pool | M / (t_g p_g) | the same |
+| adapter | adapters + vLLM | what is missing of A and B | M / (t_g p_g), always |
 
 copy goes box by box: each rank receives the boxes of Hugging Face tensors that its generator
 lacks, in the generator's precision. blocks and flat need one precision and keep one copy: vLLM's

@@ -18,14 +18,14 @@ from spmdflow.workers.engine import TrainEngine
 
 
 def sync_mode(cfg: Any, layout: Layout) -> str:
-    """blocks, flat or copy: what rollout.weights of an actor's settings means here.
+    """blocks, flat, copy or adapter: what rollout.weights of an actor's settings means here.
 
     auto is blocks where they apply, else copy; on devices the plan has replaced auto before.
     ConfigError if blocks or flat do not apply.
     """
     asked = cfg.rollout.weights
-    if asked == "copy":
-        return "copy"
+    if asked in ("copy", "adapter"):
+        return str(asked)
     obstacle = _obstacle(cfg, layout)
     if obstacle is None:
         return "blocks" if asked == "auto" else str(asked)
@@ -37,7 +37,7 @@ def sync_mode(cfg: Any, layout: Layout) -> str:
 
 def storage_of(mode: str, context: WorkerContext) -> SharedStorage | None:
     """The storage that trainer and generator will share; None if each has its own."""
-    if mode == "copy":
+    if mode in ("copy", "adapter"):
         return None
     layout, rank = context.layout, context.rank
     ranks = layout.axis_group(rank, "micro_dp")

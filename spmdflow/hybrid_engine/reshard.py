@@ -27,8 +27,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any
 
 from spmdflow.blocks.box import Box, subtract_all
@@ -47,6 +48,7 @@ from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.generator import generator_kind
 from spmdflow.kind.registry import resolve
 from spmdflow.parallel.layout import Layout
+from spmdflow.weights.adapter import is_adapter
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.ranks import BUCKET_BYTES, RankTables
 
@@ -201,8 +203,9 @@ def plan_copies(
     cfg: the actor's settings (Any: a role's dataclass). itemsize: of rollout.dtype. node_of, rank:
     as `plan_reshard`.
     """
-    have = boxes_of(training_tables(architecture, training, kind=cfg.engine.kind))
-    need = boxes_of(generation_tables(architecture, generation, engine=cfg.rollout.generator))
+    trained = training_tables(architecture, training, kind=cfg.engine.kind)
+    generates = generation_tables(architecture, generation, engine=cfg.rollout.generator)
+    have, need = (what_moves(boxes_of(tables)) for tables in (trained, generates))
     plan = plan_reshard(
         have,
         need,
@@ -213,6 +216,26 @@ def plan_copies(
         rank=rank,
     )
     return Copies(plan, have, need)
+
+
+def sent_architecture(cfg: Any) -> Architecture:
+    """The tensors that a policy sends and its generator has; adapters are beside the weights, or
+    merged into them. cfg: the actor's settings."""
+    found = Architecture.from_folder(cfg.model.path)
+    if cfg.rollout.weights != "adapter":
+        return found
+    return replace(found, adapters=cfg.model.lora.adapters)
+
+
+def what_moves(boxes: BoxesByRank) -> BoxesByRank:
+    """All boxes, or those of adapters if there are some: other weights then stay as they are in
+    the model's folder, which the generator has read."""
+    if not any(map(is_adapter, chain.from_iterable(boxes.values()))):
+        return boxes
+    return {
+        rank: {name: some for name, some in table.items() if is_adapter(name)}
+        for rank, table in boxes.items()
+    }
 
 
 def boxes_of(tables: RankTables) -> BoxesByRank:

@@ -31,6 +31,8 @@ from spmdflow.hybrid_engine.reshard import (
     plan_copies,
     plan_reshard,
     scopes_of,
+    sent_architecture,
+    what_moves,
     with_shared_tables,
 )
 from spmdflow.hybrid_engine.shared_storage import SharedStorage
@@ -144,8 +146,8 @@ class BoxSync(WeightSync):
         mine = boxes_by_name(self._engine.blocks()), boxes_by_name(self._generator.blocks()), node
         found = self._engine.from_all(mine)
         *sides, nodes = (dict(zip(layout.ranks, side)) for side in zip(*found, strict=True))
-        have, need = map(with_shared_tables, sides)
-        _check_same_model(have, need)
+        _check_same_model(*sides)
+        have, need = (with_shared_tables(what_moves(side)) for side in sides)
         return plan_reshard(
             have,
             need,
@@ -203,7 +205,7 @@ class _Way:
         self, context: WorkerContext, cfg: Any, *, training: Layout, generation: Layout
     ) -> None:
         """cfg: the actor's settings, which both ends share (Any: a role's dataclass)."""
-        architecture = Architecture.from_folder(cfg.model.path)
+        architecture = sent_architecture(cfg)
         self._dtype, self._device = getattr(torch, cfg.rollout.precision), context.device
         itemsize = self._dtype.itemsize
         plan = plan_copies(

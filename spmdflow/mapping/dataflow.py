@@ -118,7 +118,7 @@ class Rollout(Precision):
     layout: tuple[int, int] | None = None
     """(gen_tp_size, gen_pp_size), or None: searched among those that nest in training's."""
     weights: str = "flat"
-    """flat, blocks (one copy of the weights) or copy (a second one)."""
+    """flat, blocks (one copy of the weights), copy (a second one) or adapter (one that stays)."""
     eager: bool = False
     """Whether it runs without CUDA graphs, as layers on the trainer's weights must."""
     dtype: str = "bfloat16"
@@ -130,7 +130,7 @@ class Rollout(Precision):
     """A placement fits only if a replica's cache holds this many sequences (or all, if fewer)."""
 
     def __post_init__(self) -> None:
-        assert self.weights in ("flat", "blocks", "copy"), self.weights
+        assert self.weights in ("flat", "blocks", "copy", "adapter"), self.weights
         assert self.dtype in _ELEMENT_BYTES and self.facts, self
 
     @property
@@ -154,6 +154,10 @@ class Model:
     """None: it never generates."""
     weights_from: str | None = None
     """For a separate generator: the model whose weights it receives once a step."""
+    adapters: int = 0
+    """Weights of its adapters, the only ones that are trained; 0: it has none."""
+    shares: bool = False
+    """Whether it has no weights of its own, but those of another model of its ranks."""
 
     def rows_at(self, tokens: int) -> float:
         """Most rows of `tokens` tokens in one forward pass. A fraction for packed rows: tokens is a

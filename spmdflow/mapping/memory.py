@@ -29,6 +29,7 @@ from spmdflow.mapping.seconds import (
     sequence_bytes,
     share_of,
     total,
+    trained_parameters,
 )
 from spmdflow.weights.ranks import BUCKET_BYTES
 
@@ -56,14 +57,18 @@ def state_bytes(model: Model, cut: Strategy) -> Parts:
     parts = dict.fromkeys(("parameters", "gradients", "optimizer"), 0.0 * local)
     if model.weights_from is not None and model.rollout is not None:
         return parts | {"parameters": local * model.rollout.element_bytes}
+    if model.shares:
+        return parts
+    trained = trained_parameters(model, cut)
     size = 4 if model.trained and engine.facts.float32_weights else engine.element_bytes
-    parts["parameters"] = size * local / share_of(sharding.parameters, model, cut)
+    weights = engine.element_bytes * local + size * trained if model.adapters else size * local
+    parts["parameters"] = weights / share_of(sharding.parameters, model, cut)
     if model.trained and engine.facts.keeps_gradients:
         parts["gradients"] = local * 4
     if model.trained:
         second_copy = 4 if size < 4 else 0
         kept = 4 * engine.moments + second_copy
-        parts["optimizer"] = local * kept / share_of(sharding.optimizer, model, cut)
+        parts["optimizer"] = trained * kept / share_of(sharding.optimizer, model, cut)
     return parts
 
 
@@ -79,6 +84,10 @@ def sync_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
     """What a generation's weight sync needs beside all residents; no KV cache exists yet."""
     parts = _generation_bytes(model, workload, cut)
     coming = {name: parts[name] for name in ("generation_weights", "gather")}
+    if model.adapters and model.rollout is not None and model.rollout.weights == "copy":
+        merged = model.engine.element_bytes * local_parameters(model, cut)
+        divided = model.engine.sharding.parameters
+        coming["gather"] = coming["gather"] + merged / share_of(divided, model, cut)
     return added(coming, visiting_bytes(model, "generate", cut))
 
 
@@ -91,10 +100,11 @@ def save_bytes(model: Model, cut: Strategy) -> Parts:
 def held_weights(model: Model, cut: Strategy, kind: Kind) -> Array:
     """The generator's own weights during any other call on its ranks.
 
-    Training frees them, except with `flat`, whose addresses must stay.
+    Training frees them, except with `flat`, whose addresses must stay, and where adapters alone
+    are sent.
     """
     rollout = model.rollout
-    if rollout is None or (kind == "train" and rollout.weights != "flat"):
+    if rollout is None or (kind == "train" and rollout.weights not in ("flat", "adapter")):
         return 0.0 * cut.dp
     return _own_weights(model, cut)
 
@@ -196,5 +206,5 @@ def _own_weights(model: Model, cut: Strategy) -> Array:
         return 0.0 * cut.dp
     needed = shape.num_parameters * rollout.element_bytes / (cut.gen_tp * cut.gen_pp)
     held = shape.num_parameters * rollout.element_bytes / (cut.tp * cut.pp)
-    shares = rollout.weights != "copy" and model.engine.facts.shares_storage
+    shares = rollout.weights in ("flat", "blocks") and model.engine.facts.shares_storage
     return np.maximum(needed - held, 0.0) if shares else needed + 0.0 * cut.dp

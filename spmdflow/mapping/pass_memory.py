@@ -153,6 +153,26 @@ def _units(model: Model) -> tuple[float, float, float]:
     return shape.layer_parameters, root, shape.num_parameters * stays
 
 
+@dataclass(frozen=True)
+class _Learnt:
+    """Numbers of weights that have gradients."""
+
+    layer: float
+    head: float
+    root: float
+    """Outside all layers, the head included."""
+    whole: float
+
+
+def _learnt(model: Model) -> _Learnt:
+    shape = model.shape
+    if model.adapters:
+        return _Learnt(model.adapters / shape.num_layers, 0.0, 0.0, model.adapters)
+    layer, root, _ = _units(model)
+    head = shape.vocab_size * shape.hidden_size * (shape.head != "scalar")
+    return _Learnt(layer, head, root, shape.num_parameters)
+
+
 def _update_of_units(
     model: Model, layer: _Layer, logits: Array, num_micro: Array, cut: Strategy
 ) -> list[Parts]:
@@ -161,12 +181,13 @@ def _update_of_units(
     unit, root, whole = _units(model)
     layers, many = shape.num_layers, num_micro > 1
     waits = many * (not sharding.micro_batch_reductions)
-    shard = GRADIENT_BYTES * shape.num_parameters / share_of(sharding.parameters, model, cut)
-    before = np.where(waits, GRADIENT_BYTES * shape.num_parameters, many * shard)
-    head = size * shape.vocab_size * shape.hidden_size * (shape.head != "scalar")
-    fresh = size * unit + head
+    learnt = _learnt(model)
+    shard = GRADIENT_BYTES * learnt.whole / share_of(sharding.parameters, model, cut)
+    before = np.where(waits, GRADIENT_BYTES * learnt.whole, many * shard)
+    head = size * learnt.head
+    fresh = size * learnt.layer + head
     next_unit = size * unit * sharding.frees_gathered
-    reduced = GRADIENT_BYTES * unit * (1 + (not sharding.parameters))
+    reduced = GRADIENT_BYTES * learnt.layer * (1 + (not sharding.parameters))
     at_layer = size * (root + unit)
     return [
         {
@@ -181,18 +202,18 @@ def _update_of_units(
             "activations": layer.stack(layers, cut) + layer.backward(cut),
         },
         {
-            "gradients": before + fresh - waits * GRADIENT_BYTES * unit,
+            "gradients": before + fresh - waits * GRADIENT_BYTES * learnt.layer,
             "gather": (size * whole or at_layer) + next_unit + reduced,
             "activations": layer.stack(layers - 1, cut) + layer.backward(cut),
         },
         {
             "gradients": shard + fresh,
-            "gather": at_layer + GRADIENT_BYTES * unit,
+            "gather": at_layer + GRADIENT_BYTES * learnt.layer,
             "activations": layer.stack(1, cut) + layer.backward(cut),
         },
         {
-            "gradients": shard + size * root,
-            "gather": size * root + GRADIENT_BYTES * (root + unit),
+            "gradients": shard + size * learnt.root,
+            "gather": size * root + GRADIENT_BYTES * (learnt.root + learnt.layer),
         },
         {"gradients": shard, "optimizer": model.engine.step_copies * shard},
     ]
@@ -202,10 +223,11 @@ def _update_of_plain(
     model: Model, layer: _Layer, logits: Array, num_micro: Array, cut: Strategy
 ) -> list[Parts]:
     """The backward of the head, the last layer and the first; the optimizer's step."""
-    shape, layers = model.shape, model.shape.num_layers
-    unit, whole = GRADIENT_BYTES * shape.layer_parameters, GRADIENT_BYTES * shape.num_parameters
+    layers = model.shape.num_layers
+    learnt = _learnt(model)
+    unit, whole = GRADIENT_BYTES * learnt.layer, GRADIENT_BYTES * learnt.whole
     before = np.where(num_micro > 1, whole, 0)
-    head = GRADIENT_BYTES * shape.vocab_size * shape.hidden_size * (shape.head != "scalar")
+    head = GRADIENT_BYTES * learnt.head
     stack, backward = layer.stack(layers, cut), layer.backward(cut)
     return [
         {"gradients": before + head, "activations": stack, "logits": logits},

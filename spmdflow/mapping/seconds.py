@@ -80,7 +80,7 @@ def pass_parts(
         return parts | {"host": hw.call_seconds}
     reductions = np.maximum(sharding.reductions * reduce - 2 * beside, 0.0)
     parts["gradient_sync"] = parts["gradient_sync"] + reductions + between
-    local = local_parameters(model, cut)
+    local = trained_parameters(model, cut)
     # weight and moments are read and written, the gradient is read, in float32
     size = 4 * (3 + 2 * model.engine.moments)
     parts["optimizer"] = local / share_of(sharding.optimizer, model, cut) * size / hw.memory_rate
@@ -108,6 +108,11 @@ def local_parameters(model: Model, cut: Strategy) -> Array:
     return (layers + np.where(cut.pp > 1, words, ends)) / cut.tp
 
 
+def trained_parameters(model: Model, cut: Strategy) -> Array:
+    """Those of `local_parameters` that are trained, or the adapters beside them."""
+    return (model.adapters + 0.0 * cut.dp) if model.adapters else local_parameters(model, cut)
+
+
 def share_of(divided: bool, model: Model, cut: Strategy) -> Array:
     """Data-parallel ranks among which something is divided, or 1."""
     return (model.engine.shard_size or cut.dp) if divided else 1.0
@@ -120,7 +125,7 @@ def _micro_batch_parts(
     engine, shape = model.engine, model.shape
     layers = np.ceil(shape.num_layers / cut.pp)
     one = layer_pass(shape, tokens, workload.tokens / 2, cut.tp, hw, engine)
-    passes = 3 + cut.recompute if trains else 1
+    passes = (2 if model.adapters else 3) + cut.recompute if trains else 1
     parts = {name: layers * seconds * passes for name, seconds in one.items()}
     if trains and "selective_recompute" in engine.options:
         core = attention_flops(shape, tokens, workload.tokens / 2, cut.tp) / hw.flops(engine.dtype)
@@ -145,7 +150,8 @@ def _weight_traffic(model: Model, cut: Strategy, hw: Hardware) -> tuple[Array, A
     per_node = np.clip(hw.gpus_per_node // (cut.tp * cut.pp), 1, cut.dp)
     in_float32 = engine.facts.float32_weights and not engine.sharding.parameters
     weight_bytes = GRADIENT_BYTES if in_float32 else engine.element_bytes
-    size, gradients = engine.shard_size or cut.dp, local * GRADIENT_BYTES
+    size = engine.shard_size or cut.dp
+    gradients = trained_parameters(model, cut) * GRADIENT_BYTES
     copies, copies_in_node = cut.dp / size, np.maximum(per_node / size, 1)
     per_node = np.minimum(per_node, size)
     between = 2 * all_gather(gradients / size, copies, copies_in_node, hw)
@@ -214,7 +220,9 @@ def transition_seconds(model: Model, cut: Strategy, hw: Hardware) -> Array:
 
 def transition_bytes(model: Model, cut: Strategy) -> Array:
     """Bytes that each rank receives: (d_g - 1)/(t p) M (Table 2); other engines: what it lacks."""
-    weights = model.shape.num_parameters * _rollout(model).element_bytes
+    rollout = _rollout(model)
+    sent = model.adapters if rollout.weights == "adapter" else model.shape.num_parameters
+    weights = sent * rollout.element_bytes
     needed = weights / (cut.gen_tp * cut.gen_pp)
     if model.weights_from is not None:
         return needed

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,8 +33,9 @@ from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.layout import Layout
 from spmdflow.tracking.metric import merge
 from spmdflow.transfer.worker import Metric, Worker, WorkerContext, any_layout
+from spmdflow.weights.adapter import ALL_LINEAR
 from spmdflow.weights.architecture import Architecture
-from spmdflow.workers.engine import Part, Place, engine_of
+from spmdflow.workers.engine import Part, Place, TrainEngine, engine_of
 from spmdflow.workers.micro_batch import MicroBatch
 
 _GENERATION_AXES = ("gen_tp", "gen_pp", "gen_replica")
@@ -122,11 +123,17 @@ class EngineWorker(Worker):
             )
         cfg = self.bind_engine(cfg)
         super().__init__(cfg, context)
+        self._lender = _lender_of(cfg, context)
         adopt = self.adopter()
-        self.engine = engine_of(cfg, context, head=head or self.head, adopt=adopt)
+        self.engine: TrainEngine
+        if self._lender is None:
+            self.engine = engine_of(cfg, context, head=head or self.head, adopt=adopt)
+        else:
+            self.engine = self._lender.engine
         self._copies = HostCopies()
         stay = () if adopt is None else ("parameters",)
-        self._moved = tuple(part for part in cfg.engine.moved if part not in stay)
+        own = () if self._lender is not None else cfg.engine.moved
+        self._moved = tuple(part for part in own if part not in stay)
         self._move("host", self._moved)
 
     def adopter(self) -> Callable[..., None] | None:
@@ -157,7 +164,14 @@ class EngineWorker(Worker):
 
     @contextmanager
     def resident(self, *parts: Part) -> Iterator[None]:
-        """Keep parts of the engine on the device; offloaded ones move back to the host on exit."""
+        """Keep parts of the engine on the device; offloaded ones move back to the host on exit.
+
+        An engine that is another worker's computes without its adapters inside.
+        """
+        if self._lender is not None:
+            with self._lender.resident(*parts), self.engine.without_adapters():
+                yield
+            return
         self._move("device", parts)
         try:
             yield
@@ -166,8 +180,10 @@ class EngineWorker(Worker):
 
     @property
     def frozen_folder(self) -> Path | None:
-        """Folder of a model whose settings have no optimizer: it is never trained."""
-        return None if hasattr(self.cfg, "optimizer") else Path(self.cfg.model.path)
+        """Folder of weights that are never trained: those of a model whose settings have no
+        optimizer, or those that adapters are added to."""
+        is_whole = self._is_trained and self.engine.model.lora is None
+        return None if is_whole else Path(self.cfg.model.path)
 
     def save_state(self, folder: Path) -> Callable[[], None] | None:
         """Copy this rank's share of parameters, moments and schedule; returns what writes them.
@@ -176,7 +192,7 @@ class EngineWorker(Worker):
         the class exports its model, a Hugging Face folder is written too. A class that changes a
         model without an optimizer must save and load it itself.
         """
-        if self.frozen_folder is not None:
+        if not self._is_trained:
             return None
         with self.resident("parameters", "optimizer"):
             copies = self._copies.take(self.engine.own_state_blocks())
@@ -185,7 +201,7 @@ class EngineWorker(Worker):
     def export_state(self, saved: Path, folder: Path, wait: Callable[[list[Path]], None]) -> None:
         """If the class exports its model: this rank's files of a Hugging Face folder."""
         place, count = self._place, self.context.layout.size
-        if not self.exports or self.frozen_folder is not None:
+        if not self.exports or not self._is_trained:
             return
         names = [f"rank-{place}.safetensors" for place in range(count)]
         state = StateFiles(saved, place=place, count=count, unsealed=names)
@@ -198,7 +214,7 @@ class EngineWorker(Worker):
     @any_layout
     def load_state(self, folder: Path) -> None:
         """Restore what `save_state` wrote, on any layout; CheckpointError for another model."""
-        if self.frozen_folder is not None:
+        if not self._is_trained:
             return
         files = StateFiles(folder, place=self._place, count=self.context.layout.size)
         saved, mine = files.plain["shapes"], self._shapes
@@ -223,12 +239,22 @@ class EngineWorker(Worker):
     def _model(self) -> dict[str, Any]:
         """What a Hugging Face folder of the model needs besides weights."""
         model, dtype = self.engine.model, str(self.engine.dtype).removeprefix("torch.")
-        config = json.loads(json.dumps(dict(model.config)))
-        return {"config": config, "dtype": dtype, "source": str(model.source.absolute())}
+        config, source = json.loads(json.dumps(dict(model.config))), str(model.source.absolute())
+        found = {"config": config, "dtype": dtype, "source": source}
+        if model.lora is not None:
+            layers = {name.rsplit(".", 3)[1] for name in self._shapes}  # x.q_proj.lora_A.weight
+            every = ALL_LINEAR in model.lora.targets
+            targets = sorted(layers) if every else model.lora.targets
+            found["lora"] = {**asdict(model.lora), "targets": targets}
+        return found
 
     @property
     def _shapes(self) -> dict[str, list[int]]:
-        return {name: list(shape) for name, shape in self.engine.shapes.items()}
+        return {name: list(shape) for name, shape in self.engine.trained_shapes.items()}
+
+    @property
+    def _is_trained(self) -> bool:
+        return hasattr(self.cfg, "optimizer")
 
     @property
     def _steps_done(self) -> int:
@@ -246,6 +272,20 @@ class EngineWorker(Worker):
         for part in parts:
             if part in self._moved:
                 self.engine.residency(where, part)
+
+
+def _lender_of(cfg: Any, context: WorkerContext) -> EngineWorker | None:
+    """The worker of this rank whose engine cfg.shares names, None: it has one of its own.
+
+    ConfigError if it has not been spawned yet.
+    """
+    name = getattr(cfg, "shares", None)
+    lender = context.workers.get(name) if name is not None else None
+    if name is not None and not isinstance(lender, EngineWorker):
+        got, expected = f"{name} before there is one on rank {context.rank}", "it there"
+        do = f"spawn {name} first, on the same pool"
+        raise ConfigError.of(f"{context.name}.shares", got, expected, do)
+    return lender if isinstance(lender, EngineWorker) else None
 
 
 def axis_groups(layout: Layout, axes: Sequence[str]) -> list[tuple[int, ...]]:

@@ -52,6 +52,7 @@ class PolicyWorker(EngineWorker):
 
     def __init__(self, cfg: ActorConfig, context: WorkerContext) -> None:
         super().__init__(cfg, context)
+        self.engine.merges_adapters = cfg.rollout.weights != "adapter"
         budget = cfg.rollout.max_new_tokens
         self.loss = PolicyLoss(cfg.loss, cfg.rollout.temperature, budget=budget)
         self.loss.truncates = getattr(cfg.update, "old_log_probs", "") == "rollout"

@@ -9,6 +9,7 @@ from spmdflow.config.auto import choices_text
 from spmdflow.config.parallel import spans
 from spmdflow.plan.record import COMPUTE, TRANSFER
 from spmdflow.plan.report import PlanReport
+from spmdflow.plan.workload import adapter_parameters
 
 WIDTH = 100
 MOST_LISTED = 16
@@ -134,6 +135,13 @@ def _models(report: PlanReport) -> Iterator[str]:
         name = model.worker_class.__name__
         rows.append((model.name, name, kind, str(model.layout), model.pool))
     yield from table(rows)
+    for model in report.trace.models.values():
+        held = getattr(model.cfg, "model", None)
+        if not model.only_generates and held is not None and getattr(held, "lora", None):
+            count = adapter_parameters(held)
+            yield f"  {model.name} trains {count:,} parameters: adapters of rank {held.lora.rank}"
+        if getattr(model.cfg, "shares", None):
+            yield f"  {model.name} has no weights of its own: {model.cfg.shares}, adapters off"
 
 
 def _calls(report: PlanReport) -> Iterator[str]:

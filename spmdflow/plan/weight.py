@@ -20,6 +20,7 @@ from spmdflow.hybrid_engine.reshard import (
     boxes_of,
     generation_tables,
     plan_copies,
+    sent_architecture,
     training_tables,
 )
 from spmdflow.kind.engine import engine_kind
@@ -43,7 +44,7 @@ class WeightPlan:
     target: str
     """Models: the same, or a policy and its generator."""
     mode: str
-    """blocks, flat or copy."""
+    """blocks, flat, copy or adapter."""
     scope: str
     """Ranks that exchange weights: micro_dp, replica, shard or pool."""
     received: Mapping[int, int] = field(default_factory=dict)
@@ -152,7 +153,7 @@ def _local(traced: TracedModel, nodes: Nodes, *, gathers: bool) -> WeightPlan:
     """To the generator on the trainer's ranks. gathers: flat uses one all-gather of equal rows."""
     cfg, layout = traced.settings, traced.layout
     mode = sync_mode(cfg, layout)
-    if mode == "copy":
+    if mode in ("copy", "adapter"):
         return _boxes(traced, traced, nodes)
     element_bytes = getattr(torch, cfg.rollout.precision).itemsize
     architecture = Architecture.from_folder(cfg.model.path)
@@ -180,7 +181,7 @@ def _boxes(policy: TracedModel, target: TracedModel, nodes: Nodes) -> WeightPlan
     """From the boxes that ranks have and need."""
     cfg = policy.settings
     copies = plan_copies(
-        Architecture.from_folder(cfg.model.path),
+        sent_architecture(cfg),
         cfg,
         training=policy.layout,
         generation=target.layout,
@@ -188,7 +189,8 @@ def _boxes(policy: TracedModel, target: TracedModel, nodes: Nodes) -> WeightPlan
         node_of=nodes.__getitem__,
     )
     plan = copies.plan
-    found = WeightPlan(policy.name, target.name, "copy", plan.scope, parts=copies)
+    mode = "adapter" if cfg.rollout.weights == "adapter" else "copy"
+    found = WeightPlan(policy.name, target.name, mode, plan.scope, parts=copies)
     sent = (
         (move.source, move.destinations, move.box.size * plan.element_bytes * times)
         for move, times in plan.moves()

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, prod
 
 import torch
 
 from spmdflow.config.leaf import cache_of
+from spmdflow.config.schema import ModelConfig
 from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.factory import sync_mode
 from spmdflow.kind.engine import engine_kind, engines_that_cut
@@ -35,6 +36,7 @@ from spmdflow.models.policy import PolicyWorker, ReferenceWorker, SupervisedWork
 from spmdflow.parallel.device import CPU, own_device
 from spmdflow.plan.record import Trace, TracedModel, TracedOrder
 from spmdflow.weights.architecture import Architecture, Head
+from spmdflow.weights.table import shapes_by_name
 
 _BY_DEVICE = {
     r"\bA100\b.*\b80GB\b": "a100_80gb",
@@ -163,7 +165,17 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
         engine=engine,
         rollout=_rollout(traced) if traced.generates else None,
         weights_from=weights_from,
+        adapters=0 if traced.only_generates else adapter_parameters(model),
+        shares=getattr(cfg, "shares", None) is not None,
     )
+
+
+def adapter_parameters(model: ModelConfig) -> int:
+    """Number of weights that adapters add; 0 without adapters, or without a table of weights."""
+    arch, lora = Architecture.sizes_from_folder(model.path), getattr(model, "lora", None)
+    if lora is None or arch.obstacle:
+        return 0
+    return sum(map(prod, lora.adapters.shapes(shapes_by_name(arch)).values()))
 
 
 def _rollout(traced: TracedModel) -> Rollout:

@@ -33,12 +33,12 @@ from spmdflow.rollout.generator import (
     Request,
     RequestGenerator,
     WakePart,
-    loads_folder,
 )
 from spmdflow.rollout.sampling import Sampling
+from spmdflow.rollout.vllm_adapter import PolicyAdapter
 from spmdflow.rollout.vllm_blocks import Shards, install
 from spmdflow.rollout.vllm_contract import check_contract, walk
-from spmdflow.rollout.vllm_engine import RowSampler, explain_errors, start_llm
+from spmdflow.rollout.vllm_engine import RowSampler, explain_errors, keeps_folder, start_llm
 from spmdflow.rollout.vllm_process import (
     Groups,
     SleepingMemory,
@@ -86,20 +86,20 @@ class VllmGenerator(RequestGenerator):
             undo.callback(self._groups.close)
             with explain_errors(model_path, replica):
                 self._llm = start_llm(cfg, model_path, self._groups)
-                self._open()
+                self._open(cfg)
                 self.add(Request(torch.tensor([0]), 0, Sampling(max_new_tokens=1)))
                 while self._sampler.requests:
                     self.step()
             undo.pop_all()
-        self._reading = stock_reading(self.model, model_path, replica)
-        self.has_folder_weights = loads_folder(model_path)
+        self._reading = stock_reading(self.model, model_path, replica, self._adapter)
+        self.has_folder_weights = keeps_folder(cfg, model_path)
         """False: all are zeros until they are synced, or read by `take_folder_weights`."""
         if not self.has_folder_weights:
             with torch.no_grad():  # not random numbers: padding is never synced
                 for parameter in self.model.parameters():
                     parameter.zero_()
 
-    def _open(self) -> None:
+    def _open(self, cfg: RolloutConfig) -> None:
         """Find vLLM's parts, and put our sampler in the place of its own."""
         client = self._llm.llm_engine.engine_core
         if hasattr(client, "_finalizer"):  # absent in 0.27; it would end the default process group
@@ -108,6 +108,8 @@ class VllmGenerator(RequestGenerator):
         runner = self._runner = walk(client, _RUNNER)
         for name in ("input_batch.req_ids", "requests", "seq_lens"):  # what RowSampler reads
             walk(runner, name)
+        lora = cfg.lora if cfg.weights == "adapter" else None
+        self._adapter = None if lora is None else PolicyAdapter(runner, lora)
         self._sampler = runner.sampler = RowSampler(runner, keeps_noise=self.keeps_noise)
         if self.replica.pp_rank > 0 and runner.intermediate_tensors is None:
             # made by the warm-up, which CPU skips
@@ -149,6 +151,7 @@ class VllmGenerator(RequestGenerator):
                 output_kind=parameters.RequestOutputKind.FINAL_ONLY,
                 extra_args={"number": number},
             ),
+            **({} if self._adapter is None else {"lora_request": self._adapter.request}),
         )
         requests[number] = request  # now that vLLM has not refused it
         return number
@@ -228,16 +231,19 @@ class VllmGenerator(RequestGenerator):
         """
         self.wake("weights")
         try:
+            if self._adapter is not None:
+                self._adapter.check()
             return self._reading.hashes(self.replica, self.device)
         except WeightSyncError:
             self.weights_version = NEVER
             raise
 
     def sleep(self, *, weights: bool = False) -> None:
-        """Free the KV cache, and the weights if asked (never those that are shared)."""
+        """Free the KV cache, and the weights if asked (never those that are shared, or that a
+        sync of adapters would not bring back)."""
         if "kv_cache" not in self._asleep:
             self._free("kv_cache", self._runner.kv_caches, [])
-        if weights and not self._shared:
+        if weights and not self._shared and self._adapter is None:
             self.weights_version = NEVER
             if "weights" not in self._asleep:
                 self._free("weights", self.model.parameters(), self.model.buffers())

@@ -32,7 +32,10 @@ from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import PREFILL_TOKENS, generator_names
 from spmdflow.rollout.generator import Finished, Replica, Request, loads_folder
 from spmdflow.rollout.sampling import Sampling, draw, log_probs_of
+from spmdflow.rollout.vllm_adapter import engine_arguments
 from spmdflow.rollout.vllm_process import Groups, executor_class, keep_caches_apart, replaced
+from spmdflow.rollout.vllm_weights import stock_table
+from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.table import stage_layers
 
 _CUDA: dict[str, Any] = {
@@ -73,11 +76,24 @@ def start_llm(cfg: RolloutConfig, model_path: str, groups: Groups) -> Any:
             async_scheduling=not on_cpu and replica.pp_size == 1,  # of no use on CPU
             enable_prefix_caching=True,  # dropped whenever the weights change
             use_tqdm_on_load=False,
-            load_format="auto" if loads_folder(model_path) else "dummy",
+            load_format="auto" if keeps_folder(cfg, model_path) else "dummy",
+            **_of_adapters(cfg, model_path, replica),
             **({"enforce_eager": True} if eager else {}),
             **({} if on_cpu else _CUDA),
         )
     return llm
+
+
+def keeps_folder(cfg: RolloutConfig, model_path: str) -> bool:
+    """Whether the engine reads the folder: a sync brings adapters alone, or not all weights."""
+    return cfg.weights == "adapter" or loads_folder(model_path)
+
+
+def _of_adapters(cfg: RolloutConfig, model_path: str, replica: Replica) -> dict[str, Any]:
+    if cfg.weights != "adapter" or cfg.lora is None:
+        return {}
+    table = stock_table(Architecture.from_folder(model_path), replica, replica.place)
+    return engine_arguments(cfg.lora, table)
 
 
 class RowSampler(nn.Module):

@@ -8,7 +8,7 @@ table is read on one rank only, by its modules' attributes. Knows modules, not v
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from spmdflow.blocks.hash import MODULUS, box_sum, read_sums, to_signed
 from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.kind.generator import generator_names
 from spmdflow.rollout.generator import Replica
+from spmdflow.rollout.vllm_adapter import PolicyAdapter
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Block, blocks
 from spmdflow.weights.ranks import vllm_shards
@@ -111,8 +112,10 @@ def stock_table(arch: Architecture, replica: Replica, place: int) -> ShardTable:
     )
 
 
-def stock_reading(model: Any, model_path: str, replica: Replica) -> Reading:
-    """The reading of vLLM's own parameters.
+def stock_reading(
+    model: Any, model_path: str, replica: Replica, adapter: PolicyAdapter | None = None
+) -> Reading:
+    """The reading of vLLM's own parameters, and of the adapter beside them.
 
     ConfigError if the model is cut over ranks and its family has no table, or if vLLM holds other
     tensors than the table says.
@@ -120,15 +123,18 @@ def stock_reading(model: Any, model_path: str, replica: Replica) -> Reading:
     try:
         arch = Architecture.from_folder(model_path)
     except ConfigError:
-        if replica.size > 1:
+        if replica.size > 1 or adapter is not None:
             raise
         views = hugging_face_views(model)
         whole = [(name, view, Box.of_shape(view.shape)) for name, view in views.items()]
         shapes = {name: view.shape for name, view in views.items()}
         return Reading(shapes, whole, [frozenset((name, box) for name, _, box in whole)])
+    parameters = {n.replace(".base_layer.", "."): p for n, p in model.named_parameters()}
+    if adapter is not None:
+        parameters |= adapter.views(stock_table(arch, replica, replica.place))
+        arch = replace(arch, adapters=adapter.adapters)
     tables = [stock_table(arch, replica, place) for place in range(replica.size)]
     mine = tables[replica.place]
-    parameters = dict(model.named_parameters())
     _check_names(parameters, mine, model_path)
     held = [slots_of(table.values()) for table in tables]
     return Reading(whole_shapes(arch), list(blocks(parameters, mine)), held)

@@ -143,6 +143,7 @@ class RankState:
             run_dir=settings.run_dir,
             call_seconds=settings.call_seconds,
             nodes=plain["nodes"],
+            workers=self._workers,
         )
         worker_class = find_worker_class(plain["class"])
         is_first = settings.rank == context.layout.ranks[0]

@@ -35,4 +35,7 @@ def publisher_of(
         expected = f"one of {', '.join(_BACKENDS)}"
         do = "choose the one that the server was started with"
         raise ConfigError.of("connect_server", f"backend {backend!r}", expected, do)
+    if not engine.merges_adapters:
+        expected, do = "merged weights, which a server takes", "set actor.rollout.weights=auto"
+        raise ConfigError.of("connect_server", "rollout.weights=adapter", expected, do)
     return _BACKENDS[backend](engine, context, cfg, url)

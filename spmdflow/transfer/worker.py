@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -102,6 +102,8 @@ class WorkerContext:
     run_dir: Path | None = None
     nodes: Sequence[int] = ()
     """Node of every rank of the run, by global rank; empty: all share one."""
+    workers: Mapping[str, Worker] = field(default_factory=dict)
+    """The workers that this rank has already, by name."""
 
     def node_of(self, rank: int) -> int:
         """The node of a global rank, as a number."""
@@ -152,7 +154,7 @@ class Worker:
 
     @property
     def frozen_folder(self) -> Path | None:
-        """Folder of the weights, if this worker's model is never trained; else None.
+        """Folder of this worker's weights that are never trained; None: it has none.
 
         Such weights are not saved: a resumed run reads the folder again, whose content must be
         what it was.

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind, engine_names
+from spmdflow.weights.adapter import Adapters
 
 Head = Literal["causal_lm", "scalar"]
 """Logits over the vocabulary, or one value per token from a bias-free linear layer `score`."""
@@ -64,6 +65,8 @@ class Architecture:
     head: Head = "causal_lm"
     gated: bool = True
     """Whether the feed-forward network has a gate: three matrices instead of two."""
+    adapters: Adapters | None = None
+    """Adapters that are among its tensors; None: there are none, or they are merged."""
     obstacle: str = ""
     """Why only transformers computes it; empty: its tensors are in `weights.table`."""
 

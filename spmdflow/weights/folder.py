@@ -78,6 +78,10 @@ class HuggingFaceFolder:
         """Names of all tensors in the files."""
         return self._file_of.keys()
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor in the files."""
+        return {name: tuple(self._slice(name).get_shape()) for name in self.names}
+
     def _slice(self, name: str) -> Any:
         name = self._stored.get(name, name)
         path = self._file_of[name]

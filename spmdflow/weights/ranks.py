@@ -30,10 +30,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from spmdflow.blocks.box import Box
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_names
 from spmdflow.kind.generator import generator_names
 from spmdflow.parallel.layout import Layout
+from spmdflow.weights.adapter import Adapters, adapter_names
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.table import (
     EMBEDDING,
@@ -296,4 +298,19 @@ def vllm_shards(
         table["model.norm.weight"] = cut.whole(["model.norm.weight"])
         if not arch.tied:
             table["lm_head.weight"] = cut.vocabulary(["lm_head.weight"])
+    if arch.adapters is not None:
+        pieces = [piece for tensor in table.values() for piece in tensor.pieces]
+        boxes = [x for piece in pieces for x in adapter_boxes(piece, arch.adapters).items()]
+        table |= {name: stack([(name, box)]) for name, box in boxes}
     return table
+
+
+def adapter_boxes(piece: Piece, adapters: Adapters) -> dict[str, Box]:
+    """A and B beside a part of a weight: A has its columns, B its rows; none without an adapter."""
+    found = {}
+    for name, shape in adapters.shapes({piece.name: piece.box.shape}).items():
+        bounds = [(0, size) for size in shape]
+        cut = 1 if name == adapter_names(piece.name)[0] else 0
+        bounds[cut] = piece.box.bounds[cut]
+        found[name] = Box(tuple(bounds))
+    return found

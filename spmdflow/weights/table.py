@@ -78,6 +78,8 @@ def parameters(arch: Architecture) -> tuple[Parameter, ...]:
         found.append(Parameter("score.weight", (1, hidden)))
     elif not arch.tied:
         found.append(Parameter("lm_head.weight", (arch.vocab_size, hidden)))
+    if arch.adapters is not None:
+        found += [Parameter(*each) for each in arch.adapters.shapes(dict(found)).items()]
     return tuple(found)
 
 

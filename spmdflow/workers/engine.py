@@ -11,6 +11,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -32,6 +33,7 @@ from spmdflow.parallel.group import all_gather_plain
 from spmdflow.transfer.worker import Metric, WorkerContext
 from spmdflow.weights.architecture import packs_rows
 from spmdflow.weights.move import Block, Storages, own_parts
+from spmdflow.workers.lora import add_adapters
 from spmdflow.workers.micro_batch import MicroBatch, join_answers, micro_batches
 from spmdflow.workers.model import LoadedModel, ModelSource, load_model, open_model
 from spmdflow.workers.optimizer import Scheduled
@@ -99,6 +101,10 @@ class TrainEngine(ABC):
             torch.accelerator.synchronize(self.device)
         return join_answers(answers, micros) if answers else None
 
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """For forward passes inside the block: the model as it is in its folder."""
+        return nullcontext()
+
     @abstractmethod
     def outputs(self, micros: list[MicroBatch], fn: ForwardFn) -> list[Mapping[str, Tensor]]:
         """What fn gives for each micro-batch; [] before the last pipeline stage."""
@@ -152,6 +158,9 @@ class TrainEngine(ABC):
 
     # -- weights ------------------------------------------------------------------------------
 
+    merges_adapters = True
+    """Whether blocks are weights with the adapters in them; else weights, A and alpha / rank B."""
+
     weight_group: dist.ProcessGroup | None = None
     """The ranks that hold one copy of the weights together; None: this rank holds a whole copy."""
 
@@ -175,6 +184,11 @@ class TrainEngine(ABC):
     def shapes(self) -> Mapping[str, torch.Size]:
         """Shape of every whole tensor by Hugging Face name, in the order of blocks."""
         return {name: view.shape for name, view, _ in self.blocks()}
+
+    @property
+    def trained_shapes(self) -> Mapping[str, torch.Size]:
+        """Those of what is trained and saved: all tensors, or the adapters."""
+        return self.shapes
 
     def shard_hashes(self, dtype: torch.dtype) -> dict[str, int]:
         """Positional hash of each whole tensor cast to dtype, from the shards themselves.
@@ -310,15 +324,25 @@ def engine_of(
         mini_batches = -(-update.samples_per_step // update.mini_batch_size)
         total_steps *= update.num_epochs * mini_batches
     kind = engine_kind(cfg.engine.kind, key=f"{context.name}.engine.kind")
+    lora = getattr(cfg.model, "lora", None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron names every extra that is not installed
         engine_class = resolve(kind.implementation)
+    model = (open_model if kind.reads_folder else load_model)(cfg.model, head=head)
+    if lora is not None:
+        assert kind.adapters and isinstance(model, LoadedModel), kind.name
+        model = add_adapters(model, lora, seed=context.seed, key=f"{context.name}.model.lora")
     engine: TrainEngine = engine_class(
-        (open_model if kind.reads_folder else load_model)(cfg.model, head=head),
+        model,
         cfg.engine,
         context,
         optimizer=getattr(cfg, "optimizer", None),
         total_optimizer_steps=total_steps,
         **({} if adopt is None else {"adopt": adopt}),
     )
+    if lora is not None and context.rank == context.layout.ranks[0]:
+        sides = engine.trained_shapes, engine.shapes
+        trained, whole = (sum(map(math.prod, side.values())) for side in sides)
+        shown = context.name, trained, whole, lora.rank, lora.alpha
+        logger.info("%s: trains %d parameters beside %d: adapters of rank %d, alpha %g", *shown)
     return engine

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -36,13 +37,17 @@ from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind, engines_that_cut
 from spmdflow.objectives.loss import Loss
 from spmdflow.transfer.worker import WorkerContext
+from spmdflow.weights.adapter import is_adapter
 from spmdflow.weights.move import Block
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
+from spmdflow.workers.lora import without_adapters
 from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import LoadedModel
 from spmdflow.workers.optimizer import ShardedOptimizer, clip_, squared_norm
 from spmdflow.workers.sharding import (
     Shard,
+    beside,
+    merged,
     mesh_of,
     read_weights,
     recompute_in_backward,
@@ -78,8 +83,8 @@ class FSDPEngine(TrainEngine):
         self.sharding = kind.sharding_with(cfg.options)
         """What the ranks divide among themselves."""
         self._module = model.module
-        if optimizer is None:
-            _freeze(model)
+        if optimizer is None or model.lora is not None:
+            _freeze(model, is_trained=optimizer is not None)
         if cfg.recompute:
             recompute_in_backward(model)
         if not kind.is_plain(self.layout.size, str(self.dtype).removeprefix("torch.")):
@@ -92,6 +97,10 @@ class FSDPEngine(TrainEngine):
             self.optimizer = self._optimizer_of(optimizer, total_optimizer_steps)
 
     # -- running ------------------------------------------------------------------------------
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """See `TrainEngine.without_adapters`."""
+        return without_adapters(self._module)
 
     def outputs(self, micros: list[MicroBatch], fn: ForwardFn) -> list[Mapping[str, Tensor]]:
         """See `TrainEngine.outputs`."""
@@ -135,22 +144,35 @@ class FSDPEngine(TrainEngine):
         return self.own_blocks()
 
     def own_blocks(self) -> Iterator[Block]:
-        """The same rows, not taken from `blocks`: hashes cannot repeat an error in what is sent."""
-        return ((name, shard.local, shard.box) for name, shard in self._shards().items())
+        """The same rows, not taken from `blocks`: hashes cannot repeat an error in what is sent.
+
+        Adapters are merged into their weights, which then are no live views but new.
+        """
+        scale = 0.0 if self.model.lora is None else self.model.lora.scale
+        if self.merges_adapters:
+            return merged(self._shards(), scale=scale, dtype=self.dtype)
+        return beside(self._shards(), scale=scale)
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """See `TrainEngine.shapes`."""
-        return {name: shard.parameter.shape for name, shard in self._shards().items()}
+        held, apart = self._shards().items(), not self.merges_adapters
+        return {name: x.parameter.shape for name, x in held if apart or not is_adapter(name)}
+
+    @property
+    def trained_shapes(self) -> dict[str, torch.Size]:
+        """See `TrainEngine.trained_shapes`."""
+        return {name: shard.parameter.shape for name, shard in self._trained().items()}
 
     # -- state --------------------------------------------------------------------------------
 
     def state_blocks(self) -> Iterator[Block]:
         """See `TrainEngine.state_blocks`: rows; whole tensors in stage 1."""
-        for name, local, box in self.blocks():
-            yield name, local, box
+        for name, shard in self._trained().items():
+            yield name, shard.local, shard.box
             moments = {} if self.optimizer is None else self.optimizer.moments_of(name)
-            yield from ((f"{name}.{moment}", values, box) for moment, values in moments.items())
+            for moment, values in moments.items():
+                yield f"{name}.{moment}", values, shard.box
 
     def residency(self, where: Place, part: Part) -> None:
         """Move parameters or optimizer moments between device and host memory.
@@ -161,7 +183,7 @@ class FSDPEngine(TrainEngine):
         if self.device.type == "cpu" or part == "gradients":
             return
         if part == "parameters":
-            self.move(where, part, lambda: self._local().values())
+            self.move(where, part, lambda: [shard.local for shard in self._shards().values()])
         elif self.optimizer is not None:
             self.move(where, part, self.optimizer.moments)
 
@@ -171,8 +193,13 @@ class FSDPEngine(TrainEngine):
         return ShardedOptimizer(self._local(), cfg, total_steps)
 
     def _local(self) -> dict[str, Tensor]:
-        """Live local rows by name."""
-        return {name: shard.local for name, shard in self._shards().items()}
+        """Live local rows by name, of what is trained."""
+        return {name: shard.local for name, shard in self._trained().items()}
+
+    def _trained(self) -> dict[str, Shard]:
+        """All shards, or those of the adapters."""
+        only, held = self.model.lora is not None, self._shards()
+        return {name: shard for name, shard in held.items() if is_adapter(name) or not only}
 
     def _reshard(self) -> None:
         """Free gathered parameters: the next call may follow an update or an offload."""
@@ -227,10 +254,15 @@ def _check_layout(context: WorkerContext, kind: str) -> None:
         )
 
 
-def _freeze(model: LoadedModel) -> None:
-    """No gradients, and storage in the compute precision: nothing accumulates small updates."""
+def _freeze(model: LoadedModel, *, is_trained: bool) -> None:
+    """No gradients, and storage in the compute precision: nothing accumulates small updates.
+
+    is_trained: its adapters are, and stay as they are.
+    """
     exact = {id(p) for part in model.float32_modules for p in part.parameters()}
-    for parameter in model.module.parameters():
+    for name, parameter in model.module.named_parameters():
+        if is_trained and is_adapter(name):
+            continue
         parameter.requires_grad_(False)
         if id(parameter) not in exact:
             parameter.data = parameter.data.to(model.dtype)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmdflow.config.schema import ModelConfig
+from spmdflow.config.model import LoRAConfig, ModelConfig
 from spmdflow.errors import ConfigError
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.parallel.product import use_products
@@ -43,6 +43,8 @@ class _Exported:
     """config.json of an export."""
     source: Path
     """The folder it came from; its tokenizer files go along with an export."""
+    lora: LoRAConfig | None = None
+    """Adapters that it has (`lora.add_adapters`), the only weights that are trained then."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from spmdflow.blocks.box import Box
 from spmdflow.kind.engine import Sharding
 from spmdflow.transfer.worker import WorkerContext
-from spmdflow.weights.move import copy_box
+from spmdflow.weights.adapter import adapter_names, is_adapter, is_b
+from spmdflow.weights.move import Block, copy_box
 from spmdflow.weights.table import row_box
 from spmdflow.workers.model import LoadedModel
 
@@ -156,6 +157,11 @@ class Shard:
         parameter = self.parameter
         return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
+    def whole(self) -> Tensor:
+        """All rows, new. Collective over the ranks that share them."""
+        parameter = self.parameter.detach()
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
     @property
     def gradient(self) -> Tensor | None:
         """The rows' gradient, summed over the group; None outside a train step."""
@@ -171,6 +177,27 @@ class Shard:
         rows = -(-shape[0] // mesh.size(mesh.ndim - 1))  # torch.chunk: all but the last are full
         place = mesh.get_local_rank(mesh.ndim - 1)
         return row_box(shape, place * rows, (place + 1) * rows)
+
+
+def merged(held: Mapping[str, Shard], *, scale: float, dtype: torch.dtype) -> Iterator[Block]:
+    """Rows of every weight, live, or of W + scale B A, new, where there is an adapter.
+
+    B has the rows of W; all of A is gathered. Collective over the ranks that share them.
+    """
+    for name, shard in held.items():
+        a, b = adapter_names(name)
+        if a in held:
+            change = held[b].local.float() @ held[a].whole().float()
+            summed = torch.add(shard.local.float(), change, alpha=scale)
+            yield name, summed.to(dtype), shard.box
+        elif not is_adapter(name):
+            yield name, shard.local, shard.box
+
+
+def beside(held: Mapping[str, Shard], *, scale: float) -> Iterator[Block]:
+    """Rows of every weight and every A, live, and of scale B, new: as generators add adapters."""
+    for name, shard in held.items():
+        yield name, shard.local * scale if is_b(name) else shard.local, shard.box
 
 
 def shards(module: nn.Module) -> dict[str, Shard]:

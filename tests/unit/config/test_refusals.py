@@ -53,7 +53,7 @@ KEYS_AND_TYPES = {
 }
 VALUES = {
     "actor.rollout.weights=vllm_transfer": "actor.rollout.weights: got 'vllm_transfer', expected "
-    "auto or copy or blocks or flat; set actor.rollout.weights=auto",
+    "auto or copy or blocks or flat or adapter; set actor.rollout.weights=auto",
     "run.profile_steps=5-3": "run.profile_steps: got '5-3', expected steps and, after `on`, ranks; "
     "write '3', '3-5' or '3-5 on 0, 2'",
     "'run.profile_steps=3 on 0, 9'": "run.profile_steps: got rank 9, expected ranks 0 to 3; name "
@@ -182,6 +182,31 @@ REWARDS = {
     "reward.function=null reward.model.path=labels": "reward.model.path: got 2 labels, expected 1 "
     "(a score); give a model with num_labels 1",
 }
+ADAPTERS = {
+    "actor.model.lora.rank=0": "actor.model.lora.rank: got 0, expected at least 1; change it (Rows "
+    "of A and columns of B)",
+    "actor.model.lora.rank=8 actor.engine.kind=megatron": "actor.model.lora: got adapters with "
+    "actor.engine.kind=megatron, expected an engine that trains adapters: fsdp, zero1, zero2, "
+    "zero3; choose one of these, or leave actor.model.lora out",
+    "actor.rollout.weights=adapter": "actor.rollout.weights: got adapter without actor.model.lora, "
+    "expected a policy that trains adapters; set actor.rollout.weights=auto",
+    "actor.model.lora.rank=8 actor.rollout.weights=adapter": "actor.rollout.weights: got adapter "
+    "with actor.rollout.engine=builtin, expected a generator that computes with them: vllm, "
+    "vllm_sampler; set actor.rollout.weights=auto, which merges them into the weights",
+    "reference.shares=critic": "reference.shares: got 'critic', expected actor; set "
+    "reference.shares=actor",
+    "reference.shares=actor": "reference.shares: got actor without actor.model.lora, expected an "
+    "actor whose own weights stay as they are; leave reference.shares out",
+    "actor.model.lora.rank=8 reference.shares=actor placement=standalone": "reference.shares: got "
+    "actor on other ranks, expected both on the same ranks; put both into one pool, or leave "
+    "reference.shares out",
+    "actor.model.lora.rank=8 reference.shares=actor reference.model.path=narrow": "reference."
+    "shares: got actor of actor for a reference of narrow, expected one model; set one path, or "
+    "leave reference.shares out",
+    "actor.model.lora.rank=8 reference.shares=actor reference.engine.kind=megatron": "reference."
+    "shares: got actor with reference.engine.kind=megatron, expected rows divided as the actor's "
+    "are; leave reference.engine.kind out",
+}
 PLACEMENTS = {
     ("colocated", 4): "placement: got 'colocated', expected colocate, split, standalone or a map "
     "pool -> {roles: [...], ranks: [...]}; did you mean colocate?",
@@ -210,7 +235,7 @@ PLACEMENTS = {
     ("{a: {roles: [actor, critic], ranks: [0]}}", 2): "placement: got no pool for reference, "
     "reward, expected each role of actor, critic, reference, reward once; add it to a pool's roles",
 }
-TABLE = KEYS_AND_TYPES | VALUES | SIZES | FILES | REWARDS
+TABLE = KEYS_AND_TYPES | VALUES | SIZES | FILES | REWARDS | ADAPTERS
 
 
 @pytest.fixture(autouse=True)

@@ -111,14 +111,37 @@ def test_rows_that_the_built_in_generator_cannot_hold_together_are_reported() ->
     assert said.endswith("; lower actor.rollout.max_batch_size")
 
 
+def test_adapters_have_moments_and_gradients_of_their_own_size_and_a_shared_reference_none() -> (
+    None
+):
+    shared = "reference.shares=actor"
+    small, large, apart = (
+        {phase.phase: phase.parts for phase in memory_of(*words, hardware=with_usable(1e9)).memory}
+        for words in (
+            ("actor.model.lora.rank=8", shared),
+            ("actor.model.lora.rank=24", shared),
+            ("actor.model.lora.rank=8",),
+        )
+    )
+    training, more = "actor.update_actor", 16 * 34816 / 8  # two ranks divide all of it
+
+    for part, each in (("optimizer", 8), ("gradients", 4), ("parameters", 4)):
+        grown = large[training][part] - small[training][part]
+        assert grown == pytest.approx(each * more / 2, rel=0.6 if part == "gradients" else 1e-6)
+    assert apart[training]["parameters"] - small[training]["parameters"] == 4 * 332416 / 2
+
+
 @pytest.mark.slow
-def test_predicted_memory_is_near_the_measured_peak_of_every_call(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [(), ("actor.model.lora.rank=16", "reference.shares=actor")])
+def test_predicted_memory_is_near_the_measured_peak_of_every_call(
+    tmp_path: Path, settings: tuple[str, ...]
+) -> None:
     write_model(tmp_path / "model")
     words = [f"{role}.model.path={tmp_path}/model" for role in ("actor", "critic", "reference")]
     words += [f"{role}.engine.micro_batch=8 rows" for role in ("actor", "critic", "reference")]
     words += [f"{role}.update.mini_batch_size=16" for role in ("actor", "critic")]
     words += ["data.prompts_per_step=16", "actor.rollout.max_new_tokens=48", "total_steps=2"]
-    words += ["eval_every=0", "run.sample_every=0", "actor.rollout.verify_every=0"]
+    words += ["eval_every=0", "run.sample_every=0", "actor.rollout.verify_every=0", *settings]
     loaded = load(
         ALGORITHMS / "ppo.py",
         None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from spmdflow.blocks.box import Box, describe, own_boxes
 from spmdflow.blocks.hash import MODULUS, box_hash, positional_hash
 from spmdflow.errors import ConfigError, PlanError
+from spmdflow.weights.adapter import ALL_LINEAR, Adapters
 from spmdflow.weights.move import Blocks, blocks, fill, own_parts
 from spmdflow.weights.ranks import megatron_shards, row_shards, vllm_shards
 from spmdflow.weights.table import parameters
@@ -32,6 +34,9 @@ def replicas(draw):
     """(architecture, tables of the ranks that hold one copy of it together)."""
     kind = draw(st.sampled_from(["megatron", "vllm", "fsdp", "whole"]))
     arch = draw(architectures(head="causal_lm" if kind == "vllm" else None))
+    if kind != "megatron":
+        some = [None, Adapters(3, (ALL_LINEAR,)), Adapters(5, ("q_proj", "down_proj"))]
+        arch = replace(arch, adapters=draw(st.sampled_from(some)))
     if kind == "whole":
         return arch, [row_shards(arch, shard_size=1, shard_rank=0)]
     if kind == "fsdp":

@@ -1,0 +1,122 @@
+"""Which weights a model has, in which precision, and what of a policy is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spmdflow.config.leaf import setting
+from spmdflow.errors import ConfigError
+from spmdflow.kind.engine import engines_with_adapters
+from spmdflow.kind.generator import generator_kind, generators_with_adapters
+from spmdflow.weights.adapter import Adapters
+
+AUTO = "auto"
+DTYPES = (AUTO, "float32", "bfloat16")
+
+
+class Precise:
+    """A part of the settings that has a dtype."""
+
+    dtype: str
+    max_model_len: int | None = None
+    """Of a generator: tokens of prompt and response together; None: as the settings say."""
+
+    @property
+    def precision(self) -> str:
+        """dtype, or float32 while it is auto (before a run or a plan has chosen)."""
+        return DTYPES[1] if self.dtype == AUTO else self.dtype
+
+
+@dataclass
+class ModelConfig(Precise):
+    """Which weights, in which precision."""
+
+    path: str = setting(
+        "Hugging Face folder, owner/name[@revision] on the hub, or a RUN_DIR or checkpoint."
+    )
+    dtype: str = setting(
+        "Compute precision; gradients and optimizer stay float32. auto: bfloat16 on CUDA, float32 "
+        "on CPU.",
+        AUTO,
+        one_of=DTYPES,
+    )
+
+
+@dataclass
+class LoRAConfig:
+    """Adapters: y = W x + alpha / rank B A x; only A and B are trained (Hu et al. 2021)."""
+
+    rank: int = setting("Rows of A and columns of B.", 16, at_least=1)
+    alpha: float = setting("Adapters are scaled by alpha / rank.", 32.0, above=0)
+    targets: list[str] = setting(
+        "Linear layers that get one, by the ends of their names, such as q_proj; all-linear: all "
+        "those of the decoder's layers.",
+        ["all-linear"],
+    )
+
+    @property
+    def adapters(self) -> Adapters:
+        """Which weights have them."""
+        return Adapters(self.rank, tuple(self.targets))
+
+    @property
+    def scale(self) -> float:
+        """What B A x is multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass
+class PolicyModelConfig(ModelConfig):
+    """A model that is trained, whole or by adapters."""
+
+    lora: LoRAConfig | None = setting(
+        "Train adapters of this rank and leave the weights as they are.", None
+    )
+
+
+def check_adapters(role: str, part: Any) -> None:
+    """ConfigError if a role's engine cannot train its adapters, or its generator not take them.
+
+    part: the role's settings (Any: its class).
+    """
+    lora, rollout = getattr(part.model, "lora", None), getattr(part, "rollout", None)
+    engines = engines_with_adapters()
+    if lora is not None and part.engine.kind not in engines:
+        got = f"adapters with {role}.engine.kind={part.engine.kind}"
+        expected = f"an engine that trains adapters: {', '.join(engines)}"
+        do = f"choose one of these, or leave {role}.model.lora out"
+        raise ConfigError.of(f"{role}.model.lora", got, expected, do)
+    if rollout is None or rollout.weights != "adapter":
+        return
+    key, do = f"{role}.rollout.weights", f"set {role}.rollout.weights=auto"
+    if lora is None:
+        got = f"adapter without {role}.model.lora"
+        raise ConfigError.of(key, got, "a policy that trains adapters", do)
+    if not generator_kind(rollout.generator).adapters:
+        got = f"adapter with {role}.rollout.engine={rollout.generator}"
+        expected = f"a generator that computes with them: {', '.join(generators_with_adapters())}"
+        raise ConfigError.of(key, got, expected, f"{do}, which merges them into the weights")
+
+
+def check_shares(cfg: Any, pools: Sequence[Sequence[str]]) -> None:
+    """ConfigError unless the actor with its adapters off is what the reference should be.
+
+    cfg: the script's settings; pools: the roles of each pool.
+    """
+    actor, reference, key = cfg.actor, cfg.reference, "reference.shares"
+    do = "leave reference.shares out"
+    if getattr(actor.model, "lora", None) is None:
+        got = "actor without actor.model.lora"
+        raise ConfigError.of(key, got, "an actor whose own weights stay as they are", do)
+    if reference.model.path != actor.model.path:
+        got = f"actor of {actor.model.path} for a reference of {reference.model.path}"
+        raise ConfigError.of(key, got, "one model", f"set one path, or {do}")
+    if not any({"actor", "reference"} <= set(roles) for roles in pools):
+        got, expected = "actor on other ranks", "both on the same ranks"
+        raise ConfigError.of(key, got, expected, f"put both into one pool, or {do}")
+    if reference.engine.kind not in engines_with_adapters():
+        got = f"actor with reference.engine.kind={reference.engine.kind}"
+        expected = "rows divided as the actor's are"
+        raise ConfigError.of(key, got, expected, "leave reference.engine.kind out")

@@ -1,0 +1,93 @@
+"""The policy's adapters in a vLLM engine: one slot of its LoRA layers, written in place.
+
+vLLM wraps the linear layers that have an adapter and keeps A and B in stacked buffers, one row per
+slot. Here there is one slot, of one request that all rows name: vLLM reads no file, and a weight
+sync writes A and alpha / rank B into views of the slot. Slices of fused layers have the order of
+the weight table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from spmdflow.config.model import LoRAConfig
+from spmdflow.errors import ConfigError, WeightSyncError
+from spmdflow.rollout.vllm_contract import walk
+from spmdflow.weights.adapter import Adapters
+from spmdflow.weights.ranks import adapter_boxes
+from spmdflow.weights.table import ShardTable
+
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes of vLLM's buffers."""
+_ID = 1
+
+
+def engine_arguments(lora: LoRAConfig, table: ShardTable) -> dict[str, Any]:
+    """Arguments of vllm.LLM. table: vLLM's tensors of a rank. ConfigError for a rank too large."""
+    size = next((size for size in _RANKS if size >= lora.rank), None)
+    if size is None:
+        do = "lower it, or set actor.rollout.weights=auto"
+        raise ConfigError.of("model.lora.rank", lora.rank, f"at most vLLM's {_RANKS[-1]}", do)
+    wrapped = {_layer_of(name).rpartition(".")[2] for name in _adapted(lora.adapters, table)}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": size,
+        "lora_target_modules": sorted(wrapped),
+    }
+
+
+class PolicyAdapter:
+    """The slot that all requests use."""
+
+    def __init__(self, runner: Any, lora: LoRAConfig) -> None:
+        """runner: vLLM's model runner, after its warm-up. ConfigError if it lacks a name."""
+        self.adapters, self._manager = lora.adapters, walk(runner, "lora_manager._adapter_manager")
+        request = import_module("vllm.lora.request").LoRARequest
+        self.request = request("policy", _ID, "the policy's own")
+        """What every request must carry."""
+        walk(runner, "lora_manager.add_dummy_lora")(self.request, lora.rank)
+        walk(self._manager, "activate_adapter")(_ID)
+        self.check()
+        for buffer in self._buffers():
+            buffer.zero_()
+
+    def check(self) -> None:
+        """WeightSyncError unless vLLM has the adapter in its slot."""
+        slots = walk(self._manager, "lora_index_to_id")
+        if slots != [_ID]:
+            do = "set actor.rollout.weights=auto and report this message"
+            raise WeightSyncError.of("vLLM's adapter", f"slots {slots}", f"the policy's, {_ID}", do)
+
+    def views(self, table: ShardTable) -> dict[str, Tensor]:
+        """Hugging Face name -> live A or B of this rank. table: vLLM's tensors of weights."""
+        found: dict[str, Tensor] = {}
+        for name in _adapted(self.adapters, table):
+            layer = self._manager.modules[_layer_of(name)]
+            for place, piece in enumerate(table[name].pieces):
+                names = list(adapter_boxes(piece, self.adapters))
+                a, b = layer.lora_a_stacked[place][0, 0], layer.lora_b_stacked[place][0, 0]
+                rank = self.adapters.rank
+                found |= dict(zip(names, (a[:rank], b[:, :rank])))
+        return found
+
+    def _buffers(self) -> Iterable[Tensor]:
+        for layer in self._manager.modules.values():
+            yield from (*layer.lora_a_stacked, *layer.lora_b_stacked)
+
+
+def _adapted(adapters: Adapters, table: ShardTable) -> list[str]:
+    """vLLM's names of the tensors of which some part has an adapter."""
+    return [
+        name
+        for name, tensor in table.items()
+        if any(adapter_boxes(piece, adapters) for piece in tensor.pieces)
+    ]
+
+
+def _layer_of(name: str) -> str:
+    return name.removesuffix(".weight")

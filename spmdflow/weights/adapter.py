@@ -1,0 +1,54 @@
+"""LoRA adapters by name: which weights have one, and what A and B of a weight are called.
+
+y = W x + scale B A x (Hu et al. 2021). The weight `q_proj.weight` (out, in) has the adapter
+`q_proj.lora_A.weight` (rank, in) and `q_proj.lora_B.weight` (out, rank). Names and integers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+ALL_LINEAR = "all-linear"
+"""A target that means every linear layer of the decoder's layers."""
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Which weights of a model have adapters, and of which rank."""
+
+    rank: int
+    targets: tuple[str, ...]
+    """Ends of names of linear layers, or `ALL_LINEAR`."""
+
+    def shapes(self, weights: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
+        """Name -> shape of every A and B. weights: of the model, shapes by Hugging Face name."""
+        found: dict[str, tuple[int, int]] = {}
+        for name, shape in weights.items():
+            is_linear = len(shape) == 2 and ".layers." in name and not is_adapter(name)
+            if is_linear and is_target(name.removesuffix(".weight"), self.targets):
+                a, b = adapter_names(name)
+                found |= {a: (self.rank, shape[1]), b: (shape[0], self.rank)}
+        return found
+
+
+def adapter_names(weight: str) -> tuple[str, str]:
+    """Names of A and B of a weight."""
+    layer = weight.removesuffix(".weight")
+    return layer + _A, layer + _B
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor is an A or a B."""
+    return name.endswith((_A, _B))
+
+
+def is_b(name: str) -> bool:
+    """Whether a tensor is a B."""
+    return name.endswith(_B)
+
+
+def is_target(layer: str, targets: Iterable[str]) -> bool:
+    """Whether a linear layer of this name gets an adapter: a target is the end of its name."""
+    return any(end in (ALL_LINEAR, layer) or layer.endswith(f".{end}") for end in targets)

@@ -1,0 +1,114 @@
+"""LoRA: linear layers with an adapter, y = W x + b + alpha / rank B A x (Hu et al. 2021).
+
+Only A and B are trained. A begins as peft's does (uniform, Kaiming with a = sqrt 5), from a stream
+of its own for each layer, B is zero: the model begins as the one in the folder. Knows no ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from spmdflow.blocks.box import Box
+from spmdflow.config.model import LoRAConfig
+from spmdflow.data.row_id import seed_of
+from spmdflow.errors import ConfigError
+from spmdflow.parallel.product import Linear
+from spmdflow.weights.adapter import adapter_names, is_adapter, is_target
+from spmdflow.weights.move import Read
+from spmdflow.workers.model import LoadedModel
+
+
+class LoRALinear(Linear):
+    """A linear layer with an adapter."""
+
+    lora_A: Linear
+    lora_B: Linear
+    scale: float
+    uses_adapter: bool
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        found = super().forward(input)
+        if not self.uses_adapter:
+            return found
+        adapted: Tensor = self.lora_B(self.lora_A(input))
+        return found + adapted * self.scale
+
+
+def add_adapters(model: LoadedModel, cfg: LoRAConfig, *, seed: int, key: str) -> LoadedModel:
+    """The model with adapters beside the linear layers that cfg names, in place.
+
+    seed: of the run. key: of the settings, for errors. ConfigError for a target that names none.
+    """
+    inside = {id(part) for layer in model.layers for part in layer.modules()}
+    linear = {
+        name: part
+        for name, part in model.module.named_modules()
+        if type(part) is Linear and id(part) in inside
+    }
+    for target in cfg.targets or [""]:
+        if not any(is_target(name, [target]) for name in linear):
+            ends = sorted({name.rpartition(".")[2] for name in linear})
+            expected = f"all-linear or some of {', '.join(ends)}"
+            raise ConfigError.of(f"{key}.targets", repr(target), expected, "choose some of these")
+    for name, part in linear.items():
+        if is_target(name, cfg.targets):
+            _add_adapter(part, cfg, name, None if part.weight.is_meta else seed)
+    return replace(model, lora=cfg, read=model.read and _with_start(model.read, model.module, seed))
+
+
+def _add_adapter(part: Linear, cfg: LoRAConfig, name: str, seed: int | None) -> None:
+    """seed: None where values are read later."""
+    like = {"bias": False, "device": part.weight.device, "dtype": part.weight.dtype}
+    part.lora_A = Linear(part.in_features, cfg.rank, **like)  # type: ignore[arg-type]
+    part.lora_B = Linear(cfg.rank, part.out_features, **like)  # type: ignore[arg-type]
+    part.__class__ = LoRALinear
+    assert isinstance(part, LoRALinear)
+    part.scale, part.uses_adapter = cfg.scale, True
+    if seed is not None:
+        pairs = zip((part.lora_A, part.lora_B), adapter_names(name), strict=True)
+        for adapter, whole in pairs:
+            adapter.weight.data.copy_(_first_values(whole, tuple(adapter.weight.shape), seed))
+
+
+def _with_start(read: Read, module: nn.Module, seed: int) -> Read:
+    """A reader of the weights that gives adapters their first values."""
+    shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if is_adapter(n)}
+
+    def read_either(name: str, box: Box) -> Tensor:
+        if name not in shapes:
+            return read(name, box)
+        return _first_values(name, shapes[name], seed)[box.slices()]
+
+    return read_either
+
+
+def _first_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Of a whole A or B; the same on every rank."""
+    values = torch.zeros(shape)
+    if name.endswith(adapter_names("")[0]):
+        stream = seed_of(seed, "lora", zlib.crc32(name.encode()))
+        nn.init.kaiming_uniform_(
+            values, a=math.sqrt(5), generator=torch.Generator().manual_seed(stream)
+        )
+    return values
+
+
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """The model as it is in its folder, for forward passes inside the block."""
+    adapted = [part for part in module.modules() if isinstance(part, LoRALinear)]
+    for part in adapted:
+        part.uses_adapter = False
+    try:
+        yield
+    finally:
+        for part in adapted:
+            part.uses_adapter = True

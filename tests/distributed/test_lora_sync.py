@@ -1,0 +1,133 @@
+"""Adapters on their way to a generator: merged into the weights, or in vLLM's LoRA layers.
+
+Ranks 1 and 2 of three train one model together, each has a generator of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from spmdflow.config.model import LoRAConfig
+from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig, RolloutConfig
+from spmdflow.parallel.group import GroupSpec, GroupTable
+from spmdflow.parallel.layout import Layout
+from spmdflow.rollout.generator import Replica, generator_of
+from spmdflow.transfer.worker import WorkerContext
+from spmdflow.workers.fsdp import FSDPEngine
+from spmdflow.workers.lora import add_adapters
+from spmdflow.workers.model import load_model
+
+RANK, ALPHA = 4, 16.0
+VICTIM = "model.layers.1.self_attn.k_proj.lora_B.weight"
+WHOLE = "model.layers.1.self_attn.k_proj.weight"
+CPU = torch.device("cpu")
+
+
+def measure(folder: str, generator: str, weights: str, targets: list[str]) -> dict[str, Any] | None:
+    """Three updates, each with a sync and greedy responses; then faults. None: an idle rank."""
+    sys.path.insert(0, str(Path(__file__).parent / "programs"))
+    import rollout_sync
+    from rollout_sync import GREEDY, POOL, VOCABULARY, World, faulty, message, sync_of, update
+
+    from tests.distributed.lora_reference import merged_model
+    from tests.rollout_reference import END, disagreements, num_close, reference, write_llama
+
+    rank = dist.get_rank()
+    world = World(rank, GroupTable(rank, timeout_seconds=120), Path(folder))
+    world.groups.make([GroupSpec(POOL, "compute", "gloo")])
+    if rank == 0:
+        write_llama(world.folder / "untied", vocab_size=VOCABULARY, max_position_embeddings=512)
+    dist.barrier()
+    if rank not in POOL:
+        return None
+    path, lora = str(world.folder / "untied"), LoRAConfig(rank=RANK, alpha=ALPHA, targets=targets)
+    layout = Layout.data_parallel(POOL)
+    context = WorkerContext("actor", layout, rank, world.groups, CPU, seed=0)
+    model = load_model(ModelConfig(path=path), head="causal_lm")
+    model = add_adapters(model, lora, seed=0, key="actor.model.lora")
+    engine = FSDPEngine(model, EngineConfig(), context, optimizer=OptimizerConfig(lr=0.02))
+    engine.merges_adapters = weights != "adapter"
+    rollout = RolloutConfig(engine=generator, weights=weights, lora=lora)
+    target = generator_of(rollout, path, CPU, Replica.alone())
+    hybrid = sync_of(world, engine, target, verify_every=1)
+    found: dict[str, Any] = {"faults": [], "close": 0, "bytes": [], "responses": []}
+    for number in range(3):
+        update(engine, 2 * number)
+        update(engine, 2 * number + 1)
+        found["bytes"].append(hybrid.sync()["rollout/synced_bytes"].total)  # type: ignore[union-attr]
+        answer = hybrid.generate(world.prompts(), GREEDY, world.seeds)
+        state = {n: x.whole() for n, x in engine._trained().items()}
+        fresh = merged_model(Path(path), state, lora)
+        expected = reference(fresh, world.prompts(), GREEDY, world.seeds, (END,))
+        found["faults"] += disagreements(answer, expected, tolerance=1e-5)
+        found["close"] += num_close(expected)
+        found["responses"].append(answer["responses"].values().tolist())
+        hybrid.release()
+    victim = VICTIM if weights == "adapter" else WHOLE
+
+    def without_victim(blocks: Any) -> Any:
+        """It never arrives."""
+        return [block for block in blocks if block[0] != victim]
+
+    update(engine, 7)
+    with faulty(engine, target, list, without_victim, rollout_sync.nothing):
+        said = message(hybrid.sync), hybrid.needs_sync
+    found["never arrives"] = *said, message(hybrid.sync)
+    if weights == "adapter":
+        target._adapter._manager.deactivate_adapter(1)  # type: ignore[attr-defined]
+        found["not in use"] = message(hybrid.sync)
+    dist.barrier(world.groups.get(POOL))
+    return found
+
+
+def judge(ranks: list[dict[str, Any] | None], *, victim: str) -> list[dict[str, Any]]:
+    """The responses are those of transformers with the merged model; faults are named."""
+    assert ranks[0] is None
+    found = [each for each in ranks if each is not None]
+    for each in found:
+        assert each["faults"] == [] and each["close"] <= 2
+        assert len({tuple(tokens) for tokens in each["responses"]}) == 3
+        said, needs_sync, repaired = each["never arrives"]
+        assert said.startswith("WeightSyncError: ") and victim in said, said
+        assert needs_sync and repaired == ""
+    return found
+
+
+@pytest.mark.slow
+def test_merged_adapters_generate_as_transformers_with_the_merged_model(
+    spawn_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    targets = ["q_proj", "k_proj", "down_proj"]
+    judge(spawn_ranks(measure, 3, str(tmp_path), "builtin", "copy", targets), victim=WHOLE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_merged_adapters_generate_the_same_in_vllm(
+    spawn_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    targets = ["all-linear"]
+    found = spawn_ranks(measure, 3, str(tmp_path), "vllm", "copy", targets, seconds=300)
+    judge(found, victim=WHOLE)
+
+
+@pytest.mark.timeout(400)
+def test_adapters_in_vllm_generate_as_transformers_with_the_merged_model(
+    spawn_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    targets = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
+    ranks = spawn_ranks(measure, 3, str(tmp_path), "vllm", "adapter", targets, seconds=300)
+    for found in judge(ranks, victim=VICTIM):
+        hidden, queries, keys, ffn = 64, 64, 32, 96
+        sizes = 2 * (hidden + queries) + (hidden + keys) + 2 * (hidden + ffn)
+        assert found["bytes"] == [RANK * sizes * 2 * 4 // 2] * 3  # two layers, half is here
+        assert "slots [None], expected the policy's, 1" in found["not in use"]
