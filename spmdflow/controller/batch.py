@@ -152,6 +152,18 @@ class Batch:
         kept = {number for number, values in groups.items() if keep(values)}
         return self.select([i for i, number in enumerate(numbers) if number in kept])
 
+    def best(self, name: str) -> Batch:
+        """Of each group the row with the largest number in a column, the last one of several.
+
+        nan, the score of a row that failed, is below every number. Waits for the values (counted
+        as fetched bytes).
+        """
+        numbers = np.nan_to_num(np.asarray(self._numbers("best", name)), nan=-np.inf)
+        groups = self.group_numbers()
+        order = np.lexsort((numbers, groups))  # by group, then number, then place
+        ends = np.flatnonzero(np.diff(groups[order], append=-1))
+        return self.select(order[ends])
+
     def repeat(self, n: int) -> Batch:
         """Each row n times, neighbours, with new ids; parents are the ids repeated."""
         if n < 1:
@@ -187,9 +199,9 @@ class Batch:
         place = order[np.searchsorted(groups, samples.parents)]
         return self._at(place, samples.ids, samples.parents)
 
-    def only(self, *names: str) -> Batch:
-        """With the columns `names` alone."""
-        return self._with({name: self.column(name) for name in names})
+    def only(self, *names: str, prefix: str = "") -> Batch:
+        """With the columns `names` alone; prefix: put before each name."""
+        return self._with({prefix + name: self.column(name) for name in names})
 
     def drop(self, *names: str) -> Batch:
         """Without the columns `names`."""

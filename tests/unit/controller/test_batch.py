@@ -168,7 +168,33 @@ def test_groups_are_kept_or_left_out_whole(batch: Batch) -> None:
     assert numbers(kept) == kept.parents.tolist()
 
 
+def test_best_row_of_each_group_is_the_last_of_those_with_the_largest_number(
+    batch: Batch, toy: WorkerGroup
+) -> None:
+    samples = batch[:3].repeat(4).select([11, 0, 5, 2, 7, 1])  # groups of 1, 3 and 2 rows
+    numbered = toy.add(samples)
+
+    best = (samples | numbered).best("next")
+
+    expected = {}
+    for row, group, number in zip(samples.ids, samples.parents, numbers(numbered, "next")):
+        if number >= expected.get(group, (number, row))[0]:
+            expected[group] = (number, row)
+    assert sorted(best.ids) == sorted(row for _, row in expected.values())
+    assert len(best) == 3 and len(batch[:0].best("number")) == 0
+
+
 # Columns
+
+
+def test_columns_are_chosen_with_a_prefix_for_their_names(batch: Batch, toy: WorkerGroup) -> None:
+    both = batch | toy.add(batch)
+
+    chosen = both.only("number", "next", prefix="other_")
+
+    assert chosen.columns == ("other_number", "other_next")
+    assert numbers(chosen, "other_next") == numbers(both, "next")
+    assert numbers(both | chosen, "other_number") == numbers(both)
 
 
 def test_row_of_each_prompt_is_shared_by_its_samples(batch: Batch, toy: WorkerGroup) -> None:
