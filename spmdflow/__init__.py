@@ -15,8 +15,8 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "spmdflow.config.algorithm": (
-        "CorrectionConfig DAPOConfig GRPOAsyncConfig GRPOConfig RLOOConfig ReinforcePPConfig "
-        "RemaxConfig SafeRLHFConfig SurrogateActorConfig"
+        "CorrectionConfig DAPOConfig DistillConfig GRPOAsyncConfig GRPOConfig RLOOConfig "
+        "ReinforcePPConfig RemaxConfig SafeRLHFConfig SurrogateActorConfig TeacherConfig"
     ),
     "spmdflow.config.leaf": "part setting",
     "spmdflow.config.offline": (
@@ -46,13 +46,14 @@ _NAMES = {
     "spmdflow.models.reward": "CostWorker RewardWorker",
     "spmdflow.objectives.advantage": (
         "LagrangeMultiplier add_overlong_penalty as_baseline compute_advantages "
-        "compute_safe_advantages"
+        "compute_safe_advantages compute_teacher_rewards"
     ),
+    "spmdflow.objectives.covariance": "mark_covariant_tokens",
     "spmdflow.objectives.estimator": "advantage",
     "spmdflow.objectives.kl": "AdaptiveKL compute_rollout_weights measure_kl",
-    "spmdflow.objectives.policy": "policy_loss",
     "spmdflow.objectives.preference": "preference_loss",
     "spmdflow.objectives.supervised": "SupervisedLoss",
+    "spmdflow.objectives.surrogate": "policy_loss",
     "spmdflow.program": "launch load_settings",
     "spmdflow.runtime.launch": "Outcome",
     "spmdflow.transfer.protocol": "Answer Protocol register_protocol",

@@ -29,15 +29,36 @@ class SurrogateLossConfig(PolicyLossConfig):
     """The policy loss of PPO, with a choice of the surrogate and of its clip ratios."""
 
     surrogate: str = setting(
-        "Policy loss: ppo, gspo, cispo, plain, or one that the script adds.", "ppo"
+        "Policy loss: ppo, gspo, gmpo, sapo, cispo, dppo_tv, dppo_kl, dro, kl_cov, clip_cov, "
+        "plain, or one that the script adds.",
+        "ppo",
     )
     clip_ratio_high: float | None = setting(
         "Upper epsilon (clip-higher); none: the same as clip_ratio.", None, above=0
     )
     dual_clip: float | None = setting(
-        "Ratio at which the loss of a negative advantage stops growing; none: never.",
+        "Ratio at which the loss of a negative advantage stops growing; none: never. Of dppo: the "
+        "largest ratio that counts; none: 20.",
         None,
         above=1,
+    )
+    sapo_temperatures: list[float] = setting(
+        "Gate temperatures of sapo: of positive advantages, of the others.", [1.0, 1.05], above=0
+    )
+    covariance_share: float = setting(
+        "Share of tokens that mark_covariant_tokens marks (kl_cov, clip_cov).",
+        2e-4,
+        above=0,
+        at_most=1,
+    )
+    covariance_bounds: list[float] = setting(
+        "clip_cov marks tokens whose covariance lies between these.", [1.0, 5.0]
+    )
+    covariance_kl_coef: float = setting(
+        "Weight of |log ratio| at marked tokens (kl_cov).", 0.1, at_least=0
+    )
+    dro_beta: float | None = setting(
+        "Weight of the squared log ratio in dro, which needs it.", None, above=0
     )
 
 
@@ -51,6 +72,7 @@ class CorrectionConfig:
         one_of=("token", "sequence", "mask"),
     )
     cap: float = setting("Largest weight; for mask the range is [1/cap, cap].", 2.0, above=1)
+    normalise: bool = setting("Divide the weights by their mean over the batch.", False)
 
 
 @dataclass
@@ -65,11 +87,13 @@ class GroupAdvantageConfig(AdvantageConfig):
     """Advantages from several samples of a prompt."""
 
     estimator: str = setting(
-        "grpo, dr_grpo, rloo, opo, pass_at_k, reinforce_pp, reinforce_pp_baseline, or one that "
-        "the script adds.",
+        "grpo, dr_grpo, rloo, opo, gpg, pass_at_k, pass_at_k_std, optimal_token_baseline, "
+        "reinforce_pp, reinforce_pp_baseline, or one that the script adds.",
         "grpo",
     )
-    best_of: int = setting("The k of pass_at_k; 0: all samples of a prompt.", 0, at_least=0)
+    best_of: int = setting(
+        "The k of pass_at_k, pass_at_k_std; 0: all samples of a prompt.", 0, at_least=0
+    )
     whiten: bool = setting("Normalise advantages over the global batch too.", False)
 
 
@@ -242,6 +266,36 @@ class ReinforcePPConfig(CriticFreeConfig):
 
     run: RunConfig = part(RunConfig, name="reinforce_pp")
     advantage: ReinforcePPAdvantageConfig = part(ReinforcePPAdvantageConfig)
+
+
+@dataclass
+class TeacherConfig(ReferenceConfig):
+    """The frozen policy that is imitated; it reads the actor's tokens."""
+
+    model: ModelConfig = part(ModelConfig)
+
+
+@dataclass
+class DistillAdvantageConfig(RewardToGoConfig):
+    """Each token's own reward, and with gamma above 0 those of the tokens behind it."""
+
+    estimator = "reinforce_pp"
+    # Not settings: the KL to the teacher is the reward.
+    kl_coef: ClassVar[float] = 0.0  # type: ignore[misc]
+    kl_estimator: ClassVar[str] = "k1"  # type: ignore[misc]
+    gamma: float = setting("Discount of later tokens' rewards.", 0.0, at_least=0, at_most=1)
+
+
+@dataclass
+class DistillConfig(CriticFreeConfig):
+    """Everything `algos/distill.py` reads."""
+
+    # The teacher is the only model that the student is compared with.
+    reference: ClassVar[None] = None  # type: ignore[assignment, misc]
+
+    run: RunConfig = part(RunConfig, name="distill")
+    teacher: TeacherConfig = part(TeacherConfig)
+    advantage: DistillAdvantageConfig = part(DistillAdvantageConfig)
 
 
 @dataclass

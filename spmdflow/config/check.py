@@ -301,7 +301,7 @@ def _check_vocabularies(cfg: Any, folders: list[tuple[str, str]]) -> None:
     """Every model knows the ids of every tokenizer; only if all models pass their own checks.
 
     A reward model may have a tokenizer of its own: texts are encoded again. Not those of chats,
-    which would keep the marks of the actor's template.
+    which would keep the marks of the actor's template, nor if it scores the actor's tokens.
     """
     models = [_check_model(cfg, key, path) for key, path in folders]
     for key, data in parts_of(cfg, DataSettings):
@@ -309,7 +309,7 @@ def _check_vocabularies(cfg: Any, folders: list[tuple[str, str]]) -> None:
         vocabulary = model_folder.read_vocabulary(f"{key}.tokenizer_path", tokenizer)
         for facts in models if vocabulary else ():
             part, own = getattr(cfg, facts.key.split(".")[0]), None
-            if isinstance(part, RewardConfig) and not data.chat_template:
+            if isinstance(part, RewardConfig) and not (data.chat_template or part.per_token):
                 actor_tokenizer = Path(part.tokenizer_path)
                 own = model_folder.own_vocabulary(facts.key, facts.path, actor_tokenizer)
             read = (facts.path, own) if own else (tokenizer, vocabulary or {})

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spmdflow.config.leaf import follows, setting
+
+KL_ESTIMATES = ("k1", "k2", "k3", "abs")
+MEANS = ("token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "token-sum")
 
 
 class PolicyLossSettings:
@@ -14,6 +18,11 @@ class PolicyLossSettings:
     pretrain_coef: float = 0.0
     clip_ratio_high: float | None = None
     dual_clip: float | None = None
+    sapo_temperatures: Sequence[float] = (1.0, 1.05)
+    covariance_share: float = 2e-4
+    covariance_bounds: Sequence[float] = (1.0, 5.0)
+    covariance_kl_coef: float = 0.1
+    dro_beta: float | None = None
 
 
 @dataclass
@@ -25,16 +34,15 @@ class PolicyLossConfig(PolicyLossSettings):
     kl_coef: float = setting(
         "Weight of the KL penalty in the loss (needs ref_log_probs).", 0.0, at_least=0
     )
-    kl_estimator: str = setting("Estimator of that KL.", "k3", one_of=("k1", "k2", "k3", "abs"))
+    kl_estimator: str = setting(
+        "Estimator of that KL; k1+, k3+: with the gradient of k2, which is the KL's.",
+        "k3",
+        one_of=(*KL_ESTIMATES, "k1+", "k3+"),
+    )
     aggregation: str = setting(
         "How token losses become one number.",
         "token-mean",
-        one_of=(
-            "token-mean",
-            "sequence-mean-token-mean",
-            "sequence-mean-token-sum",
-            "sequence-mean-token-sum-by-budget",
-        ),
+        one_of=(*MEANS, "sequence-mean-token-sum-by-budget"),
     )
 
 
@@ -45,6 +53,7 @@ class ValueLossConfig:
     clip_range: float | None = setting(
         "Values may move this far from the old ones; none: no clipping.", 0.2, above=0
     )
+    aggregation: str = setting("How token losses become one number.", "token-mean", one_of=MEANS)
 
 
 class AdvantageSettings:
@@ -62,7 +71,7 @@ class AdvantageConfig(AdvantageSettings):
     lam: float = setting("GAE's lambda.", 0.95, at_least=0, at_most=1)
     whiten: bool = setting("Normalise advantages over the global batch.", True)
     kl_coef: float = setting("Weight of the KL to the reference in the reward.", 0.0, at_least=0)
-    kl_estimator: str = setting("Estimator of that KL.", "k1", one_of=("k1", "k2", "k3", "abs"))
+    kl_estimator: str = setting("Estimator of that KL.", "k1", one_of=KL_ESTIMATES)
 
 
 @dataclass

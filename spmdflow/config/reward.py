@@ -140,6 +140,9 @@ def check_rewards(key: str, reward: Any) -> None:
         expected = "one of them or both"
         do = f"set {key}.model.path=FOLDER or {key}.function=file.py:name"
         raise ConfigError.of(key, "neither model nor function", expected, do)
+    if reward.per_token and not has_model:
+        do = f"set {key}.model.path=FOLDER or {key}.per_token=false"
+        raise ConfigError.of(f"{key}.per_token", "true without a model", "a model", do)
     of_model = [term for term in terms if term.is_model]
     if len(of_model) > 1 or (of_model and not has_model):
         got = "more than one term model" if has_model else "the term model without a reward model"

@@ -338,10 +338,9 @@ class ReferenceConfig:
 class RewardConfig:
     """Scores: a model, functions in worker processes, or a weighted sum of both."""
 
-    model: ModelConfig | None = setting(
-        "A sequence-classification model with one label; or use function.", None
-    )
+    model: ModelConfig | None = setting("A classifier with one label; or use function.", None)
     engine: FrozenEngineConfig = part(FrozenEngineConfig)
+    per_token: bool = setting("The model scores each response token, not the whole.", False)
     # Any: a name, or a map of terms; config/reward.py reads it
     function: Any = setting(
         "file.py:name or module:name of fn(prompt, response, row), or a map name -> weight * "

@@ -15,7 +15,7 @@ docs/COLUMNS.md lists all columns; the main ones:
 | rollout_log_probs | ragged float32 | recorded while generating |
 | old_log_probs, ref_log_probs | ragged float32 | recomputed by the trainer; by the reference |
 | values | ragged float32 | the critic's estimate before each response token |
-| token_level_rewards | ragged float32 | the score at the last token, 0 elsewhere |
+| token_level_rewards | ragged float32 | the score at the last token, or each token's |
 | advantages, returns | ragged float32 | what the policy and the critic learn from |
 | rollout_weights | ragged float32 | importance weight of a token that the generator sampled |
 | scores | dense float32 (B,) | one score per response |

@@ -37,7 +37,7 @@ from spmdflow.workers.engine import Part
 from spmdflow.workers.micro_batch import MicroBatch
 
 UPDATE_READS = ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
-UPDATE_MAY = ("ref_log_probs", "rollout_weights", "pretrain_ids", *VALID)
+UPDATE_MAY = ("ref_log_probs", "rollout_weights", "covariant", "pretrain_ids", *VALID)
 """Columns of `update_actor`: those it needs, and those it uses if they are there."""
 INSTEAD = {"old_log_probs": "rollout_log_probs"}
 """Column that may replace old_log_probs if only the update reads them (controller/waiting.py)."""
@@ -113,6 +113,25 @@ class PolicyWorker(EngineWorker):
         total = float((entropy * mask).sum())
         self.report({"actor/entropy": Mean(total, float(mask.sum()))})
         return made.exclude("entropy")
+
+    @register(
+        transfer_mode="3D_PROTO",
+        reads=("prompts", "responses", "response_mask"),
+        writes=("squared_probs",),
+    )
+    def compute_squared_probs(self, batch: TensorDict) -> TensorDict | None:
+        """squared_probs (ragged float32): sum_v p_v^2 of the policy where it chose each token.
+
+        For advantage.estimator=optimal_token_baseline. With q = softmax(2 z / tau) and z_y the
+        token's logit, sum_v p_v^2 = p_y^2 / q_y: two log-probabilities, no (tokens, V) tensor.
+        """
+        temperature = self.cfg.rollout.temperature
+
+        def score(output: CausalOutput, micro: MicroBatch) -> dict[str, Tensor]:
+            log_p, log_q = output.log_probs(temperature), output.log_probs(temperature / 2)
+            return {"squared_probs": micro.spread((2 * log_p - log_q).exp().clamp(max=1.0))}
+
+        return self.score(batch, score)
 
     @register(
         transfer_mode="3D_PROTO",

@@ -17,16 +17,18 @@ from torch import Tensor
 from spmdflow.config.model_folder import own_vocabulary
 from spmdflow.config.reward import MODEL, RewardTerm, on_error_of, reward_terms
 from spmdflow.config.schema import RewardConfig
-from spmdflow.data.ragged import lengths_of, ragged, rows_of
+from spmdflow.data.ragged import is_ragged, lengths_of, pad, ragged, rows_of
 from spmdflow.datasets.tokenizer import encode_again, load_tokenizer, response_texts
 from spmdflow.errors import RewardError
 from spmdflow.models.base import EngineWorker, axis_groups
+from spmdflow.objectives.log_prob import ScalarOutput
 from spmdflow.parallel.group import all_gather_plain
 from spmdflow.parallel.layout import Layout
 from spmdflow.rewards.pool import Result, RewardPool, weighted
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import CallInfo, Mean, Metric, Sum, Worker, WorkerContext
 from spmdflow.weights.architecture import Architecture
+from spmdflow.workers.micro_batch import MicroBatch
 
 READS = ("prompts", "responses", "prompt_text", "row")
 _WRITES = ("scores", "token_level_rewards", "valid", "response_text", "score_terms")
@@ -79,16 +81,18 @@ class RewardWorker(Worker):
     def compute_reward(self, batch: TensorDict, *, prefix: str = "reward") -> TensorDict | None:
         """scores (B,) float32; token_level_rewards: the score at the last response token.
 
+        With per_token a row's score is the sum of its token_level_rewards: the model's, and what
+        functions add at the last token (paper Table 4: token-level or sample-level scores).
         valid (B,) bool: False, and the score nan, where a function failed under on_error=drop;
         RewardError if too many did. score_terms: the terms of each score, as JSON. prefix: of the
         metrics (means over valid rows); give another for rows other than the training batch.
         """
-        scores_by_model = None if self._model is None else self._model_scores(batch)
-        if scores_by_model is None and self._model is not None:
+        by_model = None if self._model is None else self._model.scores(batch, self.call)
+        if by_model is None and self._model is not None:
             return None  # before the last stage
         begun, self.begun = self.begun, None
         texts, found = self.judge(batch, self.call) if begun is None else begun.result()
-        results = self._sum_up(found, scores_by_model or [])
+        results = self._sum_up(found, [] if by_model is None else self._weigh(by_model))
         drops = self._on_error.kind == "drop"
         valid = torch.tensor([not (drops and result.get("errors")) for result in results]).bool()
         scores = torch.tensor([result["score"] for result in results], dtype=torch.float32)
@@ -103,7 +107,7 @@ class RewardWorker(Worker):
         scores[~valid] = torch.nan
         columns = {
             "scores": scores,
-            "token_level_rewards": _put_at_last_token(scores, batch),
+            "token_level_rewards": self._token_rewards(scores, by_model, batch),
             "valid": valid,
         }
         made = TensorDict(columns, batch_size=batch.batch_size)
@@ -162,14 +166,22 @@ class RewardWorker(Worker):
         count = float((~valid).sum())
         return {"dropped": Sum(count), "dropped_share": Mean(count, len(valid))}
 
-    def _model_scores(self, batch: TensorDict) -> list[Result] | None:
-        """For each row {"score": weighted, ...} by the model; None before the last stage."""
-        assert self._model is not None
-        self._model.call = self.call
-        found = self._model.scores(batch)
-        if found is None:
-            return None
-        return [weighted(self._model_terms, [{"score": score}]) for score in found.tolist()]
+    def _weigh(self, by_model: Tensor) -> list[Result]:
+        """For each row {"score": weighted, ...}; by_model: (B,), or ragged with each token's."""
+        if is_ragged(by_model):
+            by_model = pad(by_model).double().sum(-1)
+        return [weighted(self._model_terms, [{"score": score}]) for score in by_model.tolist()]
+
+    def _token_rewards(self, scores: Tensor, by_model: Tensor | None, batch: TensorDict) -> Tensor:
+        """Ragged float32: the model's rewards of tokens, and what is left of scores at the end."""
+        if by_model is None or not is_ragged(by_model):
+            return _put_at_last_token(scores, batch)
+        (unit,) = self._weigh(torch.ones(1))
+        rewards = unit["score"] * by_model.values().double()
+        if self._has_functions:
+            sums = pad(ragged(rewards, lengths_of(by_model))).sum(-1)
+            rewards = rewards + _put_at_last_token((scores - sums).float(), batch).values()
+        return ragged(rewards.float(), lengths_of(by_model))
 
     def _sum_up(self, results: list[Result] | None, by_model: list[Result]) -> list[Result]:
         """Each row's score of functions and model; the same floats on every rank of the group."""
@@ -201,20 +213,33 @@ class _ModelScorer(EngineWorker):
         self._encodes = own_vocabulary(f"{context.name}.model.path", folder, actor) is not None
         self._max_positions = Architecture.sizes_from_folder(folder).max_positions
 
-    def scores(self, batch: TensorDict) -> Tensor | None:
-        """(B,) scores; None before the last pipeline stage."""
-        rows = batch.select("prompts", "responses")
+    def scores(self, batch: TensorDict, call: CallInfo) -> Tensor | None:
+        """(B,) scores, ragged ones of each response token if the settings say so.
+
+        None before the last pipeline stage.
+        """
+        self.call, rows = call, batch.select("prompts", "responses")
         if self._encodes:
             rows = self._encode_again(rows)
             count = self.engine.count_micro_batches(rows)
             self.call = replace(self.call, num_micro_batches=count)
-        made = self.score(rows, lambda output, micro: {"scores": output.at(micro.ends)})
+
+        def score(output: ScalarOutput, micro: MicroBatch) -> dict[str, Tensor]:
+            if not self.cfg.per_token:
+                return {"scores": output.at(micro.ends)}
+            lengths = micro.response_lengths
+            firsts = micro.ends + 1 - lengths.cumsum(0)  # by place among all response tokens
+            places = firsts.repeat_interleave(lengths) + torch.arange(len(micro.targets)).to(firsts)
+            return {"scores": micro.spread(output.at(places))}
+
+        made = self.score(rows, score)
         if made is None:
             return None
         scores = made["scores"].float().cpu()
-        if not scores.isfinite().all():
-            row, path = int(scores.isfinite().int().argmin()), self.cfg.model.path
-            got = f"the score {scores[row]:g} for row {self.call.row_ids[row]}"
+        finite = (pad(scores) if self.cfg.per_token else scores[:, None]).isfinite().all(-1)
+        if not finite.all():
+            row, path = int(finite.int().argmin()), self.cfg.model.path
+            got = f"a score that is not finite for row {self.call.row_ids[row]}"
             do = f"check the weights of {path}, or set model.dtype=float32"
             raise RewardError.of("reward model", got, "finite scores", do)
         return scores

@@ -15,7 +15,9 @@ which a script may add its own, and `KL_ESTIMATORS`, `AGGREGATIONS`, `CORRECTION
 | grpo, dr_grpo | mean of the prompt's samples, with and without division by their std | Shao et al. 2024, Liu et al. 2025 |
 | rloo | mean of the prompt's other samples | Ahmadian et al. 2024 |
 | opo | mean of the prompt's samples, weighted by length | Hao et al. 2025 |
-| pass_at_k | best of k samples without this one | Walder and Karkhanis 2025 |
+| gpg | mean of the prompt's samples; scaled by the share of rows with a gradient | Chu et al. 2025 |
+| pass_at_k, pass_at_k_std | best of k samples without this one; divided by the prompt's std | Walder and Karkhanis 2025, Tang et al. 2025 |
+| optimal_token_baseline | returns of the prompt's samples, weighted by squared gradients up to the token | Li et al. 2026 |
 | remax | score of the greedy response | Li et al. 2024 |
 | reinforce_pp, reinforce_pp_baseline | whitening over the global batch; before it the mean of the prompt's samples | Hu 2025 |
 
@@ -24,5 +26,10 @@ which a script may add its own, and `KL_ESTIMATORS`, `AGGREGATIONS`, `CORRECTION
 | ppo | clipped ratio; clip-higher, dual clip | Schulman et al. 2017, Yu et al. 2025, Ye et al. 2020 |
 | gspo | the same with the sequence's ratio | Zheng et al. 2025 |
 | cispo | log-probability weighted by the clipped ratio | MiniMax 2025 |
+| gmpo | the geometric mean of a row's clipped ratios | Zhao et al. 2025 |
+| sapo | a sigmoid of the ratio | Gao et al. 2025 |
+| dppo_tv, dppo_kl | log-probability weighted by the ratio, where the probability has not moved far | Qi et al. 2026 |
+| dro | log-probability and its squared distance | Richemond et al. 2024 |
+| kl_cov, clip_cov | ratio; tokens of large covariance are held or left out | Cui et al. 2025 |
 | plain | log-probability | Williams 1992 |
 """  # noqa: E501 a table row is one line

@@ -50,7 +50,7 @@ def _not_weighted(cfg: AdvantageConfig) -> tuple[str, ...]:
 @map_function(
     reads=("response_mask", "token_level_rewards"),
     reads_for=lambda arguments: ESTIMATORS.find(arguments["estimator"]).reads,
-    optional=("old_log_probs", "ref_log_probs", *VALID),
+    optional=("old_log_probs", "ref_log_probs", "rollout_weights", *VALID),
     writes=("advantages", "returns"),
     groups=True,
     spares=lambda arguments: _not_weighted(arguments["cfg"]),
@@ -217,6 +217,25 @@ class LagrangeMultiplier(KeptNumber):
         """One ascent step on the mean cost of a batch."""
         step = self._cfg.lr * self.value * (mean_cost - self._cfg.limit)
         self.value = min(self.value * math.exp(min(max(step, -20.0), 20.0)), self._cfg.largest)
+
+
+@map_function(
+    reads=("response_mask", "old_log_probs", "ref_log_probs"),
+    writes=("token_level_rewards",),
+    instead=lambda arguments: {"old_log_probs": "rollout_log_probs"},
+)
+def compute_teacher_rewards(batch: TensorDict, *, reduce: Reduce, report: Report) -> TensorDict:
+    """token_level_rewards r_t = log pi_teacher(y_t) - log pi(y_t); 0 where others chose the token.
+
+    On samples of the policy -r_t estimates KL(pi || pi_teacher) (k1), so that a policy gradient
+    with these rewards descends it: on-policy distillation (Agarwal et al. 2024, arXiv 2306.13649;
+    Lu and Thinking Machines 2025, "On-policy distillation"). ref_log_probs are the teacher's.
+    """
+    mask = pad(batch["response_mask"])
+    policy, teacher = (pad(batch[name]) for name in ("old_log_probs", "ref_log_probs"))
+    gaps = torch.where(mask, teacher - policy, 0.0)
+    column = ragged_from_padded(gaps, lengths_of(batch["response_mask"]))
+    return TensorDict({"token_level_rewards": column}, batch_size=batch.batch_size)
 
 
 def overlong_penalty(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:

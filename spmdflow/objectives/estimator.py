@@ -127,11 +127,8 @@ def _gae(samples: Samples, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]:
 def grpo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     """A_i = (s_i - mean_G s) / (std_G s + 1e-6), std unbiased (Shao et al. 2024, section 4.1.2)."""
     scores, groups = samples.scores, samples.groups
-    sizes = groups.sizes()
-    centred = scores - groups.means(scores)
-    variance = groups.sums(centred.square()) / (sizes - 1).clamp(min=1)
-    normalised = centred / (variance.sqrt() + 1e-6)
-    return _repeat_per_token(samples, torch.where(sizes > 1, normalised, scores))
+    normalised = (scores - groups.means(scores)) / (_group_deviation(samples) + 1e-6)
+    return _repeat_per_token(samples, torch.where(groups.sizes() > 1, normalised, scores))
 
 
 @advantage("dr_grpo", groups=True)
@@ -183,15 +180,71 @@ def pass_at_k(samples: Samples, cfg: AdvantageConfig) -> Estimates:
 
     k is advantage.best_of, at most n and at least 2.
     """
-    scores, groups = samples.scores, samples.groups
-    sizes = groups.sizes()
-    ordered = groups.members(scores).sort(-1).values  # nan comes last
-    weights = torch.zeros_like(ordered)
-    for n in set(sizes.int().tolist()):
-        weights[sizes == n] = _weigh_places(n, ordered.shape[1], cfg.best_of).to(weights)
-    beaten = (scores[:, None] - ordered.nan_to_num(torch.inf)).clamp(min=0)
-    found = (beaten * weights).sum(-1)
-    return _repeat_per_token(samples, torch.where(sizes > 1, found, scores))
+    return _repeat_per_token(samples, _gain_over_best(samples, cfg))
+
+
+@advantage("pass_at_k_std", groups=True)
+def pass_at_k_std(samples: Samples, cfg: AdvantageConfig) -> Estimates:
+    """The advantage of `pass_at_k` / (std_G + 1e-6), std unbiased, as GRPO divides.
+
+    With k = n only the best row has one: (max - second) / (std + 1e-6) (Tang et al. 2025, arXiv
+    2503.19595, in the form of the public implementation).
+    """
+    found, several = _gain_over_best(samples, cfg), samples.groups.sizes() > 1
+    divided = found / (_group_deviation(samples) + 1e-6)
+    return _repeat_per_token(samples, torch.where(several, divided, found))
+
+
+@advantage("gpg", groups=True)
+def gpg(samples: Samples, cfg: AdvantageConfig) -> Estimates:
+    """A_i = alpha (s_i - mean_G s) / F, F = 1; alpha = B / (B - M) over the global batch.
+
+    M of the B rows are in groups whose scores are all equal: they have no gradient, and alpha keeps
+    the scale of the others (GPG, Chu et al. 2025, arXiv 2504.02546). A row alone in its group is
+    not among the M. Its loss is `plain` with token-mean.
+    """
+    sizes = samples.groups.sizes()
+    counted = samples.mask.any(-1)
+    no_gradient = (_group_deviation(samples) < 1e-8) & (sizes > 1)
+    rows, idle = samples.reduce(
+        torch.stack([counted.sum(), (counted & no_gradient).sum()]).double()
+    )
+    alpha = rows / (rows - idle).clamp(min=1)
+    return _repeat_per_token(samples, alpha * _subtract_group_mean(samples))
+
+
+@advantage("optimal_token_baseline", reads=("old_log_probs", "squared_probs"), groups=True)
+def optimal_token_baseline(samples: Samples, cfg: AdvantageConfig) -> Estimates:
+    """A_t = G_t - sum_G W_t G_t / sum_G W_t: a baseline of its own for each of the policy's tokens.
+
+    G_t = sum_{u >= t} r_u; W_t = sum_{u <= t} w_u, w = 1 - 2 pi(y) + sum_v pi(v)^2, the squared
+    norm of the gradient of log pi(y) by the logits (squared_probs is sum_v pi(v)^2, by
+    `compute_squared_probs`). With rollout_weights w is multiplied by their square. t counts the
+    policy's tokens. Where no other row of the group has a token t, A_t = G_t: a row's own return as
+    its baseline would leave nothing (Li et al. 2026, arXiv 2602.07078).
+    """
+    mask, columns = samples.mask, samples.columns
+    to_go = reward_to_go(samples.rewards, mask, 1.0)
+    weights = 1 - 2 * columns["old_log_probs"].exp() + columns["squared_probs"]
+    weights = weights * columns.get("rollout_weights", torch.ones_like(weights)).square()
+    energy = torch.where(mask, weights, 0.0).cumsum(-1)
+    width = _common_width(mask, samples.reduce)
+    order = (mask.cumsum(-1) - 1).clamp(min=0)  # (B, R): which of the policy's tokens
+    parts = torch.stack([mask.double(), energy * mask, energy * to_go * mask], -1)  # (B, R, 3)
+    table = parts.new_zeros(len(mask), width, 3)
+    table.scatter_add_(1, order[..., None].expand_as(parts), parts)
+    sums = samples.groups.sums(table).gather(1, order[..., None].expand_as(parts))
+    rows, energies, returns = sums.unbind(-1)
+    baseline = torch.where(rows > 1, returns / (energies + 1e-8), 0.0)
+    return torch.where(mask, to_go - baseline, 0.0), to_go
+
+
+def _common_width(mask: Tensor, reduce: Reduce) -> int:
+    """A power of 2, the same on every rank: at least the policy's tokens of any row."""
+    most = int(mask.sum(-1).max()) if len(mask) else 0
+    needed = torch.zeros(32, dtype=torch.float64, device=mask.device)
+    needed[most.bit_length()] = 1.0
+    return 1 << int(reduce(needed).nonzero().max())
 
 
 @advantage("remax", reads=("baseline_scores",))
@@ -210,7 +263,7 @@ def reinforce_pp(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     """A_t = sum_{u >= t} gamma^(u - t) r_u, to be whitened over the global batch.
 
     REINFORCE++ (Hu 2025): the KL is in the rewards (advantage.kl_coef), whitening is the baseline
-    (advantage.whiten).
+    (advantage.whiten). With gamma 0 a token has its own reward alone (algos/distill.py).
     """
     to_go = reward_to_go(samples.rewards, samples.mask, cfg.gamma)
     return to_go, to_go
@@ -224,11 +277,31 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
 
 
+def _gain_over_best(samples: Samples, cfg: AdvantageConfig) -> Tensor:
+    """(B,) the A_i of `pass_at_k`; s_i alone where a prompt has one sample."""
+    scores, groups = samples.scores, samples.groups
+    sizes = groups.sizes()
+    ordered = groups.members(scores).sort(-1).values  # nan comes last
+    weights = torch.zeros_like(ordered)
+    for n in set(sizes.int().tolist()):
+        weights[sizes == n] = _weigh_places(n, ordered.shape[1], cfg.best_of).to(weights)
+    beaten = (scores[:, None] - ordered.nan_to_num(torch.inf)).clamp(min=0)
+    found = (beaten * weights).sum(-1)
+    return torch.where(sizes > 1, found, scores)
+
+
 def _weigh_places(n: int, width: int, best_of: int) -> Tensor:
     """(width,) float64: C(j, k - 2) / C(n - 1, k - 1) at place j of n scores in ascending order."""
     k = max(2, min(best_of or n, n))
     table = [comb(j, k - 2) / comb(n - 1, k - 1) if j < n - 1 else 0.0 for j in range(width)]
     return torch.tensor(table, dtype=torch.float64)
+
+
+def _group_deviation(samples: Samples) -> Tensor:
+    """(B,) unbiased standard deviation of the group's scores; 0 for one row or equal scores."""
+    scores, groups = samples.scores, samples.groups
+    centred = scores - groups.means(scores)
+    return (groups.sums(centred.square()) / (groups.sizes() - 1).clamp(min=1)).sqrt()
 
 
 def _subtract_group_mean(samples: Samples) -> Tensor:

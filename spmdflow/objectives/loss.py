@@ -111,9 +111,9 @@ class Aggregation:
 
     weights: Callable[[Tensor], Tensor]
     """(B, R) mask -> (B, R) weights, 0 outside the mask."""
-    total: str
+    total: str | None
     """The global denominator: "tokens", "sequences" with at least one token in the mask, or
-    "budget", which is sequences times the longest response allowed."""
+    "budget", which is sequences times the longest response allowed; None: 1."""
 
 
 def _each_token(mask: Tensor) -> Tensor:
@@ -134,6 +134,8 @@ AGGREGATIONS |= {
     "sequence-mean-token-sum": Aggregation(_each_token, "sequences"),
     # 1/(N L) sum_i sum_t l_it, L constant: the same divided by the longest response (ibid., code)
     "sequence-mean-token-sum-by-budget": Aggregation(_each_token, "budget"),
+    # sum_i sum_t l_it: the gradient grows with the mini-batch
+    "token-sum": Aggregation(_each_token, None),
 }
 
 
@@ -144,7 +146,8 @@ def aggregate(x: Tensor, mask: Tensor, totals: Mapping[str, float], mode: str) -
     the mode that divides by it. mode: a name in AGGREGATIONS.
     """
     chosen = AGGREGATIONS.find(mode)
-    return (inside(x, mask) * chosen.weights(mask)).sum() / max(totals[chosen.total], 1.0)
+    total = 1.0 if chosen.total is None else max(totals[chosen.total], 1.0)
+    return (inside(x, mask) * chosen.weights(mask)).sum() / total
 
 
 def mask_totals(row_sums: Tensor) -> dict[str, float]:

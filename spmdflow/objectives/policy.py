@@ -1,134 +1,20 @@
-"""Losses of PPO: the actor's, a policy loss by name with entropy and KL, and the critic's.
-
-`@policy_loss("name")` makes a policy loss known to a run. It is a function `(log_probs,
-old_log_probs, advantages, mask, cfg) -> (loss, ratio, clipped)`, all tensors (B, R). r_t = pi(y_t)
-/ pi_old(y_t) is the probability ratio, its logarithm clamped to +-20, and clip(r) keeps it in
-[1 - clip_ratio, 1 + clip_ratio_high]; without clip_ratio_high the range is symmetric. A script adds
-its own function with the decorator at module level.
-"""
+"""Losses of PPO: the actor's, a policy loss by name with entropy and KL, and the critic's."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from spmdflow.config.objective import PolicyLossConfig, ValueLossConfig
 from spmdflow.errors import ColumnError, ConfigError
-from spmdflow.kind.registry import Registry
-from spmdflow.objectives.kl import KL_ESTIMATORS, bounded, kl_estimate
+from spmdflow.objectives.kl import KL_ESTIMATORS, kl_estimate
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.objectives.loss import AGGREGATIONS, Loss, Micro, aggregate, inside, masked_sum
+from spmdflow.objectives.surrogate import MARKED, POLICY_LOSSES, Surrogate
 from spmdflow.transfer.worker import Max, Mean, Metric
-
-
-class Surrogate(NamedTuple):
-    """Per-token terms of a policy loss, each (B, R)."""
-
-    loss: Tensor
-    ratio: Tensor
-    clipped: Tensor
-    """bool: clipped, so the token passes no gradient (CISPO: its weight is clipped)."""
-
-
-PolicyTerms = Callable[
-    [Tensor, Tensor, Tensor, Tensor, PolicyLossConfig], tuple[Tensor, Tensor, Tensor]
-]
-
-POLICY_LOSSES: Registry[PolicyTerms] = Registry(
-    "policy loss", "loss.surrogate", decorator="policy_loss({name!r})"
-)
-
-policy_loss = POLICY_LOSSES.register
-"""`@policy_loss("name")` makes a policy loss known."""
-
-
-@policy_loss("ppo")
-def ppo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cfg: PolicyLossConfig,
-) -> Surrogate:
-    """-min(r A, clip(r) A) (PPO, Schulman et al. 2017, eq. 7).
-
-    With clip_ratio_high above clip_ratio rare tokens may grow faster than they shrink
-    (clip-higher; DAPO, Yu et al. 2025, eq. 10). With dual_clip c the loss of a negative advantage
-    is at most -c A, however large r is (Ye et al. 2020, eq. 5).
-    """
-    ratio = torch.exp(bounded(log_probs - old_log_probs))
-    return _clipped(ratio, advantages, cfg)
-
-
-@policy_loss("gspo")
-def gspo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cfg: PolicyLossConfig,
-) -> Surrogate:
-    """PPO's loss with the sequence ratio s = exp(mean_t log r_t) at every token of a row.
-
-    GSPO-token (Zheng et al. 2025, eq. 13-14): s_t = sg[s] pi(y_t) / sg[pi(y_t)] has the value s,
-    and its gradient goes to token t alone, so that advantages may differ between tokens. With
-    equal advantages and loss.aggregation sequence-mean-token-mean it is GSPO (eq. 5). Its clip
-    ratios are small, about 3e-4.
-    """
-    log_ratio = inside(log_probs - old_log_probs, mask)
-    mean = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    ratio = torch.exp(bounded(mean.detach()) + (log_probs - log_probs.detach()))
-    return _clipped(ratio, advantages, cfg)
-
-
-@policy_loss("cispo")
-def cispo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cfg: PolicyLossConfig,
-) -> Surrogate:
-    """-sg[clip(r)] A log pi: the weight is clipped and every token keeps its gradient.
-
-    CISPO (MiniMax-M1 2025, eq. 4-5).
-    """
-    ratio = torch.exp(bounded(log_probs - old_log_probs))
-    weight = ratio.clamp(*_range(cfg)).detach()
-    return Surrogate(-weight * advantages * log_probs, ratio, weight != ratio)
-
-
-@policy_loss("plain")
-def plain(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cfg: PolicyLossConfig,
-) -> Surrogate:
-    """-A log pi (REINFORCE, Williams 1992): for a single optimizer step on on-policy samples."""
-    ratio = torch.exp(bounded(log_probs - old_log_probs))
-    return Surrogate(-advantages * log_probs, ratio, torch.zeros_like(mask))
-
-
-def _clipped(ratio: Tensor, advantages: Tensor, cfg: PolicyLossConfig) -> Surrogate:
-    free = -advantages * ratio
-    held = -advantages * ratio.clamp(*_range(cfg))
-    loss, clipped = torch.maximum(free, held), held > free
-    if cfg.dual_clip is not None:
-        most = -advantages * cfg.dual_clip
-        beyond = (advantages < 0) & (loss > most)
-        loss, clipped = torch.where(beyond, most, loss), clipped | beyond
-    return Surrogate(loss, ratio, clipped)
-
-
-def _range(cfg: PolicyLossConfig) -> tuple[float, float]:
-    high = cfg.clip_ratio if cfg.clip_ratio_high is None else cfg.clip_ratio_high
-    return 1 - cfg.clip_ratio, 1 + high
 
 
 class Before:
@@ -179,7 +65,8 @@ LARGEST_RATIO = 2.0
 class PolicyLoss(Loss):
     """Policy loss - entropy_coef * H + kl_coef * KL(pi || ref), all aggregated in the same way.
 
-    Reads old_log_probs and advantages, and ref_log_probs if kl_coef is not 0. If there are
+    Reads old_log_probs and advantages, ref_log_probs if kl_coef is not 0, and covariant if the loss
+    is one of `surrogate.MARKED`. If there are
     rollout_weights, each token's policy loss is multiplied by its weight. Without old_log_probs the
     detached log-probs take their place, which is exact if a batch is a single optimizer step.
 
@@ -223,7 +110,7 @@ class PolicyLoss(Loss):
         if self.truncates:
             means["rollout/weight_clipped"] = (old_log_probs < least).float()
         counted = old_log_probs.maximum(least) if self.truncates else old_log_probs
-        terms = self.terms(log_probs, counted, advantages, mask)
+        terms = self.terms(log_probs, counted, advantages, mask, columns.get("covariant"))
         token_losses = terms.loss
         if "rollout_weights" in columns:
             token_losses = inside(token_losses, mask) * inside(columns["rollout_weights"], mask)
@@ -243,10 +130,22 @@ class PolicyLoss(Loss):
         return loss - self.cfg.entropy_coef * entropy + self.cfg.kl_coef * kl_loss, metrics
 
     def terms(
-        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        covariant: Tensor | None = None,
     ) -> Surrogate:
-        """The policy loss of each token, all (B, R)."""
-        return Surrogate(*self._terms(log_probs, old_log_probs, advantages, mask, self.cfg))
+        """The policy loss of each token, all (B, R); covariant: the tokens that `MARKED` need."""
+        given = (log_probs, old_log_probs, advantages, mask, self.cfg)
+        if self.cfg.surrogate not in MARKED:
+            return Surrogate(*self._terms(*given))
+        if covariant is None:
+            got, expected = "no column covariant", f"it for loss.surrogate={self.cfg.surrogate}"
+            do = "batch |= batch.map(mark_covariant_tokens, cfg=cfg.actor.loss, seed=step.number)"
+            raise ColumnError.of("policy loss", got, expected, do)
+        return Surrogate(*self._terms(*given, covariant.bool() & mask))
 
     def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
         """Turn the ratio's second moment into its standard deviation."""
@@ -316,7 +215,7 @@ def clipped_value_loss(
 
 
 class ValueLoss(Loss):
-    """Token mean of the clipped value loss.
+    """Mean of the clipped value loss, by loss.aggregation.
 
     Reads values (from before the update) and returns. Metrics: critic/loss, clip_fraction,
     value_mean, return_mean, and explained_variance = 1 - Var(R - V_old) / Var(R) with the values
@@ -335,7 +234,7 @@ class ValueLoss(Loss):
         )
         values = micro.spread(output.at(micro.predicting))
         losses, clipped = clipped_value_loss(values, old_values, returns, self.cfg.clip_range)
-        loss = aggregate(losses, micro.response_mask, totals, "token-mean")
+        loss = aggregate(losses, micro.response_mask, totals, self.cfg.aggregation)
         error, target = (returns - old_values).double(), returns.double()
         means = {
             "critic/clip_fraction": clipped.float(),

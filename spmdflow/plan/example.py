@@ -71,10 +71,11 @@ _FORMS = {
     "bool like prompts": "loss_mask",
     "text like prompts": "prompt_text row score_terms",
     "int64 like responses": "responses",
-    "bool like responses": "response_mask",
+    "bool like responses": "response_mask covariant",
     "text like responses": "response_text",
     "float32 like responses": "rollout_log_probs old_log_probs ref_log_probs values cost_values "
-    "token_level_rewards token_level_costs advantages returns cost_returns rollout_weights",
+    "token_level_rewards token_level_costs advantages returns cost_returns rollout_weights "
+    "squared_probs",
     "float32": "scores costs baseline_scores reference_kl pretrain_losses losses margins",
     "float32[2]": "ref_answer_log_probs",
     "int64": "chosen_tokens",

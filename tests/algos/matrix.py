@@ -1,7 +1,7 @@
 """Scripts x engines x placements x generators x world sizes: which fit together, and a few of them
 that cover all pairs. Integers and names only.
 
-Twelve scripts and three placements are 36 pairs, more than 14 runs can have. So the covering set
+Thirteen scripts and three placements are 39 pairs, more than 14 runs can have. So the covering set
 has every pair of the four settings below, each with some script that allows it, and every script
 at least once. The full matrix has every combination that is allowed.
 """
@@ -37,6 +37,7 @@ ROLES = {
     "rloo": ("actor", "reference", "reward"),
     "reinforce_pp": ("actor", "reference", "reward"),
     "dapo": ("actor", "reward"),
+    "distill": ("actor", "reward", "teacher"),
     "sft": ("actor",),
     "reward_model": ("reward_model",),
     "dpo": ("actor", "reference"),
@@ -153,7 +154,7 @@ def _engines(run: Combination) -> Iterator[str]:
         fits = role == trained_by(run.script) or ranks_of(run, role) % 2 == 0
         yield f"{role}.engine.layout={layout if fits else 't1'}"
         yield f"{role}.engine.micro_batch=3 rows"
-        if role != "reference":
+        if role not in ("reference", "teacher"):
             yield f"{role}.update.mini_batch_size={_ROWS.get(run.script, 8)}"
             yield f"{role}.optimizer.schedule=constant"
             yield f"{role}.optimizer.warmup_steps=0"
@@ -175,6 +176,7 @@ _SMALL: dict[str, tuple[str, ...]] = {
     "rloo": _GROUP,
     "reinforce_pp": (),
     "dapo": _GROUP,
+    "distill": ("actor.rollout.temperature=2.5",),
     "sft": (),
     "reward_model": (),
     "dpo": (),

@@ -16,6 +16,7 @@ MOST_CHANGED_LINES = {
     "algos/reinforce_pp.py": 5,
     "algos/remax.py": 12,
     "algos/dapo.py": 21,
+    "algos/distill.py": 11,
     "algos/safe_rlhf.py": 14,
     "algos/sft.py": 20,
     "algos/reward_model.py": 20,

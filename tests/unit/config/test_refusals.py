@@ -160,6 +160,8 @@ FILES = {
 REWARDS = {
     "reward.function=null": "reward: got neither model nor function, expected one of them "
     "or both; set reward.model.path=FOLDER or reward.function=file.py:name",
+    "reward.per_token=true": "reward.per_token: got true without a model, expected a model; set "
+    "reward.model.path=FOLDER or reward.per_token=false",
     "reward.model.path=scorer": "reward: got a model beside functions without a weight for its "
     "score, expected the term model; write reward.function={judge: 1.0 * model, rule: "
     "file.py:name} or set one of "

@@ -19,6 +19,7 @@ from spmdflow.data.ragged import pad, ragged
 from spmdflow.errors import ConfigError
 from spmdflow.objectives.kl import compute_rollout_weights
 from spmdflow.objectives.policy import PolicyLoss
+from spmdflow.tracking.metric import merge
 from tests.unit.objectives.test_objectives import Rows
 from tests.unit.replayed_ranks import run_ranks, take
 
@@ -69,12 +70,11 @@ def test_equal_log_probs_give_weight_1_and_nothing_is_clipped() -> None:
         answer, metrics = run(batch, CorrectionConfig(kind))
         mask = pad(batch["response_mask"])
         assert (pad(answer["rollout_weights"])[mask] == 1).all()
-        assert metrics == {
-            "rollout/weight_mean": 1.0,
-            "rollout/weight_clipped": 0.0,
-            "rollout/weight_ess": 1.0,
-            "rollout/trainer_kl": 0.0,
-        }
+        ones = ("weight_mean", "weight_max", "weight_ess", "ppl_ratio")
+        zeros = ("weight_std", "weight_clipped", "trainer_kl", "kl", "chi2_token", "chi2_seq")
+        assert [metrics[f"rollout/{name}"] for name in ones] == [1.0] * 4
+        assert [metrics[f"rollout/{name}"] for name in zeros] == [0.0] * 6
+        assert metrics["rollout/ppl"] == metrics["rollout/trainer_ppl"] > 1
 
 
 def test_share_of_clipped_weights_counts_chosen_tokens_only() -> None:
@@ -97,6 +97,80 @@ def test_share_of_clipped_weights_counts_chosen_tokens_only() -> None:
     assert shares == pytest.approx({"token": 1 / 3, "mask": 2 / 3, "sequence": 0})
 
 
+@pytest.mark.parametrize("kind", ["token", "sequence", "mask"])
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 10_000))
+def test_normalised_weights_have_a_mean_of_1_on_any_ranks(kind: str, seed: int) -> None:
+    batch, mask = make(seed), pad(make(seed)["response_mask"])
+    plain, own = run(batch, CorrectionConfig(kind, 1.5))
+    cfg = CorrectionConfig(kind, 1.5, normalise=True)
+
+    found, metrics = run(batch, cfg)
+    rows = [[0, 2], [1, 3], []]
+    parts = run_ranks(lambda rank, reduce: run(take(batch, rows[rank]), cfg, reduce)[0], 3)
+
+    weights = pad(found["rollout_weights"]).double()
+    if kind == "sequence":  # one weight a response
+        each = [float(weights[i][mask[i]][0]) for i in range(len(mask)) if mask[i].any()]
+    else:
+        each = weights[mask].tolist()
+    if any(each):
+        assert sum(each) / len(each) == pytest.approx(1, rel=1e-6)
+        before = pad(plain["rollout_weights"]).double()
+        kept = mask & (before > 0)
+        ratios = weights[kept] / before[kept]
+        assert float(ratios.max() - ratios.min()) < 1e-5
+    assert metrics == own  # of the weights before
+    for rank, part in enumerate(parts):
+        for place, row in enumerate(rows[rank]):
+            mine = part["rollout_weights"].unbind()[place]
+            torch.testing.assert_close(mine, found["rollout_weights"].unbind()[row])
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10_000))
+def test_metrics_of_the_mismatch_equal_loops_over_tokens_and_responses(seed: int) -> None:
+    batch = make(seed)
+
+    metrics = run(batch, CorrectionConfig("token", 1.5))[1]
+
+    mask = pad(batch["response_mask"])
+    old, mu = (pad(batch[name]).double() for name in ("old_log_probs", "rollout_log_probs"))
+    tokens = [(float(old[i, t]), float(mu[i, t])) for i, t in mask.nonzero().tolist()]
+    rows = [
+        [(float(old[i, t]), float(mu[i, t])) for t in mask[i].nonzero()[:, 0].tolist()]
+        for i in range(len(mask))
+        if mask[i].any()
+    ]
+
+    def mean(numbers: list[float]) -> float:
+        return math.fsum(numbers) / len(numbers)
+
+    trainer = [-mean([a for a, _ in row]) for row in rows]
+    rollout = [-mean([b for _, b in row]) for row in rows]
+    gaps = [a - b for a, b in zip(trainer, rollout, strict=True)]
+    weights = [min(math.exp(a - b), 1.5) for a, b in tokens]
+    spread = mean([w * w for w in weights]) - mean(weights) ** 2
+    expected = {
+        "kl": mean([b - a for a, b in tokens]),
+        "trainer_kl": mean([math.exp(a - b) - (a - b) - 1 for a, b in tokens]),
+        "chi2_token": mean([math.exp(a - b) ** 2 for a, b in tokens]) - 1,
+        "chi2_seq": mean([math.prod(math.exp(a - b) for a, b in row) ** 2 for row in rows]) - 1,
+        "ppl": mean([math.exp(x) for x in rollout]),
+        "log_ppl": mean(rollout),
+        "trainer_ppl": mean([math.exp(x) for x in trainer]),
+        "trainer_log_ppl": mean(trainer),
+        "log_ppl_diff": mean(gaps),
+        "log_ppl_abs_diff": mean([abs(x) for x in gaps]),
+        "log_ppl_abs_diff_max": max(abs(x) for x in gaps),
+        "ppl_ratio": mean([math.exp(x) for x in gaps]),
+        "weight_max": max(weights),
+        "weight_std": math.sqrt(max(spread, 0.0)),
+    }
+    found = {name: metrics[f"rollout/{name}"] for name in expected}
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10_000))
 def test_weights_and_metrics_do_not_depend_on_the_ranks(seed: int) -> None:
@@ -104,10 +178,18 @@ def test_weights_and_metrics_do_not_depend_on_the_ranks(seed: int) -> None:
     whole, metrics = run(batch, cfg)
     rows = [[0, 2], [1, 3], []]
 
-    parts = run_ranks(lambda rank, reduce: run(take(batch, rows[rank]), cfg, reduce), 3)
+    reports: list[dict[str, Any]] = [{}, {}, {}]
 
-    for rank, (answer, own) in enumerate(parts):
-        assert own == pytest.approx(metrics)
+    def on_rank(rank: int, reduce: Callable[[Tensor], Tensor]) -> TensorDict:
+        report = reports[rank].update
+        return compute_rollout_weights(
+            take(batch, rows[rank]), cfg=cfg, reduce=reduce, report=report
+        )
+
+    parts = run_ranks(on_rank, 3)
+
+    assert merge(reports) == pytest.approx(metrics)
+    for rank, answer in enumerate(parts):
         for place, row in enumerate(rows[rank]):
             mine = answer["rollout_weights"].unbind()[place]
             assert torch.equal(mine, whole["rollout_weights"].unbind()[row])
@@ -198,4 +280,4 @@ def run(
 ) -> tuple[TensorDict, dict[str, Any]]:
     metrics: dict[str, Any] = {}
     answer = compute_rollout_weights(batch, cfg=cfg, reduce=reduce, report=metrics.update)
-    return answer, metrics
+    return answer, merge([metrics])

@@ -24,6 +24,8 @@ from tests.unit.replayed_ranks import run_ranks, take
 
 PLAIN = AdvantageConfig(whiten=False, gamma=0.9)
 GROUPED = ["grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp_baseline"]
+OTHERS = ["gpg", "pass_at_k_std", "optimal_token_baseline"]
+"""With definitions in test_more_advantages."""
 
 cases = st.builds(
     lambda seed, sizes: (seed, [g for g, n in enumerate(sizes) for _ in range(n)]),
@@ -70,7 +72,7 @@ def test_group_advantage_equals_its_definition(name: str, case: tuple[int, list[
             torch.testing.assert_close(found[row], expected.float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [*GROUPED, "remax", "reinforce_pp"])
+@pytest.mark.parametrize("name", [*GROUPED, *OTHERS, "remax", "reinforce_pp"])
 @settings(deadline=None, max_examples=20)
 @given(cases, st.integers(0, 100))
 def test_advantages_do_not_depend_on_which_rank_has_a_row(
@@ -159,7 +161,7 @@ def test_reinforce_pp_is_the_whitened_reward_to_go() -> None:
     torch.testing.assert_close(pad(found["advantages"])[mask].double(), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [*GROUPED, "remax", "reinforce_pp"])
+@pytest.mark.parametrize("name", [*GROUPED, *OTHERS, "remax", "reinforce_pp"])
 def test_rows_without_a_chosen_token_and_no_rows_at_all_are_finite_and_zero(name: str) -> None:
     batch, groups = make(2, [0, 0, 1])
     batch["response_mask"] = ragged(
@@ -203,6 +205,9 @@ def make(seed: int, groups: list[int], *, holes: bool = True) -> tuple[TensorDic
         columns["token_level_rewards"] = ragged(rewards, lengths)
     columns["response_mask"] = ragged(mask, lengths)
     columns["baseline_scores"] = torch.randn(len(groups), generator=generator)
+    chosen = 0.05 + 0.9 * torch.rand(total, generator=generator)
+    columns["old_log_probs"] = ragged(chosen.log(), lengths)
+    columns["squared_probs"] = ragged(chosen.square() + (1 - chosen).square() / 10, lengths)
     return TensorDict(columns, batch_size=[len(groups)]), groups
 
 

@@ -17,14 +17,22 @@ from spmdflow.errors import ConfigError
 from spmdflow.objectives.kl import AdaptiveKL, measure_kl
 
 
-@given(st.floats(1e-4, 10.0), st.floats(-100, 100), st.floats(0.1, 50.0))
-def test_weight_follows_its_formula(before: float, kl: float, target: float) -> None:
-    weight = AdaptiveKL(AdvantageConfig(kl_coef=before), target=target)
+@given(
+    st.floats(1e-4, 10.0),
+    st.floats(-100, 100),
+    st.floats(0.1, 50.0),
+    st.none() | st.floats(1e-4, 4),
+)
+def test_weight_follows_its_formula(
+    before: float, kl: float, target: float, gain: float | None
+) -> None:
+    more = {} if gain is None else {"gain": gain}
+    weight = AdaptiveKL(AdvantageConfig(kl_coef=before), target=target, **more)
 
     weight.update(kl)
 
     error = max(-0.2, min(0.2, (kl - target) / target))
-    assert weight.value == pytest.approx(before * (1 + 0.1 * error))
+    assert weight.value == pytest.approx(before * (1 + (gain or 0.1) * error))
 
 
 def test_weight_settles_where_the_kl_that_it_causes_meets_the_target() -> None:
@@ -49,10 +57,12 @@ def test_weight_goes_into_any_advantage_settings_and_resumes() -> None:
     assert cfg.kl_coef == 0.1
 
 
-@pytest.mark.parametrize(("coef", "target"), [(0.0, 1.0), (0.1, 0.0)])
-def test_weight_that_could_never_move_is_refused(coef: float, target: float) -> None:
-    with pytest.raises(ConfigError, match="expected both above 0"):
-        AdaptiveKL(AdvantageConfig(kl_coef=coef), target=target)
+@pytest.mark.parametrize(
+    ("coef", "target", "gain"), [(0.0, 1.0, 0.1), (0.1, 0.0, 0.1), (0.1, 1.0, 0.0), (0.1, 1.0, 5.0)]
+)
+def test_weight_that_could_never_move_is_refused(coef: float, target: float, gain: float) -> None:
+    with pytest.raises(ConfigError, match="expected all above 0"):
+        AdaptiveKL(AdvantageConfig(kl_coef=coef), target=target, gain=gain)
 
 
 def test_kl_of_a_response_is_summed_over_the_policys_tokens() -> None:

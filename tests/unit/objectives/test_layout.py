@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.algorithm import SurrogateLossConfig
+from spmdflow.config.objective import MEANS
 from spmdflow.config.offline import PreferenceLossConfig
 from spmdflow.config.schema import ValueLossConfig
 from spmdflow.data.ragged import ragged, select_rows
@@ -48,6 +49,10 @@ LOSSES: dict[str, Loss] = {
         f"{surrogate}, {aggregation}": policy_loss(surrogate=surrogate, aggregation=aggregation)
         for surrogate in ("ppo", "gspo", "cispo", "plain")
         for aggregation in AGGREGATIONS
+    },
+    **{
+        surrogate: policy_loss(surrogate=surrogate, dro_beta=0.2, kl_estimator="k3+")
+        for surrogate in ("sapo", "gmpo", "dppo_tv", "dppo_kl", "dro", "kl_cov", "clip_cov")
     },
     "ppo, clip-higher and dual clip": policy_loss(clip_ratio_high=0.3, dual_clip=1.5),
     "ppo, with pre-training text": PretrainedPolicyLoss(policy_loss(), 0.3),
@@ -104,11 +109,12 @@ def test_pairs_may_be_torn_apart_over_micro_batches(name: str, layout: Any) -> N
     )
 
 
-@settings(deadline=None, max_examples=25)
+@pytest.mark.parametrize("aggregation", MEANS)
+@settings(deadline=None, max_examples=8)
 @given(layouts)
-def test_value_loss_does_not_depend_on_the_layout(layout: Any) -> None:
+def test_value_loss_does_not_depend_on_the_layout(aggregation: str, layout: Any) -> None:
     seed, count, ranks, parts, by_tokens = layout
-    loss, batch = ValueLoss(ValueLossConfig()), make(seed, count)
+    loss, batch = ValueLoss(ValueLossConfig(aggregation=aggregation)), make(seed, count)
     table = torch.randn(VOCAB, 1, generator=torch.Generator().manual_seed(seed))
 
     compare(
@@ -173,6 +179,7 @@ def make(seed: int, count: int) -> TensorDict:
         ids = torch.randint(0, VOCAB, (int(lengths.sum()),), generator=generator)
         columns[name] = ragged(ids, lengths)
     columns["response_mask"] = ragged(mask, responses)
+    columns["covariant"] = ragged(torch.rand(tokens, generator=generator) < 0.2, responses)
     texts = torch.rand(count, generator=generator) < 0.3
     columns["is_text"] = texts
     columns["desirable"] = torch.rand(count, generator=generator) < 0.5

@@ -16,7 +16,7 @@ from torch import Tensor
 from spmdflow.config.schema import PolicyLossConfig, ValueLossConfig
 from spmdflow.data.ragged import ragged
 from spmdflow.errors import ColumnError, ConfigError
-from spmdflow.objectives.kl import kl_estimate
+from spmdflow.objectives.kl import KL_ESTIMATORS, kl_estimate
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.objectives.loss import AGGREGATIONS, Loss, aggregate, mask_totals, masked_sum
 from spmdflow.objectives.policy import Before, PolicyLoss, ValueLoss, clipped_value_loss
@@ -66,11 +66,27 @@ def test_k2_has_half_the_mean_square_and_the_gradient_of_the_kl() -> None:
     torch.testing.assert_close(found, exact)
 
 
+@pytest.mark.parametrize("name", ["k1+", "k3+"])
+def test_straight_through_estimate_has_its_own_value_and_the_gradient_of_the_kl(name: str) -> None:
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    policy, other = logits.log_softmax(-1), torch.randn(6).double().log_softmax(-1)
+    weight = policy.exp().detach()
+
+    each = kl_estimate(name, policy, other)
+
+    for found, one, two in zip(each.tolist(), policy.tolist(), other.tolist(), strict=True):
+        gap = one - two
+        assert found == pytest.approx(gap if name == "k1+" else math.exp(-gap) - 1 + gap)
+    (found,) = torch.autograd.grad((weight * each).sum(), logits, retain_graph=True)
+    (exact,) = torch.autograd.grad((policy.exp() * (policy - other)).sum(), logits)
+    torch.testing.assert_close(found, exact)
+
+
 @settings(deadline=None)  # a loaded machine is no failure
 @given(st.floats(-500, 500))
 def test_kl_estimates_are_finite_and_k2_k3_abs_never_negative(difference: float) -> None:
     d = torch.tensor(difference)
-    found = {name: kl_estimate(name, d, torch.tensor(0.0)) for name in ("k1", "k2", "k3", "abs")}
+    found = {name: kl_estimate(name, d, torch.tensor(0.0)) for name in KL_ESTIMATORS}
 
     assert all(math.isfinite(x) for x in found.values())
     assert min(float(found[name]) for name in ("k2", "k3", "abs")) >= 0
@@ -106,6 +122,7 @@ def test_aggregation_modes_weigh_tokens_and_sequences_as_their_formulas() -> Non
         "sequence-mean-token-mean": (2 + 10) / 2,
         "sequence-mean-token-sum": (6 + 10) / 2,
         "sequence-mean-token-sum-by-budget": (6 + 10) / (2 * 8),
+        "token-sum": 16,
     }
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from spmdflow.config.algorithm import SurrogateLossConfig
 from spmdflow.config.schema import PolicyLossConfig
 from spmdflow.errors import ConfigError
-from spmdflow.objectives.policy import POLICY_LOSSES, PolicyLoss, policy_loss
+from spmdflow.objectives.policy import PolicyLoss
+from spmdflow.objectives.surrogate import POLICY_LOSSES, policy_loss
 
 NAMES = ["ppo", "gspo", "cispo", "plain"]
 
@@ -188,9 +189,9 @@ def test_own_policy_loss_is_known_by_its_name_and_others_are_refused() -> None:
     terms = PolicyLoss(cfg, 1.0).terms(log_probs, old, advantages, mask)
 
     torch.testing.assert_close(terms.loss, -2 * advantages * log_probs)
-    with pytest.raises(ConfigError, match="got 'nothing', expected one of cispo, gspo"):
+    with pytest.raises(ConfigError, match="got 'nothing', expected one of cispo, clip_cov"):
         PolicyLoss(SurrogateLossConfig(surrogate="nothing"), 1.0)
-    with pytest.raises(ConfigError, match="not taken by spmdflow.objectives.policy"):
+    with pytest.raises(ConfigError, match="not taken by spmdflow.objectives.surrogate"):
         policy_loss("gspo")(own)
 
 

@@ -32,6 +32,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "grpo": SMALL_GROUPS,
     "grpo_async": SMALL_GROUPS,
     "dapo": SMALL_GROUPS,
+    "distill": SMALL[:2] + SMALL[3:],
     "rloo": SMALL_GROUPS,
     "remax": SMALL[:2] + SMALL[3:],
     "reinforce_pp": SMALL[:2] + SMALL[3:],

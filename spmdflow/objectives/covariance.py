@@ -1,0 +1,102 @@
+"""Which tokens take the most entropy away: those with a large covariance (Cui et al. 2025).
+
+"The entropy mechanism of reinforcement learning for reasoning language models", arXiv 2505.22617:
+the entropy falls with the covariance of log-probability and advantage, which a few tokens dominate.
+`mark_covariant_tokens` marks them for the losses `kl_cov` and `clip_cov`.
+
+Departures from the paper, so that every layout marks the same tokens: once for the whole batch,
+from old_log_probs, before the update cuts it into mini-batches (the authors: in each micro-batch,
+from the policy's log-probabilities there, which are the same at the first optimizer step).
+"""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from spmdflow.config.objective import PolicyLossConfig
+from spmdflow.data.ragged import VALID, chosen_mask, lengths_of, pad, ragged_from_padded
+from spmdflow.data.row_id import RowGroups
+from spmdflow.objectives.loss import Reduce, Report, inside
+from spmdflow.transfer.register import map_function
+
+
+@map_function(
+    reads=("response_mask", "old_log_probs", "advantages"),
+    optional=VALID,
+    writes=("covariant",),
+    groups=True,
+)
+def mark_covariant_tokens(
+    batch: TensorDict,
+    *,
+    cfg: PolicyLossConfig,
+    seed: int,
+    groups: RowGroups,
+    reduce: Reduce,
+    report: Report,
+) -> TensorDict:
+    """covariant, ragged bool: k = max(1, covariance_share * N) of the batch's N policy tokens.
+
+    C_t = (log pi(y_t) - mean log pi) (A_t - mean A), means over these tokens. For surrogate
+    clip_cov: k random ones of those with C_t between covariance_bounds (all, if there are fewer),
+    drawn from seed, such as step.number. Else the k with the largest C_t; tokens equal to the last
+    of them are marked too. Reports actor/covariant_share and actor/covariance, the mean of C_t.
+    """
+    mask = chosen_mask(batch)
+    log_probs, advantages = (pad(batch[name]).double() for name in ("old_log_probs", "advantages"))
+    sums = [masked.sum() for masked in (mask.double(), inside(log_probs, mask))]
+    tokens, log_prob, advantage = reduce(torch.stack([*sums, inside(advantages, mask).sum()]))
+    tokens = tokens.clamp(min=1)
+    covariance = (log_probs - log_prob / tokens) * (advantages - advantage / tokens)
+    covariance = inside(covariance, mask)
+    count = max(1, int(cfg.covariance_share * float(tokens)))
+    if cfg.surrogate == "clip_cov":
+        low, high = cfg.covariance_bounds
+        mask = mask & (covariance > low) & (covariance < high)
+        drawn = _draw(groups, mask.shape[1], seed).to(mask.device)
+        marked = _mark_largest(drawn, mask, count, reduce)
+    else:
+        marked = _mark_largest(covariance, mask, count, reduce)
+    total, number = reduce(torch.stack([covariance.sum(), marked.sum().double()]))
+    report(
+        {
+            "actor/covariance": float(total / tokens),
+            "actor/covariant_share": float(number / tokens),
+        }
+    )
+    column = ragged_from_padded(marked, lengths_of(batch["response_mask"]))
+    return TensorDict({"covariant": column}, batch_size=batch.batch_size)
+
+
+def _mark_largest(x: Tensor, mask: Tensor, count: int, reduce: Reduce) -> Tensor:
+    """(B, R) bool: the `count` largest x inside the mask, over all ranks, ties with the last too.
+
+    Compares as float32. The bits of the count-th largest are found byte by byte from histograms,
+    as the numbers are in the order of their bits once the sign is turned.
+    """
+    bits = x.float().view(torch.int32).long() & 0xFFFFFFFF
+    keys = torch.where(bits >= 1 << 31, 0xFFFFFFFF - bits, bits + (1 << 31))
+    threshold, alike = 0, mask
+    for shift in (24, 16, 8, 0):
+        bytes_ = keys >> shift & 0xFF
+        sizes = reduce(torch.bincount(bytes_[alike], minlength=256).double())
+        from_above = sizes.flip(0).cumsum(0).flip(0)  # of a byte and those above it
+        byte = max(int((from_above >= count).sum()) - 1, 0)  # 0: there are fewer in all
+        count -= int(from_above[byte] - sizes[byte])
+        threshold, alike = threshold | byte << shift, alike & (bytes_ == byte)
+    return mask & (keys >= threshold)
+
+
+def _draw(groups: RowGroups, width: int, seed: int) -> Tensor:
+    """(B, width) float32 in [0, 1): by group, row of the group, place and seed, on every layout."""
+    assert groups.place is not None, "made without places"
+    x = torch.full((len(groups.index), width), seed, dtype=torch.int64)
+    columns = (groups.index[:, None], groups.place[:, None], torch.arange(width)[None])
+    for column in columns:  # splitmix64 (Steele et al. 2014), whose products wrap around
+        x = x + (column.cpu() + 1) * -7046029254386353131
+        x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687
+        x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685
+        x = x ^ (x >> 31 & (1 << 33) - 1)
+    return ((x >> 40 & (1 << 24) - 1).double() / (1 << 24)).float()
