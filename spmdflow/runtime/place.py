@@ -6,11 +6,15 @@ which of them the others wait for.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import sys
+import tokenize
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 from types import CodeType, FrameType
 
 from spmdflow.runtime.failure import is_own
@@ -68,7 +72,20 @@ def _file(frame: FrameType) -> str:
 
 def _text(frame: FrameType) -> str:
     number: int | None = frame.f_lineno  # None between two lines, against what typeshed says
-    return linecache.getline(_file(frame), number or 0).strip()
+    return _line(_file(frame), number or 0)
+
+
+@lru_cache(maxsize=512)
+def _line(file: str, number: int) -> str:
+    """One line of a source file. linecache would keep every file that a sample ever hit: MBs."""
+    if file in linecache.cache:  # also code without a file
+        return linecache.getline(file, number).strip()
+    with (
+        contextlib.suppress(OSError, SyntaxError, UnicodeDecodeError),
+        tokenize.open(file) as lines,
+    ):
+        return next(islice(lines, max(0, number - 1), None), "").strip()
+    return ""
 
 
 def blame(doing: Mapping[int, Place]) -> tuple[list[int], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import threading
 from collections.abc import Iterator
 
@@ -126,3 +127,11 @@ def test_wait_for_rows_and_for_peers_are_told_apart(event: threading.Event) -> N
     arrival.wake()
     thread.join(5.0)
     assert place_of(thread.ident or 0, _lane.__code__) is None
+
+
+def test_looking_where_a_thread_is_keeps_no_source_file(event: threading.Event) -> None:
+    linecache.clearcache()
+    place = _place_of(_started(lambda: _wait_for_event(event)), "_wait_for_event")
+
+    assert place.line.endswith("event.wait(10.0)")
+    assert linecache.cache == {}
