@@ -18,6 +18,7 @@ _NAMES = {
         "CorrectionConfig DAPOConfig DistillConfig GRPOAsyncConfig GRPOConfig RLOOConfig "
         "ReinforcePPConfig RemaxConfig SafeRLHFConfig SurrogateActorConfig TeacherConfig"
     ),
+    "spmdflow.config.episode": "AgentActorConfig EpisodeConfig GRPOAgentConfig",
     "spmdflow.config.leaf": "part setting",
     "spmdflow.config.offline": (
         "DPOConfig EvaluateConfig PreferenceLossConfig RewardModelRunConfig SFTConfig"
@@ -34,6 +35,7 @@ _NAMES = {
     "spmdflow.controller.step": "Step",
     "spmdflow.data.ragged": "lengths_of pad ragged ragged_from_rows rows_of",
     "spmdflow.datasets.tokenizer": "load_tokenizer",
+    "spmdflow.envs.client": "ChatClient EndpointError",
     "spmdflow.errors": "ConfigError RunFailed SpmdflowError",
     "spmdflow.kind.engine": "EngineKind EngineOption Sharding register_engine",
     "spmdflow.kind.generator": "GeneratorKind register_generator",

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from spmdflow.config import model_folder, parallel
 from spmdflow.config.algorithm import TextConfig
 from spmdflow.config.data_source import check_sources, eval_prompts_of
+from spmdflow.config.episode import EpisodeConfig, check_episode
 from spmdflow.config.guard import guard_of
 from spmdflow.config.leaf import (
     NOT_GIVEN,
@@ -136,6 +137,8 @@ def _rules(cfg: Any, world_size: int | None, *, here: bool) -> Iterator[Rule]:
     for key, reward in parts_of(cfg, RewardConfig):
         yield partial(check_rewards, key, reward)
         yield partial(on_error_of, reward.on_error, f"{key}.on_error")
+    for key, episode in parts_of(cfg, EpisodeConfig):
+        yield partial(check_episode, key, episode)
     for key, path in folders:
         yield partial(_check_model, cfg, key, path, here=here)
     if not here:

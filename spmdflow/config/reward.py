@@ -160,8 +160,21 @@ def check_rewards(key: str, reward: Any) -> None:
 
 
 def _check_function(key: str, term: RewardTerm) -> None:
-    """The file exists, parses, defines the name at top level and takes these arguments."""
-    reference = term.function
+    """The function is there and takes these arguments, and so is the library that it needs."""
+    file, statement = locate_function(key, term.function)
+    _check_parameters(key, file, statement, [name for name, _ in term.arguments])
+    source = term.function.rpartition(":")[0]
+    library, extra = _NEEDS.get(source, ("", ""))
+    if library and importlib.util.find_spec(library) is None:
+        do = f"pip install 'spmdflow[{extra}]' or choose another function"
+        raise ConfigError.of(key, f"{source}, but {library} is not installed", "it", do)
+
+
+def locate_function(key: str, reference: str) -> tuple[Path, ast.stmt]:
+    """The file of "file.py:name" or "module:name", and the statement that binds the name there.
+
+    ConfigError unless the file exists, parses and binds the name at top level.
+    """
     source, colon, name = reference.rpartition(":")
     if not colon or not source or not name.isidentifier():
         do = "write for example my_reward.py:score"
@@ -180,11 +193,7 @@ def _check_function(key: str, term: RewardTerm) -> None:
         near = difflib.get_close_matches(name, found, 1)
         hint = f"did you mean {near[0]}?" if near else "define it there"
         raise ConfigError(f"{key}: no {name} in {file}, expected a function at top level; {hint}")
-    _check_parameters(key, file, found[name], [name for name, _ in term.arguments])
-    library, extra = _NEEDS.get(source, ("", ""))
-    if library and importlib.util.find_spec(library) is None:
-        do = f"pip install 'spmdflow[{extra}]' or choose another function"
-        raise ConfigError.of(key, f"{source}, but {library} is not installed", "it", do)
+    return file, found[name]
 
 
 def _module_file(key: str, module: str) -> Path:
@@ -262,6 +271,11 @@ class OnError(NamedTuple):
     """raise, zero or drop."""
     max_dropped_percent: float
     """Percent of the rows of one call, over all ranks; if more fail, the run ends (drop)."""
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether the first failure ends the run."""
+        return self.kind == "raise"
 
 
 def on_error_of(text: str, key: str = "reward.on_error") -> OnError:

@@ -80,7 +80,7 @@ def _locate_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Replaces paths that exist beside the YAML or bundled, but not in the current directory."""
     located = {}
     for name, value in tree.items():
-        if name == "function":
+        if name in ("function", "environment"):
             value = with_located_files(value, lambda file: _locate(file, folder))
         elif name in ("train_path", "eval_path"):
             value = with_places(

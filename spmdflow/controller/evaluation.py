@@ -54,7 +54,7 @@ class Evaluation:
         """Estimates as metrics; see `Flow.evaluate`. number: of the step, 0 before the first.
 
         others: the reward that scores the model's responses, or the groups whose columns the
-        model's `evaluation` reads.
+        model's `evaluation` reads; none: the model runs episodes.
         """
         if self._evaluated_at == number:
             return {}
@@ -81,6 +81,8 @@ class Evaluation:
         generate: Generate | None,
     ) -> dict[str, float]:
         """Score greedy responses (the call reports its metrics), and judge sampled ones."""
+        if not others and hasattr(model.target.worker_class, "run_episodes"):
+            return self._play(stream, model)
         if len(others) != 1:
             got = f"{model} and {len(others)} more groups"
             expected = "the reward that scores its responses"
@@ -98,6 +100,13 @@ class Evaluation:
         rows = judged(sampled)
         shares = _shares([rows[place] for place in _places_whole([rows])])
         return as_metrics(estimates(shares, seed=self._seed), "eval")
+
+    def _play(self, stream: PromptStream, model: WorkerGroup) -> dict[str, float]:
+        """Run an episode of greedy replies for each held-out row; the call reports its metrics."""
+        for link in self._links:
+            link.sync()
+        model.run_episodes(stream.eval_batch(), greedy=True)
+        return {}
 
     def report(self, greedy: Batch, sampled: Batch, run_dir: Path) -> dict[str, float]:
         """See `Flow.report`."""

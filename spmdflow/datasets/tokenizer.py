@@ -82,14 +82,21 @@ def template_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     return tokenizer(texts, add_special_tokens=False, verbose=False).input_ids if texts else []
 
 
-def render_chat(tokenizer: Any, messages: list[dict[str, Any]], *, answered: bool = False) -> str:
+def render_chat(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    *,
+    answered: bool = False,
+    tools: list[Any] | None = None,
+) -> str:
     """The messages in the chat template, with the generation prompt unless answered.
 
-    DataError if the template raises an error; the caller adds file and line.
+    tools: schemas that the template shows to the model. DataError if the template raises an error;
+    the caller adds file and line.
     """
     try:
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not answered
+            messages, tools=tools, tokenize=False, add_generation_prompt=not answered
         )
     except (TemplateError, TypeError, LookupError, ValueError) as err:
         raise DataError(f"the chat template refuses the messages ({err})") from err

@@ -20,11 +20,12 @@ from spmdflow.data.row_id import is_held_out, seed_of
 from spmdflow.errors import ConfigError, ProtocolError, WeightSyncError
 from spmdflow.hybrid_engine.sync import WeightReceiver
 from spmdflow.models.base import axis_groups
+from spmdflow.models.episode import EpisodeWorker
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import NEVER, Generator, Replica, generator_of, take_folder_weights
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import CallInfo, Max, Mean, Sum, Worker, WorkerContext
+from spmdflow.transfer.worker import CallInfo, Max, Mean, Sum, WorkerContext
 from spmdflow.weights.architecture import Architecture
 
 
@@ -71,11 +72,8 @@ def check_sampling(label: str, cfg: Any, arguments: Mapping[str, Any]) -> None:
         )
 
 
-class SamplingWorker(Worker):
-    """`generate_sequences`, which an actor and a generator share."""
-
-    generator: Generator
-    sampling: Sampling
+class SamplingWorker(EpisodeWorker):
+    """`generate_sequences`, which an actor and a generator share, beside `run_episodes`."""
 
     @register(
         transfer_mode="3D_ALL_MICRO_DP",
@@ -128,14 +126,15 @@ class SamplingWorker(Worker):
 
     def respond(self, prompts: Tensor, sampling: Sampling, seeds: list[int]) -> TensorDict:
         """Columns of `Generator.generate`, with the weights that the role generates with."""
-        raise NotImplementedError
+        return self.fresh_generator().generate(prompts, sampling, seeds)
 
     def make_room(self, *, trains: bool) -> None:
         """Free the KV cache."""
         self.generator.sleep()
 
     def close(self) -> None:
-        """Free the generator."""
+        """End environments, and free the generator."""
+        super().close()
         self.generator.close()
 
 
@@ -164,6 +163,7 @@ class GeneratorWorker(SamplingWorker):
         self.generator = generator_of(cfg.rollout, cfg.model.path, context.device, replica)
         self.sampling = Sampling.from_config(cfg.rollout)
         self._receiver: WeightReceiver | None = None
+        self.open_episodes()
 
     @register(transfer_mode="ONE_TO_ALL")
     def open_weights(self, peer: dict[str, Any]) -> None:
@@ -183,7 +183,7 @@ class GeneratorWorker(SamplingWorker):
         num_tensors = take_folder_weights(self.generator, self.cfg.model.path, verify=verify)
         self.report({"rollout/weights_verified": Max(float(num_tensors > 0))})
 
-    def respond(self, prompts: Tensor, sampling: Sampling, seeds: list[int]) -> TensorDict:
+    def fresh_generator(self) -> Generator:
         """With the weights that came last; WeightSyncError if none did."""
         if self.generator.weights_version == NEVER:
             got = "a generator without weights"
@@ -191,4 +191,4 @@ class GeneratorWorker(SamplingWorker):
             do += "sync() first, or call load_weights() for those of the folder"
             raise WeightSyncError.of("generate", got, "those of the policy", do)
         self.report({"rollout/weights_version": Max(float(self.generator.weights_version))})
-        return self.generator.generate(prompts, sampling, seeds)
+        return self.generator

@@ -28,7 +28,7 @@ from spmdflow.objectives.loss import Loss
 from spmdflow.objectives.policy import Before, PolicyLoss
 from spmdflow.objectives.supervised import PretrainedPolicyLoss, SupervisedLoss, row_losses
 from spmdflow.parallel.layout import Layout
-from spmdflow.rollout.generator import NEVER, Replica, generator_of
+from spmdflow.rollout.generator import NEVER, Generator, Replica, generator_of
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.serving.publisher import Publisher, publisher_of
 from spmdflow.transfer.register import register
@@ -215,6 +215,7 @@ class ActorWorker(SamplingWorker, PolicyWorker):
             self.engine, self.generator, context, self.cfg, storage=self._storage
         )
         self.sampling = Sampling.from_config(cfg.rollout)
+        self.open_episodes()
 
     def adopter(self) -> Callable[..., None] | None:
         """Function that moves the weights to a storage shared with the generator; None: no such."""
@@ -240,12 +241,12 @@ class ActorWorker(SamplingWorker, PolicyWorker):
                 self.hybrid.sync()
         self.hybrid.num_syncs = plain.get("num_syncs", 0)
 
-    def respond(self, prompts: Tensor, sampling: Sampling, seeds: list[int]) -> TensorDict:
+    def fresh_generator(self) -> Generator:
         """Syncs the generator's weights first if an update has changed the trainer's."""
         if self.hybrid.needs_sync:
             with self.resident("parameters"):
                 self.report(self.hybrid.sync())
-        return self.hybrid.generate(prompts, sampling, seeds)
+        return self.generator
 
     @contextmanager
     def resident(self, *parts: Part) -> Iterator[None]:

@@ -97,12 +97,19 @@ class RewardWorker(Worker):
         valid = torch.tensor([not (drops and result.get("errors")) for result in results]).bool()
         scores = torch.tensor([result["score"] for result in results], dtype=torch.float32)
         kept = [result for result, counts in zip(results, valid.tolist()) if counts]
-        metrics = {"mean": Mean(float(scores[valid].double().sum()), len(kept))} | _average_terms(
+        metrics = {"mean": Mean(float(scores[valid].double().sum()), len(kept))} | average_terms(
             kept
         )
         if drops:
             metrics.pop("errors", None)
-            metrics |= self._count_dropped(valid)
+            metrics |= count_dropped(
+                self.context,
+                self.context.layout.axis_group(self.context.rank, "dp"),
+                valid,
+                limit=self._on_error.max_dropped_percent,
+                key=f"{self.role}.on_error",
+                first_failure=self._pool.first_failure if self._pool else "",
+            )
         self.report({f"{prefix}/{name}": metric for name, metric in metrics.items()})
         scores[~valid] = torch.nan
         columns = {
@@ -143,29 +150,6 @@ class RewardWorker(Worker):
         if self._pool is not None:
             self._pool.close()
 
-    def _count_dropped(self, valid: Tensor) -> dict[str, Metric]:
-        """Metrics of the rows that failed, (B,) False in valid; all data-parallel peers call it.
-
-        RewardError if too many of this call's rows failed, over all ranks.
-        """
-        context, most = self.context, self._on_error.max_dropped_percent
-        peers = context.layout.axis_group(context.rank, "dp")
-        counts = torch.zeros(2, len(peers))
-        counts[:, peers.index(context.rank)] = torch.tensor([float((~valid).sum()), len(valid)])
-        failed, rows = context.groups.reducer(peers)(counts).long()
-        percent = 100 * int(failed.sum()) / max(int(rows.sum()), 1)
-        first = peers[int(failed.bool().int().argmax())]
-        if percent > most and first == context.rank and self._pool is not None:
-            key = f"{self.role}.on_error"
-            raise RewardError(
-                f"{key}: got {int(failed.sum())} failed rows among the {int(rows.sum())} of one "
-                f"call ({percent:.3g} %), expected at most {most:g} %; fix the function, or set a "
-                f"larger share, such as {key}='drop {-(-percent // 5) * 5:g}%'\n"
-                f"the first failure: {self._pool.first_failure}"
-            )
-        count = float((~valid).sum())
-        return {"dropped": Sum(count), "dropped_share": Mean(count, len(valid))}
-
     def _weigh(self, by_model: Tensor) -> list[Result]:
         """For each row {"score": weighted, ...}; by_model: (B,), or ragged with each token's."""
         if is_ragged(by_model):
@@ -175,12 +159,13 @@ class RewardWorker(Worker):
     def _token_rewards(self, scores: Tensor, by_model: Tensor | None, batch: TensorDict) -> Tensor:
         """Ragged float32: the model's rewards of tokens, and what is left of scores at the end."""
         if by_model is None or not is_ragged(by_model):
-            return _put_at_last_token(scores, batch)
+            return put_at_last_token(scores, lengths_of(batch["responses"]).cpu())
         (unit,) = self._weigh(torch.ones(1))
         rewards = unit["score"] * by_model.values().double()
         if self._has_functions:
             sums = pad(ragged(rewards, lengths_of(by_model))).sum(-1)
-            rewards = rewards + _put_at_last_token((scores - sums).float(), batch).values()
+            lengths = lengths_of(by_model).cpu()
+            rewards = rewards + put_at_last_token((scores - sums).float(), lengths).values()
         return ragged(rewards.float(), lengths_of(by_model))
 
     def _sum_up(self, results: list[Result] | None, by_model: list[Result]) -> list[Result]:
@@ -262,7 +247,7 @@ class _ModelScorer(EngineWorker):
         return TensorDict(columns, batch_size=rows.batch_size)
 
 
-def _average_terms(results: list[Result]) -> dict[str, Metric]:
+def average_terms(results: list[Result]) -> dict[str, Metric]:
     """Means of each term and of further numbers that functions returned; errors are counted."""
     names = sorted({name for result in results for name in result} - {"score", "answer"})
     metrics: dict[str, Metric] = {}
@@ -272,12 +257,42 @@ def _average_terms(results: list[Result]) -> dict[str, Metric]:
     return metrics
 
 
-def _put_at_last_token(scores: Tensor, batch: TensorDict) -> Tensor:
-    lengths = lengths_of(batch["responses"]).cpu()
+def put_at_last_token(scores: Tensor, lengths: Tensor) -> Tensor:
+    """Ragged (B,): each score at the last token of its response, 0 before it."""
     values = torch.zeros(int(lengths.sum()))
     ends = torch.cumsum(lengths, 0)
     values[ends[lengths > 0] - 1] = scores[lengths > 0]
     return ragged(values, lengths)
+
+
+def count_dropped(
+    context: WorkerContext,
+    peers: tuple[int, ...],
+    valid: Tensor,
+    *,
+    limit: float,
+    key: str,
+    first_failure: str,
+) -> dict[str, Metric]:
+    """Metrics of the rows that failed, (B,) False in valid; all peers call it.
+
+    RewardError, on the first of them that has one, if more than `limit` percent of the rows of
+    this call failed, over all ranks.
+    """
+    counts = torch.zeros(2, len(peers))
+    counts[:, peers.index(context.rank)] = torch.tensor([float((~valid).sum()), len(valid)])
+    failed, rows = context.groups.reducer(peers)(counts).long()
+    percent = 100 * int(failed.sum()) / max(int(rows.sum()), 1)
+    first = peers[int(failed.bool().int().argmax())]
+    if percent > limit and first == context.rank and first_failure:
+        raise RewardError(
+            f"{key}: got {int(failed.sum())} failed rows among the {int(rows.sum())} of one "
+            f"call ({percent:.3g} %), expected at most {limit:g} %; fix the function, or set a "
+            f"larger share, such as {key}='drop {-(-percent // 5) * 5:g}%'\n"
+            f"the first failure: {first_failure}"
+        )
+    count = float((~valid).sum())
+    return {"dropped": Sum(count), "dropped_share": Mean(count, len(valid))}
 
 
 class CostWorker(RewardWorker):

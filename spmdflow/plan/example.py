@@ -78,7 +78,7 @@ _FORMS = {
     "squared_probs",
     "float32": "scores costs baseline_scores reference_kl pretrain_losses losses margins",
     "float32[2]": "ref_answer_log_probs",
-    "int64": "chosen_tokens",
+    "int64": "chosen_tokens num_turns weights_version",
     "bool": "valid cost_valid",
 }
 KNOWN = {name: form_of(name, text) for text, names in _FORMS.items() for name in names.split()}

@@ -41,18 +41,12 @@ RewardFunction = Callable[[str, str, dict[str, Any]], Any]
 _FORM = '"path/file.py:name" or "module:name"'
 _TRACEBACK_LETTERS = 4000
 _MEMORY_SHARE = 0.5  # of the node's memory: beyond it a function gets a MemoryError
-_OUR_MODULES = (__name__, "importlib")
+_OUR_MODULES = (__name__, "importlib", "spmdflow.episodes.child")
 
 
 def main(socket_fd: int, lifeline_fd: int, stack_fd: int) -> None:
     """Serve until the pool's end of the socket is closed."""
-    _set_up_signals()
-    _end_with_pool(lifeline_fd)
-    _show_stacks(stack_fd)
-    _limit_memory()
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # whole lines, at once
-    os.set_inheritable(socket_fd, False)
-    channel = socket.socket(fileno=socket_fd)
+    channel = open_channel(socket_fd, lifeline_fd, stack_fd)
     lines = channel.makefile("rb")
     functions = _load(json.loads(lines.readline())["functions"], channel)
     if functions is None:
@@ -66,6 +60,17 @@ def main(socket_fd: int, lifeline_fd: int, stack_fd: int) -> None:
                     _send(channel, {"forked": number})
                     os._exit(1)
                 _send(channel, answer)
+
+
+def open_channel(socket_fd: int, lifeline_fd: int, stack_fd: int) -> socket.socket:
+    """The socket to the pool, once this process has its limits and ends with the pool."""
+    _set_up_signals()
+    _end_with_pool(lifeline_fd)
+    _show_stacks(stack_fd)
+    _limit_memory()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # whole lines, at once
+    os.set_inheritable(socket_fd, False)
+    return socket.socket(fileno=socket_fd)
 
 
 def _set_up_signals() -> None:
@@ -132,25 +137,37 @@ def _load(
 ) -> list[RewardFunction] | None:
     functions = []
     for name, arguments in wanted:
-        source = name.rpartition(":")[0]
-        if source.endswith(".py"):
-            sys.path.insert(0, str(Path(source).resolve().parent))  # as if it were a script
-        function, error = _try(load_function, name, arguments)
-        if error is not None:
-            refused = isinstance(error, ConfigError)
-            answer = {"refused": str(error)} if refused else {"broken": [name, _describe(error)]}
-            _send(channel, answer)
+        function = load_or_tell(load_function, name, arguments, partial(_send, channel))
+        if function is None:
             return None
         functions.append(function)
     _send(channel, {"ready": [place_of(function) for function in functions]})
     return functions
 
 
+def load_or_tell(
+    load: Callable[..., Callable[..., Any]],
+    name: str,
+    arguments: Mapping[str, Any],
+    tell: Callable[[dict[str, Any]], None],
+) -> Callable[..., Any] | None:
+    """load(name, arguments); None, after the pool was told why, if that fails."""
+    source = name.rpartition(":")[0]
+    if source.endswith(".py"):
+        sys.path.insert(0, str(Path(source).resolve().parent))  # as if it were a script
+    function, error = _try(load, name, arguments)
+    if error is not None:
+        refused = isinstance(error, ConfigError)
+        tell({"refused": str(error)} if refused else {"broken": [name, describe(error)]})
+    found: Callable[..., Any] | None = function
+    return found
+
+
 def _answer(function: RewardFunction, sample: Sequence[Any]) -> dict[str, Any]:
     prompt, response, row = sample
     value, error = _try(function, prompt, response, copy.deepcopy(row))  # the next sees it whole
     if error is not None:
-        return {"failed": "raised " + _describe(error)}
+        return {"failed": "raised " + describe(error)}
     try:
         return {"scores": scores_of(value)}
     except BadAnswer as err:
@@ -165,7 +182,7 @@ def _try(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseException 
         return None, err
 
 
-def _describe(err: BaseException) -> str:
+def describe(err: BaseException) -> str:
     """The error in one line, then its traceback from the user's first frame on."""
     frame = err.__traceback__
     while frame is not None and _is_ours(frame):
@@ -191,14 +208,20 @@ def load_function(name: str, arguments: Mapping[str, Any] | None = None) -> Rewa
     ConfigError if it is missing or cannot be called with (prompt, response, row) and these. What
     the user's module raises while it is imported is not caught.
     """
+    function = find_function(name)
+    _check_call(name, function, arguments or {})
+    return partial(function, **arguments) if arguments else function
+
+
+def find_function(name: str, key: str = "reward.function") -> Callable[..., Any]:
+    """What "path/file.py:name" or "module:name" names; ConfigError if it is nothing callable."""
     source, colon, attribute = name.rpartition(":")
     if not (source and colon and attribute):
         do = "name the file or module and, after a colon, the function"
-        raise ConfigError.of("reward.function", repr(name), _FORM, do)
-    module = _from_file(name, Path(source)) if source.endswith(".py") else _module(name, source)
-    function = _attribute(name, module, attribute)
-    _check_call(name, function, arguments or {})
-    return partial(function, **arguments) if arguments else function
+        raise ConfigError.of(key, repr(name), _FORM, do)
+    is_file = source.endswith(".py")
+    module = _from_file(name, Path(source), key) if is_file else _module(name, source, key)
+    return _attribute(name, module, attribute, key)
 
 
 def place_of(function: RewardFunction) -> str:
@@ -209,10 +232,10 @@ def place_of(function: RewardFunction) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
 
-def _from_file(name: str, path: Path) -> ModuleType:
+def _from_file(name: str, path: Path, key: str) -> ModuleType:
     if not path.is_file():
         got = f"{name!r}, but there is no file {path} in {Path.cwd()}"
-        raise ConfigError.of("reward.function", got, _FORM, "correct the path")
+        raise ConfigError.of(key, got, _FORM, "correct the path")
     module_name = f"spmdflow_reward_{path.stem}"
     known = sys.modules.get(module_name)
     if known is not None and known.__file__ == str(path.resolve()):
@@ -225,7 +248,7 @@ def _from_file(name: str, path: Path) -> ModuleType:
     return module
 
 
-def _module(name: str, source: str) -> ModuleType:
+def _module(name: str, source: str, key: str) -> ModuleType:
     try:
         return importlib.import_module(source)
     except ModuleNotFoundError as err:
@@ -233,24 +256,24 @@ def _module(name: str, source: str) -> ModuleType:
             raise  # the module is there, but lacks something of its own
         got, do = f"{name!r}, but there is no module {err.name!r}", "correct the name"
         do += ", or name the file instead"
-        raise ConfigError.of("reward.function", got, _FORM, do) from err
+        raise ConfigError.of(key, got, _FORM, do) from err
 
 
-def _attribute(name: str, module: ModuleType, attribute: str) -> Any:
+def _attribute(name: str, module: ModuleType, attribute: str, key: str) -> Any:
     function: Any = module
     for part in attribute.split("."):
         function = getattr(function, part, None)
     if callable(function):
         return function
     found = sorted(
-        key
-        for key, value in vars(module).items()
+        member
+        for member, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__
     )
     kind = "nothing of that name" if function is None else type(function).__name__
     got, do = f"{name!r}, but {attribute!r} is {kind}", "choose one of the module's: "
     do += ", ".join(found) or "it has none"
-    raise ConfigError.of("reward.function", got, "a function", do)
+    raise ConfigError.of(key, got, "a function", do)
 
 
 def _check_call(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:

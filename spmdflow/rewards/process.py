@@ -21,40 +21,26 @@ from typing import Any
 
 # Not multiprocessing: its spawn imports the main module again, and torch with it.
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from spmdflow.rewards.child import main; main(*map(int, sys.argv[2:]))"
+    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "importlib.import_module(sys.argv[2]).main(*map(int, sys.argv[3:]))"
 )
 _READ_BYTES = 1 << 16
 _REAP_SECONDS = 5.0
 _STACK_SECONDS = 0.5
-_OURS = "/spmdflow/rewards/child.py"
-"""First frame of a stack that is not the user's; once it is read, the stack is complete."""
 
 
-class RewardProcess:
-    """A running worker process with the calls it has been given: functions of samples."""
+class WorkerProcess:
+    """A running process that speaks lines of JSON with the pool that started it."""
 
-    def __init__(
-        self,
-        functions: Sequence[tuple[str, Mapping[str, Any]]],
-        *,
-        start_seconds: float,
-        sample_seconds: float,
-    ) -> None:
-        """functions: name and keyword arguments of each."""
+    child = ""
+    """Module whose `main` it runs."""
+
+    def __init__(self) -> None:
         self.ready = False
-        self.pending: deque[int] = deque()
-        """Numbers of the calls it has not answered; it is running the first of them."""
-        self._sample_seconds = sample_seconds
-        self._deadline = time.monotonic() + start_seconds
         self._unread, self._unsent = b"", memoryview(b"")
-        self._popen, self._channel, self._lifeline, self._stack = _start()
-        self._write({"functions": functions})
-
-    @property
-    def idle(self) -> bool:
-        """Whether it can be given samples."""
-        return self.ready and not self.pending
+        self._popen, self._channel, self._lifeline, self._stack = _start(self.child)
+        self._ours = f"/{self.child.replace('.', '/')}.py"
+        """First frame of a stack that is not the user's; then the stack is complete."""
 
     @property
     def has_unsent(self) -> bool:
@@ -75,27 +61,19 @@ class RewardProcess:
         """The socket, for poll."""
         return self._channel.fileno()
 
-    def give(self, numbers: Sequence[int], calls: Sequence[Any]) -> None:
-        """Send ([function numbers], prompt, response, row) of these calls; the first starts now."""
-        assert self.idle, self.pending
-        self.pending.extend(numbers)
-        self._deadline = time.monotonic() + self._sample_seconds
-        self._write(calls)
-
-    def advance(self) -> tuple[list[dict[str, Any]], str | None]:
+    def read(self) -> tuple[list[dict[str, Any]], str | None]:
         """Messages that have come, and how it ended if it did (after its last message)."""
         status = self._popen.poll()  # before reading: what a dead process sent is all there
         self._flush()
         messages = self._read()
-        if messages:
-            self._deadline = time.monotonic() + self._sample_seconds
         if status is not None and status < 0:
             return messages, f"signal {signal.Signals(-status).name}"
         return messages, None if status is None else f"exit status {status}"
 
-    def seconds_left(self) -> float:
-        """Until its running call, or its start, takes too long; infinite when idle."""
-        return float("inf") if self.idle else self._deadline - time.monotonic()
+    def send(self, message: object) -> None:
+        """Send a line of JSON, at once or as its socket has room."""
+        self._unsent = memoryview(bytes(self._unsent) + json.dumps(message).encode() + b"\n")
+        self._flush()
 
     def stack(self) -> str:
         """The stack of the running function, or of a crash: lines "  File ..., line ... in ...".
@@ -106,14 +84,14 @@ class RewardProcess:
             os.kill(self.pid, signal.SIGUSR1)
         text = b""
         limit = time.monotonic() + _STACK_SECONDS
-        while _OURS.encode() not in text and (left := limit - time.monotonic()) > 0:
+        while self._ours.encode() not in text and (left := limit - time.monotonic()) > 0:
             if not select.select([self._stack], [], [], 0 if self.ended else left)[0]:
                 break
             if not (part := os.read(self._stack, _READ_BYTES)):
                 break
             text += part
         lines = text.decode(errors="replace").splitlines()
-        frames = takewhile(lambda line: _OURS not in line, lines)
+        frames = takewhile(lambda line: self._ours not in line, lines)
         return "\n".join(line for line in frames if line.startswith('  File "/'))
 
     def kill(self) -> None:
@@ -127,10 +105,6 @@ class RewardProcess:
         self._channel.close()
         os.close(self._lifeline)
         os.close(self._stack)
-
-    def _write(self, message: object) -> None:
-        self._unsent = memoryview(bytes(self._unsent) + json.dumps(message).encode() + b"\n")
-        self._flush()
 
     def _flush(self) -> None:
         try:
@@ -152,7 +126,51 @@ class RewardProcess:
         return [json.loads(line) for line in lines]
 
 
-def _start() -> tuple[subprocess.Popen[bytes], socket.socket, int, int]:
+class RewardProcess(WorkerProcess):
+    """A worker process with the calls it has been given: functions of samples."""
+
+    child = "spmdflow.rewards.child"
+
+    def __init__(
+        self,
+        functions: Sequence[tuple[str, Mapping[str, Any]]],
+        *,
+        start_seconds: float,
+        sample_seconds: float,
+    ) -> None:
+        """functions: name and keyword arguments of each."""
+        super().__init__()
+        self.pending: deque[int] = deque()
+        """Numbers of the calls it has not answered; it is running the first of them."""
+        self._sample_seconds = sample_seconds
+        self._deadline = time.monotonic() + start_seconds
+        self.send({"functions": functions})
+
+    @property
+    def idle(self) -> bool:
+        """Whether it can be given samples."""
+        return self.ready and not self.pending
+
+    def give(self, numbers: Sequence[int], calls: Sequence[Any]) -> None:
+        """Send ([function numbers], prompt, response, row) of these calls; the first starts now."""
+        assert self.idle, self.pending
+        self.pending.extend(numbers)
+        self._deadline = time.monotonic() + self._sample_seconds
+        self.send(calls)
+
+    def advance(self) -> tuple[list[dict[str, Any]], str | None]:
+        """As `read`; a message gives the next call its full time."""
+        messages, end = self.read()
+        if messages:
+            self._deadline = time.monotonic() + self._sample_seconds
+        return messages, end
+
+    def seconds_left(self) -> float:
+        """Until its running call, or its start, takes too long; infinite when idle."""
+        return float("inf") if self.idle else self._deadline - time.monotonic()
+
+
+def _start(child: str) -> tuple[subprocess.Popen[bytes], socket.socket, int, int]:
     """(process, socket to it, pipe end whose closing kills it, pipe end to read its stack)."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
@@ -162,7 +180,7 @@ def _start() -> tuple[subprocess.Popen[bytes], socket.socket, int, int]:
     given = (theirs.fileno(), watched, shown)
     try:
         popen = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, path, *map(str, given)],
+            [sys.executable, "-c", _BOOT, path, child, *map(str, given)],
             stdin=subprocess.DEVNULL,
             pass_fds=given,
             start_new_session=True,  # torchrun signals the rank's whole group

@@ -14,7 +14,7 @@ LAYERS = [
     ["transfer", "objectives", "rewards", "datasets", "checkpoint", "tracking"],
     ["runtime", "workers", "rollout", "mapping"],
     ["controller", "hybrid_engine"],
-    ["serving"],
+    ["serving", "episodes", "envs"],
     ["models"],
     [
         "run",

@@ -30,6 +30,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "ppo": SMALL,
     "safe_rlhf": (*SMALL, "cost_critic.update.mini_batch_size=6", "pretrain.prompts_per_step=12"),
     "grpo": SMALL_GROUPS,
+    "grpo_agent": SMALL_GROUPS,
     "grpo_async": SMALL_GROUPS,
     "dapo": SMALL_GROUPS,
     "distill": SMALL[:2] + SMALL[3:],

@@ -1,0 +1,94 @@
+"""Settings of episodes: which environment, and its limits; an actor that has them."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import ClassVar
+
+from spmdflow.config.algorithm import GRPOConfig, SurrogateActorConfig
+from spmdflow.config.leaf import part, setting
+from spmdflow.config.reward import OnError, RewardTerm, locate_function, on_error_of, reward_terms
+from spmdflow.config.schema import RolloutConfig, RunConfig
+from spmdflow.errors import ConfigError
+
+KEY = "actor.rollout.episode"
+
+
+@dataclass
+class EpisodeConfig:
+    """An environment that talks to the policy, and the limits of an episode."""
+
+    environment: str = setting(
+        "file.py:name or module:name of async def episode(row, *, base_url, model, api_key), with "
+        "further arguments behind it, as in name(game='chess')."
+    )
+    max_turns: int = setting("Requests that one episode may make.", 64, at_least=1)
+    seconds: float = setting("Limit of one episode.", 600.0, above=0)
+    concurrency: int = setting("Episodes under way on one rank.", 64, at_least=1)
+    num_processes: int = setting("Worker processes that share them.", 1, at_least=1)
+    on_error: str = setting(
+        "An episode fails: drop: its row is not learnt from, and the run ends above 10% (drop 25%: "
+        "above 25%) of failed rows in one call; raise: the run ends.",
+        "drop",
+    )
+    segments: str = setting(
+        "A request that does not extend the recorded conversation: one: is refused; longest: "
+        "starts another segment, and the longest of an episode is its row.",
+        "one",
+        one_of=("one", "longest"),
+    )
+
+
+@dataclass
+class AgentRolloutConfig(RolloutConfig):
+    """Generation in turns: max_new_tokens are those of all turns behind the first prompt."""
+
+    episode: EpisodeConfig = part(EpisodeConfig)
+
+
+@dataclass
+class AgentActorConfig(SurrogateActorConfig):
+    """An actor that plays episodes."""
+
+    rollout: AgentRolloutConfig = part(AgentRolloutConfig)
+
+
+@dataclass
+class GRPOAgentConfig(GRPOConfig):
+    """Everything `algos/grpo_agent.py` reads."""
+
+    # Not a setting: environments score their episodes.
+    reward: ClassVar[None] = None  # type: ignore[assignment, misc]
+
+    run: RunConfig = part(RunConfig, name="grpo_agent")
+    actor: AgentActorConfig = part(AgentActorConfig)
+
+
+def environment_of(text: object) -> RewardTerm:
+    """The environment's function and its arguments; ConfigError if the text is unreadable."""
+    terms = reward_terms(f"{KEY}.environment", text)
+    if len(terms) != 1 or terms[0].is_model or terms[0].weight != 1:
+        do = "write for example my_env.py:episode"
+        raise ConfigError.of(f"{KEY}.environment", repr(text), "file.py:name or module:name", do)
+    return terms[0]
+
+
+def episode_errors(text: str) -> OnError:
+    """What on_error asks for; ConfigError for anything but raise and drop."""
+    found = on_error_of(text, f"{KEY}.on_error")
+    if found.kind == "zero":
+        do = "return 0 from the environment for what it counts as a failure"
+        raise ConfigError.of(f"{KEY}.on_error", "zero", "raise or drop", do)
+    return found
+
+
+def check_episode(key: str, episode: EpisodeConfig) -> None:
+    """The environment's file exists, parses and has an async function of that name."""
+    episode_errors(episode.on_error)
+    term = environment_of(episode.environment)
+    file, statement = locate_function(f"{key}.environment", term.function)
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        got, do = f"{statement.name} in {file}, no async function", "write async def"
+        form = "async def episode(row, *, base_url, model, api_key)"
+        raise ConfigError.of(f"{key}.environment", got, form, do)

@@ -1,0 +1,63 @@
+"""A small client of an OpenAI-compatible endpoint, on asyncio's streams.
+
+    async with ChatClient(base_url, model=model, api_key=api_key) as client:
+        message = await client.chat([{"role": "user", "content": "Guess."}], max_tokens=4)
+
+Any other client does as well. One connection, one request at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+
+class EndpointError(Exception):
+    """The endpoint refused a request; `code` says why, such as context_length_exceeded."""
+
+    def __init__(self, text: str, code: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class ChatClient:
+    """Keeps a connection; to be used in `async with`."""
+
+    def __init__(self, base_url: str, *, model: str, api_key: str) -> None:
+        place = urlsplit(base_url)
+        self._host, self._port = place.hostname, place.port
+        self._path, self._model, self._key = place.path.rstrip("/"), model, api_key
+
+    async def __aenter__(self) -> Self:
+        self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._writer.close()
+
+    async def chat(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        """The assistant's message. fields: of the request; Any, as JSON has. EndpointError."""
+        body = {"model": self._model, "messages": messages, **fields}
+        answer = await self.post("chat/completions", body)
+        message: dict[str, Any] = answer["choices"][0]["message"]
+        return message
+
+    async def post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The JSON that answers a POST; EndpointError for a status other than 200."""
+        data = json.dumps(body).encode()
+        head = [f"POST {self._path}/{route} HTTP/1.1", f"host: {self._host}:{self._port}"]
+        head += [f"authorization: Bearer {self._key}", "content-type: application/json"]
+        head += [f"content-length: {len(data)}", "", ""]
+        self._writer.write("\r\n".join(head).encode() + data)
+        await self._writer.drain()
+        lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower().split("\r\n")
+        sizes = (line.partition(":")[2] for line in lines if line.startswith("content-length:"))
+        answer: dict[str, Any] = json.loads(await self._reader.readexactly(int(next(sizes))))
+        if lines[0].split(" ")[1] != "200":
+            raise EndpointError(answer["error"]["message"], answer["error"]["code"])
+        return answer

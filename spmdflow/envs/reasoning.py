@@ -1,0 +1,44 @@
+"""Tasks of reasoning-gym (pip install reasoning-gym): an endless source of rows and their reward.
+
+    environment: spmdflow.envs.reasoning:episode(task='chain_sum')
+
+A row's "seed" decides its problem, and it may name its own "task"; the data file needs nothing else
+(but a prompt, which is not shown). One turn. What follows the last "<answer>" of the reply counts.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+from spmdflow.envs.client import ChatClient
+
+_FORM = "\nGive your final answer as <answer>answer</answer>."
+
+
+async def episode(
+    row: dict[str, Any],
+    *,
+    base_url: str,
+    model: str,
+    api_key: str,
+    task: str = "chain_sum",
+    max_tokens: int | None = None,
+) -> dict[str, Any]:
+    """One problem, and reasoning-gym's own score of the reply, in [0, 1]."""
+    data, entry = _problem(str(row.get("task", task)), int(row["seed"]))
+    limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+    ask = [{"role": "user", "content": entry["question"] + _FORM}]
+    async with ChatClient(base_url, model=model, api_key=api_key) as client:
+        reply = await client.chat(ask, **limit)
+    said = str(reply["content"]).rpartition("<answer>")[2].partition("</answer>")[0].strip()
+    score = float(data.score_answer(said, entry))
+    return {"score": score, "accuracy": float(score >= 1), "answer": said}
+
+
+@lru_cache(maxsize=1024)
+def _problem(task: str, seed: int) -> tuple[Any, dict[str, Any]]:
+    """(reasoning-gym's data set, its only entry)."""
+    data = import_module("reasoning_gym").create_dataset(task, size=1, seed=seed)
+    return data, data[0]

@@ -1,0 +1,80 @@
+"""Games of TextArena (pip install textarena), played by the policy.
+
+    environment: spmdflow.envs.textarena:episode(game='TowerOfHanoi-v0')
+
+A row may name its own "game" and "seed"; without a seed its prompt decides. All players are the
+policy, each with a conversation of its own: games of more than one player need
+actor.rollout.episode.segments=longest. The score is the first player's reward.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from importlib import import_module
+from typing import Any
+
+from spmdflow.envs.client import ChatClient, EndpointError
+
+
+async def episode(
+    row: dict[str, Any],
+    *,
+    base_url: str,
+    model: str,
+    api_key: str,
+    game: str = "TowerOfHanoi-v0",
+    num_players: int = 1,
+    max_tokens: int | None = None,
+) -> dict[str, float]:
+    """One game; it ends early, with the reward so far (0), when the context is full."""
+    seed = int(row.get("seed", zlib.crc32(str(row.get("prompt", "")).encode())))
+    noise = _Noise(seed)
+    with noise:
+        env = import_module("textarena").make(str(row.get("game", game)))
+        env.reset(num_players=num_players, seed=seed)
+    heard: dict[int, list[dict[str, Any]]] = {}
+    turns, done = 0, False
+    limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+    async with ChatClient(base_url, model=model, api_key=api_key) as client:
+        while not done:
+            with noise:
+                player, observation = env.get_observation()
+            messages = heard.setdefault(player, [])
+            # wrappers show the whole game each time, or what is new
+            messages.append({"role": "user", "content": _new_part(messages, str(observation))})
+            try:
+                reply = await client.chat(messages, **limit)
+            except EndpointError as err:
+                if err.code in ("context_length_exceeded", "max_turns"):
+                    break
+                raise
+            messages.append(reply)
+            with noise:
+                done, _ = env.step(action=str(reply["content"]))
+            turns += 1
+    rewards = env.close()[0] if done else {}
+    return {"score": float((rewards or {}).get(0, 0.0)), "turns": float(turns)}
+
+
+def _new_part(messages: list[dict[str, Any]], observation: str) -> str:
+    """The observation without what the player was shown before."""
+    shown = ""
+    for message in messages:
+        shown += str(message["content"]) if message["role"] == "user" else ""
+    return observation.removeprefix(shown) or observation
+
+
+class _Noise:
+    """The process-wide random numbers of one game: games in a process do not share them."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = random.Random(seed).getstate()
+
+    def __enter__(self) -> None:
+        self._others = random.getstate()
+        random.setstate(self._state)
+
+    def __exit__(self, *_: object) -> None:
+        self._state = random.getstate()
+        random.setstate(self._others)

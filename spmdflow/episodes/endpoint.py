@@ -1,0 +1,280 @@
+"""The endpoint of a rank: HTTP on loopback, in a thread with an event loop of its own.
+
+    http://127.0.0.1:PORT/episodes/ID/v1/chat/completions   also /completions, /models
+
+The port is the system's choice. An episode's id is drawn at random when it starts and is known
+until it ends; its key is another, and a key that comes with a request must be the episode's own.
+Limits: size of a request, connections, requests under way and refused requests of one episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from spmdflow.episodes.fields import Refusal, Reply, answer, ask_of, error
+from spmdflow.episodes.recorder import Recorder
+from spmdflow.errors import DataError
+from spmdflow.rollout.generator import Finished
+
+logger = logging.getLogger(__name__)
+
+MODEL = "policy"
+"""Name of the model; every name is answered by the same weights."""
+_MOST_BODY_BYTES = 4 << 20
+_MOST_DISCARDED_BYTES = 64 << 20
+_MOST_HEAD_BYTES = 1 << 16
+_MOST_UNDER_WAY = 16
+"""Requests of one episode that wait for an answer."""
+_MOST_REFUSED = 100
+"""Refused requests of one episode, before it is ended."""
+_REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found"}
+_REASONS |= {
+    405: "Method Not Allowed",
+    411: "Length Required",
+    413: "Content Too Large",
+    429: "Too Many Requests",
+}
+
+
+class Draw(NamedTuple):
+    """A reply to be drawn."""
+
+    number: int
+    """The episode's."""
+    name: str
+    """Its id."""
+    ids: list[int]
+    turn: int
+    max_new_tokens: int
+    done: Callable[[Finished | None], None]
+    """To be called, from any thread, with what was drawn, or None if it was aborted."""
+
+
+class Flood(NamedTuple):
+    """An episode that asked for too much."""
+
+    number: int
+    name: str
+    cause: str
+
+
+class _Episode:
+    def __init__(self, number: int, name: str, recorder: Recorder) -> None:
+        self.number, self.name, self.recorder = number, name, recorder
+        self.key = secrets.token_urlsafe(24)
+        self.turn = asyncio.Lock()
+        """Requests of an episode are drawn one after another."""
+        self.under_way = self.refused = 0
+
+
+class Endpoint:
+    """Answers the requests of episodes; what must be drawn is in `inbox`."""
+
+    def __init__(self, tokenizer: Any, *, max_connections: int) -> None:
+        """Any: a transformers tokenizer."""
+        self.inbox: queue.SimpleQueue[Draw | Flood] = queue.SimpleQueue()
+        self.wake, self._waker = socket.socketpair()
+        """Has something to read when the inbox has something new."""
+        self.wake.setblocking(False)
+        self._waker.setblocking(False)
+        self._tokenizer, self._most = tokenizer, max_connections
+        self._episodes: dict[str, _Episode] = {}
+        """By id."""
+        self._owners: dict[str, _Episode] = {}
+        """By key."""
+        self._told: set[str] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        self._server = self._loop.run_until_complete(
+            asyncio.start_server(self._serve, "127.0.0.1", 0, limit=_MOST_HEAD_BYTES)
+        )
+        self.port: int = self._server.sockets[0].getsockname()[1]
+        self._thread = threading.Thread(target=self._run, name="episodes", daemon=True)
+        self._thread.start()
+
+    def open(self, number: int, recorder: Recorder) -> tuple[str, dict[str, str]]:
+        """The id of a new episode, and the arguments of its environment."""
+        name = secrets.token_urlsafe(24)
+        episode = self._episodes[name] = _Episode(number, name, recorder)
+        self._owners[episode.key] = episode
+        url = f"http://127.0.0.1:{self.port}/episodes/{name}/v1"
+        return name, {"base_url": url, "model": MODEL, "api_key": episode.key}
+
+    def forget(self, name: str) -> None:
+        """End an episode: its requests are refused from now on."""
+        episode = self._episodes.pop(name, None)
+        if episode is not None:
+            del self._owners[episode.key]
+
+    def close(self) -> None:
+        """End the thread and all connections; harmless when repeated."""
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self.wake.close()
+        self._waker.close()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks))
+
+    def _post(self, item: Draw | Flood) -> None:
+        self.inbox.put(item)
+        with suppress(BlockingIOError):  # full: it will wake up anyway
+            self._waker.send(b".")
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection: requests until it is closed."""
+        if len(self._writers) >= self._most:
+            logger.warning("episodes: more than %d connections; a new one is closed", self._most)
+            writer.transport.abort()
+            return
+        self._writers.add(writer)
+        try:
+            while await self._exchange(reader, writer):
+                pass
+        except (OSError, EOFError, asyncio.LimitOverrunError):
+            pass  # the client has gone, or does not speak HTTP
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Answer one request; whether the connection goes on."""
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        method, path, _ = [*head[0].split(" "), "", ""][:3]
+        fields = {
+            name.lower(): value.strip() for name, _, value in (x.partition(":") for x in head)
+        }
+        keep, kind = True, "application/json"
+        episode: _Episode | None = None
+        try:
+            name, route = _path_of(path)
+            episode = self._find(name, fields.get("authorization", ""))
+            body = await self._body(reader, fields)
+            reply, kind = await self._answer(episode, method, route, body, reader)
+            status = 200
+        except Refusal as err:
+            reply, status = error(err), err.status
+            keep = self._refused(episode, err) and err.code != "unread"
+        head = [f"HTTP/1.1 {status} {_REASONS[status]}", f"content-type: {kind}"]
+        head += [f"content-length: {len(reply)}", *([] if keep else ["connection: close"])]
+        writer.write("\r\n".join([*head, "", ""]).encode() + reply)
+        await writer.drain()
+        return keep and fields.get("connection", "").lower() != "close"
+
+    async def _body(self, reader: asyncio.StreamReader, fields: dict[str, str]) -> bytes:
+        """What follows the head; Refusal if it is too large."""
+        size = fields.get("content-length", "0")
+        if not size.isdigit() or "transfer-encoding" in fields:
+            raise Refusal("got no content-length, expected one", status=411, code="unread")
+        if int(size) <= _MOST_BODY_BYTES:
+            return await reader.readexactly(int(size))
+        left = min(int(size), _MOST_DISCARDED_BYTES)
+        while left and (part := await reader.read(min(left, _MOST_HEAD_BYTES))):
+            left -= len(part)  # a client that is cut off while it sends does not read why
+        got, expected = f"a request of {size} bytes", f"at most {_MOST_BODY_BYTES}"
+        raise Refusal(f"got {got}, expected {expected}; send less", status=413, code="unread")
+
+    def _find(self, name: str, authorization: str) -> _Episode:
+        """The episode of an id; Refusal if there is none, or the key is another's."""
+        key = authorization.removeprefix("Bearer ").strip()
+        episode, owner = self._episodes.get(name), self._owners.get(key)
+        if episode is None or (key and owner is not episode):
+            who = f"row {owner.number} of this rank" if owner else "a client without a known key"
+            logger.warning("episodes: %s asked for an episode that is not its own", who)
+            if owner is not None:
+                self._refused(owner, Refusal("another's episode"))
+            status = 404 if episode is None else 401
+            raise Refusal("got no running episode of this client", status=status, code="not_found")
+        return episode
+
+    def _refused(self, episode: _Episode | None, err: Refusal) -> bool:
+        """Count a refusal; whether the client may go on."""
+        if episode is None:
+            return False
+        episode.refused += 1
+        if episode.refused == _MOST_REFUSED:
+            cause = f"flooded the endpoint: {_MOST_REFUSED} requests were refused, the last: {err}"
+            self._post(Flood(episode.number, episode.name, cause))
+        return episode.refused < _MOST_REFUSED
+
+    async def _answer(
+        self,
+        episode: _Episode,
+        method: str,
+        route: str,
+        body: bytes,
+        reader: asyncio.StreamReader,
+    ) -> tuple[bytes, str]:
+        """(body, content type) of the answer to a request; Refusal."""
+        if route.startswith("models"):
+            entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "spmdflow"}
+            shown = {"object": "list", "data": [entry]} if route == "models" else entry
+            return json.dumps(shown).encode(), "application/json"
+        if route not in ("chat/completions", "completions"):
+            got, expected = f"the path {route!r}", "chat/completions, completions or models"
+            raise Refusal(f"got {got}, expected {expected}", status=404, code="not_found")
+        if method != "POST":
+            raise Refusal(f"got {method}, expected POST", status=405)
+        if episode.under_way >= _MOST_UNDER_WAY:
+            got = f"more than {_MOST_UNDER_WAY} requests under way"
+            raise Refusal(f"got {got} of one episode; wait for answers", status=429, code="busy")
+        episode.under_way += 1
+        try:
+            async with episode.turn:
+                return await self._draw(episode, route == "chat/completions", body, reader)
+        except (DataError, ValueError, TypeError, LookupError, AttributeError) as err:
+            raise Refusal(f"got a request that cannot be read ({err})") from err
+        finally:
+            episode.under_way -= 1
+
+    async def _draw(
+        self, episode: _Episode, chat: bool, body: bytes, reader: asyncio.StreamReader
+    ) -> tuple[bytes, str]:
+        """Have a reply drawn, and record it if the client is still there."""
+        ask = ask_of(json.loads(body), chat=chat, told=self._told)
+        turn = episode.recorder.begin(ask)
+        future: asyncio.Future[Finished | None] = self._loop.create_future()
+
+        def done(drawn: Finished | None) -> None:
+            self._loop.call_soon_threadsafe(
+                lambda: None if future.done() else future.set_result(drawn)
+            )
+
+        ids = turn.ids
+        self._post(Draw(episode.number, episode.name, ids, turn.number, turn.max_new_tokens, done))
+        drawn = await future
+        if drawn is None or reader.at_eof():
+            raise EOFError  # nobody hears it
+        message, kept, reason = episode.recorder.finish(ask, turn, drawn)
+        pieces = [self._tokenizer.decode([i]) for i in kept.tokens.tolist()] * ask.log_probs
+        reply = Reply(message, reason, ids, kept, pieces)
+        return answer(ask, reply, number=f"turn-{turn.number}", model=MODEL)
+
+
+def _path_of(path: str) -> tuple[str, str]:
+    """(id, what follows /v1/) of a path; Refusal for any other path."""
+    parts = path.partition("?")[0].strip("/").split("/")
+    if len(parts) < 4 or parts[0] != "episodes" or parts[2] != "v1":
+        expected = "/episodes/ID/v1/..."
+        raise Refusal(f"got another path, expected {expected}", status=404, code="not_found")
+    return parts[1], "/".join(parts[3:])

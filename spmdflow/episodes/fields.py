@@ -1,0 +1,196 @@
+"""Fields of OpenAI's requests that are honoured, and answers in OpenAI's form.
+
+Fields that would contradict what is recorded are refused; others are ignored with one warning each.
+Sampling (temperature, top_p, top_k, seed) is the run's: the policy that is trained is the one that
+is recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spmdflow.rollout.generator import Finished
+
+logger = logging.getLogger(__name__)
+
+_HONOURED = {
+    "messages",
+    "prompt",
+    "tools",
+    "max_tokens",
+    "max_completion_tokens",
+    "stop",
+    "stream",
+    "stream_options",
+    "logprobs",
+    "return_token_ids",
+    "model",
+    "n",
+    "best_of",
+    "echo",
+    "suffix",
+    "response_format",
+    "tool_choice",
+    "parallel_tool_calls",
+}
+
+
+class Refusal(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, text: str, *, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(text)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request for a chat or a completion."""
+
+    messages: list[dict[str, Any]]
+    """Of a chat; empty: a completion."""
+    prompt: str | list[int]
+    tools: list[Any] | None
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    stream: bool
+    with_usage: bool
+    """Whether a stream ends with the number of tokens."""
+    log_probs: bool
+    token_ids: bool
+
+
+def ask_of(body: Mapping[str, Any], *, chat: bool, told: set[str]) -> Ask:
+    """A request from its JSON body; Refusal for what cannot be answered as asked.
+
+    told: ignored fields that were warned of; grows.
+    """
+    for name in sorted(set(body) - _HONOURED - told):
+        told.add(name)
+        logger.warning("episodes: requests have the field %r, which is ignored", name)
+    _refuse_contradictions(body)
+    limits = [body.get("max_tokens"), body.get("max_completion_tokens")]
+    given = {limit for limit in limits if limit is not None}
+    if len(given) > 1 or not all(type(limit) is int and limit > 0 for limit in given):
+        raise Refusal(f"max_tokens: got {sorted(map(str, given))}, expected one number above 0")
+    stop = body.get("stop") or ()
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in stop):
+        raise Refusal(f"stop: got {list(stop)!r}, expected texts that are not empty")
+    messages, prompt = body.get("messages") or [], body.get("prompt", "")
+    if chat and not _are_messages(messages):
+        raise Refusal("messages: got no list of objects with a role; expected at least one")
+    if not chat and not _is_prompt(prompt):
+        raise Refusal("prompt: got neither a text nor a list of token ids; expected one prompt")
+    tools = body.get("tools") if body.get("tool_choice") != "none" else None
+    return Ask(
+        list(messages) if chat else [],
+        "" if chat else prompt,
+        tools or None,
+        next(iter(given), None),
+        stop,
+        stream=bool(body.get("stream")),
+        with_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        log_probs=bool(body.get("logprobs")),
+        token_ids=bool(body.get("return_token_ids")),
+    )
+
+
+def _refuse_contradictions(body: Mapping[str, Any]) -> None:
+    allowed: dict[str, tuple[Any, ...]] = {
+        "n": (None, 1),
+        "best_of": (None, 1),
+        "echo": (None, False),
+        "suffix": (None, ""),
+        "tool_choice": (None, "auto", "none"),
+        "response_format": (None, {"type": "text"}),
+    }
+    for name, values in allowed.items():
+        if body.get(name) not in values:
+            raise Refusal(f"{name}: got {body[name]!r}, expected {values[-1]!r} or nothing")
+
+
+def _are_messages(messages: object) -> bool:
+    return (
+        bool(messages)
+        and isinstance(messages, list)
+        and all(
+            isinstance(message, dict) and isinstance(message.get("role"), str)
+            for message in messages
+        )
+    )
+
+
+def _is_prompt(prompt: object) -> bool:
+    if isinstance(prompt, list):
+        return bool(prompt) and all(type(token) is int and token >= 0 for token in prompt)
+    return isinstance(prompt, str) and bool(prompt)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What is answered."""
+
+    message: dict[str, Any]
+    reason: str
+    """stop, length or tool_calls."""
+    prompt_ids: list[int]
+    drawn: Finished
+    pieces: list[str]
+    """Text of each token, if log-probabilities are asked for."""
+
+
+def answer(ask: Ask, reply: Reply, *, number: str, model: str) -> tuple[bytes, str]:
+    """(body, content type) of an answer: JSON, or a stream of events."""
+    chat = bool(ask.messages)
+    kind = "chat.completion" if chat else "text_completion"
+    head = {"id": number, "object": kind, "created": int(time.time()), "model": model}
+    usage = {
+        "prompt_tokens": len(reply.prompt_ids),
+        "completion_tokens": len(reply.drawn.tokens),
+        "total_tokens": len(reply.prompt_ids) + len(reply.drawn.tokens),
+    }
+    choice: dict[str, Any] = {"index": 0, "finish_reason": reply.reason}
+    choice["logprobs"] = _log_probs(ask, reply) if ask.log_probs else None
+    if ask.token_ids:
+        choice["token_ids"] = reply.drawn.tokens.tolist()
+        head["prompt_token_ids"] = reply.prompt_ids
+    if not ask.stream:
+        said = {"message": reply.message} if chat else {"text": reply.message["content"] or ""}
+        body = head | {"choices": [choice | said], "usage": usage}
+        return json.dumps(body).encode(), "application/json"
+    calls = [call | {"index": i} for i, call in enumerate(reply.message.get("tool_calls") or ())]
+    delta = reply.message | ({"tool_calls": calls} if calls else {})
+    said = {"delta": delta} if chat else {"text": reply.message["content"] or ""}
+    empty: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
+    head["object"] = "chat.completion.chunk" if chat else kind
+    events = [head | {"choices": [choice | said | {"finish_reason": None}]}]
+    end = {"index": 0, "finish_reason": reply.reason, "logprobs": None}
+    events.append(head | {"choices": [end | empty]})
+    if ask.with_usage:
+        events.append(head | {"choices": [], "usage": usage})
+    lines = [f"data: {json.dumps(event)}\n\n" for event in events] + ["data: [DONE]\n\n"]
+    return "".join(lines).encode(), "text/event-stream"
+
+
+def _log_probs(ask: Ask, reply: Reply) -> dict[str, Any]:
+    numbers = reply.drawn.log_probs.tolist()
+    if not ask.messages:
+        return {"tokens": reply.pieces, "token_logprobs": numbers}
+    return {
+        "content": [
+            {"token": piece, "logprob": number, "bytes": None, "top_logprobs": []}
+            for piece, number in zip(reply.pieces, numbers, strict=True)
+        ]
+    }
+
+
+def error(refusal: Refusal) -> bytes:
+    """The JSON of a refusal, as OpenAI writes it."""
+    said = {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}
+    return json.dumps({"error": said | {"param": None}}).encode()

@@ -1,0 +1,211 @@
+"""Worker processes that run environments: what runs where, time limits, and who is to blame.
+
+A process runs many episodes in one event loop. If it ends, or does not answer in time, each episode
+that was in it is run once more in a process of its own: the one that does it again is to blame, and
+the others are as if nothing had happened, since an episode's draws depend on its row alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from spmdflow.config.episode import EpisodeConfig, environment_of
+from spmdflow.config.reward import RewardTerm
+from spmdflow.errors import ConfigError, RewardError
+from spmdflow.rewards.process import WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+_GRACE_SECONDS = 2.0
+"""After an episode's limit, which its own process enforces, until that process is killed."""
+_START_SECONDS = 120.0
+_ROW_LETTERS = 200
+
+
+class Ended(NamedTuple):
+    """How an episode ended."""
+
+    number: int
+    scores: dict[str, Any] | None = None
+    """Score and further numbers; None: it failed, or the environment left it out."""
+    cause: str = ""
+    """Why it failed; empty: it did not."""
+
+
+class _Process(WorkerProcess):
+    """A process with the episodes that run in it."""
+
+    child = "spmdflow.episodes.child"
+
+    def __init__(self, term: RewardTerm) -> None:
+        super().__init__()
+        self.running: dict[int, float] = {}
+        """Episode -> when it must have ended, with grace."""
+        self.deadline = time.monotonic() + _START_SECONDS
+        """Of its start."""
+        self.send({"functions": [[term.function, dict(term.arguments)]]})
+
+    @property
+    def seconds_left(self) -> float:
+        """Until its start or an episode takes too long; infinite when idle."""
+        limits = self.running.values() if self.ready else [self.deadline]
+        return min(limits, default=float("inf")) - time.monotonic()
+
+
+@dataclass
+class _Call:
+    """An episode that waits or runs."""
+
+    row: dict[str, Any]
+    alone: bool = False
+    """Whether it runs in a process of its own, as one with it in it was lost."""
+    causes: list[str] = field(default_factory=list)
+
+
+class EnvironmentPool:
+    """Runs the environment of the settings for many rows at once."""
+
+    def __init__(self, cfg: EpisodeConfig) -> None:
+        self._term, self._num_processes = environment_of(cfg.environment), cfg.num_processes
+        self._concurrency, self._seconds = cfg.concurrency, cfg.seconds
+        self._processes: list[_Process] = []
+        self._calls: dict[int, _Call] = {}
+        self._waiting: deque[int] = deque()
+        self._ended: list[Ended] = []
+        self._start_missing()
+
+    def begin(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Take new episodes, numbered in order; those of before are gone."""
+        self.stop()
+        self._calls = {number: _Call(row) for number, row in enumerate(rows)}
+        self._waiting = deque(self._calls)
+        self._start_missing()
+
+    @property
+    def finished(self) -> bool:
+        """Whether no episode waits or runs."""
+        return not self._calls
+
+    def hand_out(self, enter: Callable[[int], dict[str, str]]) -> None:
+        """Start what there is room for; enter(number): the arguments that it is called with."""
+        room = max(1, self._concurrency // self._num_processes)
+        for process in self._processes:
+            while self._waiting and process.ready and len(process.running) < room:
+                number = self._waiting[0]
+                alone = self._calls[number].alone
+                if process.running and (
+                    alone or any(self._calls[n].alone for n in process.running)
+                ):
+                    break
+                self._waiting.popleft()
+                process.running[number] = time.monotonic() + self._seconds + _GRACE_SECONDS
+                call = {"run": number, "seconds": self._seconds, "row": self._calls[number].row}
+                process.send(call | enter(number))
+
+    def advance(self, seconds: float, *, wake: int | None = None) -> list[Ended]:
+        """Wait so long at most, or until a process or the file descriptor `wake` has something to
+        read; the episodes that ended."""
+        poll = select.poll()
+        for process in self._processes:
+            poll.register(process, select.POLLIN | (select.POLLOUT if process.has_unsent else 0))
+        if wake is not None:
+            poll.register(wake, select.POLLIN)
+        poll.poll(max(0.0, seconds * 1000))
+        for process in list(self._processes):
+            messages, end = process.read()
+            for message in messages:
+                self._record(process, message)
+            if end is not None:
+                self._lose(process, f"ended its worker process ({end})")
+            elif process.seconds_left <= 0:
+                limit = f"actor.rollout.episode.seconds ({self._seconds:g} s)"
+                self._lose(process, f"kept its worker process busy for longer than {limit}")
+        ended, self._ended = self._ended, []
+        return ended
+
+    def fail(self, number: int, cause: str) -> None:
+        """End a running episode: it failed."""
+        for process in self._processes:
+            if number in process.running:
+                process.send({"cancel": number})
+                self._calls[number].causes.append(cause)
+
+    def stop(self) -> None:
+        """Forget all episodes; processes in which some still run are killed."""
+        self._calls, self._ended = {}, []
+        self._waiting.clear()
+        self._kill([process for process in self._processes if process.running or process.ended])
+
+    def close(self) -> None:
+        """Kill all processes; harmless when repeated."""
+        self._kill(list(self._processes))
+
+    def _start_missing(self) -> None:
+        while len(self._processes) < self._num_processes:
+            self._processes.append(_Process(self._term))
+
+    def _kill(self, processes: list[_Process]) -> None:
+        for process in processes:
+            process.kill()
+            self._processes.remove(process)
+
+    def _record(self, process: _Process, message: dict[str, Any]) -> None:
+        name = self._term.function
+        if "ended" in message:
+            process.running.pop(message["ended"], None)
+            self._end(message["ended"], message.get("scores"), message.get("failed", ""))
+        elif "refused" in message:
+            raise ConfigError(message["refused"])
+        elif "broken" in message:
+            raise RewardError(
+                f"environment {name!r}: its module raised {message['broken'][1].rstrip()}\n"
+                f"expected a module that can be imported; fix it"
+            )
+        else:
+            process.ready = True
+
+    def _end(self, number: int, scores: dict[str, Any] | None, cause: str) -> None:
+        call = self._calls.pop(number, None)
+        if call is None:
+            return
+        cause = call.causes[0] if call.causes else cause
+        if cause:
+            first, _, trace = cause.partition("\n")
+            cause = (
+                f"environment {self._term.function!r} {first}; expected a finite number, a dict "
+                f'with "score" or None; fix the environment\n'
+                f"row: {_shorten(json.dumps(call.row))}\n{trace.rstrip()}"
+            )
+        self._ended.append(Ended(number, None if cause else scores, cause))
+
+    def _lose(self, process: _Process, what: str) -> None:
+        """Kill a process; its only episode has failed, several are run again, each alone."""
+        stack = process.stack()
+        where = stack and f"\nIt was there (innermost call first):\n{stack}"
+        self._kill([process])
+        if not process.ready:
+            raise RewardError(
+                f"environment {self._term.function!r}: importing its module {what}; expected a "
+                f"module that can be imported by itself; run `python -c` on it to see why{where}"
+            )
+        numbers = list(process.running)
+        for number in numbers:
+            if len(numbers) == 1 or self._calls[number].alone:
+                self._end(number, None, what + where)
+            else:
+                self._calls[number].alone = True
+                self._waiting.append(number)
+        if len(numbers) > 1:
+            logger.warning("%d episodes are run again, as one %s", len(numbers), what)
+        self._start_missing()
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _ROW_LETTERS else f"{text[:_ROW_LETTERS]} ..."

@@ -1,0 +1,234 @@
+"""Runs the episodes of one generation replica: the generator is stepped until all have ended.
+
+The replica's first rank has the endpoint and the environments. Before each step it tells the other
+ranks which requests are new and which are aborted, so that all step the same requests.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from spmdflow.config.episode import EpisodeConfig
+from spmdflow.episodes.endpoint import Draw, Endpoint, Flood
+from spmdflow.episodes.pool import Ended, EnvironmentPool
+from spmdflow.episodes.recorder import Limits, Recorder, Segment
+from spmdflow.parallel.group import all_gather_plain
+from spmdflow.rollout.generator import Finished, Replica, Request, RequestGenerator
+from spmdflow.rollout.sampling import Sampling
+
+_IDLE_SECONDS = 1.0
+"""Longest wait without a request; then the other ranks of the replica hear that all is well."""
+
+
+class Episode(NamedTuple):
+    """What became of a row."""
+
+    number: int
+    scores: dict[str, Any] | None
+    """None: it failed or was left out."""
+    cause: str
+    """Why it failed; empty: it did not."""
+    num_turns: int
+    num_segments: int
+    prompt: list[int]
+    tokens: list[int]
+    mask: list[bool]
+    log_probs: list[float]
+
+
+class EpisodeRunner:
+    """Environments and endpoint of a replica's first rank; the other ranks only step."""
+
+    def __init__(
+        self,
+        cfg: EpisodeConfig,
+        limits: Limits,
+        *,
+        tokenizer: Any,
+        end_tokens: tuple[int, ...],
+        replica: Replica,
+    ) -> None:
+        """Any: a transformers tokenizer. Worker processes start in the background."""
+        self._limits, self._replica = limits, replica
+        self._tokenizer, self._end_tokens = tokenizer, end_tokens
+        self._pool: EnvironmentPool | None = None
+        if replica.place == 0:
+            self._pool = EnvironmentPool(cfg)
+            self._endpoint = Endpoint(tokenizer, max_connections=64 + 8 * cfg.concurrency)
+
+    def run(
+        self,
+        rows: Sequence[dict[str, Any]],
+        generator: RequestGenerator,
+        sampling: Sampling,
+        seed_of_turn: Callable[[int, int], int],
+        *,
+        strict: bool = False,
+    ) -> list[Episode]:
+        """One episode for each row, in order; the same on all ranks of the replica.
+
+        seed_of_turn(row's place, turn): seed of a reply. strict: stop at the first failure; later
+        rows may then be missing.
+        """
+        generator.wake()
+        under_way: set[int] = set()
+        lead = None
+        if self._pool is not None:
+            lead = _Lead(self._pool, self._endpoint, self._new_recorder)
+            self._pool.begin(rows)
+        try:
+            while True:
+                news = self._agree(lead.look(idle=not under_way, strict=strict) if lead else None)
+                for request in news.aborted:
+                    generator.abort(request)
+                    under_way.discard(request)
+                if news.done:
+                    break
+                for number, prompt, turn, most in news.added:
+                    own = replace(sampling, max_new_tokens=most)
+                    seed = seed_of_turn(number, turn)
+                    request = generator.add(Request(torch.tensor(prompt), seed, own))
+                    under_way.add(request)
+                    if lead:
+                        lead.added(request)
+                for drawn in generator.step() if under_way else ():
+                    under_way.discard(drawn.id)
+                    if lead:
+                        lead.drawn(drawn)
+        finally:
+            for request in sorted(under_way):
+                generator.abort(request)
+            if lead:
+                lead.leave_all()
+        told = [tuple(each) for each in lead.episodes()] if lead else None
+        return [Episode(*each) for each in self._tell(told)]
+
+    def close(self) -> None:
+        """End the worker processes and the endpoint."""
+        if self._pool is not None:
+            self._pool.close()
+            self._endpoint.close()
+
+    def _new_recorder(self) -> Recorder:
+        return Recorder(self._tokenizer, self._end_tokens, self._limits)
+
+    def _agree(self, mine: News | None) -> News:
+        """The first rank's news, on every rank of the replica."""
+        return News(*self._tell(mine))
+
+    def _tell(self, mine: Any) -> Any:
+        """What the first rank passes (plain data)."""
+        if self._replica.size == 1:
+            return mine
+        group = self._replica.group(self._replica.ranks, "gloo")
+        return all_gather_plain(mine if mine is None else list(mine), group)[0]
+
+
+class News(NamedTuple):
+    """What changes before a step."""
+
+    added: list[tuple[int, list[int], int, int]]
+    """Of each new request: its row's place, prompt, turn and most tokens."""
+    aborted: list[int]
+    done: bool
+
+
+class _Lead:
+    """The first rank's part of a run: what is under way, and what became of each row."""
+
+    def __init__(
+        self, pool: EnvironmentPool, endpoint: Endpoint, new_recorder: Callable[[], Recorder]
+    ) -> None:
+        self._pool, self._endpoint, self._new_recorder = pool, endpoint, new_recorder
+        self._names: dict[int, str] = {}
+        """Running episode -> its id."""
+        self._recorders: dict[int, Recorder] = {}
+        self._asked: deque[Draw] = deque()
+        """Those that are being added to the generator."""
+        self._drawing: dict[int, Draw] = {}
+        """Request of the generator -> what asked for it."""
+        self._aborted: list[int] = []
+        self._episodes: dict[int, Episode] = {}
+        self._fails = False
+
+    def look(self, *, idle: bool, strict: bool) -> News:
+        """Start, end and hear episodes; waits for something new if idle."""
+        self._pool.hand_out(self._enter)
+        wake = self._endpoint.wake
+        for ended in self._pool.advance(_IDLE_SECONDS if idle else 0.0, wake=wake.fileno()):
+            self._end(ended)
+        with suppress(BlockingIOError):
+            wake.recv(1 << 16)
+        added = []
+        with suppress(queue.Empty):
+            while True:
+                item = self._endpoint.inbox.get_nowait()
+                if self._names.get(item.number) != item.name:
+                    continue  # of an episode that has ended
+                if isinstance(item, Flood):
+                    self._pool.fail(item.number, item.cause)
+                    continue
+                self._asked.append(item)
+                added.append((item.number, item.ids, item.turn, item.max_new_tokens))
+        aborted, self._aborted = self._aborted, []
+        return News(added, aborted, self._pool.finished or (strict and self._fails))
+
+    def added(self, request: int) -> None:
+        """The generator has taken the next request."""
+        self._drawing[request] = self._asked.popleft()
+
+    def drawn(self, drawn: Finished) -> None:
+        """A reply has ended."""
+        self._drawing.pop(drawn.id).done(drawn)
+
+    def leave_all(self) -> None:
+        """End every episode."""
+        for number in list(self._names):
+            self._leave(number)
+        self._pool.stop()
+
+    def episodes(self) -> list[Episode]:
+        """What became of the rows, in order."""
+        return [self._episodes[number] for number in sorted(self._episodes)]
+
+    def _enter(self, number: int) -> dict[str, str]:
+        """Start an episode, from its beginning if its process was lost."""
+        self._leave(number)
+        self._recorders[number] = self._new_recorder()
+        self._names[number], told = self._endpoint.open(number, self._recorders[number])
+        return told
+
+    def _leave(self, number: int) -> None:
+        """Forget an episode's id; its requests are aborted."""
+        if number in self._names:
+            self._endpoint.forget(self._names.pop(number))
+        for request, draw in list(self._drawing.items()):
+            if draw.number == number:
+                del self._drawing[request]
+                self._aborted.append(request)
+                draw.done(None)
+
+    def _end(self, ended: Ended) -> None:
+        self._leave(ended.number)
+        recorder = self._recorders.pop(ended.number)
+        found = recorder.longest() or Segment([])
+        scores = ended.scores if found.num_sampled else None
+        self._fails |= bool(ended.cause)
+        self._episodes[ended.number] = Episode(
+            ended.number,
+            scores,
+            ended.cause,
+            recorder.num_turns,
+            len(recorder.segments),
+            found.prompt,
+            found.tokens,
+            found.mask,
+            found.log_probs,
+        )

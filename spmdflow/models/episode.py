@@ -1,0 +1,227 @@
+"""`run_episodes`: rows as conversations with an environment, many turns each.
+
+Shared by all roles that generate. The columns are those of a single response: what follows the
+first prompt is the response, and the mask tells what the policy chose.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from math import nan
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from spmdflow.config.episode import KEY, EpisodeConfig, environment_of, episode_errors
+from spmdflow.config.reward import OnError
+from spmdflow.data.ragged import ragged, ragged_from_rows, rows_of
+from spmdflow.data.row_id import is_held_out, seed_of
+from spmdflow.datasets.tokenizer import eos_token_id, load_tokenizer
+from spmdflow.episodes.conversation import check_template
+from spmdflow.episodes.recorder import Limits
+from spmdflow.episodes.run import Episode, EpisodeRunner
+from spmdflow.errors import ConfigError, RewardError
+from spmdflow.models.reward import average_terms, count_dropped, put_at_last_token
+from spmdflow.rollout.forward import end_tokens
+from spmdflow.rollout.generator import Generator, Replica, RequestGenerator
+from spmdflow.rollout.sampling import Sampling
+from spmdflow.transfer.register import register
+from spmdflow.transfer.worker import Max, Mean, Metric, Sum, Worker
+
+logger = logging.getLogger(__name__)
+
+_MOST_TOLD = 3
+"""Failures of one call that a rank's log tells in full."""
+
+
+def check_environment(label: str, cfg: Any, arguments: Mapping[str, Any]) -> None:
+    """ConfigError unless the settings name an environment."""
+    episode = getattr(cfg.rollout, "episode", None)
+    if not isinstance(episode, EpisodeConfig):
+        do = "let the settings have actor: AgentActorConfig, as GRPOAgentConfig does"
+        raise ConfigError.of(label, "settings without rollout.episode", f"{KEY}.environment", do)
+    environment_of(episode.environment)
+
+
+class EpisodeWorker(Worker):
+    """The call that runs episodes; a role adds the generator."""
+
+    generator: Generator
+    sampling: Sampling
+    _runner: EpisodeRunner | None = None
+    _errors: OnError
+
+    @register(
+        transfer_mode="3D_ALL_MICRO_DP",
+        reads=("prompts", "prompt_text", "row"),
+        writes=(
+            "prompts",
+            "prompt_text",
+            "responses",
+            "response_text",
+            "response_mask",
+            "rollout_log_probs",
+            "scores",
+            "token_level_rewards",
+            "valid",
+            "num_turns",
+            "weights_version",
+        ),
+        draws=True,
+        check=check_environment,
+    )
+    def run_episodes(
+        self, batch: TensorDict, *, greedy: bool = False, prefix: str = "reward"
+    ) -> TensorDict:
+        """One episode of the environment for each row, and its score.
+
+        The environment gets the row's fields, and `prompt`: the text of its prompt. prompts: what
+        the policy read first. responses: all that followed. response_mask: False where it did not
+        choose the token; rollout_log_probs are 0 there. valid (B,): False, the score nan and the
+        mask False throughout, where the episode failed or the environment returned None.
+        num_turns (B,): replies. RewardError if too many failed (rollout.episode.on_error). greedy:
+        take the likeliest tokens. prefix: of the score's metrics.
+        """
+        assert self._runner is not None, "opened with the role"
+        generator = self.fresh_generator()
+        if not isinstance(generator, RequestGenerator):
+            kind, do = type(generator).__name__, "choose another actor.rollout.engine"
+            raise ConfigError.of("run_episodes", kind, "a generator that takes requests", do)
+        rows = [
+            json.loads(row) | {"prompt": text}
+            for row, text in zip(batch["row"], batch["prompt_text"], strict=True)
+        ]
+        errors, sampling = self._errors, self.sampling.for_call(greedy=greedy)
+        found = self._runner.run(
+            rows, generator, sampling, self._turn_seed, strict=errors.is_strict
+        )
+        causes = [
+            f"row {int(self.call.row_ids[each.number])}: {each.cause}"
+            for each in found
+            if each.cause
+        ]
+        if causes and errors.is_strict:
+            raise RewardError(causes[0])
+        for cause in causes[:_MOST_TOLD]:
+            logger.warning("an episode failed, dropped: %s", cause)
+        self._report_episodes(found, prefix, next(iter(causes), ""))
+        return self._columns(batch, found)
+
+    def open_episodes(self) -> None:
+        """Start the environments, if the settings have some; the role's generator is there.
+
+        ConfigError if the tokenizer's chat template is not append-only and has to be.
+        """
+        cfg = self.cfg.rollout
+        if not isinstance(getattr(cfg, "episode", None), EpisodeConfig):
+            return
+        tokenizer, may_fork = load_tokenizer(cfg.tokenizer_path), cfg.episode.segments != "one"
+        if not may_fork:
+            check_template(tokenizer)
+        self._errors = episode_errors(cfg.episode.on_error)
+        self._runner = EpisodeRunner(
+            cfg.episode,
+            Limits(cfg.episode.max_turns, cfg.max_prompt_tokens, cfg.max_new_tokens, may_fork),
+            tokenizer=tokenizer,
+            end_tokens=end_tokens(self.cfg.model.path),
+            replica=Replica.of(self.context.layout, self.context.rank, self.context.groups),
+        )
+
+    def fresh_generator(self) -> Generator:
+        """The generator, with the weights that the role generates with."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the environments and the endpoint."""
+        if self._runner is not None:
+            self._runner.close()
+
+    def _turn_seed(self, place: int, turn: int) -> int:
+        """Seed of a reply, from (seed, step, row id, generation, turn), never from a rank.
+
+        place: of the row in the call. Held-out rows have the same seeds at every step.
+        """
+        call = self.call
+        assert call.generation is not None, "registered with draws=True"
+        row = int(call.row_ids[place])
+        step = 0 if is_held_out(row) else call.step
+        numbers = (step, row, int(call.generation[place]), turn)
+        return seed_of(self.context.seed, "episode", *numbers)
+
+    def _report_episodes(self, found: list[Episode], prefix: str, first_failure: str) -> None:
+        """Metrics of the episodes; RewardError if too many failed, over all ranks."""
+        scored = [each.scores for each in found if each.scores is not None]
+        scores = sum(each["score"] for each in scored)
+        metrics: dict[str, Metric] = {"mean": Mean(scores, len(scored))} | average_terms(scored)
+        ran = torch.tensor([not each.cause for each in found]).bool()
+        metrics |= count_dropped(
+            self.context,
+            self.context.layout.ranks,
+            ran,
+            limit=self._errors.max_dropped_percent,
+            key=f"{KEY}.on_error",
+            first_failure=first_failure,
+        )
+        self.report({f"{prefix}/{name}": metric for name, metric in metrics.items()})
+        sampled = sum(sum(each.mask) for each in found)
+        self.report(
+            {
+                "rollout/prompt_tokens": Sum(sum(len(each.prompt) for each in found)),
+                "rollout/response_tokens": Sum(sampled),
+                "rollout/response_length": Mean(sampled, len(found)),
+                "rollout/weights_version": Max(float(self.generator.weights_version)),
+                "episodes/turns": Mean(sum(each.num_turns for each in found), len(found)),
+                "episodes/left_out": Sum(sum(not x.cause and x.scores is None for x in found)),
+                "episodes/forked": Sum(sum(each.num_segments > 1 for each in found)),
+            }
+        )
+
+    def _columns(self, batch: TensorDict, found: list[Episode]) -> TensorDict:
+        """The columns of `run_episodes`; a row without a score has one masked token."""
+        tokenizer, device = load_tokenizer(self.cfg.rollout.tokenizer_path), self.context.device
+        own, end = rows_of(batch["prompts"]), eos_token_id(tokenizer)
+        valid = [each.scores is not None for each in found]
+        shown = [
+            each
+            if each.scores is not None
+            else each._replace(
+                scores={"score": nan},
+                prompt=own[each.number].tolist(),
+                tokens=[end],
+                mask=[False],
+                log_probs=[0.0],
+            )
+            for each in found
+        ]
+        lengths = torch.tensor([len(each.tokens) for each in shown], dtype=torch.int64)
+
+        def column(name: str, dtype: torch.dtype) -> Tensor:
+            values = [value for each in shown for value in getattr(each, name)]
+            return ragged(torch.tensor(values, dtype=dtype), lengths).to(device)
+
+        scores = torch.tensor([each.scores["score"] for each in shown if each.scores])
+        version = self.generator.weights_version
+        made = TensorDict(
+            {
+                "prompts": ragged_from_rows(
+                    [torch.tensor(each.prompt) for each in shown], dtype=torch.int64
+                ).to(device),
+                "responses": column("tokens", torch.int64),
+                "response_mask": column("mask", torch.bool),
+                "rollout_log_probs": column("log_probs", torch.float32),
+                "scores": scores,
+                "token_level_rewards": put_at_last_token(scores, lengths),
+                "valid": torch.tensor(valid).bool(),
+                "num_turns": torch.tensor([each.num_turns for each in found]).long(),
+                "weights_version": torch.full((len(found),), version),
+            },
+            batch_size=batch.batch_size,
+        )
+        decode = tokenizer.batch_decode
+        made.set_non_tensor("prompt_text", decode([each.prompt for each in shown]))
+        made.set_non_tensor("response_text", decode([each.tokens for each in shown]))
+        return made

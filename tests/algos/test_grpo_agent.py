@@ -1,0 +1,102 @@
+"""algos/grpo_agent.py from end to end: a game of many turns is learned, a coin is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spmdflow.config.check import check
+from spmdflow.config.load import load
+from spmdflow.controller.script import run_flow
+from spmdflow.errors import RewardError
+from tests.algos.runs import ROOT, finish, log_of, steps_of, torchrun
+
+AGENT = ROOT / "algos" / "grpo_agent.py"
+SMALL = (
+    "data.prompts_per_step=8",
+    "data.samples_per_prompt=4",
+    "actor.update.mini_batch_size=16",
+    "run.sample_every=1",
+    "total_steps=2",
+    "eval_every=1",
+    "save_every=0",
+)
+BROKEN = '''
+import random
+
+from algos.guess import game
+
+async def episode(row, *, base_url, model, api_key, fails="", leaves=""):
+    score = await game.episode(row, base_url=base_url, model=model, api_key=api_key)
+    if str(row["digit"]) in fails:
+        raise ValueError("no such digit")
+    return None if str(row["digit"]) in leaves else score
+
+async def shuffled(row, *, base_url, model, api_key):
+    """The score of another game, as far as anybody knows."""
+    won = await game.episode(row, base_url=base_url, model=model, api_key=api_key)
+    return {"score": float(random.random() < 0.2), "won": won}
+'''
+
+
+def run(folder: Path, *words: str, environment: str) -> int:
+    (folder / "broken.py").write_text(BROKEN)
+    key = "actor.rollout.episode.environment"
+    own = (f'{key}="{folder}/broken.py:{environment}"', f"run.dir={folder}/run")
+    loaded = load(AGENT, None, [*SMALL, *own, *words])
+    check(loaded.cfg, 1)
+    return run_flow(loaded.script, loaded.cfg, inproc=True)
+
+
+@pytest.fixture(scope="module")
+def with_failures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("agent")
+    words = ("actor.rollout.episode.on_error='drop 60%'",)
+    assert run(folder, *words, environment="episode(fails='23', leaves='0145')") == 0
+    return folder / "run"
+
+
+def test_failed_episodes_are_dropped_and_counted(with_failures: Path) -> None:
+    start, *steps = steps_of(with_failures)
+
+    assert sum(step["reward/dropped"] for step in steps) > 0
+    assert sum(step["episodes/left_out"] for step in steps) > 0
+    for step in steps:
+        assert step["reward/dropped_share"] == pytest.approx(step["reward/dropped"] / 32)
+        assert step["reward/penalised_mean"] == pytest.approx(step["reward/mean"])
+        assert 1 <= step["episodes/turns"] <= 4
+        assert step["rollout/drift_max"] < 1e-5
+    assert start["eval/dropped"] == 20 and "eval/mean" in start
+
+
+def test_run_ends_at_a_failed_episode_if_it_shall(tmp_path: Path) -> None:
+    words = ("actor.rollout.episode.on_error=raise", "eval_every=0")
+    with pytest.raises(RewardError, match="no such digit"):
+        run(tmp_path, *words, environment="episode(fails='0123456789')")
+
+
+def test_run_ends_if_too_many_episodes_fail(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="expected at most 10 %"):
+        run(tmp_path, "eval_every=0", environment="episode(fails='0123456789')")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_game_is_learned_and_a_coin_is_not(tmp_path: Path) -> None:
+    """From about 20 % to at least 80 % of the games, sampled; shuffled scores do not move it."""
+    words = ("run.sample_every=0", "save_every=0", "eval_every=25")
+    game = torchrun(tmp_path / "game", *words, num_ranks=2, script=AGENT, small=())
+    assert finish(game, seconds=600) == 0, log_of(tmp_path / "game").read_text()[-3000:]
+    (tmp_path / "broken.py").write_text(BROKEN)
+    coin = f"actor.rollout.episode.environment={tmp_path}/broken.py:shuffled"
+    control = torchrun(tmp_path / "coin", *words, coin, num_ranks=2, script=AGENT, small=())
+    assert finish(control, seconds=600) == 0, log_of(tmp_path / "coin").read_text()[-3000:]
+
+    assert json.loads((tmp_path / "game" / "prediction.json").read_text())["bytes_agree"]
+    rewards = [step["reward/mean"] for step in steps_of(tmp_path / "game") if "reward/mean" in step]
+    assert 0.15 < sum(rewards[:5]) / 5 < 0.3
+    assert sum(rewards[-10:]) / 10 >= 0.8
+    won = [step["reward/won"] for step in steps_of(tmp_path / "coin") if "reward/won" in step]
+    assert sum(won[-10:]) / 10 < 0.35

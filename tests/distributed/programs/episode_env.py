@@ -1,0 +1,75 @@
+"""Environments for tests, by the name of the row's "does"; imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import time
+from typing import Any
+
+from spmdflow.envs.client import ChatClient, EndpointError
+
+
+async def scripted(
+    row: dict[str, Any], *, base_url: str, model: str, api_key: str, sleeps: int = 0
+) -> float | None:
+    """Three turns, what the environment says being decided by the row; sleeps: seed, 0: none."""
+    pauses = random.Random(f"{sleeps} {row['digit']} {base_url[-12:]}")
+    messages = [{"role": "user", "content": "guess"}]
+    score = 0.0
+    async with ChatClient(base_url, model=model, api_key=api_key) as client:
+        for turn in range(3):
+            if sleeps:
+                await asyncio.sleep(pauses.random() * 0.02)
+            reply = await client.chat(messages, max_tokens=2)
+            score += str(reply["content"]).count(str(row["digit"] % 10))
+            messages += [reply, {"role": "user", "content": said(row["digit"], turn)}]
+    return score
+
+
+def said(digit: int, turn: int) -> str:
+    """What the environment says after a turn."""
+    return ("higher", "lower lower", "digit 7")[(digit + turn) % 3]
+
+
+async def faulty(row: dict[str, Any], *, base_url: str, model: str, api_key: str) -> Any:
+    """Plays one turn, and then does what the row says."""
+    does = row.get("does", "")
+    async with ChatClient(base_url, model=model, api_key=api_key) as client:
+        ask = [{"role": "user", "content": "guess"}]
+        reply = await client.chat(ask, max_tokens=1)
+        await asyncio.sleep(0.05)
+        if does == "none":
+            return None
+        if does == "raises":
+            raise ValueError("no such game")
+        if does == "text":
+            return "good"
+        if does == "exits":
+            sys.exit(3)
+        if does == "vanishes":
+            os._exit(7)
+        if does == "waits":
+            await asyncio.sleep(60)
+        if does == "hangs":
+            time.sleep(60)
+        if does == "floods":
+            while True:
+                try:
+                    await client.post("nothing", {})
+                except EndpointError:
+                    pass
+        if does == "large":
+            await client.chat([{"role": "user", "content": "x" * 10_000_000}])
+        if does == "other":
+            parts = base_url.split("/")
+            parts[-2] = "x" * len(parts[-2])
+            async with ChatClient("/".join(parts), model=model, api_key=api_key) as other:
+                await other.chat(ask, max_tokens=1)
+        if does == "talks":
+            while True:
+                ask = [*ask, reply, {"role": "user", "content": "guess"}]
+                reply = await client.chat(ask, max_tokens=1)
+    return {"score": 1.0, "torch": float("torch" in sys.modules)}

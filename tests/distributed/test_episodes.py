@@ -1,0 +1,244 @@
+"""Episodes on one rank: what is recorded, in which order, and what environments cannot break."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spmdflow.config.episode import EpisodeConfig
+from spmdflow.config.schema import RolloutConfig
+from spmdflow.data.ragged import ragged_from_rows
+from spmdflow.data.row_id import seed_of
+from spmdflow.datasets.tokenizer import load_tokenizer
+from spmdflow.episodes.recorder import Limits
+from spmdflow.episodes.run import Episode, EpisodeRunner
+from spmdflow.rollout.builtin import BuiltinGenerator
+from spmdflow.rollout.forward import end_tokens
+from spmdflow.rollout.generator import Replica, Request, take_folder_weights
+from spmdflow.rollout.sampling import Sampling
+from tests.distributed.programs import episode_env, episode_ranks
+
+MODEL = Path(__file__).parents[2] / "algos" / "guess" / "model"
+ENVIRONMENTS = Path(episode_env.__file__)
+SAMPLING = Sampling(32, temperature=1.0, tokenizer_path=str(MODEL))
+LIMITS = Limits(max_turns=8, max_prompt_tokens=8, max_new_tokens=32, may_fork=False)
+ROWS = [{"digit": number} for number in range(64)]
+
+
+class ListeningGenerator(BuiltinGenerator):
+    """Remembers the seeds of its requests in the order in which they came."""
+
+    def add(self, request: Request) -> int:
+        self.__dict__.setdefault("order", []).append(request.seed)
+        return super().add(request)
+
+
+def new_generator(*, max_batch_size: int = 128, model: Path = MODEL) -> ListeningGenerator:
+    cfg = RolloutConfig(max_batch_size=max_batch_size, dtype="float32")
+    generator = ListeningGenerator(cfg, str(model), torch.device("cpu"))
+    take_folder_weights(generator, str(model), verify=True)
+    return generator
+
+
+def new_runner(name: str, *, limits: Limits = LIMITS, **settings: Any) -> EpisodeRunner:
+    cfg = EpisodeConfig(**{"environment": f"{ENVIRONMENTS}:{name}", "seconds": 20.0, **settings})
+    return EpisodeRunner(
+        cfg,
+        limits,
+        tokenizer=load_tokenizer(str(MODEL)),
+        end_tokens=end_tokens(str(MODEL)),
+        replica=Replica.alone(),
+    )
+
+
+def seed_of_turn(place: int, turn: int) -> int:
+    return seed_of(0, "episode", 1, place, 0, turn)
+
+
+def facts(episodes: list[Episode]) -> list[Any]:
+    """Everything that must not depend on the order of arrival."""
+    return [tuple(episode) for episode in episodes]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Episode]:
+    """The scripted episodes, one request at a time: every shape is a row's own."""
+    runner, generator = new_runner("scripted"), new_generator(max_batch_size=1)
+    found = runner.run(ROWS, generator, SAMPLING, seed_of_turn)
+    runner.close()
+    return found
+
+
+def test_ids_and_masks_are_those_of_a_plain_loop(alone: list[Episode]) -> None:
+    tokenizer, generator = load_tokenizer(str(MODEL)), new_generator(max_batch_size=1)
+    for row, episode in zip(ROWS, alone, strict=True):
+        text = "<user>guess<policy>"
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        prompt, mask, log_probs = len(ids), [], []
+        for turn in range(3):
+            made = generator.generate(
+                ragged_from_rows([torch.tensor(ids)]),
+                Sampling(2, tokenizer_path=str(MODEL)),
+                [seed_of_turn(row["digit"], turn)],
+            )
+            said = made["responses"].values().tolist()
+            log_probs += made["rollout_log_probs"].values().tolist()
+            ids, mask = ids + said, mask + [True] * len(said)
+            if turn == 2:
+                break
+            told = f"<user>{episode_env.said(row['digit'], turn)}<policy>"
+            more = tokenizer(told, add_special_tokens=False).input_ids
+            ids, mask = ids + more, mask + [False] * len(more)
+            log_probs += [0.0] * len(more)
+        assert (episode.prompt, episode.tokens) == (ids[:prompt], ids[prompt:])
+        assert (episode.mask, episode.log_probs) == (mask, log_probs)
+        assert episode.num_turns == 3 and episode.num_segments == 1
+
+
+@pytest.mark.parametrize("num_seeds", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_any_order_of_arrival_gives_the_same_bits(alone: list[Episode], num_seeds: int) -> None:
+    orders = set()
+    for sleeps in range(1, num_seeds + 1):
+        runner = new_runner(f"scripted(sleeps={sleeps})")
+        generator = new_generator(max_batch_size=1)
+        found = runner.run(ROWS, generator, SAMPLING, seed_of_turn)
+        runner.close()
+        assert facts(found) == facts(alone), sleeps
+        orders.add(tuple(generator.order))
+    assert len(orders) == num_seeds
+
+
+def test_rows_decoded_together_give_the_same_tokens(alone: list[Episode]) -> None:
+    runner = new_runner("scripted(sleeps=1)", num_processes=2)
+    found = runner.run(ROWS, new_generator(), SAMPLING, seed_of_turn)
+    runner.close()
+
+    for together, own in zip(found, alone, strict=True):
+        assert (together.tokens, together.mask) == (own.tokens, own.mask)
+        assert together.log_probs == pytest.approx(own.log_probs, abs=1e-5)
+
+
+CAUSES = {
+    "raises": "raised ValueError: no such game",
+    "text": "returned 'good' (str)",
+    "exits": "raised SystemExit: 3",
+    "vanishes": "ended its worker process (exit status 7)",
+    "waits": "ran longer than actor.rollout.episode.seconds (2 s)",
+    "hangs": "kept its worker process busy for longer than",
+    "floods": "flooded the endpoint: 100 requests were refused",
+    "large": "expected at most 4194304",
+    "other": "got no running episode of this client",
+    "talks": "expected at most actor.rollout.episode.max_turns=8",
+}
+
+
+@pytest.fixture(scope="module")
+def among_faults() -> Iterator[tuple[list[dict[str, Any]], list[Episode]]]:
+    """Rows, every other one of which does something wrong, and what became of them."""
+    rows: list[dict[str, Any]] = [{"does": does} for does in ("none", *CAUSES)]
+    rows += [{"does": ""} for _ in rows]
+    random.Random(0).shuffle(rows)
+    runner = new_runner("faulty", seconds=2.0, num_processes=2)
+    found = runner.run(rows, new_generator(), SAMPLING, seed_of_turn)
+    again = runner.run(ROWS[:4], new_generator(), SAMPLING, seed_of_turn)
+    assert all(episode.scores for episode in again)
+    yield rows, found
+    runner.close()
+
+
+@pytest.mark.parametrize("does", CAUSES)
+def test_fault_of_an_environment_is_named(
+    among_faults: tuple[list[dict[str, Any]], list[Episode]], does: str
+) -> None:
+    (episode,) = [e for row, e in zip(*among_faults, strict=True) if row["does"] == does]
+
+    assert episode.scores is None
+    assert CAUSES[does] in episode.cause
+    assert f'"does": "{does}"' in episode.cause
+
+
+def test_faults_harm_no_other_episode(
+    among_faults: tuple[list[dict[str, Any]], list[Episode]],
+) -> None:
+    rows, found = among_faults
+    for row, episode in zip(rows, found, strict=True):
+        if row["does"] == "none":
+            assert (episode.scores, episode.cause) == (None, "")
+        if row["does"] == "":
+            assert episode.scores == {"score": 1.0, "torch": 0.0}
+            assert (episode.num_turns, len(episode.tokens)) == (1, 1)
+
+
+def test_strict_run_ends_at_the_first_failure() -> None:
+    runner = new_runner("faulty", seconds=15.0)
+    start = time.monotonic()
+    found = runner.run(
+        [{"does": "waits"}, {"does": "raises"}],
+        new_generator(),
+        SAMPLING,
+        seed_of_turn,
+        strict=True,
+    )
+    runner.close()
+
+    assert time.monotonic() - start < 12
+    assert [episode.number for episode in found if episode.cause] == [1]
+
+
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory: pytest.TempPathFactory, spawn_ranks: Any) -> dict[str, Any]:
+    """Number of ranks in words -> columns."""
+    out = tmp_path_factory.mktemp("episodes")
+    spawn_ranks(episode_ranks.run_all, 4, str(out), seconds=200)
+    return {case: json.loads((out / f"{case}.json").read_text()) for case in episode_ranks.CASES}
+
+
+@pytest.mark.parametrize("case", ["two", "four"])
+def test_any_number_of_ranks_gives_the_same_bits(on_ranks: dict[str, Any], case: str) -> None:
+    found, expected = on_ranks[case], on_ranks["one"]
+
+    assert {name: found[name] for name in found if name != "old_log_probs"} == {
+        name: expected[name] for name in expected if name != "old_log_probs"
+    }
+
+
+def test_trainer_and_recorder_agree_on_sampled_tokens(on_ranks: dict[str, Any]) -> None:
+    columns = on_ranks["two"]
+    for mask, recorded, trained in zip(
+        columns["response_mask"],
+        columns["rollout_log_probs"],
+        columns["old_log_probs"],
+        strict=True,
+    ):
+        own = [number for number, chosen in zip(trained, mask, strict=True) if chosen]
+        assert [x for x, chosen in zip(recorded, mask) if chosen] == pytest.approx(own, abs=1e-5)
+        assert not any(x for x, chosen in zip(recorded, mask) if not chosen)
+    assert columns["num_turns"] == [3] * 64 and all(columns["valid"])
+
+
+def test_a_second_call_in_a_step_draws_anew(on_ranks: dict[str, Any]) -> None:
+    one = on_ranks["one"]
+    assert sum(map(list.__eq__, one["again"], one["responses"])) < 0.1 * 64
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+def test_replicas_of_vllm_on_one_and_two_ranks_give_the_same_tokens(
+    on_ranks: dict[str, Any], tmp_path: Path, spawn_ranks: Any
+) -> None:
+    spawn_ranks(episode_ranks.run_with_vllm, 2, str(tmp_path), seconds=280)
+
+    for case in episode_ranks.WITH_VLLM:
+        found, one = json.loads((tmp_path / f"{case}.json").read_text()), on_ranks["one"]
+        for name in ("prompts", "responses", "response_mask", "scores", "num_turns", "again"):
+            assert found[name] == one[name], (case, name)
+        pairs = zip(found["rollout_log_probs"], one["rollout_log_probs"], strict=True)
+        assert all(mine == pytest.approx(other, abs=1e-5) for mine, other in pairs)

@@ -1,0 +1,189 @@
+"""Messages become ids that extend the recorded ones, or are refused with the turn that changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from spmdflow.episodes.conversation import check_template, reply_of
+from spmdflow.episodes.fields import Ask, Refusal, ask_of
+from spmdflow.episodes.recorder import Limits, Recorder
+from spmdflow.errors import ConfigError
+from spmdflow.rollout.generator import Finished
+
+MODEL = Path(__file__).parents[3] / "algos" / "guess" / "model"
+CHATML = (
+    "{% for m in messages %}<user>{{ m.role }} {{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<user>assistant {% endif %}"
+)
+NO_THOUGHTS = CHATML.replace(
+    "{{ m.content }}",
+    "{% set said = m.content.split('</think>')[-1] if not loop.last else m.content %}{{ said }}",
+)
+COUNTS = "{{ messages | length }} " + CHATML
+
+
+def tokenizer_with(template: str | None = None) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def recorder_of(tokenizer: Any, **limits: Any) -> Recorder:
+    sizes = {"max_turns": 9, "max_prompt_tokens": 16, "max_new_tokens": 64, "may_fork": False}
+    return Recorder(tokenizer, (tokenizer.eos_token_id,), Limits(**(sizes | limits)))
+
+
+def chat(*said: str, **fields: Any) -> Ask:
+    """A chat in which user and assistant take turns."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": x} for i, x in enumerate(said)]
+    return ask_of({"messages": messages, **fields}, chat=True, told=set())
+
+
+def completion(prompt: str | list[int]) -> Ask:
+    return ask_of({"prompt": prompt}, chat=False, told=set())
+
+
+def say(recorder: Recorder, ask: Ask, words: str, *, stops: bool = False) -> str:
+    """Let the model say these words; what the client gets to see."""
+    turn = recorder.begin(ask)
+    tokenizer = recorder._tokenizer
+    ids = tokenizer(words, add_special_tokens=False).input_ids
+    ids += [tokenizer.eos_token_id] * stops
+    drawn = Finished(0, torch.tensor(ids), torch.full((len(ids),), -0.5))
+    return str(recorder.finish(ask, turn, drawn)[0]["content"])
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+@pytest.mark.parametrize("stops", [False, True])
+def test_each_turn_extends_the_one_before_and_renders_as_the_template_does(
+    template: str | None, stops: bool
+) -> None:
+    tokenizer = tokenizer_with(template)
+    recorder, said, seen = recorder_of(tokenizer), ["guess"], [list[int]()]
+    for word, told in (("3", "higher"), ("5 6", "lower lower"), ("4", "digit")):
+        turn = recorder.begin(chat(*said))
+        recorder.num_turns -= 1
+        assert turn.ids[: len(seen[-1])] == seen[-1]
+        said += [say(recorder, chat(*said), word, stops=stops), told]
+        (segment,) = recorder.segments
+        seen.append(segment.ids)
+    messages = [{"role": ("user", "assistant")[i % 2], "content": x} for i, x in enumerate(said)]
+    whole = tokenizer.apply_chat_template(messages[:-1], tokenize=False)
+    rendered = tokenizer(whole, add_special_tokens=False).input_ids
+    end = tokenizer.eos_token_id
+    kept = [token for token in segment.ids if token != end or template]
+    if template and not stops:
+        rendered = rendered[:-1]  # the last reply was cut off before its end
+    assert kept == rendered
+    sampled = [i for i, own in zip(segment.tokens, segment.mask, strict=True) if own]
+    expected = tokenizer("3 5 6 4", add_special_tokens=False).input_ids
+    assert [token for token in sampled if token != end] == expected
+
+
+def test_sampled_ids_are_kept_where_their_text_has_other_ids() -> None:
+    tokenizer = tokenizer_with()
+    recorder, end = recorder_of(tokenizer), tokenizer.eos_token_id
+    ask = chat("guess")
+    drawn = Finished(0, torch.tensor([9, end]), torch.zeros(2))
+    message, _, reason = recorder.finish(ask, recorder.begin(ask), drawn)
+
+    turn = recorder.begin(chat("guess", f" {message['content']} ", "lower"))
+
+    assert reason == "stop" and turn.ids[3:5] == [9, end]
+
+
+@pytest.mark.parametrize(("template", "place"), [(NO_THOUGHTS, 2), (COUNTS, 2)])
+def test_template_that_changes_an_earlier_turn_is_refused_with_the_turn(
+    template: str, place: int
+) -> None:
+    check_template(tokenizer_with(CHATML))
+    with pytest.raises(ConfigError, match=rf"segments: got .* writes message {place} of 3"):
+        check_template(tokenizer_with(template))
+
+
+def test_edited_history_is_refused_or_starts_a_segment() -> None:
+    tokenizer = tokenizer_with()
+    strict, free = recorder_of(tokenizer), recorder_of(tokenizer, may_fork=True)
+    for recorder in (strict, free):
+        say(recorder, chat("guess"), "3 4")
+    edited = chat("guess", "7", "lower")
+
+    with pytest.raises(Refusal, match="does not extend the recorded one"):
+        strict.begin(edited)
+    say(free, edited, "5")
+
+    assert [segment.num_sampled for segment in free.segments] == [2, 1]
+    assert free.longest() is free.segments[0]
+
+
+def test_completions_extend_by_text_and_by_ids() -> None:
+    recorder = recorder_of(tokenizer_with())
+    assert say(recorder, completion("guess"), "3") == " 3"
+    by_text = recorder.begin(completion("guess 3 higher"))
+    by_ids = recorder.begin(completion([*recorder.segments[0].ids, 5]))
+
+    assert by_text.ids == by_ids.ids == [*recorder.segments[0].ids, 5]
+
+
+def test_reply_ends_at_a_stop_string_and_at_the_limit() -> None:
+    recorder = recorder_of(tokenizer_with(), max_new_tokens=3)
+    ask = chat("guess", stop="5")
+    turn = recorder.begin(ask)
+    ids = torch.tensor([11, 13, 14])
+    message, kept, reason = recorder.finish(ask, turn, Finished(0, ids, torch.zeros(3)))
+
+    assert turn.max_new_tokens == 3
+    assert (message["content"], kept.tokens.tolist(), reason) == (" 3 ", [11, 13], "stop")
+    with pytest.raises(Refusal, match="expected room for a reply") as refused:
+        recorder.begin(chat("guess", "3", "higher"))
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_tool_calls_are_read_back() -> None:
+    text = 'so <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    tokenizer = tokenizer_with()
+
+    message = reply_of(text, [{"type": "function"}], tokenizer)
+
+    assert message["content"] == "so"
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert reply_of(text, None, tokenizer) == {"role": "assistant", "content": text}
+    for broken in ("<tool_call>{no}</tool_call>", '<tool_call>{"a": 1}</tool_call>'):
+        assert "tool_calls" not in reply_of(broken, [{}], tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"n": 2}, "n"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"stop": [""]}, "stop"),
+        ({"messages": [{"content": "no role"}]}, "messages"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_request_that_cannot_be_answered_as_asked_is_refused(
+    fields: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(Refusal, match=f"^{name}: got"):
+        ask_of({"messages": [{"role": "user", "content": "a"}]} | fields, chat=True, told=set())
+
+
+def test_ignored_fields_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    told: set[str] = set()
+    for _ in range(2):
+        body = {"messages": [{"role": "user", "content": "a"}], "temperature": 0.3}
+        ask_of(body, chat=True, told=told)
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "episodes: requests have the field 'temperature', which is ignored"
+    ]
