@@ -50,13 +50,15 @@ class StateFiles:
         self, folder: Path, *, place: int = 0, count: int = 1, unsealed: Iterable[str] = ()
     ) -> None:
         """folder: of the role; place, count: of the reading rank among those that read.
-        unsealed: names of the files, if there is no manifest yet.
+        unsealed: names of the files, if there is no manifest yet: they were just written, so their
+        values are not compared with the hashes.
 
         CheckpointError without files or with a damaged one.
         """
         self._folder = folder
         self._facts: dict[str, FileFacts | None] = dict.fromkeys(unsealed)
-        if not self._facts:
+        self._is_unsealed = bool(self._facts)
+        if not self._is_unsealed:
             files, prefix = read_manifest(folder.parent).files, f"{folder.name}/"
             self._facts = {
                 name.removeprefix(prefix): facts
@@ -121,7 +123,7 @@ class StateFiles:
             parts.setdefault(place, []).append(part)
         for place, found in parts.items():
             box, path, stored = held[place]
-            values = read_tensor(path, stored)
+            values = read_tensor(path, stored, is_verified=not self._is_unsealed)
             self.bytes_read += values.nbytes
             for view, target in targets:
                 for part in found:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from spmdflow.errors import ProtocolError
 from spmdflow.runtime.failure import Failure, own_traceback, what_was_done
 from spmdflow.runtime.place import PEERS, ROWS, Place, place_of
-from spmdflow.runtime.process import leave
+from spmdflow.runtime.process import give_way, leave
 
 Operation = Callable[[dict[str, Any], int], dict[str, Any]]
 """operation(payload, number) -> reply payload; both plain data (parallel/message.py)."""
@@ -119,6 +119,8 @@ class Lane:
     def run(self) -> None:
         """Run commands in this thread until the end; what one raises ends the run."""
         is_over, self._thread = False, threading.get_ident()
+        if self.name == FILES:
+            give_way()
         while not is_over:  # once more after a failure, for commands that need all ranks
             failure = None
             try:

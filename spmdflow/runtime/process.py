@@ -43,6 +43,7 @@ STATES = {"R": "running", "S": "sleeping", "D": "uninterruptible: it waits for a
 STATES |= {"T": "stopped", "t": "stopped by a debugger"}
 """What the letters of `Process.state` mean."""
 _UNKNOWN = "?"
+_LOWEST_PRIORITY = 19
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
@@ -205,6 +206,11 @@ def descendants(pid: int) -> list[int]:
     for child in found:
         found.extend(children.get(child, []))
     return found
+
+
+def give_way() -> None:
+    """Let this thread, and those that it starts, have a processor when no other one needs it."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
 
 
 def leave(status: int) -> None:

@@ -4,7 +4,7 @@ One declarative table per architecture family (`architecture` for what differs b
 `table` for the tensors) and one function per engine (`ranks`) that says, for a rank, which box of
 which Hugging Face tensor fills which part of which local tensor. Loading, export, resharding
 and checksums read these tables; no other code knows how a weight is cut. Integers
-only but for `move`, `file` and `folder`; no processes, no Megatron, no vLLM.
+only but for `move`, `direct`, `file` and `folder`; no processes, no Megatron, no vLLM.
 
 | file | what |
 |---|---|
@@ -12,6 +12,7 @@ only but for `move`, `file` and `folder`; no processes, no Megatron, no vLLM.
 | `table` | `parameters`: name and shape of every tensor; `Piece`, `LocalTensor`; the ways to cut |
 | `ranks` | the tables of all ranks of a layout: Megatron's, vLLM's, rows in equal chunks (FSDP2) |
 | `move` | fill local tensors through a reader; views by box; memory freed and reallocated |
+| `direct` | a new file written past the page cache |
 | `file` | safetensors files that are hashed while they are written, and read in parts |
 | `folder` | a reader of boxes over safetensors files, and the writing of such a folder |
 

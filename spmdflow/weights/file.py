@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from spmdflow.weights.direct import NewFile, view_of
+
 _NAME_OF = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -82,9 +84,12 @@ def write_file(
     widths = [each.dtype.itemsize for each in facts]
     assert widths == sorted(widths, reverse=True), "wider dtypes come first"
     digests = ["0" * 64] * len(facts)
-    num_bytes = len(_head(facts, digests, metadata))
-    with path.open("wb") as file, ThreadPoolExecutor(1) as thread:
-        file.seek(num_bytes)
+    head_bytes = len(_head(facts, digests, metadata))
+    num_bytes = head_bytes + sum(each.num_bytes for each in facts)
+    with (
+        NewFile(path, head_bytes=head_bytes, num_bytes=num_bytes) as file,
+        ThreadPoolExecutor(1) as thread,
+    ):
         parts = iter(tensors)
         for place, fact in enumerate(facts):
             digest, left, shape = hashlib.sha256(), fact.num_bytes, tuple(fact.shape)
@@ -92,8 +97,8 @@ def write_file(
                 part = next(parts)
                 assert (part.dtype, tuple(part.shape[1:])) == (fact.dtype, shape[1:]), fact
                 values = _bytes_of(part)
-                hashed = thread.submit(digest.update, values)
-                file.write(values)
+                hashed = thread.submit(digest.update, view_of(values))
+                file.append(values)
                 hashed.result()
                 left -= len(values)
                 assert left >= 0, fact
@@ -101,8 +106,7 @@ def write_file(
                     break
             digests[place] = digest.hexdigest()
         assert next(parts, None) is None, path
-        file.seek(0)
-        file.write(_head(facts, digests, metadata))
+        file.finish(_head(facts, digests, metadata))
 
 
 def read_head(path: Path) -> Head | None:
@@ -146,21 +150,20 @@ def changed_bytes(path: Path) -> str | None:
     return None
 
 
-def read_bytes(path: Path, stored: Stored) -> tuple[Tensor, str]:
+def read_bytes(path: Path, stored: Stored, *, is_hashed: bool = True) -> tuple[Tensor, str]:
     """The values of one tensor on the host, and the sha256 of their bytes as they are now."""
     data = torch.empty(stored.stop - stored.start, dtype=torch.uint8)
     with path.open("rb", buffering=0) as file:
         file.seek(stored.start)
-        view, done = _bytes_of(data), 0
+        view, done = view_of(data), 0
         while done < len(view) and (more := file.readinto(view[done:])):
             done += more
-    return data.view(stored.dtype).reshape(stored.shape), hashlib.sha256(view).hexdigest()
+    digest = hashlib.sha256(view).hexdigest() if is_hashed else ""
+    return data.view(stored.dtype).reshape(stored.shape), digest
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    values: Any = flat.view(torch.uint8).numpy()
-    return memoryview(values)
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _head(facts: Sequence[Facts], digests: Sequence[str], metadata: Mapping[str, str]) -> bytes:

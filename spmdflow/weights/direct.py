@@ -1,0 +1,100 @@
+"""A file written once from its beginning to its end, past the page cache where it can be.
+
+Large writes go to the disk from a buffer (O_DIRECT): keeping their pages would take the processors,
+on which a run may be training, several times as long as to fill the buffer. A small file, and one
+on a file system that refuses such writes, is written as any other.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 4096
+"""Of memory, place and size of a direct write."""
+_BUFFER_BYTES = 8 << 20
+
+
+class NewFile:
+    """A file whose head is known last. Open within the context; OSError as of open and write."""
+
+    def __init__(self, path: Path, *, head_bytes: int, num_bytes: int) -> None:
+        """num_bytes: of the whole file."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        direct = os.O_DIRECT if num_bytes >= _BUFFER_BYTES else 0
+        try:
+            self._file = os.open(path, flags | direct, 0o666)
+        except OSError as err:
+            if not direct or err.errno != errno.EINVAL:
+                raise
+            self._file = os.open(path, flags, 0o666)
+        self._first = _aligned(-(-head_bytes // _ALIGNMENT) * _ALIGNMENT)
+        self._more = _aligned(min(_BUFFER_BYTES, -(-num_bytes // _ALIGNMENT) * _ALIGNMENT))
+        self._buffer, self._start, self._filled = self._first, 0, head_bytes
+
+    def append(self, values: Tensor) -> None:
+        """Add bytes, a flat uint8 tensor; releases the GIL."""
+        while values.numel():
+            room = self._buffer[self._filled :]
+            part, values = values[: len(room)], values[len(room) :]
+            room[: len(part)].copy_(part)
+            self._filled += len(part)
+            if self._filled == len(self._buffer):
+                self._flush()
+                self._start += len(self._buffer)
+                self._buffer, self._filled = self._more, 0
+
+    def finish(self, head: bytes) -> None:
+        """Write what is left, and the head into its place."""
+        if self._filled:
+            self._flush()
+        self._first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        self._write(self._first, 0)
+        os.ftruncate(self._file, self._start + self._filled)
+
+    def __enter__(self) -> NewFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.close(self._file)
+
+    def _flush(self) -> None:
+        """Write the buffer, to its end also where it is not filled: `finish` cuts the file."""
+        if self._buffer is not self._first:
+            self._write(self._buffer, self._start)
+
+    def _write(self, values: Tensor, place: int) -> None:
+        left = view_of(values)
+        while left:
+            try:
+                count = os.pwrite(self._file, left, place)
+            except OSError as err:
+                flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+                if err.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                    raise
+                fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+                continue
+            left, place = left[count:], place + count
+
+
+def view_of(values: Tensor) -> memoryview:
+    """The memory of a flat uint8 tensor on the host."""
+    plain: Any = values.numpy()
+    return memoryview(plain)
+
+
+def _aligned(num_bytes: int) -> Tensor:
+    values = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
+    return values[-values.data_ptr() % _ALIGNMENT :][:num_bytes]
