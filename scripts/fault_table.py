@@ -143,7 +143,7 @@ def _signal(rank: int, number: signal.Signals) -> Callable[[Run], None]:
 
 
 def _remove_folder(run: Run) -> None:
-    shutil.rmtree(run.run_dir)
+    shutil.rmtree(run.run_dir.rename(run.folder / "removed"))  # at once: the run writes there
 
 
 def _cut_network(run: Run) -> None:

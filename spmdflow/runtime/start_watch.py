@@ -2,8 +2,7 @@
 
 A thread from the first lines of `main` to the rendezvous. It waits for the other children of
 torchrun's agent to end, and reads how before the agent does. The agent then sends SIGTERM to all;
-until here it is blocked, so that the thread can write RUN_DIR/failure.json first. A rank that this
-one never saw alive ended while its Python started: after SIGTERM it is named by its number.
+until here it is blocked, so that the thread can write RUN_DIR/failure.json first.
 """
 
 from __future__ import annotations
@@ -37,11 +36,6 @@ class StartWatch:
         self.launcher, self._begun = launcher, time.time()
         self._over = threading.Event()
         self._ranks: dict[int, tuple[int, Process]] = {}
-        own = _environment(os.getpid())
-        rank, size = int(own.get("RANK", 0)), int(own.get("LOCAL_WORLD_SIZE", 1))
-        first = rank - int(own.get("LOCAL_RANK", 0))
-        self._unseen = set(range(first, first + size)) - {rank}
-        """Ranks of this agent that were never found alive."""
         self._poll = select.poll()
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=self._run, name="start", daemon=True).start()
@@ -71,9 +65,6 @@ class StartWatch:
             if signal.sigtimedwait({signal.SIGTERM}, 0) is not None:
                 terminated = time.monotonic()
             if time.monotonic() > terminated + _TERM_SECONDS:
-                for rank in sorted(self._unseen):
-                    how = "was gone before it could be watched, while its Python started"
-                    self._name(rank, f"{how}; torchrun's own summary says how it ended")
                 leave(128 + signal.SIGTERM)
         for descriptor in self._ranks:
             os.close(descriptor)
@@ -86,10 +77,11 @@ class StartWatch:
                 for pid in map(int, entry.read_text().split()):
                     if pid in known:
                         continue
-                    if (rank := _environment(pid).get("RANK")) is not None:
+                    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                    rank = next((word[5:] for word in words if word.startswith(b"RANK=")), None)
+                    if rank is not None:
                         descriptor = os.pidfd_open(pid)
                         self._ranks[descriptor] = int(rank), Process.of(pid)
-                        self._unseen.discard(int(rank))
                         self._poll.register(descriptor, select.POLLIN)
 
     def _claim(self, path: Path) -> None:
@@ -115,9 +107,3 @@ class StartWatch:
             report(failure, [], path)
         time.sleep(_LEAVE_SECONDS)
         leave(1)
-
-
-def _environment(pid: int) -> dict[str, str]:
-    """The variables that a process was started with; none of one that has ended."""
-    words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    return dict(word.split("=", 1) for word in words if "=" in word)

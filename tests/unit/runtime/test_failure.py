@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from spmdflow.errors import CheckpointError
+from spmdflow.runtime.executor import failure_of
 from spmdflow.runtime.failure import (
     Failure,
     as_record,
     first_cause,
+    noting,
     remove_old_reports,
     report,
     write_failure,
@@ -136,3 +139,12 @@ def test_process_of_another_machine_is_neither_seen_nor_killed() -> None:
     elsewhere = Process(me.pid, me.start_ticks, "another machine")
 
     assert elsewhere.state() is None and not elsewhere.has_ended() and not elsewhere.kill()
+
+
+def test_error_in_a_step_tells_what_was_done_and_in_which() -> None:
+    with pytest.raises(CheckpointError) as caught, noting("ending step 4"), noting("saving step 3"):
+        raise CheckpointError("checkpoint: cannot write x: No space left on device")
+
+    failure = failure_of(caught.value, 0, kind="script")
+    cause = "CheckpointError: checkpoint: cannot write x: No space left on device"
+    assert failure.cause == f"{cause}, while saving step 3, while ending step 4"
