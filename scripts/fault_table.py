@@ -30,6 +30,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spmdflow.runtime.stacks import line_in_stacks, stacks_path
+
 ROOT = Path(__file__).parents[1]
 TASK = ROOT / "algos" / "arithmetic"
 NAMED_SECONDS, OUT_SECONDS, START_SECONDS = 90.0, 30.0, 120.0
@@ -164,9 +166,8 @@ FAULTS = [
           "in _loop_forever", at_limit=True, settings=("faulty.fault=endless",)),
     Fault("endless_0", "the same on rank 0", rf"{WAITS} 0: it is at \S+:\d+ in _loop_forever",
           at_limit=True, settings=("faulty.fault=endless", "faulty.victim=0")),
-    Fault("endless_c", "C code on rank 1 holds the GIL", rf"{WAITS} 1: its process \d+ is running"
-          r".*last seen at \S+/faulty\.py:\d+", at_limit=True,
-          settings=("faulty.fault=endless_c",)),
+    Fault("endless_c", "C code on rank 1 holds the GIL", rf"{WAITS} 1: its process \d+ is running",
+          at_limit=True, settings=("faulty.fault=endless_c",)),
     Fault("skip", "rank 1 leaves out a collective", rf"{WAITS} 1: it has finished.*left out a "
           r"collective.*faulty\.py:\d+ in check", at_limit=True,
           settings=("faulty.fault=skip",)),
@@ -305,13 +306,19 @@ def _watch(fault: Fault, run: Run) -> Found:
 
 
 def _where(run: Run, line: str) -> str:
-    """Where Python was: as failure.json says, else the line with the fault's name."""
+    """Where Python was: by failure.json, the line with the fault's name, or the stacks."""
     for path in sorted(run.run_dir.glob("failure*.json")):
         with contextlib.suppress(ValueError):
             facts = json.loads(path.read_text())
-            if where := facts.get("where") or facts.get("line"):
+            *_, own = ["", *re.findall(r'File "(.+)", line (\d+)', facts["own_traceback"])]
+            if where := facts["where"] or ":".join(own) or facts["line"]:
                 return str(where)
     *_, found = ["", *re.findall(r"(?:it is|seen|collective) at (\S+:\d+ in \w+)", line)]
+    culprit = re.search(r"it waits for rank (\d+): its process", line)
+    if culprit:
+        stacks = stacks_path(run.run_dir, int(culprit[1]))
+        run.wait(lambda: bool(line_in_stacks(stacks)), 5.0)
+        return line_in_stacks(stacks)
     return found
 
 
