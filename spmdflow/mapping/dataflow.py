@@ -156,8 +156,8 @@ class Model:
     """For a separate generator: the model whose weights it receives once a step."""
     adapters: int = 0
     """Weights of its adapters, the only ones that are trained; 0: it has none."""
-    shares: bool = False
-    """Whether it has no weights of its own, but those of another model of its ranks."""
+    shares: str = ""
+    """The model of the same ranks whose weights it uses; empty: it has its own."""
 
     def rows_at(self, tokens: int) -> float:
         """Most rows of `tokens` tokens in one forward pass. A fraction for packed rows: tokens is a

@@ -129,6 +129,9 @@ def pool_memory(
             continue
         model, strategy = pool[call.model]
         parts = added(resident, call_bytes(model, call.kind, call.workload, strategy))
+        if model.shares in pool:
+            lender, cut = pool[model.shares]
+            parts = added(parts, visiting_bytes(lender, call.kind, cut))
         for one, cut in members:
             if call.kind != "generate" or one is not model:
                 parts = added(parts, {"generation_weights": held_weights(one, cut, call.kind)})

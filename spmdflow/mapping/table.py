@@ -111,7 +111,8 @@ class CostTable:
     def ideal(self, block: ModelSet) -> Options:
         """Lower bounds for a set on every pool size on which it might fit."""
         names = {self.dataflow.models[number].name for number in block}
-        if any(set(pair) <= names for pair in self.dataflow.apart):
+        lenders = {self.dataflow.models[number].shares for number in block} - {""}
+        if lenders - names or any(set(pair) <= names for pair in self.dataflow.apart):
             return Options(np.empty(0, dtype=np.int64), np.empty((0, len(self.dataflow.stages))))
         costs = np.zeros((len(self.sizes), len(self.dataflow.stages)))
         for number in block:

@@ -166,7 +166,7 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
         rollout=_rollout(traced) if traced.generates else None,
         weights_from=weights_from,
         adapters=0 if traced.only_generates else adapter_parameters(model),
-        shares=getattr(cfg, "shares", None) is not None,
+        shares=getattr(cfg, "shares", None) or "",
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from spmdflow.config.model import LoRAConfig
 from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig, RolloutConfig
+from spmdflow.hybrid_engine.sync import BoxSync
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import Replica, generator_of
@@ -30,11 +32,16 @@ WHOLE = "model.layers.1.self_attn.k_proj.weight"
 CPU = torch.device("cpu")
 
 
-def measure(folder: str, generator: str, weights: str, targets: list[str]) -> dict[str, Any] | None:
-    """Three updates, each with a sync and greedy responses; then faults. None: an idle rank."""
+def measure(
+    folder: str, generator: str, weights: str, targets: list[str], gen_tp: int = 1
+) -> dict[str, Any] | None:
+    """Three updates, each with a sync and greedy responses; then faults. None: an idle rank.
+
+    gen_tp: ranks that generate together, with the same prompts.
+    """
     sys.path.insert(0, str(Path(__file__).parent / "programs"))
     import rollout_sync
-    from rollout_sync import GREEDY, POOL, VOCABULARY, World, faulty, message, sync_of, update
+    from rollout_sync import GREEDY, POOL, VOCABULARY, World, faulty, message, update
 
     from tests.distributed.lora_reference import merged_model
     from tests.rollout_reference import END, disagreements, num_close, reference, write_llama
@@ -48,15 +55,14 @@ def measure(folder: str, generator: str, weights: str, targets: list[str]) -> di
     if rank not in POOL:
         return None
     path, lora = str(world.folder / "untied"), LoRAConfig(rank=RANK, alpha=ALPHA, targets=targets)
-    layout = Layout.data_parallel(POOL)
+    layout = replace(Layout.data_parallel(POOL), gen_tp_size=gen_tp)
     context = WorkerContext("actor", layout, rank, world.groups, CPU, seed=0)
-    model = load_model(ModelConfig(path=path), head="causal_lm")
-    model = add_adapters(model, lora, seed=0, key="actor.model.lora")
-    engine = FSDPEngine(model, EngineConfig(), context, optimizer=OptimizerConfig(lr=0.02))
+    engine = engine_of(path, lora, context)
     engine.merges_adapters = weights != "adapter"
     rollout = RolloutConfig(engine=generator, weights=weights, lora=lora)
-    target = generator_of(rollout, path, CPU, Replica.alone())
-    hybrid = sync_of(world, engine, target, verify_every=1)
+    replica = Replica.of(layout, rank, world.groups) if gen_tp > 1 else Replica.alone()
+    target, world = generator_of(rollout, path, CPU, replica), replace(world, rank=replica.ranks[0])
+    hybrid = BoxSync(engine, target, rank=rank, seconds=60, verify_every=1)
     found: dict[str, Any] = {"faults": [], "close": 0, "bytes": [], "responses": []}
     for number in range(3):
         update(engine, 2 * number)
@@ -85,6 +91,13 @@ def measure(folder: str, generator: str, weights: str, targets: list[str]) -> di
         found["not in use"] = message(hybrid.sync)
     dist.barrier(world.groups.get(POOL))
     return found
+
+
+def engine_of(path: str, lora: LoRAConfig, context: WorkerContext) -> FSDPEngine:
+    """A trainer of adapters."""
+    model = load_model(ModelConfig(path=path), head="causal_lm")
+    model = add_adapters(model, lora, seed=0, key="actor.model.lora")
+    return FSDPEngine(model, EngineConfig(), context, optimizer=OptimizerConfig(lr=0.02))
 
 
 def judge(ranks: list[dict[str, Any] | None], *, victim: str) -> list[dict[str, Any]]:
@@ -131,3 +144,13 @@ def test_adapters_in_vllm_generate_as_transformers_with_the_merged_model(
         sizes = 2 * (hidden + queries) + (hidden + keys) + 2 * (hidden + ffn)
         assert found["bytes"] == [RANK * sizes * 2 * 4 // 2] * 3  # two layers, half is here
         assert "slots [None], expected the policy's, 1" in found["not in use"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_adapters_of_a_model_that_vllm_cuts_over_two_ranks_generate_the_same(
+    spawn_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    words = str(tmp_path), "vllm", "adapter", ["all-linear"], 2
+    judge(spawn_ranks(measure, 3, *words, seconds=300), victim=VICTIM)

@@ -357,3 +357,14 @@ def test_a_reward_function_takes_its_seconds_on_any_pool() -> None:
     )
     assert alone.pools[1].stage_seconds["preparation"] == 2.5
     assert alone.pools[1].memory_bytes < 1e7
+
+
+def test_model_that_uses_anothers_weights_is_placed_on_its_ranks() -> None:
+    whole = _small_ppo()
+    models = [replace(m, shares="actor") if m.name == "reference" else m for m in whole.models]
+    found = find_mapping(Dataflow(tuple(models), whole.calls), A100, 8, keep=50)
+
+    pools = [placed.pool_of("reference").roles for placed in found.best]
+    assert pools and all("actor" in roles for roles in pools)
+    apart = [placed.pool_of("reference").roles for placed in find_mapping(whole, A100, 8).best]
+    assert any("actor" not in roles for roles in apart)

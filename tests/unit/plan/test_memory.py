@@ -155,6 +155,7 @@ def test_predicted_memory_is_near_the_measured_peak_of_every_call(
     orders = traced.in_step()
     predicted = predict(traced, orders, load_hardware("h100"))
 
-    ratios = {phase.phase: phase.total / peaks[phase.phase] for phase in predicted.memory}
+    calls = [phase for phase in predicted.memory if phase.phase in peaks]  # no syncs, no saves
+    ratios = {phase.phase: phase.total / peaks[phase.phase] for phase in calls}
     assert len(ratios) == 6
     assert all(LEAST < ratio < MOST for ratio in ratios.values()), ratios
