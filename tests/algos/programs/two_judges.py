@@ -25,15 +25,13 @@ class Config(ScriptConfig):
 
 
 @map_function(
-    reads=("scores", "token_level_rewards", "harmless_scores", "harmless_rewards"),
+    reads=("scores", "token_level_rewards", "harmless_scores", "harmless_token_level_rewards"),
     writes=("scores", "token_level_rewards"),
 )
 def add(batch: TensorDict, *, reduce: Any, report: Any) -> TensorDict:
     """The sum of both scores, also at the last token."""
-    columns = {
-        "scores": batch["scores"] + batch["harmless_scores"],
-        "token_level_rewards": batch["token_level_rewards"] + batch["harmless_rewards"],
-    }
+    names = ("scores", "token_level_rewards")
+    columns = {name: batch[name] + batch[f"harmless_{name}"] for name in names}
     return TensorDict(columns, batch_size=batch.batch_size)
 
 
@@ -48,8 +46,7 @@ def main(flow: Flow, cfg: Config) -> None:
         batch = actor.generate_sequences(next(prompts))
         first = helpful.compute_reward(batch, prefix="helpful")
         second = harmless.compute_reward(batch, prefix="harmless")
-        second = second.only("scores", "token_level_rewards")
-        second = second.rename(harmless_scores="scores", harmless_rewards="token_level_rewards")
+        second = second.only("scores", "token_level_rewards", prefix="harmless_")
         both = first | second
         total = both.map(add)
         SEEN.append(
