@@ -112,16 +112,16 @@ def test_draws_differ_by_seed_and_are_even_over_tokens() -> None:
     total = int(pad(batch["response_mask"]).sum())
     counts = np.zeros(0)
 
-    for seed in range(100):
+    for seed in range(50):
         found, _ = marked_on(batch, cfg, ONE, seed)
         flat = np.array([x for row in found for x in row], dtype=float)
         counts = flat if not len(counts) else counts + flat
 
     chosen = counts[np.concatenate([rows.numpy() for rows in rows_of(batch["response_mask"])])]
     share = int(0.2 * total) / total
-    # 100 draws: the standard deviation is 4; 5 of them for the extremes of some 20 tokens
-    assert abs(chosen - 100 * share).max() < 20
-    assert counts.sum() == 100 * int(0.2 * total)
+    # 50 draws: the standard deviation is 3; 5 of them for the extremes of some 20 tokens
+    assert abs(chosen - 50 * share).max() < 15
+    assert counts.sum() == 50 * int(0.2 * total)
 
 
 def test_equal_covariances_at_the_last_place_are_all_marked() -> None:
