@@ -209,6 +209,24 @@ def test_killed_rank_under_max_restarts_goes_on_by_itself_to_the_same_bits(
     assert numbers_of(run_dir) == numbers_of(whole_on_ranks)
 
 
+@pytest.mark.slow
+def test_time_limit_counts_from_the_start_of_torchrun_also_after_its_restart(tmp_path):
+    run_dir, began, limit = tmp_path / "run", time.monotonic(), 60
+    settings = (f"run.max_seconds={limit}", "total_steps=100000", "eval_every=0", "save_every=1")
+    restarting = ("--standalone", "--max-restarts=1")
+    process = torchrun(run_dir, *settings, num_ranks=2, rendezvous=restarting)
+    wait_for_step(run_dir, 2, seconds=limit)
+    os.kill([pid for pid in ranks_of(run_dir) if pid != process.pid][1], signal.SIGKILL)
+    killed = time.monotonic() - began
+
+    assert finish(process, seconds=2 * limit) == 0, log_of(run_dir).read_text()[-4000:]
+
+    assert killed > 5 and time.monotonic() - began < limit + 3
+    assert "run.max_seconds: step" in log_of(run_dir).read_text()
+    last = steps_of(run_dir)[-1]["step"]
+    assert (run_dir / "checkpoints" / "latest").read_text() == f"step-{last}\n"
+
+
 def test_sigterm_saves_the_running_step_and_the_restart_continues_after_it(tmp_path):
     run_dir = tmp_path / "run"
     settings = ("eval_every=1", "save_every=0", "placement=split")
