@@ -40,6 +40,9 @@ _HONOURED = {
 }
 
 
+_MOST_TOLD = 50
+
+
 class Refusal(Exception):
     """A request that is answered with an error."""
 
@@ -70,7 +73,8 @@ def ask_of(body: Mapping[str, Any], *, chat: bool, told: set[str]) -> Ask:
 
     told: ignored fields that were warned of; grows.
     """
-    for name in sorted(set(body) - _HONOURED - told):
+    unknown = sorted(set(body) - _HONOURED - told)
+    for name in unknown[: _MOST_TOLD - len(told)]:
         told.add(name)
         logger.warning("episodes: requests have the field %r, which is ignored", name)
     _refuse_contradictions(body)
