@@ -184,8 +184,8 @@ FAULTS = [
           r"never_returns", script="ppo", settings=("reward.function={here}:never_returns",)),
     Fault("nan", "reward NaN", r"RUN FAILED: rank \d, reward\.compute_reward.*nan", script="ppo",
           settings=("reward.function={here}:not_a_number",)),
-    Fault("disk", "disk full at the first checkpoint", r"RUN FAILED: rank \d.*(No space|full)"
-          r".*while (saving|ending) step \d+",
+    Fault("disk", "disk full at the first checkpoint", r"RUN FAILED: rank \d(, \w+\.write \(call "
+          r".*step-\d.*No space|.*No space.*while (saving|ending) step \d)",
           script="ppo", settings=("save_every=1",), tmpfs_bytes=9 << 20),
 ]  # fmt: skip
 PPO = ("data.prompts_per_step=8", "actor.update.mini_batch_size=8",
