@@ -45,7 +45,8 @@ class Config:
 
 def main(flow: Any, cfg: Config) -> None:
     trains = cfg.actor.rollout.engine == "builtin"
-    actor = flow.spawn(ActorWorker if trains else GeneratorWorker, cfg.actor)
+    role = ActorWorker if trains else GeneratorWorker
+    actor = flow.spawn(role, cfg.actor, pool=flow.pool("all"))
     prompts = flow.prompts(cfg.data)
     if not trains:
         actor.load_weights()
