@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdflow.parallel.product import product
+from spmdflow.parallel.product import product, product_over
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits of one block, of all tokens together: 64 MB of float32."""
@@ -114,6 +114,8 @@ class _Task:
     def blocks(self, hidden: Tensor) -> list[slice]:
         """Columns of each block."""
         size = max(1, self.elements // max(1, len(hidden)))
+        if hidden.is_cpu:  # few different ones: see `product`
+            size = 1 << (size.bit_length() - 1)
         starts = range(0, self.width, size)
         return [slice(start, min(start + size, self.width)) for start in starts]
 
@@ -207,7 +209,7 @@ class _Head(torch.autograd.Function):
             slope = slope.to(weight.dtype)
             to_hidden += product(slope, weight[columns])
             if to_weight is not None:
-                to_weight[columns] = product(slope.T, hidden)
+                to_weight[columns] = product_over(slope, hidden)
         if task.group is not None:
             dist.all_reduce(to_hidden, group=task.group)
         return to_hidden.to(hidden.dtype), to_weight, None, None

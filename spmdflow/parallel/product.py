@@ -11,14 +11,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_PIECES = (1024, 128)
+"""Rows that oneDNN takes at once. It compiles code for every new shape (milliseconds and 0.6 MB
+each), so numbers of tokens, which are never the same, are cut into pieces of these."""
+
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """(n, k) @ (k, m) -> (n, m); any strides. Not differentiable: see `Linear`."""
-    floats = left.dtype == right.dtype == torch.float32
-    if floats and left.is_cpu and left.numel() and right.numel() and _has_onednn():
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
-        return found
-    return left @ right
+    """(n, k) @ (k, m) -> (n, m), for any n and few different k and m; any strides.
+
+    Not differentiable: see `Linear`.
+    """
+    pieces, start = _pieces(left, right)
+    if not pieces:
+        return left @ right
+    found = left.new_empty(len(left), right.shape[1])
+    for piece in pieces:
+        found[piece] = _by_onednn(left[piece], right)
+    torch.mm(left[start:], right, out=found[start:])
+    return found
+
+
+def product_over(left: Tensor, right: Tensor) -> Tensor:
+    """(n, k)^T @ (n, m) -> (k, m), for any n and few different k and m; any strides."""
+    pieces, start = _pieces(left, right)
+    found = left[start:].T @ right[start:]
+    for piece in pieces:
+        found += _by_onednn(left[piece].T, right[piece])
+    return found
+
+
+def _pieces(left: Tensor, right: Tensor) -> tuple[list[slice], int]:
+    """The rows of left that oneDNN takes, and where the others begin."""
+    pieces, start = list[slice](), 0
+    if left.dtype == right.dtype == torch.float32 and left.is_cpu and _has_onednn():
+        for size in _PIECES:
+            while len(left) - start >= size:
+                pieces.append(slice(start, start + size))
+                start += size
+    return pieces, start
+
+
+def _by_onednn(left: Tensor, right: Tensor) -> Tensor:
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
+    return found
 
 
 def use_products(module: nn.Module) -> None:
@@ -55,7 +90,7 @@ class _Linear(torch.autograd.Function):
         to_weight = None
         if of_weight:  # faster with few rows
             is_tall = len(weight) > x.shape[1]
-            to_weight = product(x.T, grad).T if is_tall else product(grad.T, x)
+            to_weight = product_over(x, grad).T if is_tall else product_over(grad, x)
         return product(grad, weight) if of_x else None, to_weight, grad.sum(0) if of_bias else None
 
 

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from spmdflow.parallel import product as products
-from spmdflow.parallel.product import product, use_products
+from spmdflow.parallel.product import product, product_over, use_products
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, dtype=dtype)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 5, 7), (513, 64, 172), (64, 4290, 512)])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 5, 7), (513, 64, 172), (2600, 512, 64)])
 @pytest.mark.parametrize("turned", [False, True])
 def test_product_of_float32_is_that_of_float64_rounded(
     sizes: tuple[int, int, int], turned: bool
@@ -30,7 +30,7 @@ def test_product_of_float32_is_that_of_float64_rounded(
     assert_close(
         product(left, right).double(), left.double() @ right.double(), rtol=1e-5, atol=2e-4
     )
-    assert torch.equal(product(left, right), product(left.clone(), right.clone())) or turned
+    assert torch.equal(product(left, right), product(left, right))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -48,12 +48,38 @@ def test_products_of_nothing_are_empty_or_zero() -> None:
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
 def test_onednn_is_what_multiplies_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.profiler.profile() as profile:
-        product(draw(8, 16), draw(16, 4))
+        product(draw(128, 16), draw(16, 4))
 
     assert "mkldnn::_linear_pointwise" in {event.key for event in profile.key_averages()}
     monkeypatch.setattr(products, "_has_onednn", lambda: False)
-    left, right = draw(8, 16), draw(16, 4)
+    left, right = draw(128, 16), draw(16, 4)
     assert torch.equal(product(left, right), left @ right)
+
+
+@pytest.mark.parametrize("rows", [0, 5, 256, 1300, 2700])
+def test_products_over_rows_are_those_of_float64_rounded(rows: int) -> None:
+    left, right = draw(rows, 7), draw(rows, 30)
+
+    expected = left.double().T @ right.double()
+    assert_close(product_over(left, right).double(), expected, rtol=1e-5, atol=2e-4)
+
+
+def test_onednn_sees_few_shapes_however_many_numbers_of_rows_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes, stock = set(), products._by_onednn
+
+    def counted(left: Tensor, right: Tensor) -> Tensor:
+        shapes.add((left.shape, left.stride(), right.shape, right.stride()))
+        return stock(left, right)
+
+    monkeypatch.setattr(products, "_by_onednn", counted)
+    weight = draw(8, 16)
+    for rows in range(1, 3000, 97):
+        product(draw(rows, 16), weight.T)
+        product_over(draw(rows, 8), draw(rows, 16))
+
+    assert len(shapes) == 4
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -64,7 +90,7 @@ def test_linear_layers_have_pytorchs_values_and_gradients(
     theirs = nn.Sequential(nn.Linear(*sizes, bias=bias), nn.Tanh(), nn.Linear(sizes[1], 3))
     ours = copy.deepcopy(theirs)
     use_products(ours)
-    x, weights = draw(2, 65, sizes[0]), draw(2, 65, 3)
+    x, weights = draw(2, 650, sizes[0]), draw(2, 650, 3)
     found = []
     for model in (theirs, ours):
         given = x.clone().requires_grad_()
@@ -74,7 +100,7 @@ def test_linear_layers_have_pytorchs_values_and_gradients(
 
     assert list(ours.state_dict()) == list(theirs.state_dict())
     for expected, got in zip(*found, strict=True):
-        assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_frozen_layers_get_no_gradient() -> None:
