@@ -81,7 +81,8 @@ class Evaluation:
         generate: Generate | None,
     ) -> dict[str, float]:
         """Score greedy responses (the call reports its metrics), and judge sampled ones."""
-        if not others and hasattr(model.target.worker_class, "run_episodes"):
+        rollout = getattr(model.target.settings, "rollout", None)
+        if not others and getattr(rollout, "episode", None) is not None:
             return self._play(stream, model)
         if len(others) != 1:
             got = f"{model} and {len(others)} more groups"

@@ -187,7 +187,7 @@ def name_of(thing: Callable[..., Any]) -> str:
     return name
 
 
-_MODELS, _OBJECTIVES = "base critic generator policy preference reward", "advantage kl"
+_MODELS, _OBJECTIVES = "base critic generator policy preference reward", "advantage covariance kl"
 HOMES = frozenset(
     [f"spmdflow.models.{name}" for name in _MODELS.split()]
     + [f"spmdflow.objectives.{name}" for name in _OBJECTIVES.split()]

@@ -11,43 +11,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_PIECES = (1024, 128)
+_PIECES = (1024, 128, 32)
 """Rows that oneDNN takes at once. It compiles code for every new shape (milliseconds and 0.6 MB
-each), so numbers of tokens, which are never the same, are cut into pieces of these."""
+each), so numbers of tokens, which are never the same, are cut into pieces of these. A row's bits
+are the same in each of them."""
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """(n, k) @ (k, m) -> (n, m), for any n and few different k and m; any strides.
 
-    Not differentiable: see `Linear`.
+    A row of the result does not depend on the other rows. Not differentiable: see `Linear`.
     """
-    pieces, start = _pieces(left, right)
-    if not pieces:
+    if not _fits(left, right):
         return left @ right
+    pieces, start = _pieces(len(left))
     found = left.new_empty(len(left), right.shape[1])
     for piece in pieces:
         found[piece] = _by_onednn(left[piece], right)
-    torch.mm(left[start:], right, out=found[start:])
+    if rest := len(left) - start:
+        padded = left.new_zeros(_PIECES[-1], left.shape[1])
+        padded[:rest] = left[start:]
+        found[start:] = _by_onednn(padded, right)[:rest]
     return found
 
 
 def product_over(left: Tensor, right: Tensor) -> Tensor:
     """(n, k)^T @ (n, m) -> (k, m), for any n and few different k and m; any strides."""
-    pieces, start = _pieces(left, right)
+    pieces, start = _pieces(len(left)) if _fits(left, right) else ([], 0)
     found = left[start:].T @ right[start:]
     for piece in pieces:
         found += _by_onednn(left[piece].T, right[piece])
     return found
 
 
-def _pieces(left: Tensor, right: Tensor) -> tuple[list[slice], int]:
-    """The rows of left that oneDNN takes, and where the others begin."""
+def _fits(left: Tensor, right: Tensor) -> bool:
+    is_single = left.dtype == right.dtype == torch.float32
+    return is_single and left.is_cpu and min(left.shape[1], *right.shape) > 0 and _has_onednn()
+
+
+def _pieces(num_rows: int) -> tuple[list[slice], int]:
+    """The pieces of so many rows, and where the rest begins."""
     pieces, start = list[slice](), 0
-    if left.dtype == right.dtype == torch.float32 and left.is_cpu and _has_onednn():
-        for size in _PIECES:
-            while len(left) - start >= size:
-                pieces.append(slice(start, start + size))
-                start += size
+    for size in _PIECES:
+        while num_rows - start >= size:
+            pieces.append(slice(start, start + size))
+            start += size
     return pieces, start
 
 

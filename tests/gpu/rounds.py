@@ -39,6 +39,7 @@ SEEDS = [2**62 + row for row in range(NUM_ROWS)]
 def actor_on(device: str, path: str, settings: dict[str, str]) -> Iterator[ActorWorker]:
     """An actor over all ranks; settings: "engine.kind": "megatron" and the like."""
     cfg = defaults(ActorConfig)
+    cfg.model.lora = cfg.rollout.lora = None
     cfg.model.path, cfg.optimizer.lr = path, 5e-3
     cfg.rollout.max_batch_size, cfg.rollout.kv_cache = 8, str(KV_CACHE_BYTES)
     for key, value in settings.items():

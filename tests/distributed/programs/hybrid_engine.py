@@ -43,6 +43,7 @@ COMMON = make_prompts(len(SEEDS), vocab_size=100, seed=77)
 def actor_of(case: Case, folder: Path, rank: int, groups: GroupTable) -> ActorWorker:
     """The case's actor; collective over the world."""
     cfg = defaults(ActorConfig)
+    cfg.model.lora = cfg.rollout.lora = None
     cfg.model.path, cfg.model.dtype = str(folder / case.family.replace(" ", "_")), "float32"
     cfg.engine.kind, cfg.engine.layout = "megatron", case.train
     cfg.engine.residency, cfg.engine.options = case.residency, list(case.options)

@@ -36,6 +36,7 @@ PROMPTS = [[5, 6, 7, 8] * 5, [9, 10] * 80, [11], [12, 13, 14]]
 def trainer_of(path: str, kind: str, layout: str, groups: GroupTable) -> PolicyWorker:
     """A policy on both ranks."""
     cfg = defaults(ActorConfig)
+    cfg.model.lora = cfg.rollout.lora = None
     cfg.model.path, cfg.model.dtype, cfg.optimizer.lr = path, "float32", 5e-3
     cfg.engine.kind, cfg.engine.layout = kind, layout
     ranks = tuple(range(dist.get_world_size()))

@@ -234,6 +234,7 @@ def engine_for(case: Case, folder: Path) -> TrainEngine:
     """The engine as a role builds it."""
     head = case.head if not (case.trained and case.head == "scalar") else "critic"
     cfg = defaults(_ROLES[head, case.trained])
+    cfg.model.lora = None
     cfg.model.path, cfg.model.dtype = str(folder), case.dtype
     cfg.engine.kind = case.kind
     if case.trained:

@@ -20,6 +20,7 @@ from tests.unit.weight_shapes import TINY
 
 def actor_config(layout: str, *, rollout: str = "auto", engine: str = "vllm") -> ActorConfig:
     cfg = defaults(ActorConfig)
+    cfg.model.lora = cfg.rollout.lora = None
     cfg.engine.layout, cfg.rollout.layout, cfg.rollout.engine = layout, rollout, engine
     return cfg
 

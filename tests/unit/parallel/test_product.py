@@ -79,7 +79,16 @@ def test_onednn_sees_few_shapes_however_many_numbers_of_rows_there_are(
         product(draw(rows, 16), weight.T)
         product_over(draw(rows, 8), draw(rows, 16))
 
-    assert len(shapes) == 4
+    assert len(shapes) == 6
+
+
+def test_a_row_has_the_same_bits_among_any_others() -> None:
+    left, right = draw(1300, 96), draw(96, 40)
+    whole = product(left, right)
+
+    for rows in (1, 31, 32, 100, 129, 1299):
+        chosen = torch.randperm(len(left))[:rows]
+        assert torch.equal(product(left[chosen], right), whole[chosen])
 
 
 @pytest.mark.parametrize("bias", [False, True])
