@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 _PIECES = (1024, 128, 32)
 """Rows that oneDNN takes at once. It compiles code for every new shape (milliseconds and 0.6 MB
-each), so numbers of tokens, which are never the same, are cut into pieces of these. A row's bits
-are the same in each of them."""
+each), so numbers of tokens, which are never the same, are cut into pieces of these, or padded to
+one of eight numbers between two powers of two. A row's bits are the same in each of them."""
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -24,6 +24,10 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     """
     if not _fits(left, right):
         return left @ right
+    if len(left) > _PIECES[0] and left.shape[1] < right.shape[1]:  # less to copy than the result
+        unit = 1 << (len(left).bit_length() - 4)
+        padded = nn.functional.pad(left, (0, 0, 0, -len(left) % unit))
+        return _by_onednn(padded, right)[: len(left)]
     pieces, start = _pieces(len(left))
     found = left.new_empty(len(left), right.shape[1])
     for piece in pieces:

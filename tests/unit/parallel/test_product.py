@@ -74,19 +74,22 @@ def test_onednn_sees_few_shapes_however_many_numbers_of_rows_there_are(
         return stock(left, right)
 
     monkeypatch.setattr(products, "_by_onednn", counted)
-    weight = draw(8, 16)
-    for rows in range(1, 3000, 97):
-        product(draw(rows, 16), weight.T)
+    narrow, wide = draw(16, 8), draw(8, 16)
+    for rows in range(1, 8192, 97):
+        product(draw(rows, 16), narrow)
         product_over(draw(rows, 8), draw(rows, 16))
-
     assert len(shapes) == 6
+    for rows in range(1, 8192, 97):
+        product(draw(rows, 8), wide)
+    assert len(shapes) <= 6 + 3 + 3 * 8  # eight from one power of two to the next
 
 
-def test_a_row_has_the_same_bits_among_any_others() -> None:
-    left, right = draw(1300, 96), draw(96, 40)
+@pytest.mark.parametrize("columns", [40, 200])
+def test_a_row_has_the_same_bits_among_any_others(columns: int) -> None:
+    left, right = draw(2600, 96), draw(96, columns)
     whole = product(left, right)
 
-    for rows in (1, 31, 32, 100, 129, 1299):
+    for rows in (1, 31, 32, 100, 129, 1299, 2599):
         chosen = torch.randperm(len(left))[:rows]
         assert torch.equal(product(left[chosen], right), whole[chosen])
 
