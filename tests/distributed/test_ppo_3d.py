@@ -41,7 +41,7 @@ def check(runs, case, *, reference="one"):
         for name in NORMS:
             assert other[name] == pytest.approx(one[name], rel=1e-4), name
         assert other["replay/other_rows"] == 0
-        assert other["replay/gap"] <= 1e-5
+        assert other["replay/gap"] <= 2e-5  # Megatron multiplies by MKL, FSDP by oneDNN
         assert other["rollout/drift_max"] <= 1e-5
         assert other["rollout/weights_verified"] == 1
         assert other["controller/tensor_bytes"] == 0
