@@ -26,7 +26,7 @@ from spmdflow.errors import CheckpointError
 from spmdflow.weights.file import changed_bytes, read_head
 
 NAME = "manifest.json"
-FORMAT = "spmdflow-checkpoint-2"
+FORMAT = "spmdflow-checkpoint-3"
 _FOLDER = re.compile(r"step-(0|[1-9]\d*)(?:\.([2-9]|[1-9]\d+))?")
 _NUM_THREADS = min(8, os.cpu_count() or 1)
 

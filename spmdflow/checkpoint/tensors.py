@@ -1,6 +1,6 @@
 """A rank's tensors on disk, bit for bit; a role's state as boxes; the hash of a frozen model.
 
-Files are safetensors files whose header holds the sha256 of every tensor (`weights.file`). A role
+Files are safetensors files whose header holds a hash of every tensor (`weights.file`). A role
 saves boxes (slices) of whole tensors, under keys such as "model.norm.weight[0:64]" and
 "model.norm.weight.exp_avg[0:64]": any layout can read the part that it needs (`state`), and
 verifies what it reads. The `plain` data of each file has the shapes of the whole tensors.
@@ -84,8 +84,8 @@ def read_tensor(path: Path, stored: Stored, *, is_verified: bool = True) -> Tens
     """One tensor of a file on the host; CheckpointError if its bytes have changed."""
     with disk_errors("read", path):
         values, digest = read_bytes(path, stored, is_hashed=is_verified)
-    if is_verified and digest != stored.sha256:
-        raise damaged(path, f"has sha256 {digest} in bytes {stored.start}:{stored.stop}")
+    if is_verified and digest != stored.xxh3_128:
+        raise damaged(path, f"has hash {digest} in bytes {stored.start}:{stored.stop}")
     return values
 
 

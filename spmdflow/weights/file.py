@@ -1,9 +1,11 @@
 """safetensors files written tensor by tensor, hashed while they are written, read in parts.
 
 safetensors' own writer wants every tensor at once, and its bytes can be hashed only by reading the
-file again. Here the header, whose size is known beforehand, is written last and holds the sha256 of
-every tensor's bytes. So the hash of the header stands for the whole file (`Head.sha256`), and who
+file again. Here the header, whose size is known beforehand, is written last and holds a hash of
+every tensor's bytes. So the sha256 of the header stands for the whole file (`Head.sha256`), and who
 reads one tensor can verify just that one. Any reader of safetensors reads these files.
+
+The hash of a tensor is XXH3 with 128 bits: it finds damage, not forgery, in a tenth of the time.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 from spmdflow.weights.direct import NewFile, view_of
@@ -36,7 +38,7 @@ _NAME_OF = {
 }
 _DTYPE_OF = {name: dtype for dtype, name in _NAME_OF.items()}
 _READ_BYTES = 1 << 20
-_START = b'{"__metadata__":{"sha256":'
+_START = b'{"__metadata__":{"xxh3_128":'
 
 
 class Facts(NamedTuple):
@@ -59,7 +61,7 @@ class Stored(NamedTuple):
     shape: Sequence[int]
     start: int
     stop: int
-    sha256: str
+    xxh3_128: str
 
 
 @dataclass(frozen=True)
@@ -83,23 +85,19 @@ def write_file(
     """
     widths = [each.dtype.itemsize for each in facts]
     assert widths == sorted(widths, reverse=True), "wider dtypes come first"
-    digests = ["0" * 64] * len(facts)
+    digests = ["0" * 32] * len(facts)
     head_bytes = len(_head(facts, digests, metadata))
     num_bytes = head_bytes + sum(each.num_bytes for each in facts)
-    with (
-        NewFile(path, head_bytes=head_bytes, num_bytes=num_bytes) as file,
-        ThreadPoolExecutor(1) as thread,
-    ):
+    with NewFile(path, head_bytes=head_bytes, num_bytes=num_bytes) as file:
         parts = iter(tensors)
         for place, fact in enumerate(facts):
-            digest, left, shape = hashlib.sha256(), fact.num_bytes, tuple(fact.shape)
+            digest, left, shape = xxhash.xxh3_128(), fact.num_bytes, tuple(fact.shape)
             while True:
                 part = next(parts)
                 assert (part.dtype, tuple(part.shape[1:])) == (fact.dtype, shape[1:]), fact
                 values = _bytes_of(part)
-                hashed = thread.submit(digest.update, view_of(values))
+                digest.update(view_of(values))
                 file.append(values)
-                hashed.result()
                 left -= len(values)
                 assert left >= 0, fact
                 if left == 0:
@@ -120,7 +118,7 @@ def read_head(path: Path) -> Head | None:
     try:
         entries: dict[str, Any] = json.loads(data[8:])
         metadata = entries.pop("__metadata__")
-        digests = metadata.pop("sha256").split()
+        digests = metadata.pop("xxh3_128").split()
         tensors = {}
         for (name, entry), digest in zip(entries.items(), digests, strict=True):
             facts = Facts(name, _DTYPE_OF[entry["dtype"]], tuple(entry["shape"]))
@@ -140,25 +138,25 @@ def changed_bytes(path: Path) -> str | None:
     buffer = bytearray(_READ_BYTES)
     with path.open("rb", buffering=0) as file:
         for name, stored in head.tensors.items():
-            digest, left = hashlib.sha256(), stored.stop - stored.start
+            digest, left = xxhash.xxh3_128(), stored.stop - stored.start
             file.seek(stored.start)
             while left and (count := file.readinto(memoryview(buffer)[:left])):
                 digest.update(memoryview(buffer)[:count])
                 left -= count
-            if digest.hexdigest() != stored.sha256:
+            if digest.hexdigest() != stored.xxh3_128:
                 return f"{name} (bytes {stored.start}:{stored.stop})"
     return None
 
 
 def read_bytes(path: Path, stored: Stored, *, is_hashed: bool = True) -> tuple[Tensor, str]:
-    """The values of one tensor on the host, and the sha256 of their bytes as they are now."""
+    """The values of one tensor on the host, and the hash of their bytes as they are now."""
     data = torch.empty(stored.stop - stored.start, dtype=torch.uint8)
     with path.open("rb", buffering=0) as file:
         file.seek(stored.start)
         view, done = view_of(data), 0
         while done < len(view) and (more := file.readinto(view[done:])):
             done += more
-    digest = hashlib.sha256(view).hexdigest() if is_hashed else ""
+    digest = xxhash.xxh3_128_hexdigest(view) if is_hashed else ""
     return data.view(stored.dtype).reshape(stored.shape), digest
 
 
@@ -167,7 +165,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _head(facts: Sequence[Facts], digests: Sequence[str], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"sha256": " ".join(digests), **metadata}}
+    entries: dict[str, Any] = {"__metadata__": {"xxh3_128": " ".join(digests), **metadata}}
     start = 0
     for name, dtype, shape in facts:
         stop = start + Facts(name, dtype, shape).num_bytes
