@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from spmdflow.checkpoint import read_tensors
@@ -110,6 +111,25 @@ def check_prediction(run_dir: Path) -> None:
     odd = [edge for edge in found["edges"] if edge[2] != edge[3]]
     odd += [sync for sync in found["weight_syncs"] if sync["planned"] != sync["counted"]]
     assert odd == [] and found["bytes_agree"]
+
+
+def check_same_numbers(
+    run_dir: Path,
+    others: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    *,
+    rel: float = 2e-5,
+    abs: float = 1e-6,
+) -> list[dict[str, Any]]:
+    """The steps of a run that moved the planned bytes, none of them through the controller, and
+    has another run's numbers up to float32 sums in another order."""
+    check_prediction(run_dir)
+    steps = steps_of(run_dir)
+    for mine, other in zip(steps, others, strict=True):
+        for name in ("step", *(name for name in names if name in other)):
+            assert mine[name] == pytest.approx(other[name], rel=rel, abs=abs), name
+    assert all(step["controller/tensor_bytes"] == 0 for step in steps if step["step"])
+    return steps
 
 
 def numbers_of(run_dir: Path) -> list[dict[str, Any]]:

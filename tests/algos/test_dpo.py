@@ -20,7 +20,7 @@ from spmdflow.workers.engine import TrainEngine
 from spmdflow.workers.micro_batch import MicroBatch
 from tests.algos.runs import (
     ROOT,
-    check_prediction,
+    check_same_numbers,
     finish,
     last_checkpoint,
     log_of,
@@ -202,12 +202,7 @@ def compare(tmp_path: Path, *words: str, num_ranks: int, shared: tuple[str, ...]
     )
 
     assert finish(process, seconds=200) == 0, log_of(tmp_path / "many").read_text()[-3000:]
-    check_prediction(tmp_path / "many")
-    for alone, many in zip(one, steps_of(tmp_path / "many"), strict=True):
-        for name in COMPARED:
-            if name in alone:  # float32 sums in another order
-                assert many[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-5), name
-        assert many["controller/tensor_bytes"] == 0
+    check_same_numbers(tmp_path / "many", one, COMPARED, rel=1e-4, abs=1e-5)
 
 
 def test_reference_on_ranks_of_its_own_changes_no_number(tmp_path: Path) -> None:
