@@ -136,7 +136,7 @@ def write_group(group: str, entries: Sequence[dict[str, Any]], docs: Path) -> No
     draw(panels, docs / f"{group}.png")
 
 
-def draw(panels: Sequence[Panel], path: Path) -> None:
+def draw(panels: Sequence[Panel], path: Path, *, dpi: int = 80) -> None:
     """A picture with a plot for each; a dashed line where the level to reach is."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -157,7 +157,7 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
         axis.set_ylabel(panel.metric, fontsize=6)
         axis.tick_params(labelsize=6)
         axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=dpi)
 
 
 def table(entries: Sequence[dict[str, Any]]) -> str:

@@ -58,7 +58,7 @@ def test_ppo_has_at_most_115_settings_and_each_has_a_sentence() -> None:
 
 
 def test_readme_is_short() -> None:
-    assert text_of("README.md").count("\n") <= 150
+    assert text_of("README.md").count("\n") <= 110
 
 
 @pytest.mark.parametrize("name", ["local.sh", "multinode.sh", "slurm.sbatch", "kubernetes.yaml"])

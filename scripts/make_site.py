@@ -1,0 +1,202 @@
+"""The pages of docs/ as a site that is searched without a network, with pages made from the code.
+
+Made here: every setting from the schemas, a page for each script and for each learning run, the
+API from the docstrings. The rest is docs/*.md as it is; docs/index.md is the order. Open
+build/site/index.html. Fails on a link that leads nowhere.
+
+    python scripts/make_site.py [--out build/site]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import shutil
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # also when started from elsewhere
+
+import spmdflow  # noqa: E402
+from scripts.learn.curves import draw, panels_of, table  # noqa: E402
+from spmdflow.config.leaf import schema_help  # noqa: E402
+from spmdflow.config.load import load_script, schema_of  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted((ROOT / "algos").glob("*.py"), key=lambda path: (path.stem != "ppo", path.stem))
+CONF = """
+project, html_title = "spmdflow", "spmdflow"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+html_theme, root_doc, default_role = "furo", "index", "code"
+myst_heading_anchors = 4
+autodoc_member_order, autodoc_typehints_format = "bysource", "short"
+python_maximum_signature_line_length = 88
+autodoc_class_signature = "separated"
+html_theme_options = {"light_css_variables": {"code-font-size": "75%"}}
+html_show_sphinx = html_show_copyright = html_copy_source = False
+suppress_warnings = ["misc.highlighting_failure", "docutils"]
+"""
+SETTINGS = """A setting is a key of the script's YAML, a `key=value` on the command line, or an
+attribute of `cfg`: one thing under one name. `python -m spmdflow.run SCRIPT --help` prints those of
+one script, your own too."""
+
+
+def main() -> int:
+    """Gather the pages, make the others, build; the exit code of Sphinx."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "site", help="folder")
+    out = parser.parse_args().out
+    with tempfile.TemporaryDirectory() as name:
+        pages = gather(Path(name))
+        write_settings(pages / "settings.md")
+        write_scripts(pages)
+        write_runs(pages)
+        write_api(pages)
+        return build(pages, out)
+
+
+def gather(folder: Path) -> Path:
+    """The pages in a folder of their own, with what they link to in its place beside it."""
+    for path in ROOT.iterdir():
+        if path.name not in ("docs", ".git", ".venv", "build", "runs"):
+            (folder / path.name).symlink_to(path)
+    pages = Path(shutil.copytree(ROOT / "docs", folder / "docs"))
+    (pages / "conf.py").write_text(CONF)
+    for path in pages.glob("*.md"):
+        path.write_text(path.read_text().replace("](../CHANGELOG.md", "](CHANGELOG.md"))
+    text = (
+        (ROOT / "CHANGELOG.md")
+        .read_text()
+        .replace("](docs/", "](")
+        .replace("](algos/", "](../algos/")
+    )
+    (pages / "CHANGELOG.md").write_text(text)
+    return pages
+
+
+def build(pages: Path, out: Path) -> int:
+    """HTML from the pages; warnings, such as a link that leads nowhere, are errors."""
+    from sphinx.cmd.build import build_main
+
+    return build_main(["-q", "-W", "--keep-going", "-j", "2", str(pages), str(out)])
+
+
+def write_settings(page: Path) -> None:
+    """A heading for each setting of any script, by section; what differs from script to script."""
+    found: dict[str, dict[tuple[str, str], list[str]]] = defaultdict(lambda: defaultdict(list))
+    for script in SCRIPTS:
+        lines = schema_help(schema_of(load_script(script))).splitlines()
+        for head, sentence in zip(lines[::2], lines[1::2], strict=True):
+            key, _, facts = head.partition(" (")
+            found[key][facts.removesuffix(")"), sentence.strip()].append(script.stem)
+    text = ["# Every setting", SETTINGS, f"{len(found)} settings of {len(SCRIPTS)} scripts."]
+    for section in ("", *sorted({key.split(".")[0] for key in found if "." in key})):
+        text.append(f"## {section or 'Of the script itself'}")
+        for key, kinds in found.items():
+            if key.rpartition(".")[0].split(".")[0] == section:
+                text += [f"### `{key}`", *_kinds(kinds)]
+    page.write_text("\n\n".join(text))
+
+
+def _kinds(kinds: dict[tuple[str, str], list[str]]) -> Iterator[str]:
+    sentences = {sentence for _, sentence in kinds}
+    for place, ((facts, sentence), scripts) in enumerate(kinds.items()):
+        if not place or len(sentences) > 1:
+            yield sentence
+        others = [script.stem for script in SCRIPTS if script.stem not in scripts]
+        few = min(scripts, others, key=len)
+        links = ", ".join(f"[{name}](scripts/{name}.md)" for name in few)
+        most = f"every script but {links}" if others else "every script"
+        yield f"`{facts}` in {links if few is scripts else most}"
+
+
+def write_scripts(pages: Path) -> None:
+    """A page for each script: what it is, its `main`, its defaults, its learning run."""
+    (pages / "scripts").mkdir()
+    runs = {path.stem for path in (ROOT / "docs" / "learning").glob("*.json")}
+    entries = {}
+    for script in SCRIPTS:
+        source = script.read_text()
+        title, _, rest = (ast.get_docstring(ast.parse(source)) or "").partition("\n")
+        body = source[source.index("def main(") :].rstrip()
+        text = [f"# {script.stem}", title, f"```text\n{rest.strip()}\n```", "## The algorithm"]
+        text += [f"```python\n{body}\n```", f"[algos/{script.name}](../../algos/{script.name})"]
+        if script.stem in runs:
+            text.append(f"Its learning run: [{script.stem}](../runs/{script.stem}.md).")
+        text += ["## Defaults", "What each key means: [every setting](../settings.md)."]
+        text.append(f"```yaml\n{script.with_suffix('.yaml').read_text().rstrip()}\n```")
+        (pages / "scripts" / f"{script.stem}.md").write_text("\n\n".join(text) + "\n")
+        entries[script.stem] = title
+    _write_list(pages / "scripts.md", "Scripts", entries)
+
+
+def write_runs(pages: Path) -> None:
+    """A page for each learning run: command, result, curve, cost."""
+    (pages / "runs").mkdir()
+    entries = {}
+    for path in sorted((ROOT / "docs" / "learning").glob("*.json")):
+        made: dict[str, Any] = json.loads(path.read_text())
+        name = made["name"]
+        entries[name] = f"{made['metric']}: {made['start']:.3f} -> {made['end']:.3f}"
+        draw(panels_of([made]), pages / "runs" / f"{name}.png", dpi=200)
+        cost = ", ".join(f"{seconds:.0f}" for seconds in made["cpu_seconds"])
+        text = [
+            f"# {name}",
+            f"```bash\n{made['command']}\n```",
+            table([made]).strip(),
+            f"![curve]({name}.png)",
+            f"CPU seconds of each seed: {cost} ({made['hardware']}).",
+            f"All points: [learning/{path.name}](../learning/{path.name}). The table of all runs: "
+            f"[Learning](../LEARNING.md).",
+        ]
+        (pages / "runs" / f"{name}.md").write_text("\n\n".join(text) + "\n")
+    _write_list(pages / "runs.md", "Runs that learned", entries)
+
+
+def write_api(pages: Path) -> None:
+    """Every public name, by the module that defines it."""
+    (pages / "api").mkdir()
+    lines: list[str] = []
+    homes: dict[str, list[str]] = defaultdict(list)
+    for name in spmdflow.__all__:
+        homes[getattr(spmdflow, name).__module__].append(name)
+    for home, public in sorted(homes.items()):
+        title = home.removeprefix("spmdflow.")
+        text = [f"# {title}", "```{eval-rst}", f".. automodule:: {home}\n   :no-members:\n"]
+        lines += [f"\n## [{title}](api/{home}.md)\n", "| name | |", "|---|---|"]
+        for name in sorted(public):
+            found = getattr(spmdflow, name)
+            kind = "autoclass" if isinstance(found, type) else "autofunction"
+            members = "\n   :members:" if kind == "autoclass" else ""
+            text.append(f".. {kind}:: spmdflow.{name}{members}\n")
+            lines.append(f"| `{name}` | {_first_line(found)} |")
+        (pages / "api" / f"{home}.md").write_text("\n".join([*text, "```"]) + "\n")
+    tree = _tree(f"api/{home}" for home in sorted(homes))
+    (pages / "api.md").write_text("\n".join(["# API", *lines, tree]))
+
+
+def _write_list(page: Path, title: str, entries: Mapping[str, str]) -> None:
+    """A page that lists the pages of the folder beside it: name -> a sentence."""
+    rows = [f"| [{name}]({page.stem}/{name}.md) | {text} |" for name, text in entries.items()]
+    tree = _tree(f"{page.stem}/{name}" for name in entries)
+    page.write_text("\n".join([f"# {title}\n", "| | |", "|---|---|", *rows, tree]))
+
+
+def _tree(names: Iterable[str]) -> str:
+    names = "\n".join(names)
+    return f"\n\n```{{toctree}}\n:hidden:\n\n{names}\n```\n"
+
+
+def _first_line(found: object) -> str:
+    text = inspect.getdoc(found) or ""
+    return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
