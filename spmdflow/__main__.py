@@ -16,6 +16,7 @@ COMMANDS = {
     "run": ("spmdflow.run", "train or evaluate: one rank of a run; torchrun starts it"),
     "plan": ("spmdflow.plan.__main__", "a dry run on no device: errors, bytes, memory, seconds"),
     "report": ("spmdflow.report", "the curves and figures of a RUN_DIR"),
+    "view": ("spmdflow.view.__main__", "a page for a browser: curves, samples, timeline, settings"),
     "status": ("spmdflow.status", "what a live run does: calls, ranks, lines of code, stacks"),
     "replay": ("spmdflow.replay", "run a step again that a run kept, and name what differs"),
     "export": ("spmdflow.export", "a trained model of a checkpoint as a Hugging Face folder"),

@@ -204,7 +204,8 @@ def run_prepared(
     inproc: bool = False,
     surroundings: Surroundings | None = None,
 ) -> Outcome:
-    """Run with checked settings on these ranks; then the first one writes prediction.txt.
+    """Run with checked settings on these ranks; then the first one writes prediction.txt and, if
+    asked, view.html.
 
     cfg: an object of the script's settings class.
     """
@@ -231,4 +232,8 @@ def run_prepared(
             compare_run(cfg)
         finally:
             signal.signal(signal.SIGTERM, earlier)
+    if cfg.run.view:
+        from spmdflow.view.html import view_run  # late, as above
+
+        view_run(cfg)
     return outcome

@@ -15,7 +15,7 @@ from typing import Any
 
 from spmdflow.errors import DataError
 from spmdflow.tracking.progress import Point, stage_seconds, text_curve
-from spmdflow.tracking.tracker import read_lines
+from spmdflow.tracking.reading import RunFiles
 
 DEFAULT_KEYS = ("eval/accuracy", "reward/mean")
 _TABLE_KEYS = (
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--png", type=Path, help="the picture (default: RUN_DIR/curve.png)")
     options = parser.parse_args(arguments)
     try:
-        records = read_metrics(options.run_dir)
+        records = RunFiles(options.run_dir).needed_metrics()
         keys = drawn_keys(records, options.keys.split(",") if options.keys else None)
     except DataError as err:
         sys.stderr.write(f"{err}\n")
@@ -56,19 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if keys:
         sys.stdout.write(f"\ncurve: {write_png(records, keys, png_path)}\n")
     return 0
-
-
-def read_metrics(run_dir: Path) -> Records:
-    """The records of a run's metrics.jsonl; DataError if there are none."""
-    path = run_dir / "metrics.jsonl"
-    records = read_lines(path)
-    if not records:
-        state = "is empty" if path.exists() else "is not there"
-        raise DataError(
-            f"report: {path} {state}, expected one line per finished step; "
-            f"give the folder that a run printed at its start"
-        )
-    return records
 
 
 def drawn_keys(records: Records, wanted: Sequence[str] | None) -> list[str]:

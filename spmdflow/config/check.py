@@ -167,6 +167,8 @@ def _check_run(cfg: Any, *, here: bool) -> None:
         for tracker in run.trackers:
             if here and isinstance(TRACKERS.find(tracker), str):
                 _check_installed(f"{key}.trackers", tracker, extra=tracker)
+        if run.view and here:
+            _check_installed(f"{key}.view", "plotly", extra="view")
     for key, rollout in parts_of(cfg, RolloutConfig):
         generator = generator_kind(rollout.generator, key=f"{key}.engine")
         cache_of(rollout.kv_cache, f"{key}.kv_cache")

@@ -70,6 +70,7 @@ class RunConfig:
         "Besides metrics.jsonl: tensorboard, wandb or your own.", [], one_of=lambda: tuple(TRACKERS)
     )
     sample_every: int = setting("Steps between sample tables (0: none).", 10, at_least=0)
+    view: bool = setting("Write view.html at the end, a page to look at (spmdflow view).", False)
     profile_steps: str | None = setting("Steps and ranks for torch.profiler: 3-5 on 0, 2.", None)
     capture_step: int = setting("Step that is kept for spmdflow.replay (0: none).", 0, at_least=0)
     guards: list[str] = setting("Metrics that warn, stop or skip: NAME < 1: stop.", DEFAULT_GUARDS)

@@ -54,8 +54,8 @@ class Caller:
         """train or eval: which metrics the reports of calls belong to."""
         self.records: list[CallRecord] = []
         """Orders of the compute lane of the running step, in the order of the script."""
-        self.scored: Batch | None = None
-        """The last rows with a prompt, a response and a score as text; sample tables show them."""
+        self.scored: dict[str, Batch] = {}
+        """The step's last rows with texts and a score, by phase; sample tables show them."""
         self.learnt: Batch | None = None
         """The last rows that an update of the running step was given."""
         self.captured: list[tuple[CallRecord, RowResult | None, object]] | None = None
@@ -148,7 +148,7 @@ class Caller:
             columns = {name: batch.column(name) for name in batch.columns} | columns
         made = Batch(self, batch.ids, batch.parents, columns)
         if "response_text" in writes and "prompt_text" in batch.columns:
-            self.scored = made | batch.drop(*set(writes) & set(batch.columns))
+            self.scored[self.phase] = made | batch.drop(*set(writes) & set(batch.columns))
         return made
 
     def _send(

@@ -325,13 +325,13 @@ class Flow:
             moved = caller.transfers.moved_bytes
             self._transcript.end_step(step.number, caller.records, transfers, metrics, moved)
         self._show.spans(step.number, [*caller.records, *transfers])
-        self._show.samples(step.number, caller.scored)
+        self._show.samples(step.number, caller.scored, caller.learnt)
         if self._capsule is not None and self._capsule.step == step.number:
             state = self._state(step.number)
             self._capsule.end(caller, self.groups, state, transfers, metrics)
         if self._guarding is not None:
             self._guarding.end_step(step.number, metrics)
-        caller.scored, caller.records = None, []
+        caller.scored, caller.records = {}, []
         self._saving.finish(wait=False)
         if self._saving.due:
             self._save(step.number)

@@ -76,7 +76,7 @@ class Guarding:
             raise ConfigError.of("run.guards", f"skip for {late[0]}", expected, do)
         self._decided = {}
         trips = self._guards.trips(metrics, skipping=False)
-        batch, self._caller.learnt = self._caller.learnt or self._caller.scored, None
+        batch, self._caller.learnt = self._caller.learnt or self._caller.scored.get("train"), None
         stops = [trip for trip in trips if trip.guard.action == STOP]
         self._warn(step, [trip for trip in trips if trip not in stops], batch, "the run goes on")
         if stops:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import Counter
@@ -17,11 +16,11 @@ import numpy as np
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.result import CallRecord, Result
-from spmdflow.data.row_id import Ids, places_in_groups
+from spmdflow.controller.sample import first_of_groups, is_shown, samples_of
 from spmdflow.errors import ProtocolError
 from spmdflow.runtime.failure import script_line
 from spmdflow.tracking.metric import merge
-from spmdflow.tracking.progress import Sample, print_samples, progress_line
+from spmdflow.tracking.progress import print_samples, progress_line
 from spmdflow.tracking.trace import Span, TraceWriter
 from spmdflow.tracking.tracker import Tracker
 from spmdflow.transfer.worker import Max, Mean, Metric, Sum
@@ -175,10 +174,6 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-_NUM_SAMPLES = 4
-_SAMPLE_COLUMNS = ("prompt_text", "response_text", "scores", "score_terms")
-
-
 class Show:
     """Writes and prints what steps measured."""
 
@@ -186,19 +181,22 @@ class Show:
         self._tracker = Tracker(run_dir, list(cfg.run.trackers), last_step=last_step)
         self._trace = TraceWriter(run_dir / "trace.json")
         self._sample_every, self._total_steps = cfg.run.sample_every, cfg.total_steps
+        self._tokenizer_path = cfg.data.tokenizer_path
 
-    def samples(self, step: int, scored: Batch | None) -> None:
-        """Fetch, print and write a few scored rows, of as many prompts as there are."""
-        if scored is None or not is_due(step, self._sample_every):
+    def samples(self, step: int, scored: Mapping[str, Batch], learnt: Batch | None) -> None:
+        """Fetch and write a few of the rows that were scored, and print fewer.
+
+        scored: by phase. learnt: what an update was given, which also has the advantages.
+        """
+        if not scored or not is_due(step, self._sample_every):
             return
-        names = [name for name in _SAMPLE_COLUMNS if name in scored.columns]
-        values = scored.select(_spread(scored.parents)).fetch_for("samples", *names)
-        samples = [
-            Sample(str(prompt), str(response), float(score), *map(json.loads, terms))
-            for prompt, response, score, *terms in zip(*map(values.get, names), strict=True)
-        ]
-        self._tracker.write_samples(step, samples)
-        print_samples(step, samples)
+        if learnt is not None and is_shown(learnt):
+            scored = {"train": learnt} | {p: b for p, b in scored.items() if p != "train"}
+        found = {
+            phase: samples_of(batch, phase, self._tokenizer_path) for phase, batch in scored.items()
+        }
+        self._tracker.write_samples(step, [each for phase in found for each in found[phase]])
+        print_samples(step, first_of_groups(list(found.values())[-1]))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line on the terminal, one in metrics.jsonl."""
@@ -209,7 +207,9 @@ class Show:
         """What every rank did when, for trace.json."""
         spans = [
             Span(rank, record.lane, record.label, *reply["span"])._replace(
-                step=step, received_bytes=sum(reply.get("received", {}).values())
+                step=step,
+                received_bytes=sum(reply.get("received", {}).values()),
+                host_bytes=reply.get("host_bytes", 0),
             )
             for record in records
             for rank, reply in record.replies.items()
@@ -220,9 +220,3 @@ class Show:
         """End the trackers."""
         self._trace.close()
         self._tracker.close()
-
-
-def _spread(parents: Ids) -> list[int]:
-    """Rows to show: the first of each prompt, then the second ones, in the order of the batch."""
-    turn, _ = places_in_groups(np.unique(parents, return_inverse=True)[1])
-    return sorted(np.argsort(turn, kind="stable")[:_NUM_SAMPLES].tolist())

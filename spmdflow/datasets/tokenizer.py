@@ -12,7 +12,7 @@ prompt ends inside a character, the whole character belongs to the response.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,31 @@ def response_texts(
     for place, text, own in zip(left, _texts_after(tokenizer, behind, after), alone, strict=True):
         texts[place] = own if text is None else text
     return [text or "" for text in texts]
+
+
+def token_lengths(
+    tokenizer: Any, rows: Sequence[Sequence[int]], texts: Sequence[str]
+) -> list[list[int]]:
+    """Characters of each row's text that each of its tokens (ids) shows; each row sums to its text.
+
+    0: a special token, or a part of a character that a later token completes.
+    """
+    ids = list(dict.fromkeys(each for row in rows for each in row))
+    decoded = tokenizer.batch_decode([[each] for each in ids], clean_up_tokenization_spaces=False)
+    pieces = dict(zip(ids, decoded, strict=True))
+    return [_lengths(map(pieces.__getitem__, row), text) for row, text in zip(rows, texts)]
+
+
+def _lengths(pieces: Iterable[str], text: str) -> list[int]:
+    found, at, hidden = [], 0, 0
+    for piece in pieces:
+        # decoded alone, a piece may lack its leading space; hidden ones left characters before it
+        place = text.find(piece, at, at + len(piece) + 2 + hidden) if piece else -1
+        found.append(0 if place < 0 else place + len(piece) - at)
+        at, hidden = at + found[-1], hidden + 1 if place < 0 else 0
+    if found:
+        found[-1] += len(text) - at
+    return found
 
 
 class StopStrings:

@@ -20,6 +20,7 @@ NEEDED_FOR = {
     "parquet": "prompts in Parquet files",
     "datasets": "data sets of the hub by name, and save_to_disk folders",
     "plot": "curve.png of spmdflow report",
+    "view": "the page of spmdflow view",
     "tensorboard": "metrics in TensorBoard",
     "wandb": "metrics in Weights & Biases",
 }

@@ -89,12 +89,14 @@ class Sample(NamedTuple):
     score: float
     terms: Mapping[str, float | str | None] = MappingProxyType({})
     """What the score is made of, and what else the functions returned."""
+    facts: Mapping[str, object] = MappingProxyType({})
+    """Group, advantage and tokens (`controller.sample`), as data for JSON."""
 
     def to_plain(self) -> dict[str, object]:
         """As data for JSON; a score that is not finite is null."""
         score = float(self.score) if isfinite(self.score) else None
         record = {"prompt": self.prompt, "response": self.response, "score": score}
-        return record | ({"terms": dict(self.terms)} if self.terms else {})
+        return record | ({"terms": dict(self.terms)} if self.terms else {}) | dict(self.facts)
 
 
 def print_samples(

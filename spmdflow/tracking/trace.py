@@ -35,6 +35,8 @@ class Span(NamedTuple):
     step: int = 0
     received_bytes: int = 0
     """Bytes of rows that a transfer received."""
+    host_bytes: int = 0
+    """Memory of the rank's process at the end."""
 
 
 class TraceWriter:
@@ -76,7 +78,7 @@ class TraceWriter:
             for name, text in (("process", f"rank {span.rank}"), ("thread", span.lane)):
                 events.append({"name": f"{name}_name", "ph": "M", "args": {"name": text}})
         start, seconds = round(span.start * 1e6), round((span.end - span.start) * 1e6)
-        told = {"step": span.step, "bytes": span.received_bytes}
+        told = {"step": span.step, "bytes": span.received_bytes, "host_bytes": span.host_bytes}
         args = {name: number for name, number in told.items() if number}
         event = {"name": span.label, "ph": "X", "ts": start, "dur": max(0, seconds)}
         events.append(event | ({"args": args} if args else {}))

@@ -141,7 +141,9 @@ def _imported(extra: str, module: str) -> Any:
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Append one line for each record; written to the kernel at return, not fsynced."""
-    text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
+    short = (",", ":")
+    lines = (json.dumps(record, allow_nan=False, separators=short) for record in records)
+    text = "".join(f"{line}\n" for line in lines)
     with disk_errors("write", path, "tracking"), path.open("ab") as file:
         file.write(text.encode())
 

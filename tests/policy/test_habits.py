@@ -26,7 +26,7 @@ ENVIRONMENT = {
 """The files that may touch os.environ, and why."""
 
 HEAVY = {"vllm", "megatron", "transformers", "pyarrow", "tensorboard", "wandb", "matplotlib"}
-HEAVY |= {"math_verify", "huggingface_hub", "datasets"}
+HEAVY |= {"plotly", "math_verify", "huggingface_hub", "datasets"}
 """Libraries that are imported inside functions, where they are needed."""
 LATE_IMPORTERS = {
     "spmdflow/run.py": "a refusal needs no torch",
@@ -56,6 +56,7 @@ SEAMS = {
     "tensorboard": 1,
     "wandb": 1,
     "matplotlib": 1,
+    "plotly": 1,
 }
 """Library -> the files, or the number of files, that import it."""
 

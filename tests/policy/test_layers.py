@@ -21,6 +21,7 @@ LAYERS = [
         "program",
         "plan",
         "report",
+        "view",
         "doctor",
         "status",
         "export",

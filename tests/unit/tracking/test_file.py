@@ -27,7 +27,7 @@ RECORDS = st.lists(
 def test_a_step_is_one_line_with_step_first_and_sorted_names(tmp_path):
     Tracker(tmp_path).write_metrics(3, {"b/z": 2, "a": 1.5})
 
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3, "a": 1.5, "b/z": 2.0}\n'
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step":3,"a":1.5,"b/z":2.0}\n'
 
 
 def test_a_step_is_on_disk_before_the_next_one_begins(tmp_path):

@@ -10,7 +10,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdflow.controller.step import _spread, is_due
+from spmdflow.controller.sample import spread
+from spmdflow.controller.step import is_due
 from spmdflow.tracking.progress import (
     Sample,
     print_samples,
@@ -165,6 +166,8 @@ def test_any_curve_has_the_size_asked_for_and_marks_its_extremes(points):
 def test_samples_are_of_as_many_prompts_as_there_are() -> None:
     groups = np.repeat([7, 3, 9], 4)
 
-    assert _spread(groups) == [0, 1, 4, 8]  # one of each, then a second one of the first
-    assert _spread(np.arange(20)) == [0, 1, 2, 3]
-    assert _spread(np.array([5, 5])) == [0, 1]
+    assert spread(groups, per_group=1, most=4) == [0, 1, 4, 8]  # then a second one of the first
+    assert spread(np.arange(20), per_group=1, most=4) == [0, 1, 2, 3]
+    assert spread(np.array([5, 5]), per_group=1, most=4) == [0, 1]
+    assert spread(groups, per_group=2, most=5) == [0, 1, 4, 5, 8]
+    assert spread(np.repeat([1, 2], 8), per_group=4, most=10) == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11]

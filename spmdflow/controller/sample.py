@@ -1,0 +1,121 @@
+"""Samples of a step: a few scored rows with their groups, advantages and tokens.
+
+Beside texts, score and terms a line of samples.jsonl holds, as far as the batch has it:
+
+    phase       train or eval (held-out prompts)
+    group       number of the prompt in its batch; its samples have the same
+    advantage   mean over the tokens that are learnt
+    turns       replies of an episode
+    lengths     characters of the response that each token shows
+    log_probs   of the generator, nats, two decimals
+    gap         the trainer's log-probability less the generator's, three decimals; absent: the
+                trainer computed none
+    mask        a digit for each token, 0: not the policy's choice; absent: it chose all
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from math import isfinite
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from spmdflow.controller.batch import Batch
+from spmdflow.controller.result import RowResult
+from spmdflow.data.ragged import rows_of
+from spmdflow.data.row_id import Ids, places_in_groups
+from spmdflow.datasets.tokenizer import load_tokenizer, token_lengths
+from spmdflow.tracking.progress import Sample
+
+_TEXTS = ("prompt_text", "response_text", "scores")
+_ROWS = ("score_terms", "num_turns")
+_OWN, _OLD = "rollout_log_probs", "old_log_probs"
+_TOKENS = ("responses", "response_mask", _OWN, _OLD, "advantages")
+_GROUP_ROWS = 4
+"""Rows of one prompt that are taken before any of a further prompt."""
+_MOST_WRITTEN, _MOST_PRINTED = 16, 4
+
+
+def is_shown(batch: Batch) -> bool:
+    """Whether it has the columns that a sample needs."""
+    return set(_TEXTS) <= set(batch.columns)
+
+
+def samples_of(batch: Batch, phase: str, tokenizer_path: str) -> list[Sample]:
+    """The first rows of the first groups of a batch; waits for their values."""
+    places = spread(batch.parents, per_group=_GROUP_ROWS, most=_MOST_WRITTEN)
+    chosen, groups = batch.select(places), batch.group_numbers()[places].tolist()
+    names = [name for name in (*_TEXTS, *_ROWS, *_TOKENS) if _is_made(batch, name)]
+    if {_OWN, _OLD} <= {*names} and batch.column(_OWN).equals(batch.column(_OLD)):
+        names.remove(_OLD)
+    fetched = chosen.fetch_for("samples", *names)
+    columns: dict[str, list[Any]] = {
+        name: rows_of(value) if name in _TOKENS and isinstance(value, Tensor) else list(value)
+        for name, value in fetched.items()
+    }
+    if "responses" in columns:
+        ids, texts = [row.tolist() for row in columns["responses"]], columns["response_text"]
+        columns["lengths"] = token_lengths(load_tokenizer(tokenizer_path), ids, texts)
+    rows = (dict(zip(columns, values)) for values in zip(*columns.values(), strict=True))
+    return [
+        Sample(
+            str(row["prompt_text"]),
+            str(row["response_text"]),
+            float(row["scores"]),
+            json.loads(row.get("score_terms", "{}")),
+            {"phase": phase, "group": group} | dict(_facts(row)),
+        )
+        for group, row in zip(groups, rows, strict=True)
+    ]
+
+
+def first_of_groups(samples: Sequence[Sample]) -> list[Sample]:
+    """Those to print: the first of each prompt, then the second ones, in their order."""
+    groups = np.array([sample.facts["group"] for sample in samples])
+    return [samples[place] for place in spread(groups, per_group=1, most=_MOST_PRINTED)]
+
+
+def spread(parents: Ids, *, per_group: int, most: int) -> list[int]:
+    """Positions to show: so many rows of each prompt in turn, then as many further ones of each."""
+    groups = np.unique(parents, return_inverse=True)[1]
+    turn, _ = places_in_groups(groups)
+    first = np.full(len(groups), len(groups))
+    np.minimum.at(first, groups, np.arange(len(groups)))
+    order = np.lexsort((first[groups], turn // per_group))
+    return sorted(order[:most].tolist())
+
+
+def _is_made(batch: Batch, name: str) -> bool:
+    """Whether the batch has the column, and no call that nothing waited for would make it."""
+    if name not in batch.columns:
+        return False
+    result = batch.column(name).result
+    return not (isinstance(result, RowResult) and result.make is not None)
+
+
+def _facts(row: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """What is told of a row besides text and score. Any: values of columns."""
+    mask = row["response_mask"].bool() if "response_mask" in row else None
+    if "advantages" in row:
+        learnt = row["advantages"] if mask is None else row["advantages"][mask]
+        yield "advantage", float(f"{float(learnt.mean()):.4g}") if len(learnt) else 0.0
+    if "num_turns" in row:
+        yield "turns", int(row["num_turns"])
+    if "lengths" in row:
+        yield "lengths", row["lengths"]
+    own = row.get(_OWN, row.get(_OLD))
+    if own is not None:
+        yield "log_probs", _rounded(own, 2)
+    if _OWN in row and _OLD in row:
+        gap = row[_OLD] - row[_OWN]
+        yield "gap", _rounded(gap if mask is None else gap.where(mask, 0.0), 3)
+    if mask is not None and not mask.all():
+        yield "mask", "".join(map(str, mask.int().tolist()))
+
+
+def _rounded(numbers: Tensor, digits: int) -> list[float | None]:
+    """Short for JSON: 0 without a point, null where not finite."""
+    return [round(x, digits) or 0 if isfinite(x) else None for x in numbers.tolist()]

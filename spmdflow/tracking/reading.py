@@ -1,0 +1,150 @@
+"""`RunFiles`: what a RUN_DIR holds, read for people: `spmdflow.view`, `report` and `status`.
+
+No file is needed: a run may be live, killed, or of an earlier version. What is not there, or cannot
+be read, is named in `missing`. Each file is read when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spmdflow.config.leaf import flat
+from spmdflow.errors import DataError
+from spmdflow.tracking.trace import Span
+from spmdflow.tracking.tracker import read_lines
+
+Record = Mapping[str, Any]  # Any: JSON values; null where a number was not finite
+FILES = {
+    "config.yaml": "settings",
+    "metrics.jsonl": "metrics",
+    "samples.jsonl": "samples",
+    "trace.json": "spans",
+    "prediction.json": "prediction",
+}
+"""File -> the property that it gives; a failed run has no prediction."""
+_LIVE_SECONDS = 30.0
+
+
+class RunFiles:
+    """The files of one RUN_DIR."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.path.absolute().name
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a run writes here now: ranks rewrite status.json every few seconds."""
+        path = self.path / "status.json"
+        if not path.exists() or self.failures:
+            return False
+        return time.time() - path.stat().st_mtime < _LIVE_SECONDS
+
+    @property
+    def missing(self) -> list[str]:
+        """Files that are not there or of which nothing can be read."""
+        return [file for file, part in FILES.items() if not getattr(self, part)]
+
+    @cached_property
+    def metrics(self) -> Sequence[Record]:
+        """One record for each finished step."""
+        return read_lines(self.path / "metrics.jsonl")
+
+    @cached_property
+    def samples(self) -> Sequence[Record]:
+        """Shown responses; earlier versions wrote prompt, response, score and terms alone."""
+        return read_lines(self.path / "samples.jsonl")
+
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """Every setting by its dotted key."""
+        return _settings(self.path / "config.yaml")
+
+    @cached_property
+    def earlier_settings(self) -> Mapping[str, Mapping[str, Any]]:
+        """File -> the settings until a step, of a run that was continued with others."""
+        found = {path.name: _settings(path) for path in self._named("config.until-step-*.yaml")}
+        return {name: settings for name, settings in found.items() if settings}
+
+    @cached_property
+    def spans(self) -> Sequence[Span]:
+        """What every rank did when; a step of 0 was not told."""
+        return list(_spans(self.path / "trace.json"))
+
+    @cached_property
+    def prediction(self) -> Record:
+        """Predicted beside measured seconds and bytes (`plan.comparison`)."""
+        return read_json(self.path / "prediction.json")
+
+    @cached_property
+    def failures(self) -> Mapping[str, Record]:
+        """File -> what a rank said of a failure (`runtime.failure`)."""
+        return {path.name: read_json(path) for path in self._named("failure*.json")}
+
+    @cached_property
+    def stacks(self) -> Mapping[str, str]:
+        """File -> the stacks that a rank wrote."""
+        paths = (path for path in self._named("stacks-rank*.txt") if path.stat().st_size)
+        return {path.name: path.read_text(encoding="utf-8", errors="replace") for path in paths}
+
+    def needed_metrics(self) -> Sequence[Record]:
+        """The records of metrics.jsonl; DataError if there are none."""
+        if not self.metrics:
+            path = self.path / "metrics.jsonl"
+            state = "is empty" if path.exists() else "is not there"
+            raise DataError(
+                f"report: {path} {state}, expected one line per finished step; "
+                f"give the folder that a run printed at its start"
+            )
+        return self.metrics
+
+    def _named(self, pattern: str) -> list[Path]:
+        return sorted(self.path.glob(pattern))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a file; {} if there is none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return flat(found) if isinstance(found, dict) else {}
+
+
+def _spans(path: Path) -> Iterator[Span]:
+    """The spans of a trace, in its order; a line that is cut off is left out."""
+    if not path.exists():
+        return
+    lanes: dict[tuple[int, int], str] = {}
+    for line in path.read_bytes().splitlines():
+        try:
+            event = json.loads(line.rstrip(b","))
+        except ValueError:  # the brackets, and a torn line
+            continue
+        key = (event["pid"], event["tid"])
+        if event["name"] == "thread_name":
+            lanes[key] = event["args"]["name"]
+        if event["ph"] == "X":
+            told, start = event.get("args", {}), event["ts"] / 1e6
+            numbers = (told.get(name, 0) for name in ("step", "bytes", "host_bytes"))
+            lane, end = lanes.get(key, ""), start + event["dur"] / 1e6
+            yield Span(key[0], lane, event["name"], start, end, *numbers)

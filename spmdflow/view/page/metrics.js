@@ -1,0 +1,88 @@
+// Curves of all runs over each other, smoothed.
+
+const FIRST_METRICS = ["reward/mean", "eval/accuracy", "eval/mean", "actor/loss", "eval/loss", "actor/approx_kl", "actor/reference_kl",
+  "actor/entropy", "actor/clip_fraction", "critic/explained_variance", "rollout/drift", "rollout/response_length",
+  "episodes/turns", "perf/tokens_per_second", "time/step_seconds"];
+
+function metricNames() {
+  return [...new Set(runs.flatMap((run) => Object.keys(run.metrics)))].sort();
+}
+function shownMetrics(names) {
+  return choices.metrics === undefined ? FIRST_METRICS.filter((name) => names.includes(name)) : names.filter((name) => chosenSet("metrics").has(name));
+}
+
+// Exponential moving average, corrected for its start; gaps stay out of it.
+function smoothed(values, weight) {
+  let [sum, total] = [0, 0];
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = weight * sum + (1 - weight) * value;
+    total = weight * total + (1 - weight);
+    return sum / total;
+  });
+}
+
+function metricTraces(name, weight) {
+  return shownRuns().flatMap((run) => {
+    const values = run.metrics[name];
+    if (!values) return [];
+    const kept = values.map((value, place) => [run.steps[place], value]).filter(([, value]) => value !== null);
+    const [x, y] = [kept.map(([step]) => step), kept.map(([, value]) => value)];
+    const line = {x, y, type: "scatter", mode: kept.length < 3 ? "markers" : kept.length <= 60 ? "lines+markers" : "lines", name: plain(run.name),
+      line: {color: run.colour, width: 1.6}, marker: {color: run.colour, size: 4}, hovertemplate: `step %{x}<br>%{y:.5g}<extra>${plain(run.name)}</extra>`};
+    if (!weight) return [line];
+    const faint = {...line, mode: "lines", opacity: 0.25, hoverinfo: "skip", hovertemplate: null};
+    return [faint, {...line, mode: "lines", y: smoothed(y, weight), line: {...line.line, width: 2}}];
+  });
+}
+
+function drawPlots(box, names) {
+  const weight = Number(choices.smooth || 0);
+  box.replaceChildren();
+  if (!names.length) box.append(el("p", {class: "quiet"}, "No metric is chosen."));
+  for (const name of names) {
+    const area = el("div", {class: "area"});
+    box.append(el("section", {class: "plot", "aria-label": name}, el("h3", {}, name), area));
+    plot(area, metricTraces(name, weight), {yaxis: {type: choices.log === "1" ? "log" : "linear"}});
+  }
+}
+
+views.push({
+  key: "metrics", title: "Metrics",
+  draw(main) {
+    for (const run of runs) missingNotices(main, "metrics.jsonl", run);
+    const names = metricNames();
+    const box = el("div", {class: "plots"});
+    const redraw = () => drawPlots(box, shownMetrics(names));
+    const toggle = (name, on) => {
+      const chosen = new Set(shownMetrics(names));
+      if (on) chosen.add(name); else chosen.delete(name);
+      choose({metrics: [...chosen].join("\n") || "\n"});
+      redraw();
+    };
+    const list = el("div", {});
+    const fill = (filter) => {
+      const [chosen, prefixes] = [new Set(shownMetrics(names)), new Map()];
+      for (const name of names.filter((each) => each.includes(filter))) {
+        const prefix = name.includes("/") ? name.split("/")[0] : "(script)";
+        prefixes.set(prefix, [...(prefixes.get(prefix) || []), name]);
+      }
+      list.replaceChildren(...[...prefixes].map(([prefix, found]) =>
+        el("details", {open: Boolean(filter) || found.some((name) => chosen.has(name))}, el("summary", {}, `${prefix} (${found.length})`),
+          found.map((name) => el("label", {}, el("input", {type: "checkbox", checked: chosen.has(name), onchange: (event) => toggle(name, event.target.checked)}), name)))));
+    };
+    const smooth = el("output", {}, choices.smooth || "0");
+    main.append(
+      el("div", {class: "bar"},
+        el("label", {}, "smoothing", el("input", {type: "range", min: 0, max: 0.99, step: 0.01, value: choices.smooth || 0, oninput: (event) => {
+          choose({smooth: event.target.value}); smooth.textContent = event.target.value; redraw(); }}), smooth),
+        el("label", {}, el("input", {type: "checkbox", checked: choices.log === "1", onchange: (event) => { choose({log: event.target.checked ? "1" : null}); redraw(); }}), "logarithmic"),
+        el("button", {onclick: () => { choose({metrics: null}); fill(""); redraw(); }}, "first choice"),
+        el("span", {class: "quiet"}, "drag: zoom; double click: all")),
+      el("div", {class: "split"},
+        el("div", {class: "names"}, el("input", {type: "search", id: "filter", placeholder: "filter metrics  (/)", "aria-label": "filter metrics", oninput: (event) => fill(event.target.value)}), list),
+        box));
+    fill("");
+    return redraw;
+  },
+});

@@ -1,0 +1,173 @@
+"""`python -m spmdflow.view`: the page's elements and the data in them."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmdflow.tracking.progress import Sample
+from spmdflow.tracking.trace import Span, TraceWriter
+from spmdflow.tracking.tracker import Tracker
+from spmdflow.view import content
+from spmdflow.view.__main__ import main
+
+EVIL = "</script><img src=x onerror=alert(1)><!--<script>{{parts}}&amp;"
+
+
+class Page(HTMLParser):
+    """Elements in order, and the text of those that have an id."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, str] = {}
+        self._open = ""
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._open = dict(attrs).get("id") or ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            self.texts[self._open] = self.texts.get(self._open, "") + data
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self.texts["summary"])["runs"]
+        return found
+
+    def part(self, name: str) -> Any:
+        return json.loads(gzip.decompress(base64.b64decode(self.texts[name])))
+
+    def samples(self, run: dict[str, Any], step: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.part(run["samples"][str(step)])[str(step)]
+        return found
+
+
+def page_of(*run_dirs: Path, words: tuple[str, ...] = ()) -> Page:
+    assert main([*map(str, run_dirs), *words]) == 0
+    return Page(run_dirs[0] / "view.html")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run of three steps, as it writes itself."""
+    folder = tmp_path / "one"
+    tracker, trace = Tracker(folder), TraceWriter(folder / "trace.json")
+    for step in range(1, 4):
+        tracker.write_metrics(step, {"reward/mean": step / 4, "x": float("nan")})
+        facts = {"phase": "train", "group": 0, "lengths": [1, 1], "log_probs": [0, -0.5]}
+        tracker.write_samples(step, [Sample("1+1=", EVIL, 1.0, {"accuracy": 1.0}, facts)])
+        spans = [
+            Span(rank, "compute", "actor.update_actor", 100.0 + step, 100.5 + step, step, 0, 2**30)
+            for rank in (0, 1)
+        ]
+        trace.write([*spans, Span(1, "transfer", "transfer 1 of a.b", 100.1, 100.2, step, 4096)])
+    (folder / "config.yaml").write_text("run:\n  seed: 0\nactor:\n  optimizer:\n    lr: 0.1\n")
+    prediction = {"stages": [{"stage": "step", "predicted": 1.0, "measured": 2.0}]}
+    (folder / "prediction.json").write_text(json.dumps(prediction))
+    return folder
+
+
+def test_page_holds_curves_samples_timeline_settings_and_prediction(run_dir: Path) -> None:
+    page = page_of(run_dir)
+
+    (run,) = page.runs
+    assert run["steps"] == [1, 2, 3] and run["missing"] == []
+    assert run["metrics"] == {"reward/mean": [0.25, 0.5, 0.75], "x": [None] * 3}
+    (sample,) = page.samples(run, 2)
+    assert sample["score"] == 1.0 and sample["log_probs"] == [0, -0.5]
+    assert page.part(run["spans"]["3"])["3"] == [
+        [0, "compute", "actor.update_actor", 2.9, 3.4, 0, 2**30],
+        [1, "compute", "actor.update_actor", 2.9, 3.4, 0, 2**30],
+        [1, "transfer", "transfer 1 of a.b", 0.0, 0.1, 4096, 0],
+    ]
+    assert run["settings"] == {"run.seed": "0", "actor.optimizer.lr": "0.1"}
+    assert run["prediction"]["stages"][0]["measured"] == 2.0
+
+
+def test_text_of_a_model_is_data_and_never_markup(run_dir: Path) -> None:
+    (run_dir / "failure.json").write_text(json.dumps({"cause": EVIL}))
+    (run_dir / "stacks-rank0.txt").write_text(EVIL)
+    plain = [tag for tag, _ in page_of(run_dir).tags]
+    worse = run_dir.rename(run_dir.with_name("<script>"))
+
+    page = page_of(worse)
+
+    assert [tag for tag, _ in page.tags] == plain and "img" not in plain
+    assert page.samples(page.runs[0], 1)[0]["response"] == EVIL
+    assert page.runs[0]["failures"]["failure.json"]["cause"] == EVIL
+    assert page.runs[0]["stacks"] == {"stacks-rank0.txt": EVIL}
+
+
+def test_page_asks_no_server(run_dir: Path) -> None:
+    page = page_of(run_dir)
+
+    names = {name for _, attributes in page.tags for name in attributes}
+    assert not names & {"src", "href", "srcset", "action", "data"}
+    policy = [attributes.get("content") or "" for tag, attributes in page.tags if tag == "meta"]
+    assert any("default-src 'none'" in text for text in policy)
+    assert "plotly.js" in page.part("plotly")[:100], "its script is in the page"
+
+
+def test_run_of_an_earlier_layout_is_shown_and_what_it_lacks_is_named(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 1.0}\n{"step": 2, "rew')
+    (old / "samples.jsonl").write_text('{"step": 1, "prompt": "a", "response": "b", "score": 0}\n')
+    event = {"name": "actor.spawn", "ph": "X", "ts": 5, "dur": 10, "pid": 0, "tid": 0}
+    (old / "trace.json").write_text("[\n" + json.dumps(event) + ',\n{"name": "torn')
+
+    page = page_of(old)
+
+    (run,) = page.runs
+    assert run["missing"] == ["config.yaml", "prediction.json"]
+    assert run["steps"] == [1] and page.samples(run, 1)[0]["response"] == "b"
+    assert page.part(run["spans"]["0"]) == {"0": [[0, "", "actor.spawn", 0.0, 1e-05, 0, 0]]}
+
+
+def test_runs_are_shown_together_with_their_own_settings(run_dir: Path, tmp_path: Path) -> None:
+    other = tmp_path / "two"
+    Tracker(other).write_metrics(1, {"reward/mean": 1.0})
+    (other / "config.yaml").write_text("run:\n  seed: 1\n")
+
+    runs = page_of(run_dir, other).runs
+
+    assert [run["name"] for run in runs] == ["one", "two"]
+    assert [run["settings"]["run.seed"] for run in runs] == ["0", "1"]
+
+
+def test_long_run_is_thinned_in_whole_steps_and_says_so(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(content, "MOST_SAMPLES", 2)
+    monkeypatch.setattr(content, "MOST_STEPS", 2)
+
+    (run,) = page_of(run_dir).runs
+
+    assert list(run["samples"]) == ["1", "3"] and run["steps"] == [1, 3]
+    assert run["notes"] == [
+        "samples.jsonl: 2 of 3 steps are shown (2 of 3 lines)",
+        "metrics.jsonl: every 2th of 3 steps is shown",
+    ]
+
+
+def test_folder_without_a_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path)]) == 2
+
+    error = capsys.readouterr().err
+    assert "got none of config.yaml, metrics.jsonl" in error and "give the folder" in error
+    assert list(tmp_path.iterdir()) == []
