@@ -12,9 +12,13 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from spmdflow.live import watch
 from spmdflow.runtime.process import Process
 from spmdflow.runtime.status_file import STATUS_FILE, WANTED_FILE
 from spmdflow.tracking.progress import stage_seconds
@@ -31,7 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m spmdflow.status", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="folder of the run")
     parser.add_argument("--stacks", action="store_true", help="let every rank write its stacks")
+    parser.add_argument("--live", action="store_true", help="a panel, until the run ends")
     options = parser.parse_args(arguments)
+    console = Console()
+    if options.live and console.is_terminal:  # a log gets the lines below
+        with suppress(KeyboardInterrupt):
+            watch(options.run_dir, console)
     run_dir, state = options.run_dir, _read(options.run_dir / STATUS_FILE)
     if options.stacks and state:
         _ask_for_stacks(run_dir, state)

@@ -75,6 +75,8 @@ class Stalls:
         """Seconds at which an open call is printed next, by ticket."""
         self._idle_since = self._last_look = time.monotonic()
         self._idle_due = LOOK_SECONDS
+        self._ended: dict[Key, float] = {}
+        """When a call of each kind was answered last."""
         self._slow: dict[tuple[int, str], float] = {}
         """Until when a slow rank is not printed again."""
 
@@ -87,6 +89,8 @@ class Stalls:
         self._due.pop(sent.ticket, None)
         self._idle_since, self._idle_due = now, LOOK_SECONDS
         key = _key(sent.order)
+        if sent.order.lane == "compute":
+            self._ended[key] = now
         self._pace.note(key, sent.took)
         slow = self._pace.slow_rank_or_none(key)
         if slow is None or now < self._slow.get((slow[0], key[0]), 0.0):
@@ -149,6 +153,17 @@ class Stalls:
         shown = {f"{label} ({phase})": seconds for (label, phase), seconds in medians.items()}
         facts = {"written": wall, "controller": self._settings.controller_rank, "ranks": ranks}
         idle = [] if calls else [[f"no call runs; the script is at {_script_line()}"]]
+        kinds = [[*key, medians.get(key), wall - now + at] for key, at in self._ended.items()]
+        running = [
+            [
+                *_key(sent.order),
+                self._seconds(sent, now),
+                len(sent.order.commands.keys() - sent.replies),
+            ]
+            for sent in self._ledger.open.values()
+            if sent.order.lane == "compute"
+        ]
+        facts |= {"kinds": kinds, "open": running}
         return facts | {"calls": calls + idle, "slow": slow, "medians": shown}
 
     # ---- one call

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from spmdflow import status
+from spmdflow.live import panel
 from spmdflow.runtime.place import CODE, PEERS
 from spmdflow.runtime.status_file import STATUS_FILE, StatusFile
+from spmdflow.tracking.reading import RunFiles
 from tests.unit.runtime.stalled import HERE, Session
 
 
@@ -39,6 +44,35 @@ def test_live_run_is_told_with_its_step_calls_ranks_and_lines(tmp_path: Path) ->
     assert f"  rank 0 in a collective: {HERE}" in lines
     assert f"  rank 1 running: {HERE}" in lines
     assert f"  it waits for rank 1: it is at {HERE}; rank 0 in a collective, waiting" in lines
+
+
+def test_panel_has_the_steps_the_call_that_runs_and_those_that_are_done(tmp_path: Path) -> None:
+    state, took = _stalled(tmp_path), {"time/step_seconds": 60.0}
+    lines = [json.dumps({"step": step} | took) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "config.yaml").write_text("total_steps: 7\n")
+    at = state["written"]
+    os.utime(tmp_path / "metrics.jsonl", (at - 40.0, at - 40.0))
+    state["kinds"] += [
+        ["critic.update", "train", 5.0, at - 1.0],
+        ["actor.spawn", "train", 9.0, 0.0],
+    ]
+    console = Console(width=120, record=True, file=io.StringIO())
+
+    console.print(panel(RunFiles(tmp_path), state, at + 2.0))
+
+    text = console.export_text()
+    assert "step 2 of 7" in text and "5 min left" in text
+    assert re.search(r"actor\.update +\S+ +32\.0 s of about 0\.1 +2 ranks at work", text)
+    assert re.search(r"critic\.update +\S+ +5 s", text)
+    assert "spawn" not in text  # of long ago
+
+
+def test_live_panel_in_a_log_is_the_plain_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status.main([str(tmp_path), "--live"]) == 2  # at once
+    assert "no run is alive" in capsys.readouterr().out
 
 
 def test_controller_that_does_not_write_any_more_is_said_to_stand(tmp_path: Path) -> None:

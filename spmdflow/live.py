@@ -1,0 +1,99 @@
+"""`spmdflow status RUN_DIR --live`: a panel in another terminal, drawn again every second.
+
+It reads what `spmdflow status` reads. A bar is the seconds of a call by its median so far; a call
+that takes long shows its ranks below. Ends with the run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from spmdflow.runtime.status_file import STATUS_FILE
+from spmdflow.tracking.progress import progress_line
+from spmdflow.tracking.reading import RunFiles, read_json
+
+_EVERY, _BAR, _RECENT = 1.0, 24, 20
+_STEP = "time/step_seconds"
+
+
+def watch(run_dir: Path, console: Console) -> None:
+    """Draw until the run ends or Ctrl-C. It may be started before the run is there."""
+    seen, files = False, RunFiles(run_dir)
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            files, state = RunFiles(run_dir), read_json(run_dir / STATUS_FILE)
+            live.update(panel(files, state, time.time()), refresh=True)
+            if seen and not state:
+                return
+            seen = seen or bool(state)
+            time.sleep(_EVERY)
+
+
+def panel(files: RunFiles, state: Mapping[str, Any], now: float) -> RenderableType:
+    """What is drawn. state: of status.json, {} without a live run; now: seconds since 1970."""
+    grid = Table.grid(padding=(0, 2))
+    total, records = files.settings.get("total_steps"), files.metrics
+    step = int(records[-1]["step"]) if records else 0
+    took = [x for x in (each.get(_STEP) for each in records[-_RECENT:]) if x]
+    left = f"{_duration((total - step) * median(took))} left" if total and took else ""
+    of = f"step {step} of {total}" if total else f"step {step}"
+    grid.add_row(Text(files.name, "bold"), _bar(step, total or 0), of, left)
+    if state:
+        path = files.path / "metrics.jsonl"
+        began = path.stat().st_mtime if path.exists() else 0.0
+        for row in _calls(state, now, began, began - 3 * median(took) if took else 0.0):
+            grid.add_row(*row)
+    else:
+        grid.add_row("", "", "no run is alive")
+    lines = [progress_line(step, total or step, records[-1])] if records else []
+    lines += [f"slow: {text}" for text in state.get("slow", ())]
+    lines += [f"failed: {name}" for name in files.failures]
+    return Group(grid, *(Text(line, "dim") for line in lines))
+
+
+def _calls(
+    state: Mapping[str, Any], now: float, began: float, recent: float
+) -> Iterator[tuple[RenderableType, ...]]:
+    """Name, bar, seconds, ranks of each kind of call, in the order in which they first ended.
+
+    began: when the running step did; kinds that ended last before `recent` are left out.
+    """
+    since = now - state["written"]
+    running = {(label, phase): rest for label, phase, *rest in state.get("open", ())}
+    kinds = {(label, phase): rest for label, phase, *rest in state.get("kinds", ())}
+    for key, (usual, ended) in kinds.items():
+        if key not in running and ended > recent and "." in key[0]:  # no reading of metrics
+            is_done = ended > began
+            yield _name(*key), _bar(is_done, 1), f"{usual:.2g} s" if is_done else "", ""
+    for key, (seconds, num_ranks) in running.items():
+        usual, works = kinds.get(key, (0.0, 0.0))[0], seconds > 0
+        seconds += since if works else 0.0
+        about = f"{seconds:.1f} s" + (f" of about {usual:.2g}" if usual else "")
+        ranks = f"{num_ranks} rank{'s'[: num_ranks > 1]} {'at work' if works else 'to begin'}"
+        yield _name(*key), _bar(min(seconds, usual), usual), about, ranks
+
+
+def _name(label: str, phase: str) -> str:
+    return label if phase == "train" else f"{label} ({phase})"
+
+
+def _bar(completed: float, total: float) -> ProgressBar:
+    """Empty where the total is not known."""
+    return ProgressBar(total=total or 1, completed=completed if total else 0, width=_BAR)
+
+
+def _duration(seconds: float) -> str:
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return (
+        f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else "under a minute"
+    )
