@@ -23,6 +23,7 @@ LAYERS = [
         "report",
         "view",
         "doctor",
+        "live",
         "status",
         "export",
         "replay",
