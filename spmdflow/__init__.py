@@ -34,7 +34,7 @@ _NAMES = {
     "spmdflow.controller.prompts": "DynamicSampling",
     "spmdflow.controller.step": "Step",
     "spmdflow.data.ragged": "lengths_of pad ragged ragged_from_rows rows_of",
-    "spmdflow.datasets.tokenizer": "load_tokenizer",
+    "spmdflow.datasets.tokenizer": "decode_responses load_tokenizer",
     "spmdflow.envs.client": "ChatClient EndpointError",
     "spmdflow.errors": "ConfigError RunFailed SpmdflowError",
     "spmdflow.kind.engine": "EngineKind EngineOption Sharding register_engine",

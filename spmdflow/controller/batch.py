@@ -34,6 +34,9 @@ class BatchCaller(Protocol):
     def lengths(self, ref: ColumnRef) -> np.ndarray:
         """(B,) items of each row."""
 
+    def is_text(self, ref: ColumnRef) -> bool:
+        """Whether a column is text that a call has made."""
+
     def metrics_of(self, results: Iterable[RowResult]) -> Mapping[str, float]:
         """What the calls that made the results reported."""
 
@@ -114,11 +117,14 @@ class Batch:
         return self._at(places, self.ids[places], self.parents[places])
 
     def where(self, rows: str | Sequence[bool] | np.ndarray | Tensor) -> Batch:
-        """The rows where a column with one number per row is not 0 (or False); ids stay.
+        """The rows where a column with one number per row is not 0 (or False), or one of text is
+        not empty; ids stay.
 
-        rows: the column's name, which waits for its values (counted as fetched bytes), or one
-        bool for each row. `without` gives the other rows.
+        rows: the column's name, which waits for its values (counted as fetched bytes; of text only
+        the lengths are looked at), or one bool for each row. `without` gives the other rows.
         """
+        if isinstance(rows, str) and self._caller.is_text(self.column(rows)):
+            return self.select(np.flatnonzero(self.lengths(rows)))
         mask = np.asarray(self._numbers("where", rows) if isinstance(rows, str) else rows)
         if not isinstance(rows, str) and (mask.dtype != bool or mask.shape != (len(self),)):
             got = f"{mask.dtype} of shape {mask.shape}"
@@ -134,6 +140,13 @@ class Batch:
             do = "take the part with where, select or a slice"
             raise RowError.of("without", got, "a part of it", do)
         return self.select(np.flatnonzero(~np.isin(self.ids, part.ids)))
+
+    def replace(self, part: Batch) -> Batch:
+        """These rows in this order, those that are in `part` as they are there.
+
+        RowError if part has other rows, ColumnError if it has other columns.
+        """
+        return concatenate([self.without(part), part]).ordered_like(self)
 
     def ordered_like(self, other: Batch) -> Batch:
         """The same rows in the order of a batch with the same row ids, such as before `where`."""

@@ -24,6 +24,7 @@ from spmdflow.controller.assignment import (
     by_share,
 )
 from spmdflow.controller.batch import Batch
+from spmdflow.controller.extending import check_extended
 from spmdflow.controller.result import RowResult, SourceRows, input_of
 from spmdflow.data.row_id import Ids, places_in_groups
 from spmdflow.errors import ColumnError, MessageError, ProtocolError
@@ -60,13 +61,17 @@ class CallPlan:
     """Results that are read, the columns, and the rows that each rank must have, ascending."""
     held: dict[int, Ids] = field(default_factory=dict)
     """The rows that each rank holds afterwards."""
+    sources: frozenset[int] = frozenset()
+    """As of the result."""
 
     def result(self, number: int, on_free: Callable[[int], None]) -> RowResult:
         """The result that the call makes."""
         answer = {rank: self.held[rank] for rank in self.answering}
         by_column = dict.fromkeys(self.spec.writes, self.held)
         ranks = tuple(sorted(self.commands))
-        return RowResult(number, self.label, ranks, answer, by_column, on_free)
+        return RowResult(
+            number, self.label, ranks, answer, by_column, on_free, sources=self.sources
+        )
 
 
 def plan_method(
@@ -109,12 +114,8 @@ def plan_method(
             told = {rank: head | {"item": i} for rank, i in _items(label, spec, target, given)}
         return CallPlan(label, spec, ranks, told)
     inputs = _inputs_of(given, _columns_read(spec, given, label))
-    clash = [name for name in spec.writes if name in given.columns] if spec.extends else []
-    if clash:
-        raise ColumnError(
-            f"{label}: the batch has {clash[0]!r} already, expected a batch without it, as the "
-            f"answer carries the batch's columns along; drop it first"
-        )
+    if spec.extends:
+        check_extended(label, spec, given)
     assignment = _assign_rows(target, spec, given, inputs, seed=seed, step=step)
     if spec.early:
         head["early"] = spec.early
@@ -211,7 +212,8 @@ def _plan_rows(
         for each in inputs
         if isinstance(each.result, RowResult)
     ]
-    return CallPlan(label, spec, assignment.answering, commands, needs, held)
+    sources = frozenset().union(*(result.lineage for result, _, _ in needs))
+    return CallPlan(label, spec, assignment.answering, commands, needs, held, sources)
 
 
 def _ascending(ids: Ids, at: np.ndarray) -> Ids:

@@ -21,6 +21,7 @@ from spmdflow.config.schema import RunConfig
 from spmdflow.controller.assignment import Target
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.call import CallPlan, plan_map, plan_method
+from spmdflow.controller.extending import carried_columns
 from spmdflow.controller.result import (
     CallRecord,
     ColumnRef,
@@ -145,7 +146,7 @@ class Caller:
             wait(result, send)
         columns = {name: ColumnRef(result, batch.ids, name) for name in writes}
         if plan.spec.extends:
-            columns = {name: batch.column(name) for name in batch.columns} | columns
+            columns = carried_columns(plan.spec, batch) | columns
         made = Batch(self, batch.ids, batch.parents, columns)
         if "response_text" in writes and "prompt_text" in batch.columns:
             self.scored[self.phase] = made | batch.drop(*set(writes) & set(batch.columns))
@@ -271,6 +272,13 @@ class Caller:
         self.wait_for(ref.result)
         return ref.result.facts[ref.stored].lengths_of(ref.ids)
 
+    def is_text(self, ref: ColumnRef) -> bool:
+        """Whether a column is text that a call has made; waits for the call."""
+        if isinstance(ref.result, SourceRows):
+            return False
+        self.wait_for(ref.result)
+        return ref.result.facts[ref.stored].spec.kind == "text"
+
     def metrics_of(self, results: Iterable[RowResult]) -> Mapping[str, float]:
         """What the calls that made the results reported, merged; waits for them."""
         metrics = []
@@ -355,7 +363,10 @@ class Caller:
             command["ids"] = held[rank]
         ranks = tuple(sorted({rank for result in made for rank in result.ranks}))
         by_column = dict.fromkeys(columns, held)
-        result = RowResult(number, "batch.concatenate", ranks, held, by_column, self.free)
+        sources = frozenset().union(*(each.lineage for each in made))
+        result = RowResult(
+            number, "batch.concatenate", ranks, held, by_column, self.free, sources=sources
+        )
         self.submit(result.label, commands, result=result, kept=tuple(first))
         return result
 

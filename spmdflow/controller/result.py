@@ -71,6 +71,8 @@ class RowResult:
     """Rows by column and rank, transfers under way included; columns with the same holders share
     one mapping, which is replaced and never changed."""
     on_free: Callable[[int], None]
+    sources: frozenset[int] = frozenset()
+    """Numbers of the results that it was made from, and of those that these were made from."""
     facts: dict[str, ColumnFacts] = field(default_factory=dict)
     metrics: list[Mapping[str, Any]] = field(default_factory=list)
     """What the answering ranks reported of the call."""
@@ -93,6 +95,11 @@ class RowResult:
         waiting, self.waiting = self.waiting, []
         for release in waiting:
             release()
+
+    @property
+    def lineage(self) -> frozenset[int]:
+        """Its own number and its sources."""
+        return self.sources | {self.number}
 
     def owners(self, ids: Ids) -> np.ndarray:
         """(B,) int64: the rank that answers for each of the rows; of several the first."""

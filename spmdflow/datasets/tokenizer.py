@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
+from tensordict import TensorDict
 
+from spmdflow.data.ragged import rows_of
 from spmdflow.errors import ConfigError, DataError
 
 # Any stands for a transformers tokenizer: its base class is untyped and imported late.
@@ -154,6 +156,12 @@ def _lengths(pieces: Iterable[str], text: str) -> list[int]:
     if found:
         found[-1] += len(text) - at
     return found
+
+
+def decode_responses(batch: TensorDict, tokenizer: Any) -> list[str]:
+    """The text of each response of a batch with prompts and responses, such as a map function's."""
+    ids = ([row.tolist() for row in rows_of(batch[name])] for name in ("prompts", "responses"))
+    return response_texts(tokenizer, *ids)
 
 
 class StopStrings:

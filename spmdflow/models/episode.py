@@ -87,10 +87,7 @@ class EpisodeWorker(Worker):
         take the likeliest tokens. prefix: of the score's metrics.
         """
         assert self._runner is not None, "opened with the role"
-        generator = self.fresh_generator()
-        if not isinstance(generator, RequestGenerator):
-            kind, do = type(generator).__name__, "choose another actor.rollout.engine"
-            raise ConfigError.of("run_episodes", kind, "a generator that takes requests", do)
+        generator = self.request_generator("run_episodes")
         rows = [
             json.loads(row) | {"prompt": text}
             for row, text in zip(batch["row"], batch["prompt_text"], strict=True)
@@ -134,6 +131,14 @@ class EpisodeWorker(Worker):
     def fresh_generator(self) -> Generator:
         """The generator, with the weights that the role generates with."""
         raise NotImplementedError
+
+    def request_generator(self, method: str) -> RequestGenerator:
+        """As `fresh_generator`; ConfigError, which names the method, for one without requests."""
+        generator = self.fresh_generator()
+        if not isinstance(generator, RequestGenerator):
+            kind, do = type(generator).__name__, "choose another actor.rollout.engine"
+            raise ConfigError.of(method, kind, "a generator that takes requests", do)
+        return generator
 
     def close(self) -> None:
         """End the environments and the endpoint."""

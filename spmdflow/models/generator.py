@@ -17,10 +17,12 @@ from spmdflow.config.offline import EvaluatedConfig
 from spmdflow.config.parallel import generation_sizes
 from spmdflow.config.schema import ActorConfig
 from spmdflow.data.row_id import is_held_out, seed_of
+from spmdflow.datasets.tokenizer import load_tokenizer, template_ids
 from spmdflow.errors import ConfigError, ProtocolError, WeightSyncError
 from spmdflow.hybrid_engine.sync import WeightReceiver
 from spmdflow.models.base import axis_groups
 from spmdflow.models.episode import EpisodeWorker
+from spmdflow.models.turn import RESPONSE, Turn
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import NEVER, Generator, Replica, generator_of, take_folder_weights
 from spmdflow.rollout.sampling import Sampling
@@ -78,7 +80,8 @@ class SamplingWorker(EpisodeWorker):
     @register(
         transfer_mode="3D_ALL_MICRO_DP",
         reads=("prompts",),
-        writes=("responses", "response_mask", "rollout_log_probs"),
+        optional=(*RESPONSE, "tool_text"),
+        writes=RESPONSE,
         extends=True,
         draws=True,
         check=check_sampling,
@@ -95,6 +98,11 @@ class SamplingWorker(EpisodeWorker):
         stop: Sequence[str] | None = None,
     ) -> TensorDict:
         """One response for each row; the result keeps the columns of the prompts.
+
+        Rows that have a response go on: its end gets the tokens of `tool_text` (text, if the batch
+        has it; response_mask False, rollout_log_probs 0), then what is sampled behind them. Columns
+        that were made from the shorter response are left out of the result. A whole response has
+        at most actor.rollout.max_new_tokens; a row without room for one more token stays as it is.
 
         Arguments replace settings of actor.rollout for this call. stop: a response ends with the
         token that completes one of these strings in its text. The whole token stays, also its text
@@ -113,20 +121,36 @@ class SamplingWorker(EpisodeWorker):
             max_new_tokens=max_new_tokens,
             stop=stop,
         )
-        made = self.respond(batch["prompts"], sampling, row_seeds(self.context, self.call))
-        prompts, tokens = batch["prompts"], len(made["responses"].values())
-        self.report(
-            {
-                "rollout/prompt_tokens": Sum(len(prompts.values())),
-                "rollout/response_tokens": Sum(tokens),
-                "rollout/response_length": Mean(tokens, prompts.shape[0]),
-            }
-        )
+        seeds, prompts = row_seeds(self.context, self.call), batch["prompts"]
+        if "responses" in batch.keys():
+            return self._go_on(batch, sampling, seeds)
+        made = self.fresh_generator().generate(prompts, sampling, seeds)
+        self._report_tokens(prompts, made, num_rows=prompts.shape[0])
         return made
 
-    def respond(self, prompts: Tensor, sampling: Sampling, seeds: list[int]) -> TensorDict:
-        """Columns of `Generator.generate`, with the weights that the role generates with."""
-        return self.fresh_generator().generate(prompts, sampling, seeds)
+    def _go_on(self, batch: TensorDict, sampling: Sampling, seeds: list[int]) -> TensorDict:
+        """The response so far of each row, with another turn behind it."""
+        said = [""] * len(seeds) if "tool_text" not in batch.keys() else list(batch["tool_text"])
+        ids = template_ids(load_tokenizer(self.cfg.rollout.tokenizer_path), said)
+        turn = Turn.of(batch, ids, most=self.cfg.rollout.max_new_tokens)
+        limits = [min(room, sampling.max_new_tokens) for room in turn.room]
+        generator = self.request_generator("generate_sequences on rows with a response")
+        seeds = [seeds[place] for place in turn.places]
+        sampled = generator.generate(turn.prompts, sampling, seeds, limits)
+        self._report_tokens(turn.heard, sampled, num_rows=0)
+        self.report({"rollout/no_room": Sum(len(said) - len(turn.places))})
+        return turn.close(sampled)
+
+    def _report_tokens(self, heard: Tensor, sampled: TensorDict, *, num_rows: int) -> None:
+        """heard: ragged, what the model reads that it has not read or said before."""
+        tokens = len(sampled["responses"].values())
+        self.report(
+            {
+                "rollout/prompt_tokens": Sum(len(heard.values())),
+                "rollout/response_tokens": Sum(tokens),
+                "rollout/response_length": Mean(tokens, num_rows),
+            }
+        )
 
     def make_room(self, *, trains: bool) -> None:
         """Free the KV cache."""

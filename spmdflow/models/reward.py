@@ -18,7 +18,7 @@ from spmdflow.config.model_folder import own_vocabulary
 from spmdflow.config.reward import MODEL, RewardTerm, on_error_of, reward_terms
 from spmdflow.config.schema import RewardConfig
 from spmdflow.data.ragged import is_ragged, lengths_of, pad, ragged, rows_of
-from spmdflow.datasets.tokenizer import encode_again, load_tokenizer, response_texts
+from spmdflow.datasets.tokenizer import decode_responses, encode_again, load_tokenizer
 from spmdflow.errors import RewardError
 from spmdflow.models.base import EngineWorker, axis_groups
 from spmdflow.objectives.log_prob import ScalarOutput
@@ -128,8 +128,7 @@ class RewardWorker(Worker):
 
         Runs beside other calls, while models generate or score: see `register`.
         """
-        tokens = ([row.tolist() for row in rows_of(batch[name])] for name in READS[:2])
-        texts = response_texts(self._tokenizer, *tokens)
+        texts = decode_responses(batch, self._tokenizer)
         if self._pool is None:
             return texts, None
         lengths = lengths_of(batch["responses"]).tolist()

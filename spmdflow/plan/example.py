@@ -3,9 +3,9 @@
 Examples come from `--assume NAME=VALUE`, from the section `assume` of the configuration, from
 `flow.assume(...)` in the script, or from a short table of the columns that the built-in algorithms
 read; the first of them that names a thing counts. Every example that was used is reported. A column
-of no built-in role is declared by `flow.assume(name="float32 like responses")`, else taken as one
-float32 per row. Prompts are as long as in the data file if it is there and small, else as long as
-the settings allow.
+of no built-in role is declared by `flow.assume(name="float32 like responses")`, or by texts if
+it is one of text, else taken as one float32 per row. Prompts are as long as in the data file if it
+is there and small, else as long as the settings allow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spmdflow.datasets.scan import ScanReport, scan
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import PlanError, SpmdflowError
 
-PROMPTS, RESPONSES = "prompts", "responses"
+PROMPTS, RESPONSES, TOOL_TEXT = "prompts", "responses", "tool_text"
 TEXT_BYTES_PER_TOKEN = 4
 """Bytes of text that one token decodes to, where no run says otherwise (an assumption)."""
 
@@ -72,7 +72,7 @@ _FORMS = {
     "text like prompts": "prompt_text row score_terms",
     "int64 like responses": "responses",
     "bool like responses": "response_mask covariant",
-    "text like responses": "response_text",
+    "text like responses": "response_text tool_text",
     "float32 like responses": "rollout_log_probs old_log_probs ref_log_probs values cost_values "
     "token_level_rewards token_level_costs advantages returns cost_returns rollout_weights "
     "squared_probs",
@@ -118,9 +118,19 @@ class Examples:
         declared = self._declared.get(name)
         if isinstance(declared, str):
             return form_of(name, declared)
+        if _is_texts(declared):
+            return form_of(name, "text")
         if name not in KNOWN:
             self.guessed.add(name)
         return KNOWN.get(name, UNKNOWN)
+
+    def texts(self, name: str, ids: np.ndarray) -> list[str] | None:
+        """An example text for each row; None: none is declared."""
+        declared = self._declared.get(name, ())
+        if not _is_texts(declared):
+            return None
+        self.used[name] = declared
+        return [declared[row % len(declared)] for row in ids.tolist()]
 
     def tokens(self, name: str, ids: np.ndarray) -> np.ndarray:
         """(n,) int64: items of the rows `ids` of prompts or responses."""
@@ -174,6 +184,15 @@ class Examples:
     def used_text(self) -> list[str]:
         """The examples that were used, as sentences."""
         return [f"{name} = {value}" for name, value in sorted(self.used.items())]
+
+
+def _is_texts(declared: Any) -> bool:
+    """Whether what a user declared is a list of texts."""
+    return (
+        isinstance(declared, list | tuple)
+        and len(declared) > 0
+        and all(isinstance(text, str) for text in declared)
+    )
 
 
 def _in_turn(name: str, declared: Any, ids: np.ndarray) -> np.ndarray:

@@ -154,12 +154,21 @@ class RowLengths:
                 if seen == name
             ]
             made = self.results.get(number, {}).get(name)
-            parts += [(made.ids, made.items)] if made else []
-            known = [(ids, items) for ids, items in parts if items is not None]
-            if any(len(ids) for ids, _ in known):
-                first = np.unique(np.concatenate([i for i, _ in known]), return_index=True)[1]
-                means[name] = float(np.concatenate([n for _, n in known])[first].mean())
+            means[name] = before = _mean(parts)
+            if made and len(made.ids):
+                means[name] = float(made.items.mean())
+                if name == RESPONSES:  # the model reads the response that goes on
+                    means |= {PROMPTS: means[PROMPTS] + before, name: means[name] - before}
         return Tokens(len(unique_ids(plain["ids"] for plain in given.values())), *means.values())
+
+
+def _mean(parts: Iterable[tuple[np.ndarray, np.ndarray | None]]) -> float:
+    """Mean items of rows, each counted once, from (ids, items); 0 without any."""
+    known = [(ids, items) for ids, items in parts if items is not None and len(ids)]
+    if not known:
+        return 0.0
+    first = np.unique(np.concatenate([ids for ids, _ in known]), return_index=True)[1]
+    return float(np.concatenate([items for _, items in known])[first].mean())
 
 
 def unique_ids(parts: Iterable[np.ndarray | None]) -> np.ndarray:

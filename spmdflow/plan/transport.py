@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from spmdflow.data.column import Column, to_message
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.errors import PlanError
-from spmdflow.plan.example import PROMPTS, ColumnForm, Examples, scan_or_assume
+from spmdflow.plan.example import PROMPTS, RESPONSES, TOOL_TEXT, Examples, scan_or_assume
 from spmdflow.plan.record import (
     COMPUTE,
     BytesByEdge,
@@ -247,27 +247,55 @@ class Answers:
         """Kind and items of the rows ids of one column."""
         items = None
         if made.spec.kind != "dense":
-            items = made.of(ids) if known else self._items(self.examples.form(name), plain, ids)
+            items = made.of(ids) if known else self._items(name, plain, ids)
             if not known:
                 made.add(ids, items)
         return [made.spec.to_plain(), items]
 
-    def _items(self, form: ColumnForm, plain: Plain, ids: np.ndarray) -> np.ndarray:
-        """(n,) int64: items of the rows ids, which the command makes from its inputs."""
-        for part in plain["inputs"]:
-            for seen, name in names_in(part):
-                other = self.examples.form(seen)
-                if other.like != form.like or other.spec.kind == "dense":
-                    continue
-                items = self.rows.of_input(name, part)
-                if items is None:
-                    continue
-                order = np.argsort(plain["ids"], kind="stable")
-                place = np.searchsorted(plain["ids"], ids, sorter=order)
-                place = order[np.minimum(place, len(order) - 1)] if len(ids) else order[:0]
-                if np.array_equal(plain["ids"][place], ids):  # else it holds rows it was not given
-                    return items[place] // other.items_per_token * form.items_per_token
-        return self.examples.tokens(form.like, ids) * form.items_per_token
+    def _items(self, name: str, plain: Plain, ids: np.ndarray) -> np.ndarray:
+        """(n,) int64: items of the rows ids of a column that the command makes of its inputs."""
+        form, texts = self.examples.form(name), self.examples.texts(name, ids)
+        if texts is not None:
+            return np.array([len(text.encode()) for text in texts], dtype=np.int64)
+        drawn = self.examples.tokens(form.like, ids)
+        if most := plain.get("arguments", {}).get("max_new_tokens"):
+            drawn = np.minimum(drawn, most)
+        seen = {n: part for part in plain["inputs"] for n, _ in names_in(part)}
+        if self._goes_on(plain, seen):
+            before = [self._given(n, seen, plain, ids) for n in (RESPONSES, TOOL_TEXT)]
+            drawn = sum((known for known in before if known is not None), start=drawn)
+            return np.minimum(drawn, self.examples.longest[RESPONSES])
+        for other in seen:
+            if self.examples.form(other).like == form.like:
+                tokens = self._given(other, seen, plain, ids)
+                if tokens is not None:
+                    return tokens * form.items_per_token
+        return drawn * form.items_per_token
+
+    def _given(
+        self, name: str, seen: Mapping[str, Plain], plain: Plain, ids: np.ndarray
+    ) -> np.ndarray | None:
+        """(n,) int64: tokens of the rows ids of an input that is not dense; None: not known.
+
+        seen: parts of the command's inputs, by the names that the call sees.
+        """
+        form = self.examples.form(name)
+        if name not in seen or form.spec.kind == "dense":
+            return None
+        items = self.rows.of_input(dict(names_in(seen[name]))[name], seen[name])
+        order = np.argsort(plain["ids"], kind="stable")
+        place = np.searchsorted(plain["ids"], ids, sorter=order)
+        place = order[np.minimum(place, len(order) - 1)] if len(ids) else order[:0]
+        if items is None or not np.array_equal(plain["ids"][place], ids):
+            return None  # it holds rows that it was not given
+        return -(-items[place] // form.items_per_token)
+
+    def _goes_on(self, plain: Plain, seen: Iterable[str]) -> bool:
+        """Whether a command calls a method that goes on from responses, which become longer."""
+        if plain["operation"] != "call":
+            return False
+        spec = method_spec(self._classes[plain["group"]], plain["method"])
+        return spec.extends and not {*spec.writes}.isdisjoint(seen)
 
     def _to_join(self, number: int, commands: Commands) -> Replies:
         result = self.rows.results.setdefault(number, {})

@@ -248,18 +248,31 @@ class RequestGenerator(ABC):
     def wake(self, part: WakePart | None = None) -> None:
         """See Generator.wake."""
 
-    def generate(self, prompts: Tensor, sampling: Sampling, seeds: Sequence[int]) -> TensorDict:
-        """Responses to B prompts, the longest first; see Generator.generate."""
+    def generate(
+        self,
+        prompts: Tensor,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        limits: Sequence[int] | None = None,
+    ) -> TensorDict:
+        """Responses to B prompts, the longest first; see Generator.generate.
+
+        limits (B,): most tokens of each response, in the place of sampling.max_new_tokens.
+        """
         self.wake()
-        check_prompts(prompts, sampling, seeds=seeds, max_positions=self.max_positions)
+        each = [sampling] * len(seeds)
+        if limits is not None:
+            each = [replace(sampling, max_new_tokens=limit) for limit in limits]
+        least = min(each, key=lambda one: one.max_new_tokens, default=sampling)
+        check_prompts(prompts, least, seeds=seeds, max_positions=self.max_positions)
         rows = [row.cpu() for row in rows_of(prompts)]
         self.replica.check_equal(
             "prompts, seeds or settings",
-            lambda: ([row.tolist() for row in rows], list(seeds), sampling),
+            lambda: ([row.tolist() for row in rows], list(seeds), each),
             self.device,
         )
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
-        places = {self.add(Request(rows[row], seeds[row], sampling)): row for row in order}
+        places = {self.add(Request(rows[row], seeds[row], each[row])): row for row in order}
         done: list[Finished | None] = [None] * len(rows)
         while None in done:
             for finished in self.step():

@@ -39,7 +39,9 @@ class MethodSpec:
     minibatches: bool
     """Whether the controller cuts the rows into mini-batches (update methods)."""
     extends: bool
-    """Whether the answer also carries the columns of the batch that was given."""
+    """Whether the answer also carries the columns of the batch that was given. If all that the
+    method writes is among `optional`, it goes on from a batch that has these columns; then what it
+    used up (`optional`) and what was made from the old ones is left out of the answer."""
     draws: bool = False
     """Whether the method draws random numbers for its rows."""
     check: Check | None = None
