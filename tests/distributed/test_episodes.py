@@ -20,11 +20,13 @@ from spmdflow.data.row_id import seed_of
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.episodes.recorder import Limits
 from spmdflow.episodes.run import Episode, EpisodeRunner
+from spmdflow.plan.replay import Replay
 from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.forward import end_tokens
 from spmdflow.rollout.generator import Replica, Request, take_folder_weights
 from spmdflow.rollout.sampling import Sampling
 from tests.distributed.programs import episode_env, episode_ranks
+from tests.unit.planned import trace_replayed
 
 MODEL = Path(__file__).parents[2] / "algos" / "guess" / "model"
 ENVIRONMENTS = Path(episode_env.__file__)
@@ -194,34 +196,61 @@ def test_strict_run_ends_at_the_first_failure() -> None:
 
 
 @pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory: pytest.TempPathFactory, spawn_ranks: Any) -> dict[str, Any]:
-    """Number of ranks in words -> columns."""
-    out = tmp_path_factory.mktemp("episodes")
+def runs_of_ranks(tmp_path_factory: pytest.TempPathFactory, spawn_ranks: Any) -> Path:
+    out: Path = tmp_path_factory.mktemp("episodes")
     spawn_ranks(episode_ranks.run_all, 4, str(out), seconds=200)
-    return {case: json.loads((out / f"{case}.json").read_text()) for case in episode_ranks.CASES}
+    return out
+
+
+@pytest.fixture(scope="module")
+def on_ranks(runs_of_ranks: Path) -> dict[str, Any]:
+    """Number of ranks in words -> columns."""
+    files = {case: runs_of_ranks / f"{case}.json" for case in episode_ranks.CASES}
+    return {case: json.loads(file.read_text()) for case, file in files.items()}
 
 
 @pytest.mark.parametrize("case", ["two", "four"])
 def test_any_number_of_ranks_gives_the_same_bits(on_ranks: dict[str, Any], case: str) -> None:
     found, expected = on_ranks[case], on_ranks["one"]
 
-    assert {name: found[name] for name in found if name != "old_log_probs"} == {
-        name: expected[name] for name in expected if name != "old_log_probs"
-    }
+    ours = [name for name in expected if not name.endswith("old_log_probs")]
+    assert {name: found[name] for name in ours} == {name: expected[name] for name in ours}
 
 
-def test_trainer_and_recorder_agree_on_sampled_tokens(on_ranks: dict[str, Any]) -> None:
+@pytest.mark.parametrize("prefix", ["", "turns "])
+def test_trainer_and_recorder_agree_on_sampled_tokens(
+    on_ranks: dict[str, Any], prefix: str
+) -> None:
     columns = on_ranks["two"]
-    for mask, recorded, trained in zip(
-        columns["response_mask"],
-        columns["rollout_log_probs"],
-        columns["old_log_probs"],
-        strict=True,
-    ):
+    names = ("response_mask", "rollout_log_probs", "old_log_probs")
+    for mask, recorded, trained in zip(*(columns[prefix + name] for name in names), strict=True):
         own = [number for number, chosen in zip(trained, mask, strict=True) if chosen]
         assert [x for x, chosen in zip(recorded, mask) if chosen] == pytest.approx(own, abs=1e-5)
         assert not any(x for x, chosen in zip(recorded, mask) if not chosen)
     assert columns["num_turns"] == [3] * 64 and all(columns["valid"])
+
+
+def test_turns_of_the_script_are_joined_with_what_was_said_masked(
+    on_ranks: dict[str, Any],
+) -> None:
+    one = on_ranks["one"]
+    rows = zip(one["turns responses"], one["turns response_mask"], strict=True)
+    said = [[token for token, chosen in zip(*row, strict=True) if not chosen] for row in rows]
+
+    words = {load_tokenizer(str(MODEL)).convert_tokens_to_ids(word) for word in ("lower", "higher")}
+    assert {len(tokens) for tokens in said} == {0, 1, 2}  # a row goes on until nothing is said
+    assert set().union(*said) == words
+
+
+@pytest.mark.parametrize("case", ["two", "four"])
+def test_rows_of_turns_move_as_planned(
+    on_ranks: dict[str, Any], runs_of_ranks: Path, case: str
+) -> None:
+    replay = Replay.of_run(runs_of_ranks / case)
+    planned = trace_replayed(episode_ranks, episode_ranks.config_of(case, runs_of_ranks), replay)
+
+    assert planned.edges_by_step == {1: replay.edges(1)}
+    assert sum(replay.edges(1).values()) > 0
 
 
 def test_a_second_call_in_a_step_draws_anew(on_ranks: dict[str, Any]) -> None:
@@ -238,7 +267,9 @@ def test_replicas_of_vllm_on_one_and_two_ranks_give_the_same_tokens(
 
     for case in episode_ranks.WITH_VLLM:
         found, one = json.loads((tmp_path / f"{case}.json").read_text()), on_ranks["one"]
-        for name in ("prompts", "responses", "response_mask", "scores", "num_turns", "again"):
-            assert found[name] == one[name], (case, name)
-        pairs = zip(found["rollout_log_probs"], one["rollout_log_probs"], strict=True)
-        assert all(mine == pytest.approx(other, abs=1e-5) for mine, other in pairs)
+        for name in found:
+            if not name.endswith("log_probs"):
+                assert found[name] == one[name], (case, name)
+                continue
+            pairs = zip(found[name], one[name], strict=True)
+            assert all(mine == pytest.approx(other, abs=1e-5) for mine, other in pairs)

@@ -1,4 +1,5 @@
-"""The scripted episodes of 64 rows on 1, 2 and 4 ranks, with random sleeps but on one.
+"""The scripted episodes of 64 rows on 1, 2 and 4 ranks, with random sleeps but on one; then turns
+of the script's own, in which some rows go on.
 
 Every rank of a process group calls `run_all`, or `run_with_vllm` for replicas of one and two.
 Columns of each case are in OUT_DIR/<case>.json.
@@ -14,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from tensordict import TensorDict
 
 from spmdflow.config.episode import AgentActorConfig, AgentRolloutConfig, EpisodeConfig
 from spmdflow.config.schema import DataConfig, EngineConfig, ModelConfig, RunConfig
+from spmdflow.controller.batch import Batch
 from spmdflow.controller.script import run_flow
 from spmdflow.data.ragged import rows_of
 from spmdflow.models.generator import GeneratorWorker
 from spmdflow.models.policy import ActorWorker
+from spmdflow.transfer.register import map_function
 from tests.distributed.programs import episode_env
 
 TASK = Path(__file__).parents[3] / "algos" / "guess"
@@ -30,6 +34,22 @@ WITH_VLLM = {"vllm": (2, 7, "t1"), "vllm t2": (2, 8, "t2")}
 """Besides, the layout of a replica."""
 RAGGED = ("prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs")
 DENSE = ("scores", "valid", "num_turns", "weights_version")
+
+
+@map_function(reads=("prompts", "responses"), writes=("tool_text",))
+def hint(batch: TensorDict, *, reduce: Any, report: Any) -> dict[str, list[str]]:
+    """tool_text: a word to two rows of three, told apart by their tokens."""
+    sums = [int(row.sum()) for row in rows_of(batch["responses"])]
+    return {"tool_text": [("", "lower", "higher")[number % 3] for number in sums]}
+
+
+def converse(actor: Any, rows: Batch) -> Batch:
+    """Three turns of at most three tokens each."""
+    batch = actor.generate_sequences(rows, max_new_tokens=3)
+    for _ in range(2):
+        going = (batch | batch.map(hint)).where("tool_text")
+        batch = batch.replace(actor.generate_sequences(going, max_new_tokens=3))
+    return batch
 
 
 @dataclass
@@ -63,6 +83,11 @@ def main(flow: Any, cfg: Config) -> None:
         for name in DENSE:
             cfg.found[name] = columns[name].tolist()
         cfg.found["again"] = [row.tolist() for row in rows_of(again)]
+        turns = converse(actor, rows)
+        if trains:
+            turns |= actor.compute_log_prob(turns)
+        for name, values in turns.fetch(*names).items():
+            cfg.found[f"turns {name}"] = [row.tolist() for row in rows_of(values)]
 
 
 def config_of(case: str, out: Path) -> Config:
