@@ -95,8 +95,5 @@ class WeightLink:
             for group, method in ends
             for rank in group.target.layout.ranks
         }
-        self._caller.submit(
-            f"{self._generator.name}.receive_weights",
-            commands,
-            answering=self._generator.target.layout.ranks,
-        )
+        label = f"{self._generator.name}.receive_weights"
+        self._caller.submit(label, commands, answering=tuple(commands))

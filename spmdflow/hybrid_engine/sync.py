@@ -159,9 +159,10 @@ class BoxSync(WeightSync):
         )
 
     def _move(self, version: int) -> int:
+        gathered = self._engine.gathered_bytes
         received = self._stream.run(self._engine.blocks(), self._generator.blocks())
         self._generator.renew(version)
-        return received
+        return received + self._engine.gathered_bytes - gathered
 
 
 class SharedSync(WeightSync):
@@ -247,7 +248,7 @@ class WeightSender(_Way):
         super().__init__(context, cfg, training=context.layout, generation=generation)
         self._engine, self._every, self._count = engine, cfg.rollout.verify_every, 0
 
-    def send(self) -> None:
+    def send(self) -> dict[str, Metric]:
         """Send the header and every box; all ranks of policy and generator together."""
         header = [self._engine.weights_version]
         if self._every > 0 and self._count % self._every == 0:
@@ -255,7 +256,10 @@ class WeightSender(_Way):
             header += [1, *(to_signed(hashes[name]) for name in self._names)]
         self._count += 1
         self._shared(header)
+        gathered = self._engine.gathered_bytes
         self._stream.run(self._engine.blocks(), ())
+        received = self._engine.gathered_bytes - gathered
+        return {"rollout/synced_bytes": Sum(float(received))}
 
 
 class WeightReceiver(_Way):

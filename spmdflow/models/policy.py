@@ -69,7 +69,7 @@ class PolicyWorker(EngineWorker):
         """Send the weights to the connected generator, which receives in the same call."""
         assert self._sender is not None, "open_weights comes first"
         with self.resident("parameters"):
-            self._sender.send()
+            self.report(self._sender.send())
 
     @register(transfer_mode="ONE_TO_ALL")
     def connect_server(self, url: str, backend: str = "spmdflow") -> None:

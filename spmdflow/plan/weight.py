@@ -27,6 +27,7 @@ from spmdflow.kind.engine import engine_kind
 from spmdflow.plan.record import BytesByEdge, Trace, TracedModel
 from spmdflow.transfer.protocol import protocol
 from spmdflow.transfer.register import method_spec
+from spmdflow.weights.adapter import is_adapter, is_b
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.ranks import storage_numel
 
@@ -93,7 +94,7 @@ def weight_plans(trace: Trace) -> list[WeightPlan]:
                 if policy is None
                 else _boxes(policy, traced, trace.node_of)
             )
-            ranks = traced.layout.ranks if policy is not None else _answering(traced)
+            ranks = tuple(plan.received) if policy is not None else _answering(traced)
             plan = replace(plan, reported=sum(plan.received[rank] for rank in ranks))
         except (ConfigError, PlanError) as err:
             plan = WeightPlan(name, name, "?", "?", note=f"not planned: {err}")
@@ -195,4 +196,23 @@ def _boxes(policy: TracedModel, target: TracedModel, nodes: Nodes) -> WeightPlan
         (move.source, move.destinations, move.box.size * plan.element_bytes * times)
         for move, times in plan.moves()
     )
-    return found.of_messages(sent, target.layout.ranks, nodes)
+    merging = list(_merging(policy))
+    ranks = sorted({*target.layout.ranks, *(rank for _, to, _ in merging for rank in to)})
+    return found.of_messages([*sent, *merging], ranks, nodes)
+
+
+def _merging(policy: TracedModel) -> Iterator[_Sent]:
+    """Messages that bring all rows of each A to the ranks that merge adapters, in float32."""
+    cfg, layout = policy.settings, policy.layout
+    lora = getattr(cfg.model, "lora", None)
+    if lora is None or cfg.rollout.weights == "adapter":
+        return
+    architecture = replace(Architecture.from_folder(cfg.model.path), adapters=lora.adapters)
+    held = boxes_of(training_tables(architecture, layout, kind=cfg.engine.kind))
+    for group in layout.axis_groups("shard"):
+        for rank in group:
+            for name, boxes in held[rank].items():
+                if is_adapter(name) and not is_b(name):
+                    for box in boxes:
+                        lacking = [peer for peer in group if box not in held[peer].get(name, ())]
+                        yield rank, lacking, box.size * 4

@@ -161,6 +161,9 @@ class TrainEngine(ABC):
     merges_adapters = True
     """Whether blocks are weights with the adapters in them; else weights, A and alpha / rank B."""
 
+    gathered_bytes = 0
+    """Received by this rank so far to make blocks: the parts of adapters that it merges."""
+
     weight_group: dist.ProcessGroup | None = None
     """The ranks that hold one copy of the weights together; None: this rank holds a whole copy."""
 

@@ -150,8 +150,11 @@ class FSDPEngine(TrainEngine):
         """
         scale = 0.0 if self.model.lora is None else self.model.lora.scale
         if self.merges_adapters:
-            return merged(self._shards(), scale=scale, dtype=self.dtype)
+            return merged(self._shards(), scale=scale, dtype=self.dtype, count=self._count)
         return beside(self._shards(), scale=scale)
+
+    def _count(self, num_bytes: int) -> None:
+        self.gathered_bytes += num_bytes
 
     @property
     def shapes(self) -> dict[str, torch.Size]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -179,15 +179,20 @@ class Shard:
         return row_box(shape, place * rows, (place + 1) * rows)
 
 
-def merged(held: Mapping[str, Shard], *, scale: float, dtype: torch.dtype) -> Iterator[Block]:
+def merged(
+    held: Mapping[str, Shard], *, scale: float, dtype: torch.dtype, count: Callable[[int], None]
+) -> Iterator[Block]:
     """Rows of every weight, live, or of W + scale B A, new, where there is an adapter.
 
-    B has the rows of W; all of A is gathered. Collective over the ranks that share them.
+    B has the rows of W; all of A is gathered, and count told its bytes that were not here.
+    Collective over the ranks that share them.
     """
     for name, shard in held.items():
         a, b = adapter_names(name)
         if a in held:
-            change = held[b].local.float() @ held[a].whole().float()
+            whole = held[a].whole()
+            count(whole.nbytes - held[a].local.nbytes)
+            change = held[b].local.float() @ whole.float()
             summed = torch.add(shard.local.float(), change, alpha=scale)
             yield name, summed.to(dtype), shard.box
         elif not is_adapter(name):

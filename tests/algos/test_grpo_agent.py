@@ -11,7 +11,7 @@ from spmdflow.config.check import check
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import RewardError
-from tests.algos.runs import ROOT, finish, log_of, steps_of, torchrun
+from tests.algos.runs import ROOT, check_prediction, finish, log_of, steps_of, torchrun
 
 AGENT = ROOT / "algos" / "grpo_agent.py"
 SMALL = (
@@ -80,6 +80,15 @@ def test_run_ends_at_a_failed_episode_if_it_shall(tmp_path: Path) -> None:
 def test_run_ends_if_too_many_episodes_fail(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="expected at most 10 %"):
         run(tmp_path, "eval_every=0", environment="episode(fails='0123456789')")
+
+
+@pytest.mark.slow
+def test_rows_of_episodes_move_as_planned_to_a_reference_on_other_ranks(tmp_path: Path) -> None:
+    words = (*SMALL, "placement=split", "eval_every=0")
+    assert finish(torchrun(tmp_path, *words, num_ranks=2, script=AGENT, small=()), seconds=200) == 0
+
+    check_prediction(tmp_path)
+    assert all(step["transfer/bytes"] > 0 for step in steps_of(tmp_path))
 
 
 @pytest.mark.slow

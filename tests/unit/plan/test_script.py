@@ -10,6 +10,7 @@ from spmdflow.errors import PlanError
 from spmdflow.plan.check import check_members
 from spmdflow.plan.rows import check_rows
 from tests.unit.plan.test_trace import own_script
+from tests.unit.planned import SMALL_GROUPS, traced
 
 LOOP = """\
 from spmdflow import concatenate
@@ -38,6 +39,16 @@ def test_loop_in_which_some_rows_go_on_is_planned_with_its_rows_and_lengths(tmp_
     assert found.tokens[generated[1].place].prompts == found.tokens[generated[0].place].responses
     assert check_rows(found) + check_members(found) == []
     assert "scores = [0.0, 1.0]" in found.assumptions
+
+
+def test_episodes_are_planned_with_declared_lengths() -> None:
+    found = traced("grpo_agent", 4, *SMALL_GROUPS, examples={"responses": [6, 12]})
+
+    (played,) = [order for order in found.in_step() if order.label == "actor.run_episodes"]
+    assert found.models["actor"].kind_of(played.method) == "generate"
+    assert found.tokens[played.place].responses == 9
+    assert "responses = [6, 12]" in found.assumptions
+    assert check_rows(found) + check_members(found) == []
 
 
 def test_metric_of_a_batch_that_nobody_has_declared_names_its_line(tmp_path: Path) -> None:
