@@ -147,8 +147,7 @@ def plan_map(
     """A map function on the ranks that hold most of the columns that it reads."""
     marks = map_spec(function)
     label = f"map.{function.__name__}"
-    given_later = ("reduce", "report", *(["groups"] if marks.groups else []))
-    _check_arguments(label, function, [batch], arguments, given_later)
+    _check_arguments(label, function, [batch], arguments, marks.given)
     reads = marks.reads_with(arguments)
     spared = _waiting(batch, marks.spares(arguments) if marks.spares else ())
     optional = tuple(name for name in marks.optional if name not in {*reads, *spared})

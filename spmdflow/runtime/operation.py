@@ -221,16 +221,17 @@ class RankState:
         spec = map_spec(function)
         metrics: dict[str, Metric] = {}
         reduce = self._groups.reducer(tuple(plain["ranks"]))
-        arguments = dict(plain["arguments"])
+        more: dict[str, Any] = {"reduce": reduce, "report": metrics.update}
         if "groups" in plain:
             index, place = (torch.from_numpy(plain[name]) for name in ("groups", "places"))
-            arguments["groups"] = RowGroups(
+            more["groups"] = RowGroups(
                 index, plain["num_groups"], reduce, place, plain["largest_group"]
             )
+        arguments = plain["arguments"] | {name: more[name] for name in spec.given}
         label, given = f"map.{function.__name__}", Unchanged()
         batch = self._batch(plain, given)
         with self._profiler.call(plain["step"], label), _explaining_lengths(label):
-            made = function(batch, reduce=reduce, report=metrics.update, **arguments)
+            made = function(batch, **arguments)
         given.check(label)
         kept = self._keep(label, number, plain["ids"], made, spec.writes)
         return {"metrics": metrics} | kept

@@ -3,16 +3,19 @@
 
 A mark only stores facts on the function; nothing wraps it. The controller reads them to know which
 columns travel, which rows go where and who answers. The executor calls a map function as
-`fn(batch, reduce=..., report=..., **arguments)`: `reduce` sums a tensor over the pool's ranks
-(float64; ranks without rows take part with zeros), `report` takes metrics. Every rank must call
-`reduce` equally often. Map functions are found by name on every rank, so they are module-level.
-With `groups=True` the call also has groups=..., a `RowGroups` of rows that share a prompt.
+`fn(batch, **arguments)`, with those of these that the function names: `reduce` sums a tensor over
+the pool's ranks (float64; ranks without rows take part with zeros), `report` takes metrics. Every
+rank must call `reduce` equally often. The function returns its columns by name, in a dict or
+TensorDict: tensors, jagged tensors, or lists of str. Map functions are found by name on every rank,
+so they are module-level. With `groups=True` the call also has groups=..., a `RowGroups` of rows
+that share a prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, TypeVar
 
 from spmdflow.errors import ProtocolError
@@ -133,6 +136,8 @@ class MapSpec:
     """Columns of the answer, one entry per row received, in order."""
     groups: bool = False
     """Whether the function is given the groups of its rows."""
+    given: tuple[str, ...] = ()
+    """Arguments that the ranks give: those of reduce, report and groups that it takes."""
     reads_for: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
     """Further columns that must be there, from the arguments of a call."""
     spares: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
@@ -162,7 +167,9 @@ def map_function(
     def mark(fn: F) -> F:
         _require_module_level(fn)
         columns = (tuple(reads), tuple(optional), tuple(writes))
-        setattr(fn, _MAP_ATTRIBUTE, MapSpec(*columns, groups, reads_for, spares, instead))
+        known = ("reduce", "report", "groups") if groups else ("reduce", "report")
+        given = tuple(name for name in known if name in signature(fn).parameters)
+        setattr(fn, _MAP_ATTRIBUTE, MapSpec(*columns, groups, given, reads_for, spares, instead))
         return fn
 
     return mark

@@ -6,6 +6,7 @@ Four of them are those of docs/OWN_ALGORITHM.md, as they stand on the page.
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ SMALL = (
     "run.sample_every=0",
 )
 SECOND = ("second.function=spmdflow.rewards.arithmetic:unwanted_digit",)
-OWN = {"two_rewards": SECOND, "best_of_n": (), "online_dpo": (), "tool_loop": (), "own_judge": ()}
+OWN = {"two_rewards": SECOND, "best_of_n": (), "online_dpo": (), "calculator": (), "own_judge": ()}
 
 
 def program(name: str, folder: Path) -> Path:
@@ -54,7 +55,7 @@ def program(name: str, folder: Path) -> Path:
 
 METRICS = (
     *("reward/second_weight", "second/mean", "entropy", "best", "all", "pairs/differ"),
-    *("tool/failed", "judge/mean"),
+    "judge/mean",
 )
 """What the programs report under names of their own."""
 
@@ -68,7 +69,7 @@ def loaded(name: str, *words: str) -> Loaded:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.replace("arithmetic/", f"{ROOT}/algos/arithmetic/"))
     script = program(name, path.parent)
-    more = [f"reward.function={script}:last_answer"] if name == "tool_loop" else []
+    more = [f"reward.function={script}:last_answer"] if name == "calculator" else []
     return load(script, path, [*SMALL, *OWN[name], *more, *words])
 
 
@@ -130,17 +131,27 @@ def test_policy_that_generates_and_learns_from_preferences_moves_its_margin(tmp_
     assert (tmp_path / "run" / "export" / "actor" / "config.json").exists()
 
 
-def test_tool_loop_learns_from_its_own_tokens_and_is_evaluated_with_its_tool(
-    tmp_path: Path,
-) -> None:
+def test_calculator_trains_and_is_evaluated_also_if_nobody_asks_it(tmp_path: Path) -> None:
     words = ("eval_every=2", "data.eval_prompts=8 x 4 samples")
-    steps = run("tool_loop", tmp_path / "run", *words)
+    steps = run("calculator", tmp_path / "run", *words)
 
     trained = [step for step in steps if "actor/grad_norm" in step]
-    assert any(0 < step["tool/failed"] < 1 for step in trained)
+    assert all(step["rollout/no_room"] == step["reward/asked"] == 0 for step in trained)
     assert all(step["actor/grad_norm"] > 0 for step in trained)
     evaluated = [step for step in steps if "eval/pass@4" in step]
     assert len(evaluated) == 2  # before step 1, and after step 2
+
+
+def test_plan_of_the_calculator_has_the_rows_that_go_on_and_longer_responses(
+    tmp_path: Path,
+) -> None:
+    planned = dry("calculator", tmp_path, 4, "actor.rollout.max_new_tokens=16")
+
+    calls = [o for o in planned.in_step() if o.label == "actor.generate_sequences"]
+    read = [planned.tokens[order.place] for order in calls]
+    assert [tokens.num_rows for tokens in read] == [16, 8, 8]  # every other row is told something
+    assert [tokens.prompts for tokens in read] == [8, 24, 24]
+    assert "tool_text = ['', '62']" in planned.assumptions
 
 
 def test_own_worker_with_plain_settings_needs_neither_a_place_nor_a_reward(tmp_path: Path) -> None:
@@ -188,24 +199,46 @@ def test_own_algorithms_are_placed_by_auto_and_proved_by_a_plan(name: str, tmp_p
     assert report.problems == []
 
 
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model that was shown how to ask the calculator, as the page does."""
+    folder = tmp_path_factory.mktemp("shown")
+    lines = (ROOT / "algos" / "arithmetic" / "train.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    calls = [json.dumps({"prompt": prompt, "answer": prompt}) for prompt in prompts]
+    (folder / "calls.jsonl").write_text("\n".join(calls))
+    words = (f"data.train_path={folder}/calls.jsonl", "data.eval_path=null", "eval_every=0")
+    steps = ("actor.optimizer.lr=4e-3", "total_steps=SFTSTEPS", "save_every=SFTSTEPS")
+    made = load(ROOT / "algos" / "sft.py", None, [*words, *steps, f"run.dir={folder}/run"])
+    assert run_flow(made.script, made.cfg, inproc=True) == 0
+    return folder / "run" / "export" / "actor"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OWN)
 def test_own_algorithms_give_the_same_rewards_under_every_placement(
-    name: str, tmp_path: Path
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    asking: list[str] = []
+    if name == "calculator":
+        model = request.getfixturevalue("shown")
+        asking = [f"actor.model.path={model}", "actor.rollout.max_new_tokens=16"]
     rewards = []
     for placement in ("colocate", "split", "standalone"):
         ranks = 5 if name == "two_rewards" else 4
         if name == "own_judge" and placement == "split":
             ranks = 2
         run_dir = tmp_path / placement
-        made = [*SMALL, *OWN[name], f"placement={placement}"]
+        made = [*SMALL, *OWN[name], *asking, f"placement={placement}"]
         config = tmp_path / f"{name}.yaml"
         script = Path(loaded(name, f"run.dir={run_dir}").script.__file__ or "")
-        made += [f"reward.function={script}:last_answer"] if name == "tool_loop" else []
+        made += [f"reward.function={script}:last_answer"] if name == "calculator" else []
         process = torchrun(run_dir, *made, num_ranks=ranks, script=script, small=(str(config),))
         assert finish(process, seconds=240) == 0, log_of(run_dir).read_text()[-3000:]
-        keys = ("reward/mean", "judge/mean", "best", "pairs/differ", "tool/failed")
+        keys = ("reward/mean", "judge/mean", "best", "pairs/differ", "reward/asked")
         rewards.append([[step.get(key) for key in keys] for step in steps_of(run_dir, own=METRICS)])
+
+        if asking:
+            assert all(step["reward/asked"] > 0.5 for step in steps_of(run_dir, own=METRICS))
 
     assert rewards[0] == rewards[1] == rewards[2]

@@ -37,7 +37,7 @@ DENSE = ("scores", "valid", "num_turns", "weights_version")
 
 
 @map_function(reads=("prompts", "responses"), writes=("tool_text",))
-def hint(batch: TensorDict, *, reduce: Any, report: Any) -> dict[str, list[str]]:
+def hint(batch: TensorDict) -> dict[str, list[str]]:
     """tool_text: a word to two rows of three, told apart by their tokens."""
     sums = [int(row.sum()) for row in rows_of(batch["responses"])]
     return {"tool_text": [("", "lower", "higher")[number % 3] for number in sums]}
