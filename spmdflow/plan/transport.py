@@ -262,9 +262,10 @@ class Answers:
             drawn = np.minimum(drawn, most)
         seen = {n: part for part in plain["inputs"] for n, _ in names_in(part)}
         if self._goes_on(plain, seen):
-            before = [self._given(n, seen, plain, ids) for n in (RESPONSES, TOOL_TEXT)]
-            drawn = sum((known for known in before if known is not None), start=drawn)
-            return np.minimum(drawn, self.examples.longest[RESPONSES])
+            given = (self._given(n, seen, plain, ids) for n in (RESPONSES, TOOL_TEXT))
+            before, heard = (0 if tokens is None else tokens for tokens in given)
+            grown = np.minimum(before + heard + drawn, self.examples.longest[RESPONSES])
+            return np.maximum(before, grown)
         for other in seen:
             if self.examples.form(other).like == form.like:
                 tokens = self._given(other, seen, plain, ids)
