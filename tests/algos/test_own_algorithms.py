@@ -209,7 +209,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     calls = [json.dumps({"prompt": prompt, "answer": prompt}) for prompt in prompts]
     (folder / "calls.jsonl").write_text("\n".join(calls))
     words = (f"data.train_path={folder}/calls.jsonl", "data.eval_path=null", "eval_every=0")
-    steps = ("actor.optimizer.lr=4e-3", "total_steps=SFTSTEPS", "save_every=SFTSTEPS")
+    steps = ("actor.optimizer.lr=4e-3", "total_steps=32", "save_every=32")
     made = load(ROOT / "algos" / "sft.py", None, [*words, *steps, f"run.dir={folder}/run"])
     assert run_flow(made.script, made.cfg, inproc=True) == 0
     return folder / "run" / "export" / "actor"
