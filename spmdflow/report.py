@@ -1,7 +1,8 @@
-"""`python -m spmdflow.report RUN_DIR`: what a run reached, as text, and curve.png.
+"""`python -m spmdflow.report RUN_DIR [RUN_DIR ...]`: what runs reached, as text, and curve.png.
 
-Reads metrics.jsonl only, so it works while the run is running and after a kill. Prints the
-curve of each chosen metric, a table of first, best and last values, and seconds by stage.
+The text form of `spmdflow.view`: it reads the same files (`tracking.reading`), also while a run is
+running and after a kill. Prints the curve of each chosen metric, a table of first, best and last
+values, seconds by stage, predicted seconds, failures, and settings that differ between the runs.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from spmdflow.errors import DataError
 from spmdflow.tracking.progress import Point, stage_seconds, text_curve
-from spmdflow.tracking.reading import RunFiles
+from spmdflow.tracking.reading import RunFiles, failure_text, setting_differences
 
 DEFAULT_KEYS = ("eval/accuracy", "reward/mean")
 _TABLE_KEYS = (
@@ -37,24 +38,29 @@ Records = Sequence[Mapping[str, Any]]  # Any: JSON values; null where a metric w
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report of a run and write its curve; exit code 2 if there is nothing to read."""
     parser = argparse.ArgumentParser(prog="python -m spmdflow.report", description=__doc__)
-    parser.add_argument("run_dir", type=Path, help="folder with metrics.jsonl")
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
     parser.add_argument(
         "--keys",
         help=f"metrics to draw, with commas (default: {','.join(DEFAULT_KEYS)}); all are explained "
         "in docs/METRICS.md",
     )
-    parser.add_argument("--png", type=Path, help="the picture (default: RUN_DIR/curve.png)")
+    parser.add_argument(
+        "--png", type=Path, help="the picture of the last run (default: RUN_DIR/curve.png)"
+    )
     options = parser.parse_args(arguments)
+    runs, wanted = list(map(RunFiles, options.run_dirs)), options.keys and options.keys.split(",")
     try:
-        records = RunFiles(options.run_dir).needed_metrics()
-        keys = drawn_keys(records, options.keys.split(",") if options.keys else None)
+        drawn = [(run, drawn_keys(run.needed_metrics(), wanted)) for run in runs]
     except DataError as err:
         sys.stderr.write(f"{err}\n")
         return 2
-    sys.stdout.write(run_text(options.run_dir, records, keys))
-    png_path = options.png or options.run_dir / "curve.png"
-    if keys:
-        sys.stdout.write(f"\ncurve: {write_png(records, keys, png_path)}\n")
+    for run, keys in drawn:
+        sys.stdout.write(run_text(run.path, run.metrics, keys))
+        sys.stdout.writelines(f"{line}\n" for line in _beside(run))
+        png_path = options.png if options.png and run is runs[-1] else run.path / "curve.png"
+        if keys:
+            sys.stdout.write(f"\ncurve: {write_png(run.metrics, keys, png_path)}\n")
+    sys.stdout.writelines(f"{line}\n" for line in _settings_table(runs))
     return 0
 
 
@@ -96,6 +102,26 @@ def run_text(run_dir: Path, records: Records, keys: Sequence[str]) -> str:
     lines += _value_table(records, shown)
     lines += _stage_table(records)
     return "\n".join(lines) + "\n"
+
+
+def _beside(run: RunFiles) -> Iterator[str]:
+    """What is known of a run besides its metrics."""
+    stages = {stage["stage"]: stage for stage in run.prediction.get("stages", ())}
+    whole = stages.get("step", {})
+    if whole.get("predicted") and whole.get("measured"):
+        seconds = f"predicted {whole['predicted']:.3g} s, measured {whole['measured']:.3g} s"
+        yield f"\na step: {seconds} (prediction.txt)"
+    yield from (f"\n{name}: {failure_text(each)}" for name, each in run.failures.items())
+    for name, before in run.earlier_settings.items():
+        changed = setting_differences([before, run.settings]).items()
+        yield from (f"\n{name}: {key}: {old} -> {new}" for key, (old, new) in changed)
+
+
+def _settings_table(runs: Sequence[RunFiles]) -> Iterator[str]:
+    """A block for each setting that differs between runs."""
+    for key, values in setting_differences([run.settings for run in runs]).items():
+        yield f"\n{key}"
+        yield from (f"  {value!s:<24} {run.name}" for value, run in zip(values, runs, strict=True))
 
 
 def write_png(records: Records, keys: Sequence[str], path: Path) -> str:

@@ -8,7 +8,6 @@ asks the kernel for the state of its processes, so a rank 0 that stands is told 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from spmdflow.live import watch
 from spmdflow.runtime.process import Process
 from spmdflow.runtime.status_file import STATUS_FILE, WANTED_FILE
 from spmdflow.tracking.progress import stage_seconds
-from spmdflow.tracking.tracker import read_lines
+from spmdflow.tracking.reading import RunFiles, failure_text, read_json
 
 ALIVE, NOTHING = 0, 2
 _OLD_SECONDS, _STACK_SECONDS = 20.0, 12.0
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.live and console.is_terminal:  # a log gets the lines below
         with suppress(KeyboardInterrupt):
             watch(options.run_dir, console)
-    run_dir, state = options.run_dir, _read(options.run_dir / STATUS_FILE)
+    run_dir, state = options.run_dir, read_json(options.run_dir / STATUS_FILE)
     if options.stacks and state:
         _ask_for_stacks(run_dir, state)
     sys.stdout.write("\n".join(status_text(run_dir, state, time.time())) + "\n")
@@ -55,15 +54,10 @@ def status_text(run_dir: Path, state: State | None, now: float) -> Iterator[str]
         yield from _live(state, now)
     else:
         yield f"no run is alive: {run_dir / STATUS_FILE} is not there, expected in a live RUN_DIR"
-    for path in sorted(run_dir.glob("failure*.json")):
-        failure = _read(path) or {}
-        call = f"{failure.get('role')}.{failure.get('method')} (call {failure.get('call')})"
-        where = f"; its Python was at {failure['where']}" if failure.get("where") else ""
-        cause = f"rank {failure.get('rank')}, {call}: {failure.get('cause')}"
-        yield f"{path.name}: {cause}{where}"
-    written = [path for path in sorted(run_dir.glob("stacks-rank*.txt")) if path.stat().st_size]
-    if written:
-        yield f"stacks: {', '.join(path.name for path in written)}"
+    files = RunFiles(run_dir)
+    yield from (f"{name}: {failure_text(each)}" for name, each in files.failures.items())
+    if files.stacks:
+        yield f"stacks: {', '.join(files.stacks)}"
 
 
 def _live(state: State, now: float) -> Iterator[str]:
@@ -85,8 +79,7 @@ def _live(state: State, now: float) -> Iterator[str]:
 
 
 def _last_step(run_dir: Path, now: float) -> str:
-    path = run_dir / "metrics.jsonl"
-    records = read_lines(path)
+    path, records = run_dir / "metrics.jsonl", RunFiles(run_dir).metrics
     if not records:
         return f"{run_dir}: no step is done"
     last = records[-1]
@@ -109,14 +102,6 @@ def _ask_for_stacks(run_dir: Path, state: State) -> None:
         if all(path.exists() and path.stat().st_mtime >= asked - 1.0 for path in files):
             return
         time.sleep(0.2)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found
 
 
 if __name__ == "__main__":

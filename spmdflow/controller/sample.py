@@ -36,7 +36,8 @@ _OWN, _OLD = "rollout_log_probs", "old_log_probs"
 _TOKENS = ("responses", "response_mask", _OWN, _OLD, "advantages")
 _GROUP_ROWS = 4
 """Rows of one prompt that are taken before any of a further prompt."""
-_MOST_WRITTEN, _MOST_PRINTED = 16, 4
+_MOST_WRITTEN, _MOST_PRINTED, _MOST_TOKENS = 16, 4, 16_384
+"""Rows; and tokens after which no further row is written."""
 
 
 def is_shown(batch: Batch) -> bool:
@@ -47,6 +48,9 @@ def is_shown(batch: Batch) -> bool:
 def samples_of(batch: Batch, phase: str, tokenizer_path: str) -> list[Sample]:
     """The first rows of the first groups of a batch; waits for their values."""
     places = spread(batch.parents, per_group=_GROUP_ROWS, most=_MOST_WRITTEN)
+    if "responses" in batch.columns:
+        ends = np.cumsum(batch.lengths("responses")[places])
+        places = places[: max(_MOST_PRINTED, int((ends <= _MOST_TOKENS).sum()))]
     chosen, groups = batch.select(places), batch.group_numbers()[places].tolist()
     names = [name for name in (*_TEXTS, *_ROWS, *_TOKENS) if _is_made(batch, name)]
     if {_OWN, _OLD} <= {*names} and batch.column(_OWN).equals(batch.column(_OLD)):

@@ -113,6 +113,20 @@ class RunFiles:
         return sorted(self.path.glob(pattern))
 
 
+def failure_text(failure: Record) -> str:
+    """One line: who failed in which call, why, and where its Python was."""
+    call = f"{failure.get('role')}.{failure.get('method')} (call {failure.get('call')})"
+    where = f"; its Python was at {failure['where']}" if failure.get("where") else ""
+    return f"rank {failure.get('rank')}, {call}: {failure.get('cause')}{where}"
+
+
+def setting_differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Key -> its value in each, "(absent)" where there is none, for the keys that differ."""
+    keys = dict.fromkeys(key for each in settings for key in each)
+    found = {key: [each.get(key, "(absent)") for each in settings] for key in keys}
+    return {key: values for key, values in found.items() if any(v != values[0] for v in values)}
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """An object in a file; {} if there is none that can be read."""
     try:

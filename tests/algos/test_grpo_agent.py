@@ -69,6 +69,13 @@ def test_failed_episodes_are_dropped_and_counted(with_failures: Path) -> None:
         assert 1 <= step["episodes/turns"] <= 4
         assert step["rollout/drift_max"] < 1e-5
     assert start["eval/dropped"] == 20 and "eval/mean" in start
+    lines = (with_failures / "samples.jsonl").read_text().splitlines()
+    samples = [sample for sample in map(json.loads, lines) if sample["score"] is not None]
+    assert {sample["phase"] for sample in samples} == {"train", "eval"}
+    for sample in samples:  # the mask of one reply alone has no 0 and is left out
+        mask = sample.get("mask", "1")
+        assert len(mask.replace("0", " ").split()) == sample["turns"] and mask[-1] == "1"
+        assert sum(sample["lengths"]) == len(sample["response"])
 
 
 def test_run_ends_at_a_failed_episode_if_it_shall(tmp_path: Path) -> None:

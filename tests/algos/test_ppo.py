@@ -88,6 +88,10 @@ def judge_files(run_dir: Path, ranks: set[int]) -> None:
     assert {sample["step"] for sample in samples} == {0, 1, 2}
     for sample in samples:
         assert sample["prompt"].endswith("=") and 0 <= sample["score"] <= 1
+        assert sum(sample["lengths"]) == len(sample["response"])
+        assert len(sample["lengths"]) == len(sample["log_probs"]) and max(sample["log_probs"]) <= 0
+        assert ("advantage" in sample) == (sample["phase"] == "train")
+    assert {s["step"] for s in samples if s["phase"] == "train"} == {1, 2}
     spans = json.loads((run_dir / "trace.json").read_text())
     done = [span for span in spans if span["ph"] == "X"]
     assert {span["pid"] for span in done} == ranks

@@ -3,7 +3,7 @@
 const content = JSON.parse(document.getElementById("summary").textContent);
 const runs = content.runs;
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const COLOURS = ["#2f6fc4", "#d9792b", "#2f9667", "#a04fb5", "#c2423c", "#7a6a4f", "#3aa3b5", "#8a8f98"];
+const COLOURS = ["#3f85dd", "#d9792b", "#2f9667", "#a04fb5", "#c2423c", "#7a6a4f", "#3aa3b5", "#8a8f98"];
 const views = [];  // {key, title, draw(main), onKey(key)}; each file adds its own
 
 runs.forEach((run, number) => { run.number = number; run.colour = COLOURS[number % COLOURS.length]; });
@@ -103,6 +103,8 @@ function runChooser(onchoose) {
   return chooser("run", runs.map((run) => [run.number, run.name]), chosenRun().number, (value) => { choose({run: value}); onchoose(); });
 }
 const chosenRun = () => runs[Number(choices.run) || 0] || runs[0];
+
+const LEGEND = {showlegend: true, legend: {orientation: "h", yref: "container", y: 0, yanchor: "bottom"}};
 
 // Plots; names are escaped, as plotly reads tags in texts.
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;");

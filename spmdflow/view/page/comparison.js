@@ -28,7 +28,7 @@ function drawComparison(main, run) {
   if (syncs.length) main.append(el("h2", {}, "Weights from trainer to generator"), table(["step", "syncs", "planned", "counted"], syncs.map((sync) => ({
     cells: [String(sync.step), String(sync.syncs), bytesText(sync.planned), bytesText(sync.counted)], attributes: sync.planned === sync.counted ? {} : {class: "changed"}})), ["number", "number", "number", "number"]));
   for (const note of found.notes || []) main.append(notice(note));
-  return () => plot(area, stageTraces(stages), {barmode: "group", showlegend: true, legend: {orientation: "h", y: -0.12, yanchor: "top"}, margin: {l: 150, r: 8, t: 6, b: 30},
+  return () => plot(area, stageTraces(stages), {...LEGEND, barmode: "group", margin: {l: 150, r: 8, t: 6, b: 64},
     yaxis: {autorange: "reversed"}, xaxis: {ticksuffix: " s"}});
 }
 

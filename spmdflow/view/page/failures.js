@@ -7,7 +7,7 @@ function failureBlock(file, failure) {
   const shown = facts.filter(([, value]) => value !== undefined && value !== null && value !== "");
   const others = failure.others || [];
   return el("section", {class: "card group"},
-    el("h3", {}, file), el("p", {class: "notice bad"}, `rank ${failure.rank}: ${failure.cause}`),
+    el("h3", {}, file), el("pre", {class: "notice bad"}, `rank ${failure.rank}: ${failure.cause}`),
     table(["fact", "value"], shown.map(([name, value]) => [name, String(value)]), ["", "key"]),
     failure.own_traceback ? [el("h2", {}, "In your code"), el("pre", {}, failure.own_traceback)] : null,
     failure.traceback ? el("details", {open: !failure.own_traceback}, el("summary", {}, "whole traceback"), el("pre", {}, failure.traceback)) : null,

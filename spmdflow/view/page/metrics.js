@@ -18,7 +18,7 @@ function smoothed(values, weight) {
     if (value === null) return null;
     sum = weight * sum + (1 - weight) * value;
     total = weight * total + (1 - weight);
-    return sum / total;
+    return Number((sum / total).toPrecision(7));
   });
 }
 

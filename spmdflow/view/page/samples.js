@@ -7,7 +7,7 @@ const TOKEN_COLOURS = {
   gap: {label: "rollout/trainer gap", low: "0", high: "0.1 nats", share: (sample, i) => Math.min(1, Math.abs(sample.gap?.[i] ?? 0) / 0.1), hue: 0, field: "gap"},
   mask: {label: "mask", low: "learnt", high: "not learnt", share: (sample, i) => (sample.mask?.[i] === "0" ? 0.7 : 0), hue: 215, field: null},
 };
-const shade = (share, hue) => (share > 0.02 ? `hsl(${hue} 85% ${dark.matches ? 45 : 55}% / ${(0.08 + 0.72 * share).toFixed(2)})` : "");
+const shade = (share, hue) => (share > 0.02 ? `hsl(${hue} 85% ${dark.matches ? 45 : 55}% / ${(0.8 * share).toFixed(2)})` : "");
 
 function tokenTitle(sample, i) {
   const log = sample.log_probs?.[i];
@@ -26,7 +26,8 @@ function turnsOf(sample) {
   let at = 0;
   lengths.forEach((length, i) => {
     const own = !sample.mask || sample.mask[i] === "1";
-    const text = letters ? letters.slice(at, at + length).join("") : sample.response;
+    const end = i === lengths.length - 1 ? letters?.length : at + length;
+    const text = letters ? letters.slice(at, end).join("") : sample.response;
     at += length;
     if (!turns.length || turns[turns.length - 1].own !== own) turns.push({own, tokens: []});
     turns[turns.length - 1].tokens.push([i, text]);

@@ -71,18 +71,18 @@ async function drawTimeline(main) {
   const spans = (await part(run.spans[chosen]))[chosen];
   bar.append(stepper("step", steps, chosen, (step) => { choose({step}); again(); }),
     el("span", {class: "quiet"}, `${secondsText(Math.max(...spans.map((span) => span[4])))}, ${bytesText(spans.reduce((sum, span) => sum + span[5], 0))} of rows between ranks`));
-  const rows = lanes(spans);
+  const [rows, range] = [lanes(spans), [0, 1.02 * Math.max(...spans.map((span) => span[4]))]];
   const [area, memory] = [el("div", {}), el("div", {class: "area"})];
-  area.style.height = `${120 + 26 * rows.length}px`;
+  area.style.height = `${96 + 26 * rows.length}px`;
   main.append(el("section", {class: "plot wide", "aria-label": "timeline"}, el("h3", {}, "Ranks and lanes, seconds since the step's first call"), area));
   const traces = memoryTraces(spans);
-  if (traces.length) main.append(el("h2", {}, "Memory"), el("section", {class: "plot", "aria-label": "memory"}, el("h3", {}, "Each rank's process after its calls, bytes of host memory"), memory));
+  if (traces.length) main.append(el("h2", {}, "Memory"), el("section", {class: "plot wide memory", "aria-label": "memory"}, el("h3", {}, "Each rank's process after its calls, bytes of host memory"), memory));
   main.append(el("h2", {}, "Calls and transfers"), callTable(spans));
   if (!traces.length) main.append(notice("Memory by call is not in this trace: it is of an earlier version. perf/host_bytes is in the metrics."));
   return () => {
-    plot(area, barTraces(spans), {barmode: "overlay", bargap: 0.25, showlegend: true, legend: {orientation: "h", y: -0.1, yanchor: "top"}, margin: {l: 110, r: 8, t: 6, b: 30},
-      yaxis: {categoryorder: "array", categoryarray: rows, autorange: "reversed"}, xaxis: {ticksuffix: " s"}});
-    if (traces.length) plot(memory, traces, {showlegend: true, yaxis: {tickformat: ".3s", ticksuffix: "B", rangemode: "tozero"}, xaxis: {ticksuffix: " s"}});
+    plot(area, barTraces(spans), {...LEGEND, barmode: "overlay", bargap: 0.25, margin: {l: 110, r: 8, t: 6, b: 64},
+      yaxis: {categoryorder: "array", categoryarray: rows, autorange: "reversed"}, xaxis: {ticksuffix: " s", range}});
+    if (traces.length) plot(memory, traces, {...LEGEND, margin: {l: 110, r: 8, t: 6, b: 64}, yaxis: {tickformat: ".3s", ticksuffix: "B", rangemode: "tozero"}, xaxis: {ticksuffix: " s", range}});
   };
 }
 

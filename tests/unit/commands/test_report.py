@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -109,3 +110,29 @@ def test_key_that_no_step_has_is_answered_with_the_nearest_names() -> None:
 
     with pytest.raises(DataError, match=r"actor/kl, .* \(did you mean actor/approx_kl\?\)"):
         drawn_keys(records, ["actor/kl"])
+
+
+def test_report_tells_failures_predicted_seconds_and_settings_that_differ(
+    run_dir: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path_factory.mktemp("other")
+    Tracker(other).write_metrics(1, {"reward/mean": 1.0})
+    for folder, lr in ((run_dir, 0.1), (other, 0.2)):
+        (folder / "config.yaml").write_text(f"run: {{seed: 0}}\nactor: {{lr: {lr}}}\n")
+    failure = {"rank": 1, "role": "reward", "method": "score", "call": 7, "cause": "no judge"}
+    (run_dir / "failure.json").write_text(json.dumps(failure))
+    (run_dir / "config.until-step-4.yaml").write_text("run: {seed: 0}\nactor: {lr: 0.3}\n")
+    stage = {"stage": "step", "predicted": 1.0, "measured": 2.0}
+    (run_dir / "prediction.json").write_text(json.dumps({"stages": [stage]}))
+
+    assert main([str(run_dir), str(other)]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert "failure.json: rank 1, reward.score (call 7): no judge" in lines
+    assert "a step: predicted 1 s, measured 2 s (prediction.txt)" in lines
+    assert "config.until-step-4.yaml: actor.lr: 0.3 -> 0.1" in lines
+    assert [line.split() for line in lines[-3:]] == [
+        ["actor.lr"],
+        ["0.1", run_dir.name],
+        ["0.2", other.name],
+    ]

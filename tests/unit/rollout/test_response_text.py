@@ -10,7 +10,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from spmdflow.datasets.tokenizer import StopStrings, load_tokenizer, response_texts
+from spmdflow.datasets.tokenizer import StopStrings, load_tokenizer, response_texts, token_lengths
 from tests.unit.toy_flow import TASK
 
 TEXT = (
@@ -177,3 +177,30 @@ def test_stop_string_is_found_across_special_tokens(tokenizer: Any) -> None:
 
     assert len(ends) >= 1 and mixed[ends[0] - 1] == ids[(ends[0] - 1) // 4]
     assert ends[0] == first_end(tokenizer, [], mixed, ["white cat"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_specials", [False, True])
+def test_every_token_is_given_the_characters_that_it_shows(kind: str, has_specials: bool) -> None:
+    tokenizer = tokenizer_of(kind)
+    ids = [*tokenizer(TEXT).input_ids, tokenizer.eos_token_id]
+    text = tokenizer.decode(ids, skip_special_tokens=not has_specials)
+
+    (lengths,) = token_lengths(tokenizer, [ids], [text])
+
+    assert sum(lengths) == len(text) and min(lengths) >= 0
+    assert lengths[-1] == (len("<eos>") if has_specials else 0)
+    at = 0
+    for token, length in zip(ids, lengths, strict=True):
+        own, piece = tokenizer.decode([token]).strip(), text[at : at + length].strip()
+        if own and "\ufffd" not in own and (length or has_specials):
+            assert piece.endswith(own), (token, own, piece)  # behind a character of several tokens
+        at += length
+
+
+def test_text_that_its_tokens_do_not_spell_is_given_to_the_last_one() -> None:
+    tokenizer = tokenizer_of("characters")
+    ids = tokenizer("cat").input_ids
+
+    assert token_lengths(tokenizer, [ids, []], ["something else", ""])[1] == []
+    assert sum(token_lengths(tokenizer, [ids], ["something else"])[0]) == 14

@@ -1,10 +1,15 @@
-"""`python -m spmdflow.view`: the page's elements and the data in them."""
+"""`python -m spmdflow.view`: the page's elements and the data in them.
+
+Slow: what a headless Chromium makes of it, if one is installed.
+"""
 
 from __future__ import annotations
 
 import base64
 import gzip
 import json
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,6 +23,10 @@ from spmdflow.view import content
 from spmdflow.view.__main__ import main
 
 EVIL = "</script><img src=x onerror=alert(1)><!--<script>{{parts}}&amp;"
+
+
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 class Page(HTMLParser):
@@ -67,7 +76,8 @@ def run_dir(tmp_path: Path) -> Path:
     tracker, trace = Tracker(folder), TraceWriter(folder / "trace.json")
     for step in range(1, 4):
         tracker.write_metrics(step, {"reward/mean": step / 4, "x": float("nan")})
-        facts = {"phase": "train", "group": 0, "lengths": [1, 1], "log_probs": [0, -0.5]}
+        facts = {"phase": "train", "group": 0, "advantage": 1.5}
+        facts |= {"lengths": [len(EVIL), 0], "log_probs": [0, -0.5]}
         tracker.write_samples(step, [Sample("1+1=", EVIL, 1.0, {"accuracy": 1.0}, facts)])
         spans = [
             Span(rank, "compute", "actor.update_actor", 100.0 + step, 100.5 + step, step, 0, 2**30)
@@ -171,3 +181,33 @@ def test_folder_without_a_run_is_refused(
     error = capsys.readouterr().err
     assert "got none of config.yaml, metrics.jsonl" in error and "give the folder" in error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} is installed")
+@pytest.mark.parametrize(
+    ("view", "texts"),
+    [
+        ("metrics", ["reward/mean", "main-svg"]),
+        ("samples", ["+1.5", "1+1=", "mean log-prob -0.25", "&lt;img src=x"]),
+        ("timeline", ["rank 1 transfer", "4.1 kB", "actor.update_actor", "main-svg"]),
+        ("prediction", ["predicted / measured", "0.5"]),
+        ("failures", ["no judge", "the stacks of rank 0"]),
+        ("settings", ["actor.optimizer.lr", "0.1"]),
+    ],
+)
+def test_browser_shows_what_the_run_wrote(
+    run_dir: Path, tmp_path: Path, view: str, texts: list[str]
+) -> None:
+    (run_dir / "failure.json").write_text('{"rank": 0, "cause": "no judge"}')
+    (run_dir / "stacks-rank0.txt").write_text("the stacks of rank 0")
+    page_of(run_dir)
+
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000"]
+    words = [str(BROWSER), *flags, f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
+    words.append(f"{(run_dir / 'view.html').as_uri()}#view={view}")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+
+    main = done.stdout.partition("<main")[2].partition("</main>")[0]
+    assert [text for text in texts if text not in main] == [], done.stderr
+    assert "<img" not in main
