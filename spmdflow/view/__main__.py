@@ -53,15 +53,17 @@ def _check(run_dir: Path) -> None:
 
 
 def _write(run_dirs: Sequence[Path], path: Path, *, every: float) -> None:
-    """Once, or every so many seconds while a run is live and once more."""
-    is_live = True
-    while is_live:
-        is_live = every > 0 and any(RunFiles(run_dir).is_live for run_dir in run_dirs)
-        size = write_page(run_dirs, path, refresh_seconds=every if is_live else 0.0)
-        sys.stdout.write(f"view: {path} ({size / 1e6:.1f} MB)\n")
-        sys.stdout.flush()
-        if is_live:
-            time.sleep(every)
+    """Every so many seconds while a run is live (0: not at all), and once more at the end."""
+    while every > 0 and any(RunFiles(run_dir).is_live for run_dir in run_dirs):
+        _write_once(run_dirs, path, every)
+        time.sleep(every)
+    _write_once(run_dirs, path, 0.0)
+
+
+def _write_once(run_dirs: Sequence[Path], path: Path, refresh_seconds: float) -> None:
+    size = write_page(run_dirs, path, refresh_seconds=refresh_seconds)
+    sys.stdout.write(f"view: {path} ({size / 1e6:.1f} MB)\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ function tokenSpans(sample, turn, colour) {
 function sampleText(sample, colour) {
   const turns = turnsOf(sample);
   const onmouseover = (event) => { const i = event.target.dataset?.i; if (i !== undefined) event.target.title = tokenTitle(sample, Number(i)); };
-  if (turns.length === 1 && turns[0].own) return el("pre", {class: "text", onmouseover}, tokenSpans(sample, turns[0], colour));
+  if (turns.length === 1 && turns[0].own && !toolCalls(turns[0].text).length) return el("pre", {class: "text", onmouseover}, tokenSpans(sample, turns[0], colour));
   let reply = 0;
   return el("div", {onmouseover}, turns.map((turn) => {
     const calls = turn.own ? toolCalls(turn.text) : [];
