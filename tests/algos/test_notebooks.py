@@ -22,7 +22,7 @@ def cells_of(path: Path) -> list[str]:
 
 
 def run(path: Path, folder: Path) -> list[str]:
-    """Lines that the cells print, run one after another in one namespace and a process of its own."""
+    """Lines that the cells print, run one after another in a process of their own."""
     program = f"space = {{}}\nfor cell in {cells_of(path)!r}:\n    exec(cell, space)\n"
     more = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
