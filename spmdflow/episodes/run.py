@@ -91,10 +91,11 @@ class EpisodeRunner:
                     under_way.discard(request)
                 if news.done:
                     break
+                generator.forget(news.ended)
                 for number, prompt, turn, most in news.added:
                     own = replace(sampling, max_new_tokens=most)
                     seed = seed_of_turn(number, turn)
-                    request = generator.add(Request(torch.tensor(prompt), seed, own))
+                    request = generator.add(Request(torch.tensor(prompt), seed, own, number))
                     under_way.add(request)
                     if lead:
                         lead.added(request)
@@ -105,6 +106,7 @@ class EpisodeRunner:
         finally:
             for request in sorted(under_way):
                 generator.abort(request)
+            generator.forget(range(len(rows)))
             if lead:
                 lead.leave_all()
         told = [tuple(each) for each in lead.episodes()] if lead else None
@@ -137,6 +139,8 @@ class News(NamedTuple):
     added: list[tuple[int, list[int], int, int]]
     """Of each new request: its row's place, prompt, turn and most tokens."""
     aborted: list[int]
+    ended: list[int]
+    """Rows whose episodes ask for no more."""
     done: bool
 
 
@@ -155,6 +159,7 @@ class _Lead:
         self._drawing: dict[int, Draw] = {}
         """Request of the generator -> what asked for it."""
         self._aborted: list[int] = []
+        self._ended: list[int] = []
         self._episodes: dict[int, Episode] = {}
         self._fails = False
 
@@ -178,7 +183,8 @@ class _Lead:
                 self._asked.append(item)
                 added.append((item.number, item.ids, item.turn, item.max_new_tokens))
         aborted, self._aborted = self._aborted, []
-        return News(added, aborted, self._pool.finished or (strict and self._fails))
+        gone, self._ended = self._ended, []
+        return News(added, aborted, gone, self._pool.finished or (strict and self._fails))
 
     def added(self, request: int) -> None:
         """The generator has taken the next request."""
@@ -209,6 +215,7 @@ class _Lead:
         """Forget an episode's id; its requests are aborted."""
         if number in self._names:
             self._endpoint.forget(self._names.pop(number))
+            self._ended.append(number)
         for request, draw in list(self._drawing.items()):
             if draw.number == number:
                 del self._drawing[request]

@@ -2,13 +2,16 @@
 
 At most `max_batch_size` rows are decoded together. Rows that have ended leave, and others take
 their place once enough have (continuous batching, Yu et al. 2022). Samples of one prompt are
-prefilled once. The host checks which rows have ended after every token on a CPU without stop
-strings, else after every few; until then an ended row is decoded on, and those tokens are dropped.
-Needs no inference engine; the forward pass is in rollout.forward.
+prefilled once. A row of a conversation is parked when it ends: it keeps its keys and values for the
+next request that begins with its tokens, and only what is new is computed. Parked rows are among
+the `max_batch_size`; the oldest make room. The host checks which rows have ended after every token
+on a CPU without stop strings, else after every few; until then an ended row is decoded on, and
+those tokens are dropped. Needs no inference engine; the forward pass is in rollout.forward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -29,6 +32,7 @@ from spmdflow.rollout.generator import (
     WakePart,
     loads_folder,
 )
+from spmdflow.rollout.parked import Parked, find_parked, newest_parked, order_rows
 from spmdflow.rollout.sampling import draw
 from spmdflow.weights.move import Block, Storages
 
@@ -47,6 +51,8 @@ class _Live:
     request: Request
     born: int
     """The clock (draws so far) when it joined."""
+    head: int = 0
+    """Tokens of its prompt that lie in its own slots, behind the shared ones."""
 
     @property
     def limit(self) -> int:
@@ -100,10 +106,14 @@ class BuiltinGenerator(RequestGenerator):
             model_path, dtype=self.dtype, device=device, empty=not self.has_folder_weights
         )
         self._max_batch_size = cfg.max_batch_size
+        # a row alone in its batch has bits that depend on no other: none waits for another's place
+        self._parks = self._forward.refills and cfg.max_batch_size > 1
         self._asleep: Storages | None = None
         self._end_tokens = torch.tensor(end_tokens(model_path), dtype=torch.int64, device=device)
         self._ids, self._clock, self._oldest, self._slots = count(), 0, 0, 0
         self._waiting: list[tuple[int, Request]] = []
+        self._parked: list[Parked] = []
+        """The cache's first rows; those of self._live come behind them."""
         self._live: list[_Live] = []
         self._rows: _Rows  # of self._live, as self._logits are
         self._logits: Tensor
@@ -123,10 +133,17 @@ class BuiltinGenerator(RequestGenerator):
     def abort(self, request_id: int) -> None:
         """See RequestGenerator.abort."""
         self._waiting = [pair for pair in self._waiting if pair[0] != request_id]
-        ended = [place for place, row in enumerate(self._live) if row.id == request_id]
+        ended = {place: 0 for place, row in enumerate(self._live) if row.id == request_id}
         if ended:
             with torch.inference_mode():
                 self._leave(ended)
+
+    def forget(self, conversations: Collection[int]) -> None:
+        """See RequestGenerator.forget."""
+        parked = {r: x for r, x in enumerate(self._parked) if x.conversation not in conversations}
+        if len(parked) < len(self._parked):
+            with torch.inference_mode():
+                self._settle(parked, self._places())
 
     def step(self) -> list[Finished]:
         """See RequestGenerator.step: draws tokens until the host's next check."""
@@ -149,7 +166,7 @@ class BuiltinGenerator(RequestGenerator):
             ended = [(self._live[place], place, size) for place, size in counts.items()]
             rows = self._rows
             if counts:
-                chosen = chosen[self._leave(list(counts))]
+                chosen = chosen[self._leave(counts)]
             if self._live:
                 self._advance(chosen)
         return [
@@ -160,31 +177,56 @@ class BuiltinGenerator(RequestGenerator):
         ]
 
     def _refill(self, free: int) -> None:
-        """Prefill waiting requests, as many as there are free rows; samples of a prompt once."""
+        """Prefill waiting requests, as many as there are free rows; samples of a prompt once, and
+        of a parked conversation what is new."""
         coming, self._waiting = self._waiting[:free], self._waiting[free:]
-        requests = [row.request for row in self._live] + [request for _, request in coming]
-        self._slots = max(request.sampling.max_new_tokens for request in requests)
-        self._forward.reserve(len(requests), self._slots)
+        found = find_parked(self._parked, [request for _, request in coming])
+        resumed: dict[int, _Live] = {}
         groups: dict[bytes, list[_Live]] = {}
-        for request_id, request in coming:
-            key = request.prompt.numpy().tobytes()
-            groups.setdefault(key, []).append(_Live(request_id, request, self._clock))
+        for place, (request_id, request) in enumerate(coming):
+            if place in found:
+                head = len(request.prompt) - self._parked[found[place]].num_shared
+                resumed[found[place]] = _Live(request_id, request, self._clock, head)
+            else:
+                key = request.prompt.numpy().tobytes()
+                groups.setdefault(key, []).append(_Live(request_id, request, self._clock))
         waiting = list(groups.values())
-        while waiting:
-            longest, most = 0, 0
-            while most < len(waiting) and (most + 1) * longest <= _PREFILL_TOKENS:
-                longest, most = max(longest, len(waiting[most][0].request.prompt)), most + 1
-            self._join(waiting[:most])
-            waiting = waiting[most:]
+        rows = [*self._live, *resumed.values(), *(row for group in waiting for row in group)]
+        self._slots = max(row.head + row.limit for row in rows)
+        if self._parked:
+            self._resume(resumed, most=self._max_batch_size - len(rows))
+        self._forward.reserve(len(self._parked) + len(rows), self._slots)
+        for chunk in _chunks([len(group[0].request.prompt) for group in waiting]):
+            self._join(waiting[chunk])
+
+    def _resume(self, resumed: dict[int, _Live], *, most: int) -> None:
+        """Decode these parked rows on, and keep at most so many of the others parked."""
+        before, rows, live = self._parked, list(resumed), list(resumed.values())
+        self._forward.reserve(0, self._slots)
+        for chunk in _chunks([len(row.request.prompt) for row in live]):
+            pairs = [(before[row], resumed[row].request) for row in rows[chunk]]
+            known = [parked.num_known(request) for parked, request in pairs]
+            more = [r.prompt[size:] for (_, r), size in zip(pairs, known, strict=True)]
+            logits = self._forward.extend(rows[chunk], more, known)
+            self._append(live[chunk], logits)
+        idle = [row for row in range(len(before)) if row not in resumed]
+        kept = {row: before[row] for row in newest_parked(before, idle, most)}
+        if len(kept) < len(before):
+            first = len(self._live) - len(rows)
+            self._settle(kept, self._places(first) | dict(zip(rows, range(first, len(self._live)))))
 
     def _join(self, groups: list[list[_Live]]) -> None:
         """Prefill the rows of some prompts, and append them to those being decoded."""
-        new = [row for group in groups for row in group]
         source = [place for place, group in enumerate(groups) for _ in group]
+        prompts = [group[0].request.prompt for group in groups]
+        logits = self._forward.prefill(prompts, source)
+        self._append([row for group in groups for row in group], logits)
+
+    def _append(self, new: list[_Live], logits: Tensor) -> None:
+        """More rows behind those that are decoded."""
         facts = [(len(r.request.prompt), r.request.seed, r.limit, 0) for r in new]
-        columns = torch.tensor(facts, device=self.device).T
+        starts, seeds, limits, counts = torch.tensor(facts, device=self.device).T
         width = max(row.limit for row in new) + 1
-        starts, seeds, limits, counts = columns
         rows = _Rows(
             starts,
             seeds,
@@ -194,15 +236,11 @@ class BuiltinGenerator(RequestGenerator):
             torch.zeros(len(new), width, dtype=torch.int64, device=self.device),
             torch.zeros(len(new), width, device=self.device),
         )
-        logits = self._forward.prefill(
-            [group[0].request.prompt for group in groups],
-            source,
-        )
         if self._live:
             rows, logits = self._rows.join(rows), torch.cat([self._logits, logits])
         self._rows, self._logits = rows, logits
         self._live += new
-        self._oldest = min(row.born for row in self._live)
+        self._oldest = min(row.born - row.head for row in self._live)
 
     def _draw(self) -> Tensor:
         """Draw one token (n,) for every row, and record it."""
@@ -239,16 +277,38 @@ class BuiltinGenerator(RequestGenerator):
             ended |= {place: end for place, end in enumerate(ends) if end is not None}
         return ended
 
-    def _leave(self, ended: list[int]) -> Tensor:
-        """Drop these rows; the last ones take their places. Gives the old indices of the rest."""
-        size, gone = len(self._live) - len(ended), set(ended)
-        movers = (place for place in range(size, len(self._live)) if place not in gone)
-        order = [next(movers) if place in gone else place for place in range(size)]
-        self._forward.keep(order)
-        kept = torch.tensor(order, dtype=torch.int64, device=self.device)
+    def _leave(self, ended: dict[int, int]) -> Tensor:
+        """End these rows: place -> its tokens, 0 if it was aborted; a row of a conversation is
+        parked. Gives the old places of the others, in their new order."""
+        parked, live = dict(enumerate(self._parked)), self._places()
+        for row, place in list(live.items()):
+            if place not in ended:
+                continue
+            del live[row]
+            request, size = self._live[place].request, ended[place]
+            if self._parks and size and request.conversation is not None:
+                said = self._rows.tokens[place, : size - 1].cpu()  # the last one was never read
+                ids, shared = torch.cat([request.prompt, said]), len(request.prompt)
+                shared -= self._live[place].head
+                parked[row] = Parked(request.conversation, shared, ids, self._clock)
+        return self._settle(parked, live)
+
+    def _places(self, most: int | None = None) -> dict[int, int]:
+        """Row of the cache -> place in self._live, of the first `most` that are decoded."""
+        places = range(len(self._live))[:most]
+        return {len(self._parked) + place: place for place in places}
+
+    def _settle(self, parked: dict[int, Parked], live: dict[int, int]) -> Tensor:
+        """Go on with these rows of the cache: parked ones, and those of these places of self._live;
+        rows that need not move stay. Gives the old places, in the new order."""
+        order, count = order_rows(list(parked), list(live)), len(parked)
+        self._forward.keep(order, count)
+        self._parked = [parked[row] for row in order[:count]]
+        places = [live[row] for row in order[count:]]
+        kept = torch.tensor(places, dtype=torch.int64, device=self.device)
         self._rows, self._logits = self._rows.pick(kept), self._logits[kept]
-        self._live = [self._live[place] for place in order]
-        self._oldest = min((row.born for row in self._live), default=0)
+        self._live = [self._live[place] for place in places]
+        self._oldest = min((row.born - row.head for row in self._live), default=0)
         return kept
 
     def blocks(self) -> list[Block]:
@@ -258,7 +318,8 @@ class BuiltinGenerator(RequestGenerator):
         return [(name, tensor, Box.of_shape(tensor.shape)) for name, tensor in weights]
 
     def renew(self, version: int) -> None:
-        """See Generator.renew; no cache outlives a batch."""
+        """See Generator.renew: what is parked is forgotten."""
+        self.forget({row.conversation for row in self._parked})
         self.weights_version = version
 
     def hashes(self) -> dict[str, int]:
@@ -269,7 +330,7 @@ class BuiltinGenerator(RequestGenerator):
 
     def sleep(self, *, weights: bool = False) -> None:
         """Free the KV cache, and the weights if asked."""
-        self._forward.release()
+        self._release()
         if weights and self._asleep is None:
             self._asleep = Storages(self._forward.weights.values())
             self._asleep.free()
@@ -283,4 +344,19 @@ class BuiltinGenerator(RequestGenerator):
 
     def close(self) -> None:
         """Free the KV cache; the weights go with the object."""
+        self._release()
+
+    def _release(self) -> None:
         self._forward.release()
+        self._parked = []
+
+
+def _chunks(sizes: list[int]) -> Iterator[slice]:
+    """Consecutive rows of these sizes, of about _PREFILL_TOKENS tokens with their padding."""
+    start = 0
+    while start < len(sizes):
+        longest, end = 0, start
+        while end < len(sizes) and (end - start + 1) * longest <= _PREFILL_TOKENS:
+            longest, end = max(longest, sizes[end]), end + 1
+        yield slice(start, end)
+        start = end

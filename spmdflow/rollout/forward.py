@@ -19,13 +19,13 @@ from spmdflow.rollout.llama import LlamaForward, covers
 
 
 class CachedForward(Protocol):
-    """Rows 0 to n - 1 of a KV cache, and the two passes that generation needs."""
+    """Rows of a KV cache, the parked ones first, and the passes that generation needs."""
 
     weights: dict[str, Tensor]
     """Every tensor that the forward reads, by Hugging Face name; tied ones once."""
     max_positions: int
     refills: bool
-    """Whether rows can join others that are under way."""
+    """Whether rows can join others that are under way, and be parked."""
 
     def reserve(self, rows: int, slots: int) -> None:
         """Make room for `rows` rows with `slots` tokens each after the prompt; keep the content."""
@@ -36,14 +36,21 @@ class CachedForward(Protocol):
         prompts: different ones, on the host; source: which one each new row begins with.
         """
 
+    def extend(self, rows: list[int], more: list[Tensor], starts: list[int]) -> Tensor:
+        """Logits (B, V) after more tokens of B rows, from these positions on; later ones are lost.
+
+        rows: their numbers, of rows not parked; more: on the host, each of at least one token.
+        """
+
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
-        """Logits (n, V) after one more token (n,) of every row, at its position (n,).
+        """Logits (n, V) after one more token (n,) of every row not parked, at its position (n,).
 
         span: at least the tokens that any row has after its prompt, this one included.
         """
 
-    def keep(self, rows: list[int]) -> None:
-        """Go on with these rows only, in this order."""
+    def keep(self, rows: list[int], num_parked: int = 0) -> None:
+        """Go on with these rows only, in this order; the first ones are parked: they only keep
+        their keys and values."""
 
     def release(self) -> None:
         """Free the KV cache."""
@@ -119,13 +126,18 @@ class HuggingFaceForward:
         self.keep(source)
         return logits[source]
 
+    def extend(self, rows: list[int], more: list[Tensor], starts: list[int]) -> Tensor:
+        """See CachedForward; never asked for, as no row is parked."""
+        raise NotImplementedError(rows)
+
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
         """See CachedForward."""
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
         return self._forward(tokens[:, None], positions[:, None])
 
-    def keep(self, rows: list[int]) -> None:
-        """See CachedForward."""
+    def keep(self, rows: list[int], num_parked: int = 0) -> None:
+        """See CachedForward; no row is parked, as none could join the others again."""
+        assert not num_parked, num_parked
         chosen = torch.tensor(rows, dtype=torch.int64, device=self._mask.device)
         self._cache.batch_select_indices(chosen)
         self._mask = self._mask[chosen]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -138,6 +138,9 @@ class Request:
     """Below 2**63; the response depends on it, the prompt and the weights only."""
     sampling: Sampling
     """Requests under way together differ in max_new_tokens at most."""
+    conversation: int | None = None
+    """Of a turn: a later request with this number, whose prompt begins with this one and its
+    response, may be answered from the keys and values that were kept."""
 
 
 @dataclass(frozen=True)
@@ -222,6 +225,9 @@ class RequestGenerator(ABC):
     @abstractmethod
     def abort(self, request_id: int) -> None:
         """Drop a request: `step` will not give it. Nothing happens if it has ended."""
+
+    def forget(self, conversations: Collection[int]) -> None:  # noqa: B027 not all keep something
+        """These conversations have ended; what was kept of them is freed."""
 
     @abstractmethod
     def step(self) -> list[Finished]:

@@ -5,13 +5,15 @@ arithmetic with fewer, larger operations (one product for q, k and v, one for ga
 transformers within 1e-5 in float32, which tests/unit/rollout/test_builtin_generator.py checks.
 
 Every row has its own cache slots for what follows its prompt, filled from 0, so that rows of any
-age are decoded together and a row that has ended makes room for another. Keys and values of a
-prompt are computed, kept and read once for all rows that begin with it: their queries go through
-one product (as in Hydragen, Juravsky et al. 2024). A decode step reads little but the cache.
+age are decoded together and a row that has ended makes room for another. A parked row keeps its
+slots while it is not decoded; `extend` writes what comes behind them. Keys and values of a prompt
+are computed, kept and read once for all rows that begin with it: their queries go through one
+product (as in Hydragen, Juravsky et al. 2024). A decode step reads little but the cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,17 +76,15 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Prompts:
-    """Which of G prompts each of n rows begins with; at most M rows share one."""
+    """Which of G prompts each of n live rows begins with; at most M rows share one."""
 
-    lengths: list[int]
-    """Tokens of each prompt."""
-    of_row: list[int]
-    """The prompt of each row."""
+    size: int
+    """G."""
     starts: Tensor
     """(n,) int64: length of the prompt of each row."""
     by_prompt: Tensor
     """(G * KV * M * g,) int64: places of query heads (n * KV * g,), prompt by prompt. A prompt with
-    fewer rows than M repeats its first one."""
+    fewer rows than M repeats its first one, or row 0."""
     by_row: Tensor
     """(n * KV * g,) int64: places of query heads in by_prompt, row by row."""
 
@@ -100,7 +100,7 @@ class _Prompts:
             ranks.append(len(members[prompt]))
             members[prompt].append(row)
         most = max(map(len, members), default=0)
-        filled = [rows + rows[:1] * (most - len(rows)) for rows in members]
+        filled = [rows + (rows[:1] or [0]) * (most - len(rows)) for rows in members]
         table = torch.tensor(filled, dtype=torch.int64).view(len(lengths), 1, most, 1)
         prompts, rank = torch.tensor([of_row, ranks], dtype=torch.int64)[..., None, None]
         head, part = heads // group, heads % group
@@ -110,17 +110,17 @@ class _Prompts:
             (((prompts * kv_heads + head) * most + rank) * group + part).view(-1),
         ]
         found = to_device(torch.cat(parts), device).split([len(x) for x in parts])
-        return cls(lengths, of_row, *found)
+        return cls(len(lengths), *found)
 
     def to_prompts(self, x: Tensor) -> Tensor:
         """(n, KV, g, c) -> (G, KV, M * g, c)."""
         found = x.reshape(-1, x.shape[-1]).index_select(0, self.by_prompt)
-        return found.view(len(self.lengths), x.shape[1], -1, x.shape[-1])
+        return found.view(self.size, x.shape[1], -1, x.shape[-1])
 
     def to_rows(self, x: Tensor) -> Tensor:
         """(G, KV, M * g, c) -> (n, KV, g, c)."""
         found = x.reshape(-1, x.shape[-1]).index_select(0, self.by_row)
-        return found.view(len(self.of_row), x.shape[1], -1, x.shape[-1])
+        return found.view(len(self.starts), x.shape[1], -1, x.shape[-1])
 
     def attend(self, query: Tensor, prompts: Tensor, own: Tensor, bias: Tensor) -> Tensor:
         """(n, H * head_dim) of a decode step; query (n, KV, g, head_dim), scaled.
@@ -144,7 +144,13 @@ class LlamaForward:
     """(2, rows, KV, slots, head_dim) of each layer: keys and values behind the prompts."""
     _shared: list[Tensor]
     """(2, G, KV, P, head_dim) of each layer: those of the prompts, padded on the right."""
+    _lengths: list[int]
+    """Tokens of each prompt."""
+    _of_row: list[int]
+    """The prompt of each row, parked ones first."""
+    _num_parked: int
     _prompts: _Prompts
+    """Of the rows behind the parked ones."""
     _most_slots: int
 
     def __init__(self, module: Any, device: torch.device) -> None:
@@ -197,27 +203,73 @@ class LlamaForward:
         seen = None
         if self._window is not None:
             seen = (places <= places[:, None]) & (places > places[:, None] - self._window)
-        hidden = F.embedding(ids.view(-1), self._embedding)  # (B * P, D)
-        cos, sin = (t[:width].repeat(batch, 1)[:, None] for t in self._rotations)
+
+        def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            self._share(number, torch.stack([key, value]))
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=seen, is_causal=seen is None, enable_gqa=True
+            )
+
+        logits = self._pass(ids, places.repeat(batch, 1), sizes, source, attend)
+        self._of_row += [len(self._lengths) + prompt for prompt in source]
+        self._lengths += sizes
+        self._know_prompts()
+        return logits
+
+    def extend(self, rows: list[int], more: list[Tensor], starts: list[int]) -> Tensor:
+        """See CachedForward; right-padded. What is new attends to what is kept, and to itself."""
+        ids = to_device(pad_sequence(more, batch_first=True), self._device)
+        sizes, prompts = [len(part) for part in more], [self._of_row[row] for row in rows]
+        firsts = [self._lengths[prompt] for prompt in prompts]
+        facts = [rows, prompts, starts, firsts]
+        row, prompt, start, first = to_device(torch.tensor(facts), ids.device)
+        positions = start[:, None] + torch.arange(ids.shape[1], device=ids.device)  # (B, F)
+        positions.clamp_(max=self.max_positions - 1)
+        span = max(at + size - first for at, size, first in zip(starts, sizes, firsts))
+        self._make_slots(span)
+        seen = self._seen(first, positions, span)[:, None]
+        new = [(i, n) for i, size in enumerate(sizes) for n in range(size)]  # not the padding
+        at, number = to_device(torch.tensor(new), ids.device).T
+        slots = positions[at, number] - first[at]
+
+        def attend(layer: int, query: Tensor, *fresh: Tensor) -> Tensor:
+            cache = self._cache[layer]
+            for part, x in zip(cache, fresh, strict=True):
+                part[row[at], :, slots] = x[at, :, number]
+            key, value = torch.cat([self._shared[layer][:, prompt], cache[:, row, :, :span]], 3)
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=seen, enable_gqa=True
+            )
+
+        return self._pass(ids, positions, sizes, list(range(len(rows))), attend)
+
+    def _pass(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        sizes: list[int],
+        source: list[int],
+        attend: Callable[..., Tensor],
+    ) -> Tensor:
+        """Logits (n, V) after the last tokens of B right-padded rows (B, F), row by row of source.
+
+        attend: (layer, query, key, value), each (B, heads, F, head_dim) -> (B, H, F, head_dim).
+        """
+        batch, width = ids.shape
+        hidden = F.embedding(ids.view(-1), self._embedding)  # (B * F, D)
+        cos, sin = (t[positions.view(-1)][:, None] for t in self._rotations)
         ends = torch.arange(batch) * width + torch.tensor(sizes) - 1
         chosen = to_device(torch.cat([ends, torch.tensor(source)]), ids.device)
         ends, rows = chosen.split([batch, len(source)])
         for number, layer in enumerate(self._layers):
-            query, key, value = (
+            parts = (
                 x.view(batch, width, -1, self._head_dim).transpose(1, 2)
                 for x in self._heads(layer, hidden, cos, sin)
             )
-            self._share(number, torch.stack([key, value]))
-            mixed = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=seen, is_causal=seen is None, enable_gqa=True
-            )
-            mixed = mixed.transpose(1, 2).reshape(batch * width, -1)
+            mixed = attend(number, *parts).transpose(1, 2).reshape(batch * width, -1)
             if number == len(self._layers) - 1:  # only the last tokens are read further on
                 mixed, hidden = mixed[ends], hidden[ends]
             hidden = self._finish(layer, hidden, mixed)
-        known = self._prompts
-        of_row = known.of_row + [len(known.lengths) + prompt for prompt in source]
-        self._prompts = _Prompts.of(known.lengths + sizes, of_row, self._query_heads, self._device)
         return self._logits(hidden).index_select(0, rows)
 
     def _share(self, number: int, fresh: Tensor) -> None:
@@ -229,53 +281,61 @@ class LlamaForward:
 
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
         """See CachedForward."""
-        rows, kv_heads = len(tokens), self._num_kv_heads
+        rows, kv_heads, parked = len(tokens), self._num_kv_heads, self._num_parked
         self._make_slots(span)
-        bias = self._bias(positions, span)
+        starts = self._prompts.starts
+        seen = self._seen(starts, positions[:, None], span)
+        bias = self._embedding.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))[:, None]
         hidden = F.embedding(tokens, self._embedding)  # (n, D)
         cos, sin = (t.index_select(0, positions)[:, None] for t in self._rotations)
-        first = torch.arange(rows * kv_heads, device=tokens.device) * self._cache[0].shape[3]
-        places = first + (positions - self._prompts.starts).repeat_interleave(kv_heads)
+        heads = torch.arange(parked * kv_heads, (parked + rows) * kv_heads, device=tokens.device)
+        places = heads * self._cache[0].shape[3]
+        places += (positions - starts).repeat_interleave(kv_heads)
         for layer, shared, cache in zip(self._layers, self._shared, self._cache, strict=True):
             query, *fresh = self._heads(layer, hidden, cos, sin)
             for part, x in zip(cache, fresh, strict=True):
                 part.view(-1, self._head_dim).index_copy_(0, places, x.reshape(-1, self._head_dim))
             # the query heads that share a kv head are rows of one query: no repeated keys
             query = (query * self._head_dim**-0.5).view(rows, kv_heads, -1, self._head_dim)
-            mixed = self._prompts.attend(query, shared, cache[:, :rows, :, :span], bias)
+            own = cache[:, parked : parked + rows, :, :span]
+            mixed = self._prompts.attend(query, shared, own, bias)
             hidden = self._finish(layer, hidden, mixed)
         return self._logits(hidden)
 
-    def _bias(self, positions: Tensor, span: int) -> Tensor:
-        """(n, 1, 1, P + span): -inf where a row has no token, or does not see it."""
-        starts, width = self._prompts.starts[:, None], self._shared[0].shape[3]
+    def _seen(self, starts: Tensor, positions: Tensor, span: int) -> Tensor:
+        """(n, F, P + span): which of the prompt's tokens, and of its own, a row's tokens at
+        positions (n, F) see; starts (n,)."""
+        starts, width = starts[:, None, None], self._shared[0].shape[3]
         slots = torch.arange(width + span, device=positions.device)
         behind = slots >= width
-        place = torch.where(behind, slots - width + starts, slots)  # (n, P + span)
-        seen = (place <= positions[:, None]) & (behind | (slots < starts))
+        place = torch.where(behind, slots - width + starts, slots)  # (n, 1, P + span)
+        seen = (place <= positions[..., None]) & (behind | (slots < starts))
         if self._window is not None:
-            seen &= place > positions[:, None] - self._window
-        bias = self._embedding.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
-        return bias[:, None, None]
+            seen &= place > positions[..., None] - self._window
+        return seen
 
-    def keep(self, rows: list[int]) -> None:
+    def keep(self, rows: list[int], num_parked: int = 0) -> None:
         """See CachedForward; rows that stay where they are cost nothing."""
         moved = [(source, place) for place, source in enumerate(rows) if source != place]
         if moved:
             sources, places = to_device(torch.tensor(moved), self._device).T
             for cache in self._cache:
                 cache[:, places] = cache[:, sources]
-        of_row = [self._prompts.of_row[row] for row in rows]
-        lengths, used = self._prompts.lengths, sorted(set(of_row))
-        if len(used) < len(lengths):
-            lengths = [lengths[prompt] for prompt in used]
-            of_row = [used.index(prompt) for prompt in of_row]
-            width = max(lengths, default=0)
+        self._of_row, self._num_parked = [self._of_row[row] for row in rows], num_parked
+        used = sorted(set(self._of_row))
+        if len(used) < len(self._lengths):
+            self._lengths = [self._lengths[prompt] for prompt in used]
+            self._of_row = [used.index(prompt) for prompt in self._of_row]
+            width = max(self._lengths, default=0)
             chosen = to_device(torch.tensor(used, dtype=torch.int64), self._device)
             self._shared = [
                 cache[:, :, :, :width].index_select(1, chosen) for cache in self._shared
             ]
-        self._prompts = _Prompts.of(lengths, of_row, self._query_heads, self._device)
+        self._know_prompts()
+
+    def _know_prompts(self) -> None:
+        live = self._of_row[self._num_parked :]
+        self._prompts = _Prompts.of(self._lengths, live, self._query_heads, self._device)
 
     def release(self) -> None:
         """Free the KV cache; the next batch allocates it again."""
@@ -283,7 +343,8 @@ class LlamaForward:
         shape = (2, 0, self._num_kv_heads, 0, self._head_dim)
         self._cache = [self._embedding.new_zeros(shape) for _ in self._layers]
         self._shared = [self._embedding.new_zeros(shape) for _ in self._layers]
-        self._prompts = _Prompts.of([], [], self._query_heads, self._device)
+        self._lengths, self._of_row, self._num_parked = [], [], 0
+        self._know_prompts()
 
     def _heads(
         self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor

@@ -84,7 +84,7 @@ BUGS = {
     ),
     "seeds on the host": Bug(
         "spmdflow.rollout.builtin",
-        "BuiltinGenerator._join",
+        "BuiltinGenerator._append",
         "torch.tensor(facts, device=self.device)",
         "torch.tensor(facts)",
     ),
@@ -96,7 +96,7 @@ BUGS = {
     ),
     "a mask that begins with what was there": Bug(
         "spmdflow.rollout.llama",
-        "LlamaForward._bias",
+        "LlamaForward.step",
         "self._embedding.new_zeros(seen.shape)",
         "self._embedding.new_empty(seen.shape)",
     ),

@@ -16,11 +16,13 @@ from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.errors import ConfigError
 from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.generator import Request, take_folder_weights
+from spmdflow.rollout.parked import order_rows
 from spmdflow.rollout.sampling import Sampling
 from tests.rollout_reference import (
     LLAMA,
     ended_at,
     make_prompts,
+    write_family,
     write_llama,
     write_numbers_tokenizer,
 )
@@ -34,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of each of the two forwards."""
     folder = tmp_path_factory.mktemp("models")
     write_llama(folder / "grouped", seed=0)
+    write_family(folder / "mistral", "mistral", seed=1, vocab_size=128)
     torch.manual_seed(9)
     config = transformers.StableLmConfig(**{k: v for k, v in LLAMA.items() if k != "head_dim"})
     transformers.StableLmForCausalLM(config).save_pretrained(folder / "stablelm")
@@ -121,6 +124,78 @@ def test_samples_of_a_prompt_are_prefilled_once(
     generator.generate(ragged_from_rows([torch.tensor([5, 6])] * 8), SAMPLED, SEEDS[:8])
 
     assert passes == [(1, 8)]
+
+
+def _talk(
+    generator: BuiltinGenerator, *, named: bool
+) -> tuple[dict[tuple[int, int], list[int]], dict[tuple[int, int], Tensor]]:
+    """Six conversations of three turns, three at a time: tokens and log-probs of each turn."""
+    prompts = [row.tolist() for row in rows_of(make_prompts(6))]
+    waiting = [(3 * part + n, turn) for part in range(2) for turn in range(3) for n in range(3)]
+    said: dict[tuple[int, int], list[int]] = {}
+    log_probs: dict[tuple[int, int], Tensor] = {}
+    under_way: dict[int, tuple[int, int]] = {}
+    while waiting or under_way:
+        ready = [(n, t) for n, t in waiting if t == 0 or (n, t - 1) in said]
+        for number, turn in ready[: 3 - len(under_way)]:
+            waiting.remove((number, turn))
+            prompt, seed = torch.tensor(prompts[number]), SEEDS[3 * number + turn]
+            request = Request(prompt, seed, SAMPLED, number if named else None)
+            under_way[generator.add(request)] = (number, turn)
+        for row in generator.step():
+            number, turn = under_way.pop(row.id)
+            said[number, turn], log_probs[number, turn] = row.tokens.tolist(), row.log_probs
+            size = len(row.tokens) // (2 if number == 2 else 1)  # as an agent's stop string cuts
+            prompts[number] += said[number, turn][:size] + [5 + number] * (1 + 4 * (number % 3))
+    return said, log_probs
+
+
+@pytest.mark.parametrize(
+    ("name", "max_batch_size"),
+    [("grouped", 1), ("grouped", 2), ("grouped", 3), ("mistral", 128), ("stablelm", 3)],
+)
+def test_turns_of_a_conversation_are_those_of_whole_prompts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_batch_size: int
+) -> None:
+    plain, kept = (_generator(folder / name, max_batch_size=max_batch_size) for _ in range(2))
+    read: list[int] = []
+    extend = kept._forward.extend
+
+    def count(rows: list[int], more: list[Tensor], starts: list[int]) -> Tensor:
+        read.extend(starts)
+        return extend(rows, more, starts)
+
+    monkeypatch.setattr(kept._forward, "extend", count)
+    expected, found = _talk(plain, named=False), _talk(kept, named=True)
+
+    assert found[0] == expected[0]
+    for turn, log_probs in expected[1].items():
+        torch.testing.assert_close(found[1][turn], log_probs, rtol=0, atol=1e-5)
+    if name == "stablelm" or max_batch_size == 1:  # every bit is then the row's own
+        assert not read and all(map(torch.equal, found[1].values(), expected[1].values()))
+    else:  # two rows make room for a third conversation, three for those that have not ended
+        assert len(read) == 12 if max_batch_size > 2 else len(read) < 12
+        assert all(layer.shape[1] <= max_batch_size for layer in kept._forward._cache)
+
+
+def test_what_is_parked_is_forgotten_with_its_conversation_and_at_a_sync(folder: Path) -> None:
+    generator = _generator(folder / "grouped")
+    for number in range(3):
+        generator.add(Request(torch.tensor([5, 6, 7]), SEEDS[number], SAMPLED, number))
+    while len(generator._parked) < 3:
+        generator.step()
+
+    generator.forget([1])
+    assert sorted(row.conversation for row in generator._parked) == [0, 2]
+    generator.renew(7)
+    assert not generator._parked and not generator._forward._shared[0].shape[1]
+
+
+def test_rows_that_can_stay_are_not_moved() -> None:
+    assert order_rows([0, 1], [2, 3, 4]) == [0, 1, 2, 3, 4]
+    assert order_rows([0, 1, 4], [2, 3]) == [0, 1, 4, 3, 2]
+    assert order_rows([1], [0, 2, 3]) == [1, 0, 2, 3]
+    assert order_rows([], [1, 2]) == [2, 1]
 
 
 @pytest.mark.parametrize("look_every", [1, 8])
