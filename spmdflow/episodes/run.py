@@ -22,6 +22,7 @@ from spmdflow.episodes.recorder import Limits, Recorder, Segment
 from spmdflow.parallel.group import all_gather_plain
 from spmdflow.rollout.generator import Finished, Replica, Request, RequestGenerator
 from spmdflow.rollout.sampling import Sampling
+from spmdflow.rollout.vllm_tools import vllm_call_reader
 
 _IDLE_SECONDS = 1.0
 """Longest wait without a request; then the other ranks of the replica hear that all is well."""
@@ -57,7 +58,8 @@ class EpisodeRunner:
     ) -> None:
         """Any: a transformers tokenizer. Worker processes start in the background."""
         self._limits, self._replica = limits, replica
-        self._tokenizer, self._end_tokens = tokenizer, end_tokens
+        self._tokenizer, self._end_tokens, name = tokenizer, end_tokens, cfg.tool_parser
+        self._read_calls = vllm_call_reader(name, tokenizer) if name else None
         self._pool: EnvironmentPool | None = None
         if replica.place == 0:
             self._pool = EnvironmentPool(cfg)
@@ -119,7 +121,7 @@ class EpisodeRunner:
             self._endpoint.close()
 
     def _new_recorder(self) -> Recorder:
-        return Recorder(self._tokenizer, self._end_tokens, self._limits)
+        return Recorder(self._tokenizer, self._end_tokens, self._limits, self._read_calls)
 
     def _agree(self, mine: News | None) -> News:
         """The first rank's news, on every rank of the replica."""

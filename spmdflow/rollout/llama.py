@@ -149,8 +149,8 @@ class LlamaForward:
     _of_row: list[int]
     """The prompt of each row, parked ones first."""
     _num_parked: int
-    _prompts: _Prompts
-    """Of the rows behind the parked ones."""
+    _prompts: _Prompts | None
+    """Of the rows behind the parked ones; None: rows have come or gone since the last step."""
     _most_slots: int
 
     def __init__(self, module: Any, device: torch.device) -> None:
@@ -213,7 +213,7 @@ class LlamaForward:
         logits = self._pass(ids, places.repeat(batch, 1), sizes, source, attend)
         self._of_row += [len(self._lengths) + prompt for prompt in source]
         self._lengths += sizes
-        self._know_prompts()
+        self._prompts = None
         return logits
 
     def extend(self, rows: list[int], more: list[Tensor], starts: list[int]) -> Tensor:
@@ -283,6 +283,9 @@ class LlamaForward:
         """See CachedForward."""
         rows, kv_heads, parked = len(tokens), self._num_kv_heads, self._num_parked
         self._make_slots(span)
+        if self._prompts is None:
+            live = self._of_row[parked:]
+            self._prompts = _Prompts.of(self._lengths, live, self._query_heads, self._device)
         starts = self._prompts.starts
         seen = self._seen(starts, positions[:, None], span)
         bias = self._embedding.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))[:, None]
@@ -331,11 +334,7 @@ class LlamaForward:
             self._shared = [
                 cache[:, :, :, :width].index_select(1, chosen) for cache in self._shared
             ]
-        self._know_prompts()
-
-    def _know_prompts(self) -> None:
-        live = self._of_row[self._num_parked :]
-        self._prompts = _Prompts.of(self._lengths, live, self._query_heads, self._device)
+        self._prompts = None
 
     def release(self) -> None:
         """Free the KV cache; the next batch allocates it again."""
@@ -343,8 +342,7 @@ class LlamaForward:
         shape = (2, 0, self._num_kv_heads, 0, self._head_dim)
         self._cache = [self._embedding.new_zeros(shape) for _ in self._layers]
         self._shared = [self._embedding.new_zeros(shape) for _ in self._layers]
-        self._lengths, self._of_row, self._num_parked = [], [], 0
-        self._know_prompts()
+        self._lengths, self._of_row, self._num_parked, self._prompts = [], [], 0, None
 
     def _heads(
         self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor

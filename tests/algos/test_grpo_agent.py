@@ -99,20 +99,24 @@ def test_rows_of_episodes_move_as_planned_to_a_reference_on_other_ranks(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1900)
 def test_the_game_is_learned_and_a_coin_is_not(tmp_path: Path) -> None:
-    """From about 20 % to at least 80 % of the games, sampled; shuffled scores do not move it."""
-    words = ("run.sample_every=0", "save_every=0", "eval_every=25")
-    game = torchrun(tmp_path / "game", *words, num_ranks=2, script=AGENT, small=())
-    assert finish(game, seconds=600) == 0, log_of(tmp_path / "game").read_text()[-3000:]
+    """From about 20 % to at least 80 % of the games, sampled. Scores of a coin teach nothing, though
+    they move the policy: their expected gradient is 0, their sum wanders. A policy that heeds no
+    hint wins at most 40 %: four different digits of ten.
+    """
+    words = ("run.sample_every=0", "save_every=0", "eval_every=0")
     (tmp_path / "broken.py").write_text(BROKEN)
     coin = f"actor.rollout.episode.environment={tmp_path}/broken.py:shuffled"
-    control = torchrun(tmp_path / "coin", *words, coin, num_ranks=2, script=AGENT, small=())
-    assert finish(control, seconds=600) == 0, log_of(tmp_path / "coin").read_text()[-3000:]
+    for name, own in (("game", ()), ("coin", (coin,))):
+        run = torchrun(tmp_path / name, *words, *own, num_ranks=2, script=AGENT, small=())
+        assert finish(run, seconds=900) == 0, log_of(tmp_path / name).read_text()[-3000:]
 
     assert json.loads((tmp_path / "game" / "prediction.json").read_text())["bytes_agree"]
-    rewards = [step["reward/mean"] for step in steps_of(tmp_path / "game") if "reward/mean" in step]
-    assert 0.15 < sum(rewards[:5]) / 5 < 0.3
+    rewards = [step["reward/mean"] for step in steps_of(tmp_path / "game")]
+    assert len(rewards) == 250 and 0.15 < sum(rewards[:5]) / 5 < 0.3
     assert sum(rewards[-10:]) / 10 >= 0.8
-    won = [step["reward/won"] for step in steps_of(tmp_path / "coin") if "reward/won" in step]
-    assert sum(won[-10:]) / 10 < 0.35
+    steps = steps_of(tmp_path / "coin")
+    assert 0.18 < sum(step["reward/mean"] for step in steps) / len(steps) < 0.22
+    won = [step["reward/won"] for step in steps]
+    assert all(sum(won[at : at + 10]) / 10 < 0.4 for at in range(len(won) - 9))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from spmdflow.episodes.conversation import check_template, reply_of
 from spmdflow.episodes.fields import Ask, Refusal, ask_of
 from spmdflow.episodes.recorder import Limits, Recorder
 from spmdflow.errors import ConfigError
 from spmdflow.rollout.generator import Finished
+from spmdflow.rollout.vllm_tools import vllm_call_reader
 
 MODEL = Path(__file__).parents[3] / "algos" / "guess" / "model"
 CHATML = (
@@ -34,9 +38,26 @@ def tokenizer_with(template: str | None = None) -> Any:
     return tokenizer
 
 
-def recorder_of(tokenizer: Any, **limits: Any) -> Recorder:
+def text_tokenizer() -> Any:
+    """One token a byte, and the special tokens that families mark tool calls with."""
+    words = {word: i for i, word in enumerate(["<eos>", *"ĠĊ", *map(chr, range(33, 127))])}
+    own = Tokenizer(models.BPE(vocab=words, merges=[], unk_token="<eos>"))
+    own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    own.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<eos>")
+    marks = ["<|python_tag|>", "[TOOL_CALLS]"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    return tokenizer
+
+
+def recorder_of(tokenizer: Any, *, read_calls: Any = None, **limits: Any) -> Recorder:
     sizes = {"max_turns": 9, "max_prompt_tokens": 16, "max_new_tokens": 64, "may_fork": False}
-    return Recorder(tokenizer, (tokenizer.eos_token_id,), Limits(**(sizes | limits)))
+    limit = Limits(**(sizes | limits))
+    return Recorder(tokenizer, (tokenizer.eos_token_id,), limit, read_calls)
 
 
 def chat(*said: str, **fields: Any) -> Ask:
@@ -156,6 +177,55 @@ def test_tool_calls_are_read_back() -> None:
     assert reply_of(text, None, tokenizer) == {"role": "assistant", "content": text}
     for broken in ("<tool_call>{no}</tool_call>", '<tool_call>{"a": 1}</tool_call>'):
         assert "tool_calls" not in reply_of(broken, [{}], tokenizer)
+
+
+ADD = {"a": {"type": "integer"}, "b": {"type": "string"}}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": ADD}},
+    }
+]
+FAMILIES = {
+    "hermes": 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": "x"}}\n</tool_call>',
+    "llama3_json": '<|python_tag|>{"name": "add", "parameters": {"a": 2, "b": "x"}}',
+    "mistral": 'So:[TOOL_CALLS][{"name": "add", "arguments": {"a": 2, "b": "x"}}]',
+    "qwen3_coder": "So:\n<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n"
+    "<parameter=b>\nx\n</parameter>\n</function>\n</tool_call>",
+}
+"""What models of four families write, by the name of vLLM's parser."""
+
+
+@pytest.mark.slow  # imports vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_of_a_family_are_read_by_vllms_parser_of_that_name(name: str) -> None:
+    tokenizer = text_tokenizer()
+    reader = vllm_call_reader(name, tokenizer)
+    recorder = recorder_of(tokenizer, read_calls=reader, max_prompt_tokens=99, max_new_tokens=999)
+    ask = chat("go", tools=TOOLS)
+    ids = [*tokenizer(FAMILIES[name], add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    drawn = Finished(0, torch.tensor(ids), torch.zeros(len(ids)))
+
+    message, kept, reason = recorder.finish(ask, recorder.begin(ask), drawn)
+
+    (call,) = message["tool_calls"]
+    assert call["function"]["name"] == "add" and reason == "tool_calls"
+    assert json.loads(call["function"]["arguments"]) == {"a": 2, "b": "x"}
+    assert message["content"] == (None if name == "llama3_json" else "So:")
+    assert kept.tokens.tolist() == ids
+    more = [*ask.messages, message, {"role": "tool", "tool_call_id": call["id"], "content": "4"}]
+    again = recorder.begin(ask_of({"messages": more, "tools": TOOLS}, chat=True, told=set()))
+    assert again.ids[: len(recorder.segments[0].ids)] == recorder.segments[0].ids
+
+
+@pytest.mark.slow  # imports vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+def test_parsers_that_do_not_exist_or_do_not_fit_are_refused_with_the_choices() -> None:
+    with pytest.raises(ConfigError, match=r"tool_parser: got 'herms', expected one of .*hermes"):
+        vllm_call_reader("herms", text_tokenizer())
+    with pytest.raises(ConfigError, match="'llama3_json', which does not fit the tokenizer"):
+        vllm_call_reader("llama3_json", tokenizer_with())
 
 
 @pytest.mark.parametrize(
