@@ -77,6 +77,9 @@ def ask_of(body: Mapping[str, Any], *, chat: bool, told: set[str]) -> Ask:
     for name in unknown[: _MOST_TOLD - len(told)]:
         told.add(name)
         logger.warning("episodes: requests have the field %r, which is ignored", name)
+    if body.get("tool_choice") == "required" and "tool_choice" not in told:
+        told.add("tool_choice")
+        logger.warning("episodes: tool_choice=required is taken as auto: no reply is forced")
     _refuse_contradictions(body)
     limits = [body.get("max_tokens"), body.get("max_completion_tokens")]
     given = {limit for limit in limits if limit is not None}
@@ -111,7 +114,7 @@ def _refuse_contradictions(body: Mapping[str, Any]) -> None:
         "best_of": (None, 1),
         "echo": (None, False),
         "suffix": (None, ""),
-        "tool_choice": (None, "auto", "none"),
+        "tool_choice": (None, "required", "auto", "none"),
         "response_format": (None, {"type": "text"}),
     }
     for name, values in allowed.items():

@@ -101,7 +101,7 @@ def test_rows_of_episodes_move_as_planned_to_a_reference_on_other_ranks(tmp_path
 @pytest.mark.slow
 @pytest.mark.timeout(1900)
 def test_the_game_is_learned_and_a_coin_is_not(tmp_path: Path) -> None:
-    """From about 20 % to at least 80 % of the games, sampled. Scores of a coin teach nothing, though
+    """From about 20 % to at least 80 % of the games, sampled. Scores of a coin teach nothing, but
     they move the policy: their expected gradient is 0, their sum wanders. A policy that heeds no
     hint wins at most 40 %: four different digits of ten.
     """

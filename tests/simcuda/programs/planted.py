@@ -101,8 +101,8 @@ BUGS = {
         "self._embedding.new_empty(seen.shape)",
     ),
     "which rows begin with a prompt, on the host": Bug(
-        "spmdflow.rollout.llama",
-        "_Prompts.of",
+        "spmdflow.rollout.shared_prompts",
+        "SharedPrompts.of",
         "to_device(torch.cat(parts), device)",
         "torch.cat(parts)",
     ),

@@ -40,7 +40,9 @@ def tokenizer_with(template: str | None = None) -> Any:
 
 def text_tokenizer() -> Any:
     """One token a byte, and the special tokens that families mark tool calls with."""
-    words = {word: i for i, word in enumerate(["<eos>", *"ĠĊ", *map(chr, range(33, 127))])}
+    words = {
+        word: i for i, word in enumerate(["<eos>", *"\u0120\u010a", *map(chr, range(33, 127))])
+    }
     own = Tokenizer(models.BPE(vocab=words, merges=[], unk_token="<eos>"))
     own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     own.decoder = decoders.ByteLevel()
@@ -235,7 +237,7 @@ def test_parsers_that_do_not_exist_or_do_not_fit_are_refused_with_the_choices() 
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"stop": [""]}, "stop"),
         ({"messages": [{"content": "no role"}]}, "messages"),
         ({"messages": []}, "messages"),
