@@ -10,6 +10,8 @@ import gzip
 import json
 import shutil
 import subprocess
+import threading
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,27 @@ def test_long_run_is_thinned_in_whole_steps_and_says_so(
         "samples.jsonl: 2 of 3 steps are shown (2 of 3 lines)",
         "metrics.jsonl: every 2th of 3 steps is shown",
     ]
+
+
+def test_page_of_a_live_run_loads_itself_again_until_the_run_has_ended(run_dir: Path) -> None:
+    state, page = run_dir / "status.json", run_dir / "view.html"
+    state.write_text("{}")
+    words = [str(run_dir), "--follow", "--every", "0.05"]
+    following = threading.Thread(target=main, args=(words,), daemon=True)
+    following.start()
+    until = time.monotonic() + 30
+    while not page.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    first = json.loads(Page(page).texts["summary"])
+
+    Tracker(run_dir, last_step=3).write_metrics(4, {"reward/mean": 1.0})
+    state.unlink()
+    following.join(30)
+
+    last = json.loads(Page(page).texts["summary"])
+    assert (first["refresh"], first["runs"][0]["live"]) == (0.05, True)
+    assert (last["refresh"], last["runs"][0]["live"]) == (0, False)
+    assert last["runs"][0]["steps"] == [1, 2, 3, 4] and not following.is_alive()
 
 
 def test_folder_without_a_run_is_refused(
