@@ -3,10 +3,11 @@
 At most `max_batch_size` rows are decoded together. Rows that have ended leave, and others take
 their place once enough have (continuous batching, Yu et al. 2022). Samples of one prompt are
 prefilled once. A row of a conversation is parked when it ends: it keeps its keys and values for the
-next request that begins with its tokens, and only what is new is computed. Parked rows are among
-the `max_batch_size`; the oldest make room. The host checks which rows have ended after every token
-on a CPU without stop strings, else after every few; until then an ended row is decoded on, and
-those tokens are dropped. Needs no inference engine; the forward pass is in rollout.forward.
+next request that begins with its tokens, and only what is new is computed. Parked rows, one for a
+conversation, are among the `max_batch_size`; the oldest make room. The host checks which rows have
+ended after every token on a CPU without stop strings, else after every few; until then an ended row
+is decoded on, and those tokens are dropped. Needs no inference engine; the forward pass is in
+rollout.forward.
 """
 
 from __future__ import annotations
@@ -194,13 +195,16 @@ class BuiltinGenerator(RequestGenerator):
         rows = [*self._live, *resumed.values(), *(row for group in waiting for row in group)]
         self._slots = max(row.head + row.limit for row in rows)
         if self._parked:
-            self._resume(resumed, most=self._max_batch_size - len(rows))
+            busy = {request.conversation for _, request in coming}
+            idle = [n for n, row in enumerate(self._parked) if row.conversation not in busy]
+            most = self._max_batch_size - len(rows)
+            self._resume(resumed, newest_parked(self._parked, idle, most))
         self._forward.reserve(len(self._parked) + len(rows), self._slots)
         for chunk in _chunks([len(group[0].request.prompt) for group in waiting]):
             self._join(waiting[chunk])
 
-    def _resume(self, resumed: dict[int, _Live], *, most: int) -> None:
-        """Decode these parked rows on, and keep at most so many of the others parked."""
+    def _resume(self, resumed: dict[int, _Live], idle: list[int]) -> None:
+        """Decode these parked rows on, and keep of the others only `idle`."""
         before, rows, live = self._parked, list(resumed), list(resumed.values())
         self._forward.reserve(0, self._slots)
         for chunk in _chunks([len(row.request.prompt) for row in live]):
@@ -209,8 +213,7 @@ class BuiltinGenerator(RequestGenerator):
             more = [r.prompt[size:] for (_, r), size in zip(pairs, known, strict=True)]
             logits = self._forward.extend(rows[chunk], more, known)
             self._append(live[chunk], logits)
-        idle = [row for row in range(len(before)) if row not in resumed]
-        kept = {row: before[row] for row in newest_parked(before, idle, most)}
+        kept = {row: before[row] for row in idle}
         if len(kept) < len(before):
             first = len(self._live) - len(rows)
             self._settle(kept, self._places(first) | dict(zip(rows, range(first, len(self._live)))))

@@ -15,7 +15,8 @@ from spmdflow.rollout.generator import Request
 
 @dataclass(frozen=True)
 class Parked:
-    """A row that keeps its keys and values for the next request of its conversation."""
+    """A row that keeps its keys and values for the next request of its conversation, which has no
+    other row."""
 
     conversation: int
     num_shared: int
@@ -36,18 +37,14 @@ class Parked:
 
 
 def find_parked(parked: Sequence[Parked], requests: Sequence[Request]) -> dict[int, int]:
-    """Request's place -> place of the parked row that knows most of it; each row once."""
-    rows_of: dict[int, list[int]] = {}
-    for row, each in enumerate(parked):
-        rows_of.setdefault(each.conversation, []).append(row)
-    found: dict[int, int] = {}
-    for place, request in enumerate(requests):
-        rows = [] if request.conversation is None else rows_of.get(request.conversation, [])
-        known = {row: size for row in rows if (size := parked[row].num_known(request))}
-        if known:
-            found[place] = max(known, key=known.__getitem__)
-            rows.remove(found[place])
-    return found
+    """Request's place -> place of the parked row of its conversation, if that is of use."""
+    row_of: dict[int | None, int] = {each.conversation: row for row, each in enumerate(parked)}
+    pairs = ((n, row_of.pop(request.conversation, None)) for n, request in enumerate(requests))
+    return {
+        place: row
+        for place, row in pairs
+        if row is not None and parked[row].num_known(requests[place])
+    }
 
 
 def newest_parked(parked: Sequence[Parked], rows: Sequence[int], most: int) -> list[int]:
