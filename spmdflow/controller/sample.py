@@ -5,6 +5,7 @@ Beside texts, score and terms a line of samples.jsonl holds, as far as the batch
     phase       train or eval (held-out prompts)
     group       number of the prompt in its batch; its samples have the same
     advantage   mean over the tokens that are learnt
+    cost        of a cost model (safe RLHF)
     turns       replies of an episode
     lengths     characters of the response that each token shows
     log_probs   of the generator, nats, two decimals
@@ -31,7 +32,7 @@ from spmdflow.datasets.tokenizer import load_tokenizer, token_lengths
 from spmdflow.tracking.progress import Sample
 
 _TEXTS = ("prompt_text", "response_text", "scores")
-_ROWS = ("score_terms", "num_turns")
+_ROWS = ("score_terms", "costs", "num_turns")
 _OWN, _OLD = "rollout_log_probs", "old_log_probs"
 _TOKENS = ("responses", "response_mask", _OWN, _OLD, "advantages")
 _GROUP_ROWS = 4
@@ -106,6 +107,8 @@ def _facts(row: dict[str, Any]) -> Iterator[tuple[str, object]]:
     if "advantages" in row:
         learnt = row["advantages"] if mask is None else row["advantages"][mask]
         yield "advantage", float(f"{float(learnt.mean()):.4g}") if len(learnt) else 0.0
+    if "costs" in row and isfinite(row["costs"]):
+        yield "cost", float(row["costs"])
     if "num_turns" in row:
         yield "turns", int(row["num_turns"])
     if "lengths" in row:

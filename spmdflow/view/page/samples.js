@@ -76,6 +76,7 @@ function sampleCard(sample, colour) {
   const facts = [
     el("b", {class: sample.score === null ? "bad" : ""}, short(sample.score)),
     advantage === undefined ? null : el("span", {}, "advantage ", el("span", {class: advantage < 0 ? "bad" : "good"}, (advantage > 0 ? "+" : "") + short(advantage, 3))),
+    sample.cost === undefined ? null : el("span", {}, `cost ${short(sample.cost)}`),
     sample.turns === undefined ? null : el("span", {}, count(sample.turns, "turn")),
     sample.lengths ? el("span", {}, count(sample.lengths.length, "token")) : null,
     own.length ? el("span", {}, `mean log-prob ${short(mean, 3)}`) : null,
