@@ -1,10 +1,10 @@
-"""GRPO, one step off policy: generation of step k+1 runs while step k is trained.
+"""GRPO off policy by a bound: generation runs up to max_staleness steps ahead of training.
 
-The generator has ranks and weights of its own. Departures from `grpo.py`:
-1. samples come from the policy before the last update (never older: weights pass at the end of
-   every step), and truncated importance weights correct for it (Espeholt et al. 2018; Yao et al.
-   2025);
-2. on resume the samples that were being generated are lost; their prompts are not drawn again.
+The generator has ranks and weights of its own and is never waited for longer than the oldest rows
+take. Departures from `grpo.py`, none of them with max_staleness=0:
+1. a token comes from a policy of up to max_staleness updates ago. Rows under way go on with new
+   weights, token by token; truncated importance weights correct for both (Espeholt et al. 2018;
+   Yao et al. 2025).
 
     torchrun --nproc-per-node 4 -m spmdflow.run algos/grpo_async.py
 """
@@ -28,18 +28,17 @@ def main(flow: Flow, cfg: GRPOAsyncConfig) -> None:
     reference = flow.spawn(ReferenceWorker, cfg.reference)
     reward = flow.spawn(RewardWorker, cfg.reward)
     prompts = flow.prompts(cfg.data)
-    weights, ahead = flow.connect(actor, generator), None
+    weights = flow.connect(actor, generator)
+    queue = flow.queue(prompts, weights, max_staleness=cfg.max_staleness)
     flow.evaluate(generator, reward, every=cfg.eval_every)
 
     for step in flow.steps(cfg.total_steps):
-        # Stage 1: generation, one step ahead
-        if ahead is None:
-            weights.sync()
-            ahead = generator.generate_sequences(next(prompts))
-        batch, ahead = ahead, generator.generate_sequences(next(prompts))
+        # Stage 1: generation, up to max_staleness steps ahead
+        batch = next(queue)
         # Stage 2: preparation
         batch |= actor.compute_log_prob(batch)
-        batch |= batch.map(compute_rollout_weights, cfg=cfg.correction)
+        if cfg.max_staleness:
+            batch |= batch.map(compute_rollout_weights, cfg=cfg.correction)
         batch |= reference.compute_ref_log_prob(batch)
         batch |= reward.compute_reward(batch)
         batch |= batch.map(compute_advantages, estimator=cfg.advantage.estimator, cfg=cfg.advantage)

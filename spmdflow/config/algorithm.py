@@ -305,6 +305,11 @@ class GRPOAsyncConfig(GRPOConfig):
     more_roles: ClassVar[tuple[str, ...]] = ("generator",)
 
     correction: CorrectionConfig = part(CorrectionConfig)
+    max_staleness: int = setting(
+        "Updates that a policy may have seen since it drew a token that is learnt; 0: none.",
+        1,
+        at_least=0,
+    )
     placement: Any = setting(
         "split: the generator on half of the ranks; standalone, or a map of pools.", "split"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -142,9 +143,17 @@ def _items(
 
 
 def plan_map(
-    batch: Batch, function: Callable[..., Any], arguments: Mapping[str, Any], *, step: int
+    batch: Batch,
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    *,
+    step: int,
+    busy: AbstractSet[int] = frozenset(),
 ) -> CallPlan:
-    """A map function on the ranks that hold most of the columns that it reads."""
+    """A map function on the ranks that hold most of the columns that it reads.
+
+    busy: ranks where it would have to wait; taken only if no others have rows of the batch.
+    """
     marks = map_spec(function)
     label = f"map.{function.__name__}"
     _check_arguments(label, function, [batch], arguments, marks.given)
@@ -153,7 +162,7 @@ def plan_map(
     optional = tuple(name for name in marks.optional if name not in {*reads, *spared})
     spec = MethodSpec("rows", reads, optional, marks.writes, False, False)
     inputs = _inputs_of(batch, _columns_read(spec, batch, label))
-    given = _positions_held(_home(batch, inputs, label))
+    given = _positions_held(_home(batch, inputs, label, busy))
     head = {
         "operation": "map",
         "function": f"{function.__module__}:{function.__qualname__}",
@@ -278,22 +287,31 @@ def _widest(inputs: Sequence[Input], ranks: Sequence[int]) -> Input | None:
     return max(made, key=lambda each: (len(each.columns), -each.result.number), default=None)
 
 
-def _home(batch: Batch, inputs: Sequence[Input], label: str) -> Input:
+def _home(
+    batch: Batch, inputs: Sequence[Input], label: str, busy: AbstractSet[int] = frozenset()
+) -> Input:
     """The widest input of the pool that made most of the columns.
 
-    If they are all of a data file: of the pool that made most of the batch's other columns.
+    If they are all of a data file, or of busy ranks: of the pool that made most of the batch's
+    other columns.
     """
-    if not any(isinstance(each.result, RowResult) for each in inputs):
-        inputs = _inputs_of(batch, batch.columns)
+    for apart in dict.fromkeys((busy, frozenset())):
+        for candidates in (inputs, _inputs_of(batch, batch.columns)):
+            free = [x for x in candidates if apart.isdisjoint(getattr(x.result, "ranks", ()))]
+            if any(isinstance(each.result, RowResult) for each in free):
+                return _widest_of_most(free)
+    got = f"a batch of {list(batch.columns)}, none of which a call has made"
+    do = "call a worker method on the batch first"
+    raise ProtocolError.of(label, got, "at least one column made by a worker", do)
+
+
+def _widest_of_most(inputs: Sequence[Input]) -> Input:
+    """The widest input of the pool that made most of the columns."""
     counts: dict[tuple[int, ...], int] = {}
     for each in inputs:
         if isinstance(each.result, RowResult):
             ranks = each.result.ranks
             counts[ranks] = counts.get(ranks, 0) + len(each.columns)
-    if not counts:
-        got = f"a batch of {list(batch.columns)}, none of which a call has made"
-        do = "call a worker method on the batch first"
-        raise ProtocolError.of(label, got, "at least one column made by a worker", do)
     pool = max(counts, key=lambda ranks: (counts[ranks], [-rank for rank in ranks]))
     widest = _widest(inputs, pool)
     assert widest is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
@@ -50,7 +51,7 @@ class Caller:
         self.transport, self.ranks = transport, ranks
         self._seed, self._seconds = run.seed, longest_call_of(run.call_seconds)
         self.transfers = Transfers(transport, seconds=run.transfer_seconds)
-        self.step = 0
+        self.step = self.last_step = 0
         self.phase = "train"
         """train or eval: which metrics the reports of calls belong to."""
         self.records: list[CallRecord] = []
@@ -59,6 +60,10 @@ class Caller:
         """The step's last rows with texts and a score, by phase; sample tables show them."""
         self.learnt: Batch | None = None
         """The last rows that an update of the running step was given."""
+        self.num_updates: Counter[str] = Counter()
+        """Updates of this launch by model."""
+        self.busy: AbstractSet[int] = frozenset()
+        """Ranks whose compute lane draws for rows of later steps: other calls would wait."""
         self.captured: list[tuple[CallRecord, RowResult | None, object]] | None = None
         """Orders of a step that is kept (capsule.py), what they make and their inputs."""
         self.is_skipped: Callable[[Batch], bool] | None = None
@@ -98,6 +103,7 @@ class Caller:
             if self.is_skipped is not None and self.is_skipped(batch):
                 return nothing(f"{target.name}.{method}")
             self.learnt = batch
+            self.num_updates[target.name] += 1
         taken, instead = (given, {}) if batch is None else waiting.offer(target, spec, batch)
         plan = plan_method(
             target,
@@ -123,7 +129,7 @@ class Caller:
         """Run a map function on the ranks that hold most of the columns that it reads."""
         instead = map_spec(function).instead
         taken = self.waiting.offer_map(batch, instead(settings) if instead else {})
-        made = self._run(plan_map(taken, function, settings, step=self.step), batch)
+        made = self._run(plan_map(taken, function, settings, step=self.step, busy=self.busy), batch)
         assert isinstance(made, Batch)
         return made
 
@@ -188,6 +194,7 @@ class Caller:
         answering: tuple[int, ...] = (),
         seconds: float | None = None,
         place: tuple[str, str] | None = None,
+        lane: str = "compute",
     ) -> Pending:
         """Send one numbered command to each rank of `commands`; metrics of answering count.
 
@@ -209,14 +216,14 @@ class Caller:
                 command["free"] = self._unsent.pop(rank)
         limit = self._seconds if seconds is None else seconds
         phase, line = place or (self.phase, script_line())
-        order = Order(number, "compute", label, commands, limit, done, phase=phase, line=line)
+        order = Order(number, lane, label, commands, limit, done, phase=phase, line=line)
         try:
             pending = self.transport.submit(order)
         except MessageError:  # the script may go on
             for rank, command in commands.items():
                 self._unsent.setdefault(rank, []).extend(command.pop("free", []))
             raise
-        record = CallRecord(number, label, phase, commands, pending, answering, self.step)
+        record = CallRecord(number, label, phase, commands, pending, answering, self.step, lane)
         self.records.append(record)
         if self.captured is not None:
             self.captured.append((record, result, kept))
@@ -261,7 +268,8 @@ class Caller:
             rank: {"operation": "fetch", "input": input_of(result, {name: ref.stored}, own)}
             for rank, own in parts.items()
         }
-        replies = self.submit(f"fetch {name}", commands).result()
+        lane = "compute" if self.busy.isdisjoint(commands) else "transfer"
+        replies = self.submit(f"fetch {name}", commands, lane=lane).result()
         columns = [read_message(replies[rank]["column"]) for rank in parts]
         return join(columns), np.concatenate(list(parts.values()))
 

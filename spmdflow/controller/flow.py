@@ -24,6 +24,7 @@ from spmdflow.controller.evaluation import Evaluation, Generate
 from spmdflow.controller.group import ResourcePool, WeightLink, WorkerGroup
 from spmdflow.controller.guarding import Guarding
 from spmdflow.controller.prompts import PromptStream, no_held_out_prompts
+from spmdflow.controller.queue import RolloutQueue
 from spmdflow.controller.saving import Saving
 from spmdflow.controller.step import HostMemory, Show, Step, counted_bytes, is_due
 from spmdflow.controller.transcript import Transcript
@@ -179,6 +180,16 @@ class Flow:
         stream = PromptStream(cfg, self.caller, name=name, seed=self.seed, log=self._log)
         return self.keep(**{name: stream})
 
+    def queue(
+        self, prompts: PromptStream, weights: WeightLink, *, max_staleness: int
+    ) -> RolloutQueue:
+        """Responses that are begun up to max_staleness steps ahead; `next(queue)` is one step's.
+
+        weights: of `connect`, whose generator draws. Checkpoints have its state.
+        """
+        queue = RolloutQueue(prompts, weights, self.caller, max_staleness=max_staleness)
+        return self.keep(**{f"{weights.generator.name}.queue": queue})
+
     def keep(self, **things: T) -> T:
         """Save and load an object (state_dict, load_state_dict) with checkpoints; returns it."""
         if len(things) != 1 or set(things) & set(self.kept):
@@ -209,7 +220,7 @@ class Flow:
         if last is None:
             self._before_first_step()
             last = 0
-        total = self._last_step or total
+        self.caller.last_step = total = self._last_step or total
         if self._capsule is not None:
             self._capsule.check_steps(last + 1, total)
         for number in range(last + 1, total + 1):

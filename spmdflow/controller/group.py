@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from spmdflow.controller.assignment import Target
@@ -12,6 +12,7 @@ from spmdflow.controller.call import too_many
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.result import Result
 from spmdflow.errors import ConfigError, ProtocolError
+from spmdflow.runtime.order import Order, Replies
 from spmdflow.transfer.register import method_spec
 from spmdflow.transfer.worker import Worker
 
@@ -82,18 +83,65 @@ class WeightLink:
             do = "set placement=split, or spawn an ActorWorker, which generates where "
             do += "it trains"
             raise ConfigError.of("connect", got, "pools without common ranks", do)
-        self._caller, self._policy, self._generator = caller, policy, generator
+        self._caller, self._policy, self.generator = caller, policy, generator
+        self.version = 0
+        """Of the generator's weights: how often they were other ones than before."""
+        self._synced: int | None = None
+        """Updates that the generator's weights have seen; None: not synced in this launch."""
+        self._turn, self._ranks = 0, frozenset(generator.target.layout.ranks)
         policy.open_weights(peer=asdict(generator.target.layout))
         generator.open_weights(peer=asdict(policy.target.layout))
 
     def sync(self) -> None:
         """Copy the weights after the policy's earlier calls, for the generator's later calls."""
-        ends = ((self._policy, "send_weights"), (self._generator, "receive_weights"))
-        head = {"operation": "call", "step": self._caller.step, "arguments": {}}
+        if self._caller.busy >= self._ranks:
+            self._halt_when_policy_is_there()
+        self.version = self.next_version
+        self._synced = self._caller.num_updates[self._policy.name]
+        ends: tuple[tuple[WorkerGroup, str, dict[str, int]], ...] = (
+            (self._policy, "send_weights", {}),
+            (self.generator, "receive_weights", {"version": self.version}),
+        )
+        head = {"operation": "call", "step": self._caller.step}
         commands = {
-            rank: head | {"group": group.name, "method": method}
-            for group, method in ends
+            rank: head | {"group": group.name, "method": method, "arguments": arguments}
+            for group, method, arguments in ends
             for rank in group.target.layout.ranks
         }
-        label = f"{self._generator.name}.receive_weights"
+        label = f"{self.generator.name}.receive_weights"
         self._caller.submit(label, commands, answering=tuple(commands))
+
+    @property
+    def next_version(self) -> int:
+        """The version of the policy's weights as they are now."""
+        is_new = self._synced not in (None, self._caller.num_updates[self._policy.name])
+        return self.version + is_new
+
+    def refresh(self) -> None:
+        """Sync unless the generator has the policy's weights."""
+        if self._synced is None or self.version != self.next_version:
+            self.sync()
+
+    def go_on(self) -> None:
+        """Let the generator draw for rows under way until the policy is ready for a sync."""
+        self._turn, self._caller.busy = self._turn + 1, self._caller.busy | self._ranks
+        self.generator.go_on(turn=self._turn)
+
+    def _halt_when_policy_is_there(self) -> None:
+        """End `go_on` once every rank of the policy has come as far as here."""
+        caller, generator, turn = self._caller, self.generator, self._turn
+        caller.busy -= self._ranks
+
+        def order(target: WorkerGroup, operation: str, lane: str) -> Order:
+            command = {"operation": operation, "group": generator.name, "turn": turn}
+            commands = dict.fromkeys(target.target.layout.ranks, command)
+            label, limit = f"{target.name}.{operation}", caller.transfers.seconds
+            return Order(caller.next_number(), lane, label, commands, limit)
+
+        halt = order(generator, "halt", "transfer")
+        reach = order(self._policy, "reach", "compute")
+
+        def is_there(_: Replies) -> None:
+            caller.transport.submit(halt)
+
+        caller.transport.submit(replace(reach, on_done=is_there))

@@ -82,6 +82,20 @@ class PromptStream(Iterator[Batch]):
         """The same prompts, repeated for the samples that data.eval_prompts asks for (may be 0)."""
         return self._held_out(eval_prompts_of(self._cfg.eval_prompts).num_samples)
 
+    def describe(self, batch: Batch) -> dict[str, Any]:
+        """A batch of this stream as plain data, for `restore`."""
+        rows = batch.column("prompts")
+        assert isinstance(rows.result, SourceRows), rows.result.label
+        numbers = rows.result.part(rows.ids)[0]
+        arrays = {"rows": numbers, "ids": batch.ids, "parents": batch.parents}
+        return {name: values.tolist() for name, values in arrays.items()}
+
+    def restore(self, plain: Mapping[str, Any]) -> Batch:
+        """The batch that `describe` was given, under its row ids; the position stays."""
+        assert self.train_scan is not None, self._name
+        ids, parents = (np.asarray(plain[name], dtype=np.int64) for name in ("ids", "parents"))
+        return self._batch("train", self.train_scan, list(plain["rows"]), ids, parents)
+
     def state_dict(self) -> dict[str, Any]:
         """The position in the data."""
         return {} if self._order is None else self._order.state_dict()

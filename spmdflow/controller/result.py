@@ -266,7 +266,7 @@ class Transfers:
     """
 
     def __init__(self, transport: Transport, *, seconds: float) -> None:
-        self._transport, self._seconds = transport, seconds
+        self._transport, self.seconds = transport, seconds
         self.planned_bytes: Counter[Edge] = Counter()
         """Of rows by (source, destination), since the run began."""
         self.moved_bytes: Counter[Edge] = Counter()
@@ -344,7 +344,7 @@ class Transfers:
         label = f"transfer {self._num_released} of {result.label}"
         number, done = self._num_released, partial(self._count, result, label, planned)
         kind = f"transfer of {result.label}"
-        order = Order(number, "transfer", label, commands, self._seconds, done, kind=kind)
+        order = Order(number, "transfer", label, commands, self.seconds, done, kind=kind)
         pending = self._transport.submit(order)
         record = CallRecord(number, label, "train", commands, pending, lane="transfer")
         self._outstanding.append(record)

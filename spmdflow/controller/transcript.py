@@ -106,7 +106,8 @@ def _entry(record: CallRecord, step: int) -> dict[str, Any]:
         kept = {name: value for name, value in plain.items() if name not in _LEFT_OUT}
         key = tuple((name, id(value)) for name, value in kept.items())
         alike.setdefault(key, ([], kept))[0].append(rank)
-    entry = {name: getattr(record, name) for name in ("number", "lane", "label", "phase")}
+    entry = {name: getattr(record, name) for name in ("number", "label", "phase")}
+    entry["lane"] = "transfer" if _operation(record) == "transfer" else "compute"
     return entry | {"step": step, "commands": list(alike.values())} | _answer(record)
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from spmdflow.episodes.fields import Refusal, Reply, answer, ask_of, error
 from spmdflow.episodes.recorder import Recorder
 from spmdflow.errors import DataError
-from spmdflow.rollout.generator import Finished
+from spmdflow.rollout.lasting import Lasted
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Draw(NamedTuple):
     ids: list[int]
     turn: int
     max_new_tokens: int
-    done: Callable[[Finished | None], None]
+    done: Callable[[Lasted | None], None]
     """To be called, from any thread, with what was drawn, or None if it was aborted."""
 
 
@@ -138,6 +138,10 @@ class Endpoint:
 
     def _post(self, item: Draw | Flood) -> None:
         self.inbox.put(item)
+        self.notify()
+
+    def notify(self) -> None:
+        """Give `wake` something to read (any thread)."""
         with suppress(BlockingIOError):  # full: it will wake up anyway
             self._waker.send(b".")
 
@@ -253,9 +257,9 @@ class Endpoint:
         """Have a reply drawn, and record it if the client is still there."""
         ask = ask_of(json.loads(body), chat=chat, told=self._told)
         turn = episode.recorder.begin(ask)
-        future: asyncio.Future[Finished | None] = self._loop.create_future()
+        future: asyncio.Future[Lasted | None] = self._loop.create_future()
 
-        def done(drawn: Finished | None) -> None:
+        def done(drawn: Lasted | None) -> None:
             self._loop.call_soon_threadsafe(
                 lambda: None if future.done() else future.set_result(drawn)
             )

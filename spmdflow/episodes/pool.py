@@ -12,7 +12,7 @@ import logging
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -81,17 +81,16 @@ class EnvironmentPool:
         self._ended: list[Ended] = []
         self._start_missing()
 
-    def begin(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Take new episodes, numbered in order; those of before are gone."""
-        self.stop()
-        self._calls = {number: _Call(row) for number, row in enumerate(rows)}
-        self._waiting = deque(self._calls)
+    def begin(self, rows: Mapping[int, dict[str, Any]], *, first: bool = False) -> None:
+        """Take new episodes, by number, behind those that wait; first: before them."""
+        self._calls |= {number: _Call(row) for number, row in rows.items()}
+        self._waiting = deque([*rows, *self._waiting] if first else [*self._waiting, *rows])
         self._start_missing()
 
     @property
-    def finished(self) -> bool:
-        """Whether no episode waits or runs."""
-        return not self._calls
+    def num_under_way(self) -> int:
+        """Episodes that wait or run."""
+        return len(self._calls)
 
     def hand_out(self, enter: Callable[[int], dict[str, str]]) -> None:
         """Start what there is room for; enter(number): the arguments that it is called with."""
@@ -136,12 +135,6 @@ class EnvironmentPool:
             if number in process.running:
                 process.send({"cancel": number})
                 self._calls[number].causes.append(cause)
-
-    def stop(self) -> None:
-        """Forget all episodes; processes in which some still run are killed."""
-        self._calls, self._ended = {}, []
-        self._waiting.clear()
-        self._kill([process for process in self._processes if process.running or process.ended])
 
     def close(self) -> None:
         """Kill all processes; harmless when repeated."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from spmdflow.datasets.tokenizer import StopStrings, plain_ids, response_texts
 from spmdflow.episodes.conversation import Message, NotAppendOnly, Template, for_template, reply_of
 from spmdflow.episodes.fields import Ask, Refusal
-from spmdflow.rollout.generator import Finished
+from spmdflow.rollout.lasting import Lasted
 from spmdflow.rollout.vllm_tools import CallReader
 
 
@@ -28,6 +28,8 @@ class Segment:
     """True where the model sampled the token."""
     log_probs: list[float] = field(default_factory=list)
     """0 where the mask is False."""
+    versions: list[int] = field(default_factory=list)
+    """Of the weights that sampled the token; -1 where the mask is False."""
     messages: list[Message] = field(default_factory=list)
     """Of a chat, up to the model's last reply."""
     text: str = ""
@@ -125,13 +127,14 @@ class Recorder:
         number = self.num_turns - 1
         return Turn(segment, fresh, text, number, min(ask.max_tokens or room, room))
 
-    def finish(self, ask: Ask, turn: Turn, drawn: Finished) -> tuple[Message, Finished, str]:
+    def finish(self, ask: Ask, turn: Turn, drawn: Lasted) -> tuple[Message, Lasted, str]:
         """Record a reply: its message, what is kept of the drawn tokens, and why it ended."""
         tokens, reason = drawn.tokens.tolist(), "length"
         if ask.stop:
             (end,) = StopStrings(self._tokenizer, ask.stop).first_ends([(turn.ids, tokens, 0)])
             tokens, reason = (tokens[:end], "stop") if end is not None else (tokens, reason)
-        kept = Finished(drawn.id, drawn.tokens[: len(tokens)], drawn.log_probs[: len(tokens)])
+        columns = (drawn.tokens, drawn.log_probs, drawn.versions)
+        kept = Lasted(drawn.id, *(values[: len(tokens)] for values in columns))
         (text,) = response_texts(self._tokenizer, [turn.ids], [tokens])
         if tokens[-1] in self._ends:
             reason = "stop"
@@ -149,9 +152,11 @@ class Recorder:
             segment.tokens += turn.fresh
             segment.mask += [False] * len(turn.fresh)
             segment.log_probs += [0.0] * len(turn.fresh)
+            segment.versions += [-1] * len(turn.fresh)
         segment.tokens += tokens
         segment.mask += [True] * len(tokens)
         segment.log_probs += kept.log_probs.tolist()
+        segment.versions += kept.versions.tolist()
         if ask.messages:
             segment.messages, segment.text = [*ask.messages, message], turn.text
         else:

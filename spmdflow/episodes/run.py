@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,8 @@ from spmdflow.episodes.endpoint import Draw, Endpoint, Flood
 from spmdflow.episodes.pool import Ended, EnvironmentPool
 from spmdflow.episodes.recorder import Limits, Recorder, Segment
 from spmdflow.parallel.group import all_gather_plain
-from spmdflow.rollout.generator import Finished, Replica, Request, RequestGenerator
+from spmdflow.rollout.generator import Replica, Request
+from spmdflow.rollout.lasting import Lasted, LastingRequests
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm_tools import vllm_call_reader
 
@@ -42,6 +45,8 @@ class Episode(NamedTuple):
     tokens: list[int]
     mask: list[bool]
     log_probs: list[float]
+    versions: list[int]
+    """-1 where the mask is False."""
 
 
 class EpisodeRunner:
@@ -51,24 +56,27 @@ class EpisodeRunner:
         self,
         cfg: EpisodeConfig,
         limits: Limits,
+        requests: LastingRequests,
         *,
         tokenizer: Any,
         end_tokens: tuple[int, ...],
         replica: Replica,
     ) -> None:
         """Any: a transformers tokenizer. Worker processes start in the background."""
-        self._limits, self._replica = limits, replica
+        self._limits, self._requests, self._replica = limits, requests, replica
         self._tokenizer, self._end_tokens, name = tokenizer, end_tokens, cfg.tool_parser
         self._read_calls = vllm_call_reader(name, tokenizer) if name else None
-        self._pool: EnvironmentPool | None = None
+        self._numbers = count()
+        self._begun: dict[int, tuple[Sampling, Callable[[int], int]]] = {}
+        """Sampling and seed(turn) of each episode that was begun and not taken."""
+        self._lead: _Lead | None = None
         if replica.place == 0:
-            self._pool = EnvironmentPool(cfg)
-            self._endpoint = Endpoint(tokenizer, max_connections=64 + 8 * cfg.concurrency)
+            endpoint = Endpoint(tokenizer, max_connections=64 + 8 * cfg.concurrency)
+            self._lead = _Lead(EnvironmentPool(cfg), endpoint, self._new_recorder)
 
     def run(
         self,
         rows: Sequence[dict[str, Any]],
-        generator: RequestGenerator,
         sampling: Sampling,
         seed_of_turn: Callable[[int, int], int],
         *,
@@ -79,46 +87,76 @@ class EpisodeRunner:
         seed_of_turn(row's place, turn): seed of a reply. strict: stop at the first failure; later
         rows may then be missing.
         """
-        generator.wake()
-        under_way: set[int] = set()
-        lead = None
-        if self._pool is not None:
-            lead = _Lead(self._pool, self._endpoint, self._new_recorder)
-            self._pool.begin(rows)
-        try:
-            while True:
-                news = self._agree(lead.look(idle=not under_way, strict=strict) if lead else None)
-                for request in news.aborted:
-                    generator.abort(request)
-                    under_way.discard(request)
-                if news.done:
-                    break
-                generator.forget(news.ended)
-                for number, prompt, turn, most in news.added:
-                    own = replace(sampling, max_new_tokens=most)
-                    seed = seed_of_turn(number, turn)
-                    request = generator.add(Request(torch.tensor(prompt), seed, own, number))
-                    under_way.add(request)
-                    if lead:
-                        lead.added(request)
-                for drawn in generator.step() if under_way else ():
-                    under_way.discard(drawn.id)
-                    if lead:
-                        lead.drawn(drawn)
-        finally:
-            for request in sorted(under_way):
-                generator.abort(request)
-            generator.forget(range(len(rows)))
-            if lead:
-                lead.leave_all()
-        told = [tuple(each) for each in lead.episodes()] if lead else None
+        numbers = self.begin(rows, sampling, seed_of_turn)
+        return self.finish(numbers, greedy=sampling.greedy, strict=strict)
+
+    def begin(
+        self,
+        rows: Sequence[dict[str, Any]],
+        sampling: Sampling,
+        seed_of_turn: Callable[[int, int], int],
+    ) -> list[int]:
+        """Take episodes on, behind those begun before (greedy ones: before them); their numbers."""
+        numbers = [next(self._numbers) for _ in rows]
+        for place, number in enumerate(numbers):
+            self._begun[number] = sampling, partial(seed_of_turn, place)
+        if self._lead:
+            self._lead.begin(dict(zip(numbers, rows, strict=True)), first=sampling.greedy)
+        return numbers
+
+    def finish(
+        self, numbers: Sequence[int], *, greedy: bool = False, strict: bool = False
+    ) -> list[Episode]:
+        """Go on with all episodes until these have ended; they are numbered by their places."""
+        lead = self._lead
+        self.go_on(lambda: lead is None or lead.has(numbers, strict=strict), greedy=greedy)
+        for number in numbers:
+            del self._begun[number]
+        self._requests.forget(numbers)
+        told = [tuple(each) for each in lead.take(numbers)] if lead else None
         return [Episode(*each) for each in self._tell(told)]
+
+    def go_on(self, is_over: Callable[[], bool], *, greedy: bool = False) -> None:
+        """Draw for the episodes until is_over(), as the replica's first rank sees it.
+
+        greedy: for those that take the likeliest tokens, else for all others; while none of them
+        asks, for the other sort, whose episodes may be in the way.
+        """
+        lead, requests = self._lead, self._requests
+        while True:
+            sort = greedy != requests.is_idle(greedy=greedy)
+            idle = requests.is_idle(greedy=sort)
+            news = self._agree(lead.look(is_over, idle=idle) if lead else None)
+            for request in news.aborted:
+                requests.abort(request)
+            requests.forget(news.ended)
+            for number, prompt, turn, most in news.added:
+                sampling, seed_of = self._begun[number]
+                own = replace(sampling, max_new_tokens=most)
+                seed = seed_of(turn)
+                request = requests.add(Request(torch.tensor(prompt), seed, own, number))
+                if lead:
+                    lead.added(request)
+            if news.done:
+                return
+            for drawn in () if requests.is_idle(greedy=sort) else requests.step(greedy=sort):
+                if lead:
+                    lead.drawn(drawn)
+
+    @property
+    def num_under_way(self) -> int:
+        """Episodes that wait or run, as the replica's first rank sees it."""
+        return self._lead.num_under_way if self._lead else 0
+
+    def wake(self) -> None:
+        """Have `go_on` look again (another thread)."""
+        if self._lead:
+            self._lead.wake()
 
     def close(self) -> None:
         """End the worker processes and the endpoint."""
-        if self._pool is not None:
-            self._pool.close()
-            self._endpoint.close()
+        if self._lead:
+            self._lead.close()
 
     def _new_recorder(self) -> Recorder:
         return Recorder(self._tokenizer, self._end_tokens, self._limits, self._read_calls)
@@ -165,11 +203,16 @@ class _Lead:
         self._episodes: dict[int, Episode] = {}
         self._fails = False
 
-    def look(self, *, idle: bool, strict: bool) -> News:
-        """Start, end and hear episodes; waits for something new if idle."""
+    def begin(self, rows: Mapping[int, dict[str, Any]], *, first: bool) -> None:
+        """Take episodes on, by number."""
+        self._pool.begin(rows, first=first)
+
+    def look(self, is_over: Callable[[], bool], *, idle: bool) -> News:
+        """Start, end and hear episodes; waits for something new if idle and not over."""
         self._pool.hand_out(self._enter)
         wake = self._endpoint.wake
-        for ended in self._pool.advance(_IDLE_SECONDS if idle else 0.0, wake=wake.fileno()):
+        seconds = _IDLE_SECONDS if idle and not is_over() else 0.0
+        for ended in self._pool.advance(seconds, wake=wake.fileno()):
             self._end(ended)
         with suppress(BlockingIOError):
             wake.recv(1 << 16)
@@ -186,25 +229,38 @@ class _Lead:
                 added.append((item.number, item.ids, item.turn, item.max_new_tokens))
         aborted, self._aborted = self._aborted, []
         gone, self._ended = self._ended, []
-        return News(added, aborted, gone, self._pool.finished or (strict and self._fails))
+        return News(added, aborted, gone, is_over())
 
     def added(self, request: int) -> None:
         """The generator has taken the next request."""
         self._drawing[request] = self._asked.popleft()
 
-    def drawn(self, drawn: Finished) -> None:
+    def drawn(self, drawn: Lasted) -> None:
         """A reply has ended."""
         self._drawing.pop(drawn.id).done(drawn)
 
-    def leave_all(self) -> None:
-        """End every episode."""
-        for number in list(self._names):
-            self._leave(number)
-        self._pool.stop()
+    def has(self, numbers: Sequence[int], *, strict: bool) -> bool:
+        """Whether these episodes have ended, or, if strict, one has failed."""
+        return (strict and self._fails) or self._episodes.keys() >= set(numbers)
 
-    def episodes(self) -> list[Episode]:
-        """What became of the rows, in order."""
-        return [self._episodes[number] for number in sorted(self._episodes)]
+    def take(self, numbers: Sequence[int]) -> list[Episode]:
+        """What became of these episodes, as far as they have ended; numbered by place."""
+        found = [(place, self._episodes.pop(n, None)) for place, n in enumerate(numbers)]
+        return [each._replace(number=place) for place, each in found if each]
+
+    @property
+    def num_under_way(self) -> int:
+        """Episodes that wait or run."""
+        return self._pool.num_under_way
+
+    def wake(self) -> None:
+        """Have `look` return (another thread)."""
+        self._endpoint.notify()
+
+    def close(self) -> None:
+        """End the worker processes and the endpoint."""
+        self._pool.close()
+        self._endpoint.close()
 
     def _enter(self, number: int) -> dict[str, str]:
         """Start an episode, from its beginning if its process was lost."""
@@ -240,4 +296,5 @@ class _Lead:
             found.tokens,
             found.mask,
             found.log_probs,
+            found.versions,
         )

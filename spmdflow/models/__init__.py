@@ -5,6 +5,7 @@
 | `ActorWorker` | generate_sequences | 3D_ALL_MICRO_DP |
 | | compute_log_prob, compute_loss, update_actor | 3D_PROTO |
 | `GeneratorWorker` | generate_sequences, with weights it is sent or reads | 3D_ALL_MICRO_DP |
+| | begin_sequences, finish_sequences, the same of episodes | 3D_ALL_MICRO_DP |
 | `CriticWorker` | compute_values, update_critic | 3D_PROTO |
 | `ReferenceWorker` | compute_ref_log_prob | 3D_PROTO |
 | `RewardWorker` | compute_reward | 3D_PROTO |

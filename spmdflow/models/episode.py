@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from functools import partial
 from math import nan
 from typing import Any
 
@@ -28,12 +29,26 @@ from spmdflow.errors import ConfigError, RewardError
 from spmdflow.models.reward import average_terms, count_dropped, put_at_last_token
 from spmdflow.rollout.forward import end_tokens
 from spmdflow.rollout.generator import Generator, Replica, RequestGenerator
+from spmdflow.rollout.lasting import LastingRequests
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import Max, Mean, Metric, Sum, Worker
+from spmdflow.transfer.worker import CallInfo, Max, Mean, Metric, Sum, Worker
 
 logger = logging.getLogger(__name__)
 
+EPISODE_COLUMNS = (
+    "prompts",
+    "prompt_text",
+    "responses",
+    "response_text",
+    "response_mask",
+    "rollout_log_probs",
+    "scores",
+    "token_level_rewards",
+    "valid",
+    "num_turns",
+    "weights_version",
+)
 _MOST_TOLD = 3
 """Failures of one call that a rank's log tells in full."""
 
@@ -47,30 +62,28 @@ def check_environment(label: str, cfg: Any, arguments: Mapping[str, Any]) -> Non
     environment_of(episode.environment)
 
 
+def requests_of(generator: Generator, model_path: str, what: str) -> LastingRequests:
+    """Requests of a generator; ConfigError if it takes none, as `what` needs."""
+    if not isinstance(generator, RequestGenerator):
+        got, do = type(generator).__name__, "choose another actor.rollout.engine"
+        raise ConfigError.of(what, got, "a generator that takes requests", do)
+    return LastingRequests(generator, end_tokens(model_path))
+
+
 class EpisodeWorker(Worker):
     """The call that runs episodes; a role adds the generator."""
 
     generator: Generator
     sampling: Sampling
+    requests: LastingRequests
+    """Of the episodes; a generator's sequences that are made ahead go through it, too."""
     _runner: EpisodeRunner | None = None
     _errors: OnError
 
     @register(
         transfer_mode="3D_ALL_MICRO_DP",
         reads=("prompts", "prompt_text", "row"),
-        writes=(
-            "prompts",
-            "prompt_text",
-            "responses",
-            "response_text",
-            "response_mask",
-            "rollout_log_probs",
-            "scores",
-            "token_level_rewards",
-            "valid",
-            "num_turns",
-            "weights_version",
-        ),
+        writes=EPISODE_COLUMNS,
         draws=True,
         check=check_environment,
     )
@@ -86,22 +99,37 @@ class EpisodeWorker(Worker):
         num_turns (B,): replies. RewardError if too many failed (rollout.episode.on_error). greedy:
         take the likeliest tokens. prefix: of the score's metrics.
         """
-        assert self._runner is not None, "opened with the role"
-        generator = self.request_generator("run_episodes")
-        rows = [
+        self.request_generator("run_episodes")
+        found = self.runner.run(
+            self.episode_rows(batch),
+            self.sampling.for_call(greedy=greedy),
+            partial(self._turn_seed, self.call),
+            strict=self._errors.is_strict,
+        )
+        return self.episode_columns(batch, found, prefix).exclude("token_versions")
+
+    @property
+    def runner(self) -> EpisodeRunner:
+        """Runs the episodes; opened with the role."""
+        assert self._runner is not None, "its settings have an environment"
+        return self._runner
+
+    @staticmethod
+    def episode_rows(batch: TensorDict) -> list[dict[str, Any]]:
+        """What the environment is called with, for each row."""
+        return [
             json.loads(row) | {"prompt": text}
             for row, text in zip(batch["row"], batch["prompt_text"], strict=True)
         ]
-        errors, sampling = self._errors, self.sampling.for_call(greedy=greedy)
-        found = self._runner.run(
-            rows, generator, sampling, self._turn_seed, strict=errors.is_strict
-        )
+
+    def episode_columns(self, batch: TensorDict, found: list[Episode], prefix: str) -> TensorDict:
+        """Report the episodes of a call; their columns. RewardError if too many failed."""
         causes = [
             f"row {int(self.call.row_ids[each.number])}: {each.cause}"
             for each in found
             if each.cause
         ]
-        if causes and errors.is_strict:
+        if causes and self._errors.is_strict:
             raise RewardError(causes[0])
         for cause in causes[:_MOST_TOLD]:
             logger.warning("an episode failed, dropped: %s", cause)
@@ -120,9 +148,11 @@ class EpisodeWorker(Worker):
         if not may_fork:
             check_template(tokenizer)
         self._errors = episode_errors(cfg.episode.on_error)
+        self.requests = requests_of(self.generator, self.cfg.model.path, "run_episodes")
         self._runner = EpisodeRunner(
             cfg.episode,
             Limits(cfg.episode.max_turns, cfg.max_prompt_tokens, cfg.max_new_tokens, may_fork),
+            self.requests,
             tokenizer=tokenizer,
             end_tokens=end_tokens(self.cfg.model.path),
             replica=Replica.of(self.context.layout, self.context.rank, self.context.groups),
@@ -145,12 +175,12 @@ class EpisodeWorker(Worker):
         if self._runner is not None:
             self._runner.close()
 
-    def _turn_seed(self, place: int, turn: int) -> int:
+    def _turn_seed(self, call: CallInfo, place: int, turn: int) -> int:
         """Seed of a reply, from (seed, step, row id, generation, turn), never from a rank.
 
-        place: of the row in the call. Held-out rows have the same seeds at every step.
+        place: of the row in the call that began it. Held-out rows have the same seeds at every
+        step.
         """
-        call = self.call
         assert call.generation is not None, "registered with draws=True"
         row = int(call.row_ids[place])
         step = 0 if is_held_out(row) else call.step
@@ -199,6 +229,7 @@ class EpisodeWorker(Worker):
                 tokens=[end],
                 mask=[False],
                 log_probs=[0.0],
+                versions=[-1],
             )
             for each in found
         ]
@@ -223,6 +254,7 @@ class EpisodeWorker(Worker):
                 "valid": torch.tensor(valid).bool(),
                 "num_turns": torch.tensor([each.num_turns for each in found]).long(),
                 "weights_version": torch.full((len(found),), version),
+                "token_versions": column("versions", torch.int32),
             },
             batch_size=batch.batch_size,
         )

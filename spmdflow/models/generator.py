@@ -7,27 +7,45 @@ nothing is trained (`load_weights`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.offline import EvaluatedConfig
 from spmdflow.config.parallel import generation_sizes
 from spmdflow.config.schema import ActorConfig
+from spmdflow.data.ragged import ragged, rows_of
 from spmdflow.data.row_id import is_held_out, seed_of
 from spmdflow.datasets.tokenizer import load_tokenizer, template_ids
 from spmdflow.errors import ConfigError, ProtocolError, WeightSyncError
 from spmdflow.hybrid_engine.sync import WeightReceiver
+from spmdflow.models.ahead import RowsAhead
 from spmdflow.models.base import axis_groups
-from spmdflow.models.episode import EpisodeWorker
+from spmdflow.models.episode import (
+    EPISODE_COLUMNS,
+    EpisodeWorker,
+    check_environment,
+    requests_of,
+)
 from spmdflow.models.turn import RESPONSE, Turn
 from spmdflow.parallel.layout import Layout
-from spmdflow.rollout.generator import NEVER, Generator, Replica, generator_of, take_folder_weights
+from spmdflow.rollout.generator import (
+    NEVER,
+    Generator,
+    Replica,
+    Request,
+    generator_of,
+    response_columns,
+    take_folder_weights,
+)
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import CallInfo, Max, Mean, Sum, WorkerContext
+from spmdflow.transfer.worker import CallInfo, Max, Mean, Sum, WorkerContext, any_layout
 from spmdflow.weights.architecture import Architecture
 
 
@@ -187,6 +205,7 @@ class GeneratorWorker(SamplingWorker):
         self.generator = generator_of(cfg.rollout, cfg.model.path, context.device, replica)
         self.sampling = Sampling.from_config(cfg.rollout)
         self._receiver: WeightReceiver | None = None
+        self._ahead: RowsAhead | None = None
         self.open_episodes()
 
     @register(transfer_mode="ONE_TO_ALL")
@@ -195,10 +214,143 @@ class GeneratorWorker(SamplingWorker):
         self._receiver = WeightReceiver(self.generator, self.context, self.cfg, Layout(**peer))
 
     @register(transfer_mode="ONE_TO_ALL")
-    def receive_weights(self) -> None:
-        """Receive what the connected policy sends in the same call; compare every hash."""
+    def receive_weights(self, version: int = 0) -> None:
+        """Receive what the connected policy sends in the same call; compare every hash.
+
+        version: of these weights. Rows under way go on with them.
+        """
         assert self._receiver is not None, "open_weights comes first"
+        if self._ahead is not None:
+            self._ahead.set_aside(version)
         self.report(self._receiver.receive())
+
+    @register(transfer_mode="ONE_TO_ALL")
+    def open_queue(self) -> None:
+        """Prepare to make rows ahead of the steps that learn from them (flow.queue).
+
+        ConfigError for a generator that takes no requests, or draws with its own noise.
+        """
+        if getattr(self.generator, "keeps_noise", False):
+            got, do = self.cfg.rollout.engine, "choose another actor.rollout.engine"
+            expected = "a generator whose noise belongs to the row, as rows go on over a sync"
+            raise ConfigError.of("flow.queue", got, expected, do)
+        if self._runner is None:
+            self.requests = requests_of(self.generator, self.cfg.model.path, "flow.queue")
+        replica = Replica.of(self.context.layout, self.context.rank, self.context.groups)
+        self._ahead = RowsAhead(self.requests, replica, self._runner)
+
+    @register(transfer_mode="3D_ALL_MICRO_DP", reads=("prompts",), draws=True)
+    def begin_sequences(self, batch: TensorDict) -> dict[str, float]:
+        """Take rows on; the calls that follow draw their responses."""
+        self.fresh_generator()
+        rows, seeds = rows_of(batch["prompts"]), row_seeds(self.context, self.call)
+        sampling = self.sampling.for_call()
+        requests = [Request(row.cpu(), seed, sampling) for row, seed in zip(rows, seeds)]
+        self.rows_ahead.begin_sequences(self.call.row_ids.tolist(), requests)
+        return {}
+
+    @register(
+        transfer_mode="3D_ALL_MICRO_DP",
+        reads=("prompts",),
+        writes=("responses", "response_mask", "rollout_log_probs", "token_versions"),
+        extends=True,
+    )
+    def finish_sequences(self, batch: TensorDict, *, version: int) -> TensorDict:
+        """The responses of rows that were begun on the same ranks, as of `generate_sequences`.
+
+        token_versions (ragged int32): of the weights that drew each token. Draws for all rows
+        under way until these have ended. version: of the policy that learns from them.
+        """
+        found = self.rows_ahead.finish_sequences(self.call.row_ids.tolist())
+        device, none = self.context.device, torch.zeros(0)
+        lengths = torch.tensor([len(row.tokens) for row in found], dtype=torch.int64).to(device)
+        tokens, log_probs, versions = (
+            torch.cat([getattr(row, name) for row in found] or [none]).to(device, dtype)
+            for name, dtype in (
+                ("tokens", torch.int64),
+                ("log_probs", torch.float32),
+                ("versions", torch.int32),
+            )
+        )
+        made = response_columns(tokens, log_probs, lengths)
+        made["token_versions"] = ragged(versions, lengths)
+        self._report_tokens(batch["prompts"], made, num_rows=len(found))
+        self._report_ages(version - versions)
+        return made
+
+    @register(
+        transfer_mode="3D_ALL_MICRO_DP",
+        reads=("prompts", "prompt_text", "row"),
+        draws=True,
+        check=check_environment,
+    )
+    def begin_episodes(self, batch: TensorDict) -> dict[str, float]:
+        """Take an episode on for each row; the calls that follow run them."""
+        self.fresh_generator()
+        self.rows_ahead.begin_episodes(
+            self.call.row_ids.tolist(),
+            self.episode_rows(batch),
+            self.sampling.for_call(),
+            partial(self._turn_seed, self.call),
+        )
+        return {}
+
+    @register(
+        transfer_mode="3D_ALL_MICRO_DP",
+        reads=("prompts",),
+        writes=(*EPISODE_COLUMNS, "token_versions"),
+    )
+    def finish_episodes(self, batch: TensorDict, *, version: int) -> TensorDict:
+        """The episodes of rows that were begun on the same ranks, as of `run_episodes`.
+
+        token_versions (ragged int32): as of `finish_sequences`, -1 where the environment spoke.
+        Goes on with all episodes under way until these have ended.
+        """
+        found = self.rows_ahead.finish_episodes(self.call.row_ids.tolist())
+        made = self.episode_columns(batch, found, "reward")
+        versions = made["token_versions"].values()[made["response_mask"].values()]
+        self._report_ages(version - versions)
+        return made
+
+    def _report_ages(self, ages: Tensor) -> None:
+        """Metrics of the tokens (n,) that the running step learns from, in versions."""
+        largest = Max(float(ages.max()) if len(ages) else 0.0)
+        self.report({"rollout/age": Mean(float(ages.sum()), len(ages)), "rollout/age_max": largest})
+        self.report({"rollout/weights_version": Max(float(self.generator.weights_version))})
+
+    @register(transfer_mode="ONE_TO_ALL")
+    def go_on(self, turn: int) -> None:
+        """Draw for rows under way until `halt(turn)`, or until all have ended."""
+        self.rows_ahead.go_on(turn)
+
+    def halt(self, turn: int) -> None:
+        """See Worker.halt."""
+        self.rows_ahead.halt(turn)
+
+    @property
+    def rows_ahead(self) -> RowsAhead:
+        """Rows that were begun; there after `open_queue`."""
+        assert self._ahead is not None, "open_queue comes first"
+        return self._ahead
+
+    def save_state(self, folder: Path) -> Callable[[], None] | None:
+        """Responses that were begun ahead, once for each replica; see RowsAhead.save."""
+        ahead, context = self._ahead, self.context
+        if ahead is None or Replica.of(context.layout, context.rank, context.groups).place:
+            return None
+        return ahead.save(folder / f"rank-{context.rank}.safetensors")
+
+    @any_layout
+    def load_state(self, folder: Path) -> None:
+        """Every rank reads them all: their rows may be begun on any of them."""
+        if self._ahead is not None:
+            self._ahead.load(sorted(folder.glob("rank-*.safetensors")))
+
+    def make_room(self, *, trains: bool) -> None:
+        """Set rows under way aside, then free the KV cache."""
+        if self._ahead is not None:
+            self._ahead.set_aside()
+        super().make_room(trains=trains)
 
     @register(transfer_mode="ONE_TO_ALL")
     def load_weights(self) -> None:
@@ -214,5 +366,7 @@ class GeneratorWorker(SamplingWorker):
             do = "connect the two with flow.connect(actor, generator) and call its "
             do += "sync() first, or call load_weights() for those of the folder"
             raise WeightSyncError.of("generate", got, "those of the policy", do)
+        if self._ahead is not None:
+            self._ahead.set_aside()
         self.report({"rollout/weights_version": Max(float(self.generator.weights_version))})
         return self.generator

@@ -76,6 +76,7 @@ _FORMS = {
     "float32 like responses": "rollout_log_probs old_log_probs ref_log_probs values cost_values "
     "token_level_rewards token_level_costs advantages returns cost_returns rollout_weights "
     "squared_probs",
+    "int32 like responses": "token_versions",
     "float32": "scores costs baseline_scores reference_kl pretrain_losses losses margins",
     "float32[2]": "ref_answer_log_probs",
     "int64": "chosen_tokens num_turns weights_version",

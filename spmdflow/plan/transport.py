@@ -114,10 +114,15 @@ class TraceTransport(ImmediateTransport):
             self._count(order.label, line)
         if self.step:
             self.paths.append(path)
-        place, facts = len(self.orders), (order.number, order.lane, order.label, self.step)
-        commands = dict(order.commands)
+        place, lane, commands = len(self.orders), order.lane, dict(order.commands)
+        operation, pending = next(iter(commands.values()))["operation"], _Watched(order.label, self)
+        if operation in ("reach", "halt"):  # no calls: they end one early
+            pending.resolve({rank: {} for rank in commands})
+            return pending
+        if operation == "fetch":
+            lane = COMPUTE  # by whichever lane it is answered
+        facts = (order.number, lane, order.label, self.step)
         self.orders.append(TracedOrder(place, *facts, order.phase, line, commands))
-        pending = _Watched(order.label, self)
         self.post(partial(self._answer, order, pending, place))
         return pending
 

@@ -214,6 +214,8 @@ def _call(trace: Trace, order: TracedOrder, models: Mapping[str, Model]) -> Call
         return None
     traced = trace.models[order.model]
     kind = traced.kind_of(order.method)
+    if traced.only_generates and kind != "generate":
+        return None  # it takes rows on, and draws for them later
     minis = [len(plain.get("mini", ())) for plain in order.commands.values()]
     workload = Workload(
         num_sequences=tokens.num_rows,

@@ -70,6 +70,8 @@ class _Rows:
     """Prompt lengths."""
     seeds: Tensor
     limits: Tensor
+    drawn: Tensor
+    """Tokens that were drawn before the request."""
     counts: Tensor
     """Tokens drawn so far; no longer changes once the row has ended."""
     running: Tensor
@@ -131,13 +133,19 @@ class BuiltinGenerator(RequestGenerator):
         self._waiting.append((next(self._ids), request))
         return self._waiting[-1][0]
 
-    def abort(self, request_id: int) -> None:
+    def abort(self, request_id: int) -> Finished | None:
         """See RequestGenerator.abort."""
-        self._waiting = [pair for pair in self._waiting if pair[0] != request_id]
-        ended = {place: 0 for place, row in enumerate(self._live) if row.id == request_id}
-        if ended:
-            with torch.inference_mode():
-                self._leave(ended)
+        for pair in self._waiting:
+            if pair[0] == request_id:
+                self._waiting.remove(pair)
+                return Finished(request_id, torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+        for place, row in enumerate(self._live):
+            if row.id == request_id:
+                drawn = self._finished(row, self._rows, place, int(self._rows.counts[place]))
+                with torch.inference_mode():
+                    self._leave({place: 0})
+                return drawn
+        return None
 
     def forget(self, conversations: Collection[int]) -> None:
         """See RequestGenerator.forget."""
@@ -170,12 +178,13 @@ class BuiltinGenerator(RequestGenerator):
                 chosen = chosen[self._leave(counts)]
             if self._live:
                 self._advance(chosen)
-        return [
-            Finished(
-                row.id, rows.tokens[place, :size].clone(), rows.log_probs[place, :size].clone()
-            )
-            for row, place, size in ended
-        ]
+        return [self._finished(row, rows, place, size) for row, place, size in ended]
+
+    @staticmethod
+    def _finished(row: _Live, rows: _Rows, place: int, size: int) -> Finished:
+        """The first tokens of a row."""
+        tokens, log_probs = rows.tokens[place, :size], rows.log_probs[place, :size]
+        return Finished(row.id, tokens.clone(), log_probs.clone())
 
     def _refill(self, free: int) -> None:
         """Prefill waiting requests, as many as there are free rows; samples of a prompt once, and
@@ -227,13 +236,16 @@ class BuiltinGenerator(RequestGenerator):
 
     def _append(self, new: list[_Live], logits: Tensor) -> None:
         """More rows behind those that are decoded."""
-        facts = [(len(r.request.prompt), r.request.seed, r.limit, 0) for r in new]
-        starts, seeds, limits, counts = torch.tensor(facts, device=self.device).T
+        facts = [
+            (len(r.request.prompt), r.request.seed, r.limit, r.request.num_drawn, 0) for r in new
+        ]
+        starts, seeds, limits, drawn, counts = torch.tensor(facts, device=self.device).T
         width = max(row.limit for row in new) + 1
         rows = _Rows(
             starts,
             seeds,
             limits,
+            drawn,
             counts,
             torch.ones(len(new), dtype=torch.bool, device=self.device),
             torch.zeros(len(new), width, dtype=torch.int64, device=self.device),
@@ -248,7 +260,7 @@ class BuiltinGenerator(RequestGenerator):
     def _draw(self) -> Tensor:
         """Draw one token (n,) for every row, and record it."""
         rows, sampling = self._rows, self._live[0].request.sampling
-        chosen, log_probs = draw(self._logits, sampling, rows.seeds, rows.counts)
+        chosen, log_probs = draw(self._logits, sampling, rows.seeds, rows.drawn + rows.counts)
         rows.tokens.scatter_(1, rows.counts[:, None], chosen[:, None])
         rows.log_probs.scatter_(1, rows.counts[:, None], log_probs[:, None])
         rows.counts += rows.running

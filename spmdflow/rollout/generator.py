@@ -141,6 +141,8 @@ class Request:
     conversation: int | None = None
     """Of a turn: a later request with this number, whose prompt begins with this one and its
     response, may be answered from the keys and values that were kept."""
+    num_drawn: int = 0
+    """Tokens at the end of the prompt that were drawn before: the noise goes on behind theirs."""
 
 
 @dataclass(frozen=True)
@@ -223,8 +225,8 @@ class RequestGenerator(ABC):
         longer than the model's context."""
 
     @abstractmethod
-    def abort(self, request_id: int) -> None:
-        """Drop a request: `step` will not give it. Nothing happens if it has ended."""
+    def abort(self, request_id: int) -> Finished | None:
+        """Drop a request: `step` will not give it. What was drawn of it; None if it has ended."""
 
     def forget(self, conversations: Collection[int]) -> None:  # noqa: B027 not all keep something
         """These conversations have ended; what was kept of them is freed."""

@@ -156,11 +156,13 @@ class VllmGenerator(RequestGenerator):
         requests[number] = request  # now that vLLM has not refused it
         return number
 
-    def abort(self, request_id: int) -> None:
+    def abort(self, request_id: int) -> Finished | None:
         """See RequestGenerator.abort."""
-        if request_id in self._sampler.requests:
-            self._llm.llm_engine.abort_request([str(request_id)])
-            self._sampler.drop(request_id)
+        if request_id not in self._sampler.requests:
+            return None
+        self._llm.llm_engine.abort_request([str(request_id)])
+        (drawn,) = self._sampler.said([request_id])
+        return self._sampler.take(request_id, len(drawn))
 
     def step(self) -> list[Finished]:
         """See RequestGenerator.step: one step of the engine, several if there are stop strings."""

@@ -133,11 +133,11 @@ class RowSampler(nn.Module):
         assert len(names) == len(logits), (len(names), tuple(logits.shape))
         if names != self._names:
             self._arrange(list(names))
-        rows, seeds, prompts = self._facts
+        rows, seeds, prompts, drawn = self._facts
         lengths = self._runner.seq_lens
         places = getattr(lengths, "gpu", lengths)[: len(names)].long() - prompts
         if self._stock is None:
-            tokens, log_probs = draw(logits, self.sampling, seeds, places.clamp(min=0))
+            tokens, log_probs = draw(logits, self.sampling, seeds, places.clamp(min=0) + drawn)
         else:
             tokens = self._stock(logits.clone(), sampling_metadata).sampled_token_ids[:, 0].long()
             log_probs = log_probs_of(logits, tokens, self.sampling)
@@ -157,7 +157,7 @@ class RowSampler(nn.Module):
             if number not in self._rows:
                 self._rows[number] = self._free_row(request.sampling.max_new_tokens + 1)
         facts = [
-            (self._rows[number], request.seed, len(request.prompt))
+            (self._rows[number], request.seed, len(request.prompt), request.num_drawn)
             for number, request in zip(numbers, requests, strict=True)
         ]
         self._names, self._facts = names, torch.tensor(facts, device=self._counts.device).T
@@ -185,14 +185,11 @@ class RowSampler(nn.Module):
     def take(self, number: int, size: int) -> Finished:
         """The first `size` tokens of a request; forgets the request."""
         del self.requests[number]
-        row = self._rows.pop(number)
+        row = self._rows.pop(number, None)
+        if row is None:  # it has waited so far
+            return Finished(number, torch.zeros(0, dtype=torch.int64), torch.zeros(0))
         tokens, log_probs = self._tokens[row, :size].clone(), self._log_probs[row, :size].clone()
         return Finished(number, tokens, log_probs)
-
-    def drop(self, number: int) -> None:
-        """Forget a request."""
-        self.requests.pop(number, None)
-        self._rows.pop(number, None)
 
 
 def _run_without_compiling() -> None:

@@ -102,6 +102,8 @@ class RankState:
             "join": self._join,
             "fetch": self._fetch,
             "transfer": self._transfer,
+            "halt": self._halt,
+            "reach": lambda plain, number: {},
             **self._files.operations(),
             "close": self._close,
         }
@@ -326,6 +328,10 @@ class RankState:
     def _transfer(self, plain: Plain, number: int) -> dict[str, Any]:
         run_release(number, plain, self.store, self._transport)
         return self._transport.take_counts()
+
+    def _halt(self, plain: Plain, number: int) -> dict[str, Any]:
+        self._workers[plain["group"]].halt(plain["turn"])
+        return {}
 
     # The end
 

@@ -167,6 +167,12 @@ class Worker:
         trains: that call trains its model.
         """
 
+    def halt(self, turn: int) -> None:
+        """End the running call of this turn, or keep it from beginning (transfer lane).
+
+        Only for methods that go on until they are told to end; others take no notice.
+        """
+
     def save_state(self, folder: Path) -> Callable[[], None] | None:
         """Write this rank's state into folder; stateless workers write nothing.
 

@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from spmdflow.plan.replay import Replay
 from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.forward import end_tokens
 from spmdflow.rollout.generator import Replica, Request, take_folder_weights
+from spmdflow.rollout.lasting import LastingRequests
 from spmdflow.rollout.sampling import Sampling
 from tests.distributed.programs import episode_env, episode_ranks
 from tests.unit.planned import trace_replayed
@@ -50,13 +52,17 @@ def new_generator(*, max_batch_size: int = 128, model: Path = MODEL) -> Listenin
     return generator
 
 
-def new_runner(name: str, *, limits: Limits = LIMITS, **settings: Any) -> EpisodeRunner:
+def new_runner(
+    name: str, generator: BuiltinGenerator, *, limits: Limits = LIMITS, **settings: Any
+) -> EpisodeRunner:
     cfg = EpisodeConfig(**{"environment": f"{ENVIRONMENTS}:{name}", "seconds": 20.0, **settings})
+    ends = end_tokens(str(MODEL))
     return EpisodeRunner(
         cfg,
         limits,
+        LastingRequests(generator, ends),
         tokenizer=load_tokenizer(str(MODEL)),
-        end_tokens=end_tokens(str(MODEL)),
+        end_tokens=ends,
         replica=Replica.alone(),
     )
 
@@ -73,8 +79,8 @@ def facts(episodes: list[Episode]) -> list[Any]:
 @pytest.fixture(scope="module")
 def alone() -> list[Episode]:
     """The scripted episodes, one request at a time: every shape is a row's own."""
-    runner, generator = new_runner("scripted"), new_generator(max_batch_size=1)
-    found = runner.run(ROWS, generator, SAMPLING, seed_of_turn)
+    runner = new_runner("scripted", new_generator(max_batch_size=1))
+    found = runner.run(ROWS, SAMPLING, seed_of_turn)
     runner.close()
     return found
 
@@ -109,9 +115,9 @@ def test_ids_and_masks_are_those_of_a_plain_loop(alone: list[Episode]) -> None:
 def test_any_order_of_arrival_gives_the_same_bits(alone: list[Episode], num_seeds: int) -> None:
     orders = set()
     for sleeps in range(1, num_seeds + 1):
-        runner = new_runner(f"scripted(sleeps={sleeps})")
         generator = new_generator(max_batch_size=1)
-        found = runner.run(ROWS, generator, SAMPLING, seed_of_turn)
+        runner = new_runner(f"scripted(sleeps={sleeps})", generator)
+        found = runner.run(ROWS, SAMPLING, seed_of_turn)
         runner.close()
         assert facts(found) == facts(alone), sleeps
         orders.add(tuple(generator.order))
@@ -119,13 +125,37 @@ def test_any_order_of_arrival_gives_the_same_bits(alone: list[Episode], num_seed
 
 
 def test_rows_decoded_together_give_the_same_tokens(alone: list[Episode]) -> None:
-    runner = new_runner("scripted(sleeps=1)", num_processes=2)
-    found = runner.run(ROWS, new_generator(), SAMPLING, seed_of_turn)
+    runner = new_runner("scripted(sleeps=1)", new_generator(), num_processes=2)
+    found = runner.run(ROWS, SAMPLING, seed_of_turn)
     runner.close()
 
     for together, own in zip(found, alone, strict=True):
         assert (together.tokens, together.mask) == (own.tokens, own.mask)
         assert together.log_probs == pytest.approx(own.log_probs, abs=1e-5)
+
+
+def test_episodes_begun_ahead_lose_nothing_to_new_weights_or_to_held_out_ones(
+    alone: list[Episode],
+) -> None:
+    generator = new_generator(max_batch_size=1)
+    runner = new_runner("scripted(sleeps=3)", generator, concurrency=12)
+    first = runner.begin(ROWS[:16], SAMPLING, seed_of_turn)
+    second = runner.begin(ROWS[16:32], SAMPLING, lambda place, turn: seed_of_turn(place + 16, turn))
+
+    found = runner.finish(first)
+    generator.renew(1)
+    runner._requests.set_aside()
+    runner._requests.version = 1
+    greedy = runner.run(ROWS[:4], replace(SAMPLING, greedy=True), seed_of_turn)
+    found += runner.finish(second)
+    runner.close()
+
+    assert [each.tokens for each in found] == [each.tokens for each in alone[:32]]
+    for each in found:
+        assert [version >= 0 for version in each.versions] == each.mask
+    assert {version for each in found[16:] for version in each.versions} >= {-1, 1}
+    assert {version for each in found[:16] for version in each.versions} == {-1, 0}
+    assert all(each.scores for each in greedy)
 
 
 CAUSES = {
@@ -148,9 +178,9 @@ def among_faults() -> Iterator[tuple[list[dict[str, Any]], list[Episode]]]:
     rows: list[dict[str, Any]] = [{"does": does} for does in ("none", *CAUSES)]
     rows += [{"does": ""} for _ in rows]
     random.Random(0).shuffle(rows)
-    runner = new_runner("faulty", seconds=2.0, num_processes=2)
-    found = runner.run(rows, new_generator(), SAMPLING, seed_of_turn)
-    again = runner.run(ROWS[:4], new_generator(), SAMPLING, seed_of_turn)
+    runner = new_runner("faulty", new_generator(), seconds=2.0, num_processes=2)
+    found = runner.run(rows, SAMPLING, seed_of_turn)
+    again = runner.run(ROWS[:4], SAMPLING, seed_of_turn)
     assert all(episode.scores for episode in again)
     yield rows, found
     runner.close()
@@ -180,11 +210,10 @@ def test_faults_harm_no_other_episode(
 
 
 def test_strict_run_ends_at_the_first_failure() -> None:
-    runner = new_runner("faulty", seconds=15.0)
+    runner = new_runner("faulty", new_generator(), seconds=15.0)
     start = time.monotonic()
     found = runner.run(
         [{"does": "waits"}, {"does": "raises"}],
-        new_generator(),
         SAMPLING,
         seed_of_turn,
         strict=True,

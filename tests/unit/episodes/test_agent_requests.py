@@ -18,7 +18,7 @@ import torch
 
 from spmdflow.episodes.endpoint import Endpoint
 from spmdflow.episodes.recorder import Limits, Recorder
-from spmdflow.rollout.generator import Finished
+from spmdflow.rollout.lasting import Lasted
 from tests.unit.episodes.test_conversation import text_tokenizer
 
 RECORDED = json.loads((Path(__file__).parent / "agent_requests.json").read_text())
@@ -54,10 +54,10 @@ def replay(name: str, *, may_fork: bool = False) -> tuple[list[tuple[int, str]],
     return answers, recorder
 
 
-def words(tokenizer: Any, text: str) -> Finished:
+def words(tokenizer: Any, text: str) -> Lasted:
     """The model says this, and ends."""
     ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-    return Finished(0, torch.tensor(ids), torch.full((len(ids),), -0.5))
+    return Lasted(0, torch.tensor(ids), torch.full((len(ids),), -0.5), torch.zeros(len(ids)).int())
 
 
 def called(answer: tuple[int, str]) -> tuple[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from spmdflow.episodes.conversation import check_template, reply_of
 from spmdflow.episodes.fields import Ask, Refusal, ask_of
 from spmdflow.episodes.recorder import Limits, Recorder
 from spmdflow.errors import ConfigError
-from spmdflow.rollout.generator import Finished
+from spmdflow.rollout.lasting import Lasted
 from spmdflow.rollout.vllm_tools import vllm_call_reader
 
 MODEL = Path(__file__).parents[3] / "algos" / "guess" / "model"
@@ -72,13 +72,17 @@ def completion(prompt: str | list[int]) -> Ask:
     return ask_of({"prompt": prompt}, chat=False, told=set())
 
 
+def drawn_of(ids: list[int]) -> Lasted:
+    return Lasted(0, torch.tensor(ids), torch.full((len(ids),), -0.5), torch.zeros(len(ids)).int())
+
+
 def say(recorder: Recorder, ask: Ask, words: str, *, stops: bool = False) -> str:
     """Let the model say these words; what the client gets to see."""
     turn = recorder.begin(ask)
     tokenizer = recorder._tokenizer
     ids = tokenizer(words, add_special_tokens=False).input_ids
     ids += [tokenizer.eos_token_id] * stops
-    drawn = Finished(0, torch.tensor(ids), torch.full((len(ids),), -0.5))
+    drawn = drawn_of(ids)
     return str(recorder.finish(ask, turn, drawn)[0]["content"])
 
 
@@ -113,7 +117,7 @@ def test_sampled_ids_are_kept_where_their_text_has_other_ids() -> None:
     tokenizer = tokenizer_with()
     recorder, end = recorder_of(tokenizer), tokenizer.eos_token_id
     ask = chat("guess")
-    drawn = Finished(0, torch.tensor([9, end]), torch.zeros(2))
+    drawn = drawn_of([9, end])
     message, _, reason = recorder.finish(ask, recorder.begin(ask), drawn)
 
     turn = recorder.begin(chat("guess", f" {message['content']} ", "lower"))
@@ -159,7 +163,7 @@ def test_reply_ends_at_a_stop_string_and_at_the_limit() -> None:
     ask = chat("guess", stop="5")
     turn = recorder.begin(ask)
     ids = torch.tensor([11, 13, 14])
-    message, kept, reason = recorder.finish(ask, turn, Finished(0, ids, torch.zeros(3)))
+    message, kept, reason = recorder.finish(ask, turn, drawn_of(ids.tolist()))
 
     assert turn.max_new_tokens == 3
     assert (message["content"], kept.tokens.tolist(), reason) == (" 3 ", [11, 13], "stop")
@@ -207,7 +211,7 @@ def test_calls_of_a_family_are_read_by_vllms_parser_of_that_name(name: str) -> N
     recorder = recorder_of(tokenizer, read_calls=reader, max_prompt_tokens=99, max_new_tokens=999)
     ask = chat("go", tools=TOOLS)
     ids = [*tokenizer(FAMILIES[name], add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-    drawn = Finished(0, torch.tensor(ids), torch.zeros(len(ids)))
+    drawn = drawn_of(ids)
 
     message, kept, reason = recorder.finish(ask, recorder.begin(ask), drawn)
 

@@ -1,0 +1,219 @@
+"""Training from a queue: no token too old, no row lost, twice or out of turn, no bias by length."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spmdflow.config.load import load
+from spmdflow.datasets.scan import PromptSource, scan
+from spmdflow.datasets.stream import PromptOrder
+from spmdflow.datasets.tokenizer import load_tokenizer
+from tests.algos.runs import (
+    ROOT,
+    check_prediction,
+    finish,
+    last_checkpoint,
+    log_of,
+    ranks_of,
+    steps_of,
+    torchrun,
+    wait_for_step,
+    wait_until,
+)
+
+ASYNC, SYNC = (ROOT / "algos" / f"{name}.py" for name in ("grpo_async", "grpo"))
+QUEUED = ROOT / "tests" / "algos" / "programs" / "queued.py"
+SMALL = (
+    "data.prompts_per_step=6",
+    "data.samples_per_prompt=4",
+    "actor.rollout.temperature=2.5",
+    "actor.update.mini_batch_size=12",
+    "actor.optimizer.schedule=constant",
+    "actor.optimizer.warmup_steps=0",
+    "data.eval_prompts=16",
+    "run.sample_every=0",
+    "total_steps=3",
+    "eval_every=2",
+)
+TAIL = (
+    f"data.train_path={ROOT}/algos/arithmetic/train.jsonl",
+    "data.max_prompt_tokens=8",
+    f"actor.model.path={ROOT}/algos/arithmetic/model",
+    "reward.function=spmdflow.rewards.arithmetic:exact_match",
+    "placement=split",
+    "actor.rollout.temperature=40.0",  # the next token hardly depends on the model: a long tail
+    "actor.rollout.max_new_tokens=48",
+    "actor.rollout.max_batch_size=64",
+    "actor.optimizer.lr=1e-9",
+    "actor.update.mini_batch_size=32",
+    "data.prompts_per_step=8",
+    "data.samples_per_prompt=4",
+    "max_staleness=2",
+    "eval_every=0",
+    "run.sample_every=0",
+)
+
+
+def ks_p_value(one: Sequence[int], other: Sequence[int]) -> float:
+    """Of the two-sample Kolmogorov-Smirnov test; asymptotic (Stephens 1970)."""
+    values, size = np.union1d(one, other), len(one) * len(other) / (len(one) + len(other))
+    ranks = [np.searchsorted(np.sort(x), values, side="right") / len(x) for x in (one, other)]
+    distance = np.abs(ranks[0] - ranks[1]).max()
+    scaled = (size**0.5 + 0.12 + 0.11 / size**0.5) * distance
+    terms = np.arange(1, 101)
+    total = 2 * ((-1.0) ** (terms - 1) * np.exp(-2 * (terms * scaled) ** 2)).sum()
+    return float(np.clip(total, 0, 1)) if scaled > 0.2 else 1.0
+
+
+def trained_of(run_dir: Path) -> list[dict[str, Any]]:
+    """What each step learnt from; of a step that ran again after a kill, the last time."""
+    lines = (run_dir / "trained.jsonl").read_text().splitlines()
+    by_step = {found["step"]: found for found in map(json.loads, lines)}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def prompts_in_order(run_dir: Path, words: Sequence[str], num_steps: int) -> list[list[str]]:
+    """The prompts of each step as a run without a queue would draw them, each for every sample."""
+    cfg = load(QUEUED, None, [*words, f"run.dir={run_dir}"]).cfg
+    data = cfg.data
+    report = scan(data, data.train_path, load_tokenizer(data.tokenizer_path))
+    size, shuffle = data.prompts_per_step, data.shuffle
+    order = PromptOrder(report, prompts_per_step=size, seed=cfg.run.seed, shuffle=shuffle)
+    rows = [row for _ in range(num_steps) for row in order.next_rows()]
+    texts = PromptSource(report.files, data).read_rows(rows)["prompt_text"]
+    steps = [texts[start : start + size] for start in range(0, len(texts), size)]
+    return [[text for text in step for _ in range(data.samples_per_prompt)] for step in steps]
+
+
+def check_trained(run_dir: Path, words: Sequence[str], num_steps: int, *, bound: int) -> None:
+    """Every prompt once and in its turn; no token older than the bound; versions only grow."""
+    found = trained_of(run_dir)
+    assert [step["prompts"] for step in found] == prompts_in_order(run_dir, words, num_steps)
+    for step in found:
+        oldest = step["step"] - 1 - bound
+        for versions in step["versions"]:
+            assert versions and versions == sorted(versions)
+            assert oldest <= versions[0] and versions[-1] <= step["step"] - 1
+    assert max(step["rollout/age_max"] for step in steps_of(run_dir)) <= bound
+
+
+def test_without_staleness_every_bit_is_that_of_grpo(tmp_path: Path) -> None:
+    words = (*SMALL, "actor.update.old_log_probs=auto", "save_every=3")
+    dirs = tmp_path / "async", tmp_path / "sync"
+    processes = [
+        torchrun(dirs[0], *words, "max_staleness=0", num_ranks=2, script=ASYNC, small=()),
+        torchrun(dirs[1], *words, num_ranks=1, script=SYNC, small=()),
+    ]
+    for run_dir, process in zip(dirs, processes, strict=True):
+        assert finish(process, seconds=250) == 0, log_of(run_dir).read_text()[-3000:]
+
+    check_prediction(dirs[0])
+    mine, its = (
+        {name: x for name, x in last_checkpoint(run).items() if name.startswith("actor/")}
+        for run in dirs
+    )
+    assert mine == its != {}
+    prefixes = ("actor/", "reward/", "eval/", "rollout/drift", "rollout/response")
+    for step, other in zip(*map(steps_of, dirs), strict=True):
+        names = {name for name in other if name.startswith(prefixes)}
+        assert {name: step[name] for name in names} == {name: other[name] for name in names}
+
+
+def kill_and_restart(run_dir: Path, words: Sequence[str], rng: random.Random) -> None:
+    """One launch, whose ranks are killed at some moment; it has saved at least once before."""
+    process = torchrun(run_dir, *words, num_ranks=2, script=QUEUED, small=())
+    before = len(steps_of(run_dir))
+    wait_until(
+        lambda: len(steps_of(run_dir)) != before or process.poll() is not None,
+        run_dir,
+        seconds=120,
+    )
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(rng.uniform(0.0, 1.5))
+    for pid in ranks_of(run_dir):
+        os.kill(pid, signal.SIGKILL)
+    finish(process, seconds=60)
+
+
+def test_a_killed_run_trains_every_prompt_once_and_no_token_that_is_too_old(
+    tmp_path: Path,
+) -> None:
+    run_dir, steps = tmp_path / "run", 16
+    words = (*TAIL, f"total_steps={steps}", "save_every=2")
+    process = torchrun(run_dir, *words, num_ranks=2, script=QUEUED, small=())
+    wait_for_step(run_dir, 5, seconds=120)
+    for pid in ranks_of(run_dir):
+        os.kill(pid, signal.SIGKILL)
+    assert finish(process, seconds=60) != 0
+
+    process = torchrun(run_dir, *words, num_ranks=2, script=QUEUED, small=())
+
+    assert finish(process, seconds=250) == 0, log_of(run_dir).read_text()[-3000:]
+    check_trained(run_dir, words, steps, bound=2)
+    rows = [row for step in trained_of(run_dir) for row in step["versions"]]
+    assert any(len(set(row)) > 1 for row in rows), "no row went on over a sync"
+    assert any(len(row) == 48 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["t1", "t2"])
+def test_rows_of_vllm_go_on_over_a_sync(tmp_path: Path, layout: str) -> None:
+    run_dir, steps, num_ranks = tmp_path / "run", 16, {"t1": 2, "t2": 3}[layout]
+    generators = list(range(1, num_ranks))
+    pools = (
+        "placement={a: {roles: [actor, reference, reward], ranks: [0]}, "
+        f"b: {{roles: [generator], ranks: {generators}}}}}"
+    )
+    engine = ("actor.rollout.engine=vllm", f"actor.rollout.layout={layout}", pools)
+    words = (*TAIL, *engine, f"total_steps={steps}", "save_every=0")
+    process = torchrun(run_dir, *words, num_ranks=num_ranks, script=QUEUED, small=())
+
+    assert finish(process, seconds=400) == 0, log_of(run_dir).read_text()[-3000:]
+    check_trained(run_dir, words, steps, bound=2)
+    rows = [row for step in trained_of(run_dir) for row in step["versions"]]
+    assert any(len(set(row)) > 1 for row in rows), "no row went on over a sync"
+
+
+@pytest.mark.slow
+def test_20_kills_at_random_moments_lose_no_prompt(tmp_path: Path) -> None:
+    run_dir, steps, rng = tmp_path / "run", 400, random.Random(7)
+    words = (*TAIL, f"total_steps={steps}", "save_every=3")
+    for _ in range(20):
+        kill_and_restart(run_dir, words, rng)
+    assert steps_of(run_dir)[-1]["step"] < steps, "it ended before the last kill"
+
+    process = torchrun(run_dir, *words, num_ranks=2, script=QUEUED, small=())
+
+    assert finish(process, seconds=500) == 0, log_of(run_dir).read_text()[-3000:]
+    check_trained(run_dir, words, steps, bound=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [1, 4])
+def test_200_steps_with_long_tails_train_lengths_as_they_are_drawn(
+    tmp_path: Path, bound: int
+) -> None:
+    drawn, steps = [], 200
+    for name, staleness in (("queued", bound), ("waited for", 0)):
+        run_dir = tmp_path / name
+        words = (*TAIL, f"total_steps={steps}", "save_every=0", f"max_staleness={staleness}")
+        process = torchrun(run_dir, *words, num_ranks=2, script=QUEUED, small=())
+        assert finish(process, seconds=500) == 0, log_of(run_dir).read_text()[-3000:]
+        check_trained(run_dir, words, steps, bound=staleness)
+        rows = [row for step in trained_of(run_dir) for row in step["versions"]]
+        drawn.append([len(row) for row in rows])
+
+    assert all(len(lengths) >= 5000 for lengths in drawn)
+    assert max(drawn[0]) == 48 > 8 * sorted(drawn[0])[len(drawn[0]) // 4]
+    assert ks_p_value(*drawn) > 0.01
