@@ -58,6 +58,8 @@ _NAMES = {
     "spmdflow.objectives.surrogate": "policy_loss",
     "spmdflow.program": "launch load_settings",
     "spmdflow.runtime.launch": "Outcome",
+    "spmdflow.tracking.progress": "Sample",
+    "spmdflow.tracking.tracker": "Sink",
     "spmdflow.transfer.protocol": "Answer Protocol register_protocol",
     "spmdflow.transfer.register": "map_function register",
     "spmdflow.transfer.worker": "Max Mean Sum Worker WorkerContext",

@@ -58,7 +58,7 @@ from spmdflow.config.schema import (
 )
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_kind
-from spmdflow.kind.registry import TRACKERS
+from spmdflow.kind.registry import TRACKERS, home_of
 from spmdflow.kind.table import optimizer_kind
 
 T = TypeVar("T")
@@ -165,7 +165,7 @@ def _check_run(cfg: Any, *, here: bool) -> None:
         for guard in run.guards:
             guard_of(guard, f"{key}.guards")
         for tracker in run.trackers:
-            if here and isinstance(TRACKERS.find(tracker), str):
+            if here and home_of(TRACKERS.find(tracker)).startswith("spmdflow."):
                 _check_installed(f"{key}.trackers", tracker, extra=tracker)
         if run.view and here:
             _check_installed(f"{key}.view", "plotly", extra="view")

@@ -28,7 +28,6 @@ from spmdflow.config.objective import (
 )
 from spmdflow.kind.engine import engine_names, engines_that_shard, option_names, options_doc
 from spmdflow.kind.generator import generator_names, generators_doc, generators_with_adapters
-from spmdflow.kind.registry import TRACKERS
 from spmdflow.kind.table import optimizers_doc
 
 NO_LIMIT = 1 << 30
@@ -67,7 +66,7 @@ class RunConfig:
     push_to_hub: str | None = setting("owner/name to push the finished run's models to.", None)
     max_seconds: float | None = setting("Limit of a launch; the run saves before.", None, above=0)
     trackers: list[str] = setting(
-        "Besides metrics.jsonl: tensorboard, wandb or your own.", [], one_of=lambda: tuple(TRACKERS)
+        "Besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, swanlab or your own.", []
     )
     sample_every: int = setting("Steps between sample tables (0: none).", 10, at_least=0)
     view: bool = setting("Write view.html at the end, a page to look at (spmdflow view).", False)

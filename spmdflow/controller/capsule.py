@@ -16,11 +16,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import platform
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +35,13 @@ from spmdflow.controller.result import CallRecord, ColumnRef, Result, RowResult,
 from spmdflow.controller.saving import Saving
 from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
 from spmdflow.data.column import Column, join
+from spmdflow.tracking.origin import versions
 
 logger = logging.getLogger(__name__)
 
 FOLDER, FACTS, ROWS, SETTINGS = "capsules", "capsule.json", "rows.safetensors", "config.yaml"
 _PIECE_BYTES = 32 << 20
 """Of a column that is fetched at once: a message has a limit."""
-_PACKAGES = ("spmdflow", "torch", "numpy", "tensordict", "transformers", "safetensors")
 
 Groups = Mapping[str, WorkerGroup]
 
@@ -110,7 +108,7 @@ class Capsule:
         self._saving.finish()
         facts = {"step": self.step, "script": str(self._script), "ranks": list(caller.ranks)}
         facts |= {"script_sha256": hashlib.sha256(self._script.read_bytes()).hexdigest()}
-        facts |= {"versions": _versions(), "calls": calls, "metrics": dict(metrics)}
+        facts |= {"versions": versions(), "calls": calls, "metrics": dict(metrics)}
         data = json.dumps(facts, indent=1).encode()
         with disk_errors("write", self._folder):
             write_atomically(self._folder / FACTS, data)
@@ -161,13 +159,3 @@ def _column(caller: Caller, name: str, ref: ColumnRef) -> Column:
     cuts = np.flatnonzero(np.diff(sizes // _PIECE_BYTES)) + 1
     places = np.split(np.arange(len(ref.ids)), cuts)
     return join([caller.column(name, ref.at(part), purpose="capsule") for part in places])
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -95,10 +95,10 @@ def run_script(
     )
     nodes = [transport.node_of(rank) for rank in ranks]
     caller = Caller(transport, cfg.run, ranks)
-    show = Show(cfg, run_dir.path, last_step=run_dir.last_step)
+    file = Path(str(getattr(script, "__file__", script.__name__)))  # made in Python: no file
+    show = Show(cfg, run_dir.path, last_step=run_dir.last_step, script=file)
     saving = Saving(run_dir.path, run_dir.checkpoint, cfg.run, settings)
     keeps = cfg.run.capture_step
-    file = Path(str(getattr(script, "__file__", script.__name__)))  # made in Python: no file
     flow = Flow(
         caller,
         cfg,

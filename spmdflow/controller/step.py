@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from spmdflow.config.leaf import flat, plain_tree
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.result import CallRecord, Result
@@ -20,6 +21,7 @@ from spmdflow.controller.sample import first_of_groups, is_shown, samples_of
 from spmdflow.errors import ProtocolError
 from spmdflow.runtime.failure import script_line
 from spmdflow.tracking.metric import merge
+from spmdflow.tracking.origin import git_state, versions
 from spmdflow.tracking.progress import print_samples, progress_line
 from spmdflow.tracking.trace import Span, TraceWriter
 from spmdflow.tracking.tracker import Tracker
@@ -174,11 +176,20 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+def _facts_of(cfg: Any, script: Path) -> dict[str, Any]:
+    """What a run is, as data for JSON: every setting, `versions.NAME`, git.commit and git.dirty."""
+    origin = {"versions": versions(), "git": git_state(script.absolute().parent)}
+    return flat(plain_tree(cfg)) | flat(origin, ("versions", "git"))
+
+
 class Show:
     """Writes and prints what steps measured."""
 
-    def __init__(self, cfg: Any, run_dir: Path, *, last_step: int) -> None:
+    def __init__(self, cfg: Any, run_dir: Path, *, last_step: int, script: Path) -> None:
+        """script: its file, in whose folder git is asked."""
         self._tracker = Tracker(run_dir, list(cfg.run.trackers), last_step=last_step)
+        if cfg.run.trackers:
+            self._tracker.describe(_facts_of(cfg, script))
         self._trace = TraceWriter(run_dir / "trace.json")
         self._sample_every, self._total_steps = cfg.run.sample_every, cfg.total_steps
         self._tokenizer_path = cfg.data.tokenizer_path

@@ -23,6 +23,9 @@ NEEDED_FOR = {
     "view": "the page of spmdflow view",
     "tensorboard": "metrics in TensorBoard",
     "wandb": "metrics in Weights & Biases",
+    "mlflow": "metrics in MLflow",
+    "trackio": "metrics in Trackio",
+    "swanlab": "metrics in SwanLab",
 }
 """Extra -> what a run needs it for."""
 

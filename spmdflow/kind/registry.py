@@ -1,9 +1,11 @@
-"""What a setting chooses by name, to which a script may add its own with a decorator."""
+"""What a setting chooses by name, to which a script may add its own with a decorator, and an
+installed package with an entry point."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from spmdflow.errors import ConfigError
@@ -16,11 +18,11 @@ Reference = Any
 class Registry(dict[str, T]):
     """Name -> entry, in the order of registration; `find` and `add` say what is wrong."""
 
-    def __init__(self, noun: str, key: str, *, decorator: str = "") -> None:
+    def __init__(self, noun: str, key: str, *, decorator: str = "", group: str = "") -> None:
         """For errors. noun: what an entry is; key: the setting; decorator: how to add one, with
-        {name!r} in it."""
+        {name!r} in it. group: of entry points, which are read if a name is not known without."""
         super().__init__()
-        self._noun, self._key, self._decorator = noun, key, decorator
+        self._noun, self._key, self._decorator, self._group = noun, key, decorator, group
         self._modules: dict[str, str] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -43,20 +45,28 @@ class Registry(dict[str, T]):
 
     def find(self, name: str, *, key: str = "") -> T:
         """The entry of that name; ConfigError naming the choices. key: of another setting."""
+        installed = entry_points(group=self._group) if self._group and name not in self else ()
+        for point in installed:
+            if point.name == name:
+                self.add(name, point.value, point.value)  # type: ignore[arg-type]
         if name not in self:
             own = f" or add yours with @{self._decorator.format(name=name)}"
-            expected = f"one of {', '.join(sorted(self))}"
+            expected = f"one of {', '.join(sorted({*self, *(point.name for point in installed)}))}"
             do = f"choose one{own if self._decorator else ''}"
             raise ConfigError.of(key or self._key, repr(name), expected, do)
         return self[name]
 
 
 TRACKERS: Registry[Reference] = Registry(
-    "tracker", "run.trackers", decorator="register_tracker({name!r})"
+    "tracker",
+    "run.trackers",
+    decorator="register_tracker({name!r})",
+    group="spmdflow.trackers",
 )
-"""Classes of `tracking.tracker.Sink`; built-in ones have the name of the extra that they need."""
+"""Subclasses of `tracking.tracker.Sink`; built-in ones have the name of the extra that they
+need."""
 register_tracker = TRACKERS.register
-"""Decorator of a class of `tracking.tracker.Sink`, which run.trackers may then name."""
+"""Decorator of a subclass of `Sink`, which run.trackers may then name."""
 
 
 def resolve(reference: Reference) -> Any:

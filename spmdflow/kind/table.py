@@ -141,8 +141,11 @@ _BY_BATCH = replace(
 register_generator(_VLLM)("spmdflow.rollout.vllm:VllmGenerator")
 register_generator(_BY_BATCH)("spmdflow.rollout.vllm:BatchSampledVllm")
 
-register_tracker("tensorboard")("spmdflow.tracking.tracker:TensorBoardSink")
-register_tracker("wandb")("spmdflow.tracking.tracker:WandbSink")
+register_tracker("tensorboard")("spmdflow.tracking.sink:TensorBoardSink")
+register_tracker("wandb")("spmdflow.tracking.sink:WandbSink")
+register_tracker("mlflow")("spmdflow.tracking.sink:MlflowSink")
+register_tracker("trackio")("spmdflow.tracking.sink:TrackioSink")
+register_tracker("swanlab")("spmdflow.tracking.sink:SwanLabSink")
 
 
 @dataclass(frozen=True)

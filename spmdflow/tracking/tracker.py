@@ -1,8 +1,8 @@
-"""`Tracker`: the numbers and samples of a run on disk, and in TensorBoard or W&B on request.
+"""`Tracker`: the numbers and samples of a run on disk, and in the sinks of run.trackers.
 
 Files are JSON Lines: appended, read and cut back, safe against a kill at any moment. A kill can
 only tear the last line. Readers skip lines that are not an object with an integer `step`; rewriting
-goes through a second file and a rename. TensorBoard and W&B are imported only on request.
+goes through a second file and a rename.
 """
 
 from __future__ import annotations
@@ -10,19 +10,56 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
 from itertools import count
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from spmdflow.checkpoint.disk import disk_errors, write_atomically
 from spmdflow.errors import ConfigError
-from spmdflow.kind.registry import TRACKERS, resolve
+from spmdflow.kind.registry import TRACKERS, Reference, resolve
 from spmdflow.tracking.progress import Sample
 
 logger = logging.getLogger(__name__)
+
+
+class Sink(ABC):  # what does nothing here is a choice of the subclass
+    """A further place for what a run records; only the controller's process has one.
+
+    Your own: a subclass with `write`, under `@register_tracker("name")` in the script or as an
+    entry point of the group `spmdflow.trackers` in a package; then run.trackers=[name]. What it
+    raises later than `__init__` leaves it out of the run, with a warning.
+    """
+
+    advice = ""
+    """What to do if it does not start, as the beginning of an order."""
+
+    def __init__(self, run_dir: Path, last_step: int) -> None:
+        """last_step: as of `Tracker`. What this raises ends the run before its first step."""
+        self.run_dir, self.last_step = run_dir, last_step
+
+    @property
+    def run_id(self) -> str:
+        """16 hexadecimal digits, the same for every start that continues the run."""
+        return (self.run_dir / _RUN_ID).read_text()
+
+    def describe(self, facts: Mapping[str, Any]) -> None:  # noqa: B027
+        """Record what the run is, once a start. facts: flat; values are data for JSON."""
+
+    @abstractmethod
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a step; all are finite."""
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:  # noqa: B027
+        """Record a few scored rows of a step, where run.sample_every asks for them."""
+
+    def close(self) -> None:  # noqa: B027
+        """Flush and end."""
+
+
+_RUN_ID = "tracker_id"
 
 
 class Tracker:
@@ -30,19 +67,30 @@ class Tracker:
 
     def __init__(self, run_dir: Path, trackers: Sequence[str] = (), *, last_step: int = -1) -> None:
         """last_step: records after it are dropped; -1 (no checkpoint to continue from): old files
-        are renamed."""
-        sinks: list[Callable[[Path, int], Sink]] = [
-            resolve(TRACKERS.find(name)) for name in dict.fromkeys(trackers)
-        ]
+        are renamed, and sinks begin a new run. ConfigError if a sink does not start."""
+        references = {name: TRACKERS.find(name) for name in trackers}
         run_dir.mkdir(parents=True, exist_ok=True)
         self.metrics_path = run_dir / "metrics.jsonl"
         self.samples_path = run_dir / "samples.jsonl"
-        self._sinks = [sink(run_dir, last_step) for sink in sinks]
+        id_path = run_dir / _RUN_ID
+        with disk_errors("write", id_path, "tracking"):
+            if last_step < 0:
+                id_path.unlink(missing_ok=True)
+            if references and not id_path.exists():
+                write_atomically(id_path, secrets.token_hex(8).encode())
+        self._sinks = {
+            name: _started(name, reference, run_dir, last_step)
+            for name, reference in references.items()
+        }
         for path in (self.metrics_path, self.samples_path):
             if last_step < 0:
                 set_aside(path)
             else:
                 cut_back(path, last_step)
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """Tell the sinks what the run is: settings, versions, git, under flat names."""
+        self._tell(lambda sink: sink.describe(facts))
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of a step; numbers that are not finite become null, with a warning."""
@@ -52,91 +100,51 @@ class Tracker:
             others = {name: value for name, value in numbers.items() if name not in finite}
             logger.warning("step %s: not finite, written as null: %s", step, others)
         append_lines(self.metrics_path, [{"step": step} | {n: finite.get(n) for n in numbers}])
-        for sink in self._sinks:
-            sink.write(step, finite)
+        self._tell(lambda sink: sink.write(step, finite))
 
-    def write_samples(self, step: int, samples: Iterable[Sample]) -> None:
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Append one line for each sample."""
         append_lines(self.samples_path, [{"step": step} | sample.to_plain() for sample in samples])
+        self._tell(lambda sink: sink.write_samples(step, samples))
 
     def close(self) -> None:
-        """End TensorBoard and W&B; the files need no closing."""
-        while self._sinks:
-            self._sinks.pop().close()
+        """End the sinks; the files need no closing."""
+        self._tell(lambda sink: sink.close())
+        self._sinks.clear()
+
+    def _tell(self, call: Callable[[Sink], None]) -> None:
+        """Call every sink; one that fails is left out of the rest of the run."""
+        for name, sink in [*self._sinks.items()]:
+            try:
+                call(sink)
+            except Exception as err:  # of any library: a run does not end for its curves' copy
+                del self._sinks[name]
+                logger.warning(
+                    "run.trackers: got %s: %s of %s, expected a tracker that takes what it is "
+                    "given; it is left out until the next start, see %s for every step",
+                    type(err).__name__,
+                    err,
+                    name,
+                    self.metrics_path,
+                )
 
 
-class Sink(Protocol):
-    """A further place for finite metrics; constructed with (run_dir, last_step), see `Tracker`.
-
-    Your own: `@register_tracker("name")` in the script, then run.trackers=[name].
-    """
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step."""
-
-    def close(self) -> None:
-        """Flush and end."""
-
-
-class TensorBoardSink:
-    """Event files in RUN_DIR/tensorboard; readers hide earlier events after last_step."""
-
-    def __init__(self, run_dir: Path, last_step: int) -> None:
-        # Any: torch ships the writer, tensorboard the types
-        module: Any = _imported("tensorboard", "torch.utils.tensorboard")
-        self._writer = module.SummaryWriter(run_dir / "tensorboard", purge_step=last_step + 1)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One scalar for each metric."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Close the event file."""
-        self._writer.close()
-
-
-class WandbSink:
-    """One W&B run for each RUN_DIR, continued on resume: its id is in RUN_DIR/wandb_id.
-
-    Project, entity and mode come from W&B's own variables (WANDB_PROJECT, WANDB_MODE, ...).
-    Points of steps that a resumed run repeats stay beside the new ones: W&B cannot delete rows.
-    """
-
-    def __init__(self, run_dir: Path, last_step: int) -> None:
-        wandb: Any = _imported("wandb", "wandb")  # Any: the extra may be absent
-        id_path = run_dir / "wandb_id"
-        if not id_path.exists():
-            id_path.write_text(secrets.token_hex(8))
-        try:
-            self._run = wandb.init(
-                name=run_dir.name, dir=run_dir, id=id_path.read_text().strip(), resume="allow"
-            )
-        except wandb.Error as err:
-            raise ConfigError(
-                f"run.trackers: wandb does not start ({err}), expected an account it can reach; "
-                f"log in with `wandb login`, set WANDB_MODE=offline or leave wandb out"
-            ) from err
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row; `step` is its x axis."""
-        self._run.log({"step": step, **metrics})
-
-    def close(self) -> None:
-        """Upload what is left."""
-        self._run.finish()
-
-
-def _imported(extra: str, module: str) -> Any:
+def _started(name: str, reference: Reference, run_dir: Path, last_step: int) -> Sink:
+    advice = ""
     try:
-        return import_module(module)
-    except ImportError as err:
-        raise ConfigError(
-            f"run.trackers: {extra} is asked for but cannot be imported ({err}), expected the "
-            f"package; pip install 'spmdflow[{extra}]' or leave it out"
-        ) from err
+        sink = resolve(reference)
+        if not (isinstance(sink, type) and issubclass(sink, Sink)):
+            do = f"let {name}'s class derive from spmdflow.Sink"
+            raise ConfigError.of("run.trackers", reference, "a subclass of spmdflow.Sink", do)
+        advice = sink.advice and f"{sink.advice} or "
+        return sink(run_dir, last_step)
+    except ConfigError:
+        raise
+    except Exception as err:  # of any library
+        got = f"{name}, which does not start ({type(err).__name__}: {err})"
+        expected = "one that can be imported, reached and logged in to"
+        do = f"{advice}leave {name} out"
+        raise ConfigError.of("run.trackers", got, expected, do) from err
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

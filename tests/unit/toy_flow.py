@@ -219,7 +219,7 @@ def rank_of_one(run_dir: Path, *, guards: Sequence[str] = (), **data: Any) -> It
     settings = RankSettings(0, torch.device("cpu"), 0, 60.0, run_dir)
     groups = GroupTable(0, timeout_seconds=60)
     state = RankState(settings, groups, CountedTransport(None, seconds=60))
-    show = Show(config, run_dir, last_step=0)
+    show = Show(config, run_dir, last_step=0, script=Path(__file__))
     try:
         yield Rank(state, _flow(state, show, run_dir, config), config)
     finally:

@@ -1,18 +1,16 @@
-"""metrics.jsonl, samples.jsonl and the trackers beside them."""
+"""metrics.jsonl and samples.jsonl."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdflow.errors import ConfigError, SpmdflowError
-from spmdflow.kind.registry import TRACKERS, register_tracker
+from spmdflow.errors import SpmdflowError
 from spmdflow.tracking.progress import Sample
 from spmdflow.tracking.tracker import Tracker, append_lines, cut_back, read_lines
 
@@ -126,72 +124,3 @@ def test_a_full_disk_names_the_file_and_the_bytes_free(tmp_path):
 
     with pytest.raises(SpmdflowError, match=r"metrics\.jsonl: No space left.*bytes are free.*run"):
         append_lines(tmp_path / "metrics.jsonl", [{"step": 1}])
-
-
-def test_an_unknown_tracker_is_refused_with_the_known_ones(tmp_path):
-    with pytest.raises(ConfigError, match="got 'mlflow', expected one of tensorboard, wandb"):
-        Tracker(tmp_path, ["mlflow"])
-
-
-def test_a_tracker_of_a_script_gets_finite_metrics_and_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(TRACKERS, "_modules", dict(TRACKERS._modules))
-    said = []
-
-    @register_tracker("list")
-    class ListSink:
-        def __init__(self, run_dir, last_step):
-            said.append((run_dir, last_step))
-
-        def write(self, step, metrics):
-            said.append((step, dict(metrics)))
-
-        def close(self):
-            said.append("closed")
-
-    tracker = Tracker(tmp_path, ["list"], last_step=2)
-    tracker.write_metrics(3, {"a": 1, "b": math.inf})
-    tracker.close()
-    del TRACKERS["list"]
-
-    assert said == [(tmp_path, 2), (3, {"a": 1.0}), "closed"]
-
-
-@pytest.mark.parametrize(
-    ("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")]
-)
-def test_a_tracker_that_is_not_installed_names_its_extra(tmp_path, monkeypatch, name, module):
-    monkeypatch.setitem(sys.modules, module, None)  # how Python marks "cannot be imported"
-
-    with pytest.raises(ConfigError, match=rf"{name}.*pip install 'spmdflow\[{name}\]'"):
-        Tracker(tmp_path, [name])
-
-
-def test_tensorboard_shows_a_resumed_run_without_the_steps_cut_back(tmp_path):
-    module = "tensorboard.backend.event_processing.event_accumulator"
-    accumulator = pytest.importorskip(module, reason="extra tensorboard is not installed")
-    for first in (1, 3):
-        tracker = Tracker(tmp_path, ["tensorboard"], last_step=first - 1)
-        for step in range(first, 5):
-            tracker.write_metrics(step, {"a": first, "b": math.nan})
-        tracker.close()
-
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("a")] == [
-        (1, 1),
-        (2, 1),
-        (3, 3),
-        (4, 3),
-    ]
-
-
-def test_wandb_continues_one_run_offline(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="extra wandb is not installed")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    for _ in range(2):
-        tracker = Tracker(tmp_path, ["wandb"])
-        tracker.write_metrics(1, {"a": 1})
-        tracker.close()
-
-    run_id = (tmp_path / "wandb_id").read_text()
-    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))) >= 1

@@ -1,0 +1,267 @@
+"""The sinks of `Tracker`: TensorBoard, W&B, MLflow, Trackio and SwanLab, each imported on request.
+
+Only TensorBoard can hide the points of steps that a resumed run repeats. The others keep them
+beside the new ones.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from spmdflow.errors import ConfigError
+from spmdflow.tracking.progress import Sample, printable
+from spmdflow.tracking.tracker import Sink
+
+PROJECT = "spmdflow"
+"""Project or experiment where the library's own variables name none."""
+_SHOWN = ("phase", "group", "prompt", "response", "score", "advantage", "turns")
+
+
+def table_of(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
+    """Names of columns, and a row for each sample: its texts, scores and terms, not its tokens."""
+    rows = []
+    for sample in samples:
+        plain = sample.to_plain()
+        shown = {name: plain[name] for name in _SHOWN if name in plain}
+        rows.append(shown | {name: x for name, x in sample.terms.items() if name not in shown})
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return columns, [[row.get(name) for name in columns] for row in rows]
+
+
+class TensorBoardSink(Sink):
+    """Event files in RUN_DIR/tensorboard; readers hide earlier events after last_step."""
+
+    def __init__(self, run_dir: Path, last_step: int) -> None:
+        super().__init__(run_dir, last_step)
+        # Any: torch ships the writer, tensorboard the types
+        module: Any = _imported("tensorboard", "torch.utils.tensorboard")
+        self._writer = module.SummaryWriter(run_dir / "tensorboard", purge_step=last_step + 1)
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """One text, `run`, at the step from which this start goes on."""
+        rows = [[name, json.dumps(value)] for name, value in facts.items()]
+        self._write_table("run", ["fact", "value"], rows, max(self.last_step, 0))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One scalar for each metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """One text, `samples`: a table."""
+        self._write_table("samples", *table_of(samples), step)
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+    def _write_table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+        """As Markdown, in which texts of a model mean nothing."""
+        lines = [columns, ["---"] * len(columns), *rows]
+        text = "\n".join("|".join(map(_cell, line)) for line in lines)
+        self._writer.add_text(name, text, step)
+
+
+def _cell(value: object) -> str:
+    """A value between two bars of Markdown: every mark of ASCII is written as an entity."""
+    text = printable(str("" if value is None else value))
+    return re.sub(r"[^\w\s-]", lambda found: f"&#{ord(found[0])};", escape(text, quote=False))
+
+
+class WandbSink(Sink):
+    """One W&B run; project, entity and mode come from its own variables (WANDB_PROJECT, ...)."""
+
+    advice = "log in with `wandb login`, set WANDB_MODE=offline"
+
+    def __init__(self, run_dir: Path, last_step: int) -> None:
+        super().__init__(run_dir, last_step)
+        self._wandb: Any = _imported("wandb", "wandb")  # Any: the extra may be absent
+        self._run = self._wandb.init(name=run_dir.name, dir=run_dir, id=self.run_id, resume="allow")
+        self._run.define_metric("*", step_metric="step")
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """The run's config."""
+        self._run.config.update(dict(facts), allow_val_change=True)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row; `step` is its x axis."""
+        self._run.log({"step": step, **metrics})
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """A table, `samples`."""
+        columns, rows = table_of(samples)
+        table = self._wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
+        self._run.log({"step": step, "samples": table})
+
+    def close(self) -> None:
+        """Upload what is left."""
+        self._run.finish()
+
+
+class MlflowSink(Sink):
+    """One MLflow run, in RUN_DIR/mlflow.db unless MLFLOW_TRACKING_URI names a server.
+
+    The experiment is MLFLOW_EXPERIMENT_NAME or `spmdflow`. The run is found by its tag
+    `spmdflow.run_id`. A parameter keeps its first value, as MLflow demands.
+    """
+
+    advice = "set MLFLOW_TRACKING_URI to a server that answers, or unset it"
+    _MOST = 100
+    """Parameters in a request, by MLflow's limit; metrics may be 1000."""
+    _ASIDE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": 2, "MLFLOW_HTTP_REQUEST_TIMEOUT": 20}
+    """A server that is gone stops a step for a minute, not for the hour of MLflow's defaults."""
+
+    def __init__(self, run_dir: Path, last_step: int) -> None:
+        super().__init__(run_dir, last_step)
+        mlflow: Any = _imported("mlflow", "mlflow")  # Any: the extra may be absent
+        self._entities, variables = mlflow.entities, mlflow.environment_variables
+        for name, value in self._ASIDE.items():
+            variable = getattr(variables, name)
+            if not variable.is_set():
+                variable.set(value)
+        uri = artifacts = None
+        if not mlflow.tracking.is_tracking_uri_set():
+            _imported("mlflow", "sqlalchemy")
+            uri = f"sqlite:///{run_dir.absolute() / 'mlflow.db'}"
+            artifacts = (run_dir.absolute() / "mlflow").as_uri()
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        name = variables.MLFLOW_EXPERIMENT_NAME.get() or PROJECT
+        found = self._client.get_experiment_by_name(name)
+        experiment = (
+            found.experiment_id if found else self._client.create_experiment(name, artifacts)
+        )
+        tag = f"{PROJECT}.run_id"
+        runs = self._client.search_runs([experiment], f"tags.`{tag}` = '{self.run_id}'")
+        run = (
+            runs[0]
+            if runs
+            else self._client.create_run(experiment, run_name=run_dir.name, tags={tag: self.run_id})
+        )
+        self._run, self._params = run.info.run_id, set(run.data.params)
+        self._client.update_run(self._run, status="RUNNING")
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """Parameters, and facts.json among the artifacts, which is of the newest start."""
+        new = [
+            self._entities.Param(name, str(value)[:6000])  # MLflow's limit
+            for name, value in facts.items()
+            if name not in self._params
+        ]
+        for start in range(0, len(new), self._MOST):
+            self._client.log_batch(self._run, params=new[start : start + self._MOST])
+        self._client.log_dict(self._run, dict(facts), "facts.json")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One request; characters that MLflow refuses in a name become `_`."""
+        now = int(time.time() * 1000)
+        points = [
+            self._entities.Metric(re.sub(r"[^\w.\- :/]", "_", name), value, now, step)
+            for name, value in metrics.items()
+        ]
+        self._client.log_batch(self._run, metrics=points)
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """An artifact, samples/step-N.json: columns and data."""
+        columns, rows = table_of(samples)
+        table = {"columns": columns, "data": rows}
+        self._client.log_dict(self._run, table, f"samples/step-{step}.json")
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+        self._client.set_terminated(self._run)
+
+
+class TrackioSink(Sink):
+    """One Trackio run of the project `spmdflow`, in its local database.
+
+    TRACKIO_DIR is the folder of databases; TRACKIO_SPACE_ID or TRACKIO_SERVER_URL name a server.
+    """
+
+    advice = "unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL"
+
+    def __init__(self, run_dir: Path, last_step: int) -> None:
+        super().__init__(run_dir, last_step)
+        self._trackio: Any = _imported("trackio", "trackio")  # Any: the extra may be absent
+        self._run = self._trackio.init(
+            PROJECT,
+            name=f"{run_dir.name}-{self.run_id}",  # what Trackio knows a run by
+            resume="allow",
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """The run's config, which Trackio writes with the first metrics."""
+        self._run.config.update(facts)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row."""
+        self._run.log(dict(metrics), step=step)
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """A table, `samples`."""
+        columns, rows = table_of(samples)
+        self._run.log({"samples": self._trackio.Table(columns=columns, data=rows)}, step=step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._run.finish()
+
+
+class SwanLabSink(Sink):
+    """One SwanLab run, in RUN_DIR/swanlab; offline without an account or SWANLAB_MODE.
+
+    Every start of an offline run has a folder of its own; `swanlab sync` joins them by their id.
+    """
+
+    advice = "log in with `swanlab login`, set SWANLAB_MODE=offline"
+
+    def __init__(self, run_dir: Path, last_step: int) -> None:
+        super().__init__(run_dir, last_step)
+        self._swanlab: Any = _imported("swanlab", "swanlab")  # Any: the extra may be absent
+        settings = self._swanlab.Settings()  # reads variables, files and the log-in
+        chosen = "mode" in settings.model_fields_set or settings.api_key
+        self._run = self._swanlab.init(
+            mode=None if chosen else "offline",
+            project=settings.project.name or PROJECT,
+            name=run_dir.name,
+            log_dir=str(run_dir / "swanlab"),
+            id=self.run_id,
+            resume="allow",
+        )
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """The run's config."""
+        self._run.config.update(dict(facts))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row."""
+        self._run.log(dict(metrics), step=step)
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """A table, `samples`."""
+        columns, rows = table_of(samples)
+        self._run.log({"samples": self._swanlab.echarts.Table().add(columns, rows)}, step=step)
+
+    def close(self) -> None:
+        """Write or upload what is left."""
+        self._run.finish()
+
+
+def _imported(extra: str, module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as err:
+        raise ConfigError(
+            f"run.trackers: {extra} is asked for but cannot be imported ({err}), expected the "
+            f"package; pip install 'spmdflow[{extra}]' or leave it out"
+        ) from err
