@@ -1,6 +1,6 @@
 """The sinks of `Tracker`: TensorBoard, W&B, MLflow, Trackio and SwanLab, each imported on request.
 
-Only TensorBoard can hide the points of steps that a resumed run repeats. The others keep them
+Only TensorBoard can hide the numbers of steps that a resumed run repeats. The others keep them
 beside the new ones.
 """
 
@@ -113,7 +113,7 @@ class MlflowSink(Sink):
     `spmdflow.run_id`. A parameter keeps its first value, as MLflow demands.
     """
 
-    advice = "set MLFLOW_TRACKING_URI to a server that answers, or unset it"
+    advice = "set MLFLOW_TRACKING_URI to a server that answers, unset it"
     _MOST = 100
     """Parameters in a request, by MLflow's limit; metrics may be 1000."""
     _ASIDE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": 2, "MLFLOW_HTTP_REQUEST_TIMEOUT": 20}

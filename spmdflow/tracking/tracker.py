@@ -120,10 +120,9 @@ class Tracker:
             except Exception as err:  # of any library: a run does not end for its curves' copy
                 del self._sinks[name]
                 logger.warning(
-                    "run.trackers: got %s: %s of %s, expected a tracker that takes what it is "
-                    "given; it is left out until the next start, see %s for every step",
-                    type(err).__name__,
-                    err,
+                    "run.trackers: got %s of %s, expected a tracker that takes what it is given; "
+                    "it is left out until the next start, see %s for every step",
+                    _told(err),
                     name,
                     self.metrics_path,
                 )
@@ -141,10 +140,14 @@ def _started(name: str, reference: Reference, run_dir: Path, last_step: int) -> 
     except ConfigError:
         raise
     except Exception as err:  # of any library
-        got = f"{name}, which does not start ({type(err).__name__}: {err})"
+        got = f"{name}, which does not start ({_told(err)})"
         expected = "one that can be imported, reached and logged in to"
         do = f"{advice}leave {name} out"
         raise ConfigError.of("run.trackers", got, expected, do) from err
+
+
+def _told(err: Exception) -> str:
+    return f"{type(err).__name__}: {' '.join(str(err).split())}"
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

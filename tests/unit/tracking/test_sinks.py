@@ -1,4 +1,4 @@
-"""Every tracker beside metrics.jsonl, read back by its own API, and trackers of users.
+"""Every tracker of the package, written offline and read back by its own API.
 
 A library that is not installed is skipped: `pip install 'spmdflow[mlflow,swanlab,trackio,wandb]'`.
 """
@@ -6,19 +6,19 @@ A library that is not installed is skipped: `pip install 'spmdflow[mlflow,swanla
 from __future__ import annotations
 
 import json
-import logging
 import math
+import os
+import struct
 import subprocess
 import sys
+import time
 
 import pytest
 
 from spmdflow.errors import ConfigError
-from spmdflow.kind.registry import TRACKERS, register_tracker
-from spmdflow.tracking.origin import git_state, versions
 from spmdflow.tracking.progress import Sample
 from spmdflow.tracking.sink import table_of
-from spmdflow.tracking.tracker import Sink, Tracker, read_lines
+from spmdflow.tracking.tracker import Tracker
 
 FACTS = {f"many.setting_{number}": number for number in range(120)} | {
     "actor.optimizer.lr": 1e-6,
@@ -33,16 +33,6 @@ SAMPLES = [
 ]
 COLUMNS = ["phase", "prompt", "response", "score", "accuracy", "why"]
 ROWS = [["train", "1+1=<b>|", "2\nor 3", 1.0, 1.0, "right"], [None, "2+2=", "5", None, None, None]]
-
-
-@pytest.fixture(autouse=True)
-def own_registry(monkeypatch):
-    """Trackers that a test adds are gone after it."""
-    before = dict(TRACKERS)
-    monkeypatch.setattr(TRACKERS, "_modules", dict(TRACKERS._modules))
-    yield
-    TRACKERS.clear()
-    TRACKERS.update(before)
 
 
 def run_twice(run_dir, name, *, last_step=2):
@@ -72,28 +62,26 @@ def test_tensorboard_has_settings_samples_and_the_steps_of_a_resumed_run(tmp_pat
     first, resumed = (event.tensor_proto.string_val[0].decode() for event in texts["run"])
     assert "actor&#46;optimizer&#46;lr|1e-06" in first
     assert "actor&#46;optimizer&#46;lr|2e-06" in resumed
-    assert [event.step for event in texts["samples"]] == [1, 3]
+    assert [event.step for event in texts["samples"]] == [1, 2, 3], "it hides numbers only"
     table = texts["samples"][0].tensor_proto.string_val[0].decode()
-    assert table.splitlines()[:2] == ["phase|prompt|response|score|accuracy|why", "---|" * 5 + "---"]
+    assert table.splitlines()[:2] == [
+        "phase|prompt|response|score|accuracy|why",
+        "---|" * 5 + "---",
+    ]
     assert "<b>" not in table and "2&#92;nor 3|1&#46;0" in table
 
 
 def test_wandb_continues_one_run_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="extra wandb is not installed")
-    from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
-
     monkeypatch.setenv("WANDB_MODE", "offline")
     run_twice(tmp_path, "wandb")
 
     files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert {path.stem for path in files} == {f"run-{run_id(tmp_path)}"}
+    wait_until(lambda: all([*wandb_records(path)][-1].HasField("exit") for path in files))
     seen, config = {}, {}
     for path in files:
-        store = DataStore()
-        store.open_for_scan(str(path))
-        while (data := store.scan_data()) is not None:
-            record = Record.FromString(data)
+        for record in wandb_records(path):
             row = {"/".join(item.nested_key) or item.key: item for item in record.history.item}
             if "reward/mean" in row:
                 seen[json.loads(row["step"].value_json)] = json.loads(row["reward/mean"].value_json)
@@ -136,12 +124,13 @@ def test_trackio_continues_one_run_in_its_local_database(tmp_path):
         "run_twice(Path(sys.argv[1]), 'trackio')\n"
         "(run,) = trackio.Api().runs('spmdflow')\n"
         "logs = SQLiteStorage.get_logs('spmdflow', run_id=run.id)\n"
-        "print(json.dumps([run.name, run.config, logs]))\n"
+        "Path(sys.argv[1], 'read.json').write_text(json.dumps([run.name, run.config, logs]))\n"
     )
     variables = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
 
     run_dir = tmp_path / "run"
-    name, config, logs = json.loads(output_of(program, run_dir, variables).splitlines()[-1])
+    run_program(program, run_dir, variables)
+    name, config, logs = json.loads((run_dir / "read.json").read_text())
 
     assert name == f"run-{run_id(run_dir)}"
     metrics = {log["step"]: log["reward/mean"] for log in logs if "reward/mean" in log}
@@ -180,17 +169,86 @@ def test_swanlab_continues_one_run_offline(tmp_path, monkeypatch):
     assert config["many.setting_119"]["value"] == 119
 
 
-def output_of(program, run_dir, variables):
-    """stdout of a Python program, in a process whose variables its libraries read."""
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("tensorboard", "torch.utils.tensorboard"),
+        ("wandb", "wandb"),
+        ("mlflow", "mlflow"),
+        ("trackio", "trackio"),
+        ("swanlab", "swanlab"),
+    ],
+)
+def test_a_tracker_that_is_not_installed_names_its_extra(tmp_path, monkeypatch, name, module):
+    monkeypatch.setitem(sys.modules, module, None)  # how Python marks "cannot be imported"
+
+    with pytest.raises(ConfigError, match=rf"{name}.*pip install 'spmdflow\[{name}\]'"):
+        Tracker(tmp_path, [name])
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "do"),
+    [
+        ("wandb", {"WANDB_MODE": "online"}, "WANDB_MODE=offline or leave wandb out"),
+        ("mlflow", {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}, "or leave mlflow out"),
+        ("swanlab", {"SWANLAB_MODE": "online"}, "SWANLAB_MODE=offline or leave swanlab out"),
+        ("trackio", {"TRACKIO_SERVER_URL": "http://127.0.0.1:9"}, "or leave trackio out"),
+    ],
+)
+def test_a_library_without_account_or_server_is_refused_at_the_start(
+    tmp_path, monkeypatch, name, variables, do
+):
+    pytest.importorskip(name, reason=f"extra {name} is not installed")
+    for variable in ("WANDB_API_KEY", "SWANLAB_API_KEY", "TRACKIO_WRITE_TOKEN"):
+        monkeypatch.delenv(variable, raising=False)
+    variables |= {"HOME": str(tmp_path), "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+
+    with pytest.raises(ConfigError, match=f"^run.trackers: got {name}, which does not.*{do}$"):
+        Tracker(tmp_path / "run", [name])
+
+
+def test_table_has_a_column_for_every_term_and_a_row_for_every_sample():
+    assert table_of(SAMPLES) == (COLUMNS, ROWS)
+    assert table_of([]) == ([], [])
+
+
+def run_program(program, run_dir, variables):
+    """In a process whose variables its libraries read when they are imported."""
     done = subprocess.run(
         [sys.executable, "-c", program, str(run_dir)],
-        env={**dict(__import__("os").environ), **variables},
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+
+
+def wait_until(condition, *, seconds=30.0):
+    """W&B's own process writes beside ours, and after it."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def wandb_records(path):
+    """The records of a W&B run's file: LevelDB's log format behind a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, parts, block = path.read_bytes(), 7, b"", 32768
+    while place + 7 <= len(data):
+        if (left := block - place % block) < 7:
+            place += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        parts += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(parts)
+            parts = b""
 
 
 def run_id(run_dir):
