@@ -26,7 +26,7 @@ ENVIRONMENT = {
 """The files that may touch os.environ, and why."""
 
 HEAVY = {"vllm", "megatron", "transformers", "pyarrow", "tensorboard", "wandb", "matplotlib"}
-HEAVY |= {"plotly", "math_verify", "huggingface_hub", "datasets"}
+HEAVY |= {"mlflow", "trackio", "swanlab", "plotly", "math_verify", "huggingface_hub", "datasets"}
 """Libraries that are imported inside functions, where they are needed."""
 LATE_IMPORTERS = {
     "spmdflow/run.py": "a refusal needs no torch",
@@ -55,6 +55,9 @@ SEAMS = {
     "pyarrow": 1,
     "tensorboard": 1,
     "wandb": 1,
+    "mlflow": 1,
+    "trackio": 1,
+    "swanlab": 1,
     "matplotlib": 1,
     "plotly": 1,
 }

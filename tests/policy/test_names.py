@@ -14,6 +14,7 @@ import spmdflow
 from tests.policy.house import REPOSITORY, files, imported_names, tree_of
 
 TOO_HEAVY = ["megatron", "vllm", "transformers", "omegaconf", "pyarrow", "tensorboard", "wandb"]
+TOO_HEAVY += ["mlflow", "trackio", "swanlab"]
 
 
 def test_public_names_resolve_and_say_what_they_are() -> None:

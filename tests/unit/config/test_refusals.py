@@ -63,8 +63,8 @@ VALUES = {
     """ACTION warn, stop or skip; write run.guards='["eval/accuracy < 0.5 * best: stop"]'""",
     "run.resume=maybe": "run.resume: got 'maybe', expected auto or never or reload_frozen or "
     "afresh; set run.resume=auto",
-    "run.trackers=[comet]": "run.trackers: got 'comet', expected tensorboard or wandb; set "
-    "run.trackers=[tensorboard]",
+    "run.trackers=[comet]": "run.trackers: got 'comet', expected one of mlflow, swanlab, "
+    "tensorboard, trackio, wandb; choose one or add yours with @register_tracker('comet')",
     "actor.engine.kind=gpipe": "actor.engine.kind: got 'gpipe', expected fsdp or zero1 or "
     "zero2 or zero3 or megatron; set actor.engine.kind=fsdp",
     "actor.rollout.temperature=0": "actor.rollout.temperature: got 0.0, expected more than 0; "
