@@ -10,6 +10,7 @@ import gzip
 import json
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from html.parser import HTMLParser
@@ -204,6 +205,18 @@ def test_folder_without_a_run_is_refused(
     error = capsys.readouterr().err
     assert "got none of config.yaml, metrics.jsonl" in error and "give the folder" in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_plotly_the_command_says_what_to_install(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+
+    assert main([str(run_dir)]) == 2
+
+    error = capsys.readouterr().err
+    assert error.startswith("view: got no plotly (") and "pip install 'spmdflow[view]'" in error
+    assert not (run_dir / "view.html").exists()
 
 
 @pytest.mark.slow
