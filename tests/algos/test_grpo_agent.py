@@ -98,6 +98,29 @@ def test_rows_of_episodes_move_as_planned_to_a_reference_on_other_ranks(tmp_path
     assert all(step["transfer/bytes"] > 0 for step in steps_of(tmp_path))
 
 
+MEGATRON = ("actor.engine.kind=megatron", "actor.engine.layout=t2")
+VLLM = ("actor.rollout.engine=vllm",)
+ENGINES = {"usual": (), "megatron": MEGATRON, "vllm": VLLM, "megatron and vllm": MEGATRON + VLLM}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_actor_plays_the_same_games_whatever_trains_and_generates(tmp_path: Path) -> None:
+    """Trainer and generator share two ranks; the seeds of a turn know no rank and no engine."""
+    played = {}
+    for name, own in ENGINES.items():
+        folder = tmp_path / name.replace(" ", "-")
+        run = torchrun(folder, *SMALL, "eval_every=0", *own, num_ranks=2, script=AGENT, small=())
+        assert finish(run, seconds=200) == 0, log_of(folder).read_text()[-3000:]
+        check_prediction(folder)
+        first, second = steps_of(folder)
+        assert max(first["rollout/drift_max"], second["rollout/drift_max"]) < 1e-5, name
+        facts = ("reward/mean", "episodes/turns", "rollout/response_tokens")
+        played[name] = [first[fact] for fact in facts]
+
+    assert all(found == played["usual"] for found in played.values()), played
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1900)
 def test_the_game_is_learned_and_a_coin_is_not(tmp_path: Path) -> None:
