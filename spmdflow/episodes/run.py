@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -212,24 +212,35 @@ class _Lead:
         self._pool.hand_out(self._enter)
         wake = self._endpoint.wake
         seconds = _IDLE_SECONDS if idle and not is_over() else 0.0
-        for ended in self._pool.advance(seconds, wake=wake.fileno()):
-            self._end(ended)
+        heard = self._pool.advance(seconds, wake=wake.fileno())
         with suppress(BlockingIOError):
             wake.recv(1 << 16)
+        asked = list(self._new_items())
+        floods = {item.number: item.cause for item in asked if isinstance(item, Flood)}
+        for ended in heard:
+            if ended.cause:  # one that flooded may say how its client was cut off
+                ended = ended._replace(cause=floods.get(ended.number, ended.cause))
+            self._end(ended)
         added = []
-        with suppress(queue.Empty):
-            while True:
-                item = self._endpoint.inbox.get_nowait()
-                if self._names.get(item.number) != item.name:
-                    continue  # of an episode that has ended
-                if isinstance(item, Flood):
-                    self._pool.fail(item.number, item.cause)
-                    continue
-                self._asked.append(item)
-                added.append((item.number, item.ids, item.turn, item.max_new_tokens))
+        for item in asked:
+            if self._names.get(item.number) != item.name:
+                continue  # of an episode that has ended
+            if isinstance(item, Flood):
+                self._pool.fail(item.number, item.cause)
+                continue
+            self._asked.append(item)
+            added.append((item.number, item.ids, item.turn, item.max_new_tokens))
         aborted, self._aborted = self._aborted, []
         gone, self._ended = self._ended, []
         return News(added, aborted, gone, is_over())
+
+    def _new_items(self) -> Iterator[Draw | Flood]:
+        """What the endpoint has for episodes that have not ended."""
+        with suppress(queue.Empty):
+            while True:
+                item = self._endpoint.inbox.get_nowait()
+                if self._names.get(item.number) == item.name:
+                    yield item
 
     def added(self, request: int) -> None:
         """The generator has taken the next request."""
