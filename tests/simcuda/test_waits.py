@@ -22,11 +22,11 @@ ONE_STEP = sorted({name.rsplit(", ", 1)[0] for name in RUNS if name.endswith("st
 READ = "aten::_local_scalar_dense"
 UP, DOWN = "copy to the device (pageable) and wait", "copy to the host (pageable) and wait"
 WAITS = {
-    (UP, "rollout/builtin.py:_join"): (
+    (UP, "rollout/builtin.py:_append"): (
         2,
         "prompt lengths, seeds and limits of new rows; their prompts",
     ),
-    (UP, "rollout/builtin.py:_leave"): (1, "which rows stay"),
+    (UP, "rollout/builtin.py:_settle"): (1, "which rows stay"),
     (UP, "rollout/generator.py:generate"): (1, "the order of the rows"),
     (READ, "rollout/builtin.py:_counts_of_ended"): (1, "whether all rows go on, every 8 tokens"),
     (DOWN, "rollout/builtin.py:_counts_of_ended"): (2, "if not, which, and their lengths"),

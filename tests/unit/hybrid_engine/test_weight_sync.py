@@ -51,6 +51,7 @@ def sync_of(path: str, change: Callable[[dict[str, Tensor]], None] = lambda _: N
         from_all=lambda mine: [mine],
         device=CPU,
         weights_version=3,
+        gathered_bytes=0,
     )
     generator = generator_of(RolloutConfig(), path, CPU)
     return BoxSync(trainer, generator, rank=0, seconds=1, verify_every=1)

@@ -34,7 +34,7 @@ class Session:
             fail=self.failures.append,
             show=self.shown.append,
         )
-        self.start = self.now = time.monotonic()
+        self.start = self.now = float(int(time.monotonic()))  # whole: sums are exact
         self._tickets = 0
 
     def send(self, label: str = "actor.update", operation: str = "call", kind: str = "") -> Sent:
