@@ -22,18 +22,19 @@ from spmdflow.runtime.status_file import STATUS_FILE
 from spmdflow.tracking.progress import progress_line
 from spmdflow.tracking.reading import RunFiles, read_json
 
-_EVERY, _BAR, _RECENT = 1.0, 24, 20
+_EVERY, _START_SECONDS = 1.0, 60.0
+_BAR, _RECENT = 24, 20
 _STEP = "time/step_seconds"
 
 
 def watch(run_dir: Path, console: Console) -> None:
-    """Draw until the run ends or Ctrl-C. It may be started before the run is there."""
-    seen, files = False, RunFiles(run_dir)
+    """Draw until the run ends or Ctrl-C; a run that is not there yet is waited for a minute."""
+    seen, began = False, time.monotonic()
     with Live(console=console, auto_refresh=False) as live:
         while True:
             files, state = RunFiles(run_dir), read_json(run_dir / STATUS_FILE)
             live.update(panel(files, state, time.time()), refresh=True)
-            if seen and not state:
+            if not state and (seen or time.monotonic() - began > _START_SECONDS):
                 return
             seen = seen or bool(state)
             time.sleep(_EVERY)
