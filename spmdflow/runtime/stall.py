@@ -65,6 +65,7 @@ class Stalls:
         *,
         fail: Callable[[Failure], None],
         show: Callable[[list[int]], None],
+        now: float,
     ) -> None:
         """fail: ends the run. show: all ranks write their stacks; those given, on a signal."""
         self._peers, self._ledger, self._settings = peers, ledger, settings
@@ -73,7 +74,7 @@ class Stalls:
         self._beats: dict[int, tuple[float, Sequence[Doing]]] = {}
         self._due: dict[int, float] = {}
         """Seconds at which an open call is printed next, by ticket."""
-        self._idle_since = self._last_look = time.monotonic()
+        self._idle_since = self._last_look = now
         self._idle_due = LOOK_SECONDS
         self._ended: dict[Key, float] = {}
         """When a call of each kind was answered last."""
@@ -121,7 +122,7 @@ class Stalls:
                 self._due[sent.ticket] = 2 * seconds
                 self._tell(sent, seconds, now, is_first=due == first)
             self._check_limit(sent, seconds, now)
-        if not self._ledger.open and now - self._idle_since > self._idle_due:
+        if not self._ledger.open and now - self._idle_since >= self._idle_due:
             self._idle_due *= 2
             seconds = now - self._idle_since
             logger.warning("no call runs for %.0f s; the script is at %s", seconds, _script_line())

@@ -61,7 +61,9 @@ class Verdict:
         self.unwinding = set(settings.ranks)
         """Ranks that have not left their lanes yet."""
         self._due = float("inf")
-        self.stalls = Stalls(peers, ledger, settings, fail=self.add, show=self.show_stacks)
+        self.stalls = Stalls(
+            *(peers, ledger, settings), fail=self.add, show=self.show_stacks, now=time.monotonic()
+        )
 
     def show_stacks(self, silent: list[int]) -> None:
         """Let every rank write its stacks; those of silent ranks are asked for by a signal."""

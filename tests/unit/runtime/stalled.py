@@ -25,6 +25,7 @@ class Session:
     def __init__(self, tmp_path: Path, **settings: Any) -> None:
         self.failures: list[Failure] = []
         self.shown: list[list[int]] = []
+        self.start = self.now = float(int(time.monotonic()))  # whole: sums are exact
         own = Process.of(os.getpid())
         self.peers, self.ledger = Peers({0: own, 1: own}, own_rank=0), Ledger()
         self.stalls = Stalls(
@@ -33,8 +34,8 @@ class Session:
             SessionSettings(tmp_path, (0, 1), **settings),
             fail=self.failures.append,
             show=self.shown.append,
+            now=self.now,
         )
-        self.start = self.now = float(int(time.monotonic()))  # whole: sums are exact
         self._tickets = 0
 
     def send(self, label: str = "actor.update", operation: str = "call", kind: str = "") -> Sent:
