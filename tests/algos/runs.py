@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from spmdflow.checkpoint import read_tensors
+from tests import forked
 from tests.metrics_page import unknown_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +47,20 @@ def torchrun(
     launcher = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
     words = [f"--nproc-per-node={num_ranks}", "-m", "spmdflow.run", str(script)]
     return start([*launcher, *words, f"run.dir={run_dir}", *small, *settings], log_of(run_dir))
+
+
+def run_forked(
+    run_dir: Path,
+    *settings: str,
+    num_ranks: int,
+    script: Path = SCRIPT,
+    small: Sequence[str] = SMALL,
+    seconds: float = 290,
+) -> None:
+    """The whole run, whose status is 0, without starting Python anew (tests/forked.py)."""
+    words = [f"--nproc-per-node={num_ranks}", "-m", "spmdflow.run", str(script)]
+    log = log_of(run_dir)
+    forked.torchrun([*words, f"run.dir={run_dir}", *small, *settings], log, seconds=seconds)
 
 
 def start(

@@ -10,7 +10,12 @@ import pytest
 
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
-from tests.algos.runs import ROOT, check_same_numbers, finish, log_of, steps_of, torchrun
+from tests.algos.runs import (
+    ROOT,
+    check_same_numbers,
+    run_forked,
+    steps_of,
+)
 
 SMALL = (
     "data.prompts_per_step=6",
@@ -53,9 +58,8 @@ def test_two_ranks_give_the_numbers_of_one_process(name: str, tmp_path: Path) ->
     one = run(name, tmp_path / "one")
     run_dir = tmp_path / "two"
     small = (*SMALL, *SCRIPTS[name])
-    process = torchrun(run_dir, num_ranks=2, script=ROOT / "algos" / f"{name}.py", small=small)
 
-    assert finish(process, seconds=200) == 0, log_of(run_dir).read_text()[-3000:]
+    run_forked(run_dir, num_ranks=2, script=ROOT / "algos" / f"{name}.py", small=small)
     two = check_same_numbers(run_dir, one, COMPARED)
     assert [step["step"] for step in two] == [0, 1, 2]
     assert two[1]["actor/grad_norm"] > 0
@@ -115,8 +119,6 @@ def test_reinforce_pp_has_its_baseline_variant_by_name(tmp_path: Path) -> None:
 def test_script_learns_the_bundled_task(name: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
-    process = torchrun(run_dir, num_ranks=2, script=ROOT / "algos" / f"{name}.py", small=())
-
-    assert finish(process, seconds=290) == 0, log_of(run_dir).read_text()[-3000:]
+    run_forked(run_dir, num_ranks=2, script=ROOT / "algos" / f"{name}.py", small=())
     accuracy = {s["step"]: s["eval/accuracy"] for s in steps_of(run_dir) if "eval/accuracy" in s}
     assert accuracy[max(accuracy)] >= 0.9 > accuracy[0] + 0.2

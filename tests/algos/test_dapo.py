@@ -11,7 +11,12 @@ import pytest
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import RowError
-from tests.algos.runs import ROOT, check_same_numbers, finish, log_of, steps_of, torchrun
+from tests.algos.runs import (
+    ROOT,
+    check_same_numbers,
+    run_forked,
+    steps_of,
+)
 
 DAPO = ROOT / "algos" / "dapo.py"
 ROWS = 16
@@ -79,9 +84,8 @@ def test_two_ranks_refill_with_the_same_rows_and_give_the_same_numbers(
     in_one_process: list[dict[str, Any]], tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
     run_dir = tmp_path / "run"
-    process = torchrun(run_dir, *settings, num_ranks=2, script=DAPO, small=SMALL)
 
-    assert finish(process, seconds=200) == 0, log_of(run_dir).read_text()[-3000:]
+    run_forked(run_dir, *settings, num_ranks=2, script=DAPO, small=SMALL)
     steps = check_same_numbers(run_dir, in_one_process, COMPARED)
     assert [step["step"] for step in steps] == [0, 1, 2]
 
@@ -115,9 +119,7 @@ def test_long_responses_lose_score_after_the_groups_were_chosen(tmp_path: Path) 
 def test_dapo_learns_the_bundled_task(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
-    process = torchrun(run_dir, num_ranks=2, script=DAPO, small=())
-
-    assert finish(process, seconds=290) == 0, log_of(run_dir).read_text()[-3000:]
+    run_forked(run_dir, num_ranks=2, script=DAPO, small=())
     steps = steps_of(run_dir)
     accuracy = {s["step"]: s["eval/accuracy"] for s in steps if "eval/accuracy" in s}
     assert accuracy[max(accuracy)] >= 0.9 > accuracy[0] + 0.2

@@ -18,7 +18,12 @@ from spmdflow.config.check import check
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import ConfigError
-from tests.algos.runs import ROOT, check_same_numbers, finish, log_of, steps_of, torchrun
+from tests.algos.runs import (
+    ROOT,
+    check_same_numbers,
+    run_forked,
+    steps_of,
+)
 from tests.algos.test_own_roles import JUDGES, MODEL
 from tests.rollout_reference import LLAMA
 
@@ -64,9 +69,8 @@ def test_two_ranks_give_the_numbers_of_one_process(tmp_path: Path) -> None:
     teacher = f"teacher.model.path={write_teacher(tmp_path / 'teacher')}"
     one = run(tmp_path / "one", teacher)
     run_dir = tmp_path / "two"
-    process = torchrun(run_dir, teacher, "placement=split", num_ranks=2, script=SCRIPT, small=SMALL)
 
-    assert finish(process, seconds=200) == 0, log_of(run_dir).read_text()[-3000:]
+    run_forked(run_dir, teacher, "placement=split", num_ranks=2, script=SCRIPT, small=SMALL)
     two = check_same_numbers(run_dir, one, COMPARED)
     assert [step["step"] for step in two] == [0, 1, 2]
     assert two[1]["actor/grad_norm"] > 0 and two[1]["actor/reference_kl"] > 0

@@ -21,12 +21,10 @@ from spmdflow.workers.micro_batch import MicroBatch
 from tests.algos.runs import (
     ROOT,
     check_same_numbers,
-    finish,
     last_checkpoint,
-    log_of,
     numbers_of,
+    run_forked,
     steps_of,
-    torchrun,
 )
 
 SCRIPT, TASK = ROOT / "algos" / "dpo.py", ROOT / "algos" / "arithmetic"
@@ -197,11 +195,7 @@ def compare(tmp_path: Path, *words: str, num_ranks: int, shared: tuple[str, ...]
     """A run on several ranks has the numbers of one process."""
     one = run(tmp_path / "one", *shared)
 
-    process = torchrun(
-        tmp_path / "many", *shared, *words, num_ranks=num_ranks, script=SCRIPT, small=SMALL
-    )
-
-    assert finish(process, seconds=200) == 0, log_of(tmp_path / "many").read_text()[-3000:]
+    run_forked(tmp_path / "many", *shared, *words, num_ranks=num_ranks, script=SCRIPT, small=SMALL)
     check_same_numbers(tmp_path / "many", one, COMPARED, rel=1e-4, abs=1e-5)
 
 

@@ -13,7 +13,13 @@ import pytest
 
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
-from tests.algos.runs import ROOT, SCRIPT, check_same_numbers, finish, log_of, steps_of, torchrun
+from tests.algos.runs import (
+    ROOT,
+    SCRIPT,
+    check_same_numbers,
+    run_forked,
+    steps_of,
+)
 
 GRPO = ROOT / "algos" / "grpo.py"
 OWN = ROOT / "tests" / "algos" / "programs" / "own_estimator.py"
@@ -53,9 +59,8 @@ def test_groups_over_two_ranks_give_the_numbers_of_one_process(
 ) -> None:
     run_dir = tmp_path / "run"
     settings = (f"placement={placement}", "run.profile_steps=2 on 0")
-    process = torchrun(run_dir, *settings, num_ranks=2, script=GRPO, small=SMALL)
 
-    assert finish(process, seconds=200) == 0, log_of(run_dir).read_text()[-3000:]
+    run_forked(run_dir, *settings, num_ranks=2, script=GRPO, small=SMALL)
     steps = check_same_numbers(run_dir, in_one_process, COMPARED)
     assert [step["step"] for step in steps] == [0, 1, 2]
     assert steps[1]["actor/grad_norm"] > 0
@@ -119,8 +124,6 @@ def test_script_reads_as_a_diff_against_ppo() -> None:
 def test_grpo_learns_the_bundled_task(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
-    process = torchrun(run_dir, num_ranks=2, script=GRPO, small=())
-
-    assert finish(process, seconds=290) == 0, log_of(run_dir).read_text()[-3000:]
+    run_forked(run_dir, num_ranks=2, script=GRPO, small=())
     accuracy = {s["step"]: s["eval/accuracy"] for s in steps_of(run_dir) if "eval/accuracy" in s}
     assert accuracy[max(accuracy)] >= 0.9 > accuracy[0] + 0.2

@@ -25,11 +25,9 @@ from tests.algos.runs import (
     SCRIPT,
     SMALL,
     check_prediction,
-    finish,
-    log_of,
     numbers_of,
+    run_forked,
     steps_of,
-    torchrun,
 )
 from tests.pages import blocks_of
 from tests.unit.planned import settings_of
@@ -57,10 +55,8 @@ def test_kind_of_a_user_is_a_short_file(name: str, most: int) -> None:
 
 @pytest.mark.timeout(600)
 def test_ppo_with_both_on_two_ranks_gives_the_numbers_of_fsdp(tmp_path: Path) -> None:
-    given = torchrun(tmp_path / "given", str(YAML), *SETTINGS, num_ranks=2)
-    assert finish(given, seconds=250) == 0, log_of(tmp_path / "given").read_text()[-3000:]
-    own = torchrun(tmp_path / "own", str(YAML), *SETTINGS, *KINDS, num_ranks=2, script=OWN)
-    assert finish(own, seconds=250) == 0, log_of(tmp_path / "own").read_text()[-3000:]
+    run_forked(tmp_path / "given", str(YAML), *SETTINGS, num_ranks=2)
+    run_forked(tmp_path / "own", str(YAML), *SETTINGS, *KINDS, num_ranks=2, script=OWN)
 
     steps = list(zip(steps_of(tmp_path / "given"), steps_of(tmp_path / "own"), strict=True))
     assert len(steps) == 2

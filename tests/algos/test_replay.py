@@ -14,7 +14,15 @@ from safetensors.torch import load_file, save_file
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.replay import compare, main
-from tests.algos.runs import ROOT, SCRIPT, SMALL, finish, log_of, start, steps_of, torchrun
+from tests.algos.runs import (
+    ROOT,
+    SCRIPT,
+    SMALL,
+    finish,
+    run_forked,
+    start,
+    steps_of,
+)
 
 SETTINGS = ("total_steps=3", "eval_every=2", "save_every=1", "run.capture_step=2")
 MODEL = ROOT / "algos" / "arithmetic" / "model"
@@ -95,8 +103,7 @@ def test_a_folder_without_a_capsule_is_refused(
 @pytest.mark.slow
 def test_step_of_two_ranks_runs_again_to_the_same_bits_and_in_one_process(tmp_path: Path) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "replay.log"
-    process = torchrun(run_dir, *SETTINGS, "actor.engine.kind=zero3", num_ranks=2)
-    assert finish(process, seconds=200) == 0, log_of(run_dir).read_text()[-3000:]
+    run_forked(run_dir, *SETTINGS, "actor.engine.kind=zero3", num_ranks=2)
     capsule = str(run_dir / "capsules" / "step-2")
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 

@@ -17,11 +17,9 @@ from tests.algos.runs import (
     ROOT,
     SMALL,
     check_prediction,
-    finish,
-    log_of,
     numbers_of,
+    run_forked,
     steps_of,
-    torchrun,
 )
 
 SAFE = ROOT / "algos" / "safe_rlhf.py"
@@ -99,9 +97,8 @@ def test_two_ranks_give_the_numbers_of_one_process(
     in_one_process: list[dict[str, Any]], tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
     run_dir = tmp_path / "run"
-    process = torchrun(run_dir, *settings, num_ranks=2, script=SAFE, small=TINY)
 
-    assert finish(process, seconds=200) == 0, log_of(run_dir).read_text()[-3000:]
+    run_forked(run_dir, *settings, num_ranks=2, script=SAFE, small=TINY)
     check_prediction(run_dir)
     for one, two in zip(in_one_process, steps_of(run_dir), strict=True):
         for name in COMPARED:  # float32 sums in another order
@@ -173,9 +170,7 @@ def test_cost_model_scores_and_is_where_the_cost_critic_starts(tmp_path: Path) -
 def test_reward_rises_while_the_cost_is_driven_below_its_limit(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
-    process = torchrun(run_dir, num_ranks=2, script=SAFE, small=())
-
-    assert finish(process, seconds=290) == 0, log_of(run_dir).read_text()[-3000:]
+    run_forked(run_dir, num_ranks=2, script=SAFE, small=())
     steps = steps_of(run_dir)[1:]
     first, last = steps[:3], steps[-3:]
     mean = {name: [sum(s[name] for s in part) / 3 for part in (first, last)] for name in COMPARED}

@@ -18,12 +18,10 @@ from spmdflow.errors import ConfigError
 from tests.algos.runs import (
     ROOT,
     check_same_numbers,
-    finish,
     last_checkpoint,
-    log_of,
     numbers_of,
+    run_forked,
     steps_of,
-    torchrun,
 )
 
 SFT, REWARD_MODEL = ROOT / "algos" / "sft.py", ROOT / "algos" / "reward_model.py"
@@ -131,9 +129,7 @@ def test_two_ranks_give_the_numbers_of_one_process(
     words = [f"{role}.engine.{setting}" for setting in settings]
     one = run(script, tmp_path / "one")
 
-    process = torchrun(tmp_path / "two", *words, num_ranks=2, script=script, small=SMALL[script])
-
-    assert finish(process, seconds=120) == 0, log_of(tmp_path / "two").read_text()[-3000:]
+    run_forked(tmp_path / "two", *words, num_ranks=2, script=script, small=SMALL[script])
     names = (f"{role}/loss", f"{role}/grad_norm", "eval/loss", "eval/margin")
     check_same_numbers(tmp_path / "two", one, names, rel=1e-4, abs=1e-5)
 

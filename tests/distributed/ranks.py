@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import time
@@ -23,8 +22,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-PRELOAD = ["torch", "torch.distributed", "tensordict", "numpy", "zmq", "msgpack"]
-"""Modules that the server has imported before the first rank starts."""
+from tests.forked import fork_server
+
 _AFTERMATH_SECONDS = 5.0
 """Once a rank has failed the others get this long to tell why they fail."""
 
@@ -60,8 +59,7 @@ def watch_ranks(
     function: Callable[..., Any], world_size: int, *arguments: Any, seconds: float = 120.0
 ) -> list[Outcome]:
     """As `run_ranks` for ranks that are meant to fail: says how each one ended."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = fork_server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
     for rank in range(world_size):

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.forked import torchrun
+
 PROGRAM = Path(__file__).parent / "programs" / "fsdp_engine.py"
 ALL = ["fsdp", "zero1", "zero2", "zero3"]
 KINDS = [*ALL, "fsdp-s2"]
@@ -44,16 +43,8 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def measure(tmp_path_factory: pytest.TempPathFactory, kinds: list[str]) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("engines")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*launch, str(PROGRAM), str(folder), *kinds],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    words = ["--nproc-per-node=4", str(PROGRAM), str(folder), *kinds]
+    torchrun(words, folder / "log.txt", seconds=580)
     return json.loads((folder / "results.json").read_text())
 
 

@@ -8,18 +8,15 @@ draw's margin is below 1e-5). Then what must not pass unnoticed is planted.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.programs.hybrid_engine_case import CASES
+from tests.forked import torchrun
 from tests.rollout_reference import FAMILIES, write_family
 
 PROGRAM = Path(__file__).parent / "programs" / "hybrid_engine.py"
-ROOT = Path(__file__).parents[2]
 SMALL = ("blocks",)
 MATRIX = tuple(name for name in CASES if name not in SMALL)
 
@@ -28,13 +25,8 @@ def run(folder: Path, names: tuple[str, ...], *, seconds: float) -> list[dict]:
     for family in FAMILIES:
         path = folder / family.replace(" ", "_")
         write_family(path, family, max_position_embeddings=512)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    subprocess.run(
-        [*command, str(PROGRAM), str(folder), ",".join(names)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=True,
-        timeout=seconds,
-    )
+    words = ["--nproc-per-node=4", str(PROGRAM), str(folder), ",".join(names)]
+    torchrun(words, folder / "log.txt", seconds=seconds)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
 
 

@@ -8,31 +8,22 @@ gradients 4.2e-7, weights after a step 4.5e-8. Weights are compared where the gr
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.forked import torchrun
+
 pytest.importorskip("megatron.core", reason="the megatron extra is not installed")
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "megatron_engine.py"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "reward")
 
 
 def measure(folder: Path, *, ranks: int, part: str, seconds: int) -> dict[str, Any]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launch, f"--nproc-per-node={ranks}", str(PROGRAM), str(folder), part],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    words = [f"--nproc-per-node={ranks}", str(PROGRAM), str(folder), part]
+    torchrun(words, folder / "log.txt", seconds=seconds)
     return json.loads((folder / "results.json").read_text())
 
 

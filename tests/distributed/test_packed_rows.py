@@ -7,15 +7,13 @@ responses of mixed length. Gaps are relative to the largest number of a tensor.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.forked import torchrun
+
 PROGRAM = Path(__file__).parent / "programs" / "packed_rows.py"
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 
@@ -24,11 +22,8 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What four gloo ranks measured."""
     folder = tmp_path_factory.mktemp("packed")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [*launch, str(PROGRAM), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
+    words = ["--nproc-per-node=4", str(PROGRAM), str(folder)]
+    torchrun(words, folder / "log.txt", seconds=280)
     return json.loads((folder / "results.json").read_text())
 
 

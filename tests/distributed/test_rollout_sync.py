@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.forked import torchrun
+
 PROGRAMS = Path(__file__).parent / "programs"
 VICTIM = "model.layers.1.self_attn.k_proj.weight"
 TWIN = "model.layers.0.self_attn.k_proj.weight"
@@ -19,16 +17,8 @@ TWIN = "model.layers.0.self_attn.k_proj.weight"
 
 def run_ranks(program: str, folder: Path) -> list[dict[str, Any]]:
     """What ranks 1 and 2 of three wrote."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*launch, str(PROGRAMS / program), str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    words = ["--nproc-per-node=3", str(PROGRAMS / program), str(folder)]
+    torchrun(words, folder / "log.txt", seconds=280)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (1, 2)]
 
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,9 +19,9 @@ from spmdflow.hybrid_engine.reshard import BoxesByRank, boxes_of, plan_reshard
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.ranks import BUCKET_BYTES, row_tables, vllm_tables
+from tests.forked import torchrun
 from tests.rollout_reference import FAMILIES, write_family
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "rollout_tp.py"
 VICTIMS = ("model.layers.1.self_attn.k_proj.weight", "model.layers.2.mlp.down_proj.weight")
 REPLICAS = {
@@ -45,16 +42,8 @@ pytestmark = pytest.mark.skipif(
 
 def run_ranks(folder: Path, *arguments: str, seconds: int) -> list[dict[str, Any]]:
     """What the four ranks found."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*launch, str(PROGRAM), str(folder), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    words = ["--nproc-per-node=4", str(PROGRAM), str(folder), *arguments]
+    torchrun(words, folder / "log.txt", seconds=seconds)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
 
 

@@ -1,0 +1,93 @@
+"""torchrun whose processes are forked from one that has imported torch and transformers already.
+
+The agent is torchrun's own, with torchrun's arguments, and its ranks are its children, as after
+the command; but starting Python anew costs five seconds of a core for each rank, which a test of
+numbers need not pay. A test of processes (their command lines, their memory, what kills them, an
+order of sets that differs between ranks) starts the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PRELOAD = [
+    *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.run", "tensordict"),
+    *("transformers.models.llama.modeling_llama", "numpy", "zmq", "msgpack", "omegaconf"),
+]
+"""Modules that the server has imported before the first process starts."""
+
+
+def fork_server() -> ForkServerContext:
+    """Starts processes by fork from the server of this process of pytest."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def torchrun(
+    arguments: Sequence[str],
+    log: Path,
+    *,
+    seconds: float,
+    variables: Mapping[str, str] | None = None,
+) -> None:
+    """`torchrun --standalone *arguments` in the root of the checkout, its output in log.
+
+    AssertionError with the end of log if its status is not 0 or it takes longer.
+    """
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = fork_server().Process(
+        target=_agent, args=(list(arguments), log, {**os.environ, **own, **(variables or {})})
+    )
+    process.start()
+    try:
+        process.join(seconds)
+        assert process.exitcode == 0, f"status {process.exitcode}: {log.read_text()[-4000:]}"
+    finally:
+        if process.exitcode != 0:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+
+
+def _agent(arguments: list[str], log: Path, variables: Mapping[str, str]) -> None:
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    os.setsid()
+    os.chdir(ROOT)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.environ.clear()
+    os.environ.update(variables)
+    words = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4().hex}"]
+    options = parse_args([*words, *arguments])  # what --standalone stands for
+    config = config_from_args(options)[0]
+    config.start_method = "fork"
+    elastic_launch(config, _rank)(
+        options.module, options.training_script, options.training_script_args
+    )
+
+
+def _rank(is_module: bool, program: str, words: list[str]) -> None:
+    sys.argv = [program, *words]
+    sys.path.insert(0, str(ROOT if is_module else Path(program).parent))
+    try:
+        if is_module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(program, run_name="__main__")
+    except SystemExit as end:
+        if end.code:  # the agent waits for a return where all is well
+            raise
