@@ -12,6 +12,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -62,7 +63,8 @@ class TrainEngine(ABC):
     ) -> None:
         self.name, self.layout, self.groups = context.name, context.layout, context.groups
         self.device, self.rank = context.device, context.rank
-        self.model, self.cfg = model, cfg
+        self.model = replace(model, read=None)  # a reader keeps the files mapped
+        self.cfg = cfg
         self.packs = packs_rows(cfg.kind, cfg.options, model.source)
         """Whether rows of a micro-batch lie end to end, without padding."""
         if not self.packs and "padded" not in cfg.options and self.rank == self.layout.ranks[0]:

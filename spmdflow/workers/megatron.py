@@ -204,6 +204,7 @@ class MegatronEngine(TrainEngine):
         def read(name: str, box: Box) -> Tensor:
             is_sent = group is not None and name == EMBEDDING
             reads = not is_sent or first == self.rank
+            assert model.read is not None
             values = model.read(name, box if reads else Box.of_shape([0] * len(box.bounds)))
             if is_sent:
                 values = (values if reads else values.new_empty(box.shape)).to(self.device)

@@ -52,7 +52,8 @@ class ModelSource(_Exported):
     """What an engine needs of a model: its architecture, and a reader of its weights."""
 
     architecture: Architecture
-    read: Read
+    read: Read | None
+    """None: the engine has read them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from engine_state import (
 from engine_world import loss_of, message
 from fsdp_reference import make_batch
 from megatron_reference import FAMILIES, load, outputs_of, write_models
-from megatron_world import Case, World, largest, share_read, whole_outputs
+from megatron_world import Case, World, largest, whole_outputs
 from torch import Tensor
 
 from spmdflow.blocks.hash import positional_hash
@@ -217,7 +217,7 @@ def check_bfloat16(world: World) -> None:
     cases = Case("llama", 1, 2, 2), Case("llama-tied", 2, 2, 1)
     for case in (*cases, Case("reward", 2, 2, 1, ("sequence_parallel",))):
         engine = world.engine(case, dtype="bfloat16")
-        read, held = share_read(engine), whole_state(engine)
+        read, held = world.share_read(engine), whole_state(engine)
         metrics = world.train(engine, case)
         state, full = whole_state(engine), dict(full_tensors(engine))
         files = exported(engine, world.folder / "export-bfloat16" / case.model)

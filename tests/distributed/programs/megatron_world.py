@@ -69,6 +69,8 @@ class World:
     folder: Path
     results: dict[str, Any] = field(default_factory=dict)
     references: dict[tuple[str, int], Reference] = field(default_factory=dict)
+    read: Any = None
+    """The reader of the last engine's weights."""
 
     def make_groups(self, layouts: list[Layout]) -> None:
         """Every rank of the world calls this with the same layouts."""
@@ -108,14 +110,22 @@ class World:
         source = ModelConfig(path=str(self.folder / case.model), dtype=dtype)
         head = head or ("scalar" if case.model == "reward" else "causal_lm")
         settings = {"lr": LR, "betas": [0.0, 0.95], "weight_decay": 0.1, "clip_norm": 1e9}
+        model = open_model(source, head=head)
+        self.read = model.read
         return MegatronEngine(
-            open_model(source, head=head),
+            model,
             EngineConfig(kind="megatron", options=list(case.options)),
             context,
             optimizer=OptimizerConfig(**{**settings, **optimizer}) if trains else None,
             total_optimizer_steps=4,
             adopt=adopt,
         )
+
+    def share_read(self, engine: MegatronEngine) -> float:
+        """Bytes of the folder that all ranks have read for the last engine, over its tensors'."""
+        num_bytes = torch.tensor(self.read.__self__.bytes_read)
+        dist.all_reduce(num_bytes)
+        return int(num_bytes) / sum(x.nbytes for _, x in folder_tensors(engine.model.source))
 
     def train(self, engine: MegatronEngine, case: Case, *, seed: int = 0) -> dict[str, Any]:
         """One step on the case's rows."""
@@ -177,11 +187,3 @@ def _joined(output: CausalOutput | ScalarOutput, micro: MicroBatch) -> Tensor:
         parts = [torch.empty_like(logits) for _ in range(output.group.size())]
         dist.all_gather(parts, logits, group=output.group)
     return torch.cat(parts, -1)[..., : output.vocab_size]
-
-
-def share_read(engine: MegatronEngine) -> float:
-    """Bytes of the folder that all ranks of the world have read, over those of its tensors."""
-    read: Any = engine.model.read
-    num_bytes = torch.tensor(read.__self__.bytes_read)
-    dist.all_reduce(num_bytes)
-    return int(num_bytes) / sum(x.nbytes for _, x in folder_tensors(engine.model.source))

@@ -22,13 +22,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import Tensor
 
+from spmdflow.blocks.box import Box
 from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig
 from spmdflow.models.base import axis_groups
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.folder import HuggingFaceFolder
 from spmdflow.weights.table import parameters
 from spmdflow.workers.engine import TrainEngine, engine_of
 
@@ -110,11 +113,24 @@ def share_of(engine: TrainEngine) -> int:
     return sum(storages.values())
 
 
+def count_reads() -> list[int]:
+    """Bytes of every box that this process reads of folders from now on."""
+    found, read = list[int](), HuggingFaceFolder.read
+
+    def counted(folder: HuggingFaceFolder, name: str, box: Box) -> Tensor:
+        values = read(folder, name, box)
+        found.append(values.nbytes)
+        return values
+
+    HuggingFaceFolder.read = counted  # type: ignore[method-assign]
+    return found
+
+
 def measure(folder: Path, output: Path, cases: list[str]) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rank, groups = dist.get_rank(), GroupTable(dist.get_rank(), timeout_seconds=300)
-    found = {}
+    found, reads = {}, count_reads()
     for case in ["fsdp:1:float32:trains", "megatron:t1:float32:trains", *cases]:
         kind, sizes, dtype, what = case.split(":")
         size = {letter: int(number) for letter, number in _parts(sizes)}
@@ -132,11 +148,11 @@ def measure(folder: Path, output: Path, cases: list[str]) -> None:
             )
             if what == "trains":
                 cfg.optimizer = OptimizerConfig()
+            reads.clear()
             with PeakMemory() as peak:
                 engine = engine_of(cfg, context, head="causal_lm")
             assert all(not x.is_meta for _, x, _ in engine.state_blocks())
-            read = engine.model.read.__self__.bytes_read
-            row = {"peak": peak.num_bytes, "share": share_of(engine), "read": read}
+            row = {"peak": peak.num_bytes, "share": share_of(engine), "read": sum(reads)}
             del engine
             gc.collect()
         rows: list[Any] = [None] * dist.get_world_size()

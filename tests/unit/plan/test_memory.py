@@ -25,8 +25,8 @@ from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.replay import Replay
 from tests.unit.planned import ALGORITHMS, SMALL, trace_replayed, traced
 
-LEAST, MOST = 0.75, 1.2
-"""Predicted / measured peak of every call; on two CPUs, micro-batches of 8 and 16: 0.79 to 1.09."""
+LEAST, MOST = 0.9, 1.15
+"""Predicted / measured peak of every call: 0.96 to 1.07; the prefill's buffers are an estimate."""
 
 
 def write_model(folder: Path) -> None:
@@ -142,6 +142,7 @@ def test_predicted_memory_is_near_the_measured_peak_of_every_call(
     words += [f"{role}.update.mini_batch_size=16" for role in ("actor", "critic")]
     words += ["data.prompts_per_step=16", "actor.rollout.max_new_tokens=48", "total_steps=2"]
     words += ["eval_every=0", "run.sample_every=0", "actor.rollout.verify_every=0", *settings]
+    words += ["actor.update.old_log_probs=recompute"]  # else no compute_log_prob runs
     loaded = load(
         ALGORITHMS / "ppo.py",
         None,
