@@ -262,10 +262,13 @@ class RequestGenerator(ABC):
         sampling: Sampling,
         seeds: Sequence[int],
         limits: Sequence[int] | None = None,
+        *,
+        conversations: Sequence[int] | None = None,
     ) -> TensorDict:
         """Responses to B prompts, the longest first; see Generator.generate.
 
         limits (B,): most tokens of each response, in the place of sampling.max_new_tokens.
+        conversations (B,): see Request; different ones.
         """
         self.wake()
         each = [sampling] * len(seeds)
@@ -280,7 +283,8 @@ class RequestGenerator(ABC):
             self.device,
         )
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
-        places = {self.add(Request(rows[row], seeds[row], each[row])): row for row in order}
+        requests = list(map(Request, rows, seeds, each, conversations or [None] * len(rows)))
+        places = {self.add(requests[row]): row for row in order}
         done: list[Finished | None] = [None] * len(rows)
         while None in done:
             for finished in self.step():

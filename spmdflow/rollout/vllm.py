@@ -291,9 +291,11 @@ class BatchSampledVllm(VllmGenerator):
         sampling: Sampling,
         seeds: Sequence[int],
         limits: Sequence[int] | None = None,
+        *,
+        conversations: Sequence[int] | None = None,
     ) -> TensorDict:
         """See Generator.generate; the responses depend on all rows and seeds together."""
         devices = [] if self._on_cpu else [self.device]  # not all that this process sees
         with torch.random.fork_rng(devices):  # ranks of a replica must draw from equal states
             torch.manual_seed(hash(tuple(seeds)))
-            return super().generate(prompts, sampling, seeds, limits)
+            return super().generate(prompts, sampling, seeds, limits, conversations=conversations)

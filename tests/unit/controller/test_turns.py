@@ -13,6 +13,7 @@ from spmdflow import Batch, WorkerGroup, decode_responses, load_tokenizer, map_f
 from spmdflow.config.schema import ActorConfig, EngineConfig, ModelConfig, RolloutConfig
 from spmdflow.errors import ColumnError, RowError, SpmdflowError
 from spmdflow.models.policy import ActorWorker
+from spmdflow.rollout.llama import LlamaForward
 from tests.unit.toy_flow import TASK, Rank, numbers
 
 MOST, COLUMNS = 7, ("responses", "response_mask", "rollout_log_probs")
@@ -83,6 +84,26 @@ def test_trainer_agrees_with_what_was_recorded_over_three_turns(
 
     assert whole.metrics["rollout/drift_max"] < 1e-5
     assert sum(map(sum, rows(whole, "response_mask"))) > sum(map(len, rows(first, "responses")))
+
+
+def test_third_turn_computes_what_the_second_has_not(
+    actor: WorkerGroup, first: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = actor.generate_sequences(first, max_new_tokens=1)
+    heard = second | second.map(say)
+    before, said = rows(second, "responses"), numbers(heard, "tool_text")
+    computed: list[int] = []
+    extend = LlamaForward.extend
+
+    def count(forward: LlamaForward, places: list[int], more: list[Any], starts: list[int]) -> Any:
+        computed.extend(len(part) for part in more)
+        return extend(forward, places, more, starts)
+
+    monkeypatch.setattr(LlamaForward, "extend", count)
+    rows(actor.generate_sequences(heard, max_new_tokens=1), "responses")
+
+    going = [text for row, text in zip(before, said, strict=True) if len(row) + len(text) < MOST]
+    assert going and sorted(computed) == sorted(1 + len(text) for text in going)
 
 
 def test_columns_of_the_shorter_response_are_left_out_and_older_ones_stay(
