@@ -154,8 +154,8 @@ class SamplingWorker(EpisodeWorker):
         limits = [min(room, sampling.max_new_tokens) for room in turn.room]
         generator = self.request_generator("generate_sequences on rows with a response")
         seeds = [seeds[place] for place in turn.places]
-        ids = self.call.row_ids[turn.places].tolist()
-        sampled = generator.generate(turn.prompts, sampling, seeds, limits, conversations=ids)
+        rows = self.call.row_ids[turn.places].tolist()
+        sampled = generator.generate(turn.prompts, sampling, seeds, limits, conversations=rows)
         self._report_tokens(turn.heard, sampled, num_rows=0)
         self.report({"rollout/no_room": Sum(len(said) - len(turn.places))})
         return turn.close(sampled)

@@ -283,8 +283,8 @@ class RequestGenerator(ABC):
             self.device,
         )
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
-        requests = list(map(Request, rows, seeds, each, conversations or [None] * len(rows)))
-        places = {self.add(requests[row]): row for row in order}
+        kept: Sequence[int | None] = conversations or [None] * len(rows)
+        places = {self.add(Request(rows[i], seeds[i], each[i], kept[i])): i for i in order}
         done: list[Finished | None] = [None] * len(rows)
         while None in done:
             for finished in self.step():
