@@ -8,8 +8,8 @@ The table is scripts/learn/table.py: name, script, settings, seeds, metric, targ
 process of its own (`python -m spmdflow.run --inproc`, one thread), --jobs at a time. A finished run
 is not repeated as long as its settings are the same, and the commit it ran at is shown; one that
 was interrupted continues from its last checkpoint. After each entry docs/learning/ gets its JSON
-file (points of every seed, commit, seeds, settings, hardware, seconds), the picture and text of its
-group, and docs/LEARNING.md its tables.
+file (points of every seed, commit, seeds, settings, hardware, seconds, a few samples of the first
+seed), the picture and text of its group, and docs/LEARNING.md its tables.
 
 Real input needs SPMDFLOW_DATA (see scripts/prepare_stories.py).
 
@@ -30,6 +30,7 @@ sys.path[0] = str(ROOT)  # scripts/ has a learn/ that would hide this file's par
 
 from scripts.learn import curves, runs  # noqa: E402
 from scripts.learn.entry import Entry  # noqa: E402
+from scripts.learn.samples import samples_of  # noqa: E402
 from scripts.learn.table import ENTRIES  # noqa: E402
 
 
@@ -125,7 +126,7 @@ def one(entry: Entry, seed: int, folder: Path, processes: runs.Processes) -> run
 
 def write(entry: Entry, finished: list[runs.Run], docs: Path) -> None:
     """The entry's file, its group's curves and its table in docs/LEARNING.md anew."""
-    made = curves.write_entry(entry, finished, docs)
+    made = curves.write_entry(entry, finished, docs, samples=samples_of(finished[0]))
     order = [other.name for other in ENTRIES]
     group = [other for other in curves.read_all(docs) if other["group"] == entry.group]
     group.sort(key=lambda other: order.index(other["name"]))

@@ -16,8 +16,9 @@ import json
 import shutil
 import sys
 import tempfile
+import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import spmdflow  # noqa: E402
 from scripts.learn.curves import draw, panels_of, table  # noqa: E402
 from spmdflow.config.leaf import schema_help  # noqa: E402
 from spmdflow.config.load import load_script, schema_of  # noqa: E402
+from spmdflow.tracking.progress import printable  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "algos").glob("*.py"), key=lambda path: (path.stem != "ppo", path.stem))
@@ -151,12 +153,32 @@ def write_runs(pages: Path) -> None:
             f"```bash\n{made['command']}\n```",
             table([made]).strip(),
             f"![curve]({name}.png)",
+            *_samples(made["samples"]),
             f"CPU seconds of each seed: {cost} ({made['hardware']}).",
             f"All points: [learning/{path.name}](../learning/{path.name}). The table of all runs: "
             f"[Learning](../LEARNING.md).",
         ]
         (pages / "runs" / f"{name}.md").write_text("\n\n".join(text) + "\n")
     _write_list(pages / "runs.md", "Runs that learned", entries)
+
+
+def _samples(samples: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[str]:
+    """A block for each; a model's text stands in it as plain text."""
+    if not samples:
+        return
+    yield "## Samples"
+    if "chosen" in samples[0]:
+        yield "Pairs that are in no data set, with their scores after training."
+    else:
+        yield "Held-out prompts, greedy: before the first step and after the last; (score)."
+    for sample in samples:
+        lines = []
+        for name, told in sample.items():
+            score = f"  ({told['score']:g})" if "score" in told else ""
+            start, more = f"{name:<10}", " " * 10
+            indents = {"initial_indent": start, "subsequent_indent": more}
+            lines += textwrap.wrap(printable(told["text"]) + score, 86, **indents) or [start]
+        yield "```text\n" + "\n".join(lines) + "\n```"
 
 
 def write_api(pages: Path) -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -205,20 +206,30 @@ def run_prepared(
     surroundings: Surroundings | None = None,
 ) -> Outcome:
     """Run with checked settings on these ranks; then the first one writes prediction.txt and, if
-    asked, view.html.
+    asked, view.html, which a failed run has too.
 
     cfg: an object of the script's settings class.
     """
     import torch.distributed as dist
 
     from spmdflow.controller import script as controller
-    from spmdflow.runtime.launch import Outcome
+    from spmdflow.runtime.launch import Outcome, Surroundings
 
-    if inproc:
-        outcome = Outcome(controller.run_flow(script, cfg, inproc=True))
-    else:
-        outcome = controller.start_flow(script, cfg, ranks=ranks, surroundings=surroundings)
-    if not inproc and dist.get_rank() != ranks[0]:
+    show = partial(_write_page, cfg)
+    around = replace(surroundings or Surroundings(), show_failure=show)
+    is_first = inproc or dist.get_rank() == ranks[0]
+    try:
+        if inproc:
+            outcome = Outcome(controller.run_flow(script, cfg, inproc=True))
+        else:
+            outcome = controller.start_flow(script, cfg, ranks=ranks, surroundings=around)
+    except ConfigError:
+        raise
+    except Exception:  # of a script in this process, or RunFailed
+        if is_first:
+            show()
+        raise
+    if not is_first:
         return outcome
     from spmdflow.plan.comparison import compare_run  # late: a run starts sooner without it
 
@@ -232,8 +243,12 @@ def run_prepared(
             compare_run(cfg)
         finally:
             signal.signal(signal.SIGTERM, earlier)
+    show()
+    return outcome
+
+
+def _write_page(cfg: Any) -> None:
     if cfg.run.view:
         from spmdflow.view.html import view_run  # late, as above
 
         view_run(cfg)
-    return outcome

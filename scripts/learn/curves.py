@@ -35,8 +35,10 @@ def medians(points: Points) -> list[tuple[int, float]]:
     return [(s, statistics.median(v)) for s, v in sorted(points.items()) if len(v) == most]
 
 
-def write_entry(entry: Entry, runs: Sequence[Run], docs: Path) -> dict[str, Any]:
-    """Write <name>.json; returns what it holds."""
+def write_entry(
+    entry: Entry, runs: Sequence[Run], docs: Path, *, samples: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """Write <name>.json; returns what it holds. samples: of `samples.samples_of`."""
     metrics = {
         name: {str(step): values for step, values in sorted(points_of(runs, name).items())}
         for name in (entry.metric, *(name for name, _ in entry.drawn), *entry.more_metrics)
@@ -65,6 +67,7 @@ def write_entry(entry: Entry, runs: Sequence[Run], docs: Path) -> dict[str, Any]
         or (reached >= entry.target if entry.at_least else reached <= entry.target),
         "drawn": [[entry.metric, entry.target], *map(list, entry.drawn)],
         "judged": [run.judged for run in runs if run.judged is not None],
+        "samples": list(samples),
         "points": metrics,
     }
     docs.mkdir(parents=True, exist_ok=True)
@@ -79,6 +82,8 @@ def _compact(made: dict[str, Any]) -> str:
         if name == "points":
             inner = [f"  {json.dumps(key)}: {json.dumps(points)}" for key, points in value.items()]
             lines.append('"points": {\n' + ",\n".join(inner) + "\n}")
+        elif name == "samples":
+            lines.append('"samples": [\n' + ",\n".join(map(json.dumps, value)) + "\n]")
         else:
             lines.append(f"{json.dumps(name)}: {json.dumps(value)}")
     return "{\n" + ",\n".join(lines) + "\n}"

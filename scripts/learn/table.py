@@ -65,7 +65,7 @@ BUNDLED_ENTRIES = (
     ),
 )
 
-STORIES = ("run.keep_checkpoints=1", "run.sample_every=0", "eval_every=4", "save_every=4")
+STORIES = ("run.keep_checkpoints=1", "run.sample_every=4", "eval_every=4", "save_every=4")
 
 
 def _stories(name: str, *more: str, steps: int = 20) -> Entry:

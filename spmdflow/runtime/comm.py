@@ -29,7 +29,14 @@ from spmdflow.runtime.executor import (
     failure_of,
     stay_until,
 )
-from spmdflow.runtime.failure import UNWIND_SECONDS, Failure, as_record, write_failure
+from spmdflow.runtime.failure import (
+    SHOW_SECONDS,
+    UNWIND_SECONDS,
+    Failure,
+    as_record,
+    call_within,
+    write_failure,
+)
 from spmdflow.runtime.pace import HELD_SECONDS, LIMIT_SECONDS, LOOK_SECONDS
 from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.place import ROWS
@@ -359,6 +366,8 @@ class Comm:
         write_failure(self._settings.run_dir / f"failure-rank{self._rank}.json", record)
         where = f"; its Python was at {cause_first.where}" if cause_first.where else ""
         logger.error("run failed: %s%s", cause_first.sentence(), where)
+        if self._rank in self._settings.ranks[1:2]:  # nobody else would
+            call_within(SHOW_SECONDS, self._settings.show_failure)
         self._obey([])
 
     def _about(self, kind: str, rank: int, cause: str) -> Failure:

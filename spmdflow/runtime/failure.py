@@ -17,9 +17,10 @@ import os
 import sys
 import sysconfig
 import textwrap
+import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,8 @@ from spmdflow.errors import RunFailed, SpmdflowError
 logger = logging.getLogger(__name__)
 
 _MOST_OTHERS, _MOST_LETTERS = 3, 160
+SHOW_SECONDS = 20.0
+"""For the page of a failed run: torchrun kills its ranks 30 s after the first one ended."""
 GATHER_SECONDS = 1.0
 """How long failures are gathered before the first cause is named."""
 
@@ -133,6 +136,13 @@ def report(cause: Failure, others: Sequence[Failure], path: Path) -> None:
     with contextlib.suppress(OSError, ValueError):  # the launcher may have taken stderr along
         sys.stderr.write("\n".join(lines))
         sys.stderr.flush()
+
+
+def call_within(seconds: float, function: Callable[[], object]) -> None:
+    """Call function in a thread, and wait for it so long at most."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def remove_old_reports(run_dir: Path) -> None:

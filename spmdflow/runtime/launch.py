@@ -32,7 +32,8 @@ from spmdflow.data.store import RowCondition
 from spmdflow.errors import ConfigError, RunFailed, SpmdflowError
 from spmdflow.parallel.device import own_device
 from spmdflow.parallel.group import GroupSpec, GroupTable
-from spmdflow.runtime.executor import Operation
+from spmdflow.runtime.executor import Operation, failure_of
+from spmdflow.runtime.failure import as_record, remove_old_reports, write_failure
 from spmdflow.runtime.operation import RankSettings, RankState
 from spmdflow.runtime.order import InprocTransport, Transport, stop_on_sigterm
 from spmdflow.runtime.rendezvous import SessionSettings
@@ -58,6 +59,8 @@ class Surroundings:
     """A failure may end the process at once; in a host program only if a process is lost."""
     on_met: Callable[[], None] = lambda: None
     """Called once all ranks have met: from here on the session names who dies."""
+    show_failure: Callable[[], None] = lambda: None
+    """As of `SessionSettings`."""
 
 
 def start_run(
@@ -135,6 +138,7 @@ class _Membership:
             on_met=around.on_met,
             unwinds=not around.owns_process,
             on_failure=self._tell if self._announcements else None,
+            show_failure=around.show_failure,
         )
         try:
             run_session(main, self._operations_of, settings, release=self._release)
@@ -171,7 +175,11 @@ class _Membership:
 
 
 def run_inproc(control: Control, cfg: Any) -> int:
-    """Run `control` with everything in this process, a world of one rank; the exit status."""
+    """Run `control` with everything in this process, a world of one rank; the exit status.
+
+    An error is written to RUN_DIR/failure.json, and raised as it is.
+    """
+    run_dir = path_of(cfg.run)
     own_group = not dist.is_initialized()
     if own_group:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -181,7 +189,14 @@ def run_inproc(control: Control, cfg: Any) -> int:
     controller = InprocTransport(state.operations())
     try:
         with stop_on_sigterm(controller):
+            remove_old_reports(run_dir)
             return control(controller, (0,), False)
+    except ConfigError:
+        raise  # refused: perhaps the folder is another run's
+    except Exception as err:
+        failure = failure_of(err, 0, kind="script")
+        write_failure(run_dir / "failure.json", as_record(failure, ()))
+        raise
     finally:
         state.close()
         if own_group:

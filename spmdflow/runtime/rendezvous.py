@@ -79,6 +79,9 @@ class SessionSettings:
     """A failure that leaves every process alive ends the session (RunFailed), not the processes."""
     on_failure: Callable[[RunFailed], None] | None = None
     """Told why, on the controller's rank, before a failure ends the processes."""
+    show_failure: Callable[[], None] = lambda: None
+    """Called on the controller's rank, or on the next one if that is lost, once a failure has been
+    written and the process is about to end."""
 
     @property
     def controller_rank(self) -> int:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from spmdflow.errors import RunFailed
@@ -20,9 +21,11 @@ from spmdflow.parallel.message import MAX_MESSAGE_BYTES
 from spmdflow.runtime.failure import (
     GATHER_SECONDS,
     KINDS_OF_THE_LIVING,
+    SHOW_SECONDS,
     UNWIND_SECONDS,
     Failure,
     as_record,
+    call_within,
     first_cause,
     report,
     run_failed,
@@ -154,6 +157,7 @@ class Verdict:
             waiting.fail(RunFailed(cause.sentence()))
         self._tell(cause)
         self._await_exits()
+        call_within(SHOW_SECONDS, self.settings.show_failure)
 
     def _write_cause(self) -> tuple[Failure, Path]:
         """The first cause, and the file that tells it with all other failures."""
@@ -165,9 +169,7 @@ class Verdict:
     def _tell(self, cause: Failure) -> None:
         """Tell ranks outside the run, if their store still answers."""
         if (tell := self.settings.on_failure) is not None:
-            telling = threading.Thread(target=tell, args=(run_failed(cause),), daemon=True)
-            telling.start()
-            telling.join(_SEND_SECONDS)
+            call_within(_SEND_SECONDS, partial(tell, run_failed(cause)))
 
     def _add_stopped_ranks(self, now: float) -> None:
         """Add stopped ranks that owe an answer: they explain why others are late."""

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from spmdflow import launch
 from tests.algos.runs import SCRIPT, finish, log_of, torchrun
+from tests.unit.view.page import Page
 
 REWARD = """
 def score(prompt, response, row):
@@ -58,9 +60,8 @@ def own_script(folder: Path, line: str) -> Path:
 def test_reward_function_that_raises_is_told_once_with_its_lines(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARD)
 
-    lines = told(
-        tmp_path / "run", SCRIPT, f"reward.function={tmp_path}/mine.py:score", "eval_every=0"
-    )
+    reward = f"reward.function={tmp_path}/mine.py:score"
+    lines = told(tmp_path / "run", SCRIPT, reward, "eval_every=0", "run.view=true")
 
     text = "\n".join(lines)
     assert len(lines) <= 20, text
@@ -70,6 +71,27 @@ def test_reward_function_that_raises_is_told_once_with_its_lines(tmp_path: Path)
     assert "spmdflow/rewards/pool.py" not in text, "internals are in failure.json"
     record = json.loads((tmp_path / "run" / "failure.json").read_text())
     assert "spmdflow/rewards/pool.py" in record["traceback"]
+    (run,) = Page(tmp_path / "run" / "view.html").runs
+    assert run["failures"]["failure.json"]["cause"] == record["cause"]
+    assert not run["live"] and {"stacks-rank0.txt", "stacks-rank1.txt"} <= {*run["stacks"]}
+
+
+def test_failure_in_one_process_is_raised_and_told_in_the_file_and_on_the_page(
+    tmp_path: Path,
+) -> None:
+    script = own_script(tmp_path, "")
+    script.write_text('from spmdflow import PPOConfig\n\n\ndef main(flow, cfg: PPOConfig):\n    flow["nothing"]\n')
+    run_dir = tmp_path / "run"
+    settings = [f"run.dir={run_dir}", "run.view=true", "eval_every=0"]
+
+    with pytest.raises(TypeError, match="not subscriptable"):
+        launch(script, settings=settings, inproc=True)
+
+    record = json.loads((run_dir / "failure.json").read_text())
+    assert record["kind"] == "script" and record["cause"].startswith("TypeError")
+    assert 'flow["nothing"]' in record["own_traceback"]
+    (run,) = Page(run_dir / "view.html").runs
+    assert run["failures"] == {"failure.json": record}
 
 
 def test_worker_method_that_raises_is_told_with_its_line_and_the_line_that_called(

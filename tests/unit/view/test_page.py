@@ -5,17 +5,13 @@ Slow: what a headless Chromium makes of it, if one is installed.
 
 from __future__ import annotations
 
-import base64
-import gzip
 import json
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,47 +20,13 @@ from spmdflow.tracking.trace import Span, TraceWriter
 from spmdflow.tracking.tracker import Tracker
 from spmdflow.view import content
 from spmdflow.view.__main__ import main
+from tests.unit.view.page import Page
 
 EVIL = "</script><img src=x onerror=alert(1)><!--<script>{{parts}}&amp;"
 
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-
-
-class Page(HTMLParser):
-    """Elements in order, and the text of those that have an id."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: dict[str, str] = {}
-        self._open = ""
-        self.feed(path.read_text(encoding="utf-8"))
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self._open = dict(attrs).get("id") or ""
-
-    def handle_endtag(self, tag: str) -> None:
-        self._open = ""
-
-    def handle_data(self, data: str) -> None:
-        if self._open:
-            self.texts[self._open] = self.texts.get(self._open, "") + data
-
-    @property
-    def runs(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self.texts["summary"])["runs"]
-        return found
-
-    def part(self, name: str) -> Any:
-        return json.loads(gzip.decompress(base64.b64decode(self.texts[name])))
-
-    def samples(self, run: dict[str, Any], step: int) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.part(run["samples"][str(step)])[str(step)]
-        return found
 
 
 def page_of(*run_dirs: Path, words: tuple[str, ...] = ()) -> Page:
