@@ -80,7 +80,9 @@ def test_failure_in_one_process_is_raised_and_told_in_the_file_and_on_the_page(
     tmp_path: Path,
 ) -> None:
     script = own_script(tmp_path, "")
-    script.write_text('from spmdflow import PPOConfig\n\n\ndef main(flow, cfg: PPOConfig):\n    flow["nothing"]\n')
+    script.write_text(
+        'from spmdflow import PPOConfig\n\n\ndef main(flow, cfg: PPOConfig):\n    flow["nothing"]\n'
+    )
     run_dir = tmp_path / "run"
     settings = [f"run.dir={run_dir}", "run.view=true", "eval_every=0"]
 

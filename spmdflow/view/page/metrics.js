@@ -43,7 +43,7 @@ function drawPlots(box, names) {
   for (const name of names) {
     const area = el("div", {class: "area"});
     box.append(el("section", {class: "plot", "aria-label": name}, el("h3", {}, name), area));
-    plot(area, metricTraces(name, weight), {yaxis: {type: choices.log === "1" ? "log" : "linear"}});
+    curve(area, metricTraces(name, weight), {yaxis: {type: choices.log === "1" ? "log" : "linear"}});
   }
 }
 

@@ -181,12 +181,23 @@ def test_without_plotly_the_command_says_what_to_install(
     assert not (run_dir / "view.html").exists()
 
 
+def shown_by_browser(page: Path, view: str, folder: Path) -> str:
+    """What stands in a view, once its scripts have run for some seconds."""
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000"]
+    words = [str(BROWSER), *flags, f"--user-data-dir={folder}/profile", "--dump-dom"]
+    words.append(f"{page.as_uri()}#view={view}")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    shown = done.stdout.partition("<main")[2].partition("</main>")[0]
+    assert shown, done.stderr
+    return shown
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} is installed")
 @pytest.mark.parametrize(
     ("view", "texts"),
     [
-        ("metrics", ["reward/mean", "main-svg"]),
+        ("metrics", ["reward/mean", 'class="sketch"', '<path class="curve" d="M']),
         ("samples", ["+1.5", "1+1=", "mean log-prob -0.25", "&lt;img src=x"]),
         ("timeline", ["rank 1 transfer", "4.1 kB", "actor.update_actor", "main-svg"]),
         ("prediction", ["predicted / measured", "0.5"]),
@@ -201,11 +212,23 @@ def test_browser_shows_what_the_run_wrote(
     (run_dir / "stacks-rank0.txt").write_text("the stacks of rank 0")
     page_of(run_dir)
 
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000"]
-    words = [str(BROWSER), *flags, f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
-    words.append(f"{(run_dir / 'view.html').as_uri()}#view={view}")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    shown = shown_by_browser(run_dir / "view.html", view, tmp_path)
 
-    main = done.stdout.partition("<main")[2].partition("</main>")[0]
-    assert [text for text in texts if text not in main] == [], done.stderr
-    assert "<img" not in main
+    assert [text for text in texts if text not in shown] == []
+    assert "<img" not in shown and not (view == "metrics" and "main-svg" in shown)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} is installed")
+def test_curve_that_the_pointer_comes_to_is_one_to_zoom_into(run_dir: Path, tmp_path: Path) -> None:
+    page_of(run_dir)
+    page = run_dir / "view.html"
+    come = "document.querySelector('.area').dispatchEvent(new Event('pointerenter'))"
+    html = page.read_text().replace(
+        "</body>", f"<script>setTimeout(() => {come}, 500)</script></body>"
+    )
+    page.write_text(html)
+
+    shown = shown_by_browser(page, "metrics", tmp_path)
+
+    assert "main-svg" in shown and "sketch" not in shown
