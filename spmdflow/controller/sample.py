@@ -7,6 +7,7 @@ Beside texts, score and terms a line of samples.jsonl holds, as far as the batch
     advantage   mean over the tokens that are learnt
     cost        of a cost model (safe RLHF)
     turns       replies of an episode
+    calls       of tools, in each reply: [[[name, arguments as JSON], ...], ...]
     lengths     characters of the response that each token shows
     log_probs   of the generator, nats, two decimals
     gap         the trainer's log-probability less the generator's, three decimals; absent: the
@@ -32,7 +33,7 @@ from spmdflow.datasets.tokenizer import load_tokenizer, token_lengths
 from spmdflow.tracking.progress import Sample
 
 _TEXTS = ("prompt_text", "response_text", "scores")
-_ROWS = ("score_terms", "costs", "num_turns")
+_ROWS = ("score_terms", "costs", "num_turns", "tool_calls")
 _OWN, _OLD = "rollout_log_probs", "old_log_probs"
 _TOKENS = ("responses", "response_mask", _OWN, _OLD, "advantages")
 _GROUP_ROWS = 4
@@ -111,6 +112,8 @@ def _facts(row: dict[str, Any]) -> Iterator[tuple[str, object]]:
         yield "cost", float(row["costs"])
     if "num_turns" in row:
         yield "turns", int(row["num_turns"])
+    if any(calls := json.loads(row.get("tool_calls", "[]"))):
+        yield "calls", calls
     if "lengths" in row:
         yield "lengths", row["lengths"]
     own = row.get(_OWN, row.get(_OLD))

@@ -21,6 +21,7 @@ docs/COLUMNS.md lists all columns; the main ones:
 | scores | dense float32 (B,) | one score per response |
 | baseline_scores | dense float32 (B,) | the score of the greedy response (ReMax) |
 | response_text | text | the decoded response |
+| tool_calls | text | calls of tools in each reply of an episode, as JSON |
 | score_terms | text | the terms of the score, as JSON |
 
 `input_ids` and `position_ids` exist only inside an engine, for one micro-batch (prompt and response

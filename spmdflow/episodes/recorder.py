@@ -17,6 +17,9 @@ from spmdflow.episodes.fields import Ask, Refusal
 from spmdflow.rollout.lasting import Lasted
 from spmdflow.rollout.vllm_tools import CallReader
 
+Call = list[str]
+"""Name and arguments, as JSON, of a tool."""
+
 
 @dataclass
 class Segment:
@@ -35,6 +38,8 @@ class Segment:
     text: str = ""
     """Of a chat: the rendered messages before that reply. Of a completion: prompt and reply."""
     tools: list[Any] | None = None
+    calls: list[list[Call]] = field(default_factory=list)
+    """Of tools, in each reply."""
 
     @property
     def ids(self) -> list[int]:
@@ -153,6 +158,8 @@ class Recorder:
             segment.mask += [False] * len(turn.fresh)
             segment.log_probs += [0.0] * len(turn.fresh)
             segment.versions += [-1] * len(turn.fresh)
+        called = [each["function"] for each in message.get("tool_calls", ())]
+        segment.calls.append([[each["name"], each["arguments"]] for each in called])
         segment.tokens += tokens
         segment.mask += [True] * len(tokens)
         segment.log_probs += kept.log_probs.tolist()

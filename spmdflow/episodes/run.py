@@ -20,7 +20,7 @@ import torch
 from spmdflow.config.episode import EpisodeConfig
 from spmdflow.episodes.endpoint import Draw, Endpoint, Flood
 from spmdflow.episodes.pool import Ended, EnvironmentPool
-from spmdflow.episodes.recorder import Limits, Recorder, Segment
+from spmdflow.episodes.recorder import Call, Limits, Recorder, Segment
 from spmdflow.parallel.group import all_gather_plain
 from spmdflow.rollout.generator import Replica, Request
 from spmdflow.rollout.lasting import Lasted, LastingRequests
@@ -47,6 +47,8 @@ class Episode(NamedTuple):
     log_probs: list[float]
     versions: list[int]
     """-1 where the mask is False."""
+    calls: list[list[Call]]
+    """Of tools, in each reply."""
 
 
 class EpisodeRunner:
@@ -308,4 +310,5 @@ class _Lead:
             found.mask,
             found.log_probs,
             found.versions,
+            found.calls,
         )

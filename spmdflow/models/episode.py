@@ -47,6 +47,7 @@ EPISODE_COLUMNS = (
     "token_level_rewards",
     "valid",
     "num_turns",
+    "tool_calls",
     "weights_version",
 )
 _MOST_TOLD = 3
@@ -96,8 +97,9 @@ class EpisodeWorker(Worker):
         the policy read first. responses: all that followed. response_mask: False where it did not
         choose the token; rollout_log_probs are 0 there. valid (B,): False, the score nan and the
         mask False throughout, where the episode failed or the environment returned None.
-        num_turns (B,): replies. RewardError if too many failed (rollout.episode.on_error). greedy:
-        take the likeliest tokens. prefix: of the score's metrics.
+        num_turns (B,): replies. tool_calls: in each reply, as JSON: [[[name, arguments]], ...].
+        RewardError if too many failed (rollout.episode.on_error). greedy: take the likeliest
+        tokens. prefix: of the score's metrics.
         """
         self.request_generator("run_episodes")
         found = self.runner.run(
@@ -230,6 +232,7 @@ class EpisodeWorker(Worker):
                 mask=[False],
                 log_probs=[0.0],
                 versions=[-1],
+                calls=[],
             )
             for each in found
         ]
@@ -261,4 +264,5 @@ class EpisodeWorker(Worker):
         decode = tokenizer.batch_decode
         made.set_non_tensor("prompt_text", decode([each.prompt for each in shown]))
         made.set_non_tensor("response_text", decode([each.tokens for each in shown]))
+        made.set_non_tensor("tool_calls", [json.dumps(each.calls) for each in shown])
         return made

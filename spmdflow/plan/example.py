@@ -69,7 +69,7 @@ def form_of(name: str, text: str) -> ColumnForm:
 _FORMS = {
     "int64 like prompts": "prompts pretrain_ids",
     "bool like prompts": "loss_mask",
-    "text like prompts": "prompt_text row score_terms",
+    "text like prompts": "prompt_text row score_terms tool_calls",
     "int64 like responses": "responses",
     "bool like responses": "response_mask covariant",
     "text like responses": "response_text tool_text",

@@ -35,15 +35,6 @@ function turnsOf(sample) {
   return turns.map((turn) => ({...turn, text: turn.tokens.map(([, text]) => text).join("")}));
 }
 
-function toolCalls(text) {
-  return [...text.matchAll(/<tool_call>([\s\S]*?)<\/tool_call>/g)].map(([, inner]) => {
-    try {
-      const call = JSON.parse(inner);
-      return `${call.name}(${JSON.stringify(call.arguments ?? {})})`;
-    } catch { return inner.trim(); }
-  });
-}
-
 function tokenSpans(sample, turn, colour) {
   if (!sample.lengths) return [turn.text];
   const shown = turn.tokens.slice(0, MOST_TOKENS);
@@ -58,10 +49,10 @@ function tokenSpans(sample, turn, colour) {
 function sampleText(sample, colour) {
   const turns = turnsOf(sample);
   const onmouseover = (event) => { const i = event.target.dataset?.i; if (i !== undefined) event.target.title = tokenTitle(sample, Number(i)); };
-  if (turns.length === 1 && turns[0].own && !toolCalls(turns[0].text).length) return el("pre", {class: "text", onmouseover}, tokenSpans(sample, turns[0], colour));
+  if (turns.length === 1 && turns[0].own && !sample.calls) return el("pre", {class: "text", onmouseover}, tokenSpans(sample, turns[0], colour));
   let reply = 0;
   return el("div", {onmouseover}, turns.map((turn) => {
-    const calls = turn.own ? toolCalls(turn.text) : [];
+    const calls = turn.own ? (sample.calls?.[reply] || []).map(([name, given]) => `${name}(${given})`) : [];
     if (turn.own) reply += 1;
     return el("div", {class: turn.own ? "turn own" : "turn"},
       el("small", {}, turn.own ? `reply ${reply}` : "environment", calls.length ? `: calls ${calls.join(", ")}` : ""),

@@ -81,6 +81,8 @@ def test_openai_agents_has_one_conversation_with_a_tool_and_a_streamed_turn() ->
     (segment,) = recorder.segments
     said = [len(turn["says"]) + 1 for turn in RECORDED["agents"]["turns"]]
     assert segment.num_sampled == sum(said)
+    ((name, given),), *later = segment.calls
+    assert (name, json.loads(given), later) == ("add", {"a": 2, "b": 3}, [[], []])
 
 
 def test_smolagents_tool_agent_is_answered_though_it_requires_a_call() -> None:

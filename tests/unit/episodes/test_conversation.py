@@ -218,6 +218,7 @@ def test_calls_of_a_family_are_read_by_vllms_parser_of_that_name(name: str) -> N
     (call,) = message["tool_calls"]
     assert call["function"]["name"] == "add" and reason == "tool_calls"
     assert json.loads(call["function"]["arguments"]) == {"a": 2, "b": "x"}
+    assert recorder.segments[0].calls == [[["add", call["function"]["arguments"]]]]
     assert message["content"] == (None if name == "llama3_json" else "So:")
     assert kept.tokens.tolist() == ids
     more = [*ask.messages, message, {"role": "tool", "tool_call_id": call["id"], "content": "4"}]

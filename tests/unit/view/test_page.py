@@ -43,6 +43,7 @@ def run_dir(tmp_path: Path) -> Path:
         tracker.write_metrics(step, {"reward/mean": step / 4, "x": float("nan")})
         facts = {"phase": "train", "group": 0, "advantage": 1.5}
         facts |= {"lengths": [len(EVIL), 0], "log_probs": [0, -0.5]}
+        facts |= {"calls": [[["add", '{"a": 1}']]]}
         tracker.write_samples(step, [Sample("1+1=", EVIL, 1.0, {"accuracy": 1.0}, facts)])
         spans = [
             Span(rank, "compute", "actor.update_actor", 100.0 + step, 100.5 + step, step, 0, 2**30)
@@ -198,7 +199,10 @@ def shown_by_browser(page: Path, view: str, folder: Path) -> str:
     ("view", "texts"),
     [
         ("metrics", ["reward/mean", 'class="sketch"', '<path class="curve" d="M']),
-        ("samples", ["+1.5", "1+1=", "mean log-prob -0.25", "&lt;img src=x"]),
+        (
+            "samples",
+            ["+1.5", "1+1=", "mean log-prob -0.25", "&lt;img src=x", ': calls add({"a": 1})'],
+        ),
         ("timeline", ["rank 1 transfer", "4.1 kB", "actor.update_actor", "main-svg"]),
         ("prediction", ["predicted / measured", "0.5"]),
         ("failures", ["no judge", "the stacks of rank 0"]),
