@@ -49,7 +49,9 @@ def panel(files: RunFiles, state: Mapping[str, Any], now: float) -> RenderableTy
     left = f"{_duration((total - step) * median(took))} left" if total and took else ""
     of = f"step {step} of {total}" if total else f"step {step}"
     grid.add_row(Text(files.name, "bold"), _bar(step, total or 0), of, left)
-    if state:
+    if "planning" in state:
+        grid.add_row("", "", state["planning"], "")
+    elif state:
         path = files.path / "metrics.jsonl"
         began = path.stat().st_mtime if path.exists() else 0.0
         for row in _calls(state, now, began, began - 3 * median(took) if took else 0.0):

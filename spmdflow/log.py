@@ -6,6 +6,9 @@ import logging
 import sys
 import warnings
 
+PLANNING = "spmdflow.planning"
+"""Logger to which planners tell what they do (`plan.showing`)."""
+
 _CHATTY_MODULES = ("megatron", "vllm", r"torch\.distributed")
 """Libraries that warn on every rank about settings which users of spmdflow cannot change."""
 _CHATTY_LOGGERS = ("torch.fx._symbolic_trace", "torch._library.triton")

@@ -31,6 +31,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -44,6 +45,7 @@ from spmdflow.config.parallel import batch_algebra
 from spmdflow.config.schema import PPOConfig, RunConfig
 from spmdflow.config.source import sort_words
 from spmdflow.errors import ConfigError, SpmdflowError
+from spmdflow.plan.showing import planning_shown
 from spmdflow.program import prepare
 from spmdflow.runtime.process import (
     AGENT_MARK,
@@ -180,7 +182,8 @@ def prepare_rank(arguments: Arguments, place: Place) -> Loaded:
     if not Path(arguments.script).is_file():
         _say(place, f"script: {loaded.script.__file__}, bundled with spmdflow")
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
-    loaded, placed = prepare(loaded, place.world_size, node_size=node_size)
+    with planning_shown(run_dir_of(loaded.cfg.run)) if place.rank == 0 else nullcontext():
+        loaded, placed = prepare(loaded, place.world_size, node_size=node_size)
     if placed:
         _say(place, placed)
     _say(place, batch_algebra(loaded.cfg, place.world_size))

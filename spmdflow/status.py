@@ -62,6 +62,9 @@ def status_text(run_dir: Path, state: State | None, now: float) -> Iterator[str]
 
 def _live(state: State, now: float) -> Iterator[str]:
     age = now - state["written"]
+    if "planning" in state:
+        yield f"{state['planning']}, told {age:.0f} s ago"
+        return
     head = f"{len(state['ranks'])} ranks; rank {state['controller']}, the controller, wrote this"
     yield f"{head} {age:.0f} s ago" + (
         ": IT STANDS, or its disk does" if age > _OLD_SECONDS else ""
@@ -94,10 +97,10 @@ def _last_step(run_dir: Path, now: float) -> str:
 def _ask_for_stacks(run_dir: Path, state: State) -> None:
     """Signal the ranks of this node, let the controller ask the others, wait for the files."""
     asked = time.time()
-    shown = [Process(*facts[:3]).show_stacks() for facts in state["ranks"].values()]
+    shown = [Process(*facts[:3]).show_stacks() for facts in state.get("ranks", {}).values()]
     if not all(shown):
         (run_dir / WANTED_FILE).touch()
-    files = [run_dir / f"stacks-rank{rank}.txt" for rank in state["ranks"]]
+    files = [run_dir / f"stacks-rank{rank}.txt" for rank in state.get("ranks", {})]
     while time.time() < asked + _STACK_SECONDS:
         if all(path.exists() and path.stat().st_mtime >= asked - 1.0 for path in files):
             return

@@ -8,12 +8,14 @@ are visited in the order of their bounds, until a bound is above the worst resul
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from spmdflow.errors import ConfigError
+from spmdflow.log import PLANNING
 from spmdflow.mapping.dataflow import Dataflow
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.placed import Ranking, assemble
@@ -58,6 +60,7 @@ def find_mapping(
     return Ranking(placed, number, num_ranks, unit, time.perf_counter() - started)
 
 
+planning = logging.getLogger(PLANNING)
 _LARGEST_WORLD = 1 << 14
 
 Found = tuple[tuple[ModelSet, ...], list[int], list[np.ndarray]]
@@ -70,7 +73,10 @@ class _Search:
     def __init__(self, table: CostTable, num_units: int, unit: int) -> None:
         self.table, self.num_units, self.unit = table, num_units, unit
         blocks = blocks_of(len(table.dataflow.models))
-        ideal = {block: table.ideal(block) for block in blocks}
+        ideal = {}
+        for number, block in enumerate(blocks, 1):
+            planning.debug("%d of %d sets of models that could share ranks", number, len(blocks))
+            ideal[block] = table.ideal(block)
         self.ideal = {block: Options(o.sizes // unit, o.costs) for block, o in ideal.items()}
 
     def best(self, keep: int) -> list[Found]:
@@ -88,6 +94,7 @@ class _Search:
         self, blocks: tuple[ModelSet, ...], worst: float
     ) -> tuple[float, Found] | None:
         """The exact best of one partition, None if it costs more than `worst`."""
+        planning.debug("placement: the best of pools for %s", " | ".join(map(self._names, blocks)))
         ideal = [self.ideal[block] for block in blocks]
         relaxed = best_of_partition(ideal, self.num_units, worst=worst)
         if relaxed is None:
@@ -102,6 +109,9 @@ class _Search:
             for place in range(len(blocks))
         ]
         return self._exact(blocks, survivors, worst) or first
+
+    def _names(self, block: ModelSet) -> str:
+        return "+".join(self.table.dataflow.models[number].name for number in block)
 
     def _exact(
         self, blocks: tuple[ModelSet, ...], sizes: Sequence[Sequence[int]], worst: float

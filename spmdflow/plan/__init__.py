@@ -18,6 +18,7 @@ controller's own; nothing is modelled twice. Knows no tensors, makes no process 
 | `weight` | how weights reach generators, and their bytes by edge |
 | `workload`, `prediction` | seconds and memory, by the simulators of `mapping` |
 | `report`, `text`, `picture` | what is shown: as data, as text, as a schedule |
+| `showing` | what a planning that takes long does, on a terminal and in status.json |
 | `comparison` | prediction beside measurement, after a run |
 | `auto` | placement=auto |
 """

@@ -39,6 +39,7 @@ from spmdflow.plan.picture import write_picture
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.report import plan
 from spmdflow.plan.residency import choose_by_plan
+from spmdflow.plan.showing import planning_shown
 from spmdflow.plan.text import plan_text
 from spmdflow.plan.trace import TraceSettings, settings_of_run
 from spmdflow.plan.transport import MOST_CALLS
@@ -109,11 +110,12 @@ def _plan(options: argparse.Namespace) -> int:
             read_data=not options.no_data,
         )
     cfg, found = loaded.cfg, None
-    if options.auto or getattr(cfg, "placement", None) == AUTO:
-        found = resolve(loaded.script, cfg, len(world), hardware, examples=examples)
-        cfg = found.cfg
-    choices += choose_by_plan(loaded.script, cfg, len(world), hardware, examples=examples)
-    report = plan(loaded.script, cfg, settings, hardware, replay=replay, choices=choices)
+    with planning_shown(None):
+        if options.auto or getattr(cfg, "placement", None) == AUTO:
+            found = resolve(loaded.script, cfg, len(world), hardware, examples=examples)
+            cfg = found.cfg
+        choices += choose_by_plan(loaded.script, cfg, len(world), hardware, examples=examples)
+        report = plan(loaded.script, cfg, settings, hardware, replay=replay, choices=choices)
     if options.picture is not None:
         try:
             write_picture(report, options.picture)

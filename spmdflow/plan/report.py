@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
@@ -13,6 +14,7 @@ from typing import Any
 from spmdflow.config.auto import Choice
 from spmdflow.config.check import problems as problems_of
 from spmdflow.hybrid_engine.reshard import Copies
+from spmdflow.log import PLANNING
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.parallel.group import GroupSpec
 from spmdflow.parallel.layout import Layout
@@ -35,6 +37,8 @@ from spmdflow.plan.replay import Replay
 from spmdflow.plan.rows import check_rows
 from spmdflow.plan.trace import TraceSettings, trace
 from spmdflow.plan.weight import WeightPlan, weight_plans
+
+planning = logging.getLogger(PLANNING)
 
 _AXES = ("replica", "tp", "pp", "dp", "embedding", "gen_replica", "gen_tp", "gen_pp", "micro_dp")
 _ORDER_FACTS = ("number", "label", "line", "phase", "ranks")
@@ -262,6 +266,7 @@ def _proofs(
     prediction: Prediction,
 ) -> Iterator[Proof]:
     calls = sum(order.lane == COMPUTE for order in traced.orders)
+    planning.debug("proving %d edges of rows, %d calls", len(edges), calls)
     yield Proof("rows", f"{len(edges)} edges bring each row once", check_rows(traced))
     what = f"all members enter {calls} calls and their groups"
     yield Proof("members", what, check_members(traced))
@@ -270,6 +275,7 @@ def _proofs(
         found: list[Problem] = []
         for way in weights:
             name = f"weights of {way.source} to {way.target}"
+            planning.debug("proving the %s", name)
             if isinstance(way.parts, Copies):
                 found += check_weights(way.parts, way=name)
             elif way.parts is not None:

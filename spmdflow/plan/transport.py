@@ -8,6 +8,7 @@ of the inputs that is as long, from the data file, from `flow.assume`, from the 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ import torch
 from spmdflow.data.column import Column, to_message
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.errors import PlanError
+from spmdflow.log import PLANNING
 from spmdflow.plan.example import PROMPTS, RESPONSES, TOOL_TEXT, Examples, scan_or_assume
 from spmdflow.plan.record import (
     COMPUTE,
@@ -52,6 +54,8 @@ from spmdflow.transfer.worker import find_worker_class
 
 Lines = tuple[int, ...]
 """Lines of the script that were running, the innermost first: a helper's, then its caller's."""
+
+planning = logging.getLogger(PLANNING)
 
 MOST_CALLS = 100
 """Calls of one step, or before the first; a script that makes more is taken for one that never
@@ -115,6 +119,7 @@ class TraceTransport(ImmediateTransport):
         if self.step:
             self.paths.append(path)
         place, lane, commands = len(self.orders), order.lane, dict(order.commands)
+        planning.debug("step %d on %d ranks: %s", self.step, len(self._nodes), order.label)
         operation, pending = next(iter(commands.values()))["operation"], _Watched(order.label, self)
         if operation in ("reach", "halt"):  # no calls: they end one early
             pending.resolve({rank: {} for rank in commands})
