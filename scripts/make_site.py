@@ -150,16 +150,24 @@ def write_runs(pages: Path) -> None:
         cost = ", ".join(f"{seconds:.0f}" for seconds in made["cpu_seconds"])
         text = [
             f"# {name}",
-            f"```bash\n{made['command']}\n```",
+            f"```bash\n{_in_lines(made['command'])}\n```",
             table([made]).strip(),
             f"![curve]({name}.png)",
-            *_samples(made["samples"]),
+            *_samples(made.get("samples", ())),
             f"CPU seconds of each seed: {cost} ({made['hardware']}).",
             f"All points: [learning/{path.name}](../learning/{path.name}). The table of all runs: "
             f"[Learning](../LEARNING.md).",
         ]
         (pages / "runs" / f"{name}.md").write_text("\n\n".join(text) + "\n")
     _write_list(pages / "runs.md", "Runs that learned", entries)
+
+
+def _in_lines(command: str) -> str:
+    """A command for a shell, in lines that a page has room for."""
+    lines = textwrap.wrap(
+        command, 84, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    return " \\\n".join(lines)
 
 
 def _samples(samples: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[str]:

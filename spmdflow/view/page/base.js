@@ -19,7 +19,7 @@ function filled(made, attributes, children) {
     else if (name in made && typeof value === "boolean") made[name] = value;
     else if (value !== null && value !== undefined) made.setAttribute(name, value);
   }
-  made.append(...children.flat(2).filter((child) => child !== null && child !== undefined));
+  made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return made;
 }
 

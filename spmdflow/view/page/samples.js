@@ -66,7 +66,7 @@ function sampleCard(sample, colour) {
   const advantage = sample.advantage;
   const facts = [
     el("b", {class: sample.score === null ? "bad" : ""}, short(sample.score)),
-    advantage === undefined ? null : el("span", {}, "advantage ", el("span", {class: advantage < 0 ? "bad" : "good"}, (advantage > 0 ? "+" : "") + short(advantage, 3))),
+    advantage === undefined ? null : el("span", {}, "advantage ", el("span", {class: advantage < 0 ? "bad" : advantage > 0 ? "good" : ""}, (advantage > 0 ? "+" : "") + short(advantage, 3))),
     sample.cost === undefined ? null : el("span", {}, `cost ${short(sample.cost)}`),
     sample.turns === undefined ? null : el("span", {}, count(sample.turns, "turn")),
     sample.lengths ? el("span", {}, count(sample.lengths.length, "token")) : null,

@@ -57,8 +57,11 @@ def test_the_site_is_built_without_a_broken_link_and_has_everything(tmp_path: Pa
         assert loop in words(f"scripts/{script.stem}.html")
     for path in (ROOT / "docs" / "learning").glob("*.json"):
         made = json.loads(path.read_text())
-        assert made["command"] in words(f"runs/{made['name']}.html")
-        assert f"{made['name']}.png" in (out / f"runs/{made['name']}.html").read_text()
+        page = f"runs/{made['name']}.html"
+        assert made["command"] in words(page).replace(" \\\n   ", "")
+        assert f"{made['name']}.png" in (out / page).read_text()
+        for sample in made.get("samples", ()):
+            assert all(f"{name:<10}" in words(page) for name in sample)
     reference = "".join(page.read_text() for page in (out / "api").glob("*.html"))
     assert [name for name in spmdflow.__all__ if f'id="spmdflow.{name}"' not in reference] == []
     index = (out / "searchindex.js").read_text()

@@ -198,7 +198,7 @@ def shown_by_browser(page: Path, view: str, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("view", "texts"),
     [
-        ("metrics", ["reward/mean", 'class="sketch"', '<path class="curve" d="M']),
+        ("metrics", ["reward/mean", 'class="sketch"', '<path class="curve" d="M', "<circle"]),
         (
             "samples",
             ["+1.5", "1+1=", "mean log-prob -0.25", "&lt;img src=x", ': calls add({"a": 1})'],
@@ -206,6 +206,7 @@ def shown_by_browser(page: Path, view: str, folder: Path) -> str:
         ("timeline", ["rank 1 transfer", "4.1 kB", "actor.update_actor", "main-svg"]),
         ("prediction", ["predicted / measured", "0.5"]),
         ("failures", ["no judge", "the stacks of rank 0"]),
+        ("", ["no judge"]),  # where a failed run's page opens
         ("settings", ["actor.optimizer.lr", "0.1"]),
     ],
 )
