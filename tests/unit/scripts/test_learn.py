@@ -15,6 +15,7 @@ import pytest
 from scripts.learn.curves import medians, points_of, table, write_entry, write_group
 from scripts.learn.entry import Entry
 from scripts.learn.runs import Run, finished_or_none
+from scripts.learn.samples import samples_of
 from scripts.learn.table import ENTRIES
 from spmdflow.config.load import load
 
@@ -81,13 +82,38 @@ def test_medians_leave_out_steps_that_a_seed_has_not_reached(tmp_path: Path) -> 
     assert medians(points_of(runs, "eval/accuracy")) == [(0, 0.5), (2, 0.8)]
 
 
+def test_samples_are_the_same_held_out_prompts_before_and_after(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 0, 0.5, 0.9)
+    rows = [
+        {
+            "step": step,
+            "phase": phase,
+            "prompt": prompt,
+            "response": f"{prompt}{step}",
+            "score": 1 / 3,
+        }
+        for step in (0, 2, 4)
+        for phase in ("train", "eval")
+        for prompt in "abcdefg"
+    ]
+    lines = [json.dumps(row) for row in [*rows, {"step": 5, "phase": "train"}]]
+    (run.run_dir / "samples.jsonl").write_text("\n".join(lines) + "\n")
+
+    found = samples_of(run)
+
+    assert [each["prompt"]["text"] for each in found] == ["a", "d", "g"]
+    assert found[1]["before"] == {"text": "d0", "score": 0.333}
+    assert found[1]["after"] == {"text": "d4", "score": 0.333}
+
+
 @pytest.mark.parametrize(("accuracy", "verdict"), [(0.9, "met"), (0.89, "**missed**")])
 def test_the_table_says_whether_the_median_met_the_target(
     tmp_path: Path, accuracy: float, verdict: str
 ) -> None:
     runs = [run_of(tmp_path / "runs", seed, 0.5, accuracy) for seed in range(3)]
 
-    made = write_entry(ENTRY, runs, tmp_path / "docs")
+    samples = [{"prompt": {"text": "1+1="}, "before": {"text": "3"}, "after": {"text": "2"}}]
+    made = write_entry(ENTRY, runs, tmp_path / "docs", samples=samples)
     write_group("some", [made], tmp_path / "docs")
 
     assert json.loads((tmp_path / "docs" / "sums.json").read_text()) == made
