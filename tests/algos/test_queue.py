@@ -14,10 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from spmdflow.config.load import load
-from spmdflow.controller.script import run_flow
 from spmdflow.datasets.scan import PromptSource, scan
 from spmdflow.datasets.stream import PromptOrder
 from spmdflow.datasets.tokenizer import load_tokenizer
@@ -110,34 +108,27 @@ def check_trained(run_dir: Path, words: Sequence[str], num_steps: int, *, bound:
     assert max(step["rollout/age_max"] for step in steps_of(run_dir)) <= bound
 
 
-def run_on_one_thread(words: Sequence[str]) -> None:
-    """grpo.py in this process, with sums in the order of ranks that have one thread each."""
-    loaded, threads = load(SYNC, None, words), torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
-    finally:
-        torch.set_num_threads(threads)
-
-
-@pytest.mark.slow  # differed once in a loaded run: docs/STATUS.md
 def test_without_staleness_every_bit_is_that_of_grpo(tmp_path: Path) -> None:
     words = (*SMALL, "actor.update.old_log_probs=auto", "save_every=3")
     dirs = tmp_path / "async", tmp_path / "sync"
-    process = torchrun(dirs[0], *words, "max_staleness=0", num_ranks=2, script=ASYNC, small=())
-    run_on_one_thread([*words, f"run.dir={dirs[1]}"])
-    assert finish(process, seconds=250) == 0, log_of(dirs[0]).read_text()[-3000:]
+    # each in new processes: a test process that has run much once had other last bits (STATUS.md)
+    runs = [
+        torchrun(dirs[0], *words, "max_staleness=0", num_ranks=2, script=ASYNC, small=()),
+        torchrun(dirs[1], *words, num_ranks=1, script=SYNC, small=()),
+    ]
+    for run, process in zip(dirs, runs, strict=True):
+        assert finish(process, seconds=250) == 0, log_of(run).read_text()[-3000:]
 
     check_prediction(dirs[0])
+    prefixes = ("actor/", "reward/", "eval/", "rollout/drift", "rollout/response")
+    for step, other in zip(*map(steps_of, dirs), strict=True):  # first: they name the step
+        names = {name for name in other if name.startswith(prefixes)}
+        assert {name: step[name] for name in names} == {name: other[name] for name in names}
     mine, its = (
         {name: x for name, x in last_checkpoint(run).items() if name.startswith("actor/")}
         for run in dirs
     )
     assert mine == its != {}
-    prefixes = ("actor/", "reward/", "eval/", "rollout/drift", "rollout/response")
-    for step, other in zip(*map(steps_of, dirs), strict=True):
-        names = {name for name in other if name.startswith(prefixes)}
-        assert {name: step[name] for name in names} == {name: other[name] for name in names}
 
 
 def kill_and_restart(run_dir: Path, words: Sequence[str], rng: random.Random) -> None:
