@@ -121,26 +121,36 @@ Made = dict[str, Column]
 def _calls(
     caller: Caller, captured: Iterable[tuple[CallRecord, RowResult | None, object]]
 ) -> Iterator[tuple[str, str, Made]]:
-    """(label, phase, columns) of every call, and before it of the data rows that it reads first."""
+    """(label, phase, columns) of every call that makes rows or numbers, and before it of the data
+    rows that it reads first."""
     seen: set[int] = set()
     for record, result, given in captured:
-        for name, ref in _sources(given):
-            if ref.result.number not in seen:
-                seen.add(ref.result.number)
-                yield ref.result.label, record.phase, {name: _column(caller, name, ref)}
         if result is not None:
             ids = np.unique(np.concatenate([*result.answer.values()]))
             refs = {name: ColumnRef(result, ids, name) for name in result.held}
             made = {name: _column(caller, name, ref) for name, ref in refs.items()}
-            yield record.label, record.phase, made
-        elif record.answering:
-            values = Result(record.label, record.pending, record.answering)
-            if all(isinstance(value, dict) for value in values.values_by_rank()):
-                numbers = {
-                    name: Column("dense", torch.tensor([value], dtype=torch.float64))
-                    for name, value in values.items()
-                }
-                yield record.label, record.phase, numbers
+        elif (numbers := _numbers(record)) is not None:
+            made = numbers
+        else:
+            continue
+        for name, ref in _sources(given):
+            if ref.result.number not in seen:
+                seen.add(ref.result.number)
+                yield ref.result.label, record.phase, {name: _column(caller, name, ref)}
+        yield record.label, record.phase, made
+
+
+def _numbers(record: CallRecord) -> Made | None:
+    """What a call answered, if that is numbers by name."""
+    if not record.answering:
+        return None
+    values = Result(record.label, record.pending, record.answering)
+    if not all(isinstance(value, dict) for value in values.values_by_rank()):
+        return None
+    return {
+        name: Column("dense", torch.tensor([value], dtype=torch.float64))
+        for name, value in values.items()
+    }
 
 
 def _sources(given: object) -> Iterator[tuple[str, ColumnRef]]:

@@ -53,8 +53,9 @@ class RolloutQueue(Iterator[Batch]):
         while len(self._ahead) < wanted:
             self._ahead.append(next(self._prompts))
         generator, plays = self._link.generator, self._plays
-        for batch in list(self._ahead)[len(self._begun) : wanted]:
-            (generator.begin_episodes if plays else generator.begin_sequences)(batch)
+        begin = generator.begin_episodes if plays else generator.begin_sequences
+        for place in range(len(self._begun), wanted):
+            begin(self._ahead[place], step=self._caller.step + place)
             self._begun.append(self._link.version)
         age = self._link.version - self._begun.popleft()
         if age > self._max_staleness:

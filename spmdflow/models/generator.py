@@ -8,6 +8,7 @@ nothing is trained (`load_weights`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -241,14 +242,17 @@ class GeneratorWorker(SamplingWorker):
         self._ahead = RowsAhead(self.requests, replica, self._runner)
 
     @register(transfer_mode="3D_ALL_MICRO_DP", reads=("prompts",), draws=True)
-    def begin_sequences(self, batch: TensorDict) -> dict[str, float]:
-        """Take rows on; the calls that follow draw their responses."""
+    def begin_sequences(self, batch: TensorDict, *, step: int) -> None:
+        """Take rows on; the calls that follow draw their responses.
+
+        step: the one that learns from them. Their noise belongs to it, whenever they are begun.
+        """
         self.fresh_generator()
-        rows, seeds = rows_of(batch["prompts"]), row_seeds(self.context, self.call)
+        call = replace(self.call, step=step)
+        rows, seeds = rows_of(batch["prompts"]), row_seeds(self.context, call)
         sampling = self.sampling.for_call()
         requests = [Request(row.cpu(), seed, sampling) for row, seed in zip(rows, seeds)]
         self.rows_ahead.begin_sequences(self.call.row_ids.tolist(), requests)
-        return {}
 
     @register(
         transfer_mode="3D_ALL_MICRO_DP",
@@ -285,16 +289,15 @@ class GeneratorWorker(SamplingWorker):
         draws=True,
         check=check_environment,
     )
-    def begin_episodes(self, batch: TensorDict) -> dict[str, float]:
-        """Take an episode on for each row; the calls that follow run them."""
+    def begin_episodes(self, batch: TensorDict, *, step: int) -> None:
+        """Take an episode on for each row; the calls that follow run them. step: as above."""
         self.fresh_generator()
         self.rows_ahead.begin_episodes(
             self.call.row_ids.tolist(),
             self.episode_rows(batch),
             self.sampling.for_call(),
-            partial(self._turn_seed, self.call),
+            partial(self._turn_seed, replace(self.call, step=step)),
         )
-        return {}
 
     @register(
         transfer_mode="3D_ALL_MICRO_DP",
@@ -339,13 +342,13 @@ class GeneratorWorker(SamplingWorker):
         ahead, context = self._ahead, self.context
         if ahead is None or Replica.of(context.layout, context.rank, context.groups).place:
             return None
-        return ahead.save(folder / f"rank-{context.rank}.safetensors")
+        return ahead.save(folder / f"ahead-{context.rank}.safetensors")
 
     @any_layout
     def load_state(self, folder: Path) -> None:
         """Every rank reads them all: their rows may be begun on any of them."""
         if self._ahead is not None:
-            self._ahead.load(sorted(folder.glob("rank-*.safetensors")))
+            self._ahead.load(sorted(folder.glob("ahead-*.safetensors")))
 
     def make_room(self, *, trains: bool) -> None:
         """Set rows under way aside, then free the KV cache."""

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,8 @@ from tests.algos.runs import (
     last_checkpoint,
     log_of,
     ranks_of,
+    run_forked,
+    start,
     steps_of,
     torchrun,
     wait_for_step,
@@ -129,6 +132,26 @@ def test_without_staleness_every_bit_is_that_of_grpo(tmp_path: Path) -> None:
         for run in dirs
     )
     assert mine == its != {}
+
+
+@pytest.mark.slow
+def test_a_kept_step_with_rows_of_several_versions_runs_again_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    run_dir, capsule = tmp_path / "run", tmp_path / "run" / "capsules" / "step-5"
+    words = (*TAIL, "total_steps=8", "save_every=0", "run.capture_step=5")
+    run_forked(run_dir, *words, num_ranks=2, script=QUEUED, small=())
+    (kept,) = (step for step in trained_of(run_dir) if step["step"] == 5)
+    assert any(len(set(row)) > 1 for row in kept["versions"]), "no row went on over a sync"
+
+    words = ("--nproc-per-node=2", "-m", "spmdflow.replay", str(capsule))
+    log = tmp_path / "replay.log"
+    process = start([sys.executable, "-m", "torch.distributed.run", "--standalone", *words], log)
+
+    assert finish(process, seconds=200) == 0, log.read_text()[-3000:]
+    assert "tensors in every bit" in log.read_text()
+    (again,) = trained_of(capsule / "replay")
+    assert again == kept
 
 
 def kill_and_restart(run_dir: Path, words: Sequence[str], rng: random.Random) -> None:
