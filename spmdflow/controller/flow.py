@@ -297,10 +297,11 @@ class Flow:
         return self._evaluation.report(greedy, sampled, self._run_dir)
 
     def save(self, *, every: int = 1) -> None:
-        """Write a checkpoint at the end of this step, every so many steps."""
+        """Write a checkpoint at the end of this step, every so many steps and in the last one."""
         _check_every("save", every)
-        if self.step is not None and is_due(self.step.number, every):
-            self._saving.due = True
+        if self.step is not None and every:
+            is_last = self.step.number == self.caller.last_step
+            self._saving.due |= is_last or is_due(self.step.number, every)
 
     # Inside a step
 

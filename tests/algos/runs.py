@@ -32,6 +32,7 @@ SMALL = (
     "data.eval_prompts=16",
     "advantage.kl_coef=0.02",
     "run.sample_every=0",
+    "save_every=0",
 )
 
 

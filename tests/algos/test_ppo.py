@@ -25,7 +25,7 @@ from tests.algos.runs import (
     torchrun,
 )
 
-SETTINGS = ("total_steps=2", "eval_every=2", "run.sample_every=1")
+SETTINGS = ("total_steps=2", "eval_every=2", "run.sample_every=1", "save_every=20")
 SOME_METRICS = {
     "reward/mean", "eval/mean", "eval/accuracy",
     "rollout/response_length", "rollout/prompt_tokens", "rollout/response_tokens",
@@ -81,7 +81,8 @@ def judge_metrics(run_dir: Path) -> None:
 
 
 def judge_files(run_dir: Path, ranks: set[int]) -> None:
-    """config.yaml, samples.jsonl and trace.json of a finished run."""
+    """config.yaml, samples.jsonl, trace.json and the last weights of a finished run."""
+    assert (run_dir / "checkpoints" / "latest").read_text().strip() == "step-2"
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     assert config["data"]["prompts_per_step"] == 16 and config["total_steps"] == 2
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
