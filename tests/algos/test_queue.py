@@ -114,7 +114,7 @@ def check_trained(run_dir: Path, words: Sequence[str], num_steps: int, *, bound:
 def test_without_staleness_every_bit_is_that_of_grpo(tmp_path: Path) -> None:
     words = (*SMALL, "actor.update.old_log_probs=auto", "save_every=3")
     dirs = tmp_path / "async", tmp_path / "sync"
-    # each in new processes: a test process that has run much once had other last bits (STATUS.md)
+    # in new processes: what another test leaves behind in this one may change last bits
     runs = [
         torchrun(dirs[0], *words, "max_staleness=0", num_ranks=2, script=ASYNC, small=()),
         torchrun(dirs[1], *words, num_ranks=1, script=SYNC, small=()),

@@ -29,10 +29,11 @@ def sample() -> tuple[Tensor, Tensor, Tensor]:
 def run(hidden: Tensor, weight: Tensor, targets: Tensor, **shard: Any) -> list[Tensor]:
     """Log-probs, entropy, and the gradients of a mixture of them, in blocks of 2 words."""
     leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-    log_prob.CHUNK_ELEMENTS = log_prob.HOST_PARTS * 2 * TOKENS
     output = CausalOutput(*leaves, targets, vocab_size=VOCABULARY, **shard)
-    log_probs, entropy = output.log_probs_and_entropy(TAU)
-    (2 * log_probs.sum() + entropy.square().sum()).backward()  # type: ignore[no-untyped-call]
+    with pytest.MonkeyPatch.context() as patch:  # later tests in the process have usual blocks
+        patch.setattr(log_prob, "CHUNK_ELEMENTS", log_prob.HOST_PARTS * 2 * TOKENS)
+        log_probs, entropy = output.log_probs_and_entropy(TAU)
+        (2 * log_probs.sum() + entropy.square().sum()).backward()  # type: ignore[no-untyped-call]
     grads = [x.grad for x in leaves if x.grad is not None]
     return [log_probs.detach(), entropy.detach(), *grads]
 
