@@ -195,17 +195,20 @@ def write_api(pages: Path) -> None:
     lines: list[str] = []
     homes: dict[str, list[str]] = defaultdict(list)
     for name in spmdflow.__all__:
-        homes[getattr(spmdflow, name).__module__].append(name)
+        homes[spmdflow._HOMES[name]].append(name)
     for home, public in sorted(homes.items()):
         title = home.removeprefix("spmdflow.")
         text = [f"# {title}", "```{eval-rst}", f".. automodule:: {home}\n   :no-members:\n"]
         lines += [f"\n## [{title}](api/{home}.md)\n", "| name | |", "|---|---|"]
         for name in sorted(public):
             found = getattr(spmdflow, name)
-            kind = "autoclass" if isinstance(found, type) else "autofunction"
-            members = "\n   :members:" if kind == "autoclass" else ""
-            text.append(f".. {kind}:: spmdflow.{name}{members}\n")
-            lines.append(f"| `{name}` | {_first_line(found)} |")
+            kind, more = "autofunction", ""
+            if isinstance(found, type):
+                kind, more = "autoclass", "\n   :members:\n   :special-members: __call__"
+            elif inspect.ismethod(found):  # a registry's decorator: its own words, not the method's
+                kind, more = "autodata", "\n   :no-value:"
+            text.append(f".. {kind}:: {home if more else 'spmdflow'}.{name}{more}\n")
+            lines.append(f"| `{name}` | {_first_line(found, home, name)} |")
         (pages / "api" / f"{home}.md").write_text("\n".join([*text, "```"]) + "\n")
     tree = _tree(f"api/{home}" for home in sorted(homes))
     (pages / "api.md").write_text("\n".join(["# API", *lines, tree]))
@@ -223,8 +226,12 @@ def _tree(names: Iterable[str]) -> str:
     return f"\n\n```{{toctree}}\n:hidden:\n\n{names}\n```\n"
 
 
-def _first_line(found: object) -> str:
+def _first_line(found: object, home: str, name: str) -> str:
+    from sphinx.pycode import ModuleAnalyzer
+
     text = inspect.getdoc(found) or ""
+    if inspect.ismethod(found):
+        text = "\n".join(ModuleAnalyzer.for_module(home).find_attr_docs()["", name])
     return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
 
 

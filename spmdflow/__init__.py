@@ -15,8 +15,9 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "spmdflow.config.algorithm": (
-        "CorrectionConfig DAPOConfig DistillConfig GRPOAsyncConfig GRPOConfig RLOOConfig "
-        "ReinforcePPConfig RemaxConfig SafeRLHFConfig SurrogateActorConfig TeacherConfig"
+        "CorrectionConfig DAPOConfig DistillConfig GRPOAsyncConfig GRPOConfig "
+        "GroupAdvantageConfig RLOOConfig ReinforcePPConfig RemaxConfig SafeRLHFConfig "
+        "SurrogateActorConfig SurrogateLossConfig TeacherConfig"
     ),
     "spmdflow.config.episode": "AgentActorConfig EpisodeConfig GRPOAgentConfig",
     "spmdflow.config.leaf": "part setting",
@@ -34,13 +35,14 @@ _NAMES = {
     "spmdflow.controller.prompts": "DynamicSampling",
     "spmdflow.controller.step": "Step",
     "spmdflow.data.ragged": "lengths_of pad ragged ragged_from_rows rows_of",
+    "spmdflow.data.row_id": "RowGroups",
     "spmdflow.datasets.tokenizer": "decode_responses load_tokenizer",
     "spmdflow.envs.client": "ChatClient EndpointError",
     "spmdflow.errors": "ConfigError RunFailed SpmdflowError",
     "spmdflow.kind.engine": "EngineKind EngineOption Sharding register_engine",
     "spmdflow.kind.generator": "GeneratorKind register_generator",
     "spmdflow.kind.registry": "register_tracker",
-    "spmdflow.models.base": "FSDPWorker ThreeDParallelWorker ZeROWorker",
+    "spmdflow.models.base": "EngineWorker FSDPWorker ThreeDParallelWorker ZeROWorker",
     "spmdflow.models.critic": "CostCriticWorker CriticWorker",
     "spmdflow.models.generator": "GeneratorWorker",
     "spmdflow.models.policy": "ActorWorker PolicyWorker ReferenceWorker SupervisedWorker",
@@ -51,14 +53,17 @@ _NAMES = {
         "compute_safe_advantages compute_teacher_rewards"
     ),
     "spmdflow.objectives.covariance": "mark_covariant_tokens",
-    "spmdflow.objectives.estimator": "advantage",
+    "spmdflow.objectives.estimator": "Samples advantage",
     "spmdflow.objectives.kl": "AdaptiveKL compute_rollout_weights measure_kl",
-    "spmdflow.objectives.preference": "preference_loss",
+    "spmdflow.objectives.log_prob": "CausalOutput ScalarOutput",
+    "spmdflow.objectives.loss": "Loss Micro",
+    "spmdflow.objectives.preference": "AnswerPair preference_loss",
     "spmdflow.objectives.supervised": "SupervisedLoss",
     "spmdflow.objectives.surrogate": "policy_loss",
     "spmdflow.program": "launch load_settings",
     "spmdflow.runtime.launch": "Outcome",
     "spmdflow.tracking.progress": "Sample",
+    "spmdflow.tracking.reading": "RunFiles",
     "spmdflow.tracking.tracker": "Sink",
     "spmdflow.transfer.protocol": "Answer Protocol register_protocol",
     "spmdflow.transfer.register": "map_function register",

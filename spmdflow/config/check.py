@@ -187,7 +187,8 @@ def _check_run(cfg: Any, *, here: bool) -> None:
 
 def _check_installed(key: str, package: str, *, extra: str) -> None:
     if importlib.util.find_spec(package) is None:
-        do = f"pip install 'spmdflow[{extra}]' or choose another"
+        extras = " or ".join(f"'spmdflow[{name}]'" for name in extra.split(","))
+        do = f"pip install {extras} or choose another"
         raise ConfigError.of(key, package, "an installed package", do)
 
 

@@ -1,18 +1,6 @@
 """Samples of a step: a few scored rows with their groups, advantages and tokens.
 
-Beside texts, score and terms a line of samples.jsonl holds, as far as the batch has it:
-
-    phase       train or eval (held-out prompts)
-    group       number of the prompt in its batch; its samples have the same
-    advantage   mean over the tokens that are learnt
-    cost        of a cost model (safe RLHF)
-    turns       replies of an episode
-    calls       of tools, in each reply: [[[name, arguments as JSON], ...], ...]
-    lengths     characters of the response that each token shows
-    log_probs   of the generator, nats, two decimals
-    gap         the trainer's log-probability less the generator's, three decimals; absent: the
-                trainer computed none
-    mask        a digit for each token, 0: not the policy's choice; absent: it chose all
+`Sample` (tracking.progress) says what a line of samples.jsonl holds.
 """
 
 from __future__ import annotations

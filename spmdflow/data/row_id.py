@@ -83,7 +83,7 @@ class RowGroups:
     index: Tensor
     """(B,) int64: the group of each row here; groups are numbered alike on every rank."""
     count: int
-    """Groups of the whole batch."""
+    """Groups of the whole batch; in an estimator one more, that of the rows that failed."""
     reduce: Callable[[Tensor], Tensor]
     """Sums a tensor over the ranks that share the batch; all of them call it equally often."""
     place: Tensor | None = None

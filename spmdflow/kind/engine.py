@@ -158,7 +158,9 @@ class Kinds(Registry[Kind]):
 _ENGINES: Kinds[EngineKind] = Kinds(
     "engine", "engine.kind", decorator="register_engine(EngineKind({name!r}, ...))"
 )
-register_engine, engine_names = _ENGINES.register_kind, _ENGINES.names
+register_engine = _ENGINES.register_kind
+"""`@register_engine(EngineKind("name", ...))` on a `TrainEngine`; then `engine.kind=name`."""
+engine_names = _ENGINES.names
 engines_that_cut = _ENGINES.that_cut
 engine_kind = _ENGINES.find
 """The engine of that name; ConfigError naming the setting and the choices."""

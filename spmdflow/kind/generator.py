@@ -25,15 +25,19 @@ class GeneratorKind(Backend):
     package: str = ""
     """Python package that must be installed."""
     extra: str = ""
-    """Extra of spmdflow that installs it."""
+    """Extra of spmdflow that installs it; of several, with commas, one does."""
 
 
 _GENERATORS: Kinds[GeneratorKind] = Kinds(
     "generator", "rollout.engine", decorator="register_generator(GeneratorKind({name!r}, ...))"
 )
-register_generator, generator_names = _GENERATORS.register_kind, _GENERATORS.names
-"""The class is called with (rollout settings, model path, device), and with the `Replica` of the
-rank too if it has axes."""
+register_generator = _GENERATORS.register_kind
+"""`@register_generator(GeneratorKind("name", ...))` on a `Generator`; then `rollout.engine=name`.
+
+The class is called with (rollout settings, model path, device), and with the `Replica` of the
+rank too if it has axes.
+"""
+generator_names = _GENERATORS.names
 generators_that_cut = _GENERATORS.that_cut
 generator_kind = _GENERATORS.find
 """The generator of that name; ConfigError naming the setting and the choices."""

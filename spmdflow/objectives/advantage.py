@@ -37,7 +37,14 @@ from spmdflow.data.row_id import RowGroups
 from spmdflow.errors import ColumnError
 from spmdflow.objectives.estimator import ESTIMATORS, Samples, gae
 from spmdflow.objectives.kl import KeptNumber, kl_estimate
-from spmdflow.objectives.loss import Reduce, Report, inside, masked_sum, whiten
+from spmdflow.objectives.loss import (
+    Reduce,
+    Report,
+    check_returned,
+    inside,
+    masked_sum,
+    whiten,
+)
 from spmdflow.transfer.register import map_function
 from spmdflow.transfer.worker import Mean, Metric
 
@@ -85,7 +92,9 @@ def compute_advantages(
         valid = _find_comparable_rows(valid, columns, groups if chosen.groups else None)
         mask, groups = mask & valid[:, None], groups.only(valid)
         columns = _zero_failed_rows(columns, valid)
-    advantages, returns = chosen.estimate(Samples(columns, mask, groups, reduce), cfg)
+    made = chosen.estimate(Samples(columns, mask, groups, reduce), cfg)
+    where, names = f"@advantage({estimator!r})", ("advantages", "returns")
+    advantages, returns = check_returned(where, made, names, mask.shape)
     if cfg.whiten:
         advantages = whiten(advantages, mask, reduce)
     return _make_ragged({"advantages": advantages, "returns": returns}, lengths)

@@ -7,7 +7,7 @@ rows were spread. Knows no ranks: sums over them go through `reduce`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.data.ragged import pad
+from spmdflow.errors import ProtocolError
 from spmdflow.kind.registry import Registry
 from spmdflow.transfer.worker import Metric
 
@@ -80,6 +81,19 @@ Report = Callable[[Mapping[str, Metric]], None]
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a float64 tensor over the ranks that share a batch; all of them must call it."""
+
+
+def check_returned(where: str, returned: Any, names: Sequence[str], shape: torch.Size) -> Any:
+    """What a function of the user's returned: a tensor of this shape for each name.
+
+    ProtocolError if it is anything else. where: the function, as the user marks it.
+    """
+    parts = returned if isinstance(returned, tuple) else (returned,)
+    shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in parts]
+    if shapes != [tuple(shape)] * len(names):
+        got, expected = f"{len(parts)} of {shapes}", f"({', '.join(names)}), each {tuple(shape)}"
+        raise ProtocolError.of(where, got, expected, "return these tensors as a tuple")
+    return returned
 
 
 def inside(x: Tensor, mask: Tensor) -> Tensor:

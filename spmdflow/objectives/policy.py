@@ -12,7 +12,15 @@ from spmdflow.config.objective import PolicyLossConfig, ValueLossConfig
 from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.objectives.kl import KL_ESTIMATORS, kl_estimate
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
-from spmdflow.objectives.loss import AGGREGATIONS, Loss, Micro, aggregate, inside, masked_sum
+from spmdflow.objectives.loss import (
+    AGGREGATIONS,
+    Loss,
+    Micro,
+    aggregate,
+    check_returned,
+    inside,
+    masked_sum,
+)
 from spmdflow.objectives.surrogate import MARKED, POLICY_LOSSES, Surrogate
 from spmdflow.transfer.worker import Max, Mean, Metric
 
@@ -140,7 +148,8 @@ class PolicyLoss(Loss):
         """The policy loss of each token, all (B, R); covariant: the tokens that `MARKED` need."""
         given = (log_probs, old_log_probs, advantages, mask, self.cfg)
         if self.cfg.surrogate not in MARKED:
-            return Surrogate(*self._terms(*given))
+            made, where = self._terms(*given), f"@policy_loss({self.cfg.surrogate!r})"
+            return Surrogate(*check_returned(where, made, Surrogate._fields, mask.shape))
         if covariant is None:
             got, expected = "no column covariant", f"it for loss.surrogate={self.cfg.surrogate}"
             do = "batch |= batch.map(mark_covariant_tokens, cfg=cfg.actor.loss, seed=step.number)"

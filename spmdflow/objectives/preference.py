@@ -48,7 +48,8 @@ PREFERENCE_LOSSES: Registry[Callable[..., Tensor]] = Registry(
 """Losses of pairs; and kto, which has other arguments and is called by `LabelLoss`."""
 
 preference_loss = PREFERENCE_LOSSES.register
-"""`@preference_loss("name")` makes a loss of pairs known."""
+"""`@preference_loss("name")` on `fn(pair, cfg) -> (n,)`, pair an `AnswerPair`; then
+`actor.loss.name=name`."""
 
 
 @preference_loss("dpo")

@@ -39,7 +39,8 @@ POLICY_LOSSES: Registry[PolicyTerms] = Registry(
 )
 
 policy_loss = POLICY_LOSSES.register
-"""`@policy_loss("name")` makes a policy loss known."""
+"""`@policy_loss("name")` on `fn(log_probs, old_log_probs, advantages, mask, cfg)`, all (B, R),
+which returns (loss, ratio, clipped), each (B, R); then `actor.loss.surrogate=name`."""
 
 
 @policy_loss("ppo")

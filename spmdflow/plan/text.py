@@ -114,7 +114,8 @@ def _pools(report: PlanReport) -> Iterator[str]:
     trace = report.trace
     yield "pools"
     for name, pool in trace.pools.items():
-        yield f"  {name:12} ranks {spans(pool.ranks)}: {', '.join(pool.roles)}"
+        roles = (x if x in trace.models else f"{x} (not spawned)" for x in pool.roles)
+        yield f"  {name:12} ranks {spans(pool.ranks)}: {', '.join(roles)}"
     idle = set(trace.world) - {rank for pool in trace.pools.values() for rank in pool.ranks}
     if idle:
         yield f"  {'none':12} ranks {spans(sorted(idle))} have no work"

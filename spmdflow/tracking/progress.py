@@ -82,7 +82,15 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
 
 
 class Sample(NamedTuple):
-    """One row of the table and of samples.jsonl."""
+    """One row of the table and of samples.jsonl, where it also has, as far as the batch has them:
+
+    - phase: train or eval (held-out prompts); group: number of the prompt in its batch;
+    - advantage: mean over the tokens that are learnt; cost, of a cost model; turns of an episode,
+      and calls of tools in each: [[[name, arguments as JSON], ...], ...];
+    - lengths: characters of the response that each token shows; log_probs of the generator, nats;
+      gap: the trainer's less the generator's (absent: the trainer computed none); mask: a digit for
+      each token, 0 where it is not the policy's choice (absent: it chose all).
+    """
 
     prompt: str
     response: str
@@ -90,7 +98,7 @@ class Sample(NamedTuple):
     terms: Mapping[str, float | str | None] = MappingProxyType({})
     """What the score is made of, and what else the functions returned."""
     facts: Mapping[str, object] = MappingProxyType({})
-    """Group, advantage and tokens (`controller.sample`), as data for JSON."""
+    """Group, advantage and tokens, as data for JSON."""
 
     def to_plain(self) -> dict[str, object]:
         """As data for JSON; a score that is not finite is null."""

@@ -33,7 +33,7 @@ _LIVE_SECONDS = 30.0
 
 
 class RunFiles:
-    """The files of one RUN_DIR."""
+    """The files of one RUN_DIR: `RunFiles(Path("runs/ppo")).metrics[-1]["reward/mean"]`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -7,8 +7,7 @@ columns travel, which rows go where and who answers. The executor calls a map fu
 the pool's ranks (float64; ranks without rows take part with zeros), `report` takes metrics. Every
 rank must call `reduce` equally often. The function returns its columns by name, in a dict or
 TensorDict: tensors, jagged tensors, or lists of str. Map functions are found by name on every rank,
-so they are module-level. With `groups=True` the call also has groups=..., a `RowGroups` of rows
-that share a prompt.
+so they are module-level.
 """
 
 from __future__ import annotations
@@ -87,8 +86,10 @@ def register(
     none and is not counted. check: raises in the script, before anything is sent, for invalid
     arguments. early: the name of a method `early(batch, call)` that needs neither the device
     nor other ranks; it runs beside other calls as soon as the rows are here, and the method finds
-    what it returned in `self.begun`. instead: see `MethodSpec`; such a method that writes must
-    depend on the model and its rows alone, and change neither (controller/waiting.py).
+    what it returned in `self.begun`. instead: column -> substitute, for own forms of
+    `compute_log_prob` and `update_actor`: a written column that another may replace, so that
+    the call waits until somebody reads it (it must depend on the model and its rows alone, and
+    change neither); of an update, a column of `reads` that it can do without.
     """
     columns = (tuple(reads), tuple(optional), tuple(writes))
     marks = (minibatches, extends, draws)
@@ -162,7 +163,14 @@ def map_function(
     spares: Callable[[Mapping[str, Any]], Iterable[str]] | None = None,
     instead: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None,
 ) -> Callable[[F], F]:
-    """Mark a module-level function for `batch.map`; ProtocolError for a lambda or local one."""
+    """Mark a module-level function for `batch.map`; ProtocolError for a lambda or local one.
+
+    groups: it also takes `groups`, a `RowGroups`: sums and means over the samples of a prompt, also
+    of those on other ranks. The others take a call's arguments by name. reads_for: further
+    columns that it needs. spares: optional columns for which no delayed call (`compute_log_prob`)
+    is made. instead: column of a delayed call -> column that may replace it where the two hardly
+    differ.
+    """
 
     def mark(fn: F) -> F:
         _require_module_level(fn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 from spmdflow.config.schema import AdvantageConfig
 from spmdflow.data.ragged import pad, ragged
 from spmdflow.data.row_id import RowGroups, places_in_groups
-from spmdflow.errors import ConfigError
+from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.objectives.advantage import compute_advantages
 from spmdflow.objectives.estimator import ESTIMATORS, Samples, advantage, reward_to_go
 from tests.unit.replayed_ranks import run_ranks, take
@@ -183,6 +184,17 @@ def test_own_estimator_is_known_by_its_name_with_the_columns_it_reads() -> None:
 
     assert ESTIMATORS.find("own_test").reads == ("values",)
     assert set(run(batch, groups, "own_test")["advantages"].values().tolist()) <= {0.0, 2.0}
+
+
+def test_own_estimator_that_returns_one_tensor_is_refused_with_what_it_should_return() -> None:
+    @advantage("own_test")
+    def own(samples: Samples, cfg: AdvantageConfig) -> Any:
+        return samples.rewards
+
+    batch, groups = make(3, [0, 1])
+
+    with pytest.raises(ProtocolError, match=r"got 1 of .*expected \(advantages, returns\), each"):
+        run(batch, groups, "own_test")
 
 
 def test_name_of_another_modules_estimator_is_refused() -> None:

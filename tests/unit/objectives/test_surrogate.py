@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spmdflow.config.algorithm import SurrogateLossConfig
 from spmdflow.config.schema import PolicyLossConfig
-from spmdflow.errors import ConfigError
+from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.objectives.surrogate import POLICY_LOSSES, policy_loss
 
@@ -193,6 +193,21 @@ def test_own_policy_loss_is_known_by_its_name_and_others_are_refused() -> None:
         PolicyLoss(SurrogateLossConfig(surrogate="nothing"), 1.0)
     with pytest.raises(ConfigError, match="not taken by spmdflow.objectives.surrogate"):
         policy_loss("gspo")(own)
+
+
+@pytest.mark.parametrize("returned", ["loss", "two", "sums"])
+def test_own_policy_loss_that_returns_other_things_is_refused_with_both(returned: str) -> None:
+    @policy_loss("own_test")
+    def own(log_probs: Tensor, *rest: Any) -> Any:
+        made = {"loss": log_probs, "two": (log_probs,) * 2, "sums": (log_probs.sum(-1),) * 3}
+        return made[returned]
+
+    loss = PolicyLoss(SurrogateLossConfig(surrogate="own_test"), 1.0)
+
+    with pytest.raises(
+        ProtocolError, match=r"\('own_test'\): got .*\(loss, ratio, clipped\), each"
+    ):
+        loss.terms(*rows(5))
 
 
 def test_ppos_own_settings_are_those_of_the_chooser_with_its_defaults() -> None:
