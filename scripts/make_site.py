@@ -13,12 +13,14 @@ import argparse
 import ast
 import inspect
 import json
+import re
 import shutil
 import sys
 import tempfile
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -190,25 +192,33 @@ def _samples(samples: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[str
 
 
 def write_api(pages: Path) -> None:
-    """Every public name, by the module that defines it."""
+    """Every public name, and what the examples of OWN_ENGINE.md import, by module."""
     (pages / "api").mkdir()
     lines: list[str] = []
     homes: dict[str, list[str]] = defaultdict(list)
     for name in spmdflow.__all__:
         homes[spmdflow._HOMES[name]].append(name)
+    example = (ROOT / "docs" / "OWN_ENGINE.md").read_text()
+    for home, names in re.findall(r"^from (spmdflow\.[\w.]+) import (.+)$", example, re.M):
+        homes[home] += [name for name in names.split(", ") if name not in homes[home]]
     for home, public in sorted(homes.items()):
         title = home.removeprefix("spmdflow.")
         text = [f"# {title}", "```{eval-rst}", f".. automodule:: {home}\n   :no-members:\n"]
         lines += [f"\n## [{title}](api/{home}.md)\n", "| name | |", "|---|---|"]
         for name in sorted(public):
-            found = getattr(spmdflow, name)
-            kind, more = "autofunction", ""
+            found = getattr(import_module(home), name)
+            line = _first_line(found, home, name)
+            if not line:  # a constant or an alias without words
+                continue
             if isinstance(found, type):
                 kind, more = "autoclass", "\n   :members:\n   :special-members: __call__"
-            elif inspect.ismethod(found):  # a registry's decorator: its own words, not the method's
+            elif inspect.isfunction(found):
+                kind, more = "autofunction", ""
+            else:  # a registry's decorator has its own words, not the method's
                 kind, more = "autodata", "\n   :no-value:"
-            text.append(f".. {kind}:: {home if more else 'spmdflow'}.{name}{more}\n")
-            lines.append(f"| `{name}` | {_first_line(found, home, name)} |")
+            is_public = name in spmdflow.__all__ and kind != "autodata"
+            text.append(f".. {kind}:: {'spmdflow' if is_public else home}.{name}{more}\n")
+            lines.append(f"| `{name}` | {line} |")
         (pages / "api" / f"{home}.md").write_text("\n".join([*text, "```"]) + "\n")
     tree = _tree(f"api/{home}" for home in sorted(homes))
     (pages / "api.md").write_text("\n".join(["# API", *lines, tree]))
@@ -229,9 +239,10 @@ def _tree(names: Iterable[str]) -> str:
 def _first_line(found: object, home: str, name: str) -> str:
     from sphinx.pycode import ModuleAnalyzer
 
-    text = inspect.getdoc(found) or ""
-    if inspect.ismethod(found):
-        text = "\n".join(ModuleAnalyzer.for_module(home).find_attr_docs()["", name])
+    if isinstance(found, type) or inspect.isfunction(found):
+        text = inspect.getdoc(found) or ""
+    else:
+        text = "\n".join(ModuleAnalyzer.for_module(home).find_attr_docs().get(("", name), []))
     return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
 
 

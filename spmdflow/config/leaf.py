@@ -5,6 +5,7 @@ Knows dataclasses; no files, no omegaconf.
 
 from __future__ import annotations
 
+import difflib
 import json
 import operator
 import re
@@ -190,8 +191,8 @@ def check_bounds(leaf: Leaf) -> None:
         if value is None:
             continue
         if choices and value not in choices:
-            first = f"[{choices[0]}]" if is_list else choices[0]
-            do = f"set {leaf.key}={first}"
+            (near,) = difflib.get_close_matches(str(value), choices, 1) or choices[:1]
+            do = f"set {leaf.key}={f'[{near}]' if is_list else near}"
             raise ConfigError.of(leaf.key, repr(value), " or ".join(choices), do)
         for words, fits, limit in limits:
             if not fits(value, limit):

@@ -179,7 +179,7 @@ def is_due(step: int, every: int) -> bool:
 def _facts_of(cfg: Any, script: Path) -> dict[str, Any]:
     """What a run is, as data for JSON: every setting, `versions.NAME`, git.commit and git.dirty."""
     origin = {"versions": versions(), "git": git_state(script.absolute().parent)}
-    return flat(plain_tree(cfg)) | flat(origin, ("versions", "git"))
+    return flat(plain_tree(cfg)) | flat({name: x for name, x in origin.items() if x})
 
 
 class Show:
