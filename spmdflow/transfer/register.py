@@ -81,7 +81,8 @@ def register(
     parameter or what it was given. Writes that torch's version counter misses (NumPy, `.data`) are
     detected by a checksum of the column. Clone columns that you keep beyond the call, too.
 
-    draws: `self.call.generation` then says how often rows were drawn for before in the step, so
+    optional: columns that it gets if the batch has them: `batch.get("valid")`. draws:
+    `self.call.generation` then says how often rows were drawn for before in the step, so
     that a second call on the same rows takes other random numbers. A call with greedy=True draws
     none and is not counted. check: raises in the script, before anything is sent, for invalid
     arguments. early: the name of a method `early(batch, call)` that needs neither the device
@@ -165,7 +166,8 @@ def map_function(
 ) -> Callable[[F], F]:
     """Mark a module-level function for `batch.map`; ProtocolError for a lambda or local one.
 
-    groups: it also takes `groups`, a `RowGroups`: sums and means over the samples of a prompt, also
+    optional: columns that it gets if the batch has them: `batch.get("valid")`. groups: it also
+    takes `groups`, a `RowGroups`: sums and means over the samples of a prompt, also
     of those on other ranks. The others take a call's arguments by name. reads_for: further
     columns that it needs. spares: optional columns for which no delayed call (`compute_log_prob`)
     is made. instead: column of a delayed call -> column that may replace it where the two hardly
