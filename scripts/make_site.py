@@ -81,6 +81,9 @@ def gather(folder: Path) -> Path:
         .replace("](algos/", "](../algos/")
     )
     (pages / "CHANGELOG.md").write_text(text)
+    for name in ("CHANGELOG", "STATUS"):  # history: the search shows the pages that say how
+        page = pages / f"{name}.md"
+        page.write_text(f"---\nnosearch: true\n---\n{page.read_text()}")
     return pages
 
 

@@ -50,12 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def status_text(run_dir: Path, state: State | None, now: float) -> Iterator[str]:
     """The lines to print; now: seconds since 1970."""
     yield _last_step(run_dir, now)
-    if state:
-        yield from _live(state, now)
-    else:
-        yield f"no run is alive: {run_dir / STATUS_FILE} is not there, expected in a live RUN_DIR"
     files = RunFiles(run_dir)
     yield from (f"{name}: {failure_text(each)}" for name, each in files.failures.items())
+    if not state:
+        yield f"no run is alive: {run_dir / STATUS_FILE} is not there, expected in a live RUN_DIR"
+    elif not files.failures:  # else what a run wrote while it was alive
+        yield from _live(state, now)
     if files.stacks:
         yield f"stacks: {', '.join(files.stacks)}"
 
