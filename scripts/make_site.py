@@ -196,6 +196,8 @@ def _samples(samples: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[str
 
 def write_api(pages: Path) -> None:
     """Every public name, and what the examples of OWN_ENGINE.md import, by module."""
+    from sphinx.pycode import ModuleAnalyzer
+
     (pages / "api").mkdir()
     lines: list[str] = []
     homes: dict[str, list[str]] = defaultdict(list)
@@ -210,17 +212,19 @@ def write_api(pages: Path) -> None:
         lines += [f"\n## [{title}](api/{home}.md)\n", "| name | |", "|---|---|"]
         for name in sorted(public):
             found = getattr(import_module(home), name)
-            line = _first_line(found, home, name)
-            if not line:  # a constant or an alias without words
+            words = "\n".join(ModuleAnalyzer.for_module(home).find_attr_docs().get(("", name), []))
+            path = f"{'spmdflow' if name in spmdflow.__all__ else home}.{name}"
+            if words:  # a registry's decorator, an alias: the words below its definition
+                indented = words.replace("\n", "\n   ")
+                module = path.rpartition(".")[0]
+                text.append(f".. py:data:: {name}\n   :module: {module}\n\n   {indented}\n")
+            elif isinstance(found, type):
+                text.append(f".. autoclass:: {path}\n   :members:\n   :special-members: __call__\n")
+            elif inspect.isroutine(inspect.unwrap(found)):
+                text.append(f".. autofunction:: {path}\n")
+            else:  # a constant without words
                 continue
-            if isinstance(found, type):
-                kind, more = "autoclass", "\n   :members:\n   :special-members: __call__"
-            elif inspect.isfunction(found):
-                kind, more = "autofunction", ""
-            else:  # a registry's decorator has its own words, not the method's
-                kind, more = "autodata", "\n   :no-value:"
-            is_public = name in spmdflow.__all__ and kind != "autodata"
-            text.append(f".. {kind}:: {'spmdflow' if is_public else home}.{name}{more}\n")
+            line = _first_line(words or inspect.getdoc(found) or "")
             lines.append(f"| `{name}` | {line} |")
         (pages / "api" / f"{home}.md").write_text("\n".join([*text, "```"]) + "\n")
     tree = _tree(f"api/{home}" for home in sorted(homes))
@@ -239,13 +243,7 @@ def _tree(names: Iterable[str]) -> str:
     return f"\n\n```{{toctree}}\n:hidden:\n\n{names}\n```\n"
 
 
-def _first_line(found: object, home: str, name: str) -> str:
-    from sphinx.pycode import ModuleAnalyzer
-
-    if isinstance(found, type) or inspect.isfunction(found):
-        text = inspect.getdoc(found) or ""
-    else:
-        text = "\n".join(ModuleAnalyzer.for_module(home).find_attr_docs().get(("", name), []))
+def _first_line(text: str) -> str:
     return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
 
 
