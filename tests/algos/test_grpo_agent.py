@@ -91,7 +91,7 @@ def test_run_ends_if_too_many_episodes_fail(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rows_of_episodes_move_as_planned_to_a_reference_on_other_ranks(tmp_path: Path) -> None:
-    words = (*SMALL, "placement=split", "eval_every=0")
+    words = (*SMALL, "placement=standalone", "eval_every=0")
     run_forked(tmp_path, *words, num_ranks=2, script=AGENT, small=())
 
     check_prediction(tmp_path)

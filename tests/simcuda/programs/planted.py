@@ -16,11 +16,12 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from tests.distributed.ranks import PRELOAD, RanksFailed, run_ranks
+from tests.distributed.ranks import RanksFailed, run_ranks
+from tests.forked import PRELOAD
 from tests.gpu.rounds import follow
 from tests.rollout_reference import write_family
 
-_PRELOADED = ["transformers.models.llama.modeling_llama", "tests.gpu.rounds", "spmdflow.models"]
+_PRELOADED = ["tests.gpu.rounds", "spmdflow.models"]
 
 
 @dataclass(frozen=True)
