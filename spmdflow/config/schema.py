@@ -370,7 +370,9 @@ class ScriptConfig:
     )
     total_steps: int = setting("Steps of the run.", 100, at_least=1)
     eval_every: int = setting("Steps between evaluations (0: never).", 10, at_least=0)
-    save_every: int = setting("Steps between checkpoints; the last step has one too (0: only on SIGTERM).", 0, at_least=0)
+    save_every: int = setting(
+        "Steps between checkpoints, one after the last (0: only on SIGTERM).", 0, at_least=0
+    )
 
 
 @dataclass
